@@ -1,0 +1,1 @@
+"""Shardwright: fully sharded data parallelism for PyTorch."""

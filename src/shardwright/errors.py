@@ -1,0 +1,41 @@
+"""Every error that Shardwright raises on purpose.
+
+    ShardwrightError
+    |-- InputError (ValueError)        an argument, a module or a mesh that can't be sharded as asked
+    |-- ConfigError (ValueError)       a configuration file or command line; lists everything wrong at once
+    |-- DataError (ValueError)         a corpus that is missing, empty or too small
+    |-- StageError (RuntimeError)      a call that is illegal in the stage that a group is in
+    |-- CheckpointError (RuntimeError) a checkpoint that is missing, damaged or doesn't fit
+    `-- LaunchError (RuntimeError)     ranks that could not be started, or that ended early
+
+Each message says which thing, what was got, what was expected and what to do. Violations of our own
+invariants are ``assert`` statements and not in this tree: they are bugs of ours, never of the user's.
+"""
+
+
+class ShardwrightError(Exception):
+    """Base of every error raised on purpose by this package."""
+
+
+class InputError(ShardwrightError, ValueError):
+    """An argument, a module or a mesh that can't be sharded as asked."""
+
+
+class ConfigError(ShardwrightError, ValueError):
+    """A configuration file or a command line that can't be used; lists everything wrong at once."""
+
+
+class DataError(ShardwrightError, ValueError):
+    """A corpus that is missing, empty or too small for the batch that was asked for."""
+
+
+class StageError(ShardwrightError, RuntimeError):
+    """A call that is illegal in the stage that a group is in."""
+
+
+class CheckpointError(ShardwrightError, RuntimeError):
+    """A checkpoint that is missing, damaged, incomplete, or doesn't fit the model."""
+
+
+class LaunchError(ShardwrightError, RuntimeError):
+    """Local ranks that could not be started, or that ended before the job was done."""
