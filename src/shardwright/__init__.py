@@ -1,1 +1,14 @@
-"""Shardwright: fully sharded data parallelism for PyTorch."""
+"""Shardwright: fully sharded data parallelism for PyTorch.
+
+    from shardwright import fully_shard
+
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+"""
+
+from shardwright.api import FSDPModule, fully_shard, stats
+from shardwright.policy import MixedPrecisionPolicy
+
+__all__ = ["FSDPModule", "MixedPrecisionPolicy", "fully_shard", "stats"]
