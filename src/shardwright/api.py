@@ -24,6 +24,7 @@ from shardwright.motion.unit import (
 )
 from shardwright.plan.schedule import Schedule
 from shardwright.policy import DEFAULT_PRECISION, MixedPrecisionPolicy
+from shardwright.state.full import stream_full
 from shardwright.state.group import ParamGroup
 from shardwright.state.param import ShardedParam, Slot
 
@@ -144,6 +145,34 @@ def stats(model: nn.Module) -> Stats:
     Raises: InputError for a module that isn't sharded.
     """
     return unit_of(model).runtime.stats()
+
+
+def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The whole model as plain CPU tensors: every entry of ``model.state_dict()`` on rank 0, {} elsewhere.
+
+    Every rank of the model's mesh calls it, between steps. Parameters are collected one at a time, in the
+    dtype at rest; device memory: one whole parameter on rank 0. Names that share a parameter share a tensor.
+    Raises: InputError for a model without a sharded module.
+    """
+    units = units_in(model)
+    if not units:
+        raise InputError(f"{type(model).__name__} has no sharded module; its own state_dict() is whole")
+    for unit in units:
+        unit.runtime.rest()
+    params = {id(p.sharded): p for unit in units if unit.group is not None for p in unit.group.params}
+    is_destination = all(p.axis.rank == 0 for p in params.values())
+    whole = dict(stream_full(model.state_dict(keep_vars=True), params))
+    return whole if is_destination else {}
+
+
+def communication_s(model: nn.Module) -> float:
+    """Seconds that one step's all-gathers and reduce-scatters take alone, one after another.
+
+    Every rank of the model's mesh calls it, between steps; no compute runs beside them, so this is what a
+    step would wait without overlap. Gradients and parameters are left as they are.
+    Raises: InputError for a module that isn't sharded; StageError inside a step.
+    """
+    return unit_of(model).runtime.communication_s()
 
 
 # ---- what fully_shard is made of

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -64,7 +65,7 @@ def resolve(mesh: DeviceMesh | None) -> Axis:
     if mesh.ndim != 1:
         raise InputError(
             "this version shards over a 1-D mesh, got axes "
-            f"{mesh.mesh_dim_names or tuple(mesh.shape)}; pass one of them, for example mesh[\"shard\"]"
+            f'{mesh.mesh_dim_names or tuple(mesh.shape)}; pass one of them, for example mesh["shard"]'
         )
     if mesh.get_coordinate() is None:
         raise InputError(
@@ -81,7 +82,7 @@ def _default_mesh() -> DeviceMesh:
     if not dist.is_initialized():
         if "RANK" not in os.environ:
             # No launcher: a world of one, over a store in this process.
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
+            dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
         else:
             dist.init_process_group(timeout=TIMEOUT)
     group = dist.group.WORLD

@@ -11,10 +11,12 @@ coalescing (``coalesce=False``) that includes Gloo, which is how its layout logi
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup, Work
+from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
+from torch.distributed import ProcessGroup
 
 from shardwright.comm.base import Piece
 
@@ -36,13 +38,13 @@ class NcclComm:
 
     def all_gather(self, pieces: Sequence[Piece], key: str) -> "_NcclGather":
         """See ``Comm.all_gather``. In place: each rank's input is its own span of the output."""
-        works: list[Work] = []
+        works: list[Any] = []
         for members in _by_dtype(pieces).values() if self.world > 1 else ():
             outputs = [pieces[i].flat for i in members]
             inputs = [flat.view(self.world, -1)[self.rank] for flat in outputs]
             self.sent_nbytes += sum(shard.nbytes for shard in inputs) * (self.world - 1)
             if self._coalesce:
-                options = dist.AllgatherOptions()
+                options = AllgatherOptions()
                 options.asyncOp = True
                 works.append(self._gather_group.all_gather_single_coalesced(outputs, inputs, options))
             else:
@@ -61,12 +63,12 @@ class NcclComm:
         if self.world == 1:
             return _NcclReduction([], inputs, inputs, owned)
         outputs = [flat.new_empty(flat.numel() // self.world) for flat in inputs]
-        works: list[Work] = []
+        works: list[Any] = []
         for members in _by_dtype(Piece(flat, ()) for flat in inputs).values():
             self.sent_nbytes += sum(outputs[i].nbytes for i in members) * (self.world - 1)
             if self._coalesce:
-                options = dist.ReduceScatterOptions()
-                options.reduceOp = dist.ReduceOp.SUM
+                options = ReduceScatterOptions()
+                options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
                 options.asyncOp = True
                 works.append(
                     self._reduce_group.reduce_scatter_single_coalesced(
@@ -107,7 +109,7 @@ class NcclComm:
 class _NcclGather:
     """An all-gather in flight."""
 
-    def __init__(self, works: list[Work]) -> None:
+    def __init__(self, works: list[Any]) -> None:
         self._works = works
 
     def wait(self) -> None:
@@ -120,7 +122,7 @@ class _NcclReduction:
     """A reduce-scatter in flight; holds its inputs until the current stream waits for it."""
 
     def __init__(
-        self, works: list[Work], inputs: list[torch.Tensor], outputs: list[torch.Tensor], owned: list[int]
+        self, works: list[Any], inputs: list[torch.Tensor], outputs: list[torch.Tensor], owned: list[int]
     ) -> None:
         self._works = works
         self._inputs = inputs

@@ -7,10 +7,14 @@ pass that went another way than the schedule replaces it.
 """
 
 import logging
+import time
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+import torch
+
 from shardwright.comm.base import Comm
+from shardwright.errors import StageError
 from shardwright.plan.schedule import (
     BEGINS,
     Action,
@@ -285,6 +289,22 @@ class Runtime:
     def comms(self) -> list[Comm]:
         """The transports in use, each once."""
         return list({id(group.axis.comm): group.axis.comm for group in self.groups}.values())
+
+    def communication_s(self) -> float:
+        """Seconds that the collectives of one step take alone (see ``shardwright.communication_s``)."""
+        if self._passes:
+            raise StageError("communication_s was called inside a forward or backward; call it between steps")
+        self.rest()
+        rounds = [(i, not self._facts(i).keep_after_forward) for i in range(len(self.groups))]
+        start = time.perf_counter()
+        for index, twice in rounds:
+            for _ in range(1 + twice):
+                for kind in (ActionKind.UNSHARD, ActionKind.WAIT, ActionKind.RESHARD):
+                    self._take(Action(kind, index))
+            self.groups[index].rehearse_reduce()
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        return time.perf_counter() - start
 
     def stats(self) -> Stats:
         """Bytes and seconds so far, on this rank; no communication."""

@@ -159,9 +159,16 @@ class ParamGroup:
         self._reduction = None
         totals = reduction.wait()
         if self.axis.world > 1:
-            torch._foreach_div_(totals, self.axis.world)
+            torch._foreach_div_(totals, self.axis.world)  # pyright: ignore[reportPrivateImportUsage]
         for param, total in zip(params, totals, strict=True):
             param.add_sharded_grad(total)
+
+    def rehearse_reduce(self) -> None:
+        """Reduce zeros in place of gradients and forget the result: to time the collective alone."""
+        zeros = [(param, torch.zeros_like(param.unsharded)) for param in self.params if param.trainable]
+        pieces = [param.reduce_piece(grad, self.policy) for param, grad in zeros]
+        dtypes = [param.reduce_dtype(self.policy) for param, _ in zeros]
+        self.axis.comm.reduce_scatter(pieces, dtypes, f"rehearsal {self.name}").wait()
 
     def drop_grads(self) -> None:
         """Forget unsharded gradients that were not reduced (after a backward that failed)."""
