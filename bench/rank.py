@@ -20,6 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))  # this checkout, not one installed
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
@@ -30,7 +31,8 @@ from torch import Tensor
 from bench.model import Size, build, tokens
 from bench.systems import SYSTEMS, System
 
-SOLO_STEPS = 4
+WARM_UP_STEPS = 2
+SOLO_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -113,17 +115,17 @@ def paired(job: Job) -> dict[str, list[float]]:
     local, system = SYSTEMS["local"](build(job.size)), SYSTEMS[job.system](build(job.size))
     count = iter(range(1 << 30))
 
-    def section(one: System) -> tuple[float, float, float]:
-        batches = [tokens(job.size, job.rank, next(count)) for _ in range(job.steps)]
-        return measure(job, one, batches)
+    def section(one: System, steps: int) -> tuple[float, float, float]:
+        return measure(job, one, [tokens(job.size, job.rank, next(count)) for _ in range(steps)])
 
-    section(local), section(system)  # warm up: first-touch memory, the optimizer's state, connections
+    for one in (local, system):
+        section(one, WARM_UP_STEPS)  # first-touch memory, the optimizer's state, connections
     keys = ("step_s", "cpu_s", "sent_nbytes")
     found: dict[str, list[float]] = {f"{who}{key}": [] for who in ("local_", "") for key in keys}
     for block in range(job.blocks):
         order = [("local_", local), ("", system)]
         for who, one in order if block % 2 == 0 else reversed(order):
-            for key, value in zip(keys, section(one), strict=True):
+            for key, value in zip(keys, section(one, job.steps), strict=True):
                 found[who + key].append(value)
     return found
 

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
+import shardwright
 from bench.model import Block, Transformer
 
 ALONE_REPEATS = 3
@@ -131,6 +132,19 @@ class FSDP2(Sharded):
         super().__init__(model, group_numels)
 
 
+class Shardwright(System):
+    """``shardwright.fully_shard`` on blocks and root, called as FSDP2. ``split``: the ends are groups too."""
+
+    def __init__(self, model: Transformer, split: bool) -> None:
+        ends = [[model.embedding, model.position], [model.norm, model.head]] if split else []
+        for module in [*ends, *model.blocks, model]:
+            shardwright.fully_shard(module)
+        super().__init__(model)
+
+    def communication_s(self) -> float:
+        return shardwright.communication_s(self.module)
+
+
 PREFETCH = torch_fsdp.BackwardPrefetch
 SYSTEMS = {
     "local": Local,
@@ -140,6 +154,8 @@ SYSTEMS = {
     "fsdp1-post": lambda model: FSDP1(model, PREFETCH.BACKWARD_POST),
     "fsdp2": lambda model: FSDP2(model, prefetching=False),
     "fsdp2-async": lambda model: FSDP2(model, prefetching=True),
+    "shardwright": lambda model: Shardwright(model, split=False),
+    "shardwright-split": lambda model: Shardwright(model, split=True),
 }
 """Name -> what makes that system of a model; every rank calls it."""
 
