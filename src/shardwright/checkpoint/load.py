@@ -1,12 +1,13 @@
-"""Loading: every rank reads its own part of every tensor, whatever the checkpoint's world size, and proves the result.
+"""Loading: every rank reads its own part of every tensor, whatever the checkpoint's world size, and proves
+the result.
 
     plan     names, shapes and dtypes against the live state; all that doesn't fit, in one list
-    check    read this rank's byte ranges and verify the checksums                     (the live state is untouched)
+    check    read this rank's byte ranges and verify the checksums; the live state is untouched
     fill     read again (from the page cache) into the live tensors
     prove    checksum the live state itself against the manifest
 
-A failure in the first two leaves model and optimizer as they were. The third and fourth can only fail if a file
-changes or the memory is bad between two reads, and say so.
+A failure in the first two leaves model and optimizer as they were. The third and fourth can only fail if a
+file changes or the memory is bad between two reads, and say so.
 """
 
 import functools
@@ -36,10 +37,10 @@ from shardwright.errors import CheckpointError
 class Restored:
     """What ``load`` restored, and from where.
 
-    ``path`` is the checkpoint, ``step`` its number of optimizer steps, ``extra`` what was given to ``save`` (tensors
-    on the host, whole). ``num_tensors`` and ``nbytes`` count all tensors of the model and the optimizer, verified
-    bit by bit; ``read_nbytes`` is what this rank read. ``skipped`` says why newer checkpoints were passed over, ``cast`` names tensors
-    whose dtype was converted.
+    ``path`` is the checkpoint, ``step`` its number of optimizer steps, ``extra`` what was given to ``save``
+    (tensors on the host, whole). ``num_tensors`` and ``nbytes`` count all tensors of the model and the
+    optimizer, verified bit by bit; ``read_nbytes`` is what this rank read. ``skipped`` says why newer
+    checkpoints were passed over, ``cast`` names tensors whose dtype was converted.
     """
 
     path: Path
@@ -53,8 +54,8 @@ class Restored:
     rng: Any = None
 
     def restore_rng(self) -> bool:
-        """Set this process's random state as it was at the save. False, and nothing is done, if the checkpoint has
-        none for this world size."""
+        """Set this process's random state as it was at the save. False, and nothing is done, if the
+        checkpoint has none for this world size."""
         if self.rng is None:
             return False
         set_rng_state(self.rng)
@@ -70,17 +71,19 @@ def load(
 ) -> Restored:
     """Restore ``model`` (and ``optimizer``) from a checkpoint; any world size. Every rank must call it.
 
-    ``path`` is one checkpoint, or a folder of them: then its newest complete one. Each rank reads only the byte ranges
-    of its own parts. Live tensors are filled in place; parameters on the meta device, and the optimizer's state if it
-    has none yet, are allocated, sharded, without running a step. Every checksum is verified on read, and the live
-    state afterwards.
+    ``path`` is one checkpoint, or a folder of them: then its newest complete one. Each rank reads only the
+    byte ranges of its own parts. Live tensors are filled in place; parameters on the meta device, and the
+    optimizer's state if it has none yet, are allocated, sharded, without running a step. Every checksum is
+    verified on read, and the live state afterwards.
 
     Args:
-        extra: live objects with ``load_state_dict``, by their keys in what was given to ``save``; they are restored.
+        extra: live objects with ``load_state_dict``, by their keys in what was given to ``save``; they are
+            restored.
 
     Raises:
-        CheckpointError: on all ranks: damaged or incomplete (naming file and tensor), or not fitting (listing every
-            missing, unexpected and misshapen tensor). Model and optimizer are then as they were.
+        CheckpointError: on all ranks: damaged or incomplete (naming file and tensor), or not fitting
+            (listing every missing, unexpected and misshapen tensor). Model and optimizer are then as they
+            were.
     """
     background.finish()
     group = ranks()
@@ -157,7 +160,8 @@ def _parts(wanted: Iterable[Wanted]) -> Iterable[tuple[str, TensorEntry, Piece, 
 
 
 def _checksums(wanted: Iterable[Wanted], source: Source) -> list[_Partial]:
-    """Checksum this rank's part of every piece; whole pieces are compared here, parts of pieces are returned."""
+    """Checksum this rank's part of every piece; whole pieces are compared here, parts of pieces are
+    returned."""
     partial, faults = [], []
     for key, entry, piece, part in _parts(wanted):
         item_nbytes = ITEM_NBYTES[entry.dtype]
@@ -175,8 +179,8 @@ def _checksums(wanted: Iterable[Wanted], source: Source) -> list[_Partial]:
 
 def _damaged(key: str, piece: Piece, crc: int) -> str:
     return (
-        f"{piece.file}: {key} is damaged (elements {list(piece.offset)}+{list(piece.shape)}, bytes {piece.start} to "
-        f"{piece.start + piece.nbytes}, have checksum {crc:08x}, expected {piece.crc32:08x})"
+        f"{piece.file}: {key} is damaged (elements {list(piece.offset)}+{list(piece.shape)}, bytes "
+        f"{piece.start} to {piece.start + piece.nbytes}, have checksum {crc:08x}, expected {piece.crc32:08x})"
     )
 
 

@@ -1,4 +1,5 @@
-"""One shard file: safetensors, written and read in chunks, so that no second copy of a tensor exists on the host."""
+"""One shard file: safetensors, written and read in chunks, so that no second copy of a tensor exists on the
+host."""
 
 import json
 import os
@@ -20,15 +21,16 @@ _ALIGN = 64
 TORCH_DTYPE = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu, "I16": torch.int16, "U16": torch.uint16,
-    "F16": torch.float16, "BF16": torch.bfloat16, "I32": torch.int32, "U32": torch.uint32, "F32": torch.float32,
-    "I64": torch.int64, "U64": torch.uint64, "F64": torch.float64, "C64": torch.complex64,
+    "F16": torch.float16, "BF16": torch.bfloat16, "I32": torch.int32, "U32": torch.uint32,
+    "F32": torch.float32, "I64": torch.int64, "U64": torch.uint64, "F64": torch.float64, "C64": torch.complex64,
 }  # fmt: skip
 DTYPE_NAME = {dtype: name for name, dtype in TORCH_DTYPE.items()}
 _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def bits_of(tensor: torch.Tensor) -> np.ndarray:
-    """The elements of ``tensor`` as unsigned integers of their size, same shape; copied only if it has to be."""
+    """The elements of ``tensor`` as unsigned integers of their size, same shape; copied only if it has to
+    be."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
     return flat.view(_BITS[tensor.element_size()]).reshape(tensor.shape)
 
@@ -112,21 +114,22 @@ def _write_tensor(fd: int, item: Item) -> tuple[int, int]:
     crc = nbytes = 0
     for box in chunks_of(item.box, item.tensor.element_size()):
         bits = bits_of(item.tensor[box.slices_in(item.box)]).reshape(-1).view(np.uint8)
-        crc = zlib.crc32(bits, crc)
-        _write_all(fd, bits)
+        crc = zlib.crc32(bits.data, crc)
+        _write_all(fd, bits.data)
         nbytes += bits.nbytes
     return nbytes, crc
 
 
-def _write_all(fd: int, data: bytes | np.ndarray) -> None:
+def _write_all(fd: int, data: bytes | memoryview) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
 
 
 class Reader:
-    """Reads boxes of pieces out of the files of one checkpoint folder. Reads no other bytes than those of the boxes
-    (inner-dim parts are mapped, so there whole pages). ``nbytes`` counts what was read. Not for several threads."""
+    """Reads boxes of pieces out of the files of one checkpoint folder. Reads no other bytes than those of
+    the boxes (inner-dim parts are mapped, so there whole pages). ``nbytes`` counts what was read. Not for
+    several threads."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -145,8 +148,8 @@ class Reader:
         self._files.clear()
 
     def read(self, key: str, piece: Piece, box: Box, dtype: str) -> np.ndarray:
-        """The elements of ``box`` (inside of ``piece``, at most one chunk) as unsigned integers, shaped ``box.shape``;
-        valid until the next call.
+        """The elements of ``box`` (inside of ``piece``, at most one chunk) as unsigned integers, shaped
+        ``box.shape``; valid until the next call.
 
         Raises:
             CheckpointError: the file is missing, unreadable or too short; names file and tensor ``key``.
@@ -166,11 +169,11 @@ class Reader:
             out = self._buffer[:nbytes] if nbytes <= len(self._buffer) else np.empty(nbytes, np.uint8)
             done = 0
             while done < nbytes:
-                count = os.preadv(fd, [memoryview(out)[done:]], piece.start + first * item + done)
+                count = os.preadv(fd, [out.data[done:]], piece.start + first * item + done)
                 if not count:
                     raise CheckpointError(
-                        f"{path}: ends inside of {key} (at byte {piece.start + first * item + done}, the piece ends "
-                        f"at {piece.start + piece.nbytes}): the file is truncated"
+                        f"{path}: the file is truncated inside of {key} (it ends at byte "
+                        f"{piece.start + first * item + done}, the piece at {piece.start + piece.nbytes})"
                     )
                 done += count
         except (OSError, ValueError) as error:  # numpy: ValueError if a file is too short to be mapped
