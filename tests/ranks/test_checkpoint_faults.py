@@ -253,7 +253,7 @@ def kill_at(call_number: int) -> None:
 
 
 def save_and_die(path: str, step: int, call_number: int) -> bool:
-    """In a forked process: save, killed at a change to the file system. Returns whether it lived through it."""
+    """In a forked process: save, killed at a change to the file system. Returns whether it lived."""
     child = os.fork()
     if child == 0:
         kill_at(call_number)
@@ -265,7 +265,7 @@ def save_and_die(path: str, step: int, call_number: int) -> bool:
 
 
 def killed_everywhere(rank: int, world: int, path: str) -> int:
-    """Save again and again, killed at the first change to the file system, at the second, ...; load each time."""
+    """Save again and again, killed at the first change to the file system, at the second, ...; then load."""
     step, call_number = 1, 0
     save(path, model=build(1.0), step=1, keep=2)
     save(path, model=build(2.0), step=2, keep=2)

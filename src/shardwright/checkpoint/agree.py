@@ -57,7 +57,8 @@ class Ranks:
                 store.delete_key(keys[self.rank])  # so that a late rank does not take us for waiting
                 missing = sorted({*range(self.world)} - {*here})
                 raise CheckpointError(
-                    f"{call} was entered by ranks {here}, not by ranks {missing} within {ARRIVAL_TIMEOUT_S:g} s; "
+                    f"{call} was entered by ranks {here}, not by ranks {missing} within "
+                    f"{ARRIVAL_TIMEOUT_S:g} s; "
                     "every rank must call it (it writes or reads the pieces that the rank owns)"
                 )
             time.sleep(pause)

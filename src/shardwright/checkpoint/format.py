@@ -95,13 +95,15 @@ def chunk(size: int, num_chunks: int, index: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Piece:
-    """One box of one tensor, in ``file`` from byte ``start``, row-major; ``crc32`` is zlib's, of exactly
-    those bytes."""
+    """One box of one tensor, in ``file`` from byte ``start``, row-major.
+
+    ``crc32`` is zlib's, of exactly those bytes; None in formats that have no checksums.
+    """
 
     file: str
     start: int
     nbytes: int
-    crc32: int
+    crc32: int | None
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 

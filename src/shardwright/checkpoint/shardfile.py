@@ -12,7 +12,7 @@ from types import TracebackType
 import numpy as np
 import torch
 
-from shardwright.checkpoint.format import ITEM_NBYTES, Box, Piece
+from shardwright.checkpoint.format import ITEM_NBYTES, Box, Piece, TensorEntry
 from shardwright.errors import CheckpointError
 
 CHUNK_NBYTES = 8 << 20
@@ -22,7 +22,8 @@ TORCH_DTYPE = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu, "I16": torch.int16, "U16": torch.uint16,
     "F16": torch.float16, "BF16": torch.bfloat16, "I32": torch.int32, "U32": torch.uint32,
-    "F32": torch.float32, "I64": torch.int64, "U64": torch.uint64, "F64": torch.float64, "C64": torch.complex64,
+    "F32": torch.float32, "I64": torch.int64, "U64": torch.uint64, "F64": torch.float64,
+    "C64": torch.complex64,
 }  # fmt: skip
 DTYPE_NAME = {dtype: name for name, dtype in TORCH_DTYPE.items()}
 _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
@@ -147,14 +148,14 @@ class Reader:
             os.close(fd)
         self._files.clear()
 
-    def read(self, key: str, piece: Piece, box: Box, dtype: str) -> np.ndarray:
+    def bits_of(self, key: str, entry: TensorEntry, piece: Piece, box: Box) -> np.ndarray:
         """The elements of ``box`` (inside of ``piece``, at most one chunk) as unsigned integers, shaped
         ``box.shape``; valid until the next call.
 
         Raises:
             CheckpointError: the file is missing, unreadable or too short; names file and tensor ``key``.
         """
-        item = ITEM_NBYTES[dtype]
+        item = ITEM_NBYTES[entry.dtype]
         path = self.folder / piece.file
         nbytes = box.numel * item
         self.nbytes += nbytes
