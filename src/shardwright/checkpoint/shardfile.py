@@ -4,7 +4,7 @@ host."""
 import json
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -77,24 +77,18 @@ def write_shard(path: Path, items: Sequence[Item]) -> tuple[dict[str, Piece], in
     items = sorted(
         items, key=lambda item: -item.tensor.element_size()
     )  # so that every piece is aligned to its items
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    start = 0
-    for item in items:
-        nbytes = item.tensor.numel() * item.tensor.element_size()
-        header[item.key] = {
-            "dtype": DTYPE_NAME[item.tensor.dtype],
-            "shape": list(item.box.shape),
-            "data_offsets": [start, start + nbytes],
-        }
-        start += nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + 8) % _ALIGN)
-    at = 8 + len(text)
+    text = header_of(
+        [
+            (i.key, DTYPE_NAME[i.tensor.dtype], i.box.shape, i.tensor.numel() * i.tensor.element_size())
+            for i in items
+        ]
+    )
+    at = len(text)
     pieces = {}
     key = "the header"
     try:
         with open(path, "xb", buffering=0) as file:
-            _write_all(file.fileno(), len(text).to_bytes(8, "little") + text)
+            write_all(file.fileno(), text)
             for item in items:
                 key = item.key
                 nbytes, crc = _write_tensor(file.fileno(), item)
@@ -111,17 +105,32 @@ def write_shard(path: Path, items: Sequence[Item]) -> tuple[dict[str, Piece], in
     return pieces, at
 
 
+def header_of(
+    tensors: Sequence[tuple[str, str, tuple[int, ...], int]], metadata: Mapping[str, str] | None = None
+) -> bytes:
+    """The start of a safetensors file that holds ``(name, dtype, shape, nbytes)``, one after the other."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    start = 0
+    for name, dtype, shape, nbytes in tensors:
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, start + nbytes]}
+        start += nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % _ALIGN)
+    return len(text).to_bytes(8, "little") + text
+
+
 def _write_tensor(fd: int, item: Item) -> tuple[int, int]:
     crc = nbytes = 0
     for box in chunks_of(item.box, item.tensor.element_size()):
         bits = bits_of(item.tensor[box.slices_in(item.box)]).reshape(-1).view(np.uint8)
         crc = zlib.crc32(bits.data, crc)
-        _write_all(fd, bits.data)
+        write_all(fd, bits.data)
         nbytes += bits.nbytes
     return nbytes, crc
 
 
-def _write_all(fd: int, data: bytes | memoryview) -> None:
+def write_all(fd: int, data: bytes | memoryview) -> None:
+    """Write all of ``data`` at the file's position (one ``write`` takes 2 GiB at most)."""
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]

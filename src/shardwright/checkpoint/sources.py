@@ -184,8 +184,8 @@ def _torch_entry(path: Path, name: str, tensor: torch.Tensor, base: int) -> Tens
 def _torch_piece(path: Path, name: str, tensor: torch.Tensor, base: int, offset: tuple[int, ...]) -> Piece:
     if not tensor.is_contiguous() or tensor.dtype not in DTYPE_NAME:
         raise CheckpointError(
-            f"{path}: {name} is stored with stride {tensor.stride()} as {tensor.dtype}; only contiguous plain "
-            "dtypes can be read in ranges: save it again with tensor.contiguous()"
+            f"{path}: {name} is stored with stride {tensor.stride()} as {tensor.dtype}; only contiguous "
+            "plain dtypes can be read in ranges: save it again with tensor.contiguous()"
         )
     storage: Any = tensor.untyped_storage()  # under FakeTensorMode torch.load notes where the data lies
     start = base + storage._checkpoint_offset + tensor.storage_offset() * tensor.element_size()
