@@ -33,7 +33,9 @@ FLOORS = {
 
 BUDGETS = {"file lines": 400, "function lines": 60, "parameters": 6, "class lines": 250, "attributes": 12}
 
-EXCEPTIONS: dict[tuple[str, str, str], tuple[int, str]] = {}
+EXCEPTIONS: dict[tuple[str, str, str], tuple[int, str]] = {
+    ("xla/shard.py", "parameters", "fully_shard"): (13, "the options of XlaFullyShardedDataParallel, by name"),
+}
 """(file, budget, name) -> (allowed, reason): the one place to raise a number. One not needed fails too."""
 
 BANNED_NAMES = {"utils", "util", "common", "helper", "helpers", "manager", "context", "misc"}

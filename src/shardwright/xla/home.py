@@ -32,7 +32,9 @@ def home_of(model: nn.Module) -> "Home":
     """
     unit = unit_of(model)
     if unit is None:
-        raise InputError(f"{type(model).__name__} isn't sharded; call xla.fully_shard(model) on the whole model")
+        raise InputError(
+            f"{type(model).__name__} isn't sharded; call xla.fully_shard(model) on the whole model"
+        )
     if unit.home is None:
         unit.home = Home(unit)
     return unit.home
@@ -154,7 +156,9 @@ class Home:
             args = bridge.unflatten([bridge.as_torch(leaf) for leaf in leaves], spec)
             outputs, out_spec = bridge.flatten(function(self.root.module, *args))
             result = [bridge.as_jax(leaf) for leaf in outputs]
-            after = [new.astype(old.dtype) for new, old in zip(read_buffers(self.slots), buffers, strict=True)]
+            after = [
+                new.astype(old.dtype) for new, old in zip(read_buffers(self.slots), buffers, strict=True)
+            ]
             return result, out_spec, after, bridge.current_key()
 
     def batch_of(self, args: Any, parts: int = 1) -> tuple[list[Any], Any]:

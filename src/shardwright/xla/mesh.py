@@ -81,8 +81,8 @@ def make_mesh(*shape: int) -> Mesh:
 
 
 def resolve(mesh: Mesh | int | Sequence[int] | None, sharding_groups: Sequence[Sequence[int]] | None) -> Axes:
-    """The axes to shard over. ``mesh``: a jax Mesh (1-D, or 2-D with the shard axis last), a size, a shape, or
-    None for all devices. ``sharding_groups``: positions in that mesh, each group holding one copy.
+    """The axes to shard over. ``mesh``: a jax Mesh (1-D, or 2-D with the shard axis last), a size, a shape,
+    or None for all devices. ``sharding_groups``: positions in that mesh, each group holding one copy.
 
     Raises: InputError for a mesh larger than the devices, or groups that don't cover it once in equal parts.
     """

@@ -58,7 +58,7 @@ def fully_shard(
     fp32_reduce_scatter: sum gradients in fp32 though ``compute_dtype`` is smaller.
     sharding_groups: positions in the mesh, each group holding one copy; gradients are averaged over all.
     checkpoint_activations: keep nothing but the unit's input for the backward and run its forward again.
-    pin_layout_in_collective_ops: has no counterpart (XLA chooses layouts of the whole program); warned of once.
+    pin_layout_in_collective_ops: no counterpart (XLA chooses the layouts of a whole program); warned of once.
 
     Parameters that several units share are taken by the innermost unit around all of them. A module on the
     meta device stays without values until ``materialize`` or ``load_full_state_dict``.
@@ -94,7 +94,9 @@ def _check(module: nn.Module) -> None:
         raise InputError(f"expected an nn.Module, got {type(module).__name__}")
     name = type(module).__name__
     if unit_of(module) is not None:
-        raise InputError(f"{name} is sharded already; call fully_shard once on each module, the outermost last")
+        raise InputError(
+            f"{name} is sharded already; call fully_shard once on each module, the outermost last"
+        )
     if type(module).forward is nn.Module.forward and "forward" not in module.__dict__:  # as ModuleList
         raise InputError(f"{name} has no forward of its own; shard its children and the module around it")
 
@@ -104,7 +106,8 @@ def _warn_of_pin_layout() -> None:
     if not _warned_of_pin_layout:
         _warned_of_pin_layout = True
         warnings.warn(
-            "pin_layout_in_collective_ops has no effect: XLA chooses the layouts of the whole program", stacklevel=3
+            "pin_layout_in_collective_ops has no effect: XLA chooses the layouts of the whole program",
+            stacklevel=3,
         )
 
 
@@ -135,7 +138,7 @@ def _own_modules(module: nn.Module) -> list[nn.Module]:
         if m in found:
             continue
         found.append(m)
-        todo += [child for child in m.children() if unit_of(child) is None]
+        todo += [child for child in m.children() if unit_of(child) is None][::-1]
     return found
 
 

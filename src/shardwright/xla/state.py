@@ -1,20 +1,25 @@
 """The state of a sharded model as whole host tensors, and what it takes in memory."""
+# pyright: reportMissingImports=false
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import jax
+import numpy as np
 import torch
+from jax.experimental import multihost_utils
 from torch import nn
 
 from shardwright.errors import InputError
 from shardwright.xla.home import Home, home_of
-from shardwright.xla.torch_bridge import from_numpy
+from shardwright.xla.torch_bridge import from_numpy, to_numpy
 
 
 @dataclass(frozen=True)
 class Stats:
     """num_units: units with parameters. num_arrays: arrays at rest. param_numel: elements of all parameters.
-    at_rest_nbytes: their bytes on each device, padding included. padding_nbytes: how much of it is padding."""
+    at_rest_nbytes: their bytes on each device, padding included. padding_nbytes: padding, averaged over them.
+    """
 
     num_units: int
     num_arrays: int
@@ -30,7 +35,9 @@ def stats(model: nn.Module) -> Stats:
     """
     home = home_of(model)
     padding = sum(
-        (s.layout.padded_numel - s.numel) * s.shard_nbytes // s.shard_numel for s in home.stored if s.shard_numel
+        (s.layout.padded_numel - s.numel) * s.shard_nbytes // s.shard_numel
+        for s in home.stored
+        if s.shard_numel
     )
     return Stats(
         num_units=sum(bool(unit.stored) for unit in home.units),
@@ -54,9 +61,9 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     for stored in home.stored:
         for leaf, value in zip(stored.leaves, stored.values(), strict=True):
             tensor = from_numpy(value)
-            found |= {name: tensor for name in home.names[leaf]}
+            found |= dict.fromkeys(home.names[leaf], tensor)
     home.store_buffers()
-    found |= {name: buffer for name, buffer in _buffers(model).items()}
+    found |= _buffers(model)
     return {name: found[name] for name in model.state_dict(keep_vars=True) if name in found}
 
 
@@ -71,11 +78,13 @@ def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, torch.Tensor]) -> None:
     """Set all parameters and persistent buffers from whole host tensors; each process places its own shards.
 
-    Raises: InputError listing every name that is missing, unexpected or of another shape; the model is then as
-        it was.
+    Raises: InputError listing every name that is missing, unexpected or of another shape; the model is then
+        as it was.
     """
     home = home_of(model)
-    expected = {name: v for name, v in model.state_dict(keep_vars=True).items() if isinstance(v, torch.Tensor)}
+    expected = {
+        name: v for name, v in model.state_dict(keep_vars=True).items() if isinstance(v, torch.Tensor)
+    }
     problems = [f"missing {name}" for name in expected if name not in state_dict]
     problems += [f"unexpected {name}" for name in state_dict if name not in expected]
     problems += [
@@ -104,6 +113,28 @@ def _set_buffers(home: Home, state_dict: Mapping[str, torch.Tensor]) -> None:
         home.load_buffers()
 
 
+def random_state(model: nn.Module) -> torch.Tensor:
+    """The random key of a sharded model: what dropout will draw from."""
+    return from_numpy(np.asarray(home_of(model).key))
+
+
+def set_random_state(model: nn.Module, key: torch.Tensor) -> None:
+    """Go on from what ``random_state`` returned. Every process must call it with the same key."""
+    home = home_of(model)
+    home.key = home.place(to_numpy(key))
+
+
+def is_first_process() -> bool:
+    """Whether this process is the one that writes what all have."""
+    return jax.process_index() == 0
+
+
+def wait_for_all(name: str) -> None:
+    """Return when every process has called it."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(name)
+
+
 def materialize(model: nn.Module) -> None:
     """Initialise a model that was built on the meta device, unit by unit, with ``reset_parameters``.
 
@@ -128,7 +159,9 @@ def materialize(model: nn.Module) -> None:
 def _materialize(owners: list[nn.Module], home: Home) -> None:
     """Initialise ``owners`` on the host and place what they have; they show placeholders again afterwards."""
     shown = {id(leaf.placeholder): leaf for stored in home.stored for leaf in stored.leaves}
-    before = [(m, name, p) for m in dict.fromkeys(owners) for name, p in m._parameters.items() if p is not None]
+    before = [
+        (m, name, p) for m in dict.fromkeys(owners) for name, p in m._parameters.items() if p is not None
+    ]
     made: dict[int, nn.Parameter] = {}
     for m, name, p in before:
         if id(p) not in made:

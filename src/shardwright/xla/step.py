@@ -112,6 +112,15 @@ class TrainStep:
             found.append(jax.jit(self.transform.init, out_shardings=shardings)(stored.array))
         return found
 
+    def count(self) -> int:
+        """Optimizer steps done, as its state counts them; 0 where it keeps no count."""
+        counts = [
+            leaf
+            for leaf in jax.tree.leaves(self.state)
+            if not leaf.ndim and jnp.issubdtype(leaf.dtype, jnp.integer)
+        ]
+        return max(map(int, counts), default=0)
+
     def _abstract_state(self, stored: Stored) -> Any:
         axes = self.home.axes
         return jax.tree.map(
@@ -163,9 +172,14 @@ class TrainStep:
         return new, [buffer[None] for buffer in buffers], new_state, next_key, loss
 
     def _accumulate(
-        self, trained: list[Any], buffers: list[Any], key: Any, frozen: list[Any], batch: tuple[list[Any], Any]
+        self,
+        trained: list[Any],
+        buffers: list[Any],
+        key: Any,
+        frozen: list[Any],
+        batch: tuple[list[Any], Any],
     ) -> tuple[Any, list[Any], list[Any], set[Stored]]:
-        """``(mean loss, gradients summed over microbatches and sharding devices, buffers, arrays in use)``."""
+        """``(mean loss, gradients summed over microbatches and shards, buffers, arrays in use)``."""
         home, (leaves, spec) = self.home, batch
         entered: set[Stored] = set()
 
@@ -176,7 +190,8 @@ class TrainStep:
             entered.update(stored for unit in trace.entered for stored in unit.stored)
             if len(result) != 1 or result[0].shape:
                 raise InputError(
-                    "loss_fn must return one scalar tensor, got shapes " + str([list(r.shape) for r in result])
+                    "loss_fn must return one scalar tensor, got shapes "
+                    + str([list(r.shape) for r in result])
                 )
             return result[0].astype(jnp.float32), (buffers, key)
 

@@ -6,10 +6,12 @@ mode in which torch operators act on it, and the random key of that mode.
 # pyright: reportMissingImports=false
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import torch
@@ -27,6 +29,44 @@ _SAME_BITS = {1: torch.uint8, 2: torch.int16}
 _TORCH_DTYPE = {dtype: ours for ours, dtype in _NUMPY_DTYPE.items()}
 
 
+@functools.cache
+def _environment() -> Any:
+    """torchax's environment; made at first use, as it starts jax's backends (after jax.distributed must)."""
+    env = torchax.default_env()
+    for op in (torch.ops.aten.native_batch_norm, torch.ops.aten._native_batch_norm_legit.default):
+        env.override_op_definition(op, _batch_norm)
+    return env
+
+
+def _batch_norm(
+    input: torch.Tensor, weight: Any, bias: Any, mean: Any, var: Any, *rest: Any
+) -> tuple[torch.Tensor, ...]:
+    """``aten.native_batch_norm``, of which torchax's own computes the running statistics and drops them.
+
+    rest: training, momentum, eps.
+    """
+    training, momentum, eps = rest
+    x = as_jax(input)
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    dims = (0, *range(2, x.ndim))
+    if training:
+        used_mean, used_var = wide.mean(dims), wide.var(dims)
+        count = x.size // x.shape[1]
+        for running, new in ((mean, used_mean), (var, used_var * (count / max(count - 1, 1)))):
+            if running is not None:
+                old = as_jax(running)
+                running._elem = ((1 - momentum) * old + momentum * new).astype(old.dtype)
+    else:
+        used_mean, used_var = as_jax(mean), as_jax(var)
+    inverse = jax.lax.rsqrt(used_var + eps)
+    across = (1, -1, *(1 for _ in dims[1:]))
+    scale = inverse if weight is None else inverse * as_jax(weight)
+    result = (wide - used_mean.reshape(across)) * scale.reshape(across)
+    if bias is not None:
+        result = result + as_jax(bias).reshape(across)
+    return as_torch(result.astype(x.dtype)), as_torch(used_mean), as_torch(inverse)
+
+
 def jax_dtype(dtype: torch.dtype) -> Any:
     """The dtype of a jax array that holds ``dtype`` (without 64-bit numbers, jax's default)."""
     return jax.dtypes.canonicalize_dtype(mappings.t2j_dtype(dtype))
@@ -34,7 +74,7 @@ def jax_dtype(dtype: torch.dtype) -> Any:
 
 def as_torch(array: Any) -> torch.Tensor:
     """A jax array as a tensor that torch operators accept inside ``torch_mode``; no copy."""
-    return torchax.tensor.Tensor(array, torchax.default_env())
+    return torchax.tensor.Tensor(array, _environment())
 
 
 def as_jax(tensor: torch.Tensor) -> Any:
@@ -60,26 +100,26 @@ def unflatten(leaves: list[Any], spec: Any) -> Any:
 @contextlib.contextmanager
 def torch_mode(key: Any) -> Iterator[None]:
     """Torch operators on ``as_torch`` tensors become jax ones; random ones draw from ``key``."""
-    env = torchax.default_env()
+    env = _environment()
     with env, env.override_property(prng=key):
         yield
 
 
 @contextlib.contextmanager
 def random_key(key: Any) -> Iterator[None]:
-    """Inside ``torch_mode``: random operators draw from ``key`` until the end, then from what they did before."""
-    with torchax.default_env().override_property(prng=key):
+    """Inside ``torch_mode``: random operators draw from ``key``, after the end from what they did before."""
+    with _environment().override_property(prng=key):
         yield
 
 
 def current_key() -> Any:
     """The key that the next random operator of this thread will draw from."""
-    return torchax.default_env().prng_key
+    return _environment().prng_key
 
 
 def set_current_key(key: Any) -> None:
     """Go on from ``key``: what a traced function returned as its ``current_key``."""
-    torchax.default_env().prng_key = key
+    _environment().prng_key = key
 
 
 def unsupported_op(error: BaseException) -> str | None:

@@ -22,8 +22,23 @@ from shardwright.xla import torch_bridge as bridge
 from shardwright.xla.unit import Stored, Unit
 
 MOVES = frozenset(
-    "all_gather broadcast_in_dim concatenate convert_element_type copy dynamic_slice expand_dims "
-    "optimization_barrier pad reshape rev slice split squeeze transpose".split()
+    [
+        "all_gather",
+        "broadcast_in_dim",
+        "concatenate",
+        "convert_element_type",
+        "copy",
+        "dynamic_slice",
+        "expand_dims",
+        "optimization_barrier",
+        "pad",
+        "reshape",
+        "rev",
+        "slice",
+        "split",
+        "squeeze",
+        "transpose",
+    ]
 )
 """Primitives that only move numbers: cheap to repeat, and what unsharded weights go through."""
 
@@ -93,7 +108,9 @@ def buffer_slots(module: nn.Module) -> list[list[Slot]]:
 
 
 @contextlib.contextmanager
-def installed(buffers: Sequence[tuple[list[Slot], Any]], params: Sequence[tuple[list[Slot], Any]]) -> Iterator[None]:
+def installed(
+    buffers: Sequence[tuple[list[Slot], Any]], params: Sequence[tuple[list[Slot], Any]]
+) -> Iterator[None]:
     """Modules show these arrays as their buffers and parameters until the end."""
     before = []
     for kind, pairs in (("_buffers", buffers), ("_parameters", params)):

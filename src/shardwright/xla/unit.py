@@ -1,10 +1,10 @@
 """A unit: the parameters that share one all-gather and one reduce-scatter, and how they lie at rest.
 
-    at rest    each parameter (or all of a unit, flattened) is one jax array, split over the shard axis
-    in use     this device's parts are joined, all-gathered once, and cut into parameters of their own shape
+at rest    each parameter (or all of a unit, flattened) is one jax array, split over the shard axis
+in use     this device's parts are joined, all-gathered once, and cut into parameters of their own shape
 
-    rank 0  [ a0 a1 | b0 ]                     [ a0 a1 | b0 ]   column block a -> a0 a1 a2 a3 -> trim, view
-    rank 1  [ a2 a3 | b1 ]  -- all-gather -->  [ a2 a3 | b1 ]   column block b -> b0 b1       -> trim, view
+rank 0  [ a0 a1 | b0 ]                     [ a0 a1 | b0 ]   column block a -> a0 a1 a2 a3 -> trim, view
+rank 1  [ a2 a3 | b1 ]  -- all-gather -->  [ a2 a3 | b1 ]   column block b -> b0 b1       -> trim, view
 """
 # pyright: reportMissingImports=false
 
@@ -95,8 +95,12 @@ class Stored:
         return self.layout.padded_numel // self.axes.world
 
     @property
+    def item_nbytes(self) -> int:
+        return jnp.dtype(jax_dtype(self.dtype)).itemsize
+
+    @property
     def shard_nbytes(self) -> int:
-        return self.shard_numel * jnp.dtype(jax_dtype(self.dtype)).itemsize
+        return self.shard_numel * self.item_nbytes
 
     def abstract(self) -> Any:
         """The array's shape, dtype and sharding without values."""
@@ -159,9 +163,9 @@ class Unit:
         groups: dict[Any, list[Leaf]] = {}
         for leaf in values:
             p = leaf.placeholder
-            groups.setdefault((p.requires_grad, p.dtype) if self.options.flatten_parameters else leaf, []).append(
-                leaf
-            )
+            groups.setdefault(
+                (p.requires_grad, p.dtype) if self.options.flatten_parameters else leaf, []
+            ).append(leaf)
         for leaves in groups.values():
             stored = Stored(tuple(leaves), self.axes, self.options)
             known = [value for leaf in leaves if (value := values[leaf]) is not None]

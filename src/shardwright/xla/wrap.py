@@ -8,7 +8,7 @@ from torch import nn
 from shardwright.errors import InputError
 
 Policy = Callable[..., bool]
-"""``policy(module=, recurse=, unwrapped_params=)``: with ``recurse`` whether to look inside, else whether to wrap.
+"""``policy(module=, recurse=, unwrapped_params=)``: whether to look inside (``recurse``), or else to wrap.
 ``unwrapped_params`` counts the elements that no nested unit holds yet."""
 
 AutoWrap = Collection[type[nn.Module]] | Policy
@@ -29,8 +29,10 @@ def size_based_policy(min_num_params: int = 10**8) -> Policy:
     return policy
 
 
-def modules_to_wrap(root: nn.Module, auto_wrap: AutoWrap, taken: Callable[[nn.Module], bool]) -> list[nn.Module]:
-    """The modules below ``root`` to shard, children before parents; those that are ``taken`` stay as they are.
+def modules_to_wrap(
+    root: nn.Module, auto_wrap: AutoWrap, taken: Callable[[nn.Module], bool]
+) -> list[nn.Module]:
+    """The modules below ``root`` to shard, children before parents; those ``taken`` stay as they are.
 
     Raises: InputError for a policy that is neither classes nor callable.
     """
@@ -48,7 +50,9 @@ def _is_instance(classes: tuple[type, ...], module: nn.Module, recurse: bool, un
     return recurse or isinstance(module, classes)
 
 
-def _walk(module: nn.Module, policy: Policy, taken: Callable[[nn.Module], bool], found: list[nn.Module]) -> int:
+def _walk(
+    module: nn.Module, policy: Policy, taken: Callable[[nn.Module], bool], found: list[nn.Module]
+) -> int:
     """Collect below ``module``; returns how many elements the units found there will hold."""
     held = 0
     for child in module.children():
