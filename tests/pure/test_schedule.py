@@ -186,9 +186,7 @@ def test_a_stop_prints_its_event_and_actions():
     assert str(stop) == "F+ 3 : unshard 4, wait 3"
 
 
-@pytest.mark.parametrize(
-    "options", [{"depth": -1}, {"max_reductions": 0}, {"backward_prefetch": 1.5}]
-)
+@pytest.mark.parametrize("options", [{"depth": -1}, {"max_reductions": 0}, {"backward_prefetch": 1.5}])
 def test_a_policy_refuses_what_makes_no_sense(options):
     with pytest.raises(InputError, match=next(iter(options))):
         SchedulePolicy(**options)

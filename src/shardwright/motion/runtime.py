@@ -10,12 +10,13 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from shardwright.comm.base import Comm
 from shardwright.errors import StageError
+from shardwright.observe.trace import Trace, TraceEntry
 from shardwright.plan.schedule import (
     BEGINS,
     Action,
@@ -32,13 +33,6 @@ from shardwright.policy import SchedulePolicy
 from shardwright.state.group import ParamGroup, Stage
 
 logger = logging.getLogger(__name__)
-
-
-class TraceEntry(NamedTuple):
-    """One event as it happened and what was done there."""
-
-    event: Event
-    actions: tuple[Action, ...]
 
 
 @dataclass(frozen=True)
@@ -71,6 +65,7 @@ class _Pass:
     trace: list[TraceEntry]
     planner: Planner | None
     nested: bool
+    began_s: float = field(default_factory=time.perf_counter)
 
 
 @dataclass
@@ -161,9 +156,9 @@ class Runtime:
         return self._book.schedule
 
     @property
-    def traces(self) -> dict[Phase, tuple[TraceEntry, ...]]:
+    def trace(self) -> Trace:
         """What did happen in the last pass of each phase."""
-        return self._book.traces
+        return Trace(dict(self._book.traces))
 
     def _facts(self, index: int) -> GroupFacts:
         group, facts = self.groups[index], self._settings[index]
@@ -197,14 +192,16 @@ class Runtime:
         current = self._passes[-1]
         event = Event(kind, self._index[group] if group is not None else -1)
         actions = self._actions(current, event)
-        current.order.append(event)
-        current.trace.append(TraceEntry(event, actions))
+        start = time.perf_counter()
         for action in actions:
             self._take(action)
         if kind in BEGINS:
             # The plan can be wrong about what other phases left behind; the weights must be there.
             self._take(Action(ActionKind.UNSHARD, event.group))
             self._take(Action(ActionKind.WAIT, event.group))
+        took_s = time.perf_counter() - start
+        current.order.append(event)
+        current.trace.append(TraceEntry(event, actions, start - current.began_s, took_s))
 
     def end(self, failed: bool = False) -> None:
         """Leave the phase; a pass that departed from the schedule replaces it.
