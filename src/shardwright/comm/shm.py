@@ -91,7 +91,7 @@ class ShmComm:
     def reduce_scatter(
         self, pieces: Sequence[Piece], dtypes: Sequence[torch.dtype], key: str
     ) -> "_ShmReduction":
-        """See ``Comm.reduce_scatter``. The gradients are freed at once: all that is still needed is copied."""
+        """See ``Comm.reduce_scatter``. Gradients may be freed at once: what is still needed is copied."""
         start = time.perf_counter()
         parts = [piece.part_bytes(r) for r in range(self.world) if r != self.rank for piece in pieces]
         number = self._publish(parts, key)
