@@ -26,7 +26,7 @@ import json
 import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -239,9 +239,9 @@ def prove(manifest: Manifest) -> None:
 
 def dumps(manifest: Manifest) -> str:
     """The manifest as JSON text. Its first field is the CRC-32 of the rest, so that damage to it is seen."""
-    body = {"format": FORMAT, **asdict(manifest)}
-    text = _canonical(body)
-    return json.dumps({"manifest_crc32": zlib.crc32(text.encode()), **body}, allow_nan=False, indent=1) + "\n"
+    tensors = {k: {**vars(e), "pieces": [vars(p) for p in e.pieces]} for k, e in manifest.tensors.items()}
+    text = _canonical({"format": FORMAT, **vars(manifest), "tensors": tensors})
+    return f'{{"manifest_crc32":{zlib.crc32(text.encode())},{text[1:]}\n'
 
 
 def loads(text: str, where: str) -> Manifest:
