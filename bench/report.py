@@ -139,7 +139,9 @@ def screen_table(machine: dict[str, Any], options: dict[str, Any], rows: list[Ro
     """The rows as a ``rich`` table."""
     table = Table(title=heading(machine, options))
     for column in COLUMNS:
-        table.add_column(column, justify="left" if column == "system" else "right")
+        table.add_column(
+            column, justify="left" if column == "system" else "right", no_wrap=column == "system"
+        )
     for row in rows:
         table.add_row(*cells(row))
     return table

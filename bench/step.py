@@ -240,7 +240,7 @@ def main(arguments: list[str]) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leave through the clean-up
     try:
         # Off a terminal (a file, a log) the table would be squeezed into 80 columns.
-        run(options, Console(width=None if sys.stdout.isatty() else 120))
+        run(options, Console(width=None if sys.stdout.isatty() else 140))
     except (LinkError, RankError) as error:
         sys.exit(f"bench: {error}")
     except KeyboardInterrupt:
