@@ -1,7 +1,7 @@
 """DeepSpeed ZeRO-3, where the package is installed (it is no dependency: ``pip install deepspeed``).
 
-Its first use compiles an extension (a C++ compiler is needed, about a minute; --limit-s must allow it). Ended
-meanwhile, it leaves a file named ``lock`` under ``~/.cache/torch_extensions`` that later runs wait for: remove it.
+Its first use compiles an extension: it needs a C++ compiler and about a minute, which --limit-s must allow.
+Ended meanwhile, it leaves a file ``lock`` under ``~/.cache/torch_extensions`` that later runs wait for.
 """
 
 import os
