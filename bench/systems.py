@@ -134,11 +134,17 @@ class FSDP2(Sharded):
 
 
 class Shardwright(System):
-    """``shardwright.fully_shard`` on blocks and root, called as FSDP2. ``split``: the ends are groups too."""
+    """``shardwright.fully_shard``, called as FSDP2 is: on each block and the root.
+
+    ``split``: what would be the root's is two groups in the order of execution, kept after forward as the
+    root is: the head's gradients needn't wait for the embedding's.
+    """
 
     def __init__(self, model: Transformer, split: bool) -> None:
         ends = [[model.embedding, model.position], [model.norm, model.head]] if split else []
-        for module in [*ends, *model.blocks, model]:
+        for modules in ends:
+            shardwright.fully_shard(modules, reshard_after_forward=False)
+        for module in [*model.blocks, model]:
             shardwright.fully_shard(module)
         super().__init__(model)
 
