@@ -108,6 +108,14 @@ class Ranks:
         self.processes: list[subprocess.Popen[str]] = []
 
     def __enter__(self) -> "Ranks":
+        try:
+            self._start()
+        except BaseException:  # Ctrl-C between two ranks: the first may not stay
+            self.__exit__()
+            raise
+        return self
+
+    def _start(self) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
         for home in self.homes:
             # A session of its own: Ctrl-C reaches only this process, which then ends its ranks.
@@ -120,7 +128,6 @@ class Ranks:
                 text=True,
             )
             self.processes.append(process)
-        return self
 
     def __exit__(self, *_: object) -> None:
         """Ends every rank and what it has forked, by the process group that it leads."""
