@@ -239,6 +239,11 @@ def list_is_one_group(rank, world):
         theirs.step()
         assert_same(model, reference)
         assert held_nbytes(model) == 0
+    both = unit_of(model).runtime.groups.index(unit_of(model.norm).group)
+    events = [stop.event for stop in model.schedule().phases[Phase.BACKWARD] if stop.event.group == both]
+    # Once each, although two modules run: else the group is gathered and reduced twice.
+    kinds = [EventKind.BACKWARD_BEGIN, EventKind.GRADS_READY, EventKind.BACKWARD_END]
+    assert events == [Event(kind, both) for kind in kinds]
 
 
 def test_a_list_of_modules_is_one_group_and_the_root_may_own_nothing():
