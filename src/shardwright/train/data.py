@@ -138,14 +138,14 @@ class TrainBatches:
             )
         self._data = data
         self._length = sequence_length
-        self._share = share
+        self.share = share
         self._seed = seed
         self._epoch = (-1, np.empty(0, dtype=np.int64))
 
     def at(self, position: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(inputs, targets), each int64 of shape (batch_size, sequence_length), of this rank's windows there."""
-        first = position + self._share.rank * self._share.batch_size
-        windows = [self._window(first + i) for i in range(self._share.batch_size)]
+        first = position + self.share.rank * self.share.batch_size
+        windows = [self._window(first + i) for i in range(self.share.batch_size)]
         return split_targets(_gather(self._data, windows, self._length))
 
     def _window(self, index: int) -> int:
