@@ -11,6 +11,7 @@ from there exactly, also with another number of ranks.
 """
 
 import hashlib
+import os
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -48,11 +49,11 @@ class Corpus:
 def read_corpus(config: DataConfig) -> Corpus:
     """Read the corpus whole (each rank does: 11 MB for the standard library) and hold out whole files.
 
-    Files are sorted by path; the ones held out are the first in the order of their paths' hashes, so that they
-    come from everywhere and stay the same from run to run. A single file is held out at its end.
+    Files are sorted by path; the ones held out are chosen in the order of their paths' hashes, so that they come
+    from everywhere and stay the same from run to run. Of a single file, the end is held out.
 
     Raises:
-        DataError: no such path, no text in it, or too few files' worth of bytes to hold any out.
+        DataError: no such path, or no text in it.
     """
     files = list(_files(config))
     if not files:
@@ -78,15 +79,20 @@ def _files(config: DataConfig) -> Iterator[tuple[str, bytes]]:
     if not root.is_dir():
         raise DataError(f"data.path = {config.path!r}: no such file or folder; give an existing one, or 'stdlib'")
     suffixes = (".py",) if stdlib else config.suffixes
-    for path in sorted(root.rglob("*"), key=lambda p: p.relative_to(root).as_posix()):
-        relative = path.relative_to(root)
-        if not path.is_file() or (suffixes and path.suffix not in suffixes):
-            continue
-        if (stdlib and _LEFT_OUT.intersection(relative.parts)) or any(p.startswith(".") for p in relative.parts):
+    for path in sorted(_walk(root, _LEFT_OUT if stdlib else frozenset()), key=lambda p: p.as_posix()):
+        if suffixes and path.suffix not in suffixes:
             continue
         content = path.read_bytes()
         if FILE_START not in content:  # a NUL: not text
-            yield relative.as_posix(), content
+            yield path.relative_to(root).as_posix(), content
+
+
+def _walk(root: Path, left_out: frozenset[str]) -> Iterator[Path]:
+    """Every file below ``root`` that is not hidden, and not below a folder in ``left_out``."""
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in left_out and not name.startswith(".")]
+        paths = (Path(folder, name) for name in names if not name.startswith("."))
+        yield from (path for path in paths if path.is_file())
 
 
 def _hold_out(files: list[tuple[str, bytes]], wanted: float) -> tuple[list[bytes], list[bytes]]:
@@ -94,14 +100,17 @@ def _hold_out(files: list[tuple[str, bytes]], wanted: float) -> tuple[list[bytes
         content = files[0][1]
         cut = len(content) - max(1, round(wanted))
         return [content[:cut]], [content[cut:]]
+    # A file that overshoots is passed over: one big file (the standard library has one of 757 KB, all prose) would
+    # be most of the held-out text, and make it another text than the one that is learned from.
     by_hash = sorted(range(len(files)), key=lambda i: hashlib.sha256(files[i][0].encode()).digest())
     chosen: set[int] = set()
     taken = 0
-    for i in by_hash[:-1]:  # one file at least is left to train on
-        if taken >= wanted:
-            break
-        chosen.add(i)
-        taken += len(files[i][1])
+    for i in by_hash:
+        if taken + len(files[i][1]) <= wanted:
+            chosen.add(i)
+            taken += len(files[i][1])
+    if taken == 0:  # all files are bigger than the share: hold out the smallest that has text
+        chosen = {min((i for i in by_hash if files[i][1]), key=lambda i: len(files[i][1]))}
     train = [content for i, (_, content) in enumerate(files) if i not in chosen]
     return train, [files[i][1] for i in sorted(chosen)]
 
