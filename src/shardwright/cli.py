@@ -28,7 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if known.command == "train":
             return _train(known, rest, given)
         if rest:
-            raise ConfigError(f"shardwright sample: unknown argument(s) {' '.join(rest)}; see: shardwright sample --help")
+            raise ConfigError(
+                f"shardwright sample: unknown argument(s) {' '.join(rest)}; see: shardwright sample --help"
+            )
         return _sample(known)
     except ShardwrightError as error:
         print(f"shardwright: {error}", file=sys.stderr)
@@ -113,5 +115,3 @@ def _keys() -> str:
         for key, field in type(section.default).model_fields.items():
             lines.append(f"  --{name}.{key} (default {field.default!r})\n      {field.description}")
     return "\n".join(lines)
-
-

@@ -1,8 +1,8 @@
 """Every key of a recipe: its type, its default, its limits and what it means.
 
-A recipe is one TOML file with these sections. Values come from, in rising order: the defaults below, the file,
-the command line (``--training.steps 50``). There is no hidden file, and no environment variable changes a value.
-How the three are merged and checked is in :mod:`shardwright.train.resolve`.
+A recipe is one TOML file with these sections. Values come from, in rising order: the defaults below, the
+file, the command line (``--training.steps 50``). There is no hidden file, and no environment variable changes
+a value. How the three are merged and checked is in :mod:`shardwright.train.resolve`.
 """
 
 from typing import Literal
@@ -57,8 +57,8 @@ class ModelConfig(Section):
     def _heads_fit(self) -> "ModelConfig":
         if self.dim % self.num_heads or (self.dim // self.num_heads) % 2:
             raise ValueError(
-                f"dim = {self.dim} in num_heads = {self.num_heads} heads: expected heads of equal, even width; "
-                "set dim to a multiple of 2 * num_heads"
+                f"dim = {self.dim} in num_heads = {self.num_heads} heads: expected equal, even "
+                "widths; set dim to a multiple of 2 * num_heads"
             )
         return self
 
@@ -95,7 +95,7 @@ class HeldoutConfig(Section):
     """Evaluation on the held-out files; always done once more after the last step."""
 
     every: int = Field(100, ge=1, description="steps between two evaluations")
-    num_windows: int = Field(64, ge=1, description="sequences to evaluate, spread evenly over the held-out bytes")
+    num_windows: int = Field(64, ge=1, description="sequences, spread evenly over the held-out bytes")
 
 
 class CheckpointConfig(Section):

@@ -6,8 +6,8 @@
 
     one microbatch, 2 ranks, batch 3:   p | rank 0: p, p+1, p+2 | rank 1: p+3, p+4, p+5 |   then p += 6
 
-No rank sees another's windows within an epoch, nothing is kept but ``p``, and a run that stops at ``p`` goes on
-from there exactly, also with another number of ranks.
+No rank sees another's windows within an epoch, nothing is kept but ``p``, and a run that stops at ``p`` goes
+on from there exactly, also with another number of ranks.
 """
 
 import hashlib
@@ -40,7 +40,7 @@ class Corpus:
 
     @property
     def unigram_entropy(self) -> float:
-        """Nats per byte that a model would lose that knows only how frequent each byte is (training bytes)."""
+        """Loss, in nats per byte, of a model that knows only how frequent each training byte is."""
         counts = np.bincount(self.train, minlength=256)
         shares = counts[counts > 0] / counts.sum()
         return float(-(shares * np.log(shares)).sum())
@@ -49,8 +49,8 @@ class Corpus:
 def read_corpus(config: DataConfig) -> Corpus:
     """Read the corpus whole (each rank does: 11 MB for the standard library) and hold out whole files.
 
-    Files are sorted by path; the ones held out are chosen in the order of their paths' hashes, so that they come
-    from everywhere and stay the same from run to run. Of a single file, the end is held out.
+    Files are sorted by path; the ones held out are chosen in the order of their paths' hashes, so that they
+    come from everywhere and stay the same from run to run. Of a single file, the end is held out.
 
     Raises:
         DataError: no such path, or no text in it.
@@ -58,10 +58,14 @@ def read_corpus(config: DataConfig) -> Corpus:
     files = list(_files(config))
     if not files:
         wanted = f" with the suffixes {list(config.suffixes)}" if config.suffixes else ""
-        raise DataError(f"data.path = {config.path!r}: found no text files{wanted}; point it at a folder of text")
+        raise DataError(
+            f"data.path = {config.path!r}: found no text files{wanted}; point it at a folder of text"
+        )
     total = sum(len(content) for _, content in files)
     if total == 0:
-        raise DataError(f"data.path = {config.path!r}: {len(files)} file(s), all empty; point it at some text")
+        raise DataError(
+            f"data.path = {config.path!r}: {len(files)} file(s), all empty; point it at some text"
+        )
     digest = hashlib.sha256()
     for name, content in files:
         digest.update(f"{name}\0{len(content)}\0".encode() + content)
@@ -77,7 +81,9 @@ def _files(config: DataConfig) -> Iterator[tuple[str, bytes]]:
         yield root.name, root.read_bytes()
         return
     if not root.is_dir():
-        raise DataError(f"data.path = {config.path!r}: no such file or folder; give an existing one, or 'stdlib'")
+        raise DataError(
+            f"data.path = {config.path!r}: no such file or folder; give an existing one, or 'stdlib'"
+        )
     suffixes = (".py",) if stdlib else config.suffixes
     for path in sorted(_walk(root, _LEFT_OUT if stdlib else frozenset()), key=lambda p: p.as_posix()):
         if suffixes and path.suffix not in suffixes:
@@ -100,8 +106,8 @@ def _hold_out(files: list[tuple[str, bytes]], wanted: float) -> tuple[list[bytes
         content = files[0][1]
         cut = len(content) - max(1, round(wanted))
         return [content[:cut]], [content[cut:]]
-    # A file that overshoots is passed over: one big file (the standard library has one of 757 KB, all prose) would
-    # be most of the held-out text, and make it another text than the one that is learned from.
+    # A file that overshoots is passed over: one big file (the standard library has one of 757 KB, all prose)
+    # would be most of the held-out text, and make it another text than the one that is learned from.
     by_hash = sorted(range(len(files)), key=lambda i: hashlib.sha256(files[i][0].encode()).digest())
     chosen: set[int] = set()
     taken = 0
@@ -141,8 +147,8 @@ class TrainBatches:
         self.num_windows = (len(data) - 1) // sequence_length
         if self.num_windows < share.num_windows:
             raise DataError(
-                f"the training bytes ({len(data)}) hold {max(0, self.num_windows)} sequences of {sequence_length}, "
-                f"and one microbatch takes {share.num_windows} ({share.world} ranks x batch_size "
+                f"the training bytes ({len(data)}) hold {max(0, self.num_windows)} sequences of "
+                f"{sequence_length}, and one microbatch takes {share.num_windows} ({share.world} ranks x batch_size "
                 f"{share.batch_size}): use more text, or a smaller training.batch_size or sequence_length"
             )
         self._data = data
@@ -152,7 +158,7 @@ class TrainBatches:
         self._epoch = (-1, np.empty(0, dtype=np.int64))
 
     def at(self, position: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(inputs, targets), each int64 of shape (batch_size, sequence_length), of this rank's windows there."""
+        """(inputs, targets), each int64 of shape (batch_size, sequence_length), of our windows there."""
         first = position + self.share.rank * self.share.batch_size
         windows = [self._window(first + i) for i in range(self.share.batch_size)]
         return split_targets(_gather(self._data, windows, self._length))
@@ -176,8 +182,8 @@ def heldout_windows(data: np.ndarray, sequence_length: int, num_windows: int) ->
     fits = (len(data) - 1) // sequence_length
     if fits < 1:
         raise DataError(
-            f"the held-out bytes ({len(data)}) hold no sequence of {sequence_length}: use more text, a larger "
-            "data.heldout_share or a smaller training.sequence_length"
+            f"the held-out bytes ({len(data)}) hold no sequence of {sequence_length}: use more text, "
+            "a larger data.heldout_share or a smaller training.sequence_length"
         )
     chosen = np.linspace(0, fits - 1, num=min(num_windows, fits)).round().astype(np.int64)
     return _gather(data, [int(i) * sequence_length for i in chosen], sequence_length)

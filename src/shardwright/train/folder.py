@@ -5,6 +5,8 @@
                     checkpoint/         resumable, sharded
                     model.safetensors   the whole model, plain names         } written at the end
                     summary.json        what the run came to, one key each   }
+
+Each is written whole or not at all, by rank 0.
 """
 
 import json
@@ -22,7 +24,7 @@ from shardwright.errors import InputError
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Paths of a run, and how its files are written: whole or not at all. Only rank 0 writes through this."""
+    """Paths of a run, and the only code that writes to it."""
 
     root: Path
 
@@ -52,7 +54,7 @@ class RunFolder:
         return self.root / "checkpoint"
 
     def start_afresh(self) -> Path | None:
-        """Make the folder; an earlier run in it is moved aside, never overwritten. Returns where it is now."""
+        """Make the folder; an earlier run in it is moved aside, never overwritten. Returns where to."""
         aside = None
         if self.metrics.exists():
             number = 1
@@ -96,8 +98,8 @@ class RunFolder:
         """
         if not self.model.is_file() or not self.config.is_file():
             raise InputError(
-                f"{self.root} holds no finished run (no model.safetensors): give the folder of a finished run, or "
-                "finish this one with: shardwright train RECIPE.toml --resume"
+                f"{self.root} holds no finished run (no model.safetensors): give the folder of a finished run, "
+                "or finish this one with: shardwright train RECIPE.toml --resume"
             )
         return load_file(self.model)
 

@@ -3,9 +3,10 @@
     shardwright train R.toml -+- rank 0: shardwright train R.toml   RANK=0 WORLD_SIZE=2 ...
                               `- rank 1: the same, with RANK=1
 
-- A rank that fails: the one that failed first is named, its traceback is shown, once; the others get SIGTERM, after
-  a grace period SIGKILL; :class:`LaunchError`. (torch's elastic launcher orders failures by whole seconds, prints
-  each traceback several times, and turns Ctrl-C into an error of its own; hence this one.)
+- A rank that fails: the one that failed first is named, its traceback is shown, once; the others get SIGTERM,
+after
+  a grace period SIGKILL; :class:`LaunchError`. (torch's elastic launcher orders failures by whole seconds,
+  prints each traceback several times, and turns Ctrl-C into an error of its own; hence this one.)
 - SIGINT or SIGTERM to the launcher is passed on once: ranks save and leave. A second one ends them at once.
 - The launcher dies (SIGKILL): the pipe that is each rank's stdin closes, and the rank saves and leaves.
 
@@ -38,7 +39,7 @@ _GRACE_S = 5.0
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank ended: when (Unix seconds), one line, and the traceback (empty for a mistake in the input)."""
+    """Why a rank ended: when (Unix seconds), one line, the traceback (empty if the input was wrong)."""
 
     rank: int
     at_s: float
@@ -126,8 +127,9 @@ def _watch(processes: Sequence[subprocess.Popen[bytes]], scratch: Path) -> None:
 def _failures(ended: dict[int, int], scratch: Path) -> list[Failure]:
     """The failures, the first cause first.
 
-    By the time that each rank wrote down, because a rank often notices its neighbour's death, and ends, before we
-    look again. A rank that something else killed had no time to write; what the others report then follows from it.
+    By the time that each rank wrote down, because a rank often notices its neighbour's death, and ends,
+    before we look again. A rank that something else killed had no time to write; what the others report then
+    follows from it.
     """
     failures = []
     for path in scratch.glob("failure-*.json"):

@@ -1,11 +1,12 @@
 """The training loop: microbatches, one optimizer step, and when to evaluate, log and save.
 
     for each step:  [microbatch: forward, backward] x accumulation -> clip -> AdamW -> zero
-                    every log_every / heldout.every / checkpoint.every steps: a row, an evaluation, a checkpoint
+                    every log_every / heldout.every / checkpoint.every steps: a row, an evaluation, a
+                    checkpoint
 
-Everything that a step depends on is the weights, the optimizer's state and two integers (step, position in the
-data): the learning rate follows from the step, and the random numbers of dropout from (seed, step, rank). So a
-resumed run is the same run.
+Everything that a step depends on is the weights, the optimizer's state and two integers (step, position in
+the data): the learning rate follows from the step, and the random numbers of dropout from (seed, step, rank).
+So a resumed run is the same run.
 """
 
 import math
@@ -31,11 +32,11 @@ def build_model(recipe: Recipe, place: Place) -> Transformer:
     root's own group, because the root multiplies by the embedding's weight.
     """
     with torch.device("meta"):
-        model = Transformer(
-            recipe.model, activation_checkpointing=recipe.training.activation_checkpointing
-        )
+        model = Transformer(recipe.model, activation_checkpointing=recipe.training.activation_checkpointing)
     param_dtype = torch.bfloat16 if recipe.training.dtype == "bf16" else None
-    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32 if param_dtype else None)
+    policy = MixedPrecisionPolicy(
+        param_dtype=param_dtype, reduce_dtype=torch.float32 if param_dtype else None
+    )
     for block in model.blocks:
         fully_shard(block, mesh=place.mesh, mp_policy=policy)
     if model.head is not None:
@@ -70,8 +71,8 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
 def heldout_loss(model: nn.Module, windows: Tensor, batch_size: int, place: Place | None = None) -> float:
     """Mean nats per byte over ``windows`` (n, sequence_length + 1), dealt out in batches to the ranks.
 
-    Every rank calls and makes the same number of forwards (a sharded forward needs all ranks); one that has no
-    window left repeats an old one with weight 0. Without ``place``: one process does them all.
+    Every rank calls and makes the same number of forwards (a sharded forward needs all ranks); one that has
+    no window left repeats an old one with weight 0. Without ``place``: one process does them all.
     """
     rank, world = (place.rank, place.world) if place else (0, 1)
     device = place.device if place else torch.device("cpu")
@@ -93,7 +94,7 @@ def heldout_loss(model: nn.Module, windows: Tensor, batch_size: int, place: Plac
 
 @dataclass
 class Progress:
-    """Where a run is: what a checkpoint keeps besides the tensors, and what this process has measured so far."""
+    """Where a run is (``step`` and ``position`` are kept in checkpoints), and what this process measured."""
 
     step: int = 0
     position: int = 0
@@ -124,7 +125,7 @@ class Listener:
 
 
 class Loop:
-    """Trains ``model`` from ``progress`` to the last step of ``recipe``; every rank makes one and calls ``run``."""
+    """Trains ``model`` from ``progress`` to the last step; every rank makes one and calls ``run``."""
 
     def __init__(self, recipe: Recipe, place: Place, model: FSDPModule, batches: TrainBatches) -> None:
         self.recipe = recipe
@@ -136,7 +137,7 @@ class Loop:
         self._since_report = (0, 0.0)  # tokens and trained_s at the last report
 
     def run(self, windows: Tensor, listener: Listener, stop: StopRequest) -> bool:
-        """Train to the end, or until a stop is asked for; saves in both cases. Returns whether it got to the end."""
+        """Train to the end or until a stop is asked for; save in both cases. Returns whether it is the end."""
         training, progress = self.recipe.training, self.progress
         saved = progress.step
         while progress.step < training.steps and not stop.agreed(self.place):
@@ -182,7 +183,7 @@ class Loop:
         return StepReport(step, mean_loss, lr, grad_norm, speed)
 
     def _gradients(self) -> Tensor:
-        """Forward and backward of every microbatch; gradients are reduced with the last. Returns the mean loss."""
+        """Forward and backward of each microbatch; the last reduces the gradients. Returns the mean loss."""
         training, progress, share = self.recipe.training, self.progress, self.batches.share
         total = torch.zeros((), device=self.place.device)
         for microbatch in range(training.accumulation):

@@ -4,8 +4,9 @@
 
     Block:   x + attention(norm(x)),   then   x + feed_forward(norm(x))
 
-Built on the meta device, sharded, given memory by ``to_empty`` and filled by ``reset_parameters(seed)``. There are
-no buffers: the rotary angles are computed in each forward, because ``to_empty`` would leave garbage in a table.
+Built on the meta device, sharded, given memory by ``to_empty`` and filled by ``reset_parameters(seed)``.
+There are no buffers: the rotary angles are computed in each forward, because ``to_empty`` would leave garbage
+in a table.
 """
 
 import hashlib
@@ -22,7 +23,7 @@ VOCABULARY = 256
 
 
 def rotary_angles(length: int, head_dim: int, theta: float, like: Tensor) -> Tensor:
-    """cos and sin, stacked, of shape (2, length, head_dim / 2), in the dtype and on the device of ``like``."""
+    """cos and sin, stacked: (2, length, head_dim / 2), in the dtype and on the device of ``like``."""
     exponents = torch.arange(0, head_dim, 2, device=like.device, dtype=torch.float32) / head_dim
     positions = torch.arange(length, device=like.device, dtype=torch.float32)
     angles = torch.outer(positions, theta**-exponents)
@@ -117,8 +118,8 @@ class Transformer(nn.Module):
     def reset_parameters(self, seed: int) -> None:
         """Fill every parameter, sharded or not, on whatever device it is; needs no other rank.
 
-        A value depends on the seed and the parameter's name only, so the weights are the same for every number
-        of ranks. One parameter at a time exists whole (fp32, on the CPU).
+        A value depends on the seed and the parameter's name only, so the weights are the same for every
+        number of ranks. One parameter at a time exists whole (fp32, on the CPU).
         """
         for name, parameter in self.named_parameters():
             full = self._initial(name, parameter.shape, seed)
@@ -133,7 +134,8 @@ class Transformer(nn.Module):
             return torch.ones(shape)
         digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-        # Each of the 2 x num_layers additions to the residual stream has a smaller share of it (GPT-2's scaling).
+        # Each of the 2 x num_layers additions to the residual stream has a smaller share of it (GPT-2's
+        # scaling).
         adds = name.endswith(("attention.out.weight", "feed_forward.down.weight"))
         std = 0.02 / (2 * self.config.num_layers) ** 0.5 if adds else 0.02
         return torch.empty(shape).normal_(std=std, generator=generator)

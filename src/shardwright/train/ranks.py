@@ -1,7 +1,8 @@
 """A rank's place in the job, and the few words that ranks exchange besides parameters and gradients.
 
-All collectives of the training loop are here. They move scalars over the CPU side of the default process group, so
-that agreeing to stop never waits for a GPU, and never queues behind the bulk traffic (which has groups of its own).
+All collectives of the training loop are here. They move scalars over the CPU side of the default process
+group, so that agreeing to stop never waits for a GPU, and never queues behind the bulk traffic (which has
+groups of its own).
 """
 
 import os
@@ -90,15 +91,15 @@ def choose_device(config: LaunchConfig, local_ranks: int) -> str:
     devices = torch.cuda.device_count()
     if config.device == "cuda" and devices < local_ranks:
         raise ConfigError(
-            f'launch.device = "cuda" with {local_ranks} local ranks, but {devices} CUDA device(s) are visible: '
-            "start fewer ranks (launch.ranks), or set launch.device to auto or cpu"
+            f'launch.device = "cuda" with {local_ranks} local ranks, but {devices} CUDA device(s) are '
+            "visible: start fewer ranks (launch.ranks), or set launch.device to auto or cpu"
         )
     return "cuda" if config.device != "cpu" and devices >= local_ranks else "cpu"
 
 
 @contextmanager
 def joined(config: LaunchConfig) -> Iterator[Place]:
-    """Join the other ranks for the length of the block; every rank enters. The process group has a time limit."""
+    """Join the other ranks for the length of the block (every rank enters), under ``timeout_s``."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     kind = choose_device(config, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
@@ -123,8 +124,8 @@ def joined(config: LaunchConfig) -> Iterator[Place]:
 def failures_reported() -> Iterator[None]:
     """End this process with code 1 when the block raises, after telling our launcher, or stderr, why.
 
-    Ends it at once and without clean-up: tearing down a process group whose peers are gone can block for as long
-    as its time limit, and peers notice a closed connection within milliseconds.
+    Ends it at once and without clean-up: tearing down a process group whose peers are gone can block for as
+    long as its time limit, and peers notice a closed connection within milliseconds.
     """
     try:
         yield
@@ -132,7 +133,8 @@ def failures_reported() -> Iterator[None]:
         rank = int(os.environ.get("RANK", "0"))
         wrong_input = isinstance(error, ShardwrightError)
         text = "" if wrong_input else traceback.format_exc()
-        failure = Failure(rank, time.time(), str(error) if wrong_input else f"{type(error).__name__}: {error}", text)
+        message = str(error) if wrong_input else f"{type(error).__name__}: {error}"
+        failure = Failure(rank, time.time(), message, text)
         if FAILURE_VARIABLE in os.environ:
             failure.write(Path(os.environ[FAILURE_VARIABLE]))
         else:

@@ -51,7 +51,8 @@ class Screen:
 
     def stop(self) -> None:
         """Training has ended; the terminal is plain again. May be called twice."""
-        self._bar.stop()
+        if self._console.is_terminal:  # elsewhere it never started, and would print an empty line
+            self._bar.stop()
 
     def stepped(self, report: StepReport, seconds_left: float) -> None:
         """A logged step."""
@@ -61,7 +62,7 @@ class Screen:
             self.say(f"step {report.step}/{self._steps}  {figures}  {seconds_left:.0f} s left")
 
     def summary(self, summary: Mapping[str, Any], sample: bytes) -> None:
-        """The table of ``summary.json`` (its keys: see :mod:`shardwright.train.run`), and the sample below it."""
+        """The table of ``summary.json`` (keys: see :mod:`shardwright.train.run`), and the sample below it."""
         table = Table(show_header=False, title=f"{summary['steps']} steps on {summary['ranks']} rank(s)")
         for name, value in _rows(summary):
             table.add_row(name, value)

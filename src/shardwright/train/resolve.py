@@ -1,7 +1,8 @@
 """Defaults < file < command line, checked in one go, with the origin of every value.
 
     recipe.toml ---\\
-                    merge -> Recipe (or one ConfigError that lists all that is wrong) -> Resolved -> config.toml
+                    merge -> Recipe (or one ConfigError that lists all that is wrong) -> Resolved ->
+                    config.toml
     --section.key -/
 
 Pure: reads one file, starts nothing.
@@ -31,7 +32,7 @@ def leaf_keys() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Resolved:
-    """A recipe, the file that it came from, and where each value came from (by path, as ``training.steps``)."""
+    """A recipe, its file, and where each value came from (by path, as ``training.steps``)."""
 
     recipe: Recipe
     source: str
@@ -49,8 +50,10 @@ class Resolved:
             lines += ["", f"[{name}]"]
             for key, value in section.items():
                 entry = tomli_w.dumps({key: value}, multiline_strings=False).strip()
-                lines.append(f"{' '.join(entry.split()) if isinstance(value, list) else entry}"
-                             f"  # {self.origins[f'{name}.{key}']}")
+                lines.append(
+                    f"{' '.join(entry.split()) if isinstance(value, list) else entry}"
+                    f"  # {self.origins[f'{name}.{key}']}"
+                )
         return "\n".join(lines) + "\n"
 
 
@@ -70,7 +73,9 @@ def resolve(path: str | Path, overrides: Sequence[tuple[str, str]] = ()) -> Reso
             merged[name] = dict(section)
             origins.update({f"{name}.{key}": "file" for key in section})
         elif name in Recipe.model_fields:
-            problems.append(f"{name} (file): got {section!r}, expected a section: write [{name}] and its keys below")
+            problems.append(
+                f"{name} (file): got {section!r}, expected a section: write [{name}] and its keys below"
+            )
         else:
             problems.append(f"{name} (file): unknown {_kind(section)}{_nearest(name, Recipe.model_fields)}")
     for key, text in overrides:
@@ -105,7 +110,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _value(name: str, leaf: str, text: str) -> Any:
-    """``text`` as the TOML value that it spells; text that is no TOML, or meant for a text key, stays as it is."""
+    """``text`` as the TOML value that it spells; what is no TOML, or for a text key, stays as it is."""
     if isinstance(getattr(Recipe.model_fields[name].default, leaf), str):
         return text
     try:
@@ -118,7 +123,7 @@ def _sentence(detail: Any, origins: Mapping[str, Origin]) -> str:
     path = ".".join(str(part) for part in detail["loc"][:2])
     origin = origins.get(path, "file")
     if detail["type"] == "extra_forbidden":
-        name, leaf = path.split(".")
+        name = path.split(".")[0]
         known = type(Recipe.model_fields[name].default).model_fields
         return f"{path} (file): unknown key{_nearest(path, [f'{name}.{key}' for key in known], leaf_keys())}"
     message = detail["msg"].removeprefix("Value error, ")
@@ -129,12 +134,11 @@ def _sentence(detail: Any, origins: Mapping[str, Origin]) -> str:
 
 
 def _nearest(key: str, known: Any, wider: Any = (), prefix: str = "") -> str:
-    for names in (known, wider):
-        if close := difflib.get_close_matches(key, list(names), n=1, cutoff=0.6):
-            return f"; did you mean {prefix}{close[0]}?"
-    same_leaf = [name for name in (*known, *wider) if name.split(".")[-1] == key.split(".")[-1]]
-    if same_leaf:
-        return f"; did you mean {prefix}{same_leaf[0]}?"
+    names = list(dict.fromkeys((*known, *wider)))
+    same_leaf = [name for name in names if name.split(".")[-1] == key.split(".")[-1]]
+    close = same_leaf or difflib.get_close_matches(key, names, n=1, cutoff=0.6)
+    if close:
+        return f"; did you mean {prefix}{close[0]}?"
     return f"; known: {', '.join(prefix + name for name in known)}"
 
 

@@ -2,11 +2,11 @@
 
     join -> folder -> corpus -> sharded model, optimizer -> (resume) -> loop -> whole model, summary, sample
 
-``summary.json``: parameters, ranks, steps, at_rest_nbytes (the largest rank's shards), full_nbytes (all parameters
-unsharded), peak_unsharded_nbytes (the largest rank's), tokens_per_s (all ranks, evaluation and saving left out),
-communication_s (of one step, alone), exposed_s (of one step: spent waiting for it), communication_hidden_share
-(1 - exposed_s / communication_s, within 0 and 1; null on one rank), heldout_loss and unigram_entropy (nats per
-byte), corpus_sha256, trained_s, sample.
+``summary.json``: parameters, ranks, steps, at_rest_nbytes (the largest rank's shards), full_nbytes (all
+parameters unsharded), peak_unsharded_nbytes (the largest rank's), tokens_per_s (all ranks, evaluation and
+saving left out), communication_s (of one step, alone), exposed_s (of one step: spent waiting for it),
+communication_hidden_share (1 - exposed_s / communication_s, within 0 and 1; null on one rank), heldout_loss
+and unigram_entropy (nats per byte), corpus_sha256, trained_s, sample.
 """
 
 from dataclasses import asdict
@@ -30,7 +30,10 @@ from shardwright.train.sample import generate, readable
 
 
 def train_rank(resolved: Resolved, *, resume: bool) -> None:
-    """Train as one rank of the job that this process belongs to; every rank calls. Ends the process on failure."""
+    """Train as one rank of the job that this process belongs to; every rank calls.
+
+    A failure ends the process with code 1.
+    """
     with failures_reported():
         stop = StopRequest()
         with joined(resolved.recipe.launch) as place:
@@ -55,21 +58,27 @@ def _train(resolved: Resolved, place: Place, screen: Screen, stop: StopRequest, 
     if resume:
         _restore(folder, loop, identity)
         if loop.progress.step >= training.steps and folder.summary.exists():
-            screen.say(f"{folder.root} is at step {loop.progress.step} of {training.steps}: nothing is left to do")
+            screen.say(
+                f"{folder.root} is at step {loop.progress.step} of {training.steps}: nothing is left to do"
+            )
             return
         screen.say(f"goes on after step {loop.progress.step} of {training.steps}")
     if place.is_first:
         if resume:
             folder.forget_after(loop.progress.step)
         elif aside := folder.start_afresh():
-            screen.say(f"{folder.root} held an earlier run, which is now in {aside} (to continue a run: --resume)")
+            screen.say(
+                f"{folder.root} held an earlier run, which is now in {aside} (to continue a run: --resume)"
+            )
         folder.write_config(resolved.to_toml())
     place.wait_for_all()
     screen.start(loop.progress.step)
     finished = loop.run(windows, _listener(folder, loop, screen, identity), stop)
     screen.stop()
     if not finished:
-        screen.say(f"stopped after step {loop.progress.step}, which is saved in {folder.checkpoint}; go on: --resume")
+        screen.say(
+            f"stopped after step {loop.progress.step}, which is saved in {folder.checkpoint}; go on: --resume"
+        )
         return
     _finish(folder, loop, corpus, windows, screen)
 
@@ -82,9 +91,9 @@ def _announce(screen: Screen, recipe: Recipe, place: Place, corpus: Corpus, batc
     )
     global_batch = place.world * training.batch_size * training.accumulation
     screen.say(
-        f"ranks: {place.world} on {place.device.type}, {torch.get_num_threads()} thread(s) each; global batch: "
-        f"{place.world} ranks x {training.batch_size} x {training.accumulation} microbatch(es) = {global_batch} "
-        f"sequences of {training.sequence_length}; an epoch is {batches.num_windows // global_batch} steps"
+        f"ranks: {place.world} on {place.device.type}, {torch.get_num_threads()} thread(s) each; global "
+        f"batch: {place.world} ranks x {training.batch_size} x {training.accumulation} microbatch(es) = "
+        f"{global_batch} sequences of {training.sequence_length}; an epoch is {batches.num_windows // global_batch} steps"
     )
 
 
@@ -101,7 +110,11 @@ def _identity(recipe: Recipe, corpus: Corpus) -> dict[str, Any]:
 def _restore(folder: RunFolder, loop: Loop, identity: dict[str, Any]) -> None:
     restored = load(folder.checkpoint, model=loop.model, optimizer=loop.optimizer)
     before = restored.extra["identity"]
-    changed = [f"  - {key}: was {before[key]!r}, is {identity[key]!r}" for key in identity if before[key] != identity[key]]
+    changed = [
+        f"  - {key}: was {before[key]!r}, is {identity[key]!r}"
+        for key in identity
+        if before[key] != identity[key]
+    ]
     if changed:
         listed = "\n".join(changed)
         raise ConfigError(
