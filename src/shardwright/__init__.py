@@ -1,1 +1,23 @@
-"""Shardwright: fully sharded data parallelism for PyTorch."""
+"""Shardwright: fully sharded data parallelism for PyTorch.
+
+from shardwright import fully_shard
+
+for block in model.blocks:
+    fully_shard(block)
+fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters())
+"""
+
+from shardwright.api import FSDPModule, communication_s, full_state_dict, fully_shard, stats
+from shardwright.motion.runtime import Stats
+from shardwright.policy import MixedPrecisionPolicy
+
+__all__ = [
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "Stats",
+    "communication_s",
+    "full_state_dict",
+    "fully_shard",
+    "stats",
+]

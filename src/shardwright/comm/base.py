@@ -1,0 +1,64 @@
+"""What the rest of the house knows of a transport: the :class:`Comm` protocol and the data it moves."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One parameter's (or gradient's) part in a collective.
+
+    flat: 1-D contiguous tensor in storage order (sharded dim first). For an all-gather it is the padded
+        region in the group's buffer, ``world`` equal spans long, with this rank's span already filled.
+        For a reduce-scatter it is the whole gradient of this rank, without padding.
+    spans: ``(start, stop)`` elements of each rank's shard in ``flat``, without padding.
+    """
+
+    flat: torch.Tensor
+    spans: tuple[tuple[int, int], ...]
+
+
+class Gather(Protocol):
+    """An all-gather in flight."""
+
+    def wait(self) -> None:
+        """Return when every span of every piece may be read (on CUDA: by the current stream)."""
+        ...
+
+
+class Reduction(Protocol):
+    """A reduce-scatter in flight; it keeps its input gradients alive until ``wait`` returns."""
+
+    def wait(self) -> list[torch.Tensor]:
+        """The sums over ranks of this rank's spans, 1-D, one per piece, in the reduce dtype."""
+        ...
+
+
+class Comm(Protocol):
+    """The collectives of one mesh axis. All ranks of the axis issue the same calls in the same order.
+
+    world, rank: number of ranks on the axis, and this rank's place on it.
+    sent_nbytes: bytes that this rank has sent since the start.
+    exposed_s: seconds that this rank's host thread was blocked in ``wait``; None where waiting is done by
+        a device stream and the host doesn't know.
+    """
+
+    world: int
+    rank: int
+    sent_nbytes: int
+    exposed_s: float | None
+
+    def all_gather(self, pieces: Sequence[Piece], key: str) -> Gather:
+        """Fill every rank's span of every piece. ``key`` names group and purpose, alike on all ranks."""
+        ...
+
+    def reduce_scatter(self, pieces: Sequence[Piece], dtypes: Sequence[torch.dtype], key: str) -> Reduction:
+        """Sum every piece's spans over ranks, in rank order, in ``dtypes`` (one per piece)."""
+        ...
+
+    def gather(self, shard: torch.Tensor, spans: Sequence[tuple[int, int]], dst: int) -> torch.Tensor | None:
+        """Collect 1-D shards on rank ``dst`` (a 1-D tensor on the shards' device; None on other ranks)."""
+        ...

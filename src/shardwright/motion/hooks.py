@@ -1,0 +1,308 @@
+"""Where the runtime meets PyTorch: the only file that touches module, autograd or optimizer hooks.
+
+    hook                                 event
+    module, before forward               F+ of the groups it needs (R+ inside a backward: recomputation)
+    module, after forward                F-
+    gradient of one of its outputs       B+
+    gradient of one of its inputs        B-, when those of all inputs are there
+    a parameter's gradient accumulated   G, when those of all trainable parameters of the group are there
+    end of the backward                  G of groups that still hold gradients, then E
+
+Inputs that need a gradient are passed on as aliases (``view_as``), so that the hook tells when the module's
+own share of the gradient is done, however else the caller uses the tensor.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from shardwright.errors import StageError
+from shardwright.motion.runtime import Runtime
+from shardwright.motion.unit import Unit, sharded_from
+from shardwright.plan.schedule import EventKind, Phase
+from shardwright.state.group import ParamGroup
+
+
+def _in_backward() -> bool:
+    """Whether this thread is running a backward."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class _Call:
+    """One forward of a module: whether it is a recomputation, and the input gradients still to come."""
+
+    def __init__(self, recomputed: bool) -> None:
+        self.recomputed = recomputed
+        self.num_inputs = 0
+        self.left = 0
+
+
+class _GradWatch:
+    """Tells when all trainable parameters of a unit's group have their gradients, whatever runs last."""
+
+    def __init__(self, owner: Unit, group: ParamGroup) -> None:
+        self._owner = owner
+        self._group = group
+        self._arrived = 0
+        self._watched: nn.Parameter | None = None
+
+    def attach(self) -> None:
+        """Hook the unsharded parameters, where they are not the ones hooked before."""
+        params = self._group.params
+        if self._watched is params[0].unsharded:
+            return
+        self._watched = params[0].unsharded
+        for unsharded in (param.unsharded for param in params):
+            if unsharded.is_floating_point() or unsharded.is_complex():
+                # A hook can only be set on a parameter that asks for a gradient; it may be unfrozen later.
+                trainable = unsharded.requires_grad
+                unsharded.requires_grad_(True).register_post_accumulate_grad_hook(self._arrive)
+                unsharded.requires_grad_(trainable)
+
+    def reset(self) -> None:
+        """Count anew."""
+        self._arrived = 0
+
+    def _arrive(self, _: torch.Tensor) -> None:
+        backward = backward_of(self._owner.runtime)
+        backward.begin()
+        self._arrived += 1
+        if self._arrived >= self._group.num_trainable:
+            backward.grads_ready(self._group)
+
+
+_watches: WeakKeyDictionary[ParamGroup, _GradWatch] = WeakKeyDictionary()
+
+
+class Backward:
+    """The backward of one model: begins with the first hook that fires, ends with autograd's callback."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self._active: dict[Unit, set[_Call]] = {}
+
+    def begin(self) -> None:
+        """Enter the backward, once per backward."""
+        if self.runtime.phase is not Phase.BACKWARD:
+            self.runtime.begin(Phase.BACKWARD)
+            Variable._execution_engine.queue_callback(self._end)
+
+    def enter(self, unit: Unit, call: _Call) -> None:
+        """The gradient of one of the call's outputs is there: its backward begins."""
+        self.begin()
+        active = self._active.setdefault(unit, set())
+        if call not in active:
+            call.left = call.num_inputs
+            active.add(call)
+            for group in _needed(unit):
+                self.runtime.at(EventKind.BACKWARD_BEGIN, group)
+
+    def input_done(self, unit: Unit, call: _Call) -> None:
+        """The gradient of one of the call's inputs is there; with the last one its backward has ended."""
+        call.left -= 1
+        active = self._active.get(unit, set())
+        if call.left or call not in active:
+            return
+        active.remove(call)
+        for owner in unit.owners:
+            group = owner.group
+            if group is None or self._is_active(owner):
+                continue  # another call still adds to these gradients and reads these weights
+            if group.has_grads:
+                self.grads_ready(group)
+            self.runtime.at(EventKind.BACKWARD_END, group)
+
+    def grads_ready(self, group: ParamGroup) -> None:
+        """All gradients of the group that this backward can bring by now are there."""
+        _watches[group].reset()
+        self.runtime.at(EventKind.GRADS_READY, group)
+
+    def forget(self) -> None:
+        """Drop the calls of a backward that an exception ended."""
+        self._active.clear()
+
+    def _is_active(self, owner: Unit) -> bool:
+        return any(calls and owner in unit.owners for unit, calls in self._active.items())
+
+    def _end(self) -> None:
+        if self.runtime.phase is not Phase.BACKWARD:
+            return
+        self._active.clear()
+        for group in self.runtime.groups:
+            if group in _watches:
+                _watches[group].reset()
+            if group.has_grads:
+                self.runtime.at(EventKind.GRADS_READY, group)
+        self.runtime.at(EventKind.STEP_END)
+        self.runtime.end()
+
+
+_backwards: WeakKeyDictionary[Runtime, Backward] = WeakKeyDictionary()
+
+
+def backward_of(runtime: Runtime) -> Backward:
+    """The one ``Backward`` of a runtime."""
+    if runtime not in _backwards:
+        _backwards[runtime] = Backward(runtime)
+    return _backwards[runtime]
+
+
+def _needed(unit: Unit) -> list[ParamGroup]:
+    return [owner.group for owner in unit.owners if owner.group is not None]
+
+
+class ModuleHooks:
+    """The hooks of one unit's modules. Stays alive through them."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self._calls: list[_Call] = []
+        for module in unit.modules:
+            module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self._after, always_call=True)
+            module.register_state_dict_pre_hook(self._at_rest)
+            module.register_load_state_dict_pre_hook(self._at_rest)
+
+    def _at_rest(self, *_: Any) -> None:
+        self.unit.runtime.rest()
+
+    # ---- before the forward
+
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        unit = self.unit
+        call = _Call(recomputed=_in_backward())
+        if call.recomputed:
+            self._calls.append(call)
+            backward_of(unit.runtime).begin()
+            for group in _needed(unit):
+                unit.runtime.at(EventKind.RECOMPUTE, group)
+        else:
+            self._enter(call)
+        for owner in unit.owners:
+            self._watch_grads(owner)
+        dtype = unit.policy.param_dtype if unit.policy.cast_forward_inputs else None
+        if dtype is not None:
+            args, kwargs = tree_map_only(torch.Tensor, lambda t: _cast(t, dtype), (args, kwargs))
+        if torch.is_grad_enabled() and unit.owners:
+            args, kwargs = self._watch_inputs(call, args, kwargs)
+        return args, kwargs
+
+    def _enter(self, call: _Call) -> None:
+        unit, runtime = self.unit, self.unit.runtime
+        if runtime.phase is not None and (runtime.depth == 0 or runtime.phase is Phase.BACKWARD):
+            backward_of(runtime).forget()
+            runtime.abandon()  # an exception ended that pass: its end never came
+        if runtime.depth == 0:
+            runtime.begin(Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION)
+        if unit.pass_number != runtime.pass_number:
+            self._calls.clear()
+        unit.enter_pass()
+        self._calls.append(call)
+        runtime.depth += 1
+        unit.running += 1
+        if not unit.awaited:
+            unit.awaited = set(unit.modules)
+            if unit.running == 1:
+                self._begin_forward()
+
+    def _begin_forward(self) -> None:
+        for owner in self.unit.owners:
+            owner.enter_pass()
+            owner.users += 1
+            self.unit.runtime.at(EventKind.FORWARD_BEGIN, owner.group)
+
+    def _watch_grads(self, owner: Unit) -> None:
+        assert owner.group is not None
+        if owner.group not in _watches:
+            _watches[owner.group] = _GradWatch(owner, owner.group)
+        _watches[owner.group].attach()
+
+    def _watch_inputs(self, call: _Call, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        leaves, spec = tree_flatten((args, kwargs))
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.layout is torch.strided:
+                alias = leaf.view_as(leaf)
+                alias.register_hook(self._input_hook(call))
+                leaves[index] = alias
+                call.num_inputs += 1
+        return tree_unflatten(leaves, spec) if call.num_inputs else (args, kwargs)
+
+    def _input_hook(self, call: _Call) -> Callable[[torch.Tensor], None]:
+        return lambda _: backward_of(self.unit.runtime).input_done(self.unit, call)
+
+    # ---- after the forward
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if not self._calls:
+            return None  # another hook failed before ours ran
+        call = self._calls.pop()
+        failed = output is None and sys.exc_info()[1] is not None
+        if not call.recomputed:
+            self._leave(module, failed)
+        if failed:
+            return None
+        dtype = self.unit.policy.output_dtype
+        if dtype is not None:
+            output = tree_map_only(torch.Tensor, lambda t: _cast(t, dtype), output)
+        if torch.is_grad_enabled() and self.unit.owners:
+            for leaf in tree_flatten(output)[0]:
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not leaf.is_leaf:
+                    leaf.register_hook(self._output_hook(call))
+        return output if dtype is not None else None
+
+    def _leave(self, module: nn.Module, failed: bool) -> None:
+        unit, runtime = self.unit, self.unit.runtime
+        runtime.depth -= 1
+        unit.running -= 1
+        unit.awaited.discard(module)
+        if unit.running == 0 and not unit.awaited and not failed:
+            for owner in unit.owners:
+                owner.users -= 1
+                if owner.users == 0:
+                    runtime.at(EventKind.FORWARD_END, owner.group)
+        if runtime.depth == 0:
+            runtime.end(failed)
+
+    def _output_hook(self, call: _Call) -> Callable[[torch.Tensor], None]:
+        return lambda _: backward_of(self.unit.runtime).enter(self.unit, call)
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def guard_optimizers() -> None:
+    """From now on refuse to step an optimizer that holds parameters which sharding has replaced."""
+    if _guard.handle is None:
+        _guard.handle = register_optimizer_step_pre_hook(_guard)
+
+
+class _OptimizerGuard:
+    """Checks each optimizer once, before its first step."""
+
+    def __init__(self) -> None:
+        self.handle: Any = None
+        self._checked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        if self._checked.get(optimizer) == len(params):
+            return
+        stale = [found.fqn for found in map(sharded_from, params) if found is not None]
+        if stale:
+            raise StageError(
+                f"{type(optimizer).__name__} holds {len(stale)} parameters that fully_shard has replaced "
+                f"({', '.join(stale[:3])}{', ...' if len(stale) > 3 else ''}): stepping it would train "
+                "nothing. Build the optimizer after fully_shard, from model.parameters()"
+            )
+        self._checked[optimizer] = len(params)
+
+
+_guard = _OptimizerGuard()

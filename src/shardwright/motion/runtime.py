@@ -1,0 +1,322 @@
+"""The runtime of a model: follows the schedule, event by event. The only mutable whole-model object.
+
+A *pass* is one phase as it runs: a forward, an evaluation, a backward. Its events are recorded as they
+come. While they are those that the schedule foretells, the schedule's actions are taken; from the first
+that isn't, the same planner decides without looking ahead (unshard on demand), which is always exact. A
+pass that went another way than the schedule replaces it.
+"""
+
+import logging
+import time
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+
+from shardwright.comm.base import Comm
+from shardwright.errors import StageError
+from shardwright.plan.schedule import (
+    BEGINS,
+    Action,
+    ActionKind,
+    Event,
+    EventKind,
+    GroupFacts,
+    Phase,
+    Planner,
+    Schedule,
+    plan,
+)
+from shardwright.policy import SchedulePolicy
+from shardwright.state.group import ParamGroup, Stage
+
+logger = logging.getLogger(__name__)
+
+
+class TraceEntry(NamedTuple):
+    """One event as it happened and what was done there."""
+
+    event: Event
+    actions: tuple[Action, ...]
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Bytes and seconds of a sharded model on this rank.
+
+    param_numel: logical elements of all sharded parameters. full_nbytes: their bytes unsharded, at rest's
+    dtype. at_rest_nbytes: bytes of this rank's shards. unsharded_nbytes, peak_unsharded_nbytes: buffers of
+    unsharded parameters held now, and at most since the start. sent_nbytes: sent by this rank since the
+    start. exposed_s: seconds that the host was blocked in waits since the start (None on CUDA, where a
+    stream waits and not the host).
+    """
+
+    num_groups: int
+    param_numel: int
+    full_nbytes: int
+    at_rest_nbytes: int
+    unsharded_nbytes: int
+    peak_unsharded_nbytes: int
+    sent_nbytes: int
+    exposed_s: float | None
+
+
+@dataclass
+class _Pass:
+    """A phase as it runs. ``planner`` decides once the events have left the schedule."""
+
+    phase: Phase
+    order: list[Event]
+    trace: list[TraceEntry]
+    planner: Planner | None
+    nested: bool
+
+
+@dataclass
+class _Memory:
+    """Bytes of unsharded buffers, now and at most since the start."""
+
+    now_nbytes: int = 0
+    peak_nbytes: int = 0
+
+    def take(self, nbytes: int) -> None:
+        self.now_nbytes += nbytes
+        self.peak_nbytes = max(self.peak_nbytes, self.now_nbytes)
+
+
+@dataclass
+class _Book:
+    """What was recorded and what was planned from it. ``said``: a departure has been logged."""
+
+    orders: dict[Phase, tuple[Event, ...]] = field(default_factory=dict)
+    traces: dict[Phase, tuple[TraceEntry, ...]] = field(default_factory=dict)
+    schedule: Schedule = field(default_factory=Schedule)
+    said: bool = False
+
+
+class Runtime:
+    """Groups of one model, in the order in which they were sharded, and where their step stands.
+
+    root: the group of the outermost module, which stays unsharded between forward and backward by default.
+    depth: sharded modules that are in their forward now, one inside the other.
+    pass_number: counts forwards. successor: the runtime that has taken this one's groups in, if one has.
+    """
+
+    def __init__(self, policy: SchedulePolicy | None = None) -> None:
+        self.policy = policy or SchedulePolicy()
+        self.groups: list[ParamGroup] = []
+        self.root: ParamGroup | None = None
+        self.depth = 0
+        self.pass_number = 0
+        self.successor: Runtime | None = None
+        self._reshard: list[bool | None] = []
+        self._index: dict[ParamGroup, int] = {}
+        self._passes: list[_Pass] = []
+        self._memory = _Memory()
+        self._book = _Book()
+
+    # ---- groups
+
+    def add(self, group: ParamGroup, reshard_after_forward: bool | None) -> None:
+        """Take a group into the model. Forgets the schedule: the next step records a new one."""
+        self._index[group] = len(self.groups)
+        self.groups.append(group)
+        self._reshard.append(reshard_after_forward)
+        self._book = _Book()
+
+    def absorb(self, other: "Runtime") -> None:
+        """Take in the groups of a model that became part of this one; both at rest."""
+        other.rest()
+        for group, reshard in zip(other.groups, other._reshard, strict=True):
+            self.add(group, reshard)
+        self._memory.peak_nbytes = max(self._memory.peak_nbytes, other._memory.peak_nbytes)
+        other.successor = self
+
+    def set_reshard_after_forward(self, group: ParamGroup, reshard: bool) -> None:
+        """Whether ``group`` is resharded between its forward and its backward, from the next step on."""
+        self._reshard[self._index[group]] = reshard
+        self._replan()
+
+    def set_policy(self, **changes: int) -> None:
+        """Replace fields of the schedule policy, from the next step on."""
+        self.policy = replace(self.policy, **changes)
+        self._replan()
+
+    @property
+    def schedule(self) -> Schedule:
+        """Planned from the last recorded step; empty before one."""
+        return self._book.schedule
+
+    @property
+    def traces(self) -> dict[Phase, tuple[TraceEntry, ...]]:
+        """What did happen in the last pass of each phase."""
+        return self._book.traces
+
+    def _facts(self, index: int) -> GroupFacts:
+        reshard = self._reshard[index]
+        keep = self.groups[index] is self.root if reshard is None else not reshard
+        return GroupFacts(keep_after_forward=keep)
+
+    def _replan(self) -> None:
+        self._book.schedule = plan(self._book.orders, self.policy, self._facts)
+
+    # ---- passes
+
+    @property
+    def phase(self) -> Phase | None:
+        """The phase that is running, or None between phases."""
+        return self._passes[-1].phase if self._passes else None
+
+    def begin(self, phase: Phase) -> None:
+        """Enter a phase. Inside another one (a backward within a forward) it unshards on demand."""
+        self.pass_number += phase is not Phase.BACKWARD
+        nested = bool(self._passes)
+        planner = None
+        if nested:
+            planner = Planner(self.policy, self._facts)
+        elif phase is not Phase.BACKWARD:
+            self._drop_stale()
+        self._passes.append(_Pass(phase, [], [], planner, nested))
+
+    def at(self, kind: EventKind, group: ParamGroup | None = None) -> None:
+        """Take the actions of an event. After a begin event the group is unsharded, whatever was planned."""
+        current = self._passes[-1]
+        event = Event(kind, self._index[group] if group is not None else -1)
+        actions = self._actions(current, event)
+        current.order.append(event)
+        current.trace.append(TraceEntry(event, actions))
+        for action in actions:
+            self._take(action)
+        if kind in BEGINS:
+            # The plan can be wrong about what other phases left behind; the weights must be there.
+            self._take(Action(ActionKind.UNSHARD, event.group))
+            self._take(Action(ActionKind.WAIT, event.group))
+
+    def end(self, failed: bool = False) -> None:
+        """Leave the phase; a pass that departed from the schedule replaces it.
+
+        failed: the pass was cut short by an exception. Nothing is waited for then, since the ranks that
+        would have to take part may be gone: what is in flight stays so until its group is next used.
+        """
+        current = self._passes.pop()
+        if failed:
+            for group in self.groups:
+                if group.stage is Stage.UNSHARDED and not self._passes:
+                    self._take(Action(ActionKind.RESHARD, self._index[group]))
+            return
+        departed = tuple(current.order) != self._book.orders.get(current.phase)
+        if current.phase is not Phase.BACKWARD and (departed or current.planner is not None):
+            planner = current.planner or self._planner_now()
+            for action in planner.end_forward(current.phase):
+                self._take(action)
+        if current.nested:
+            return
+        self._book.traces[current.phase] = tuple(current.trace)
+        if departed:
+            if current.phase in self._book.orders and not self._book.said:
+                self._book.said = True
+                logger.info(
+                    "%s ran its groups in another order than the step before; it unsharded on demand "
+                    "and the schedule is planned anew (said once)",
+                    current.phase,
+                )
+            self._book.orders[current.phase] = tuple(current.order)
+            self._replan()
+
+    def abandon(self) -> None:
+        """Forget a step that an exception ended: its passes, its unreduced gradients."""
+        self._passes.clear()
+        self.depth = 0
+        for group in self.groups:
+            group.drop_grads()
+            if group.stage is Stage.UNSHARDED:
+                self._take(Action(ActionKind.RESHARD, self._index[group]))
+
+    def rest(self) -> None:
+        """Reshard every group, between phases (before parameters are saved, loaded, moved or cast)."""
+        if not self._passes:
+            for index in range(len(self.groups)):
+                self._take(Action(ActionKind.RESHARD, index))
+
+    def _drop_stale(self) -> None:
+        for index, group in enumerate(self.groups):
+            if group.stage is Stage.UNSHARDED and group.is_stale:
+                self._take(Action(ActionKind.RESHARD, index))
+
+    def _actions(self, current: _Pass, event: Event) -> tuple[Action, ...]:
+        if current.planner is None:
+            stops = self.schedule.phases.get(current.phase, ())
+            place = len(current.order)
+            if place < len(stops) and stops[place].event == event:
+                return stops[place].actions
+            current.planner = self._planner_now()
+        return current.planner.at(current.phase, event)
+
+    def _planner_now(self) -> Planner:
+        """A planner that knows what is live and being reduced at this moment."""
+        planner = Planner(self.policy, self._facts)
+        for index, group in enumerate(self.groups):
+            if group.stage is not Stage.SHARDED:
+                planner.live[index] = None
+            if group.stage is Stage.UNSHARDED:
+                planner.waited.add(index)
+            if group.is_reducing:
+                planner.reducing.append(index)
+        return planner
+
+    def _take(self, action: Action) -> None:
+        """Take one action; what is already so is left so."""
+        group = self.groups[action.group]
+        if action.kind is ActionKind.UNSHARD:
+            if group.stage is Stage.SHARDED:
+                group.unshard()
+                self._memory.take(group.unsharded_nbytes)
+        elif action.kind is ActionKind.WAIT:
+            if group.stage is Stage.GATHERING:
+                group.wait()
+        elif action.kind is ActionKind.RESHARD:
+            if group.stage is not Stage.SHARDED:
+                self._memory.take(-group.unsharded_nbytes)
+                group.reshard()
+        elif action.kind is ActionKind.REDUCE:
+            group.wait_reduce()
+            group.reduce()
+        else:
+            group.wait_reduce()
+
+    # ---- what it costs
+
+    def comms(self) -> list[Comm]:
+        """The transports in use, each once."""
+        return list({id(group.axis.comm): group.axis.comm for group in self.groups}.values())
+
+    def communication_s(self) -> float:
+        """Seconds that the collectives of one step take alone (see ``shardwright.communication_s``)."""
+        if self._passes:
+            raise StageError("communication_s was called inside a forward or backward; call it between steps")
+        self.rest()
+        rounds = [(i, not self._facts(i).keep_after_forward) for i in range(len(self.groups))]
+        start = time.perf_counter()
+        for index, twice in rounds:
+            for _ in range(1 + twice):
+                for kind in (ActionKind.UNSHARD, ActionKind.WAIT, ActionKind.RESHARD):
+                    self._take(Action(kind, index))
+            self.groups[index].rehearse_reduce()
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        return time.perf_counter() - start
+
+    def stats(self) -> Stats:
+        """Bytes and seconds so far, on this rank; no communication."""
+        params = [param for group in self.groups for param in group.params]
+        exposed = [comm.exposed_s for comm in self.comms()]
+        return Stats(
+            num_groups=len(self.groups),
+            param_numel=sum(param.layout.numel for param in params),
+            full_nbytes=sum(param.layout.numel * param.sharded.dtype.itemsize for param in params),
+            at_rest_nbytes=sum(param.local.nbytes for param in params),
+            unsharded_nbytes=self._memory.now_nbytes,
+            peak_unsharded_nbytes=self._memory.peak_nbytes,
+            sent_nbytes=sum(comm.sent_nbytes for comm in self.comms()),
+            exposed_s=None if None in exposed else sum(value for value in exposed if value is not None),
+        )

@@ -1,0 +1,106 @@
+"""A unit: what one call of ``fully_shard`` made. Modules that run together, and the groups they need."""
+
+from dataclasses import dataclass, field
+
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from shardwright.errors import InputError
+from shardwright.motion.runtime import Runtime
+from shardwright.policy import MixedPrecisionPolicy
+from shardwright.state.group import ParamGroup
+from shardwright.state.param import ShardedParam
+
+_ATTRIBUTE = "_shardwright_unit"
+
+
+@dataclass(eq=False)
+class Unit:
+    """``modules`` share ``group`` (None where nested calls have taken every parameter).
+
+    lenders: units whose parameters these modules show too (tied weights); their groups are unsharded and
+        resharded around these modules as well.
+    reshard_after_forward: as the caller gave it; None means: unless this unit is the model's root.
+    home: the runtime that it was made with; ``runtime`` is the one that has taken that in since.
+
+    The rest is where the current forward stands: how deep the modules run, which of them are still to run,
+    how many running units need the group, and the pass that these counts belong to.
+    """
+
+    name: str
+    modules: tuple[nn.Module, ...]
+    group: ParamGroup | None
+    lenders: tuple["Unit", ...]
+    reshard_after_forward: bool | None
+    policy: MixedPrecisionPolicy
+    home: Runtime
+    running: int = 0
+    users: int = 0
+    awaited: set[nn.Module] = field(default_factory=set)
+    pass_number: int = -1
+
+    @property
+    def owners(self) -> tuple["Unit", ...]:
+        """The units whose groups these modules need: its own first, if it has a group."""
+        return self.lenders if self.group is None else (self, *self.lenders)
+
+    @property
+    def runtime(self) -> Runtime:
+        """The runtime of the outermost sharded module that this unit is part of."""
+        while self.home.successor is not None:
+            self.home = self.home.successor
+        return self.home
+
+    def enter_pass(self) -> None:
+        """Start the counts anew in a new pass (the last one may have been cut short)."""
+        if self.pass_number != self.runtime.pass_number:
+            self.pass_number = self.runtime.pass_number
+            self.running = self.users = 0
+            self.awaited.clear()
+
+
+def unit_of(module: nn.Module) -> Unit:
+    """The unit of a sharded module. Raises: InputError for a module that isn't sharded."""
+    unit = module.__dict__.get(_ATTRIBUTE)
+    if unit is None:
+        raise InputError(f"{type(module).__name__} is not sharded; call shardwright.fully_shard on it first")
+    return unit
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether ``fully_shard`` was called on this very module."""
+    return _ATTRIBUTE in module.__dict__
+
+
+def mark(unit: Unit) -> None:
+    """Remember the unit on each of its modules."""
+    for module in unit.modules:
+        module.__dict__[_ATTRIBUTE] = unit
+
+
+def units_in(module: nn.Module) -> list[Unit]:
+    """The units of the sharded modules in a tree, each once, in the order of ``modules()``."""
+    found = (m.__dict__[_ATTRIBUTE] for m in module.modules() if is_sharded(m))
+    return list(dict.fromkeys(found))
+
+
+# The parameters that modules had before they were sharded. Whoever still holds one (an optimizer built too
+# early, a module tied to it) is told, or is given the sharded one.
+_replaced = WeakTensorKeyDictionary()
+
+
+def remember_replaced(param: nn.Parameter, unit: Unit, sharded: ShardedParam) -> None:
+    """``param`` is no longer shown by any module: ``sharded``, of ``unit``'s group, is."""
+    _replaced[param] = (unit, sharded)
+
+
+def sharded_from(param: nn.Parameter) -> ShardedParam | None:
+    """What ``fully_shard`` made of a parameter that modules had before; None for any other."""
+    found = _replaced.get(param)
+    return None if found is None else found[1]
+
+
+def owner_of(param: nn.Parameter) -> Unit | None:
+    """The unit that owns what ``fully_shard`` made of ``param``."""
+    found = _replaced.get(param)
+    return None if found is None else found[0]

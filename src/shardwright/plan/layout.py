@@ -1,0 +1,164 @@
+"""Where each element of a parameter lives: shapes + world -> spans, padding, offsets. Pure arithmetic.
+
+A parameter is stored with its sharded dim first, so that each rank's shard is one contiguous span of the
+unsharded storage whatever the dim. Three ranks, a parameter of 7 rows (``torch.chunk``'s split, which is
+also DTensor's ``Shard``: every rank holds ``ceil(7 / 3) = 3`` rows until none are left)::
+
+    rows        0  1  2 | 3  4  5 | 6  -  -        - padding, never sent between hosts, never seen
+    rank        0       | 1       | 2
+
+The unsharded parameters of a group lie one after another in one buffer, each padded to ``world`` equal
+spans and each aligned, so that an all-gather can be received straight into the place of use::
+
+    buffer  [ p0: rank 0 | rank 1 | rank 2 ][ p1: rank 0 | rank 1 | rank 2 ][ ...
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from shardwright.errors import InputError
+
+ALIGNMENT_NBYTES = 64  # a cache line; a multiple of every dtype's size and of NCCL's 16-byte vector loads
+
+
+@dataclass(frozen=True)
+class ParamLayout:
+    """How one parameter of logical ``shape`` is split over ``world`` ranks along ``dim``.
+
+    ``dim=None`` keeps the parameter whole on every rank (a scalar can't be split).
+    Raises: InputError for a dim that the shape doesn't have.
+    """
+
+    shape: tuple[int, ...]
+    world: int
+    dim: int | None = 0
+
+    def __post_init__(self) -> None:
+        if self.world < 1:
+            raise InputError(f"world must be at least 1, got {self.world}")
+        if self.dim is not None and not 0 <= self.dim < len(self.shape):
+            raise InputError(
+                f"can't shard dim {self.dim} of a parameter of shape {list(self.shape)}: "
+                f"it has dims 0..{len(self.shape) - 1}"
+            )
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of the logical parameter."""
+        return prod(self.shape)
+
+    @cached_property
+    def rows(self) -> int:
+        """Size of the sharded dim (1 for a parameter that is kept whole)."""
+        return 1 if self.dim is None else self.shape[self.dim]
+
+    @cached_property
+    def row_numel(self) -> int:
+        """Elements in one slice of the sharded dim."""
+        if self.dim is None:
+            return self.numel
+        return prod(size for dim, size in enumerate(self.shape) if dim != self.dim)
+
+    @cached_property
+    def chunk_rows(self) -> int:
+        """Rows of every rank but the last ones: ``ceil(rows / world)``."""
+        return self.rows if self.dim is None else -(-self.rows // self.world)
+
+    @cached_property
+    def padded_numel(self) -> int:
+        """Elements of the region in the group's buffer: ``world`` equal spans."""
+        return self.numel if self.dim is None else self.chunk_rows * self.world * self.row_numel
+
+    def row_range(self, rank: int) -> tuple[int, int]:
+        """``(start, stop)`` rows of ``rank``'s shard; empty where the rows don't reach this rank."""
+        if self.dim is None:
+            return 0, self.rows
+        start = min(rank * self.chunk_rows, self.rows)
+        return start, min(start + self.chunk_rows, self.rows)
+
+    def span(self, rank: int) -> tuple[int, int]:
+        """``(start, stop)`` elements of ``rank``'s shard in the storage order, without padding."""
+        start, stop = self.row_range(rank)
+        return start * self.row_numel, stop * self.row_numel
+
+    @cached_property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """``span(rank)`` of every rank."""
+        return tuple(self.span(rank) for rank in range(self.world))
+
+    def shard_numel(self, rank: int) -> int:
+        """Elements of ``rank``'s shard."""
+        start, stop = self.span(rank)
+        return stop - start
+
+    def shard_shape(self, rank: int) -> tuple[int, ...]:
+        """Shape of ``rank``'s shard: the logical shape with the sharded dim cut."""
+        start, stop = self.row_range(rank)
+        return tuple(stop - start if dim == self.dim else size for dim, size in enumerate(self.shape))
+
+    @cached_property
+    def strides(self) -> tuple[int, ...]:
+        """Element strides of the logical parameter in a storage that has the sharded dim first.
+
+        They are the contiguous strides for ``dim`` 0 and ``None``. They also fit a shard of any size along
+        the sharded dim, since that dim is outermost.
+        """
+        first = 0 if self.dim is None else self.dim
+        order = [first, *(dim for dim in range(len(self.shape)) if dim != first)] if self.shape else []
+        strides = [0] * len(self.shape)
+        step = 1
+        for dim in reversed(order):
+            strides[dim] = step
+            step *= max(self.shape[dim], 1)
+        return tuple(strides)
+
+
+@dataclass(frozen=True)
+class GroupLayout:
+    """Where the parameters of a group lie in its buffer.
+
+    params: one layout per parameter. itemsizes: bytes of an element while unsharded, one per parameter.
+    """
+
+    params: tuple[ParamLayout, ...]
+    itemsizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.params) == len(self.itemsizes)
+        assert len({layout.world for layout in self.params}) <= 1, "a group has one world"
+
+    @cached_property
+    def offsets_nbytes(self) -> tuple[int, ...]:
+        """Byte offset of each parameter's region, aligned to ``ALIGNMENT_NBYTES``."""
+        offsets, end = [], 0
+        for layout, itemsize in zip(self.params, self.itemsizes, strict=True):
+            offsets.append(end)
+            end = align(end + layout.padded_numel * itemsize)
+        return tuple(offsets)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of the whole buffer, padding and alignment included."""
+        if not self.params:
+            return 0
+        return align(self.offsets_nbytes[-1] + self.params[-1].padded_numel * self.itemsizes[-1])
+
+    def shard_nbytes(self, rank: int) -> int:
+        """Bytes of ``rank``'s shards in the unsharded dtype, without padding."""
+        return sum(p.shard_numel(rank) * size for p, size in zip(self.params, self.itemsizes, strict=True))
+
+
+def align(nbytes: int) -> int:
+    """``nbytes`` rounded up to a multiple of ``ALIGNMENT_NBYTES``."""
+    return -(-nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES
+
+
+def pack(sizes_nbytes: Sequence[int]) -> tuple[tuple[int, ...], int]:
+    """Aligned byte offsets of pieces laid one after another, and the bytes of the whole."""
+    offsets, end = [], 0
+    for nbytes in sizes_nbytes:
+        offsets.append(end)
+        end += align(nbytes)
+    return tuple(offsets), end

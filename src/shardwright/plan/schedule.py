@@ -1,0 +1,296 @@
+"""The schedule: which collective is issued, waited for or dropped at which event of a step. Pure data.
+
+A step is two *phases*, forward and backward (and a third for evaluation, a forward without gradients).
+Each phase is a list of :class:`Stop` s: an :class:`Event`, and the :class:`Action` s that the runtime takes
+there, in order. The text form is what ``print`` shows, and it parses back::
+
+    forward
+      F+ 0 : unshard 0, unshard 1, wait 0
+      F- 0 : reshard 0
+      F+ 1 : wait 1
+    backward
+      B+ 1 : unshard 0
+      G  1 : reduce 1
+      B- 1 : reshard 1
+      B+ 0 : wait 0
+      G  0 : reduce 0
+      B- 0 : reshard 0
+      E    : wait-reduce 1, wait-reduce 0
+
+Events: ``F+``/``F-`` forward of a group begins/ends, ``B+``/``B-`` its backward begins/ends, ``R+`` a
+recomputation (activation checkpointing) enters it, ``G`` all its gradients of this backward are there,
+``E`` the backward has ended. One planner serves both uses: with the order of a recorded phase ahead it
+prefetches, with nothing ahead (a first step, or one that departs from the plan) it unshards on demand.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+from shardwright.policy import SchedulePolicy
+
+
+class EventKind(StrEnum):
+    """What happens in a step; the value is its text form."""
+
+    FORWARD_BEGIN = "F+"
+    FORWARD_END = "F-"
+    BACKWARD_BEGIN = "B+"
+    RECOMPUTE = "R+"
+    GRADS_READY = "G"
+    BACKWARD_END = "B-"
+    STEP_END = "E"
+
+
+class ActionKind(StrEnum):
+    """What the runtime does at an event; the value is its text form."""
+
+    UNSHARD = "unshard"
+    WAIT = "wait"
+    RESHARD = "reshard"
+    REDUCE = "reduce"
+    WAIT_REDUCE = "wait-reduce"
+
+
+class Phase(StrEnum):
+    """The part of a step that a list of stops belongs to."""
+
+    FORWARD = "forward"
+    EVALUATION = "evaluation"
+    BACKWARD = "backward"
+
+
+class Event(NamedTuple):
+    """``kind`` at ``group`` (its index in the runtime; -1 for the end of a step)."""
+
+    kind: EventKind
+    group: int = -1
+
+    def __str__(self) -> str:
+        return f"{self.kind:<2}" if self.group < 0 else f"{self.kind:<2} {self.group}"
+
+
+class Action(NamedTuple):
+    """``kind`` done to ``group``."""
+
+    kind: ActionKind
+    group: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.group}"
+
+
+class Stop(NamedTuple):
+    """An event and what is done there, in order."""
+
+    event: Event
+    actions: tuple[Action, ...]
+
+    def __str__(self) -> str:
+        return f"{self.event} : {', '.join(map(str, self.actions))}".rstrip(" :")
+
+
+@dataclass(frozen=True)
+class GroupFacts:
+    """What the planner knows of a group.
+
+    keep_after_forward: stays unsharded from its forward to its backward.
+    """
+
+    keep_after_forward: bool = False
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The stops of each phase, in order. Compare, print, ``parse`` or ``check`` it; it holds no tensors."""
+
+    phases: dict[Phase, tuple[Stop, ...]] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lines = []
+        for phase, stops in self.phases.items():
+            lines.append(str(phase))
+            lines.extend(f"  {stop}" for stop in stops)
+        return "\n".join(lines)
+
+    @staticmethod
+    def parse(text: str) -> "Schedule":
+        """The schedule that prints as ``text``. Raises: ValueError naming the line that doesn't parse."""
+        phases: dict[Phase, list[Stop]] = {}
+        stops: list[Stop] | None = None
+        for number, line in enumerate(text.splitlines(), 1):
+            try:
+                if line.strip() in list(Phase):
+                    stops = phases.setdefault(Phase(line.strip()), [])
+                elif line.strip():
+                    assert stops is not None
+                    stops.append(_parse_stop(line))
+            except (ValueError, AssertionError) as error:
+                raise ValueError(f"line {number} of the schedule doesn't parse: {line!r}") from error
+        return Schedule({phase: tuple(stops) for phase, stops in phases.items()})
+
+
+def _parse_stop(line: str) -> Stop:
+    head, _, tail = line.partition(":")
+    kind, *group = head.split()
+    event = Event(EventKind(kind), int(group[0]) if group else -1)
+    actions = []
+    for part in filter(None, (part.strip() for part in tail.split(","))):
+        verb, target = part.split()
+        actions.append(Action(ActionKind(verb), int(target)))
+    return Stop(event, tuple(actions))
+
+
+BEGINS = (EventKind.FORWARD_BEGIN, EventKind.BACKWARD_BEGIN, EventKind.RECOMPUTE)
+
+
+class Planner:
+    """Decides the actions of one event after another; holds only which groups are live and being reduced.
+
+    live: groups whose all-gather has been issued and that have not been resharded since.
+    waited: those of them that have been waited for.
+    """
+
+    def __init__(self, policy: SchedulePolicy, facts: Callable[[int], GroupFacts]) -> None:
+        self.policy = policy
+        self.facts = facts
+        self.live: dict[int, None] = {}
+        self.waited: set[int] = set()
+        self.reducing: list[int] = []
+
+    def at(self, phase: Phase, event: Event, ahead: Iterable[int] = ()) -> tuple[Action, ...]:
+        """Actions at ``event``; ``ahead`` are the groups of the phase's later begin events, in order."""
+        actions: list[Action] = []
+        if event.kind in BEGINS:
+            self._unshard(event.group, actions)
+            self._prefetch(phase, event, ahead, actions)
+            if event.group not in self.waited:
+                self.waited.add(event.group)
+                actions.append(Action(ActionKind.WAIT, event.group))
+        elif event.kind is EventKind.FORWARD_END:
+            if phase is Phase.EVALUATION or not self.facts(event.group).keep_after_forward:
+                self._reshard(event.group, actions)
+        elif event.kind is EventKind.GRADS_READY:
+            if event.group in self.reducing:
+                # A second backward through the group in one step (reentrant checkpointing of a shared layer).
+                self.reducing.remove(event.group)
+                actions.append(Action(ActionKind.WAIT_REDUCE, event.group))
+            while len(self.reducing) >= self.policy.max_reductions:
+                actions.append(Action(ActionKind.WAIT_REDUCE, self.reducing.pop(0)))
+            self.reducing.append(event.group)
+            actions.append(Action(ActionKind.REDUCE, event.group))
+        elif event.kind is EventKind.BACKWARD_END:
+            self._reshard(event.group, actions)
+        else:
+            actions += [Action(ActionKind.WAIT_REDUCE, group) for group in self.reducing]
+            self.reducing.clear()
+            for group in tuple(self.live):
+                self._reshard(group, actions)
+        return tuple(actions)
+
+    def end_forward(self, phase: Phase) -> tuple[Action, ...]:
+        """Actions after the last event of a forward: reshard what no policy keeps for the backward."""
+        actions: list[Action] = []
+        for group in tuple(self.live):
+            if phase is Phase.EVALUATION or not self.facts(group).keep_after_forward:
+                self._reshard(group, actions)
+        return tuple(actions)
+
+    def _unshard(self, group: int, actions: list[Action]) -> None:
+        if group not in self.live:
+            self.live[group] = None
+            actions.append(Action(ActionKind.UNSHARD, group))
+
+    def _reshard(self, group: int, actions: list[Action]) -> None:
+        if group in self.live:
+            del self.live[group]
+            self.waited.discard(group)
+            actions.append(Action(ActionKind.RESHARD, group))
+
+    def _prefetch(self, phase: Phase, event: Event, ahead: Iterable[int], actions: list[Action]) -> None:
+        """Issue the next groups' all-gathers: ``depth`` distinct groups ahead of this event's own.
+
+        A recomputation prefetches nothing: its groups are needed again at once by the backward that asked
+        for it, and what a forward would need next is the wrong direction there.
+        """
+        if event.kind is EventKind.RECOMPUTE:
+            return
+        forward = phase is not Phase.BACKWARD
+        depth = self.policy.forward_prefetch if forward else self.policy.backward_prefetch
+        seen = {event.group}
+        for group in ahead:
+            if len(seen) > depth:
+                return
+            if group not in seen:
+                seen.add(group)
+                self._unshard(group, actions)
+
+
+def plan(
+    orders: dict[Phase, tuple[Event, ...]], policy: SchedulePolicy, facts: Callable[[int], GroupFacts]
+) -> Schedule:
+    """The schedule for recorded ``orders`` (the events of each phase as they happened).
+
+    The backward is planned from what the forward leaves unsharded. Each phase's plan is a pure function
+    of its arguments, so every rank that recorded the same order plans the same collectives.
+    """
+    step, evaluation = Planner(policy, facts), Planner(policy, facts)
+    planners = {Phase.FORWARD: step, Phase.BACKWARD: step, Phase.EVALUATION: evaluation}
+    return Schedule(
+        {phase: _plan_phase(planners[phase], phase, orders[phase]) for phase in planners if phase in orders}
+    )
+
+
+def _plan_phase(planner: Planner, phase: Phase, order: tuple[Event, ...]) -> tuple[Stop, ...]:
+    begins = [event.group for event in order if event.kind in BEGINS]
+    passed = 0
+    stops = []
+    for event in order:
+        passed += event.kind in BEGINS
+        ahead = (begins[index] for index in range(passed, len(begins)))
+        stops.append(Stop(event, planner.at(phase, event, ahead)))
+    if phase is not Phase.BACKWARD and stops:
+        last = stops.pop()
+        stops.append(Stop(last.event, last.actions + planner.end_forward(phase)))
+    return tuple(stops)
+
+
+def check(schedule: Schedule) -> None:
+    """Prove that a schedule is sound, or raise AssertionError saying where it is not.
+
+    Nothing is used before it is waited for, nothing is unsharded twice or resharded while at rest, each
+    reduction is waited for, and a step ends with every group at rest and no reduction in flight.
+    """
+    for start in (Phase.EVALUATION, Phase.FORWARD):
+        stops = list(schedule.phases.get(start, ()))
+        if start is Phase.FORWARD:
+            stops += schedule.phases.get(Phase.BACKWARD, ())
+        live: dict[int, bool] = {}
+        reducing: set[int] = set()
+        for stop in stops:
+            for action in stop.actions:
+                _check_action(stop, action, live, reducing)
+            if stop.event.kind in BEGINS:
+                assert live.get(stop.event.group), f"{stop}: group {stop.event.group} is used before its wait"
+        complete = start is Phase.EVALUATION or Phase.BACKWARD in schedule.phases
+        assert not (complete and stops and (live or reducing)), f"left at the end: {live=} {reducing=}"
+
+
+def _check_action(stop: Stop, action: Action, live: dict[int, bool], reducing: set[int]) -> None:
+    kind, group = action
+    if kind is ActionKind.UNSHARD:
+        assert group not in live, f"{stop}: group {group} is unsharded twice"
+        live[group] = False
+    elif kind is ActionKind.WAIT:
+        assert group in live, f"{stop}: waits for group {group}, which nothing has unsharded"
+        live[group] = True
+    elif kind is ActionKind.RESHARD:
+        assert group in live, f"{stop}: reshards group {group}, which is at rest"
+        del live[group]
+    elif kind is ActionKind.REDUCE:
+        assert group not in reducing, f"{stop}: group {group} is already being reduced"
+        reducing.add(group)
+    else:
+        assert group in reducing, f"{stop}: waits for the reduction of group {group}, which is not in flight"
+        reducing.remove(group)

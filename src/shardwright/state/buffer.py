@@ -1,0 +1,40 @@
+"""The memory that a group's unsharded parameters live in: one storage, freed and regrown in place.
+
+Autograd saves tensors that view this storage. So it must be the same storage object for the life of the
+group: swapping the parameter's data between pooled buffers would let the backward of one layer read the
+weights of another. ``resize_(0)`` really frees the memory, and every saved view reads the regrown one.
+
+The tensors handed out are made over the storage one by one, not as views of each other: so they have
+version counters of their own, and filling the buffer doesn't look like an in-place change of a weight.
+"""
+
+import torch
+
+
+class Buffer:
+    """``nbytes`` of device memory, given back and taken again at a stable storage. Starts freed."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.nbytes = nbytes
+        self._storage = torch.UntypedStorage(0, device=device)
+
+    @property
+    def allocated_nbytes(self) -> int:
+        """Bytes held now: ``nbytes`` or 0."""
+        return self._storage.nbytes()
+
+    def alloc(self) -> None:
+        """Take the memory (uninitialised). No-op where it is already held."""
+        if self._storage.nbytes() != self.nbytes:
+            self._storage.resize_(self.nbytes)
+
+    def free(self) -> None:
+        """Give the memory back; tensors over it may not be read until it is taken and filled again."""
+        self._storage.resize_(0)
+
+    def tensor(
+        self, dtype: torch.dtype, offset_nbytes: int, shape: tuple[int, ...], strides: tuple[int, ...]
+    ) -> torch.Tensor:
+        """A tensor over the memory, with a version counter of its own. The memory must be held."""
+        empty = torch.empty(0, dtype=dtype, device=self._storage.device)
+        return empty.set_(self._storage, offset_nbytes // dtype.itemsize, shape, strides)  # type: ignore[arg-type]

@@ -1,0 +1,44 @@
+"""Whole parameters on one rank: each is collected from its shards, one at a time, straight to the host."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardwright.state.param import ShardedParam
+
+
+def stream_full(
+    state: Mapping[str, Any], params: Mapping[int, ShardedParam], dst: int = 0
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """``(name, tensor)`` of all tensors in ``state``, whole, on the CPU; sharded ones only on rank ``dst``.
+
+    state: a model's ``state_dict(keep_vars=True)`` at rest, in the same order on every rank; every rank
+        iterates to the end. params: what is sharded, by the id of its parameter.
+    A tensor that several names show is collected once and yielded under each. Device memory: one whole
+    parameter on ``dst``. The dtype is the one at rest.
+    """
+    collected: dict[int, torch.Tensor] = {}
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        whole = collected.get(id(value))
+        if whole is None:
+            whole = _whole(value, params.get(id(value)), dst)
+            if whole is None:
+                continue
+            collected[id(value)] = whole
+        yield name, whole
+
+
+def _whole(value: torch.Tensor, param: ShardedParam | None, dst: int) -> torch.Tensor | None:
+    if param is None:
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        return whole.detach().to("cpu", copy=True)
+    layout, axis = param.layout, param.axis
+    local = param.local.detach()
+    if layout.dim is None:
+        return local.to("cpu", copy=True) if axis.rank == dst else None
+    flat = axis.comm.gather(local.movedim(layout.dim, 0).reshape(-1), layout.spans, dst)
+    return None if flat is None else flat.cpu().as_strided(layout.shape, layout.strides)

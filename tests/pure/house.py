@@ -1,0 +1,247 @@
+"""The rules of the house, read from source text alone: who may import whom, and how large things may grow.
+
+Each rule takes the package as ``{"plan/layout.py": source, ...}`` and returns its complaints, so that
+test_house.py can also feed it bad sources. Optional extras have an adapter file of their own and are imported
+at its top, hence the rule against imports inside functions has no exception.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+PACKAGE = "shardwright"
+
+FLOORS = {
+    "__main__": 11,
+    "cli": 10,
+    "": 9,  # the package itself: re-exports the public names
+    "train": 8,
+    "wrapper": 8,
+    "api": 7,
+    "motion": 6,
+    "checkpoint": 6,
+    "state": 5,
+    "comm": 4,
+    "observe": 4,
+    "xla": 4,
+    "plan": 3,
+    "policy": 2,
+    "errors": 1,
+}
+"""Room (top folder or file of the package) -> floor. A room imports only from lower floors and itself."""
+
+BUDGETS = {"file lines": 400, "function lines": 60, "parameters": 6, "class lines": 250, "attributes": 12}
+
+EXCEPTIONS: dict[tuple[str, str, str], tuple[int, str]] = {}
+"""(file, budget, name) -> (allowed, reason): the one place to raise a number. One not needed fails too."""
+
+BANNED_NAMES = {"utils", "util", "common", "helper", "helpers", "manager", "context", "misc"}
+HOOKS_FILE = "motion/hooks.py"
+AnyFunction = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True)
+class Edge:
+    """Module ``source`` imports ``target`` (dotted, inside the package, "" is the package) at ``line``."""
+
+    source: str
+    target: str
+    line: int
+
+
+def module_name(path: str) -> str:
+    """``"plan/layout.py"`` -> ``"plan.layout"``; ``"plan/__init__.py"`` -> ``"plan"``."""
+    parts = path.removesuffix(".py").split("/")
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def edges(package: dict[str, str]) -> list[Edge]:
+    """Every import of one module of the package by another."""
+    modules = {module_name(path) for path in package}
+    found = []
+    for path, source in package.items():
+        here = module_name(path)
+        folder = here if path.endswith("__init__.py") else here.rpartition(".")[0]
+        for node in ast.walk(ast.parse(source)):
+            for target in _targets(node, folder, modules):
+                found.append(Edge(here, target, node.lineno))  # type: ignore[attr-defined]
+    return found
+
+
+def _targets(node: ast.AST, folder: str, modules: set[str]) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        for alias in node.names:
+            if alias.name.split(".")[0] == PACKAGE:
+                yield alias.name[len(PACKAGE) + 1 :]
+    elif isinstance(node, ast.ImportFrom):
+        base = node.module or ""
+        if node.level:
+            parents = f"{PACKAGE}.{folder}".rstrip(".").split(".")
+            base = ".".join([*parents[: len(parents) - node.level + 1], *([base] if base else [])])
+        if base.split(".")[0] != PACKAGE:
+            return
+        base = base[len(PACKAGE) + 1 :]
+        for alias in node.names:
+            inner = f"{base}.{alias.name}".lstrip(".")
+            yield inner if inner in modules else base
+
+
+def arrows_up(package: dict[str, str]) -> list[str]:
+    """Imports that run up the floors, or sideways into another room; rooms without a floor."""
+    complaints = []
+    rooms = {module_name(path).split(".")[0] for path in package}
+    for room in sorted(rooms - FLOORS.keys()):
+        complaints.append(f"{room or PACKAGE}: has no floor; add it to FLOORS")
+    for edge in edges(package):
+        source, target = edge.source.split(".")[0], edge.target.split(".")[0]
+        if source != target and FLOORS.get(target, 99) >= FLOORS.get(source, 0):
+            complaints.append(
+                f"{edge.source or PACKAGE}:{edge.line}: imports {edge.target or PACKAGE}, floor "
+                f"{FLOORS.get(target)} from floor {FLOORS.get(source)}; imports run down only"
+            )
+    return complaints
+
+
+def circles(package: dict[str, str]) -> list[str]:
+    """Import circles, each named once."""
+    graph: dict[str, set[str]] = {module_name(path): set() for path in package}
+    for edge in edges(package):
+        if edge.target in graph and edge.target != edge.source:
+            graph[edge.source].add(edge.target)
+    complaints, finished = [], set()
+
+    def visit(module: str, trail: list[str]) -> None:
+        if module in trail:
+            complaints.append("import circle: " + " -> ".join([*trail[trail.index(module) :], module]))
+        elif module not in finished:
+            for target in sorted(graph[module]):
+                visit(target, [*trail, module])
+            finished.add(module)
+
+    for module in sorted(graph):
+        visit(module, [])
+    return complaints
+
+
+def local_imports(package: dict[str, str]) -> list[str]:
+    """Imports inside a function."""
+    complaints = set()
+    for path, source in package.items():
+        for function in _functions(ast.parse(source)):
+            for node in ast.walk(function):
+                if isinstance(node, ast.Import | ast.ImportFrom):
+                    complaints.add(f"{path}:{node.lineno}: import inside {function.name}; move it to the top")
+    return sorted(complaints)
+
+
+def bad_names(package: dict[str, str]) -> list[str]:
+    """Modules and folders whose name says nothing."""
+    return [
+        f"{path}: {part!r} says nothing about what lives there"
+        for path in package
+        for part in path.removesuffix(".py").split("/")
+        if part.lstrip("_") in BANNED_NAMES
+    ]
+
+
+def foreign_runtime(package: dict[str, str]) -> list[str]:
+    """Imports of ``torch.distributed.fsdp``: the runtime is written here."""
+    complaints = []
+    for path, source in package.items():
+        for node in ast.walk(ast.parse(source)):
+            names: list[str] = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.Attribute):
+                names = [ast.unparse(node)]
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and " " not in node.value:
+                names = [node.value]  # importlib.import_module("torch.distributed.fsdp")
+            if any((name + ".").startswith("torch.distributed.fsdp.") for name in names):
+                complaints.append(f"{path}:{getattr(node, 'lineno', 0)}: uses torch.distributed.fsdp")
+    return complaints
+
+
+def stray_hooks(package: dict[str, str]) -> list[str]:
+    """Module, tensor or autograd hooks outside the one file that may set them."""
+    complaints = []
+    for path, source in package.items():
+        if path == HOOKS_FILE:
+            continue
+        for node in ast.walk(ast.parse(source)):
+            name = ""
+            if isinstance(node, ast.Attribute):
+                name = ast.unparse(node)
+            elif isinstance(node, ast.ImportFrom):
+                name = " ".join(f"{node.module}.{alias.name}" for alias in node.names)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and " " not in node.value:
+                name = f".{node.value}"  # getattr(module, "register_forward_hook")
+            if re.search(r"\.register_\w*hook\b|\bautograd\.(function\.)?Function\b", name):
+                complaints.append(
+                    f"{path}:{getattr(node, 'lineno', 0)}: {name}; only {HOOKS_FILE} sets hooks"
+                )
+    return complaints
+
+
+def over_budget(
+    package: dict[str, str], exceptions: dict[tuple[str, str, str], tuple[int, str]]
+) -> list[str]:
+    """Files, functions and classes over their size, and exceptions that nothing needs."""
+    complaints, needed = [], set()
+    for path, source in package.items():
+        for name, budget, size in _sizes(path, source):
+            if size <= BUDGETS[budget]:
+                continue
+            key = (path, budget, name)
+            needed.add(key)
+            allowed = exceptions.get(key, (BUDGETS[budget], ""))[0]
+            if size > allowed:
+                complaints.append(f"{path}: {name}: {size} {budget}, at most {allowed}")
+    for key in exceptions.keys() - needed:
+        complaints.append(f"EXCEPTIONS: {key} is not needed (any more); take it out")
+    return complaints
+
+
+def _sizes(path: str, source: str) -> Iterator[tuple[str, str, int]]:
+    """(name, budget, size) of everything in a file that has a budget. A function's docstring is free."""
+    yield path, "file lines", len(source.splitlines())
+    tree = ast.parse(source)
+    for function in _functions(tree):
+        first = function.body[0]
+        doc = ast.get_docstring(function) is not None
+        doc_lines = (first.end_lineno or 0) - first.lineno + 1 if doc else 0
+        yield function.name, "function lines", _lines(function) - doc_lines
+        yield function.name, "parameters", len(_parameters(function))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            yield node.name, "class lines", _lines(node)
+            yield node.name, "attributes", len(_attributes(node))
+
+
+def _functions(tree: ast.AST) -> Iterator[AnyFunction]:
+    return (node for node in ast.walk(tree) if isinstance(node, AnyFunction))
+
+
+def _lines(node: AnyFunction | ast.ClassDef) -> int:
+    return (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def _parameters(function: AnyFunction) -> list[str]:
+    spec = function.args
+    given = [*spec.posonlyargs, *spec.args, *spec.kwonlyargs]
+    given += [extra for extra in (spec.vararg, spec.kwarg) if extra]
+    return [arg.arg for arg in given if arg.arg not in ("self", "cls")]
+
+
+def _attributes(node: ast.ClassDef) -> set[str]:
+    """Annotated fields of the class body and everything assigned to ``self.<name>`` in it."""
+    fields = {
+        s.target.id for s in node.body if isinstance(s, ast.AnnAssign) and isinstance(s.target, ast.Name)
+    }
+    for inner in ast.walk(node):
+        stored = isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store)
+        if stored and isinstance(inner.value, ast.Name) and inner.value.id == "self":
+            fields.add(inner.attr)
+    return fields

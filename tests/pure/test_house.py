@@ -1,0 +1,109 @@
+"""The package keeps to the rules of house.py, and every rule catches what it is there for."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.pure import house
+
+ROOT = Path(__file__).parents[2] / "src" / house.PACKAGE
+PACKAGE = {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted(ROOT.rglob("*.py"))}
+
+
+def over_budget(package):
+    return house.over_budget(package, house.EXCEPTIONS if package is PACKAGE else {})
+
+
+RULES = [
+    house.arrows_up,
+    house.circles,
+    house.local_imports,
+    house.bad_names,
+    house.foreign_runtime,
+    house.stray_hooks,
+    over_budget,
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_package_keeps_the_rule(rule):
+    complaints = rule(PACKAGE)
+    assert not complaints, "\n".join(complaints)
+
+
+def test_the_package_was_found():
+    assert {"__init__.py", "errors.py"} <= PACKAGE.keys()
+
+
+def lines(count: int) -> str:
+    return "".join(f"    x{i} = {i}\n" for i in range(count))
+
+
+LONG_METHODS = "".join(f"    def f{i}(self):\n" + "        pass\n" * 50 for i in range(5))
+BAD = [
+    (house.arrows_up, {"plan/layout.py": "from shardwright.state.group import X", "state/group.py": ""}),
+    (house.arrows_up, {"plan/layout.py": "import shardwright.state.group", "state/group.py": ""}),
+    (house.arrows_up, {"plan/layout.py": "from ..state import group", "state/group.py": ""}),
+    (house.arrows_up, {"plan/layout.py": "from shardwright import fully_shard", "__init__.py": ""}),
+    (house.arrows_up, {"comm/gloo.py": "from shardwright.observe import trace", "observe/trace.py": ""}),
+    (house.arrows_up, {"somewhere/new.py": ""}),
+    (house.circles, {"plan/a.py": "from shardwright.plan import b", "plan/b.py": "from .a import x"}),
+    (house.circles, {"a.py": "from . import b", "b.py": "from . import c", "c.py": "from .a import x"}),
+    (house.local_imports, {"api.py": "def f():\n    import json\n"}),
+    (house.local_imports, {"api.py": "class A:\n    async def f(self):\n        from os import path\n"}),
+    (house.bad_names, {"comm/utils.py": ""}),
+    (house.bad_names, {"context/x.py": ""}),
+    (house.bad_names, {"_misc.py": ""}),
+    (house.foreign_runtime, {"api.py": "from torch.distributed.fsdp import fully_shard"}),
+    (house.foreign_runtime, {"api.py": "from torch.distributed import fsdp"}),
+    (house.foreign_runtime, {"api.py": "import torch.distributed.fsdp._fully_shard as f"}),
+    (house.foreign_runtime, {"api.py": "import torch\nx = torch.distributed.fsdp.FSDPModule"}),
+    (house.foreign_runtime, {"api.py": "import_module('torch.distributed.fsdp')"}),
+    (house.stray_hooks, {"api.py": "m.register_forward_pre_hook(f)"}),
+    (house.stray_hooks, {"motion/runtime.py": "p.register_post_accumulate_grad_hook(f)"}),
+    (house.stray_hooks, {"api.py": "class F(torch.autograd.Function): pass"}),
+    (house.stray_hooks, {"api.py": "from torch.autograd import Function"}),
+    (house.stray_hooks, {"api.py": "from torch.autograd.graph import register_multi_grad_hook"}),
+    (house.stray_hooks, {"api.py": "getattr(m, 'register_forward_hook')(f)"}),
+    (over_budget, {"api.py": "x = 1\n" * 401}),
+    (over_budget, {"api.py": "def f():\n" + lines(60)}),
+    (over_budget, {"api.py": "def f(a, b, c, d, e, *f, g): pass"}),
+    (over_budget, {"api.py": "class A:\n" + LONG_METHODS}),
+    (over_budget, {"api.py": "class A:\n" + "".join(f"    a{i}: int\n" for i in range(13))}),
+    (
+        over_budget,
+        {"api.py": "class A:\n  def f(self):\n" + "".join(f"    self.a{i} = 0\n" for i in range(13))},
+    ),
+]
+
+
+@pytest.mark.parametrize(("rule", "package"), BAD, ids=lambda value: getattr(value, "__name__", ""))
+def test_every_rule_catches_a_breach(rule, package):
+    assert rule(package)
+
+
+GOOD = {
+    "__init__.py": "from shardwright.api import fully_shard",
+    "api.py": '"""Doc."""\nfrom .motion import hooks\nfrom shardwright import errors\n',
+    "motion/hooks.py": "m.register_forward_hook(f)\nclass F(torch.autograd.Function): pass",
+    "motion/runtime.py": "from shardwright.plan.layout import X\nimport torch.distributed as dist",
+    "plan/layout.py": "from shardwright.errors import InputError\n\ndef f(a, b, c, d, e, f):\n" + lines(59),
+    "plan/schedule.py": "from .layout import X\n\nclass A:\n    def f(self, a, b, c, d, e, g): pass",
+    "errors.py": 'def f():\n    """' + "doc\n" * 80 + '"""\n',
+}
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_no_rule_complains_of_a_good_house(rule):
+    assert rule(GOOD) == []
+
+
+def test_an_exception_raises_one_number_and_must_be_needed():
+    package = {"api.py": "def f(a, b, c, d, e, f, g): pass"}
+    allowed = {("api.py", "parameters", "f"): (7, "mirrors torch")}
+    assert house.over_budget(package, allowed) == []
+    assert house.over_budget({"api.py": "def f(a): pass"}, allowed)
+
+
+def test_an_exception_states_its_reason():
+    assert all(reason for _, reason in house.EXCEPTIONS.values())

@@ -1,0 +1,213 @@
+"""Runs a function on a few Gloo ranks, each in a process of its own, in tenths of a second.
+
+    test --run_ranks(2, fn, x)--> server (imported torch once) --fork--> rank 0: fn(0, 2, x)
+                                                               --fork--> rank 1: fn(1, 2, x)
+
+Starting Python and importing torch costs seconds per rank, forking a process that already did costs 10 ms. So
+every call gets *new* ranks: no process group, cache, memory peak or half-finished collective of one test can
+reach another, and a rank that hangs is ended by its pid without harm to the next call.
+"""
+
+import ctypes
+import faulthandler
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+MAX_WORLD = 8
+GRACE_S = 5.0
+"""How long the other ranks may go on after the first failure, to fail with a traceback of their own."""
+
+_PRELOAD = [
+    "torch",
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",  # the peer that several tests compare with
+    "torch._dynamo",  # imported by the first optimizer step, 1-2 s
+    "torch.utils.checkpoint",
+    "numpy",
+    "pytest",
+]
+_server = multiprocessing.get_context("forkserver")
+_server.set_forkserver_preload(_PRELOAD)
+
+
+def start_server() -> None:
+    """Starts the server that ranks are forked from, without waiting for its imports (about 5 s)."""
+    from_env = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"  # the server's copy: several ranks share the cores
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        if from_env is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = from_env
+
+
+def run_ranks(
+    world: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 20.0, limit_s: float = 60.0
+) -> list[Any]:
+    """Calls ``fn(rank, world, *args)`` on each rank of a new Gloo process group; returns their results.
+
+    Args:
+        world: number of ranks, 1 to 8. The ranks are new processes with one compute thread,
+            ``torch.manual_seed(0)`` and an initialised default process group.
+        fn: a module-level function (it is sent by name); ``args`` and results are pickled.
+        timeout_s: timeout of the process group, in seconds.
+        limit_s: a rank still running after so many seconds is reported with its Python stack and ended.
+
+    Returns:
+        the ranks' results, in rank order.
+
+    Raises:
+        AssertionError: some rank raised, hung or died; shows every such rank, the first to fail on top.
+        ValueError: ``world`` is not in 1..8.
+    """
+    __tracebackhide__ = True
+    if not 1 <= world <= MAX_WORLD:
+        raise ValueError(f"world is {world}, expected 1 to {MAX_WORLD}")
+    start_server()
+    payload = pickle.dumps((fn, args))
+    with tempfile.TemporaryDirectory(prefix="shardwright-ranks-") as folder:
+        ranks = [_Rank.start(_Job(rank, world, folder, timeout_s, payload)) for rank in range(world)]
+        try:
+            _collect(ranks, limit_s)
+        finally:
+            for rank in ranks:
+                rank.end()
+    failed = sorted((r for r in ranks if r.failed_at is not None), key=lambda r: r.failed_at or 0.0)
+    if failed:
+        raise AssertionError("\n\n".join(_describe(r, world, failed[0]) for r in failed))
+    return [pickle.loads(rank.result) for rank in ranks]
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What one rank needs to know."""
+
+    rank: int
+    world: int
+    folder: str
+    timeout_s: float
+    payload: bytes
+
+    @property
+    def stack_file(self) -> Path:
+        return Path(self.folder, f"stack{self.rank}")
+
+
+class _Rank:
+    """One rank's process as the test sees it."""
+
+    def __init__(self, job: _Job, process: Any, pipe: connection.Connection) -> None:
+        self.job = job
+        self.process = process
+        self.pipe = pipe
+        self.result = b""
+        self.failure = ""
+        self.failed_at: float | None = None
+        self.done = False
+
+    @classmethod
+    def start(cls, job: _Job) -> "_Rank":
+        ours, theirs = _server.Pipe()
+        process = _server.Process(target=_rank_main, args=(job, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        return cls(job, process, ours)
+
+    def receive(self) -> None:
+        """Takes the rank's one report: its result, or its traceback and when it was raised."""
+        self.done = True
+        try:
+            self.result, self.failure, self.failed_at = pickle.loads(self.pipe.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            self.process.join(5)
+            self.failed_at = time.monotonic()
+            self.failure = f"died without a report (exit code {self.process.exitcode})"
+
+    def give_up(self, reason: str) -> None:
+        """Takes the stack of a rank that doesn't end and counts it as failed."""
+        os.kill(self.process.pid, signal.SIGUSR1)
+        time.sleep(0.3)
+        stack = self.job.stack_file.read_text() if self.job.stack_file.exists() else ""
+        self.failed_at = time.monotonic()
+        self.failure = f"{reason}; its stack:\n{stack or '(none: it was stopped before it could start)'}"
+
+    def end(self) -> None:
+        """Ends the process, by pid: at once if it failed, else as soon as it has seen that all are done."""
+        self.pipe.close()
+        if self.failed_at is None and self.done:
+            self.process.join(5)
+        self.process.kill()
+        self.process.join()
+
+
+def _collect(ranks: list[_Rank], limit_s: float) -> None:
+    begin = time.monotonic()
+    deadline = begin + limit_s
+    reason = f"still running after {limit_s:g} s"
+    waiting = {rank.pipe: rank for rank in ranks}
+    while waiting:
+        ready = connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for pipe in ready:
+            rank = waiting.pop(pipe)  # type: ignore[call-overload]
+            rank.receive()
+            if rank.failed_at is not None and time.monotonic() + GRACE_S < deadline:
+                deadline = time.monotonic() + GRACE_S
+                reason = f"still running {GRACE_S:g} s after the first failure"
+    for rank in waiting.values():
+        rank.give_up(reason)
+
+
+def _describe(rank: _Rank, world: int, first: _Rank) -> str:
+    later_s = (rank.failed_at or 0.0) - (first.failed_at or 0.0)
+    when = "first" if rank is first else f"{later_s:.2f} s later"
+    return f"rank {rank.job.rank} of {world} failed {when}: {rank.failure}"
+
+
+def _rank_main(job: _Job, pipe: connection.Connection) -> None:
+    """The life of one rank: set up, call, report, and stay until the test has heard from all."""
+    if sys.platform == "linux":  # a test run that is killed takes its ranks along
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the test run's to handle
+    with open(job.stack_file, "w") as stack:
+        faulthandler.register(signal.SIGUSR1, stack, all_threads=True)
+        try:
+            report = (pickle.dumps(_call(job)), "", None)
+        except BaseException as error:
+            failed_at = time.monotonic()
+            report = (b"", "\n" + "".join(traceback.format_exception(error)), failed_at)
+        pipe.send_bytes(pickle.dumps(report))
+        if report[2] is None:
+            # A rank that leaves early closes its sockets, which would look like a failure to a slower one.
+            pipe.poll(None)
+
+
+def _call(job: _Job) -> Any:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
+    fn, args = pickle.loads(job.payload)
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(Path(job.folder, "store")), job.world)
+    timeout = timedelta(seconds=job.timeout_s)
+    dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.world, timeout=timeout)
+    torch.manual_seed(0)
+    return fn(job.rank, job.world, *args)
