@@ -1,0 +1,7 @@
+"""Checkpoints that can't be silently wrong: sharded, published atomically, verified on read and after the load."""
+
+from shardwright.checkpoint.folder import Keep
+from shardwright.checkpoint.load import Restored, load
+from shardwright.checkpoint.save import save
+
+__all__ = ["Keep", "Restored", "load", "save"]
