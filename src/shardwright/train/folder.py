@@ -98,8 +98,8 @@ class RunFolder:
         """
         if not self.model.is_file() or not self.config.is_file():
             raise InputError(
-                f"{self.root} holds no finished run (no model.safetensors): give the folder of a finished run, "
-                "or finish this one with: shardwright train RECIPE.toml --resume"
+                f"{self.root} holds no finished run (no model.safetensors): give the folder of one, "
+                "or finish this run with: shardwright train RECIPE --resume"
             )
         return load_file(self.model)
 

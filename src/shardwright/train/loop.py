@@ -127,7 +127,7 @@ class Listener:
 class Loop:
     """Trains ``model`` from ``progress`` to the last step; every rank makes one and calls ``run``."""
 
-    def __init__(self, recipe: Recipe, place: Place, model: FSDPModule, batches: TrainBatches) -> None:
+    def __init__(self, recipe: Recipe, place: Place, model: Transformer, batches: TrainBatches) -> None:
         self.recipe = recipe
         self.place = place
         self.model = model
@@ -137,7 +137,7 @@ class Loop:
         self._since_report = (0, 0.0)  # tokens and trained_s at the last report
 
     def run(self, windows: Tensor, listener: Listener, stop: StopRequest) -> bool:
-        """Train to the end or until a stop is asked for; save in both cases. Returns whether it is the end."""
+        """Train to the end or until a stop is asked for, and save. Returns whether it is the end."""
         training, progress = self.recipe.training, self.progress
         saved = progress.step
         while progress.step < training.steps and not stop.agreed(self.place):
@@ -157,7 +157,7 @@ class Loop:
     def _step(self) -> StepReport | None:
         """One optimizer step; a report when one is due."""
         recipe, progress = self.recipe, self.progress
-        started, exposed = time.perf_counter(), stats(self.model).exposed_s
+        started, exposed = time.perf_counter(), self._exposed_s()
         step = progress.step + 1
         lr = learning_rate(recipe.optimizer, step, recipe.training.steps)
         for group in self.optimizer.param_groups:
@@ -186,6 +186,7 @@ class Loop:
         """Forward and backward of each microbatch; the last reduces the gradients. Returns the mean loss."""
         training, progress, share = self.recipe.training, self.progress, self.batches.share
         total = torch.zeros((), device=self.place.device)
+        assert isinstance(self.model, FSDPModule)
         for microbatch in range(training.accumulation):
             self.model.set_requires_gradient_sync(microbatch == training.accumulation - 1)
             inputs, targets = (part.to(self.place.device) for part in self.batches.at(progress.position))
@@ -198,4 +199,7 @@ class Loop:
 
     def _count(self, started: float, exposed: float) -> None:
         self.progress.trained_s += time.perf_counter() - started
-        self.progress.exposed_s += stats(self.model).exposed_s - exposed
+        self.progress.exposed_s += self._exposed_s() - exposed
+
+    def _exposed_s(self) -> float:
+        return stats(self.model).exposed_s or 0.0  # None on CUDA: a stream waits there, not the host

@@ -78,7 +78,14 @@ def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("at rest, per rank", f"{in_words(at_rest)} of {in_words(full)} unsharded ({at_rest / full:.1%})"),
         ("peak unsharded", f"{in_words(summary['peak_unsharded_nbytes'])} at once"),
         ("speed", "no step was made" if speed is None else f"{speed:,.0f} tokens/s (a token is a byte)"),
-        ("communication hidden", "there was none" if hidden is None else f"{hidden:.0%}"),
+        (
+            "communication hidden",
+            "one rank has none"
+            if summary["ranks"] == 1
+            else "not measured"
+            if hidden is None
+            else f"{hidden:.0%}",
+        ),
         ("held-out loss", f"{summary['heldout_loss']:.3f} nats per byte"),
         ("corpus's unigram entropy", f"{summary['unigram_entropy']:.3f} nats per byte"),
     ]

@@ -5,8 +5,8 @@
 ``summary.json``: parameters, ranks, steps, at_rest_nbytes (the largest rank's shards), full_nbytes (all
 parameters unsharded), peak_unsharded_nbytes (the largest rank's), tokens_per_s (all ranks, evaluation and
 saving left out), communication_s (of one step, alone), exposed_s (of one step: spent waiting for it),
-communication_hidden_share (1 - exposed_s / communication_s, within 0 and 1; null on one rank), heldout_loss
-and unigram_entropy (nats per byte), corpus_sha256, trained_s, sample.
+communication_hidden_share (1 - exposed_s / communication_s, within 0 and 1; null on one rank, and on CUDA,
+where no host waits), heldout_loss and unigram_entropy (nats per byte), corpus_sha256, trained_s, sample.
 """
 
 from dataclasses import asdict
@@ -56,7 +56,7 @@ def _train(resolved: Resolved, place: Place, screen: Screen, stop: StopRequest, 
     loop = Loop(recipe, place, model, batches)
     identity = _identity(recipe, corpus)
     if resume:
-        _restore(folder, loop, identity)
+        _restore(folder, loop, screen, identity)
         if loop.progress.step >= training.steps and folder.summary.exists():
             screen.say(
                 f"{folder.root} is at step {loop.progress.step} of {training.steps}: nothing is left to do"
@@ -93,7 +93,8 @@ def _announce(screen: Screen, recipe: Recipe, place: Place, corpus: Corpus, batc
     screen.say(
         f"ranks: {place.world} on {place.device.type}, {torch.get_num_threads()} thread(s) each; global "
         f"batch: {place.world} ranks x {training.batch_size} x {training.accumulation} microbatch(es) = "
-        f"{global_batch} sequences of {training.sequence_length}; an epoch is {batches.num_windows // global_batch} steps"
+        f"{global_batch} sequences of {training.sequence_length}; an epoch is "
+        f"{batches.num_windows / global_batch:.0f} steps"
     )
 
 
@@ -107,7 +108,7 @@ def _identity(recipe: Recipe, corpus: Corpus) -> dict[str, Any]:
     }
 
 
-def _restore(folder: RunFolder, loop: Loop, identity: dict[str, Any]) -> None:
+def _restore(folder: RunFolder, loop: Loop, screen: Screen, identity: dict[str, Any]) -> None:
     restored = load(folder.checkpoint, model=loop.model, optimizer=loop.optimizer)
     before = restored.extra["identity"]
     changed = [
@@ -121,6 +122,8 @@ def _restore(folder: RunFolder, loop: Loop, identity: dict[str, Any]) -> None:
             f"{folder.root} was begun with other settings, and would not be the same run:\n{listed}\n"
             "set them back, or begin a new run without --resume"
         )
+    for reason in restored.skipped:
+        screen.say(f"passed over a newer checkpoint: {reason}")
     loop.progress.step = restored.step
     loop.progress.position = restored.extra["position"]
 
@@ -145,7 +148,8 @@ def _listener(folder: RunFolder, loop: Loop, screen: Screen, identity: dict[str,
             folder.checkpoint,
             model=loop.model,
             optimizer=loop.optimizer,
-            extra={"step": progress.step, "position": progress.position, "identity": identity},
+            extra={"position": progress.position, "identity": identity},
+            step=progress.step,
             keep=loop.recipe.checkpoint.keep,
         )
 
@@ -168,7 +172,7 @@ def _finish(folder: RunFolder, loop: Loop, corpus: Corpus, windows: Tensor, scre
     whole = Transformer(recipe.model)
     whole.load_state_dict(tensors)
     text = generate(whole, recipe.sample, recipe.training.sequence_length, recipe.run.seed)
-    moved = place.world > 1 and alone_s > 0 and progress.steps_here > 0
+    known = place.world > 1 and alone_s > 0 and progress.steps_here > 0 and measured.exposed_s is not None
     summary = {
         "parameters": measured.param_numel,
         "ranks": place.world,
@@ -179,7 +183,7 @@ def _finish(folder: RunFolder, loop: Loop, corpus: Corpus, windows: Tensor, scre
         "tokens_per_s": progress.tokens / progress.trained_s if progress.steps_here else None,
         "communication_s": alone_s,
         "exposed_s": exposed_s,
-        "communication_hidden_share": min(1.0, max(0.0, 1 - exposed_s / alone_s)) if moved else None,
+        "communication_hidden_share": min(1.0, max(0.0, 1 - exposed_s / alone_s)) if known else None,
         "heldout_loss": loss,
         "unigram_entropy": corpus.unigram_entropy,
         "corpus_sha256": corpus.sha256,
