@@ -111,7 +111,7 @@ def _keys() -> str:
     """Every key with its type, default and meaning, for ``--help``."""
     lines = ["Every key of the recipe can be set here as well, and then wins over the file:"]
     for name, section in Recipe.model_fields.items():
-        lines.append(f"\n{type(section.default).__doc__.splitlines()[0]}")
+        lines.append(f"\n{(type(section.default).__doc__ or name).splitlines()[0]}")
         for key, field in type(section.default).model_fields.items():
             lines.append(f"  --{name}.{key} (default {field.default!r})\n      {field.description}")
     return "\n".join(lines)

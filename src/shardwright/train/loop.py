@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwright import FSDPModule, MixedPrecisionPolicy, fully_shard, stats
+from shardwright.api import FSDPModule, fully_shard, stats
+from shardwright.policy import MixedPrecisionPolicy
 from shardwright.train.config import OptimizerConfig, Recipe
 from shardwright.train.data import TrainBatches, split_targets
 from shardwright.train.models import Transformer, loss_of

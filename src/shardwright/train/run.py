@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright import communication_s, full_state_dict, stats
+from shardwright.api import communication_s, full_state_dict, stats
 from shardwright.checkpoint import load, save
 from shardwright.errors import ConfigError
 from shardwright.train.config import Recipe
