@@ -149,7 +149,8 @@ class TrainBatches:
             raise DataError(
                 f"the training bytes ({len(data)}) hold {max(0, self.num_windows)} sequences of "
                 f"{sequence_length}, and one microbatch takes {share.num_windows} ({share.world} ranks x "
-                f"batch_size {share.batch_size}): use more text, or a smaller training.batch_size or sequence_length"
+                f"batch_size {share.batch_size}): use more text, or a smaller "
+                "training.batch_size or training.sequence_length"
             )
         self._data = data
         self._length = sequence_length

@@ -77,7 +77,10 @@ def resolve(path: str | Path, overrides: Sequence[tuple[str, str]] = ()) -> Reso
                 f"{name} (file): got {section!r}, expected a section: write [{name}] and its keys below"
             )
         else:
-            problems.append(f"{name} (file): unknown {_kind(section)}{_nearest(name, Recipe.model_fields)}")
+            wider = () if isinstance(section, dict) else leaf_keys()
+            problems.append(
+                f"{name} (file): unknown {_kind(section)}{_nearest(name, Recipe.model_fields, wider)}"
+            )
     for key, text in overrides:
         if key not in leaf_keys():
             problems.append(f"--{key} (command line): unknown key{_nearest(key, leaf_keys(), prefix='--')}")
