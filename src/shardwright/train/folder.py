@@ -56,7 +56,7 @@ class RunFolder:
     def start_afresh(self) -> Path | None:
         """Make the folder; an earlier run in it is moved aside, never overwritten. Returns where to."""
         aside = None
-        if self.metrics.exists():
+        if self.config.exists():
             number = 1
             while (aside := self.root.with_name(f"{self.root.name}.{number}")).exists():
                 number += 1

@@ -39,12 +39,16 @@ _GRACE_S = 5.0
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank ended: when (Unix seconds), one line, the traceback (empty if the input was wrong)."""
+    """Why a rank ended: when (Unix seconds), in one line, and the traceback if it had the time to write one.
+
+    ``wrong_input``: a mistake of the user's, told by ``message`` alone.
+    """
 
     rank: int
     at_s: float
     message: str
     traceback: str = ""
+    wrong_input: bool = False
 
     def write(self, path: Path) -> None:
         """Leave this for the launcher at ``path``, all or nothing."""
@@ -151,12 +155,11 @@ def _how(code: int) -> str:
 
 def _tell(failures: list[Failure], ranks: int) -> str:
     first, others = failures[0], failures[1:]
-    lines = [f"rank {first.rank} of {ranks} failed: {first.message}"]
-    if first.traceback:
-        lines = [f"rank {first.rank} of {ranks} failed:", first.traceback.rstrip()]
-        lines += [f"then rank {other.rank}: {other.message.splitlines()[0][:160]}" for other in others]
-    elif not first.at_s or any(other.traceback for other in others):
-        lines += [f"then rank {other.rank}: {other.message.splitlines()[0][:160]}" for other in others]
+    if first.wrong_input:
+        return first.message  # the ranks are as they should be, and the others say the same
+    told = f"\n{first.traceback.rstrip()}" if first.traceback else f" {first.message}"
+    lines = [f"rank {first.rank} of {ranks} failed:{told}"]
+    lines += [f"then rank {other.rank}: {other.message.splitlines()[0][:160]}" for other in others]
     return "\n".join([*lines, "all ranks have ended"])
 
 

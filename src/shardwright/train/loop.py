@@ -99,6 +99,7 @@ class Progress:
 
     step: int = 0
     position: int = 0
+    saved_step: int | None = None
     trained_s: float = 0.0
     tokens: int = 0
     exposed_s: float = 0.0
@@ -140,7 +141,6 @@ class Loop:
     def run(self, windows: Tensor, listener: Listener, stop: StopRequest) -> bool:
         """Train to the end or until a stop is asked for, and save. Returns whether it is the end."""
         training, progress = self.recipe.training, self.progress
-        saved = progress.step
         while progress.step < training.steps and not stop.agreed(self.place):
             report = self._step()
             step, last = progress.step, progress.step == training.steps
@@ -149,11 +149,14 @@ class Loop:
             if last or step % self.recipe.heldout.every == 0:
                 listener.evaluated(step, heldout_loss(self.model, windows, training.batch_size, self.place))
             if last or step % self.recipe.checkpoint.every == 0:
-                listener.save(progress)
-                saved = step
-        if saved != progress.step:
-            listener.save(progress)
+                self._save(listener)
+        if progress.saved_step != progress.step:
+            self._save(listener)
         return progress.step >= training.steps
+
+    def _save(self, listener: Listener) -> None:
+        listener.save(self.progress)
+        self.progress.saved_step = self.progress.step
 
     def _step(self) -> StepReport | None:
         """One optimizer step; a report when one is due."""

@@ -132,13 +132,13 @@ def failures_reported() -> Iterator[None]:
     except BaseException as error:
         rank = int(os.environ.get("RANK", "0"))
         wrong_input = isinstance(error, ShardwrightError)
-        text = "" if wrong_input else traceback.format_exc()
         message = str(error) if wrong_input else f"{type(error).__name__}: {error}"
-        failure = Failure(rank, time.time(), message, text)
+        text = traceback.format_exc()
         if FAILURE_VARIABLE in os.environ:
+            failure = Failure(rank, time.time(), message, text, wrong_input)
             failure.write(Path(os.environ[FAILURE_VARIABLE]))
         else:
-            print(f"rank {rank} failed: {text or failure.message}", file=sys.stderr)
+            print(f"rank {rank} failed: {message if wrong_input else text}", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)

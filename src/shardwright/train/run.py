@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardwright.api import communication_s, full_state_dict, stats
 from shardwright.checkpoint import load, save
-from shardwright.errors import ConfigError
+from shardwright.errors import CheckpointError, ConfigError
 from shardwright.train.config import Recipe
 from shardwright.train.data import Corpus, Share, TrainBatches, heldout_windows, read_corpus
 from shardwright.train.folder import RunFolder
@@ -109,6 +109,11 @@ def _identity(recipe: Recipe, corpus: Corpus) -> dict[str, Any]:
 
 
 def _restore(folder: RunFolder, loop: Loop, screen: Screen, identity: dict[str, Any]) -> None:
+    if not folder.checkpoint.is_dir():
+        raise CheckpointError(
+            f"{folder.root} has no checkpoint to go on from: start without --resume, or give the folder of the "
+            "run with --run.folder"
+        )
     restored = load(folder.checkpoint, model=loop.model, optimizer=loop.optimizer)
     before = restored.extra["identity"]
     changed = [
@@ -124,7 +129,7 @@ def _restore(folder: RunFolder, loop: Loop, screen: Screen, identity: dict[str, 
         )
     for reason in restored.skipped:
         screen.say(f"passed over a newer checkpoint: {reason}")
-    loop.progress.step = restored.step
+    loop.progress.step = loop.progress.saved_step = restored.step
     loop.progress.position = restored.extra["position"]
 
 
