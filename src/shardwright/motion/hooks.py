@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from torch.autograd import Variable
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
@@ -27,6 +28,7 @@ from shardwright.errors import StageError
 from shardwright.motion.runtime import Runtime
 from shardwright.motion.unit import Unit, sharded_from
 from shardwright.plan.schedule import EventKind, Phase
+from shardwright.state.dtensor_ops import register_optimizer_kernels
 from shardwright.state.group import ParamGroup
 
 
@@ -279,8 +281,12 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def guard_optimizers() -> None:
-    """From now on refuse to step an optimizer that holds parameters which sharding has replaced."""
+    """From now on refuse to step an optimizer that holds parameters which sharding has replaced.
+
+    And have every elementwise optimizer of ``torch.optim`` work on those that it has made.
+    """
     if _guard.handle is None:
+        register_optimizer_kernels()
         _guard.handle = register_optimizer_step_pre_hook(_guard)
 
 
@@ -303,6 +309,20 @@ class _OptimizerGuard:
                 "nothing. Build the optimizer after fully_shard, from model.parameters()"
             )
         self._checked[optimizer] = len(params)
+        _choose_foreach(optimizer)
+
+
+def _choose_foreach(optimizer: Optimizer) -> None:
+    """Step DTensors with foreach kernels where torch would for plain parameters: on an accelerator.
+
+    With neither ``foreach`` nor ``fused`` given, torch takes foreach for plain CUDA parameters but, not
+    knowing a DTensor for one, a Python loop over sharded ones.
+    """
+    for group in optimizer.param_groups:
+        asked = group.get("fused") or group.get("differentiable") or group.get("foreach", False) is not None
+        sharded = [param for param in group["params"] if isinstance(param, DTensor)]
+        if not asked and sharded and sharded[0].device.type != "cpu":
+            group["foreach"] = True
 
 
 _guard = _OptimizerGuard()

@@ -19,17 +19,15 @@ def stream_full(
     A tensor that several names show is collected once and yielded under each. Device memory: one whole
     parameter on ``dst``. The dtype is the one at rest.
     """
-    collected: dict[int, torch.Tensor] = {}
+    collected: dict[int, torch.Tensor | None] = {}
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):
             continue
-        whole = collected.get(id(value))
-        if whole is None:
-            whole = _whole(value, params.get(id(value)), dst)
-            if whole is None:
-                continue
-            collected[id(value)] = whole
-        yield name, whole
+        if id(value) not in collected:
+            collected[id(value)] = _whole(value, params.get(id(value)), dst)
+        whole = collected[id(value)]
+        if whole is not None:
+            yield name, whole
 
 
 def _whole(value: torch.Tensor, param: ShardedParam | None, dst: int) -> torch.Tensor | None:

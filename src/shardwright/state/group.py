@@ -158,6 +158,8 @@ class ParamGroup:
         reduction, params = self._reduction
         self._reduction = None
         totals = reduction.wait()
+        if not params:
+            return
         if self.axis.world > 1:
             torch._foreach_div_(totals, self.axis.world)  # pyright: ignore[reportPrivateImportUsage]
         for param, total in zip(params, totals, strict=True):
@@ -171,7 +173,9 @@ class ParamGroup:
         self.axis.comm.reduce_scatter(pieces, dtypes, f"rehearsal {self.name}").wait()
 
     def drop_grads(self) -> None:
-        """Forget unsharded gradients that were not reduced (after a backward that failed)."""
+        """Forget the gradients of a backward that failed; a reduction in flight ends unseen."""
+        if self._reduction is not None:
+            self._reduction = (self._reduction[0], [])
         for param in self.params:
             param.accumulated = None
             if self.buffer is not None:

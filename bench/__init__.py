@@ -1,0 +1,1 @@
+"""What a sharded step costs, measured: see step.py."""

@@ -1,0 +1,171 @@
+"""What the measured numbers say: medians of paired ratios, overlap efficiency, and the tables.
+
+python bench/report.py FILE...      the Markdown table of one or more result files of step.py
+"""
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from rich.table import Table
+
+LOSS_TOLERANCE = 1e-4
+"""Relative; sums in another order differ by about 1e-6 after a few steps of AdamW."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One system on one link. Times in ms per step, sizes in MiB per rank; None: has no meaning here."""
+
+    system: str
+    ratio: float
+    block_ratios: list[float]
+    step_ms: float
+    local_ms: float
+    cpu_ms: float
+    local_cpu_ms: float
+    sent_mib: float
+    peak_mib: float
+    communication_ms: float | None
+    overlap: float | None
+    losses: list[float]
+
+
+def summarise(system: str, paired: list[dict[str, list[float]]], solo: list[dict[str, Any]]) -> Row:
+    """One row from what every rank measured (see rank.py).
+
+    A block's ratio is the mean over ranks of (step / local step) in the same process and block; the row's is
+    the median over blocks.
+    """
+    blocks = list(zip(*(_divided(rank["step_s"], rank["local_step_s"]) for rank in paired), strict=True))
+    block_ratios = [fmean(ratios) for ratios in blocks]
+    step_ms, local_ms = _median_ms(paired, "step_s"), _median_ms(paired, "local_step_s")
+    alone = [rank["communication_s"] for rank in solo]
+    communication_ms = None if None in alone else 1e3 * fmean(alone)
+    return Row(
+        system=system,
+        ratio=median(block_ratios),
+        block_ratios=block_ratios,
+        step_ms=step_ms,
+        local_ms=local_ms,
+        cpu_ms=_median_ms(paired, "cpu_s"),
+        local_cpu_ms=_median_ms(paired, "local_cpu_s"),
+        sent_mib=median(fmean(sent) for sent in zip(*(rank["sent_nbytes"] for rank in paired), strict=True))
+        / 2**20,
+        peak_mib=fmean(rank["peak_nbytes"] for rank in solo) / 2**20,
+        communication_ms=communication_ms,
+        overlap=overlap(local_ms, communication_ms, step_ms),
+        losses=solo[0]["losses"],
+    )
+
+
+def overlap(compute: float, communication: float | None, step: float) -> float | None:
+    """``(compute + communication - step) / min(compute, communication)``: 1 all that can hide does.
+
+    0: nothing is hidden. None where communication is nothing, or under a hundredth of the compute: there
+    noise would decide.
+    """
+    if communication is None or communication < 0.01 * compute:
+        return None
+    return (compute + communication - step) / min(compute, communication)
+
+
+def disagreements(rows: list[Row]) -> list[str]:
+    """Losses that differ between the systems that train one common model ("local" trains one per rank)."""
+    common = [row for row in rows if row.system != "local"]
+    found = []
+    for row in common[1:]:
+        for step, (got, expected) in enumerate(zip(row.losses, common[0].losses, strict=True)):
+            if not abs(got - expected) <= LOSS_TOLERANCE * abs(expected):
+                found.append(f"step {step}: {row.system} {got:.6f}, {common[0].system} {expected:.6f}")
+    return found
+
+
+COLUMNS = (
+    "system",
+    "step / local",
+    "(blocks)",
+    "step ms",
+    "local ms",
+    "CPU ms, local",
+    "MiB sent",
+    "peak RSS MiB",
+    "comm. alone ms",
+    "overlap",
+)
+
+
+def cells(row: Row) -> list[str]:
+    """One row of the table, a text per column of ``COLUMNS``."""
+    return [
+        row.system,
+        f"{row.ratio:.3f}",
+        f"{min(row.block_ratios):.2f}-{max(row.block_ratios):.2f}",
+        f"{row.step_ms:.0f}",
+        f"{row.local_ms:.0f}",
+        f"{row.cpu_ms:.0f}, {row.local_cpu_ms:.0f}",
+        f"{row.sent_mib:.0f}",
+        f"{row.peak_mib:.0f}",
+        "-" if row.communication_ms is None else f"{row.communication_ms:.0f}",
+        "-" if row.overlap is None else f"{row.overlap:.2f}",
+    ]
+
+
+def dumps(machine: dict[str, Any], options: dict[str, Any], rows: list[Row]) -> str:
+    """A result file: the machine, how it was asked, and a row per system."""
+    result = {"machine": machine, "options": options, "rows": [asdict(row) for row in rows]}
+    return json.dumps(result, indent=2) + "\n"
+
+
+def loads(text: str) -> tuple[dict[str, Any], dict[str, Any], list[Row]]:
+    """The machine, the options and the rows of a result file."""
+    result = json.loads(text)
+    return result["machine"], result["options"], [Row(**row) for row in result["rows"]]
+
+
+def heading(machine: dict[str, Any], options: dict[str, Any]) -> str:
+    """One line: link and ranks, then the machine."""
+    return (
+        f"{options['link']}, {options['world']} ranks, "
+        f"{options['blocks']} blocks of {options['steps']} steps; "
+        f"{machine['cores']} cores, torch {machine['torch']}, {machine['date']}, commit {machine['commit']}"
+    )
+
+
+def screen_table(machine: dict[str, Any], options: dict[str, Any], rows: list[Row]) -> Table:
+    """The rows as a ``rich`` table."""
+    table = Table(title=heading(machine, options))
+    for column in COLUMNS:
+        table.add_column(column, justify="left" if column == "system" else "right")
+    for row in rows:
+        table.add_row(*cells(row))
+    return table
+
+
+def markdown(text: str) -> str:
+    """The Markdown table of one result file, its heading above it."""
+    machine, options, rows = loads(text)
+    lines = [COLUMNS, ["---", *["---:"] * (len(COLUMNS) - 1)], *(cells(row) for row in rows)]
+    return "\n".join([f"{heading(machine, options)}:", "", *(f"| {' | '.join(line)} |" for line in lines)])
+
+
+def _divided(ours: list[float], theirs: list[float]) -> list[float]:
+    return [a / b for a, b in zip(ours, theirs, strict=True)]
+
+
+def _median_ms(paired: list[dict[str, list[float]]], key: str) -> float:
+    return 1e3 * fmean(median(rank[key]) for rank in paired)
+
+
+def main(files: list[str]) -> None:
+    """Prints the tables of the given result files."""
+    if not files:
+        sys.exit("usage: python bench/report.py FILE...   (result files of bench/step.py --out)")
+    print("\n\n".join(markdown(Path(file).read_text()) for file in files))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,188 @@
+"""The systems under comparison, each driven the same way: the same model, AdamW(foreach), the same batches.
+
+A system is built on every rank, inside the default process group, and offers one training step, a flush that
+returns when nothing is in flight any more, and what its communication takes alone.
+"""
+
+import importlib.util
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.parallel import DistributedDataParallel
+
+import shardwright
+from bench.model import Block, Transformer
+
+ALONE_REPEATS = 3
+
+
+class System(ABC):
+    """One way of training. ``module`` is what is called, ``optimizer`` holds its (sharded) parameters."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, foreach=True)
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """One training step on this rank's batch, int64 [batch, sequence + 1]; returns its loss, a scalar."""
+        self.optimizer.zero_grad()
+        loss = self.module(tokens)
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    def flush(self) -> None:  # noqa: B027 (nothing to do is the rule)
+        """Returns when nothing is in flight; the systems of torch wait for everything inside the step."""
+
+    @abstractmethod
+    def communication_s(self) -> float | None:
+        """Seconds that one step's collectives take alone, without compute; None: it doesn't communicate."""
+
+
+class Local(System):
+    """No communication: every rank trains a model of its own on its own batches."""
+
+    def __init__(self, model: Transformer) -> None:
+        super().__init__(model)
+
+    def communication_s(self) -> None:
+        return None
+
+
+class DDP(System):
+    """Whole model on every rank, gradients all-reduced in buckets during the backward."""
+
+    BUCKET_NUMEL = 25 * 2**20 // 4
+
+    def __init__(self, model: Transformer) -> None:
+        super().__init__(DistributedDataParallel(model))
+
+    def communication_s(self) -> float:
+        numel = sum(p.numel() for p in self.module.parameters())
+        buckets = torch.zeros(numel).split(self.BUCKET_NUMEL)
+
+        def reduce_all() -> None:
+            for work in [dist.all_reduce(bucket, async_op=True) for bucket in buckets]:
+                work.wait()
+
+        return alone_s(reduce_all)
+
+
+class Sharded(System):
+    """What FSDP1 and FSDP2 share: blocking collectives per group; the root is gathered once a step."""
+
+    def __init__(self, module: nn.Module, group_numels: list[int]) -> None:
+        super().__init__(module)
+        self.group_numels = group_numels
+
+    def communication_s(self) -> float:
+        world = dist.get_world_size()
+        shards = [torch.zeros(-(-numel // world)) for numel in self.group_numels]
+        fulls = [torch.zeros(shard.numel() * world) for shard in shards]
+
+        def gather_and_reduce() -> None:
+            groups = list(zip(fulls, shards, strict=True))
+            for full, shard in groups + groups[1:]:  # [0] is the root: gathered once
+                dist.all_gather_single(full, shard)
+            for full, shard in groups:
+                dist.reduce_scatter_single(shard, full)
+
+        return alone_s(gather_and_reduce)
+
+
+class FSDP1(Sharded):
+    """``torch.distributed.fsdp.FullyShardedDataParallel``, a unit per block."""
+
+    def __init__(self, model: Transformer, prefetch: torch_fsdp.BackwardPrefetch | None) -> None:
+        group_numels = numels(model)
+        wrapped = torch_fsdp.FullyShardedDataParallel(
+            model,
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            backward_prefetch=prefetch,
+            device_id=torch.device("cpu"),
+        )
+        super().__init__(wrapped, group_numels)
+
+
+class FSDP2(Sharded):
+    """``torch.distributed.fsdp.fully_shard`` on blocks and root; ``prefetching``: async, one ahead."""
+
+    def __init__(self, model: Transformer, prefetching: bool) -> None:
+        group_numels = numels(model)
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        blocks = list(model.blocks)
+        for module in [*blocks, model]:
+            torch_fsdp.fully_shard(module, mesh=mesh)
+        if prefetching:
+            for module in [*blocks, model]:
+                module._set_unshard_async_op(True)  # on CPU, gathers block without it
+            for block, following in pairwise(blocks):
+                block.set_modules_to_forward_prefetch([following])
+                following.set_modules_to_backward_prefetch([block])
+            model.set_modules_to_forward_prefetch(blocks[:1])
+            model.set_modules_to_backward_prefetch(blocks[-1:])
+        super().__init__(model, group_numels)
+
+
+class Shardwright(System):
+    """``shardwright.fully_shard`` on blocks and root, called as FSDP2. ``split``: the ends are groups too."""
+
+    def __init__(self, model: Transformer, split: bool) -> None:
+        ends = [[model.embedding, model.position], [model.norm, model.head]] if split else []
+        for module in [*ends, *model.blocks, model]:
+            shardwright.fully_shard(module)
+        super().__init__(model)
+
+    def communication_s(self) -> float:
+        return shardwright.communication_s(self.module)
+
+
+PREFETCH = torch_fsdp.BackwardPrefetch
+SYSTEMS = {
+    "local": Local,
+    "ddp": DDP,
+    "fsdp1-none": lambda model: FSDP1(model, None),
+    "fsdp1-pre": lambda model: FSDP1(model, PREFETCH.BACKWARD_PRE),
+    "fsdp1-post": lambda model: FSDP1(model, PREFETCH.BACKWARD_POST),
+    "fsdp2": lambda model: FSDP2(model, prefetching=False),
+    "fsdp2-async": lambda model: FSDP2(model, prefetching=True),
+    "shardwright": lambda model: Shardwright(model, split=False),
+    "shardwright-split": lambda model: Shardwright(model, split=True),
+}
+"""Name -> what makes that system of a model; every rank calls it."""
+
+OPTIONAL = {"deepspeed": "deepspeed"}
+"""Name -> the package that it needs and that is not a dependency of this project."""
+
+
+def unavailable(name: str) -> str:
+    """Why a system can't run here; empty if it can."""
+    package = OPTIONAL.get(name)
+    if package and importlib.util.find_spec(package) is None:
+        return f"the package {package} is not installed"
+    return ""
+
+
+def numels(model: Transformer) -> list[int]:
+    """Numbers of parameters per group: the root's own first, then one per block."""
+    blocks = [sum(p.numel() for p in block.parameters()) for block in model.blocks]
+    return [sum(p.numel() for p in model.parameters()) - sum(blocks), *blocks]
+
+
+def alone_s(communicate: Callable[[], None]) -> float:
+    """Median seconds of one call, after one to warm up, all ranks starting together."""
+    taken = []
+    for _ in range(ALONE_REPEATS + 1):
+        dist.barrier()
+        begin = time.perf_counter()
+        communicate()
+        taken.append(time.perf_counter() - begin)
+    return sorted(taken[1:])[ALONE_REPEATS // 2]

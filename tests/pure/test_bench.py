@@ -1,0 +1,141 @@
+"""The bench's arithmetic, tables and argument checks; what needs ranks is in tests/ranks/test_bench.py."""
+
+import pytest
+
+from bench import links, report, step
+from bench.model import Size, build, tokens
+
+
+def paired(step_s, local_s):
+    """What one rank measured: blocks of (step, local step) seconds."""
+    nothing = [0.0] * len(step_s)
+    sent = [2.0 * 2**20] * len(step_s)
+    return {
+        "step_s": step_s,
+        "local_step_s": local_s,
+        "cpu_s": nothing,
+        "local_cpu_s": nothing,
+        "sent_nbytes": sent,
+        "local_sent_nbytes": nothing,
+    }
+
+
+def solo(communication_s, losses=(3.0, 2.0)):
+    return {"peak_nbytes": 3 * 2**20, "communication_s": communication_s, "losses": list(losses)}
+
+
+def row(system="fsdp2", losses=(3.0, 2.0), communication_s=0.5):
+    ranks = [paired([1.2, 1.5, 4.0], [1.0, 1.0, 2.0]), paired([1.2, 1.5, 4.0], [1.0, 1.5, 2.0])]
+    return report.summarise(system, ranks, [solo(communication_s, losses)] * 2)
+
+
+def test_the_ratio_is_the_median_of_paired_block_ratios():
+    found = row()
+    assert found.block_ratios == pytest.approx([1.2, 1.25, 2.0])
+    assert found.ratio == pytest.approx(1.25)
+    assert found.step_ms == pytest.approx(1500)
+    assert found.local_ms == pytest.approx((1000 + 1500) / 2)
+    assert (found.sent_mib, found.peak_mib) == pytest.approx((2.0, 3.0))
+
+
+def test_overlap_is_one_when_all_hides_and_zero_when_nothing_does():
+    assert report.overlap(compute=2.0, communication=1.0, step=2.0) == pytest.approx(1.0)
+    assert report.overlap(compute=2.0, communication=1.0, step=3.0) == pytest.approx(0.0)
+    assert report.overlap(compute=1.0, communication=2.0, step=2.5) == pytest.approx(0.5)
+
+
+def test_overlap_has_no_meaning_without_communication():
+    assert report.overlap(2.0, None, 2.0) is None
+    assert report.overlap(2.0, 0.0, 2.0) is None
+    assert row("local", communication_s=None).overlap is None
+
+
+def test_losses_of_systems_that_train_one_model_must_agree():
+    rows = [row("local", (9.0, 9.0)), row("ddp"), row("fsdp2", (3.0, 2.0 + 1e-6))]
+    assert report.disagreements(rows) == []
+    wrong = report.disagreements([*rows, row("fsdp1-pre", (3.0, 2.1))])
+    assert wrong == ["step 1: fsdp1-pre 2.100000, ddp 2.000000"]
+    assert report.disagreements([row("ddp"), row("fsdp2", (3.0, float("nan")))])
+
+
+MACHINE = {"cores": 2, "torch": "2.13.0", "date": "2026-01-02", "commit": "abc"}
+OPTIONS = {"link": "1gbit", "world": 2, "blocks": 3, "steps": 2}
+
+
+def test_a_result_file_reads_back_as_the_same_rows():
+    rows = [row("local", communication_s=None), row("ddp")]
+    assert report.loads(report.dumps(MACHINE, OPTIONS, rows)) == (MACHINE, OPTIONS, rows)
+
+
+def test_the_markdown_table_has_a_line_per_system_and_names_the_machine():
+    text = report.markdown(report.dumps(MACHINE, OPTIONS, [row("local", communication_s=None), row("ddp")]))
+    heading, _, *table = text.splitlines()
+    assert "1gbit, 2 ranks" in heading and "commit abc" in heading
+    assert len(table) == 4 and len({line.count("|") for line in table}) == 1
+    assert table[3].startswith("| ddp | 1.250 | 1.20-2.00 | 1500 | 1250 |")
+    assert table[2].endswith("| - | - |")
+
+
+def test_the_screen_table_has_the_same_cells():
+    table = report.screen_table(MACHINE, OPTIONS, [row("ddp")])
+    assert [next(iter(column.cells)) for column in table.columns] == report.cells(row("ddp"))
+
+
+def test_the_model_is_the_one_of_the_tables():
+    assert sum(p.numel() for p in build(Size()).parameters()) == 33_702_912
+
+
+def test_batches_differ_between_ranks_and_steps_and_are_repeatable():
+    size = Size(layers=1, width=64, vocab=97, sequence=8, batch=2)
+    first = tokens(size, 0, 0)
+    assert first.shape == (2, 9) and int(first.max()) < 97
+    assert first.equal(tokens(size, 0, 0))
+    assert not first.equal(tokens(size, 1, 0)) and not first.equal(tokens(size, 0, 1))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--systems", "ddp,fsdp3"], "--systems has fsdp3; known are local, ddp"),
+        (["--systems", ","], "--systems has no name"),
+        (["--world", "0"], "--world is 0, expected 1 to 8"),
+        (["--world", "1", "--link", "1gbit"], "--link 1gbit joins ranks, but --world is 1"),
+        (["--blocks", "0"], "--blocks is 0, expected at least 1"),
+        (["--width", "200"], "width is 200, expected a multiple of 64"),
+        (["--layers", "0"], "layers is 0, expected at least 1"),
+        (["--link", "carrier-pigeon"], "invalid choice: 'carrier-pigeon'"),
+        (["--out", "/no/such/folder/x.json"], "no such folder: /no/such/folder"),
+    ],
+)
+def test_a_bad_argument_is_named_before_anything_starts(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        step.parse(["--systems", "ddp", *arguments])
+    assert message in capsys.readouterr().err
+
+
+def test_the_short_form_measures_less():
+    options = step.parse(["--short", "--systems", "ddp"])
+    assert (options.blocks, options.steps) == (2, 2)
+    assert step.parse(["--systems", "ddp"]).blocks > 2
+
+
+def test_a_slow_link_without_root_says_what_it_needs(monkeypatch):
+    monkeypatch.setattr(links.os, "geteuid", lambda: 1000)
+    with (
+        pytest.raises(links.LinkError, match="'1gbit' needs root; run as root"),
+        links.places("1gbit", 2),
+    ):
+        pass
+
+
+def test_a_slow_link_without_iproute_says_what_it_needs(monkeypatch):
+    monkeypatch.setattr(links.os, "geteuid", lambda: 0)
+    monkeypatch.setattr(links.shutil, "which", lambda name: None)
+    with pytest.raises(links.LinkError, match="needs the command 'ip' and the command 'tc'"):
+        links.places("10gbit", 2).__enter__()
+
+
+def test_loopback_works_without_root(monkeypatch):
+    monkeypatch.setattr(links.os, "geteuid", lambda: 1000)
+    with links.places("loopback", 3) as homes:
+        assert homes == [links.Place((), "lo", 3)] * 3

@@ -1,0 +1,91 @@
+"""The arithmetic of shards: every element has one owner, and it is the one that DTensor expects."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwright.errors import InputError
+from shardwright.plan.layout import ALIGNMENT_NBYTES, GroupLayout, ParamLayout, pack
+
+SHAPES = st.lists(st.integers(0, 9), min_size=1, max_size=4).map(tuple)
+WORLDS = st.integers(1, 9)
+
+
+@st.composite
+def layouts(draw) -> ParamLayout:
+    shape = draw(SHAPES)
+    return ParamLayout(shape, draw(WORLDS), draw(st.integers(0, len(shape) - 1)))
+
+
+@given(layouts())
+def test_shards_are_those_of_torch_chunk(layout):
+    whole = torch.arange(layout.numel).reshape(layout.shape)
+    chunks = list(torch.chunk(whole, layout.world, dim=layout.dim))
+    for rank in range(layout.world):
+        start, stop = layout.row_range(rank)
+        expected = chunks[rank] if rank < len(chunks) else whole.narrow(layout.dim, 0, 0)
+        assert layout.shard_shape(rank) == tuple(expected.shape)
+        assert torch.equal(whole.narrow(layout.dim, start, stop - start), expected)
+
+
+@given(layouts())
+def test_spans_cover_every_element_once_in_rank_order(layout):
+    end = 0
+    for start, stop in layout.spans:
+        assert start == end <= stop
+        end = stop
+    assert end == layout.numel <= layout.padded_numel
+    assert layout.padded_numel % layout.world == 0
+
+
+@given(layouts())
+def test_a_span_of_the_storage_is_the_shard_whatever_the_dim(layout):
+    storage = torch.arange(layout.padded_numel)
+    whole = storage.as_strided(layout.shape, layout.strides)
+    assert torch.equal(whole.flatten().sort().values, torch.arange(layout.numel))
+    for rank in range(layout.world):
+        (start, stop), rows = layout.span(rank), layout.row_range(rank)
+        shard = whole.narrow(layout.dim, rows[0], rows[1] - rows[0])
+        assert torch.equal(shard.flatten().sort().values, storage[start:stop])
+
+
+@given(layouts())
+def test_every_span_fits_its_equal_share_of_the_padded_region(layout):
+    share = layout.padded_numel // layout.world
+    for rank, (start, stop) in enumerate(layout.spans):
+        assert stop - start <= share
+        assert start == stop or start == rank * share
+
+
+@given(st.lists(st.tuples(SHAPES, st.sampled_from([1, 2, 4, 8])), max_size=8), WORLDS)
+def test_regions_of_a_group_are_aligned_and_do_not_overlap(params, world):
+    layout = GroupLayout(tuple(ParamLayout(s, world) for s, _ in params), tuple(size for _, size in params))
+    end = 0
+    for param, itemsize, offset in zip(layout.params, layout.itemsizes, layout.offsets_nbytes, strict=True):
+        assert offset % ALIGNMENT_NBYTES == 0
+        assert offset >= end
+        end = offset + param.padded_numel * itemsize
+    assert end <= layout.nbytes
+    logical = sum(p.numel * size for p, size in zip(layout.params, layout.itemsizes, strict=True))
+    assert sum(layout.shard_nbytes(rank) for rank in range(world)) == logical
+
+
+@given(st.lists(st.integers(0, 1000), max_size=9))
+def test_packed_pieces_do_not_overlap(sizes):
+    offsets, total = pack(sizes)
+    ends = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
+    assert all(end <= start for end, start in zip(ends, offsets[1:], strict=False))
+    assert not ends or ends[-1] <= total
+
+
+def test_a_scalar_is_kept_whole_by_every_rank():
+    layout = ParamLayout((), 3, None)
+    assert [layout.span(rank) for rank in range(3)] == [(0, 1)] * 3
+    assert layout.shard_shape(2) == ()
+
+
+@pytest.mark.parametrize("dim", [-1, 2])
+def test_a_dim_that_the_shape_does_not_have_is_refused(dim):
+    with pytest.raises(InputError, match=r"shape \[4, 5\]: it has dims 0..1"):
+        ParamLayout((4, 5), 2, dim)

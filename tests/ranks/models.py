@@ -1,0 +1,130 @@
+"""Small models for parity tests, each with what sharding finds hard, and the loops that compare them."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+VOCAB, WIDTH = 17, 13  # odd sizes: every shard of every world is uneven
+
+
+class Block(nn.Module):
+    """A residual MLP with uneven weights, a scalar parameter and a buffer that its forward reads."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 29)
+        self.down = nn.Linear(29, width)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+        self.register_buffer("shift", torch.linspace(0, 1, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x + self.shift.to(x.dtype))))) * self.scale
+
+
+class Decoder(nn.Module):
+    """Embedding, blocks, head; ``tied`` shares the embedding's weight with the head's."""
+
+    def __init__(self, num_blocks: int = 3, tied: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def build(seed: int = 7, **kwargs) -> Decoder:
+    """The same model on every rank and in every world."""
+    torch.manual_seed(seed)
+    return Decoder(**kwargs)
+
+
+def batches(step: int, world: int, rows: int = 4) -> torch.Tensor:
+    """Tokens of all ranks at a step: int64 [world, rows, 6]."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    return torch.randint(0, VOCAB, (world, rows, 6), generator=generator)
+
+
+def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """Next-token cross entropy of one rank's tokens, averaged."""
+    return F.cross_entropy(model(tokens)[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+@dataclass
+class Run:
+    """A model and its optimizer on its way through the same steps as another."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    @classmethod
+    def of(cls, model: nn.Module, optimizer: Callable = torch.optim.SGD, **options) -> "Run":
+        # SGD with momentum: Adam is scale-invariant and would hide a wrong gradient scale.
+        options = options or {"lr": 0.1, "momentum": 0.9}
+        return cls(model, optimizer([p for p in model.parameters() if p.requires_grad], **options))
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def mean_over_ranks(value: torch.Tensor) -> torch.Tensor:
+    """The average of a scalar over all ranks."""
+    total = value.detach().clone()
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """A DTensor's whole value, or the tensor itself."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def differences(sharded: nn.Module, reference: nn.Module) -> Iterator[tuple[str, float]]:
+    """``(name, largest difference)`` of each parameter."""
+    expected = dict(reference.named_parameters())
+    for name, param in sharded.named_parameters():
+        yield name, (full(param).detach() - expected[name].detach()).abs().max().item()
+
+
+def assert_same(sharded: nn.Module, reference: nn.Module, tolerance: float = 1e-6) -> None:
+    """Every parameter equal to ``tolerance``; names and shapes equal."""
+    ours = {name: tuple(p.shape) for name, p in sharded.named_parameters()}
+    assert ours == {name: tuple(p.shape) for name, p in reference.named_parameters()}
+    worst = max(differences(sharded, reference), key=lambda pair: pair[1])
+    assert worst[1] <= tolerance, f"{worst[0]} differs by {worst[1]:.3g}"
+
+
+def train_beside(
+    sharded: Run, reference: Run, rank: int, world: int, steps: int = 3, tolerance: float = 1e-6
+) -> None:
+    """``steps`` steps of both; the reference is one process that sees all ranks' batches. Asserts parity."""
+    for step in range(steps):
+        tokens = batches(step, world)
+        loss = loss_of(sharded.model, tokens[rank])
+        loss.backward()
+        expected = torch.stack([loss_of(reference.model, rows) for rows in tokens]).mean()
+        expected.backward()
+        assert abs(mean_over_ranks(loss) - expected) <= tolerance
+        sharded.step()
+        reference.step()
+        assert_same(sharded.model, reference.model, tolerance)
+
+
+def shard_decoder(model: Decoder, fully_shard: Callable, **options) -> Decoder:
+    """One group per block, the rest in the root."""
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)

@@ -1,0 +1,97 @@
+"""The whole bench, once, on a tiny model over loopback."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from bench.links import PREFIX, LinkError, places
+
+ROOT = Path(__file__).parents[2]
+TINY = [
+    "--layers",
+    "2",
+    "--width",
+    "64",
+    "--vocab",
+    "256",
+    "--sequence",
+    "32",
+    "--batch",
+    "2",
+    "--blocks",
+    "1",
+    "--steps",
+    "1",
+]
+
+
+def namespaces() -> str:
+    return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+
+
+def test_the_bench_measures_a_tiny_model_end_to_end(tmp_path):
+    out = tmp_path / "out.json"
+    words = [sys.executable, "bench/step.py", *TINY, "--systems", "fsdp2", "--out", str(out)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(out.read_text())
+    (row,) = result["rows"]
+    numel = 2 * 12 * 64**2 + (2 * 256 + 32) * 64 + 5 * 2 * 64
+    assert row["step_ms"] > 0 and row["ratio"] > 0 and row["peak_mib"] > 0
+    # Two gathers of half the model, less the root's second one, and an all-reduce; some more for headers.
+    assert 1.0 < row["sent_mib"] / (4 * numel / 2**20) < 3.0
+    assert len(row["losses"]) > 2 and result["machine"]["cores"] == os.cpu_count()
+    assert "fsdp2" in done.stdout
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_shaped_link_is_made_and_removed_also_after_an_error(world):
+    try:
+        with places("1gbit", world) as homes:
+            mine = f"{PREFIX}-{os.getpid()}-"
+            assert namespaces().count(mine) == (2 if world == 2 else world + 1)
+            shaped = subprocess.run(
+                [*homes[0].prefix, "tc", "qdisc", "show", "dev", homes[0].interface],
+                capture_output=True,
+                text=True,
+            )
+            assert "tbf" in shaped.stdout and "rate 1Gbit" in shaped.stdout
+            ping = [*homes[0].prefix, "ip", "-brief", "addr", "show", "up"]
+            assert "10.77.0.1/24" in subprocess.run(ping, capture_output=True, text=True).stdout
+            raise KeyboardInterrupt
+    except LinkError as error:
+        pytest.skip(f"no namespaces here: {error}")
+    except KeyboardInterrupt:
+        pass
+    assert f"{PREFIX}-{os.getpid()}-" not in namespaces()
+
+
+def test_ending_the_bench_early_leaves_nothing_behind():
+    words = [sys.executable, "bench/step.py", *TINY, "--blocks", "100000", "--systems", "ddp"]
+    bench = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 30
+        while not children(bench.pid) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        ranks = children(bench.pid)
+        assert ranks
+        bench.send_signal(signal.SIGINT)
+        assert bench.wait(20) == 130
+    finally:
+        bench.kill()
+        bench.wait()
+    assert not any(Path("/proc", str(pid)).exists() for pid in ranks)
+    assert f"{PREFIX}-{bench.pid}-" not in namespaces()
+
+
+def children(pid: int) -> list[int]:
+    """Process ids of the ranks that the bench has started."""
+    found = Path(f"/proc/{pid}/task/{pid}/children")
+    commands = [int(word) for word in found.read_text().split()] if found.exists() else []
+    return [c for c in commands if b"bench/rank.py" in Path(f"/proc/{c}/cmdline").read_bytes()]

@@ -1,0 +1,396 @@
+"""What a group may hold, and what a step leaves behind."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardwright import MixedPrecisionPolicy, fully_shard, stats
+from shardwright.motion.unit import unit_of
+from shardwright.plan.schedule import ActionKind, Event, EventKind, Phase, Schedule, check
+from tests.ranks.models import Block, Run, assert_same, batches, build, full, loss_of, shard_decoder
+from tests.ranks.pool import run_ranks
+
+
+def held_nbytes(model):
+    return sum(g.buffer.allocated_nbytes for g in unit_of(model).runtime.groups if g.buffer is not None)
+
+
+def storage_freed(rank, world):
+    model = shard_decoder(build(), fully_shard)
+    run = Run.of(model)
+    root = unit_of(model).group
+    for step in range(3):
+        loss = loss_of(model, batches(step, world)[rank])
+        # The root stays unsharded for its backward, which comes first; the blocks don't.
+        assert held_nbytes(model) == root.buffer.nbytes == stats(model).unsharded_nbytes
+        loss.backward()
+        # The loss is still here, and with it nothing of a weight: its storage is freed, in bytes.
+        assert held_nbytes(model) == stats(model).unsharded_nbytes == 0
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+        run.step()
+    blocks = [g.buffer.nbytes for g in unit_of(model).runtime.groups[:-1]]
+    # One in use, one ahead, and the root: never the whole model.
+    assert stats(model).peak_unsharded_nbytes == root.buffer.nbytes + 2 * max(blocks)
+    with torch.no_grad():
+        loss_of(model, batches(0, world)[rank])
+    assert held_nbytes(model) == 0
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_after_every_step_all_unsharded_storage_is_freed(world):
+    run_ranks(world, storage_freed)
+
+
+def graph_keeps_nothing(rank, world):
+    """Every tensor that autograd saved from a resharded group lies in a storage of zero bytes."""
+    block = fully_shard(
+        nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), reshard_after_forward=True
+    )
+    x = torch.ones(2, 8, requires_grad=True)
+    out = block(x)
+    storage = unit_of(block).group.buffer._storage
+    saved, nodes = [], [out.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        names = [name for name in dir(node) if name.startswith("_saved_")]
+        saved += [t for t in (getattr(node, name) for name in names) if isinstance(t, torch.Tensor)]
+        nodes += [following for following, _ in node.next_functions if following is not None]
+    weights = [t for t in saved if t.untyped_storage()._cdata == storage._cdata]
+    assert len(weights) == 2  # else the test looked at the wrong graph
+    assert all(t.untyped_storage().nbytes() == 0 for t in weights)
+    out.sum().backward()
+
+
+def test_the_autograd_graph_keeps_no_resharded_weight_alive():
+    run_ranks(2, graph_keeps_nothing)
+
+
+def original_is_freed(rank, world):
+    layer = nn.Linear(64, 64)
+    original = weakref.ref(layer.weight)
+    fully_shard(layer)
+    gc.collect()
+    assert original() is None
+    assert layer.weight.to_local().untyped_storage().nbytes() == 64 * 32 * 4
+
+
+def test_the_original_parameter_is_freed():
+    run_ranks(2, original_is_freed)
+
+
+def bytes_on_the_wire(rank, world):
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(48, 96, bias=False)) for _ in range(2)])
+    model[1] = nn.Sequential(nn.Linear(96, 48, bias=False))
+    for block in model:
+        fully_shard(block, reshard_after_forward=True)
+    fully_shard(model)
+    sent = []
+    for _ in range(3):
+        before = stats(model).sent_nbytes
+        model(torch.ones(2, 48, requires_grad=True)).sum().backward()
+        sent.append(stats(model).sent_nbytes - before)
+    weights = 2 * 48 * 96 * 4
+    # Two all-gathers and one reduce-scatter of each group, each at (W - 1) / W of its bytes.
+    assert sent == [3 * weights * (world - 1) // world] * 3
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_a_step_sends_the_optimal_number_of_bytes(world):
+    run_ranks(world, bytes_on_the_wire)
+
+
+def schedule_is_followed(rank, world):
+    model = shard_decoder(build(), fully_shard)
+    assert model.schedule() == Schedule()
+    for step in range(3):
+        loss_of(model, batches(step, world)[rank]).backward()
+    schedule = model.schedule()
+    check(schedule)
+    assert Schedule.parse(str(schedule)) == schedule
+    for phase, trace in unit_of(model).runtime.traces.items():
+        assert [tuple(entry) for entry in trace] == [tuple(stop) for stop in schedule.phases[phase]]
+    # One ahead in both directions: block 1 is being gathered when block 0 (or 2) begins.
+    stops = {(phase, stop.event): stop.actions for phase in Phase for stop in schedule.phases.get(phase, ())}
+    forward = stops[Phase.FORWARD, Event(EventKind.FORWARD_BEGIN, 0)]
+    backward = stops[Phase.BACKWARD, Event(EventKind.BACKWARD_BEGIN, 2)]
+    assert (ActionKind.UNSHARD, 1) in forward
+    assert (ActionKind.UNSHARD, 1) in backward
+    assert forward.index((ActionKind.UNSHARD, 1)) < forward.index((ActionKind.WAIT, 0))
+    return str(schedule)
+
+
+def test_the_schedule_is_planned_followed_and_the_same_on_all_ranks():
+    assert len(set(run_ranks(3, schedule_is_followed))) == 1
+
+
+class Branching(nn.Module):
+    """Calls one block twice, another only at even steps, and returns a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.sometimes = Block(), Block()
+        self.step = 0
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.shared(x)
+        if self.step % 2 == 0:
+            x = self.sometimes(x)
+        self.step += 1
+        return {"out": self.shared(x)}
+
+
+def branching(rank, world):
+    torch.manual_seed(0)
+    reference = Branching()
+    torch.manual_seed(0)
+    model = Branching()
+    fully_shard(model.shared)
+    fully_shard(model.sometimes)
+    fully_shard(model)
+    ours, theirs = Run.of(model), Run.of(reference)
+    for step in range(4):
+        x = torch.randn(world, 5, 13, generator=torch.Generator().manual_seed(step))
+        reference.step = model.step = step
+        model(x[rank])["out"].square().mean().backward()
+        losses = []
+        for rows in x:
+            reference.step = step
+            losses.append(reference(rows)["out"].square().mean())
+        torch.stack(losses).mean().backward()
+        unused = model.sometimes.up.weight.grad is None
+        assert unused == (step % 2 == 1)
+        ours.step()
+        theirs.step()
+        assert_same(model, reference)
+        assert held_nbytes(model) == 0
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_modules_called_twice_or_only_sometimes_are_exact(world):
+    run_ranks(world, branching)
+
+
+class Adapter(nn.Module):
+    """A frozen weight beside trainable ones in one group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(13, 13)
+        self.base.requires_grad_(False)
+        self.down = nn.Linear(13, 3, bias=False)
+        self.up = nn.Linear(3, 13, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def frozen_and_trainable(rank, world):
+    torch.manual_seed(0)
+    reference = nn.Sequential(*[Adapter() for _ in range(3)])
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Adapter() for _ in range(3)])
+    for block in model:
+        fully_shard(block)
+    fully_shard(model)
+    for step in range(4):
+        if step == 2:  # unfrozen after two steps, and one that trained is frozen
+            for m in (model, reference):
+                m[1].base.requires_grad_(True)
+                m[2].up.requires_grad_(False)
+        x = torch.randn(world, 5, 13, generator=torch.Generator().manual_seed(step))
+        model(x[rank]).square().mean().backward()
+        torch.stack([reference(rows).square().mean() for rows in x]).mean().backward()
+        for (name, param), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+            assert (param.grad is None) == (other.grad is None), name
+            if param.grad is not None:
+                assert (full(param.grad) - other.grad).abs().max() <= 1e-6, name
+        for m in (model, reference):
+            m.zero_grad()
+        assert held_nbytes(model) == 0
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_frozen_and_trainable_parameters_share_a_group_and_may_change_places(world):
+    run_ranks(world, frozen_and_trainable)
+
+
+def list_is_one_group(rank, world):
+    model, reference = build(), build()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard([model.norm, model.head], reshard_after_forward=False)
+    fully_shard(model.embedding)
+    fully_shard(model)
+    assert unit_of(model).group is None  # nested calls have taken every parameter
+    assert unit_of(model.norm) is unit_of(model.head)
+    assert stats(model).num_groups == 5
+    ours, theirs = Run.of(model), Run.of(reference)
+    for step in range(3):
+        tokens = batches(step, world)
+        loss_of(model, tokens[rank]).backward()
+        torch.stack([loss_of(reference, rows) for rows in tokens]).mean().backward()
+        ours.step()
+        theirs.step()
+        assert_same(model, reference)
+        assert held_nbytes(model) == 0
+
+
+def test_a_list_of_modules_is_one_group_and_the_root_may_own_nothing():
+    run_ranks(2, list_is_one_group)
+
+
+def sharing_inside_a_group(rank, world):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6))
+    model[2].weight = model[0].weight
+    fully_shard(model)
+    assert model[2].weight is model[0].weight
+    assert len(list(model.parameters())) == 3
+    assert stats(model).param_numel == 36 + 12
+    model(torch.ones(2, 6)).sum().backward()
+    assert model[2].weight is model[0].weight
+    assert model[0].weight.grad is not None
+
+
+def test_a_parameter_shared_inside_a_group_is_sharded_once_and_stays_shared():
+    run_ranks(2, sharing_inside_a_group)
+
+
+def weights_seen_fresh(rank, world):
+    """A forward without a backward leaves the root unsharded; what changes then must still be seen."""
+    model = fully_shard(nn.Linear(4, 4, bias=False))
+    x = torch.ones(1, 4)
+    before = model(x)
+    model.load_state_dict({k: v * 2 for k, v in model.state_dict().items()})
+    assert torch.allclose(model(x), 2 * before)
+    with torch.no_grad():
+        unit_of(model).group.params[0].local.mul_(2)
+    assert torch.allclose(model(x), 4 * before)
+
+
+def test_a_weight_changed_between_two_forwards_is_seen():
+    run_ranks(2, weights_seen_fresh)
+
+
+def clean_after_exceptions(rank, world):
+    model, reference = shard_decoder(build(), fully_shard), build()
+    tokens = batches(0, world)
+    for place in ("forward", "backward"):
+
+        def fail(*_):
+            raise RuntimeError("on purpose")
+
+        if place == "forward":
+            handle = model.blocks[1].norm.register_forward_hook(fail)
+        else:
+            handle = model.blocks[1].norm.register_full_backward_hook(fail)
+        with pytest.raises(RuntimeError, match="on purpose"):
+            loss_of(model, tokens[rank]).backward()
+        handle.remove()
+        model.zero_grad()
+    loss_of(model, tokens[rank]).backward()
+    torch.stack([loss_of(reference, rows) for rows in tokens]).mean().backward()
+    for param, other in zip(model.parameters(), reference.parameters(), strict=True):
+        assert (full(param.grad) - other.grad).abs().max() <= 1e-6
+    assert held_nbytes(model) == 0
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_after_an_exception_on_all_ranks_the_next_step_is_clean(world):
+    run_ranks(world, clean_after_exceptions)
+
+
+def inplace_first_op(rank, world):
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4)))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4)))
+    fully_shard(model[1])
+    fully_shard(model)
+    x = torch.ones(3, 4)
+    model(x).sum().backward()
+    reference(x).sum().backward()
+    for param, other in zip(model.parameters(), reference.parameters(), strict=True):
+        assert (full(param.grad) - other.grad).abs().max() <= 1e-6
+
+
+def test_a_module_may_change_its_input_in_place():
+    run_ranks(2, inplace_first_op)
+
+
+def cast_and_moved(rank, world):
+    model = shard_decoder(build(), fully_shard)
+    parameters = list(model.parameters())
+    loss_of(model, batches(0, world)[rank]).backward()
+    model.zero_grad()
+    model.double()
+    assert all(p is q for p, q in zip(parameters, model.parameters(), strict=True))
+    loss_of(model, batches(0, world)[rank]).backward()
+    assert all(p.grad.dtype == torch.float64 for p in model.parameters())
+    reference = build().double()
+    torch.stack([loss_of(reference, rows) for rows in batches(0, world)]).mean().backward()
+    for param, other in zip(model.parameters(), reference.parameters(), strict=True):
+        assert (full(param.grad) - other.grad).abs().max() <= 1e-6
+
+
+def test_a_model_may_be_cast_between_steps():
+    run_ranks(2, cast_and_moved)
+
+
+def mixed_dtypes(rank, world):
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"a": nn.Linear(5, 5), "b": nn.Linear(5, 5).double()})
+
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = model
+            self.packed = nn.Parameter(torch.arange(7, dtype=torch.uint8), requires_grad=False)
+            self.empty = nn.Parameter(torch.empty(0, 3))
+
+        def forward(self, x):
+            assert torch.equal(self.packed, torch.arange(7, dtype=torch.uint8))
+            return self.parts["b"](self.parts["a"](x).double()) + self.empty.sum()
+
+    mixed = fully_shard(Mixed())
+    mixed(torch.ones(2, 5)).sum().backward()
+    assert mixed.parts["a"].weight.grad.dtype == torch.float32
+    assert mixed.parts["b"].weight.grad.dtype == torch.float64
+    assert tuple(mixed.empty.grad.shape) == (0, 3)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_group_may_hold_any_mix_of_dtypes_and_sizes(world):
+    run_ranks(world, mixed_dtypes)
+
+
+def replaced_parameters(rank, world):
+    model, reference = shard_decoder(build(), fully_shard), build(seed=9)
+    other = shard_decoder(build(seed=9), fully_shard)
+    model.load_state_dict(other.state_dict(), assign=True)
+    assert_same(model, reference, 0.0)
+    loss = loss_of(model, batches(0, world)[rank])
+    assert torch.equal(loss, loss_of(other, batches(0, world)[rank]))
+    loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_parameters_assigned_by_load_state_dict_are_taken_over():
+    run_ranks(2, replaced_parameters)
+
+
+def bf16_travels_narrow(rank, world):
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    model = fully_shard(nn.Linear(64, 64, bias=False), mp_policy=policy, reshard_after_forward=False)
+    before = stats(model).sent_nbytes
+    model(torch.ones(2, 64)).sum().backward()
+    # bf16 gather and bf16 gradient, summed in fp32 on arrival: widening before sending adds bytes only.
+    assert stats(model).sent_nbytes - before == 2 * 64 * 64 * 2 // 2
+
+
+def test_a_bf16_gradient_travels_as_bf16_and_is_summed_as_fp32():
+    run_ranks(2, bf16_travels_narrow)

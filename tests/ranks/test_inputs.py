@@ -1,0 +1,169 @@
+"""Bad input gives one clear error with the remedy, and leaves nothing half done."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from shardwright import MixedPrecisionPolicy, communication_s, full_state_dict, fully_shard, stats
+from shardwright.errors import InputError, ShardwrightError, StageError
+from tests.ranks.models import Run, batches, build, loss_of, shard_decoder
+from tests.ranks.pool import run_ranks
+
+
+def refused(rank, world):
+    sharded = fully_shard(nn.Linear(4, 4))
+    mesh = init_device_mesh("cpu", (world,))
+    nested = nn.Sequential(nn.Sequential(nn.Linear(4, 4)))
+    cases = [
+        (lambda: fully_shard(sharded), "sharded already"),
+        (
+            lambda: fully_shard(nn.ModuleList([nn.Linear(2, 2)])),
+            "no forward of its own.*each of its children",
+        ),
+        (lambda: fully_shard(nn.ModuleDict({"a": nn.Linear(2, 2)})), "no forward of its own"),
+        (lambda: fully_shard(nn.Module()), "no forward of its own"),
+        (lambda: fully_shard([]), "empty list"),
+        (lambda: fully_shard("model"), "nn.Module or a list of them, got str"),
+        (lambda: fully_shard([nested, nested[0]]), "inside another"),
+        (lambda: fully_shard(nn.Linear(2, 2), mesh="all"), "DeviceMesh or None, got str"),
+        (lambda: fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (world, 1))), "1-D mesh"),
+        (lambda: fully_shard(nn.Linear(2, 2), reshard_after_forward=3), "True, False or None, got 3"),
+        (lambda: fully_shard(nn.Linear(2, 2), mp_policy=torch.bfloat16), "MixedPrecisionPolicy"),
+        (lambda: MixedPrecisionPolicy(param_dtype=torch.int8), "floating-point"),
+        (lambda: stats(nn.Linear(2, 2)), "not sharded; call shardwright.fully_shard"),
+        (lambda: full_state_dict(nn.Linear(2, 2)), "no sharded module"),
+    ]
+    del mesh
+    for call, message in cases:
+        with pytest.raises(InputError, match=message):
+            call()
+    assert not isinstance(nested[0][0].weight, DTensor)
+
+
+def test_each_bad_argument_is_refused_with_the_remedy():
+    run_ranks(2, refused)
+
+
+def mesh_without_this_rank(rank, world):
+    if rank == 1:
+        mesh = dist.device_mesh.DeviceMesh("cpu", [0])
+        model = nn.Linear(2, 2)
+        with pytest.raises(InputError, match=r"rank 1 is not in the mesh \[0\]"):
+            fully_shard(model, mesh=mesh)
+        assert not isinstance(model.weight, DTensor)
+    else:
+        dist.device_mesh.DeviceMesh("cpu", [0])
+
+
+def test_a_mesh_without_this_rank_is_refused():
+    run_ranks(2, mesh_without_this_rank)
+
+
+def early_optimizer(rank, world):
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    shard_decoder(model, fully_shard)
+    loss_of(model, batches(0, world)[rank]).backward()
+    before = [p.to_local().clone() for p in model.parameters()]
+    with pytest.raises(
+        StageError, match=r"SGD holds \d+ parameters that fully_shard has replaced.*Build the opt"
+    ):
+        optimizer.step()
+    assert all(torch.equal(p.to_local(), old) for p, old in zip(model.parameters(), before, strict=True))
+    Run.of(model).step()
+
+
+def test_an_optimizer_built_before_sharding_is_refused_at_its_first_step():
+    run_ranks(2, early_optimizer)
+
+
+def still_on_meta(rank, world):
+    with torch.device("meta"):
+        model = nn.Linear(4, 4)
+    fully_shard(model)
+    with pytest.raises(StageError, match=r"'weight' is still on the meta device.*to_empty"):
+        model(torch.ones(1, 4))
+    model.to_empty(device="cpu")
+    nn.init.ones_(model.weight)
+    nn.init.zeros_(model.bias)
+    assert torch.equal(model(torch.ones(1, 4)), torch.full((1, 4), 4.0))
+
+
+def test_a_forward_on_meta_is_refused_and_works_after_init():
+    run_ranks(2, still_on_meta)
+
+
+def replaced_by_a_plain_one(rank, world):
+    model = fully_shard(nn.Linear(4, 4))
+    model._parameters["weight"] = nn.Parameter(torch.ones(4, 4))
+    with pytest.raises(
+        StageError, match=r"'weight' was replaced by Parameter of shape \[4, 4\].*stay a DTensor"
+    ):
+        model(torch.ones(1, 4))
+
+
+def test_a_parameter_replaced_by_a_plain_one_is_named():
+    run_ranks(2, replaced_by_a_plain_one)
+
+
+def inside_a_forward(rank, world):
+    class Asks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            communication_s(self)
+            return self.linear(x)
+
+    with pytest.raises(StageError, match="between steps"):
+        fully_shard(Asks())(torch.ones(1, 4))
+
+
+def test_measuring_communication_inside_a_forward_is_refused():
+    run_ranks(2, inside_a_forward)
+
+
+def one_rank_raises(rank, world):
+    model = shard_decoder(build(), fully_shard)
+    if rank == 1:
+        model.blocks[1].register_forward_hook(lambda *_: 1 / 0)
+    loss_of(model, batches(0, world)[rank]).backward()
+
+
+def test_a_rank_that_raises_ends_all_ranks_with_its_traceback_first():
+    start = time.monotonic()
+    with pytest.raises(AssertionError) as error:
+        run_ranks(2, one_rank_raises, timeout_s=5.0)
+    assert time.monotonic() - start < 20
+    assert "ZeroDivisionError" in str(error.value).partition("rank 0 of 2")[0]
+
+
+def measured(rank, world):
+    model = shard_decoder(build(), fully_shard)
+    before = [p.to_local().clone() for p in model.parameters()]
+    assert communication_s(model) > 0
+    assert all(torch.equal(p.to_local(), old) for p, old in zip(model.parameters(), before, strict=True))
+    assert all(p.grad is None for p in model.parameters())
+    loss_of(model, batches(0, world)[rank]).backward()
+
+
+def test_measuring_communication_changes_nothing():
+    run_ranks(2, measured)
+
+
+def test_without_a_launcher_a_world_of_one_is_made():
+    model = fully_shard(nn.Linear(3, 3))
+    model(torch.ones(1, 3)).sum().backward()
+    assert stats(model).sent_nbytes == 0
+    dist.destroy_process_group()
+
+
+def test_every_error_is_of_one_tree():
+    assert issubclass(InputError, (ShardwrightError, ValueError))
+    assert issubclass(StageError, (ShardwrightError, RuntimeError))
