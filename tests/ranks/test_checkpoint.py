@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from shardwright import fully_shard
 from shardwright.checkpoint import load, save
 from tests.ranks.pool import run_ranks
 
@@ -104,7 +104,15 @@ def load_fresh(rank: int, world: int, path: str, kind: str) -> dict:
 
 @pytest.mark.parametrize(
     ("kind", "saved", "loaded"),
-    [("adamw", 1, 3), ("adamw", 2, 1), ("adamw", 2, 2), ("adamw", 3, 2), ("adamw", 4, 5), ("sgd", 2, 4), ("sgd", 4, 1)],
+    [
+        ("adamw", 1, 3),
+        ("adamw", 2, 1),
+        ("adamw", 2, 2),
+        ("adamw", 3, 2),
+        ("adamw", 4, 5),
+        ("sgd", 2, 4),
+        ("sgd", 4, 1),
+    ],
 )
 def test_any_world_size_restores_bit_equal(tmp_path: Path, kind: str, saved: int, loaded: int) -> None:
     before = run_ranks(saved, save_trained, str(tmp_path), kind)[0]

@@ -1,10 +1,11 @@
-"""The ranks save and load together: they arrive together, wait for each other without a deadline on file I/O, and
-fail together.
+"""The ranks save and load together: they arrive together, wait for each other without a deadline on file
+I/O, and fail together.
 
-A collective that waits for the slowest disk runs into the timeout of its group; one that a rank never enters hangs.
-So (1) arrival is announced in the store, where who is missing can be seen and named; (2) the I/O of a rank runs in a
-thread while the ranks exchange one integer, every 0.1 s at most, until all are done: no collective waits for a file,
-and a rank that died is noticed by the next exchange; (3) what went wrong anywhere is raised everywhere.
+A collective that waits for the slowest disk runs into the timeout of its group; one that a rank never
+enters hangs. So (1) arrival is announced in the store, where who is missing can be seen and named; (2) the
+I/O of a rank runs in a thread while the ranks exchange one integer, every 0.1 s at most, until all are
+done: no collective waits for a file, and a rank that died is noticed by the next exchange; (3) what went
+    wrong anywhere is raised everywhere.
 """
 
 import threading
@@ -24,6 +25,7 @@ from shardwright.errors import CheckpointError
 T = TypeVar("T")
 
 ARRIVAL_TIMEOUT_S = 60.0
+"""How long the first rank waits for the last one to call save or load."""
 _POLL_S = 0.1
 _GROUP_TIMEOUT = timedelta(seconds=300)  # for one exchange of an integer between living ranks
 
@@ -37,25 +39,26 @@ class Ranks:
         self.calls = 0
         self.cpu_group: dist.ProcessGroup | None = None
 
-    def arrive(self, call: str, timeout_s: float = ARRIVAL_TIMEOUT_S) -> None:
+    def arrive(self, call: str) -> None:
         """Every rank calls this first; returns when all have.
 
         Raises:
-            CheckpointError: some ranks did not arrive within ``timeout_s`` seconds, or made another call.
+            CheckpointError: some ranks did not arrive within ``ARRIVAL_TIMEOUT_S``, or made another call.
         """
         if self.world == 1:
             return
         store = _get_default_store()
         keys = [f"shardwright/checkpoint/{self.calls}/{rank}" for rank in range(self.world)]
         store.set(keys[self.rank], call)
-        deadline, pause = time.monotonic() + timeout_s, 0.001
+        deadline, pause = time.monotonic() + ARRIVAL_TIMEOUT_S, 0.001
         while not store.check(keys):
             if time.monotonic() > deadline:
                 here = [rank for rank in range(self.world) if store.check([keys[rank]])]
                 store.delete_key(keys[self.rank])  # so that a late rank does not take us for waiting
                 missing = sorted({*range(self.world)} - {*here})
                 raise CheckpointError(
-                    f"{call} was entered by ranks {here}, not by ranks {missing} within {timeout_s:g} s; "
+                    f"{call} was entered by ranks {here}, not by ranks {missing} within "
+                    f"{ARRIVAL_TIMEOUT_S:g} s; "
                     "every rank must call it (it writes or reads the pieces that the rank owns)"
                 )
             time.sleep(pause)
@@ -67,14 +70,19 @@ class Ranks:
         if len(set(calls)) > 1:
             raise CheckpointError(f"the ranks made different calls: {dict(enumerate(calls))}")
         if self.cpu_group is None:
-            # A group of its own: its exchanges can't meet those of training, also when they run in the background.
-            self.cpu_group = dist.new_group(backend="gloo", timeout=_GROUP_TIMEOUT)
+            # A group of its own: its exchanges can't meet those of training, also when they run in the
+            # background.
+            group = dist.new_group(backend="gloo", timeout=_GROUP_TIMEOUT)
+            assert isinstance(group, dist.ProcessGroup)
+            self.cpu_group = group
 
     def together(self, what: str, work: Callable[[], T]) -> list[T]:
-        """Run ``work`` (file I/O of any length) on every rank; returns every rank's result, which is sent by pickle.
+        """Run ``work`` (file I/O of any length) on every rank; returns every rank's result, which is sent
+        by pickle.
 
         Raises:
-            CheckpointError: on all ranks, with the reasons of all ranks on which ``work`` failed, or if a rank was lost.
+            CheckpointError: on all ranks, with the reasons of all ranks on which ``work`` failed, or if a
+                rank was lost.
         """
         outcome: list[Any] = []
         if self.world == 1:

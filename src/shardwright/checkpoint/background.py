@@ -10,7 +10,8 @@ from shardwright.errors import CheckpointError
 
 
 class Pending:
-    """A save in the background. Its error is raised by ``wait``, by the next save or load, or shown at exit."""
+    """A save in the background. Its error is raised by ``wait``, by the next save or load, or shown at
+    exit."""
 
     def __init__(self, work: Callable[[], Path]) -> None:
         self._work = work
@@ -30,7 +31,8 @@ class Pending:
         return not self._thread.is_alive()
 
     def wait(self) -> Path:
-        """Block until it has ended; returns the published folder. Not a collective, but every rank's save must run.
+        """Block until it has ended; returns the published folder. Not a collective, but every rank's save
+        must run.
 
         Raises:
             CheckpointError: the save failed; nothing was published, the previous checkpoint stays the latest.

@@ -29,7 +29,8 @@ _STEP = re.compile(r"step-(\d+)")
 
 @dataclass(frozen=True)
 class Keep:
-    """Which checkpoints outlive a save: the ``last`` N, and besides every one whose step is a multiple of ``every``."""
+    """Which checkpoints outlive a save: the ``last`` N, and besides every one whose step is a multiple of
+    ``every``."""
 
     last: int
     every: int | None = None
@@ -68,7 +69,7 @@ class Writer:
             self._take_lock()
             if self.final.exists():
                 raise CheckpointError(
-                    f"{self.final} exists already; nothing was overwritten. Remove it, or save to another folder"
+                    f"{self.final} exists already; nothing was overwritten: remove it, or use another folder"
                 )
             for torn in path.glob(_TORN + "*"):  # we hold the lock: no living writer owns them
                 shutil.rmtree(torn)
@@ -93,7 +94,8 @@ class Writer:
         os.pwrite(self._lock, f"pid {os.getpid()} on {socket.gethostname()}".encode(), 0)
 
     def publish(self, manifest_text: str) -> None:
-        """Write the manifest, sync, rename into place, then move ``latest``. Every shard file is synced already."""
+        """Write the manifest, sync, rename into place, then move ``latest``. Every shard file is synced
+        already."""
         try:
             _write_synced(self.torn / MANIFEST, manifest_text)
             sync_folder(self.torn)
@@ -107,7 +109,8 @@ class Writer:
             raise CheckpointError(f"can't publish {self.final}: {error.strerror or error}") from error
 
     def prune(self, keep: Keep) -> None:
-        """Remove the checkpoints that ``keep`` does not keep; first out of sight by a rename, then the files."""
+        """Remove the checkpoints that ``keep`` does not keep; first out of sight by a rename, then the
+        files."""
         steps = [(step, folder) for step, folder in step_folders(self.path) if folder != self.final]
         old = steps[: len(steps) - (keep.last - 1)]
         for step, folder in old:
@@ -173,8 +176,8 @@ def _held(manifest: Manifest, file: str) -> str:
 
 
 def find(path: Path) -> tuple[Path, Sequence[str]]:
-    """``(folder, skipped)``: ``path`` itself if it is a checkpoint, else its newest complete one, and why newer ones
-    were skipped.
+    """``(folder, skipped)``: ``path`` itself if it is a checkpoint, else its newest complete one, and why
+    newer ones were skipped.
 
     Raises:
         CheckpointError: there is none, saying what was found instead.

@@ -1,23 +1,24 @@
 """What a checkpoint is: the manifest, the pieces it is made of, their checksums, and the proof of coverage.
 
     step-000123/
-        manifest.json              every tensor: shape, dtype, aliases, and its pieces; the small state; a checksum of itself
-        shard-00000.safetensors    the pieces that one writer owned, readable with the plain safetensors library
+        manifest.json             every tensor: shape, dtype, aliases, pieces; the small state; its checksum
+        shard-00000.safetensors   the pieces that one writer owned; the safetensors library opens it
         shard-00001.safetensors
 
-A *piece* is a box of one tensor's logical index space (an offset and a shape), stored row-major and contiguous in
-one file. Nothing here says how many ranks wrote it, in which groups, or on which device: only names and indices.
+A *piece* is a box of one tensor's logical index space (an offset and a shape), stored row-major and
+contiguous in one file. Nothing here says how many ranks wrote it, in which groups, or on which device: only
+names and indices.
 
-    tensor [7, 3] written by 3 ranks as Shard(0)          read by 2 ranks: each intersects its box with the pieces
+    tensor [7, 3] written by 3 ranks as Shard(0)    read by 2 ranks: each intersects its box with the pieces
 
-        row 0..2  piece 0  (shard-00000)                      rank 0 wants rows 0..3: piece 0 whole, piece 1 row 3
-        row 3..5  piece 1  (shard-00001)                      rank 1 wants rows 4..6: piece 1 rows 4..5, piece 2
+        row 0..2  piece 0  (shard-00000)            rank 0 wants rows 0..3: piece 0 whole, piece 1 row 3
+        row 3..5  piece 1  (shard-00001)            rank 1 wants rows 4..6: piece 1 rows 4..5, piece 2
         row 6     piece 2  (shard-00002)
 
-CRC-32 was chosen as the checksum because it is *additive*: the checksum of a piece is the XOR of what its parts
-contribute, each shifted by the bytes that follow it. So ranks that read different parts of one piece can verify it
-together with one integer each, and the same integers verify the live state after the copy, at any world size.
-This module is pure: no torch, no devices, no processes.
+CRC-32 was chosen as the checksum because it is *additive*: the checksum of a piece is the XOR of what its
+parts contribute, each shifted by the bytes that follow it. So ranks that read different parts of one piece
+can verify it together with one integer each, and the same integers verify the live state after the copy, at
+any world size. This module is pure: no torch, no devices, no processes.
 """
 
 import json
@@ -35,7 +36,8 @@ FORMAT = "shardwright-checkpoint"
 VERSION = 1
 MANIFEST = "manifest.json"
 
-# safetensors' names of dtypes, with the bytes of one element. Bits are stored as they are: nothing is converted.
+# safetensors' names of dtypes, with the bytes of one element. Bits are stored as they are: nothing is
+# converted.
 ITEM_NBYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
     "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
@@ -84,7 +86,8 @@ class Box:
 
 
 def chunk(size: int, num_chunks: int, index: int) -> tuple[int, int]:
-    """``(offset, length)`` of chunk ``index`` as torch.chunk cuts: ceil-sized, the last ones short or empty."""
+    """``(offset, length)`` of chunk ``index`` as torch.chunk cuts: ceil-sized, the last ones short or
+    empty."""
     step = -(-size // num_chunks)
     offset = min(step * index, size)
     return offset, min(step, size - offset)
@@ -92,12 +95,15 @@ def chunk(size: int, num_chunks: int, index: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Piece:
-    """One box of one tensor, in ``file`` from byte ``start``, row-major; ``crc32`` is zlib's, of exactly those bytes."""
+    """One box of one tensor, in ``file`` from byte ``start``, row-major.
+
+    ``crc32`` is zlib's, of exactly those bytes; None in formats that have no checksums.
+    """
 
     file: str
     start: int
     nbytes: int
-    crc32: int
+    crc32: int | None
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
@@ -108,10 +114,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor of the checkpoint: its logical ``shape``, its ``dtype`` (a name of safetensors) and its pieces.
+    """A tensor of the checkpoint: its logical ``shape``, its ``dtype`` (a name of safetensors) and its
+    pieces.
 
-    ``aliases`` are further keys of the same tensor (tied weights), stored once. ``sharded`` says that the tensor was
-    a distributed one, whatever its layout: state of an optimizer is rebuilt as one.
+    ``aliases`` are further keys of the same tensor (tied weights), stored once. ``sharded`` says that the
+    tensor was a distributed one, whatever its layout: state of an optimizer is rebuilt as one.
     """
 
     shape: tuple[int, ...]
@@ -133,8 +140,8 @@ class TensorEntry:
 class Manifest:
     """All that a checkpoint says about itself.
 
-    ``tensors`` is keyed ``model/NAME``, ``optimizer/NAME/KEY``, ``extra/PATH``, ``rng/RANK/PATH``; ``files`` gives the
-    size of each in bytes; ``state`` is the small state (plain JSON, see ``tree``).
+    ``tensors`` is keyed ``model/NAME``, ``optimizer/NAME/KEY``, ``extra/PATH``, ``rng/RANK/PATH``;
+    ``files`` gives the size of each in bytes; ``state`` is the small state (plain JSON, see ``tree``).
     """
 
     step: int
@@ -176,7 +183,8 @@ def coverage_faults(entry: TensorEntry) -> list[str]:
         return faults
     for a, b in overlaps([piece.box for piece in entry.pieces]):
         faults.append(
-            f"elements {entry.pieces[a].offset}.. stored twice: {entry.pieces[a].file}, {entry.pieces[b].file}"
+            f"elements {entry.pieces[a].offset}.. stored twice: "
+            f"{entry.pieces[a].file}, {entry.pieces[b].file}"
         )
     covered = sum(piece.box.numel for piece in entry.pieces)
     if covered != whole.numel:
@@ -185,8 +193,8 @@ def coverage_faults(entry: TensorEntry) -> list[str]:
 
 
 def overlaps(boxes: Sequence[Box]) -> list[tuple[int, int]]:
-    """Index pairs of boxes that share an element, at least one pair if there is any. Sorted along the first dim in
-    which they differ, so that the usual case (slices along one dim) costs n log n."""
+    """Index pairs of boxes that share an element, at least one pair if there is any. Sorted along the first
+    dim in which they differ, so that the usual case (slices along one dim) costs n log n."""
     pairs = []
     order = sorted((i for i in range(len(boxes)) if boxes[i].numel), key=lambda i: boxes[i].offset)
     active: list[int] = []
@@ -248,7 +256,8 @@ def loads(text: str, where: str) -> Manifest:
             raise CheckpointError(f"{where}: format {body['format']!r}, expected {FORMAT!r}")
         if body["version"] > VERSION:
             raise CheckpointError(
-                f"{where}: format version {body['version']}, this release reads up to {VERSION}; upgrade shardwright"
+                f"{where}: format version {body['version']}, this release reads up to {VERSION}; "
+                "upgrade shardwright"
             )
         if zlib.crc32(_canonical(body).encode()) != crc:
             raise CheckpointError(f"{where}: the manifest is damaged (its checksum does not match)")
@@ -275,8 +284,8 @@ def _entry(entry: Mapping[str, Any]) -> TensorEntry:
     )
 
 
-# --- CRC-32 of a whole from the CRC-32s of its parts -----------------------------------------------------------------
-# Polynomials over GF(2) modulo the CRC-32 polynomial, bit-reflected as zlib keeps them: bit 31 is x^0.
+# ---- CRC-32 of a whole from the CRC-32s of its parts: polynomials over GF(2) modulo the CRC-32 polynomial,
+# bit-reflected as zlib keeps them (bit 31 is x^0).
 
 _POLY = 0xEDB88320
 
@@ -310,10 +319,12 @@ def crc32_shift(crc: int, nbytes: int) -> int:
 
 
 def part_crc32(array: np.ndarray, part: Box, piece: Box, item_nbytes: int) -> int:
-    """What ``part`` of ``piece`` contributes to the piece's CRC-32; the XOR over parts that tile the piece equals it.
+    """What ``part`` of ``piece`` contributes to the piece's CRC-32; the XOR over parts that tile the piece
+    equals it.
 
-    ``array`` holds the part, of any dtype whose items have ``item_nbytes`` bytes, shaped ``part.shape``. A part that
-    is cut in an inner dim lies in the piece as many runs with gaps; they are combined by Horner's rule.
+    ``array`` holds the part, of any dtype whose items have ``item_nbytes`` bytes, shaped ``part.shape``. A
+    part that is cut in an inner dim lies in the piece as many runs with gaps; they are combined by Horner's
+    rule.
     """
     rank = len(piece.shape)
     assert array.shape == part.shape, f"{array.shape} is not {part.shape}"
@@ -328,6 +339,6 @@ def part_crc32(array: np.ndarray, part: Box, piece: Box, item_nbytes: int) -> in
     for start, after, run in zip(starts[:-1].tolist(), starts[1:].tolist(), runs, strict=False):
         if after - start not in powers:
             powers[after - start] = _power_of_x(8 * (after - start))
-        crc = _multiply(powers[after - start], crc ^ zlib.crc32(run))
-    crc ^= zlib.crc32(runs[-1])
+        crc = _multiply(powers[after - start], crc ^ zlib.crc32(run.data))
+    crc ^= zlib.crc32(runs[-1].data)
     return crc32_shift(crc, piece.numel * item_nbytes - int(starts[-1]) - runs.shape[1])

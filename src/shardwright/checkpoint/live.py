@@ -1,4 +1,5 @@
-"""The live state as checkpoints see it: names, logical shapes, and the part of each tensor that this rank holds."""
+"""The live state as checkpoints see it: names, logical shapes, and the part of each tensor that this rank
+holds."""
 
 import random
 from collections.abc import Mapping
@@ -30,8 +31,8 @@ class Stateful(Protocol):
 class Part:
     """What this rank holds of one tensor: ``local`` (any device) fills ``box`` of the logical ``shape``.
 
-    ``owner`` says whether this rank writes it: of equal copies one is written. ``box`` is None on a rank that is no
-    part of the tensor's mesh.
+    ``owner`` says whether this rank writes it: of equal copies one is written. ``box`` is None on a rank
+    that is no part of the tensor's mesh.
     """
 
     local: torch.Tensor
@@ -42,7 +43,8 @@ class Part:
 
 
 def part_of(key: str, tensor: torch.Tensor, rank: int) -> Part:
-    """The part of ``tensor`` on this rank; a plain tensor is taken to be the same on every rank, and rank 0 owns it.
+    """The part of ``tensor`` on this rank; a plain tensor is taken to be the same on every rank, and rank 0
+    owns it.
 
     Raises:
         CheckpointError: a dtype or a placement that can't be saved.
@@ -71,7 +73,8 @@ def part_of(key: str, tensor: torch.Tensor, rank: int) -> Part:
 def box_at(
     key: str, shape: tuple[int, ...], placements: Any, mesh_shape: tuple[int, ...], at: tuple[int, ...]
 ) -> Box:
-    """The box of a tensor held at coordinate ``at`` of a mesh: each ``Shard`` cuts as torch.chunk does, in mesh order."""
+    """The box of a tensor held at coordinate ``at`` of a mesh: each ``Shard`` cuts as torch.chunk does, in
+    mesh order."""
     offset, size = [0] * len(shape), list(shape)
     for placement, num, index in zip(placements, mesh_shape, at, strict=True):
         if type(placement) is Shard:
@@ -88,8 +91,8 @@ def box_at(
 class Live:
     """The state of a model, and of its optimizer and extra state if given.
 
-    ``tensors`` maps keys to live tensors (DTensor or plain; the same memory, not copies), ``aliases`` a stored key to
-    the further keys of the same tensor, ``state`` is the small state as JSON.
+    ``tensors`` maps keys to live tensors (DTensor or plain; the same memory, not copies), ``aliases`` a
+    stored key to the further keys of the same tensor, ``state`` is the small state as JSON.
     """
 
     tensors: Tensors
@@ -101,7 +104,8 @@ def collect(model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str, A
     """References to all state. Local; nothing is copied, except state that a ``Stateful`` builds for us.
 
     Raises:
-        CheckpointError: state that can't be saved without pickling; a parameter of the optimizer that is not the model's.
+        CheckpointError: state that can't be saved without pickling; a parameter of the optimizer that is
+            not the model's.
     """
     tensors: Tensors = {}
     state: dict[str, Any] = {"model": {}}
@@ -120,7 +124,8 @@ def collect(model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str, A
 
 
 def model_tensors(model: nn.Module) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
-    """``(state, aliases)``: the model's state dict under its own names, tied tensors once, under the first name."""
+    """``(state, aliases)``: the model's state dict under its own names, tied tensors once, under the first
+    name."""
     named: dict[str, Any] = {}
     first: dict[int, str] = {}
     aliases: dict[str, tuple[str, ...]] = {}
@@ -146,8 +151,9 @@ def _collect_optimizer(optimizer: Optimizer, names: Mapping[int, str], tensors: 
         unknown = [tuple(p.shape) for p in group["params"] if id(p) not in names]
         if unknown:
             raise CheckpointError(
-                f"optimizer group {i} has {len(unknown)} parameters that are not the model's (shapes {unknown[:5]}); "
-                "state is saved by name: build the optimizer from model.parameters(), after sharding the model"
+                f"optimizer group {i} has {len(unknown)} parameters that are not the model's "
+                f"(shapes {unknown[:5]}); state is saved by name: build the optimizer from "
+                "model.parameters(), after sharding the model"
             )
         hyper = {k: v for k, v in group.items() if k not in ("params", "param_names")}
         group_names = [names[id(p)] for p in group["params"]]
@@ -159,7 +165,8 @@ def _collect_optimizer(optimizer: Optimizer, names: Mapping[int, str], tensors: 
 
 
 def rng_state() -> dict[str, Any]:
-    """The random state of this process: torch (host and the current CUDA device), Python, NumPy's global one."""
+    """The random state of this process: torch (host and the current CUDA device), Python, NumPy's global
+    one."""
     version, numbers, gauss = random.getstate()
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),

@@ -12,7 +12,7 @@ import platform
 import warnings
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +41,11 @@ def save(
 ) -> Path:
     """Publish the state of training as ``path/step-000123``; returns that folder. Every rank must call it.
 
-    Saved are the parameters and persistent buffers of ``model``, the state and groups of ``optimizer`` (by the names
-    of the parameters), ``extra`` (numbers, strings, lists, dicts, tensors, and objects with ``state_dict()``; equal on
-    all ranks), and the random state of every rank. Nothing is pickled. Each rank writes its own pieces; no tensor is
-    sent, and host memory grows by 8 MiB. When it returns, the checkpoint is on the disk and ``path/latest`` names it;
-    until then the previous one is untouched.
+    Saved are the parameters and persistent buffers of ``model``, the state and groups of ``optimizer`` (by
+    the names of the parameters), ``extra`` (numbers, strings, lists, dicts, tensors, and objects with
+    ``state_dict()``; equal on all ranks), and the random state of every rank. Nothing is pickled. Each rank
+    writes its own pieces; no tensor is sent, and host memory grows by 8 MiB. When it returns, the
+    checkpoint is on the disk and ``path/latest`` names it; until then the previous one is untouched.
 
     Args:
         step: number of optimizer steps done, 0 or more; names the folder.
@@ -60,8 +60,37 @@ def save(
     options = _Options(Path(path), step, Keep(keep) if isinstance(keep, int) else keep)
     group = ranks()
     group.arrive(f"save(step={step})")
-    snapshot = _snapshot(group, model, optimizer, extra)
-    return _write(group, snapshot, options)
+    return _write(group, _snapshot(group, model, optimizer, extra), options)
+
+
+def async_save(
+    path: str | Path,
+    *,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    extra: Mapping[str, Any] | None = None,
+    step: int,
+    keep: int | Keep | None = None,
+) -> background.Pending:
+    """``save`` in the background: returns as soon as the state is copied to the host. Every rank must call
+    it.
+
+    The copy is this rank's pieces, held on the host until the process ends and used again by the next call
+    (fresh memory costs several times the copy itself). One save runs at a time: a second call first waits
+    for the first. Call ``wait()`` on what it returns before the process group is destroyed.
+
+    Raises:
+        CheckpointError: the save *before* this one failed (this one was not started, call again), or the
+            state can't be saved. An error of this one is raised by ``wait()``, by the next save or load, or
+            shown at exit.
+        InputError: as ``save``.
+    """
+    background.finish()
+    options = _Options(Path(path), step, Keep(keep) if isinstance(keep, int) else keep)
+    group = ranks()
+    group.arrive(f"async_save(step={step})")
+    snapshot = _staged(_snapshot(group, model, optimizer, extra))
+    return background.start(lambda: _write(group, snapshot, options))
 
 
 @dataclass(frozen=True)
@@ -79,8 +108,8 @@ class _Options:
 class Snapshot:
     """What this rank is about to write: its part of every tensor, and the small state.
 
-    ``rng`` is this rank's own random state, its tensors under ``rng/RANK``. ``fault`` is why the state could not be
-    collected; it is raised where all ranks can hear it.
+    ``rng`` is this rank's own random state, its tensors under ``rng/RANK``. ``fault`` is why the state
+    could not be collected; it is raised where all ranks can hear it.
     """
 
     parts: Mapping[str, Part]
@@ -115,9 +144,32 @@ def _snapshot(
         return Snapshot({}, {}, {}, fault=str(error))
 
 
+_staging: dict[str, torch.Tensor] = {}
+
+
+def _staged(snapshot: Snapshot) -> Snapshot:
+    """The pieces that this rank writes, copied to host memory that is kept for the next call."""
+    parts = {}
+    for key, part in snapshot.parts.items():
+        local = part.local
+        if part.owner and part.box is not None and part.box.numel:
+            buffer = _staging.get(key)
+            if buffer is None or buffer.shape != local.shape or buffer.dtype != local.dtype:
+                buffer = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
+                _staging[key] = buffer
+            local = buffer.copy_(local, non_blocking=local.is_cuda)
+        parts[key] = replace(part, local=local, box=part.box if part.owner else None)
+    for key in _staging.keys() - parts.keys():
+        del _staging[key]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.current_stream().synchronize()
+    return replace(snapshot, parts=parts)
+
+
 @dataclass(frozen=True)
 class _Written:
-    """What one rank reports after writing: its file, its pieces by key, and the checksums of copies it did not write."""
+    """What one rank reports after writing: its file, its pieces by key, and the checksums of copies it did
+    not write."""
 
     file: str
     nbytes: int
@@ -160,7 +212,8 @@ def _write(group: Ranks, snapshot: Snapshot, options: _Options) -> Path:
         diverged = group.together(what, publish)[0]
     if diverged and group.rank == 0:
         warnings.warn(
-            f"{len(diverged)} tensors that should be equal on all ranks are not; one copy was saved: {diverged[:5]}",
+            f"{len(diverged)} tensors that should be equal on all ranks are not; one copy was saved: "
+            f"{diverged[:5]}",
             stacklevel=3,
         )
     return options.path / f"step-{options.step:06d}"

@@ -1,9 +1,10 @@
-"""One shard file: safetensors, written and read in chunks, so that no second copy of a tensor exists on the host."""
+"""One shard file: safetensors, written and read in chunks, so that no second copy of a tensor exists on the
+host."""
 
 import json
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -11,7 +12,7 @@ from types import TracebackType
 import numpy as np
 import torch
 
-from shardwright.checkpoint.format import ITEM_NBYTES, Box, Piece
+from shardwright.checkpoint.format import ITEM_NBYTES, Box, Piece, TensorEntry
 from shardwright.errors import CheckpointError
 
 CHUNK_NBYTES = 8 << 20
@@ -20,15 +21,17 @@ _ALIGN = 64
 TORCH_DTYPE = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu, "I16": torch.int16, "U16": torch.uint16,
-    "F16": torch.float16, "BF16": torch.bfloat16, "I32": torch.int32, "U32": torch.uint32, "F32": torch.float32,
-    "I64": torch.int64, "U64": torch.uint64, "F64": torch.float64, "C64": torch.complex64,
+    "F16": torch.float16, "BF16": torch.bfloat16, "I32": torch.int32, "U32": torch.uint32,
+    "F32": torch.float32, "I64": torch.int64, "U64": torch.uint64, "F64": torch.float64,
+    "C64": torch.complex64,
 }  # fmt: skip
 DTYPE_NAME = {dtype: name for name, dtype in TORCH_DTYPE.items()}
 _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def bits_of(tensor: torch.Tensor) -> np.ndarray:
-    """The elements of ``tensor`` as unsigned integers of their size, same shape; copied only if it has to be."""
+    """The elements of ``tensor`` as unsigned integers of their size, same shape; copied only if it has to
+    be."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
     return flat.view(_BITS[tensor.element_size()]).reshape(tensor.shape)
 
@@ -74,24 +77,18 @@ def write_shard(path: Path, items: Sequence[Item]) -> tuple[dict[str, Piece], in
     items = sorted(
         items, key=lambda item: -item.tensor.element_size()
     )  # so that every piece is aligned to its items
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    start = 0
-    for item in items:
-        nbytes = item.tensor.numel() * item.tensor.element_size()
-        header[item.key] = {
-            "dtype": DTYPE_NAME[item.tensor.dtype],
-            "shape": list(item.box.shape),
-            "data_offsets": [start, start + nbytes],
-        }
-        start += nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + 8) % _ALIGN)
-    at = 8 + len(text)
+    text = header_of(
+        [
+            (i.key, DTYPE_NAME[i.tensor.dtype], i.box.shape, i.tensor.numel() * i.tensor.element_size())
+            for i in items
+        ]
+    )
+    at = len(text)
     pieces = {}
     key = "the header"
     try:
         with open(path, "xb", buffering=0) as file:
-            _write_all(file.fileno(), len(text).to_bytes(8, "little") + text)
+            write_all(file.fileno(), text)
             for item in items:
                 key = item.key
                 nbytes, crc = _write_tensor(file.fileno(), item)
@@ -108,25 +105,41 @@ def write_shard(path: Path, items: Sequence[Item]) -> tuple[dict[str, Piece], in
     return pieces, at
 
 
+def header_of(
+    tensors: Sequence[tuple[str, str, tuple[int, ...], int]], metadata: Mapping[str, str] | None = None
+) -> bytes:
+    """The start of a safetensors file that holds ``(name, dtype, shape, nbytes)``, one after the other."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    start = 0
+    for name, dtype, shape, nbytes in tensors:
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, start + nbytes]}
+        start += nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % _ALIGN)
+    return len(text).to_bytes(8, "little") + text
+
+
 def _write_tensor(fd: int, item: Item) -> tuple[int, int]:
     crc = nbytes = 0
     for box in chunks_of(item.box, item.tensor.element_size()):
         bits = bits_of(item.tensor[box.slices_in(item.box)]).reshape(-1).view(np.uint8)
-        crc = zlib.crc32(bits, crc)
-        _write_all(fd, bits)
+        crc = zlib.crc32(bits.data, crc)
+        write_all(fd, bits.data)
         nbytes += bits.nbytes
     return nbytes, crc
 
 
-def _write_all(fd: int, data: bytes | np.ndarray) -> None:
+def write_all(fd: int, data: bytes | memoryview) -> None:
+    """Write all of ``data`` at the file's position (one ``write`` takes 2 GiB at most)."""
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
 
 
 class Reader:
-    """Reads boxes of pieces out of the files of one checkpoint folder. Reads no other bytes than those of the boxes
-    (inner-dim parts are mapped, so there whole pages). ``nbytes`` counts what was read. Not for several threads."""
+    """Reads boxes of pieces out of the files of one checkpoint folder. Reads no other bytes than those of
+    the boxes (inner-dim parts are mapped, so there whole pages). ``nbytes`` counts what was read. Not for
+    several threads."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -144,14 +157,14 @@ class Reader:
             os.close(fd)
         self._files.clear()
 
-    def read(self, key: str, piece: Piece, box: Box, dtype: str) -> np.ndarray:
-        """The elements of ``box`` (inside of ``piece``, at most one chunk) as unsigned integers, shaped ``box.shape``;
-        valid until the next call.
+    def bits_of(self, key: str, entry: TensorEntry, piece: Piece, box: Box) -> np.ndarray:
+        """The elements of ``box`` (inside of ``piece``, at most one chunk) as unsigned integers, shaped
+        ``box.shape``; valid until the next call.
 
         Raises:
             CheckpointError: the file is missing, unreadable or too short; names file and tensor ``key``.
         """
-        item = ITEM_NBYTES[dtype]
+        item = ITEM_NBYTES[entry.dtype]
         path = self.folder / piece.file
         nbytes = box.numel * item
         self.nbytes += nbytes
@@ -166,11 +179,11 @@ class Reader:
             out = self._buffer[:nbytes] if nbytes <= len(self._buffer) else np.empty(nbytes, np.uint8)
             done = 0
             while done < nbytes:
-                count = os.preadv(fd, [memoryview(out)[done:]], piece.start + first * item + done)
+                count = os.preadv(fd, [out.data[done:]], piece.start + first * item + done)
                 if not count:
                     raise CheckpointError(
-                        f"{path}: ends inside of {key} (at byte {piece.start + first * item + done}, the piece ends "
-                        f"at {piece.start + piece.nbytes}): the file is truncated"
+                        f"{path}: the file is truncated inside of {key} (it ends at byte "
+                        f"{piece.start + first * item + done}, the piece at {piece.start + piece.nbytes})"
                     )
                 done += count
         except (OSError, ValueError) as error:  # numpy: ValueError if a file is too short to be mapped

@@ -1,4 +1,5 @@
-"""Where a checkpoint's tensors go: the plan of a load, what doesn't fit, and putting the filled tensors in place."""
+"""Where a checkpoint's tensors go: the plan of a load, what doesn't fit, and putting the filled tensors in
+place."""
 
 from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
@@ -7,7 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
 from shardwright.checkpoint.format import Box, Manifest, TensorEntry
@@ -19,7 +21,8 @@ from shardwright.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Target:
-    """One tensor to fill: ``whole`` (plain or DTensor; on the meta device until ``allocated``) from ``entry``.
+    """One tensor to fill: ``whole`` (plain or DTensor; on the meta device until ``allocated``) from
+    ``entry``.
 
     ``box`` is this rank's part, None if it has none. ``live`` says that ``whole`` is in use already.
     """
@@ -55,7 +58,8 @@ class Target:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a load will do: ``targets`` to fill, ``small`` tensors to read whole, and what to install afterwards."""
+    """What a load will do: ``targets`` to fill, ``small`` tensors to read whole, and what to install
+    afterwards."""
 
     targets: tuple[Target, ...]
     small: tuple[str, ...]
@@ -123,7 +127,8 @@ class _Planner:
         unused = sorted(set(stored_of.values()) - used)
         self.problems += [f"unexpected {key}: {list(self.manifest.tensors[key].shape)}" for key in unused]
         self.problems += [
-            f"buffer {name} is on the meta device and not persistent: no checkpoint has it; initialise it before load"
+            f"buffer {name} is on the meta device and not persistent: no checkpoint has it; "
+            "initialise it before load"
             for name, buffer in self.model.named_buffers()
             if buffer.is_meta and id(buffer) not in self.replaced
         ]
@@ -181,8 +186,8 @@ class _Planner:
     def spec_of(
         self, key: str, entry: TensorEntry, p: torch.Tensor, group: Mapping[str, Any]
     ) -> torch.Tensor:
-        """A meta tensor as the optimizer would have made it for ``p``: distributed like ``p`` where the shapes allow,
-        replicated where not; a scalar (``step``) is plain."""
+        """A meta tensor as the optimizer would have made it for ``p``: distributed like ``p`` where the
+        shapes allow, replicated where not; a scalar (``step``) is plain."""
         dtype = TORCH_DTYPE[entry.dtype]
         saved_p = self.manifest.tensors.get(
             self.manifest.keys_of("model/").get(f"model/{self.names[id(p)]}", "")
@@ -297,14 +302,14 @@ def _set_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
 def _replace_meta(todo: Plan, filled: Mapping[str, Target]) -> None:
     if not todo.replaced:
         return
-    new: dict[int, torch.Tensor] = {}
+    new: dict[int, Any] = {}
     for module in todo.model.modules():
         for tensors in (module._parameters, module._buffers):
             for name, old in tensors.items():
                 if old is None or id(old) not in todo.replaced:
                     continue
                 if id(old) not in new:  # tied parameters stay one object
-                    whole = filled[todo.replaced[id(old)]].whole
+                    whole: Any = filled[todo.replaced[id(old)]].whole
                     if isinstance(old, nn.Parameter):
                         whole = nn.Parameter(whole, requires_grad=old.requires_grad)
                         whole.__dict__.update(old.__dict__)

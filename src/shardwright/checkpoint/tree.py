@@ -1,7 +1,8 @@
 """Small state as JSON, tensors apart: what a pickle would hold, without code that runs when it is read.
 
     {"lr": 0.1, "betas": (0.9, 0.95), "ema": tensor}
-      -> {"lr": 0.1, "betas": {"$tuple": [0.9, 0.95]}, "ema": {"$tensor": "extra/ema"}},  {"extra/ema": tensor}
+      -> {"lr": 0.1, "betas": {"$tuple": [0.9, 0.95]}, "ema": {"$tensor": "extra/ema"}}
+         and {"extra/ema": tensor}
 
 Plain JSON stays as it is; the few Python values that JSON lacks become an object with one ``$`` key.
 """
@@ -20,7 +21,8 @@ Tensors = dict[str, torch.Tensor]
 
 
 def encode(value: Any, path: str, tensors: Tensors) -> Any:
-    """``value`` as JSON; every tensor or array in it is put into ``tensors`` under ``path`` and its place in the tree.
+    """``value`` as JSON; every tensor or array in it is put into ``tensors`` under ``path`` and its place
+    in the tree.
 
     Raises:
         CheckpointError: a value of another type, naming its path.
@@ -54,7 +56,8 @@ def encode(value: Any, path: str, tensors: Tensors) -> Any:
 
 
 def decode(value: Any, tensor_of: Callable[[str], torch.Tensor]) -> Any:
-    """The inverse of ``encode``; ``tensor_of`` gives the tensor for a key. Unknown ``$`` keys raise CheckpointError."""
+    """The inverse of ``encode``; ``tensor_of`` gives the tensor for a key. Unknown ``$`` keys raise
+    CheckpointError."""
     if isinstance(value, list):
         return [decode(v, tensor_of) for v in value]
     if not isinstance(value, dict):
