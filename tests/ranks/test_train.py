@@ -181,18 +181,19 @@ def test_bf16_tied_recomputed_and_accumulated_under_torchrun(place):
         assert "head.weight" not in file.keys()  # noqa: SIM118
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_run_that_is_stopped_and_resumed_is_bit_equal_to_one_that_was_not(place, whole, number):
-    folder = place / f"stopped-{number.name}"
-    process = start(place, "--run.folder", folder.name)
-    wait_for_steps(folder, 3)
-    process.send_signal(number)
-    out, err = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 0, err
-    assert "which is saved" in out
-    assert "Traceback" not in err
-    assert not (folder / "summary.json").exists()
-    assert len(rows(folder, "step")) < len(rows(whole[0], "step"))
+def test_a_run_that_is_stopped_and_resumed_twice_is_bit_equal_to_one_that_was_not(place, whole):
+    folder = place / "stopped"
+    stops = [(3, signal.SIGINT, ()), (20, signal.SIGTERM, ("--resume",))]
+    for count, number, options in stops:
+        process = start(place, "--run.folder", folder.name, *options)
+        wait_for_steps(folder, count)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=LIMIT_S)
+        assert process.returncode == 0, err
+        assert "which is saved" in out
+        assert "Traceback" not in err
+        assert not (folder / "summary.json").exists()
+        assert len(rows(folder, "step")) < len(rows(whole[0], "step"))
     code, out, err = run(place, "--run.folder", folder.name, "--resume")
     assert code == 0, err
     assert "goes on after step" in out

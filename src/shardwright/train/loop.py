@@ -12,7 +12,7 @@ So a resumed run is the same run.
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -102,8 +102,7 @@ class Progress:
     saved_step: int | None = None
     trained_s: float = 0.0
     tokens: int = 0
-    exposed_s: float = 0.0
-    steps_here: int = 0
+    exposed_s: list[float] = field(default_factory=list)  # of each step
 
 
 @dataclass(frozen=True)
@@ -173,7 +172,6 @@ class Loop:
         self.optimizer.step()
         self.optimizer.zero_grad()
         progress.step = step
-        progress.steps_here += 1
         due = step % recipe.training.log_every == 0 or step == recipe.training.steps
         if not due:
             self._count(started, exposed)
@@ -203,7 +201,7 @@ class Loop:
 
     def _count(self, started: float, exposed: float) -> None:
         self.progress.trained_s += time.perf_counter() - started
-        self.progress.exposed_s += self._exposed_s() - exposed
+        self.progress.exposed_s.append(self._exposed_s() - exposed)
 
     def _exposed_s(self) -> float:
         return stats(self.model).exposed_s or 0.0  # None on CUDA: a stream waits there, not the host

@@ -4,12 +4,14 @@
 
 ``summary.json``: parameters, ranks, steps, at_rest_nbytes (the largest rank's shards), full_nbytes (all
 parameters unsharded), peak_unsharded_nbytes (the largest rank's), tokens_per_s (all ranks, evaluation and
-saving left out), communication_s (of one step, alone), exposed_s (of one step: spent waiting for it),
-communication_hidden_share (1 - exposed_s / communication_s, within 0 and 1; null on one rank, and on CUDA,
-where no host waits), heldout_loss and unigram_entropy (nats per byte), corpus_sha256, trained_s, sample.
+saving left out), communication_s (of one step, alone), exposed_s (of the median step: spent waiting for it,
+or for a slower rank), communication_hidden_share (1 - exposed_s / communication_s, within 0 and 1; null on
+one rank, and on CUDA, where no host waits), heldout_loss and unigram_entropy (nats per byte), corpus_sha256,
+trained_s, sample.
 """
 
 from dataclasses import asdict
+from statistics import median
 from typing import Any
 
 import torch
@@ -111,8 +113,8 @@ def _identity(recipe: Recipe, corpus: Corpus) -> dict[str, Any]:
 def _restore(folder: RunFolder, loop: Loop, screen: Screen, identity: dict[str, Any]) -> None:
     if not folder.checkpoint.is_dir():
         raise CheckpointError(
-            f"{folder.root} has no checkpoint to go on from: start without --resume, or give the folder of the "
-            "run with --run.folder"
+            f"{folder.root} has no checkpoint to go on from: start without --resume, or give the folder of "
+            "the run with --run.folder"
         )
     restored = load(folder.checkpoint, model=loop.model, optimizer=loop.optimizer)
     before = restored.extra["identity"]
@@ -140,7 +142,7 @@ def _listener(folder: RunFolder, loop: Loop, screen: Screen, identity: dict[str,
         if first:
             folder.log(asdict(report))
             progress = loop.progress
-            left = (loop.recipe.training.steps - report.step) * progress.trained_s / progress.steps_here
+            left = (loop.recipe.training.steps - report.step) * progress.trained_s / len(progress.exposed_s)
             screen.stepped(report, left)
 
     def evaluated(step: int, loss: float) -> None:
@@ -165,10 +167,10 @@ def _finish(folder: RunFolder, loop: Loop, corpus: Corpus, windows: Tensor, scre
     """Write the whole model and the summary; every rank calls."""
     recipe, place, progress, model = loop.recipe, loop.place, loop.progress, loop.model
     loss = heldout_loss(model, windows, recipe.training.batch_size, place)
-    alone_s = communication_s(model)
+    alone_s = median(communication_s(model) for _ in range(3))
     measured = stats(model)
     at_rest, peak, alone_s = place.largest(measured.at_rest_nbytes, measured.peak_unsharded_nbytes, alone_s)
-    exposed_s = place.total(progress.exposed_s / max(1, progress.steps_here))[0] / place.world
+    exposed_s = place.total(median(progress.exposed_s or [0.0]))[0] / place.world
     tensors = full_state_dict(model)
     if not place.is_first:
         place.wait_for_all()
@@ -177,7 +179,7 @@ def _finish(folder: RunFolder, loop: Loop, corpus: Corpus, windows: Tensor, scre
     whole = Transformer(recipe.model)
     whole.load_state_dict(tensors)
     text = generate(whole, recipe.sample, recipe.training.sequence_length, recipe.run.seed)
-    known = place.world > 1 and alone_s > 0 and progress.steps_here > 0 and measured.exposed_s is not None
+    known = place.world > 1 and alone_s > 0 and progress.exposed_s and measured.exposed_s is not None
     summary = {
         "parameters": measured.param_numel,
         "ranks": place.world,
@@ -185,7 +187,7 @@ def _finish(folder: RunFolder, loop: Loop, corpus: Corpus, windows: Tensor, scre
         "at_rest_nbytes": int(at_rest),
         "full_nbytes": measured.full_nbytes,
         "peak_unsharded_nbytes": int(peak),
-        "tokens_per_s": progress.tokens / progress.trained_s if progress.steps_here else None,
+        "tokens_per_s": progress.tokens / progress.trained_s if progress.tokens else None,
         "communication_s": alone_s,
         "exposed_s": exposed_s,
         "communication_hidden_share": min(1.0, max(0.0, 1 - exposed_s / alone_s)) if known else None,
