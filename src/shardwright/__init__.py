@@ -10,11 +10,13 @@ optimizer = torch.optim.AdamW(model.parameters())
 
 from shardwright.api import FSDPModule, communication_s, full_state_dict, fully_shard, stats
 from shardwright.motion.runtime import Stats
-from shardwright.policy import MixedPrecisionPolicy
+from shardwright.policy import BackwardPrefetch, MixedPrecisionPolicy, SchedulePolicy
 
 __all__ = [
+    "BackwardPrefetch",
     "FSDPModule",
     "MixedPrecisionPolicy",
+    "SchedulePolicy",
     "Stats",
     "communication_s",
     "full_state_dict",

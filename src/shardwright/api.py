@@ -22,8 +22,9 @@ from shardwright.motion.unit import (
     unit_of,
     units_in,
 )
-from shardwright.plan.schedule import Schedule
-from shardwright.policy import DEFAULT_PRECISION, MixedPrecisionPolicy
+from shardwright.observe.trace import Trace
+from shardwright.plan.schedule import Phase, Schedule
+from shardwright.policy import DEFAULT_PRECISION, MixedPrecisionPolicy, SchedulePolicy
 from shardwright.state.full import stream_full
 from shardwright.state.group import ParamGroup
 from shardwright.state.param import ShardedParam, Slot
@@ -122,6 +123,31 @@ class FSDPModule:
             unit.reshard_after_forward = reshard_after_forward
             if unit.group is not None:
                 unit.runtime.set_reshard_after_forward(unit.group, reshard_after_forward)
+
+    def set_modules_to_forward_prefetch(self, modules: list["FSDPModule"]) -> None:
+        """All-gather these modules' groups when this one's forward begins, in order, instead of the next.
+
+        An empty list goes back to the next ones in the recorded order.
+        """
+        self._set_ahead(Phase.FORWARD, modules)
+
+    def set_modules_to_backward_prefetch(self, modules: list["FSDPModule"]) -> None:
+        """The same for this module's backward."""
+        self._set_ahead(Phase.BACKWARD, modules)
+
+    def _set_ahead(self, phase: Phase, modules: list["FSDPModule"]) -> None:
+        unit = self._unit()
+        groups = [unit_of(cast(nn.Module, module)).group for module in modules]
+        if unit.group is not None:
+            unit.runtime.set_ahead(unit.group, phase, [g for g in groups if g is not None] or None)
+
+    def set_schedule_policy(self, policy: SchedulePolicy) -> None:
+        """How far ahead collectives are issued, for the whole model, from the next forward or backward on."""
+        self._unit().runtime.set_policy(policy)
+
+    def trace(self) -> Trace:
+        """What did happen in the last forward, evaluation and backward, with times of the host."""
+        return self._unit().runtime.trace
 
     def schedule(self) -> Schedule:
         """The schedule planned from the last recorded step: print it, compare it. Empty before one."""

@@ -5,8 +5,10 @@ import inspect
 import shardwright
 
 NAMES = [
+    "BackwardPrefetch",
     "FSDPModule",
     "MixedPrecisionPolicy",
+    "SchedulePolicy",
     "Stats",
     "communication_s",
     "full_state_dict",
