@@ -21,7 +21,7 @@ test: setup
 
 check: setup
 	$(BIN)/ruff check
-	$(BIN)/ruff format --check
+	$(BIN)/ruff format --check src tests bench
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python -m pytest --quiet tests/pure/test_house.py
 

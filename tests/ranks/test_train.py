@@ -262,5 +262,5 @@ def test_a_second_run_moves_the_first_aside(place, whole):
     before = (whole[0] / "metrics.jsonl").read_text()
     code, out, err = run(place, "--training.steps", "1")
     assert code == 0, err
-    assert f"is now in {Path('runs', 'tiny.1')}" in out
+    assert "is now in runs/tiny.1" in out, out
     assert (place / "runs" / "tiny.1" / "metrics.jsonl").read_text() == before

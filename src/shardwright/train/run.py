@@ -25,7 +25,7 @@ from shardwright.train.data import Corpus, Share, TrainBatches, heldout_windows,
 from shardwright.train.folder import RunFolder
 from shardwright.train.loop import Listener, Loop, Progress, StepReport, build_model, heldout_loss
 from shardwright.train.models import Transformer
-from shardwright.train.ranks import Place, StopRequest, failures_reported, joined
+from shardwright.train.ranks import Place, StopRequest, joined, life_of_a_rank
 from shardwright.train.report import Screen
 from shardwright.train.resolve import Resolved
 from shardwright.train.sample import generate, readable
@@ -34,9 +34,9 @@ from shardwright.train.sample import generate, readable
 def train_rank(resolved: Resolved, *, resume: bool) -> None:
     """Train as one rank of the job that this process belongs to; every rank calls.
 
-    A failure ends the process with code 1.
+    Ends the process: with code 0 when training is done, or stopped and saved, and 1 when it failed.
     """
-    with failures_reported():
+    with life_of_a_rank():
         stop = StopRequest()
         with joined(resolved.recipe.launch) as place:
             screen = Screen(resolved.recipe.training.steps, shown=place.is_first)
@@ -172,8 +172,8 @@ def _finish(folder: RunFolder, loop: Loop, corpus: Corpus, windows: Tensor, scre
     at_rest, peak, alone_s = place.largest(measured.at_rest_nbytes, measured.peak_unsharded_nbytes, alone_s)
     exposed_s = place.total(median(progress.exposed_s or [0.0]))[0] / place.world
     tensors = full_state_dict(model)
-    if not place.is_first:
-        place.wait_for_all()
+    place.wait_for_all()
+    if not place.is_first:  # no rank waits, under a time limit, for what only rank 0 does from here
         return
     folder.write_model(tensors)
     whole = Transformer(recipe.model)
@@ -200,4 +200,3 @@ def _finish(folder: RunFolder, loop: Loop, corpus: Corpus, windows: Tensor, scre
     folder.write_summary(summary)
     screen.summary(summary, text)
     screen.say(f"in {folder.root}: {', '.join(sorted(p.name for p in folder.root.iterdir()))}")
-    place.wait_for_all()
