@@ -9,6 +9,7 @@ optimizer = torch.optim.AdamW(model.parameters())
 """
 
 from shardwright.api import FSDPModule, communication_s, full_state_dict, fully_shard, stats
+from shardwright.comm.mesh import set_transport
 from shardwright.motion.runtime import Stats
 from shardwright.policy import BackwardPrefetch, MixedPrecisionPolicy, SchedulePolicy
 
@@ -21,5 +22,6 @@ __all__ = [
     "communication_s",
     "full_state_dict",
     "fully_shard",
+    "set_transport",
     "stats",
 ]

@@ -97,6 +97,7 @@ def fully_shard(
         unit.group = runtime.root = ParamGroup(name, params, axis, mp_policy)
         runtime.add(unit.group, reshard_after_forward)
     mark(unit)
+    _name_by_path(modules)
     ModuleHooks(unit)
     for m in modules:
         _become_fsdp_module(m)
@@ -232,6 +233,18 @@ def _check_modules(module: Any) -> list[nn.Module]:
 
 def _name(modules: Sequence[nn.Module]) -> str:
     return "+".join(type(m).__name__ for m in modules)
+
+
+def _name_by_path(modules: Sequence[nn.Module]) -> None:
+    """Name nested groups by where they are in the outermost module sharded so far, for messages."""
+    for root in modules:
+        paths: dict[Unit, list[str]] = {}
+        for path, m in root.named_modules():
+            if path and is_sharded(m):
+                paths.setdefault(unit_of(m), []).append(path)
+        for nested, found in paths.items():
+            if nested.group is not None:
+                nested.group.name = nested.name = "+".join(found)
 
 
 def _named_slots(modules: Sequence[nn.Module]) -> Iterator[tuple[str, Slot, nn.Parameter]]:

@@ -13,6 +13,7 @@ NAMES = [
     "communication_s",
     "full_state_dict",
     "fully_shard",
+    "set_transport",
     "stats",
 ]
 
