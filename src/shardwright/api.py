@@ -22,8 +22,9 @@ from shardwright.motion.unit import (
     unit_of,
     units_in,
 )
-from shardwright.plan.schedule import Schedule
-from shardwright.policy import DEFAULT_PRECISION, MixedPrecisionPolicy
+from shardwright.observe.trace import Trace
+from shardwright.plan.schedule import Phase, Schedule
+from shardwright.policy import DEFAULT_PRECISION, MixedPrecisionPolicy, SchedulePolicy
 from shardwright.state.full import stream_full
 from shardwright.state.group import ParamGroup
 from shardwright.state.param import ShardedParam, Slot
@@ -96,6 +97,7 @@ def fully_shard(
         unit.group = runtime.root = ParamGroup(name, params, axis, mp_policy)
         runtime.add(unit.group, reshard_after_forward)
     mark(unit)
+    _name_by_path(modules)
     ModuleHooks(unit)
     for m in modules:
         _become_fsdp_module(m)
@@ -122,6 +124,31 @@ class FSDPModule:
             unit.reshard_after_forward = reshard_after_forward
             if unit.group is not None:
                 unit.runtime.set_reshard_after_forward(unit.group, reshard_after_forward)
+
+    def set_modules_to_forward_prefetch(self, modules: list["FSDPModule"]) -> None:
+        """All-gather these modules' groups when this one's forward begins, in order, instead of the next.
+
+        An empty list goes back to the next ones in the recorded order.
+        """
+        self._set_ahead(Phase.FORWARD, modules)
+
+    def set_modules_to_backward_prefetch(self, modules: list["FSDPModule"]) -> None:
+        """The same for this module's backward."""
+        self._set_ahead(Phase.BACKWARD, modules)
+
+    def _set_ahead(self, phase: Phase, modules: list["FSDPModule"]) -> None:
+        unit = self._unit()
+        groups = [unit_of(cast(nn.Module, module)).group for module in modules]
+        if unit.group is not None:
+            unit.runtime.set_ahead(unit.group, phase, [g for g in groups if g is not None] or None)
+
+    def set_schedule_policy(self, policy: SchedulePolicy) -> None:
+        """How far ahead collectives are issued, for the whole model, from the next forward or backward on."""
+        self._unit().runtime.set_policy(policy)
+
+    def trace(self) -> Trace:
+        """What did happen in the last forward, evaluation and backward, with times of the host."""
+        return self._unit().runtime.trace
 
     def schedule(self) -> Schedule:
         """The schedule planned from the last recorded step: print it, compare it. Empty before one."""
@@ -206,6 +233,18 @@ def _check_modules(module: Any) -> list[nn.Module]:
 
 def _name(modules: Sequence[nn.Module]) -> str:
     return "+".join(type(m).__name__ for m in modules)
+
+
+def _name_by_path(modules: Sequence[nn.Module]) -> None:
+    """Name nested groups by where they are in the outermost module sharded so far, for messages."""
+    for root in modules:
+        paths: dict[Unit, list[str]] = {}
+        for path, m in root.named_modules():
+            if path and is_sharded(m):
+                paths.setdefault(unit_of(m), []).append(path)
+        for nested, found in paths.items():
+            if nested.group is not None:
+                nested.group.name = nested.name = "+".join(found)
 
 
 def _named_slots(modules: Sequence[nn.Module]) -> Iterator[tuple[str, Slot, nn.Parameter]]:

@@ -5,6 +5,7 @@ planned from it can tell by identity whether it is still the one in force.
 """
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 import torch
 
@@ -48,24 +49,58 @@ class MixedPrecisionPolicy:
 DEFAULT_PRECISION = MixedPrecisionPolicy()
 
 
-@dataclass(frozen=True)
-class SchedulePolicy:
-    """How far ahead collectives are issued, and how many may be outstanding.
+class BackwardPrefetch(StrEnum):
+    """When the next group's all-gather is issued in backward.
 
-    forward_prefetch: number of groups whose all-gather is issued ahead of the one in use, in forward.
-    backward_prefetch: the same in backward. 0 issues each all-gather when its group is needed.
-    max_reductions: reduce-scatters in flight; the oldest is waited for before one more is issued, so that
-        at most this many groups hold an unsharded gradient besides the one being computed.
-
-    Raises: InputError for a negative prefetch or fewer than one reduction in flight.
+    PRE: before this group's backward, so that both its compute and the gather run at once.
+    POST: after it, beside its reduce-scatter: one unsharded group less at the peak, less overlap.
+    NONE: when the next group is needed.
     """
 
-    forward_prefetch: int = 1
-    backward_prefetch: int = 1
+    PRE = "pre"
+    POST = "post"
+    NONE = "none"
+
+
+@dataclass(frozen=True)
+class SchedulePolicy:
+    """When collectives are issued, and how many may be outstanding. Counts are groups.
+
+    backward_prefetch: see ``BackwardPrefetch``; its value or its name.
+    forward_prefetch: False issues each forward all-gather when its group is needed.
+    depth: how many groups ahead of the one in use are gathered.
+    budget_nbytes: bytes that gathered groups not yet in use may hold; None: no bound but ``depth``.
+    max_gathers: all-gathers in flight, the needed one included; None: no bound but ``depth``.
+    max_reductions: reduce-scatters in flight; the oldest is waited for before one more is issued, so that
+        at most this many groups hold an unsharded gradient besides the one being computed.
+    keep_last: of the groups that the backward needs first, how many stay unsharded from the forward, where
+        the caller left ``reshard_after_forward`` open. Costs no more than the prefetch would hold there.
+
+    The defaults are those that gave the shortest step for the memory of two groups (docs/performance.md).
+    Raises: InputError for a value outside of these.
+    """
+
+    backward_prefetch: BackwardPrefetch = BackwardPrefetch.PRE
+    forward_prefetch: bool = True
+    depth: int = 1
+    budget_nbytes: int | None = None
+    max_gathers: int | None = None
     max_reductions: int = 2
+    keep_last: int = 1
 
     def __post_init__(self) -> None:
-        for field, least in (("forward_prefetch", 0), ("backward_prefetch", 0), ("max_reductions", 1)):
+        try:
+            mode = BackwardPrefetch(str(self.backward_prefetch).lower())
+        except ValueError:
+            raise InputError(
+                'SchedulePolicy.backward_prefetch must be "pre", "post" or "none", '
+                f"got {self.backward_prefetch!r}"
+            ) from None
+        object.__setattr__(self, "backward_prefetch", mode)
+        least = {"depth": 0, "budget_nbytes": 0, "max_gathers": 1, "max_reductions": 1, "keep_last": 0}
+        for field, bound in least.items():
             value = getattr(self, field)
-            if not isinstance(value, int) or value < least:
-                raise InputError(f"SchedulePolicy.{field} must be an int >= {least}, got {value!r}")
+            if value is None and field in ("budget_nbytes", "max_gathers"):
+                continue
+            if not isinstance(value, int) or value < bound:
+                raise InputError(f"SchedulePolicy.{field} must be an int >= {bound}, got {value!r}")

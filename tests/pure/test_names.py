@@ -5,12 +5,15 @@ import inspect
 import shardwright
 
 NAMES = [
+    "BackwardPrefetch",
     "FSDPModule",
     "MixedPrecisionPolicy",
+    "SchedulePolicy",
     "Stats",
     "communication_s",
     "full_state_dict",
     "fully_shard",
+    "set_transport",
     "stats",
 ]
 

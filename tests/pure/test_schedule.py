@@ -20,13 +20,22 @@ from shardwright.plan.schedule import (
     check,
     plan,
 )
-from shardwright.policy import SchedulePolicy
+from shardwright.policy import BackwardPrefetch, SchedulePolicy
 
-POLICIES = st.builds(SchedulePolicy, st.integers(0, 4), st.integers(0, 4), st.integers(1, 4))
+POLICIES = st.builds(
+    SchedulePolicy,
+    backward_prefetch=st.sampled_from(BackwardPrefetch),
+    forward_prefetch=st.booleans(),
+    depth=st.integers(0, 4),
+    budget_nbytes=st.none() | st.integers(0, 30),
+    max_gathers=st.none() | st.integers(1, 4),
+    max_reductions=st.integers(1, 4),
+    keep_last=st.integers(0, 3),
+)
 
 
 @st.composite
-def steps(draw) -> tuple[dict, tuple[bool, ...]]:
+def steps(draw) -> tuple[dict, tuple[GroupFacts, ...]]:
     """Orders of a step as hooks report them: shared groups, a backward in any order, recomputation."""
     num_groups = draw(st.integers(1, 8))
     used = draw(st.lists(st.integers(0, num_groups - 1), min_size=1, max_size=14))
@@ -51,13 +60,15 @@ def steps(draw) -> tuple[dict, tuple[bool, ...]]:
         Phase.EVALUATION: tuple(forward),
         Phase.BACKWARD: tuple(backward),
     }
-    return orders, tuple(draw(st.lists(st.booleans(), min_size=num_groups + 1, max_size=num_groups + 1)))
+    listed = st.none() | st.lists(st.integers(0, num_groups), max_size=3).map(tuple)
+    facts = st.builds(GroupFacts, st.sampled_from([True, False, None]), st.integers(1, 20), listed, listed)
+    return orders, tuple(draw(st.lists(facts, min_size=num_groups + 1, max_size=num_groups + 1)))
 
 
 @given(steps(), POLICIES)
 def test_any_plan_is_sound_and_has_an_end(step, policy):
-    orders, keep = step
-    schedule = plan(orders, policy, lambda group: GroupFacts(keep[group]))
+    orders, facts = step
+    schedule = plan(orders, policy, facts.__getitem__)
     check(schedule)
     for phase, order in orders.items():
         assert tuple(stop.event for stop in schedule.phases[phase]) == order
@@ -65,24 +76,45 @@ def test_any_plan_is_sound_and_has_an_end(step, policy):
 
 @given(steps(), POLICIES)
 def test_a_schedule_prints_as_text_that_parses_back(step, policy):
-    orders, keep = step
-    schedule = plan(orders, policy, lambda group: GroupFacts(keep[group]))
+    orders, facts = step
+    schedule = plan(orders, policy, facts.__getitem__)
     assert Schedule.parse(str(schedule)) == schedule
 
 
 @given(steps(), POLICIES)
 def test_prefetch_and_reductions_stay_within_their_limits(step, policy):
-    orders, keep = step
-    schedule = plan(orders, policy, lambda group: GroupFacts(keep[group]))
-    reducing = 0
-    for phase in orders:
-        depth = policy.backward_prefetch if phase is Phase.BACKWARD else policy.forward_prefetch
-        for event, actions in schedule.phases[phase]:
-            kinds = [action.kind for action in actions]
-            ahead = [a.group for a in actions if a.kind is ActionKind.UNSHARD and a.group != event.group]
-            assert len(ahead) <= (0 if event.kind is EventKind.RECOMPUTE else depth)
-            reducing += kinds.count(ActionKind.REDUCE) - kinds.count(ActionKind.WAIT_REDUCE)
-            assert reducing <= policy.max_reductions
+    orders, facts = step
+    schedule = plan(orders, policy, facts.__getitem__)
+    for phases in ((Phase.EVALUATION,), (Phase.FORWARD, Phase.BACKWARD)):
+        reducing: set[int] = set()
+        in_flight: set[int] = set()
+        for phase, (event, actions) in ((p, stop) for p in phases for stop in schedule.phases[p]):
+            issued = [a.group for a in actions if a.kind is ActionKind.UNSHARD and a.group != event.group]
+            listed = facts[event.group].ahead_in_backward if phase is Phase.BACKWARD else None
+            listed = facts[event.group].ahead_in_forward if phase is not Phase.BACKWARD else listed
+            assert len(issued) <= (policy.depth if listed is None else len(listed))
+            if phase is Phase.BACKWARD:
+                at = {
+                    BackwardPrefetch.PRE: EventKind.BACKWARD_BEGIN,
+                    BackwardPrefetch.POST: EventKind.BACKWARD_END,
+                }
+                assert not issued or event.kind is at[policy.backward_prefetch]
+            else:
+                assert not issued or policy.forward_prefetch
+            for action in actions:
+                if action.kind is ActionKind.UNSHARD:
+                    in_flight.add(action.group)
+                    if action.group != event.group:
+                        held = sum(facts[g].nbytes for g in in_flight - {event.group})
+                        assert policy.budget_nbytes is None or held <= policy.budget_nbytes
+                        assert policy.max_gathers is None or len(in_flight) <= policy.max_gathers
+                elif action.kind in (ActionKind.WAIT, ActionKind.RESHARD):
+                    in_flight.discard(action.group)
+                elif action.kind is ActionKind.REDUCE:
+                    reducing.add(action.group)
+                    assert len(reducing) <= policy.max_reductions
+                else:
+                    reducing.remove(action.group)
 
 
 def chain(num_groups: int) -> dict[Phase, tuple[Event, ...]]:
@@ -105,10 +137,18 @@ def test_each_group_is_issued_exactly_one_use_ahead():
 
 
 def test_no_prefetch_issues_each_gather_when_its_group_is_needed():
-    schedule = plan(chain(4), SchedulePolicy(0, 0), lambda _: GroupFacts())
+    policy = SchedulePolicy(backward_prefetch="none", forward_prefetch=False)
+    schedule = plan(chain(4), policy, lambda _: GroupFacts())
     for stops in schedule.phases.values():
         for event, actions in stops:
             assert all(a.group == event.group for a in actions if a.kind is ActionKind.UNSHARD)
+
+
+def test_the_last_group_stays_unsharded_for_its_backward_unless_told_otherwise():
+    for reshard, kept in ((None, True), (True, False), (False, True)):
+        schedule = plan(chain(3), SchedulePolicy(), lambda _, r=reshard: GroupFacts(r))
+        last = schedule.phases[Phase.FORWARD][-1]
+        assert (Action(ActionKind.RESHARD, 2) not in last.actions) == kept
 
 
 def stops(*lines: str) -> Schedule:
@@ -146,9 +186,7 @@ def test_a_stop_prints_its_event_and_actions():
     assert str(stop) == "F+ 3 : unshard 4, wait 3"
 
 
-@pytest.mark.parametrize(
-    "options", [{"forward_prefetch": -1}, {"max_reductions": 0}, {"backward_prefetch": 1.5}]
-)
+@pytest.mark.parametrize("options", [{"depth": -1}, {"max_reductions": 0}, {"backward_prefetch": 1.5}])
 def test_a_policy_refuses_what_makes_no_sense(options):
     with pytest.raises(InputError, match=next(iter(options))):
         SchedulePolicy(**options)

@@ -1,5 +1,6 @@
 """A resumed run is the run that was never interrupted, and a restored model is the restored one in use."""
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -321,3 +322,18 @@ def with_average(rank: int, world: int, path: str) -> None:
 
 def test_sharded_extra_state_comes_back_sharded(tmp_path: Path) -> None:
     run_ranks(2, with_average, str(tmp_path))
+
+
+def diverged_buffer(rank: int, world: int, path: str) -> list[str]:
+    model = sharded(Net())
+    model.seen.fill_(rank)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        save(path, model=model, step=0)
+    return [str(w.message) for w in caught]
+
+
+def test_buffers_that_differ_between_ranks_are_named(tmp_path: Path) -> None:
+    first, second = run_ranks(2, diverged_buffer, str(tmp_path))
+    assert "model/seen" in first[0]
+    assert not second

@@ -21,11 +21,12 @@ can verify it together with one integer each, and the same integers verify the l
 any world size. This module is pure: no torch, no devices, no processes.
 """
 
+import functools
 import json
 import math
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -238,9 +239,9 @@ def prove(manifest: Manifest) -> None:
 
 def dumps(manifest: Manifest) -> str:
     """The manifest as JSON text. Its first field is the CRC-32 of the rest, so that damage to it is seen."""
-    body = {"format": FORMAT, **asdict(manifest)}
-    text = _canonical(body)
-    return json.dumps({"manifest_crc32": zlib.crc32(text.encode()), **body}, allow_nan=False, indent=1) + "\n"
+    tensors = {k: {**vars(e), "pieces": [vars(p) for p in e.pieces]} for k, e in manifest.tensors.items()}
+    text = _canonical({"format": FORMAT, **vars(manifest), "tensors": tensors})
+    return f'{{"manifest_crc32":{zlib.crc32(text.encode())},{text[1:]}\n'
 
 
 def loads(text: str, where: str) -> Manifest:
@@ -300,6 +301,7 @@ def _multiply(a: int, b: int) -> int:
     return product
 
 
+@functools.lru_cache(maxsize=4096)
 def _power_of_x(exponent: int) -> int:
     result, square = 0x80000000, 0x40000000
     while exponent:
@@ -316,6 +318,35 @@ def crc32_shift(crc: int, nbytes: int) -> int:
     ``zlib.crc32(a + b) == crc32_shift(zlib.crc32(a), len(b)) ^ zlib.crc32(b)``, for any number of parts.
     """
     return _multiply(_power_of_x(8 * nbytes), crc) if nbytes else crc
+
+
+def first_of_run(part: Box, piece: Box) -> int | None:
+    """Index in ``piece`` of the first element of ``part``, if its elements are one run of the piece's; else
+    None."""
+    first, stride, full = 0, 1, True
+    for d in range(len(piece.shape) - 1, -1, -1):
+        if not full and part.shape[d] != 1:
+            return None
+        first += (part.offset[d] - piece.offset[d]) * stride
+        stride *= piece.shape[d]
+        full = full and part.shape[d] == piece.shape[d]
+    return first
+
+
+def crc32_in_chunks(
+    part: Box, piece: Box, item_nbytes: int, chunks: Iterable[Box], bits_of: Callable[[Box], np.ndarray]
+) -> int:
+    """``part_crc32`` of a part that is given chunk by chunk, in row-major order; ``bits_of`` gives the
+    elements."""
+    first = first_of_run(part, piece)
+    crc = 0
+    if first is None:
+        for box in chunks:
+            crc ^= part_crc32(bits_of(box), box, piece, item_nbytes)
+        return crc
+    for box in chunks:
+        crc = zlib.crc32(bits_of(box).data, crc)
+    return crc32_shift(crc, (piece.numel - first - part.numel) * item_nbytes)
 
 
 def part_crc32(array: np.ndarray, part: Box, piece: Box, item_nbytes: int) -> int:

@@ -151,10 +151,14 @@ def _fill(reader: Reader, targets: Iterable[Target]) -> None:
     for t in targets:
         if t.box is None:
             continue
+        torch.autograd.graph.increment_version(t.local)  # what autograd saved of it is no longer valid
         for key, entry, piece, part in parts_of([(t.key, t.entry, t.box)]):
             for box in chunks_of(part, ITEM_NBYTES[entry.dtype]):
-                source = tensor_of(reader.bits_of(key, entry, piece, box), entry.dtype)
                 into = t.local[box.slices_in(t.box)]
+                if not t.casts and into.device.type == "cpu" and into.is_contiguous():
+                    reader.bits_of(key, entry, piece, box, into=bits_of(into))
+                    continue
+                source = tensor_of(reader.bits_of(key, entry, piece, box), entry.dtype)
                 into.copy_(source)
                 # A converted tensor has no checksum in the manifest; it is compared with what was read.
                 if t.casts and not np.array_equal(bits_of(into), bits_of(source.to(into.dtype))):

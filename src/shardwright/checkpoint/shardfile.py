@@ -12,10 +12,10 @@ from types import TracebackType
 import numpy as np
 import torch
 
-from shardwright.checkpoint.format import ITEM_NBYTES, Box, Piece, TensorEntry
+from shardwright.checkpoint.format import ITEM_NBYTES, Box, Piece, TensorEntry, first_of_run
 from shardwright.errors import CheckpointError
 
-CHUNK_NBYTES = 8 << 20
+CHUNK_NBYTES = 2 << 20  # small enough to stay in the cache between being read and being checksummed
 _ALIGN = 64
 
 TORCH_DTYPE = {
@@ -69,7 +69,7 @@ def write_shard(path: Path, items: Sequence[Item]) -> tuple[dict[str, Piece], in
     """Write ``items`` as one safetensors file and sync it to the disk; returns their pieces by key and the
     file's size.
 
-    Host memory beyond the tensors themselves: one chunk (8 MiB).
+    Host memory beyond the tensors themselves: one chunk (2 MiB).
 
     Raises:
         CheckpointError: the file can't be written, naming it and the tensor.
@@ -157,9 +157,11 @@ class Reader:
             os.close(fd)
         self._files.clear()
 
-    def bits_of(self, key: str, entry: TensorEntry, piece: Piece, box: Box) -> np.ndarray:
+    def bits_of(
+        self, key: str, entry: TensorEntry, piece: Piece, box: Box, into: np.ndarray | None = None
+    ) -> np.ndarray:
         """The elements of ``box`` (inside of ``piece``, at most one chunk) as unsigned integers, shaped
-        ``box.shape``; valid until the next call.
+        ``box.shape``: in ``into`` (contiguous) if given, else in memory that the next call uses again.
 
         Raises:
             CheckpointError: the file is missing, unreadable or too short; names file and tensor ``key``.
@@ -168,39 +170,25 @@ class Reader:
         path = self.folder / piece.file
         nbytes = box.numel * item
         self.nbytes += nbytes
-        first, contiguous = _first_and_contiguous(box, piece.box)
+        first = first_of_run(box, piece.box)
+        out = self._buffer[:nbytes] if into is None else into.reshape(-1).view(np.uint8)
         try:
             if piece.file not in self._files:
                 self._files[piece.file] = os.open(path, os.O_RDONLY)
-            fd = self._files[piece.file]
-            if not contiguous:
+            if first is None:
                 mapped = np.memmap(path, _BITS[item], "r", piece.start, piece.shape)
-                return np.ascontiguousarray(mapped[box.slices_in(piece.box)])
-            out = self._buffer[:nbytes] if nbytes <= len(self._buffer) else np.empty(nbytes, np.uint8)
-            done = 0
-            while done < nbytes:
-                count = os.preadv(fd, [out.data[done:]], piece.start + first * item + done)
-                if not count:
-                    raise CheckpointError(
-                        f"{path}: the file is truncated inside of {key} (it ends at byte "
-                        f"{piece.start + first * item + done}, the piece at {piece.start + piece.nbytes})"
-                    )
-                done += count
+                out.view(_BITS[item]).reshape(box.shape)[...] = mapped[box.slices_in(piece.box)]
+            else:
+                self._read_run(piece, piece.start + first * item, out)
         except (OSError, ValueError) as error:  # numpy: ValueError if a file is too short to be mapped
             reason = error.strerror if isinstance(error, OSError) else error
             raise CheckpointError(f"{path}: can't read {key}: {reason}") from error
         return out.view(_BITS[item]).reshape(box.shape)
 
-
-def _first_and_contiguous(box: Box, piece: Box) -> tuple[int, bool]:
-    """Index of the box's first element in the piece, and whether the box is one run of it."""
-    first, inner = 0, 1
-    contiguous = True
-    for d in range(len(piece.shape) - 1, -1, -1):
-        first += (box.offset[d] - piece.offset[d]) * inner
-        inner *= piece.shape[d]
-    full = True  # all dims inside of the current one are whole
-    for d in range(len(piece.shape) - 1, -1, -1):
-        contiguous = contiguous and (full or box.shape[d] == 1)
-        full = full and box.shape[d] == piece.shape[d]
-    return first, contiguous
+    def _read_run(self, piece: Piece, start: int, out: np.ndarray) -> None:
+        done = 0
+        while done < out.nbytes:
+            count = os.preadv(self._files[piece.file], [out.data[done:]], start + done)
+            if not count:
+                raise ValueError(f"the file is truncated (it ends at byte {start + done})")
+            done += count

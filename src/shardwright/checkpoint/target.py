@@ -84,6 +84,7 @@ class _Planner:
         self.names: dict[int, str] = {}
         self.replaced: dict[int, str] = {}
         self.device = _device_of(model)
+        self.stored_of = manifest.keys_of("model/")
 
     def add(self, key: str, stored: str, whole: torch.Tensor, live: bool) -> None:
         """``key`` is the live tensor's, ``stored`` the checkpoint's."""
@@ -105,7 +106,7 @@ class _Planner:
 
     def plan_model(self) -> None:
         named, aliases = model_tensors(self.model)
-        stored_of = self.manifest.keys_of("model/")
+        stored_of = self.stored_of
         used: set[str] = set()
         for name, value in named.items():
             if not isinstance(value, torch.Tensor):
@@ -189,15 +190,8 @@ class _Planner:
         """A meta tensor as the optimizer would have made it for ``p``: distributed like ``p`` where the
         shapes allow, replicated where not; a scalar (``step``) is plain."""
         dtype = TORCH_DTYPE[entry.dtype]
-        saved_p = self.manifest.tensors.get(
-            self.manifest.keys_of("model/").get(f"model/{self.names[id(p)]}", "")
-        )
-        if (
-            saved_p is not None
-            and saved_p.dtype == entry.dtype
-            and entry.shape == tuple(p.shape)
-            and entry.shape
-        ):
+        saved = self.manifest.tensors.get(self.stored_of.get(f"model/{self.names[id(p)]}", ""))
+        if saved is not None and entry.shape and (entry.shape, entry.dtype) == (saved.shape, saved.dtype):
             dtype = p.dtype  # state in the parameter's precision follows it
         if not isinstance(p, DTensor) or (not entry.shape and not entry.sharded):
             return torch.empty(entry.shape, dtype=dtype, device="meta")

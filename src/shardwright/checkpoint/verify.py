@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardwright.checkpoint.agree import Ranks
-from shardwright.checkpoint.format import ITEM_NBYTES, Box, Piece, TensorEntry, part_crc32
+from shardwright.checkpoint.format import ITEM_NBYTES, Box, Piece, TensorEntry, crc32_in_chunks
 from shardwright.checkpoint.shardfile import chunks_of
 from shardwright.errors import CheckpointError
 
@@ -69,9 +69,9 @@ class Verifier:
         partials, faults = [], []
         for key, entry, piece, part in parts_of(wanted):
             item_nbytes = ITEM_NBYTES[entry.dtype]
-            crc = 0
-            for box in chunks_of(part, item_nbytes):
-                crc ^= part_crc32(bits_of(key, entry, piece, box), box, piece.box, item_nbytes)
+            chunks = chunks_of(part, item_nbytes)
+            bits_of_box = functools.partial(bits_of, key, entry, piece)
+            crc = crc32_in_chunks(part, piece.box, item_nbytes, chunks, bits_of_box)
             if part != piece.box:
                 partials.append(_Partial(key, piece, part, crc))
             else:

@@ -7,6 +7,7 @@ never started it gets a world of one, so that sharded code runs in a notebook.
 import datetime
 import os
 from dataclasses import dataclass
+from enum import StrEnum
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from shardwright.comm.base import Comm
 from shardwright.comm.gloo import GlooComm
 from shardwright.comm.nccl import NcclComm
+from shardwright.comm.shm import ShmComm, open_arena
 from shardwright.errors import InputError
 
 # Bounds a wait for a rank that never comes. new_group() ignores the default group's own timeout (30 min).
@@ -41,6 +43,34 @@ class Axis:
     def rank(self) -> int:
         """This rank's place on the axis."""
         return self.comm.rank
+
+
+class Transport(StrEnum):
+    """How the ranks of an axis move bytes between hosts' memories.
+
+    AUTO: NCCL collectives on CUDA; on CPU shared memory where all ranks are on one host, else sockets.
+    SOCKETS: Gloo point-to-point messages, also on one host. COLLECTIVES: the backend's own collectives.
+    """
+
+    AUTO = "auto"
+    SOCKETS = "sockets"
+    COLLECTIVES = "collectives"
+
+
+_transport = Transport.AUTO
+
+
+def set_transport(transport: Transport | str) -> None:
+    """Choose the transport of meshes that are sharded over from now on; alike on all ranks.
+
+    Raises: InputError for a name that isn't a ``Transport``.
+    """
+    global _transport
+    try:
+        _transport = Transport(transport)
+    except ValueError:
+        choices = ", ".join(repr(str(choice)) for choice in Transport)
+        raise InputError(f"transport must be one of {choices}, got {transport!r}") from None
 
 
 # One pair of process groups per axis, however many modules are sharded over it. Keyed by the axis' own
@@ -108,11 +138,18 @@ def _device(device_type: str) -> torch.device:
 def _make_comm(group: ProcessGroup, device_type: str) -> Comm:
     ranks = dist.get_process_group_ranks(group)
     backend = "gloo" if device_type == "cpu" else dist.get_default_backend_for_device(device_type)
+    timeout = min(TIMEOUT, _timeout_of(group))
     gather_group, reduce_group = (
-        dist.new_group(ranks, TIMEOUT, backend, use_local_synchronization=True) for _ in range(2)
+        dist.new_group(ranks, timeout, backend, use_local_synchronization=True) for _ in range(2)
     )
     assert isinstance(gather_group, ProcessGroup)
     assert isinstance(reduce_group, ProcessGroup)
-    if backend == "gloo":
-        return GlooComm(gather_group, reduce_group)
-    return NcclComm(gather_group, reduce_group)
+    if backend != "gloo" or _transport is Transport.COLLECTIVES:
+        return NcclComm(gather_group, reduce_group, coalesce=backend != "gloo")
+    arena = open_arena(gather_group, timeout.total_seconds()) if _transport is Transport.AUTO else None
+    return GlooComm(gather_group, reduce_group) if arena is None else ShmComm(arena, len(ranks))
+
+
+def _timeout_of(group: ProcessGroup) -> datetime.timedelta:
+    device = torch.device("cpu" if dist.get_backend(group) == "gloo" else "cuda")
+    return group._get_backend(device).options._timeout

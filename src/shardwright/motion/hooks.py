@@ -100,11 +100,16 @@ class Backward:
         """The gradient of one of the call's outputs is there: its backward begins."""
         self.begin()
         active = self._active.setdefault(unit, set())
-        if call not in active:
-            call.left = call.num_inputs
-            active.add(call)
-            for group in _needed(unit):
-                self.runtime.at(EventKind.BACKWARD_BEGIN, group)
+        if call in active:
+            return
+        # Modules that share a group (norm and head) end their backward together, or the group would be
+        # resharded, gathered again and reduced again between them.
+        together = unit.calls if call in unit.calls else [call]
+        for each in together:
+            each.left = each.num_inputs
+        active.update(together)
+        for group in _needed(unit):
+            self.runtime.at(EventKind.BACKWARD_BEGIN, group)
 
     def input_done(self, unit: Unit, call: _Call) -> None:
         """The gradient of one of the call's inputs is there; with the last one its backward has ended."""
@@ -113,6 +118,8 @@ class Backward:
         if call.left or call not in active:
             return
         active.remove(call)
+        if active:
+            return
         for owner in unit.owners:
             group = owner.group
             if group is None or self._is_active(owner):
@@ -254,9 +261,12 @@ class ModuleHooks:
         if dtype is not None:
             output = tree_map_only(torch.Tensor, lambda t: _cast(t, dtype), output)
         if torch.is_grad_enabled() and self.unit.owners:
-            for leaf in tree_flatten(output)[0]:
-                if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not leaf.is_leaf:
-                    leaf.register_hook(self._output_hook(call))
+            leaves = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor)]
+            hooked = [leaf for leaf in leaves if leaf.requires_grad and not leaf.is_leaf]
+            for leaf in hooked:
+                leaf.register_hook(self._output_hook(call))
+            if hooked and call.num_inputs and len(self.unit.modules) > 1:
+                self.unit.calls.append(call)
         return output if dtype is not None else None
 
     def _leave(self, module: nn.Module, failed: bool) -> None:

@@ -8,13 +8,15 @@ pass that went another way than the schedule replaces it.
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
 from shardwright.comm.base import Comm
 from shardwright.errors import StageError
+from shardwright.observe.trace import Trace, TraceEntry
 from shardwright.plan.schedule import (
     BEGINS,
     Action,
@@ -31,13 +33,6 @@ from shardwright.policy import SchedulePolicy
 from shardwright.state.group import ParamGroup, Stage
 
 logger = logging.getLogger(__name__)
-
-
-class TraceEntry(NamedTuple):
-    """One event as it happened and what was done there."""
-
-    event: Event
-    actions: tuple[Action, ...]
 
 
 @dataclass(frozen=True)
@@ -70,6 +65,7 @@ class _Pass:
     trace: list[TraceEntry]
     planner: Planner | None
     nested: bool
+    began_s: float = field(default_factory=time.perf_counter)
 
 
 @dataclass
@@ -109,7 +105,7 @@ class Runtime:
         self.depth = 0
         self.pass_number = 0
         self.successor: Runtime | None = None
-        self._reshard: list[bool | None] = []
+        self._settings: list[GroupFacts] = []
         self._index: dict[ParamGroup, int] = {}
         self._passes: list[_Pass] = []
         self._memory = _Memory()
@@ -121,25 +117,37 @@ class Runtime:
         """Take a group into the model. Forgets the schedule: the next step records a new one."""
         self._index[group] = len(self.groups)
         self.groups.append(group)
-        self._reshard.append(reshard_after_forward)
+        self._settings.append(GroupFacts(reshard_after_forward))
         self._book = _Book()
 
     def absorb(self, other: "Runtime") -> None:
         """Take in the groups of a model that became part of this one; both at rest."""
         other.rest()
-        for group, reshard in zip(other.groups, other._reshard, strict=True):
-            self.add(group, reshard)
+        shift = len(self.groups)
+        for group, facts in zip(other.groups, other._settings, strict=True):
+            self.add(group, facts.reshard_after_forward)
+            self._settings[-1] = facts.shifted(shift)
         self._memory.peak_nbytes = max(self._memory.peak_nbytes, other._memory.peak_nbytes)
         other.successor = self
 
     def set_reshard_after_forward(self, group: ParamGroup, reshard: bool) -> None:
         """Whether ``group`` is resharded between its forward and its backward, from the next step on."""
-        self._reshard[self._index[group]] = reshard
+        self._set(group, reshard_after_forward=reshard)
+
+    def set_policy(self, policy: SchedulePolicy) -> None:
+        """Follow another policy, from the next pass on."""
+        self.policy = policy
         self._replan()
 
-    def set_policy(self, **changes: int) -> None:
-        """Replace fields of the schedule policy, from the next step on."""
-        self.policy = replace(self.policy, **changes)
+    def set_ahead(self, group: ParamGroup, phase: Phase, ahead: Sequence[ParamGroup] | None) -> None:
+        """Groups to gather when ``group`` begins in a phase, instead of the next ones; None: the next."""
+        listed = None if ahead is None else tuple(self._index[g] for g in ahead)
+        name = "ahead_in_backward" if phase is Phase.BACKWARD else "ahead_in_forward"
+        self._set(group, **{name: listed})
+
+    def _set(self, group: ParamGroup, **changes: Any) -> None:
+        index = self._index[group]
+        self._settings[index] = replace(self._settings[index], **changes)
         self._replan()
 
     @property
@@ -148,14 +156,15 @@ class Runtime:
         return self._book.schedule
 
     @property
-    def traces(self) -> dict[Phase, tuple[TraceEntry, ...]]:
+    def trace(self) -> Trace:
         """What did happen in the last pass of each phase."""
-        return self._book.traces
+        return Trace(dict(self._book.traces))
 
     def _facts(self, index: int) -> GroupFacts:
-        reshard = self._reshard[index]
-        keep = self.groups[index] is self.root if reshard is None else not reshard
-        return GroupFacts(keep_after_forward=keep)
+        group, facts = self.groups[index], self._settings[index]
+        root_stays = facts.reshard_after_forward is None and group is self.root
+        reshard = False if root_stays else facts.reshard_after_forward
+        return replace(facts, reshard_after_forward=reshard, nbytes=group.unsharded_nbytes)
 
     def _replan(self) -> None:
         self._book.schedule = plan(self._book.orders, self.policy, self._facts)
@@ -183,14 +192,16 @@ class Runtime:
         current = self._passes[-1]
         event = Event(kind, self._index[group] if group is not None else -1)
         actions = self._actions(current, event)
-        current.order.append(event)
-        current.trace.append(TraceEntry(event, actions))
+        start = time.perf_counter()
         for action in actions:
             self._take(action)
         if kind in BEGINS:
             # The plan can be wrong about what other phases left behind; the weights must be there.
             self._take(Action(ActionKind.UNSHARD, event.group))
             self._take(Action(ActionKind.WAIT, event.group))
+        took_s = time.perf_counter() - start
+        current.order.append(event)
+        current.trace.append(TraceEntry(event, actions, start - current.began_s, took_s))
 
     def end(self, failed: bool = False) -> None:
         """Leave the phase; a pass that departed from the schedule replaces it.
@@ -291,17 +302,20 @@ class Runtime:
         return list({id(group.axis.comm): group.axis.comm for group in self.groups}.values())
 
     def communication_s(self) -> float:
-        """Seconds that the collectives of one step take alone (see ``shardwright.communication_s``)."""
+        """Seconds that the collectives of one step take alone: the median of three times."""
         if self._passes:
             raise StageError("communication_s was called inside a forward or backward; call it between steps")
         self.rest()
-        rounds = [(i, not self._facts(i).keep_after_forward) for i in range(len(self.groups))]
+        times = sorted(self._rehearse() for _ in range(3))
+        return times[1]
+
+    def _rehearse(self) -> float:
         start = time.perf_counter()
-        for index, twice in rounds:
-            for _ in range(1 + twice):
+        for index, group in enumerate(self.groups):
+            for _ in range(1 if self._facts(index).reshard_after_forward is False else 2):
                 for kind in (ActionKind.UNSHARD, ActionKind.WAIT, ActionKind.RESHARD):
                     self._take(Action(kind, index))
-            self.groups[index].rehearse_reduce()
+            group.rehearse_reduce()
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
         return time.perf_counter() - start

@@ -1,6 +1,7 @@
 """A unit: what one call of ``fully_shard`` made. Modules that run together, and the groups they need."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -24,7 +25,8 @@ class Unit:
     home: the runtime that it was made with; ``runtime`` is the one that has taken that in since.
 
     The rest is where the current forward stands: how deep the modules run, which of them are still to run,
-    how many running units need the group, and the pass that these counts belong to.
+    how many running units need the group, the calls of several modules whose backwards end together, and the
+    pass that all this belongs to.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Unit:
     running: int = 0
     users: int = 0
     awaited: set[nn.Module] = field(default_factory=set)
+    calls: list[Any] = field(default_factory=list)
     pass_number: int = -1
 
     @property
@@ -57,6 +60,7 @@ class Unit:
             self.pass_number = self.runtime.pass_number
             self.running = self.users = 0
             self.awaited.clear()
+            self.calls.clear()
 
 
 def unit_of(module: nn.Module) -> Unit:

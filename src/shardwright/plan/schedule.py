@@ -24,11 +24,11 @@ prefetches, with nothing ahead (a first step, or one that departs from the plan)
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NamedTuple
 
-from shardwright.policy import SchedulePolicy
+from shardwright.policy import BackwardPrefetch, SchedulePolicy
 
 
 class EventKind(StrEnum):
@@ -95,10 +95,21 @@ class Stop(NamedTuple):
 class GroupFacts:
     """What the planner knows of a group.
 
-    keep_after_forward: stays unsharded from its forward to its backward.
+    reshard_after_forward: False keeps it unsharded from its forward to its backward; None leaves it open.
+    nbytes: bytes of its unsharded parameters.
+    ahead_in_forward, ahead_in_backward: groups to gather when it begins, instead of the next ones.
     """
 
-    keep_after_forward: bool = False
+    reshard_after_forward: bool | None = None
+    nbytes: int = 0
+    ahead_in_forward: tuple[int, ...] | None = None
+    ahead_in_backward: tuple[int, ...] | None = None
+
+    def shifted(self, by: int) -> "GroupFacts":
+        """The same with every group's number raised, for a model that became part of another."""
+        listed = (self.ahead_in_forward, self.ahead_in_backward)
+        forward, backward = (None if groups is None else tuple(g + by for g in groups) for groups in listed)
+        return replace(self, ahead_in_forward=forward, ahead_in_backward=backward)
 
 
 @dataclass(frozen=True)
@@ -150,11 +161,15 @@ class Planner:
 
     live: groups whose all-gather has been issued and that have not been resharded since.
     waited: those of them that have been waited for.
+    kept: groups that the backward needs first, which stay unsharded until then.
     """
 
-    def __init__(self, policy: SchedulePolicy, facts: Callable[[int], GroupFacts]) -> None:
+    def __init__(
+        self, policy: SchedulePolicy, facts: Callable[[int], GroupFacts], kept: frozenset[int] = frozenset()
+    ) -> None:
         self.policy = policy
         self.facts = facts
+        self.kept = kept
         self.live: dict[int, None] = {}
         self.waited: set[int] = set()
         self.reducing: list[int] = []
@@ -162,40 +177,43 @@ class Planner:
     def at(self, phase: Phase, event: Event, ahead: Iterable[int] = ()) -> tuple[Action, ...]:
         """Actions at ``event``; ``ahead`` are the groups of the phase's later begin events, in order."""
         actions: list[Action] = []
+        group = event.group
         if event.kind in BEGINS:
-            self._unshard(event.group, actions)
-            self._prefetch(phase, event, ahead, actions)
-            if event.group not in self.waited:
-                self.waited.add(event.group)
-                actions.append(Action(ActionKind.WAIT, event.group))
+            self._unshard(group, actions)
+            if self._prefetches_at_begin(phase, event.kind):
+                self._prefetch(phase, group, ahead, actions)
+            if group not in self.waited:
+                self.waited.add(group)
+                actions.append(Action(ActionKind.WAIT, group))
         elif event.kind is EventKind.FORWARD_END:
-            if phase is Phase.EVALUATION or not self.facts(event.group).keep_after_forward:
-                self._reshard(event.group, actions)
-        elif event.kind is EventKind.GRADS_READY:
-            if event.group in self.reducing:
-                # A second backward through the group in one step (reentrant checkpointing of a shared layer).
-                self.reducing.remove(event.group)
-                actions.append(Action(ActionKind.WAIT_REDUCE, event.group))
-            while len(self.reducing) >= self.policy.max_reductions:
-                actions.append(Action(ActionKind.WAIT_REDUCE, self.reducing.pop(0)))
-            self.reducing.append(event.group)
-            actions.append(Action(ActionKind.REDUCE, event.group))
-        elif event.kind is EventKind.BACKWARD_END:
-            self._reshard(event.group, actions)
-        else:
-            actions += [Action(ActionKind.WAIT_REDUCE, group) for group in self.reducing]
-            self.reducing.clear()
-            for group in tuple(self.live):
+            if not self._keeps(phase, group):
                 self._reshard(group, actions)
+        elif event.kind is EventKind.GRADS_READY:
+            self._reduce(group, actions)
+        elif event.kind is EventKind.BACKWARD_END:
+            self._reshard(group, actions)
+            if self.policy.backward_prefetch is BackwardPrefetch.POST:
+                self._prefetch(phase, group, ahead, actions)
+        else:
+            actions += [Action(ActionKind.WAIT_REDUCE, reducing) for reducing in self.reducing]
+            self.reducing.clear()
+            for live in tuple(self.live):
+                self._reshard(live, actions)
         return tuple(actions)
 
     def end_forward(self, phase: Phase) -> tuple[Action, ...]:
         """Actions after the last event of a forward: reshard what no policy keeps for the backward."""
         actions: list[Action] = []
         for group in tuple(self.live):
-            if phase is Phase.EVALUATION or not self.facts(group).keep_after_forward:
+            if not self._keeps(phase, group):
                 self._reshard(group, actions)
         return tuple(actions)
+
+    def _keeps(self, phase: Phase, group: int) -> bool:
+        if phase is Phase.EVALUATION:
+            return False
+        reshard = self.facts(group).reshard_after_forward
+        return group in self.kept if reshard is None else not reshard
 
     def _unshard(self, group: int, actions: list[Action]) -> None:
         if group not in self.live:
@@ -208,23 +226,55 @@ class Planner:
             self.waited.discard(group)
             actions.append(Action(ActionKind.RESHARD, group))
 
-    def _prefetch(self, phase: Phase, event: Event, ahead: Iterable[int], actions: list[Action]) -> None:
-        """Issue the next groups' all-gathers: ``depth`` distinct groups ahead of this event's own.
+    def _reduce(self, group: int, actions: list[Action]) -> None:
+        if group in self.reducing:
+            # A second backward through the group in one step (reentrant checkpointing of a shared layer).
+            self.reducing.remove(group)
+            actions.append(Action(ActionKind.WAIT_REDUCE, group))
+        while len(self.reducing) >= self.policy.max_reductions:
+            actions.append(Action(ActionKind.WAIT_REDUCE, self.reducing.pop(0)))
+        self.reducing.append(group)
+        actions.append(Action(ActionKind.REDUCE, group))
 
-        A recomputation prefetches nothing: its groups are needed again at once by the backward that asked
-        for it, and what a forward would need next is the wrong direction there.
-        """
-        if event.kind is EventKind.RECOMPUTE:
+    def _prefetches_at_begin(self, phase: Phase, kind: EventKind) -> bool:
+        """A recomputation prefetches nothing: the backward that asked for it needs the same group at once,
+        and what a forward would need next is the wrong direction there."""
+        if kind is EventKind.RECOMPUTE:
+            return False
+        if phase is Phase.BACKWARD:
+            return self.policy.backward_prefetch is BackwardPrefetch.PRE
+        return self.policy.forward_prefetch
+
+    def _prefetch(self, phase: Phase, group: int, ahead: Iterable[int], actions: list[Action]) -> None:
+        """Issue the all-gathers of the next ``depth`` distinct groups, or of those that were listed."""
+        facts = self.facts(group)
+        listed = facts.ahead_in_backward if phase is Phase.BACKWARD else facts.ahead_in_forward
+        if listed is not None:
+            for following in listed:
+                self._prefetch_one(following, group, actions)
             return
-        forward = phase is not Phase.BACKWARD
-        depth = self.policy.forward_prefetch if forward else self.policy.backward_prefetch
-        seen = {event.group}
-        for group in ahead:
-            if len(seen) > depth:
+        seen = {group}
+        for following in ahead:
+            if len(seen) > self.policy.depth:
                 return
-            if group not in seen:
-                seen.add(group)
-                self._unshard(group, actions)
+            if following not in seen:
+                seen.add(following)
+                if not self._prefetch_one(following, group, actions):
+                    return
+
+    def _prefetch_one(self, group: int, current: int, actions: list[Action]) -> bool:
+        """Issue one all-gather ahead of its use, unless a limit is reached (then False)."""
+        if group in self.live:
+            return True
+        in_flight = [g for g in self.live if g not in self.waited]
+        if self.policy.max_gathers is not None and len(in_flight) >= self.policy.max_gathers:
+            return False
+        if self.policy.budget_nbytes is not None:
+            held = sum(self.facts(g).nbytes for g in in_flight if g != current)
+            if held + self.facts(group).nbytes > self.policy.budget_nbytes:
+                return False
+        self._unshard(group, actions)
+        return True
 
 
 def plan(
@@ -235,11 +285,20 @@ def plan(
     The backward is planned from what the forward leaves unsharded. Each phase's plan is a pure function
     of its arguments, so every rank that recorded the same order plans the same collectives.
     """
-    step, evaluation = Planner(policy, facts), Planner(policy, facts)
-    planners = {Phase.FORWARD: step, Phase.BACKWARD: step, Phase.EVALUATION: evaluation}
+    step = Planner(policy, facts, needed_first(orders, policy, facts))
+    planners = {Phase.FORWARD: step, Phase.BACKWARD: step, Phase.EVALUATION: Planner(policy, facts)}
     return Schedule(
         {phase: _plan_phase(planners[phase], phase, orders[phase]) for phase in planners if phase in orders}
     )
+
+
+def needed_first(
+    orders: dict[Phase, tuple[Event, ...]], policy: SchedulePolicy, facts: Callable[[int], GroupFacts]
+) -> frozenset[int]:
+    """The first ``keep_last`` groups of the recorded backward, of those that may be kept for it."""
+    backward = (event.group for event in orders.get(Phase.BACKWARD, ()) if event.kind in BEGINS)
+    open_groups = [g for g in dict.fromkeys(backward) if facts(g).reshard_after_forward is None]
+    return frozenset(open_groups[: policy.keep_last])
 
 
 def _plan_phase(planner: Planner, phase: Phase, order: tuple[Event, ...]) -> tuple[Stop, ...]:
