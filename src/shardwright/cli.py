@@ -1,6 +1,7 @@
 """The command ``shardwright``: parses, calls, prints.
 
     shardwright train RECIPE.toml [--resume] [--section.key VALUE ...]
+    shardwright checkpoint consolidate --ckpt-prefix PREFIX [--ckpt-suffix SUFFIX] [--save-path FILE]
     shardwright sample RUN [--prompt TEXT] [--num-bytes N] [--temperature T] [--seed S]
 
 Exit codes: 0 done (or stopped and saved), 1 failed, 2 wrong usage or configuration (nothing was started).
@@ -18,6 +19,7 @@ from shardwright.train.ranks import choose_device
 from shardwright.train.resolve import resolve
 from shardwright.train.run import train_rank
 from shardwright.train.sample import generate, load_run, readable
+from shardwright.xla.files import consolidate
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,9 +30,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if known.command == "train":
             return _train(known, rest, given)
         if rest:
-            raise ConfigError(
-                f"shardwright sample: unknown argument(s) {' '.join(rest)}; see: shardwright sample --help"
-            )
+            command = f"shardwright {known.command}"
+            raise ConfigError(f"{command}: unknown argument(s) {' '.join(rest)}; see: {command} --help")
+        if known.command == "checkpoint":
+            print(f"wrote {consolidate(known.ckpt_prefix, known.ckpt_suffix, known.save_path)}")
+            return 0
         return _sample(known)
     except ShardwrightError as error:
         print(f"shardwright: {error}", file=sys.stderr)
@@ -92,7 +96,27 @@ def _parser() -> argparse.ArgumentParser:
     sample.add_argument("--num-bytes", type=_count, help="bytes to write (default: the recipe's)")
     sample.add_argument("--temperature", type=_temperature, help="0: the likeliest (default: the recipe's)")
     sample.add_argument("--seed", type=int, default=1, help="another seed, another text (default: 1)")
+    _add_checkpoint(commands.add_parser("checkpoint", help="work on saved checkpoints", allow_abbrev=False))
     return parser
+
+
+def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    tools = parser.add_subparsers(dest="tool", required=True)
+    join = tools.add_parser(
+        "consolidate",
+        help="join the per-rank files of XlaFullyShardedDataParallel",
+        description="Join the per-rank files of XlaFullyShardedDataParallel (PREFIX and SUFFIX make the pattern) "
+        "into one file with whole tensors, optimizer state included.",
+        allow_abbrev=False,
+    )
+    # The original spells them with underscores.
+    join.add_argument(
+        "--ckpt-prefix", "--ckpt_prefix", required=True, help="what the files' paths begin with"
+    )
+    join.add_argument(
+        "--ckpt-suffix", "--ckpt_suffix", default="*.pth", help="how they go on (default: *.pth)"
+    )
+    join.add_argument("--save-path", "--save_path", default="", help="default: PREFIX_consolidated.pth")
 
 
 def _count(text: str) -> int:
