@@ -1,11 +1,11 @@
 """MNIST on XLA devices: nested units split in rows, per-rank checkpoints, and the consolidated one evaluated.
 
     XLA_FLAGS=--xla_force_host_platform_device_count=4 python examples/xla_mnist.py --fake-data
-    python examples/xla_mnist.py --data FOLDER        with the four files of MNIST (train-images-idx3-ubyte, ...)
+    python examples/xla_mnist.py --data FOLDER        with the files of MNIST, as train-images-idx3-ubyte
 
 The last two lines compare the sharded model with the consolidated file in plain torch. They are equal up to
-rounding; with --no-sync-buffers the file has the BatchNorm statistics of the first device only, and the sharded
-model those of each.
+rounding; with --no-sync-buffers the file has the BatchNorm statistics of the first device only, while the
+sharded model has those of each.
 """
 
 import argparse
@@ -70,7 +70,9 @@ def accuracy(model: nn.Module, images: torch.Tensor, labels: torch.Tensor, rows:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--data", type=Path, help="folder with the files of MNIST")
     source.add_argument("--fake-data", action="store_true", help="noisy patterns of the same shapes")
@@ -99,7 +101,9 @@ def main() -> None:
         for i in range(0, len(order) - options.rows + 1, options.rows):
             rows = order[i : i + options.rows]
             loss = step(train[0][rows], train[1][rows])
-        print(f"epoch {epoch + 1}  loss {float(loss):.4f}  accuracy {accuracy(model, *test, options.rows):.4f}")
+        print(
+            f"epoch {epoch + 1}  loss {float(loss):.4f}  accuracy {accuracy(model, *test, options.rows):.4f}"
+        )
 
     with tempfile.TemporaryDirectory() as folder:
         save_rank_files(f"{folder}/mnist", model, step)

@@ -3,8 +3,8 @@
     XLA_FLAGS=--xla_force_host_platform_device_count=8 python examples/xla_vit.py --size tiny
     XLA_FLAGS=--xla_force_host_platform_device_count=8 python examples/xla_vit.py --size 10b --plan
 
---plan builds the model on the meta device, compiles the whole training step for the devices that jax sees, and
-prints what it takes on each of them.
+--plan builds the model on the meta device, compiles the whole training step for the devices that jax sees,
+and prints what it takes on each of them.
 """
 
 import argparse
@@ -70,7 +70,9 @@ class VisionTransformer(nn.Module):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", choices=SIZES, default="tiny")
     parser.add_argument("--rows", type=int, default=8, help="rows of a batch, over all devices")
     parser.add_argument("--steps", type=int, default=5)

@@ -105,7 +105,7 @@ def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
     join = tools.add_parser(
         "consolidate",
         help="join the per-rank files of XlaFullyShardedDataParallel",
-        description="Join the per-rank files of XlaFullyShardedDataParallel (PREFIX and SUFFIX make the pattern) "
+        description="Join the per-rank files of XlaFullyShardedDataParallel (all that match PREFIX + SUFFIX) "
         "into one file with whole tensors, optimizer state included.",
         allow_abbrev=False,
     )

@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 
+from shardwright.cli import main
 from shardwright.errors import CheckpointError
 from shardwright.xla import files
 
@@ -154,6 +155,32 @@ def test_what_is_wrong_with_the_files_is_named(tmp_path, make, match):
     make(tmp_path)
     with pytest.raises(CheckpointError, match=match):
         files.read(prefix(tmp_path))
+
+
+def test_the_command_takes_the_options_that_users_know(tmp_path, capsys):
+    for rank in range(2):
+        write(tmp_path, 2, rank, optimizer=True)
+    target = tmp_path / "all.pth"
+    arguments = [
+        "--ckpt_prefix",
+        prefix(tmp_path),
+        "--ckpt-suffix",
+        "_rank-*.pth",
+        "--save-path",
+        str(target),
+    ]
+    assert main(["checkpoint", "consolidate", *arguments]) == 0
+    assert str(target) in capsys.readouterr().out
+    assert set(torch.load(target, weights_only=True)) == {"model", "optimizer"}
+    (tmp_path / "ckpt_rank-00000001-of-00000002.pth").unlink()
+    assert main(["checkpoint", "consolidate", "--ckpt-prefix", prefix(tmp_path)]) == 1
+    assert "ranks [1] of 2 are missing" in capsys.readouterr().err
+
+
+def test_a_missing_extra_says_what_to_install():
+    code = "import sys; sys.modules['jax'] = None; from shardwright import xla; xla.fully_shard"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert 'pip install "shardwright[xla]"' in done.stderr
 
 
 def test_reading_needs_neither_jax_nor_torchax():

@@ -1,5 +1,6 @@
 """What can't be done is refused by name, and odd models are sharded rightly."""
 
+import copy
 import subprocess
 import sys
 import threading
@@ -101,6 +102,45 @@ def test_an_unsupported_operator_is_named_with_its_module():
 
     with pytest.raises(InputError, match=r"module '1' \(Inverse\) can't run on XLA: .*airy_ai"):
         step_of(nn.Sequential(nn.Linear(2, 2), Inverse()))(torch.zeros(4, 2))
+
+
+class Branch(nn.Module):
+    def forward(self, x):
+        return x if x.sum() > 0 else -x
+
+
+class Constant(nn.Module):
+    def forward(self, x):
+        return x * torch.ones(2)
+
+
+class Borrow(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.owner = nn.Linear(2, 2)
+
+    def forward(self, x):
+        return x @ self.owner.weight
+
+
+@pytest.mark.parametrize(
+    ("module", "match"),
+    [(Branch(), "reads a value"), (Constant(), "make constants buffers"), (Borrow(), "of another unit")],
+)
+def test_what_a_traced_program_can_not_do_is_named_with_its_module(module, match):
+    model = nn.Sequential(nn.Linear(2, 2), module)
+    xla.fully_shard(model, 4, (nn.Linear,))
+    with pytest.raises(
+        InputError, match=rf"module '1' \({type(module).__name__}\) can't run on XLA: .*{match}"
+    ):
+        xla.make_train_step(model, squared, xla.SGD(0.1))(torch.zeros(4, 2))
+
+
+def test_modules_that_would_train_silently_wrong_are_refused():
+    with pytest.raises(InputError, match=r"module '0' \(LSTM\) is not supported"):
+        xla.fully_shard(nn.Sequential(nn.LSTM(2, 2)))
+    with pytest.raises(InputError, match=r"^weight is torch.float64"):
+        xla.fully_shard(nn.Linear(2, 2).double())
 
 
 def test_a_loss_that_is_no_scalar_is_refused():
@@ -234,3 +274,38 @@ def test_policies_choose_the_units():
     assert xla.stats(model).num_units == 2  # Linear(8, 8), and the root with the rest
     with pytest.raises(InputError, match="auto_wrap_policy"):
         xla.fully_shard(nn.Linear(2, 2), 4, [])
+
+
+class Average(nn.Module):
+    """Buffers changed in place, replaced, and shared with another module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        x = self.linear(x)
+        self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        self.steps = self.steps + 1
+        return x + self.mean
+
+
+def test_buffers_that_a_module_changes_itself_are_carried():
+    model = nn.Sequential(Average(), Average())
+    model[1].mean = model[0].mean
+    plain = copy.deepcopy(model)
+    xla.fully_shard(model, 1, (Average,))
+    step = xla.make_train_step(model, squared, xla.SGD(0.1))
+    optimizer = torch.optim.SGD(plain.parameters(), 0.1)
+    for _ in range(3):
+        x = torch.randn(4, 3)
+        loss = squared(plain, x)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        assert float(step(x)) == pytest.approx(loss.item(), abs=1e-6)
+    state = xla.full_state_dict(model)
+    for name, value in plain.state_dict().items():
+        assert torch.allclose(state[name], value, atol=1e-6), name

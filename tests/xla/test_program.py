@@ -75,6 +75,22 @@ def test_resharding_frees_the_unsharded_weights_before_the_backward(resharded, k
     assert freed * 3 <= held
 
 
+def test_checkpointed_activations_are_not_kept():
+    """Each layer's own activations are wide; only its narrow input stays."""
+
+    def temp_nbytes(**options):
+        with torch.device("meta"):
+            layers = [nn.Sequential(nn.Linear(8, 2048), nn.Tanh(), nn.Linear(2048, 8)) for _ in range(4)]
+            model = nn.Sequential(*layers)
+        xla.fully_shard(
+            model, 4, lambda module, recurse, unwrapped_params: recurse or module in layers, **options
+        )
+        step = xla.make_train_step(model, squared, xla.SGD(0.1))
+        return step.lower(torch.empty(2048, 8, device="meta")).compile().memory_analysis().temp_size_in_bytes
+
+    assert temp_nbytes(checkpoint_activations=True) * 2 < temp_nbytes()
+
+
 def test_arguments_are_one_share_of_the_model(resharded):
     model, program = resharded
     stats = xla.stats(model)

@@ -58,9 +58,9 @@ def __getattr__(name: str) -> Any:
     try:
         return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
     except ModuleNotFoundError as error:
-        if error.name not in ("jax", "jaxlib", "optax", "torchax"):
+        missing = (error.name or "").split(".")[0]
+        if missing not in ("jax", "jaxlib", "optax", "torchax"):
             raise
         raise ImportError(
-            f"shardwright.xla.{name} needs {error.name}, which is not installed: "
-            'pip install --pre "shardwright[xla]"'
+            f'shardwright.xla.{name} needs {missing}, which is not installed: pip install "shardwright[xla]"'
         ) from error

@@ -100,7 +100,7 @@ def hyper_parameters(step: TrainStep) -> tuple[str, dict[str, Any]]:
     """
     if not isinstance(step.optimizer, Optimizer):
         raise InputError("only the state of xla.SGD and xla.AdamW can be saved by torch's names")
-    options = dict(vars(step.optimizer))
+    options: dict[str, Any] = dict(vars(step.optimizer))
     if callable(options["lr"]):
         options["lr"] = float(options["lr"](step.count()))
     return type(step.optimizer).__name__, options

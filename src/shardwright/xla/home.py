@@ -14,15 +14,7 @@ from shardwright.errors import InputError, StageError
 from shardwright.xla import torch_bridge as bridge
 from shardwright.xla.mesh import Axes
 from shardwright.xla.trace import Trace, buffer_slots, installed, read_buffers, tracing
-from shardwright.xla.unit import Leaf, Stored, Unit
-
-UNIT = "_shardwright_xla_unit"
-"""Attribute of a sharded module that holds its unit."""
-
-
-def unit_of(module: nn.Module) -> Unit | None:
-    """The unit of a module that was given to ``fully_shard``."""
-    return module.__dict__.get(UNIT)
+from shardwright.xla.unit import Leaf, Stored, Unit, unit_of
 
 
 def home_of(model: nn.Module) -> "Home":

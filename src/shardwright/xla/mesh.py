@@ -4,6 +4,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import jax
 import numpy as np
@@ -86,21 +87,22 @@ def resolve(mesh: Mesh | int | Sequence[int] | None, sharding_groups: Sequence[S
 
     Raises: InputError for a mesh larger than the devices, or groups that don't cover it once in equal parts.
     """
+    found: Any = mesh
     if mesh is None:
-        mesh = make_mesh(len(jax.devices()))
+        found = make_mesh(len(jax.devices()))
     elif not isinstance(mesh, Mesh):
-        mesh = make_mesh(*([mesh] if isinstance(mesh, int) else mesh))
-    if mesh.devices.ndim not in (1, 2):
-        raise InputError(f"mesh has {mesh.devices.ndim} axes {mesh.axis_names}, expected 1 or 2")
+        found = make_mesh(*([mesh] if isinstance(mesh, int) else mesh))
+    if found.devices.ndim not in (1, 2):
+        raise InputError(f"mesh has {found.devices.ndim} axes {found.axis_names}, expected 1 or 2")
     if sharding_groups is not None:
         groups = [list(group) for group in sharding_groups]
         flat = sorted(position for group in groups for position in group)
         sizes = {len(group) for group in groups}
-        if flat != list(range(mesh.devices.size)) or len(sizes) != 1:
+        if flat != list(range(found.devices.size)) or len(sizes) != 1:
             raise InputError(
-                f"sharding_groups {groups} must put each of the {mesh.devices.size} devices into one group, "
+                f"sharding_groups {groups} must put each of the {found.devices.size} devices into one group, "
                 "all groups of one size; for example [[0, 1], [2, 3]]"
             )
-        mesh = Mesh(mesh.devices.reshape(-1)[np.array(groups)], (REPLICATE, SHARD))
-    names = tuple(mesh.axis_names)
-    return Axes(mesh, names[-1], names[0] if len(names) == 2 else None)
+        found = Mesh(found.devices.reshape(-1)[np.array(groups)], (REPLICATE, SHARD))
+    names = tuple(found.axis_names)
+    return Axes(found, names[-1], names[0] if len(names) == 2 else None)

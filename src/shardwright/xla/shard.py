@@ -1,19 +1,21 @@
 """``xla.fully_shard``: take the parameters out of torch modules and keep them sharded over XLA devices."""
+# pyright: reportMissingImports=false
 
 import warnings
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
+from jax.sharding import Mesh
 from torch import nn
 
 from shardwright.errors import InputError
-from shardwright.xla.home import UNIT, home_of, unit_of
-from shardwright.xla.mesh import Mesh, resolve
+from shardwright.xla.home import home_of
+from shardwright.xla.mesh import resolve
 from shardwright.xla.options import Options
 from shardwright.xla.torch_bridge import from_numpy
 from shardwright.xla.trace import current, enter
-from shardwright.xla.unit import Leaf, Unit
+from shardwright.xla.unit import UNIT, Leaf, Unit, unit_of
 from shardwright.xla.wrap import AutoWrap, modules_to_wrap
 
 M = TypeVar("M", bound=nn.Module)
@@ -57,7 +59,8 @@ def fully_shard(
     buffer_dtype: dtype of floating buffers in the forward; None: as they are.
     fp32_reduce_scatter: sum gradients in fp32 though ``compute_dtype`` is smaller.
     sharding_groups: positions in the mesh, each group holding one copy; gradients are averaged over all.
-    checkpoint_activations: keep nothing but the unit's input for the backward and run its forward again.
+    checkpoint_activations: keep nothing but the unit's input for the backward and run its forward again; only
+        for units with none inside (around others it would run theirs a third time).
     pin_layout_in_collective_ops: no counterpart (XLA chooses the layouts of a whole program); warned of once.
 
     Parameters that several units share are taken by the innermost unit around all of them. A module on the
@@ -99,6 +102,17 @@ def _check(module: nn.Module) -> None:
         )
     if type(module).forward is nn.Module.forward and "forward" not in module.__dict__:  # as ModuleList
         raise InputError(f"{name} has no forward of its own; shard its children and the module around it")
+    for path, owner in module.named_modules():
+        if isinstance(owner, nn.RNNBase):
+            raise InputError(
+                f"module {path!r} ({type(owner).__name__}) is not supported: it holds its weights a second time, "
+                "for aten's fused operator, and would go on with the unsharded ones; build it from RNN cells"
+            )
+        for p_name, p in owner.named_parameters(path, recurse=False):
+            if p.dtype in (torch.float64, torch.complex128):
+                raise InputError(
+                    f"{p_name} is {p.dtype}; XLA programs compute in 32 bits at most: convert it"
+                )
 
 
 def _warn_of_pin_layout() -> None:
@@ -120,7 +134,9 @@ def _shard(module: nn.Module, unit: Unit) -> None:
             leaf = p.__dict__.get(_LEAF)
             if leaf is None:
                 shown = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
-                shown.__dict__[_LEAF] = p.__dict__[_LEAF] = leaf = Leaf(shown, [])
+                leaf = Leaf(shown, [])
+                setattr(shown, _LEAF, leaf)
+                setattr(p, _LEAF, leaf)
                 values[leaf] = None if p.is_meta else p.detach().cpu()
             if (owner, name) not in leaf.slots:
                 leaf.slots.append((owner, name))

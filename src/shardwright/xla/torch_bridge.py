@@ -55,7 +55,7 @@ def _batch_norm(
         for running, new in ((mean, used_mean), (var, used_var * (count / max(count - 1, 1)))):
             if running is not None:
                 old = as_jax(running)
-                running._elem = ((1 - momentum) * old + momentum * new).astype(old.dtype)
+                set_value(running, ((1 - momentum) * old + momentum * new).astype(old.dtype))
     else:
         used_mean, used_var = as_jax(mean), as_jax(var)
     inverse = jax.lax.rsqrt(used_var + eps)
@@ -83,8 +83,13 @@ def as_jax(tensor: torch.Tensor) -> Any:
     A plain torch tensor (a constant that the module holds) becomes a constant of the program.
     """
     if isinstance(tensor, torchax.tensor.Tensor | torchax.view.View):
-        return tensor.jax()
+        return tensor.jax()  # type: ignore[attr-defined]
     return jax.numpy.asarray(to_numpy(tensor))
+
+
+def set_value(tensor: torch.Tensor, array: Any) -> None:
+    """Let a tensor that ``as_torch`` made show another array, for all that hold it."""
+    tensor._elem = array  # type: ignore[attr-defined]
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
@@ -126,6 +131,8 @@ def unsupported_op(error: BaseException) -> str | None:
     """What torchax can't do, in words, if that is what ``error`` says; else None."""
     if isinstance(error, OperatorNotFound):
         return f"torchax has no lowering of the operator ({error})"
+    if isinstance(error, jax.errors.ConcretizationTypeError):
+        return "it reads a value (.item(), if, float()), and a traced program has none; use torch.where"
     if isinstance(error, AssertionError) and "mixed math" in str(error):
         return (
             "it mixes tensors of the compiled program with a plain torch tensor; make constants buffers, "

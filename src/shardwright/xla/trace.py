@@ -160,7 +160,7 @@ def enter(trace: Trace, unit: Unit, call: Callable[..., Any], args: Any, kwargs:
             after = [new.astype(old.dtype) for new, old in zip(read_buffers(slots), buffers, strict=True)]
             return results, after, bridge.current_key()
 
-    if trace.reshard and unit.options.checkpoint_activations:
+    if trace.reshard and unit.options.checkpoint_activations and unit.innermost:
         body = jax.checkpoint(body)
     elif trace.reshard and unit.options.reshard_after_forward and unit is not trace.root:
         body = jax.checkpoint(body, policy=_keep_arithmetic)
@@ -168,9 +168,8 @@ def enter(trace: Trace, unit: Unit, call: Callable[..., Any], args: Any, kwargs:
     results, after, key = body(shards, read_buffers(slots), bridge.current_key(), inputs)
     bridge.set_current_key(key)
     for same, array in zip(slots, after, strict=True):
-        tensor = bridge.as_torch(array)
-        for owner, name in same:
-            owner._buffers[name] = tensor
+        owner, name = same[0]
+        bridge.set_value(owner._buffers[name], array)  # type: ignore[arg-type]
     outputs = known["rest"]
     for i, array in zip(known["places"], results, strict=True):
         outputs[i] = bridge.as_torch(array)

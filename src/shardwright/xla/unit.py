@@ -140,6 +140,15 @@ class Stored:
         return tuple(int(n) for n in np.cumsum(sizes)[:-1])
 
 
+UNIT = "_shardwright_xla_unit"
+"""Attribute of a sharded module that holds its unit."""
+
+
+def unit_of(module: nn.Module) -> "Unit | None":
+    """The unit of a module that was given to ``fully_shard``."""
+    return module.__dict__.get(UNIT)
+
+
 def _replicate(axes: Axes) -> Callable[[Any], Any]:
     return jax.jit(lambda x: x, out_shardings=axes.replicated())
 
@@ -157,6 +166,11 @@ class Unit:
     @property
     def leaves(self) -> list[Leaf]:
         return [leaf for stored in self.stored for leaf in stored.leaves]
+
+    @property
+    def innermost(self) -> bool:
+        """Whether no other unit lies inside."""
+        return all(unit_of(m) in (None, self) for m in self.module.modules())
 
     def store(self, values: dict[Leaf, torch.Tensor | None]) -> None:
         """Take the parameters of ``values`` (None: no values yet) besides those that are here already."""
