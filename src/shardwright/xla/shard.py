@@ -105,14 +105,12 @@ def _check(module: nn.Module) -> None:
     for path, owner in module.named_modules():
         if isinstance(owner, nn.RNNBase):
             raise InputError(
-                f"module {path!r} ({type(owner).__name__}) is not supported: it holds its weights a second time, "
-                "for aten's fused operator, and would go on with the unsharded ones; build it from RNN cells"
+                f"module {path!r} ({type(owner).__name__}) is not supported: it holds its weights a second "
+                "time, and would go on with the unsharded ones; build it from RNN cells"
             )
         for p_name, p in owner.named_parameters(path, recurse=False):
             if p.dtype in (torch.float64, torch.complex128):
-                raise InputError(
-                    f"{p_name} is {p.dtype}; XLA programs compute in 32 bits at most: convert it"
-                )
+                raise InputError(f"{p_name} is {p.dtype}; XLA programs have 32 bits at most: convert it")
 
 
 def _warn_of_pin_layout() -> None:

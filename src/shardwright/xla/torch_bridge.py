@@ -135,8 +135,8 @@ def unsupported_op(error: BaseException) -> str | None:
         return "it reads a value (.item(), if, float()), and a traced program has none; use torch.where"
     if isinstance(error, AssertionError) and "mixed math" in str(error):
         return (
-            "it mixes tensors of the compiled program with a plain torch tensor; make constants buffers, "
-            "and call the module itself rather than reading the weights of another unit"
+            "it mixes tensors of the compiled program with a plain torch tensor; make constants buffers "
+            "(or with device=x.device), and call the module itself rather than reading the weights of another unit"
         )
     return None
 
