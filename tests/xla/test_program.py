@@ -108,10 +108,15 @@ def test_padding_is_computed():
     assert stats.padding_nbytes == (64 - 33)  # in all, over 4 devices, in 4-byte numbers
 
 
-def test_rows_are_padded_to_the_devices_only():
-    model = nn.Linear(10, 5, bias=False)
+@pytest.mark.parametrize(("rows", "on_each"), [(3, 1), (4, 1), (5, 2)])
+def test_rows_are_padded_to_the_devices_only(rows, on_each):
+    model = nn.Linear(10, rows, bias=False)
+    weight = model.weight.detach().clone()
     xla.fully_shard(model, 4, shard_param_on_dim_0=True)
-    assert xla.stats(model).at_rest_nbytes == 2 * 10 * 4
+    assert xla.stats(model).at_rest_nbytes == on_each * 10 * 4
+    assert torch.equal(xla.full_state_dict(model)["weight"], weight)
+    x = torch.randn(4, 10)
+    assert torch.allclose(model(x), x @ weight.T, atol=1e-6)
 
 
 def branches(depth: int) -> nn.Module:

@@ -102,7 +102,7 @@ def hyper_parameters(step: TrainStep) -> tuple[str, dict[str, Any]]:
         raise InputError("only the state of xla.SGD and xla.AdamW can be saved by torch's names")
     options: dict[str, Any] = dict(vars(step.optimizer))
     if callable(options["lr"]):
-        options["lr"] = float(options["lr"](step.count()))
+        options["lr"] = float(options["lr"](step.count()))  # type: ignore[arg-type]
     return type(step.optimizer).__name__, options
 
 

@@ -136,7 +136,7 @@ def unsupported_op(error: BaseException) -> str | None:
     if isinstance(error, AssertionError) and "mixed math" in str(error):
         return (
             "it mixes tensors of the compiled program with a plain torch tensor; make constants buffers "
-            "(or with device=x.device), and call the module itself rather than reading the weights of another unit"
+            "(or with device=x.device), and call a module itself rather than reading weights of another unit"
         )
     return None
 
