@@ -96,6 +96,25 @@ def test_an_xla_run_goes_on_bit_equal_on_the_same_devices(tmp_path):
     assert equal(xla.full_state_dict(model), xla.full_state_dict(other))
 
 
+@pytest.mark.parametrize(
+    "make", [xla.SGD, lambda lr: xla.SGD(lr, 0.9), xla.AdamW], ids=["plain", "sgd", "adamw"]
+)
+def test_a_schedule_goes_on_where_it_was(tmp_path, make):
+    def begin():
+        model = xla.fully_shard(MODELS["mlp"](), 2)
+        return model, xla.make_train_step(model, loss_fn, make(lambda count: 0.1 * 0.3**count))
+
+    torch.manual_seed(4)
+    rows = batch("mlp")
+    model, step = begin()
+    for _ in range(2):
+        step(*rows)
+    save_xla(tmp_path, model=model, train_step=step, step=2)
+    other, other_step = begin()
+    load_xla(tmp_path, model=other, train_step=other_step)
+    assert [float(step(*rows)) for _ in range(2)] == [float(other_step(*rows)) for _ in range(2)]
+
+
 def test_state_of_another_optimizer_is_refused_and_nothing_changes(tmp_path):
     model, step = trained("mlp", "sgd", 2)
     save_xla(tmp_path, model=model, train_step=step, step=1)

@@ -85,7 +85,7 @@ def load_xla(path: str | Path, *, model: nn.Module, train_step: TrainStep | None
     if optimizer is not None and train_step is not None:
         names = {id(tensor): name for name, tensor in reversed(whole.tensors.items())}
         named = {names[id(p)]: value for p, value in optimizer.state.items()}
-        state = optimizer_state(train_step, _under_all_names(home.names.values(), named))
+        state = optimizer_state(train_step, _under_all_names(home.names.values(), named), restored.step)
     load_full_state_dict(model, whole.tensors)
     if train_step is not None:
         train_step.state = state

@@ -106,9 +106,13 @@ def hyper_parameters(step: TrainStep) -> tuple[str, dict[str, Any]]:
     return type(step.optimizer).__name__, options
 
 
-def optimizer_state(step: TrainStep, state: Mapping[str, Mapping[str, Any]]) -> list[Any]:
+def optimizer_state(
+    step: TrainStep, state: Mapping[str, Mapping[str, Any]], num_steps: int | None = None
+) -> list[Any]:
     """The optimizer's state of ``step`` from whole tensors by parameter and key: ``named_state`` backwards.
 
+    num_steps: optimizer steps done, from which a schedule of the learning rate goes on where the state itself
+        doesn't count them (SGD's).
     Raises: CheckpointError naming parameters without their state.
     """
     home, made = step.home, []
@@ -120,7 +124,8 @@ def optimizer_state(step: TrainStep, state: Mapping[str, Mapping[str, Any]]) -> 
                 arrays[key] = home.place(np.asarray(float(found[0]), array.dtype))
             else:
                 arrays[key] = stored.place([value.to(stored.dtype) for value in found])
-        made.append(_with_torch_state(step, tree, arrays))
+        count = int(arrays["step"]) if "step" in arrays else num_steps
+        made.append(_with_torch_state(step, tree, arrays, count))
     return made
 
 
@@ -153,21 +158,15 @@ def _torch_state(step: TrainStep, tree: Any) -> dict[str, Any]:
     return {key: getattr(part, name) for key, name in step.optimizer.state_names.items()}
 
 
-def _with_torch_state(step: TrainStep, tree: Any, arrays: Mapping[str, Any]) -> Any:
+def _with_torch_state(step: TrainStep, tree: Any, arrays: Mapping[str, Any], count: int | None) -> Any:
     part = _part(tree)
-    if part is None:
-        return tree
-    new = part._replace(**{step.optimizer.state_names[key]: array for key, array in arrays.items()})
-    count = arrays.get("step")
 
     def swapped(node: Any) -> Any:
         if node is part:
-            return new
-        return (
-            node._replace(count=count)
-            if count is not None and isinstance(node, optax.ScaleByScheduleState)
-            else node
-        )
+            return node._replace(**{step.optimizer.state_names[key]: array for key, array in arrays.items()})
+        if isinstance(node, optax.ScaleByScheduleState) and count is not None:
+            return node._replace(count=step.home.place(np.asarray(count, node.count.dtype)))
+        return node
 
     return jax.tree.map(swapped, tree, is_leaf=lambda node: hasattr(node, "_replace"))
 
