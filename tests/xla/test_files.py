@@ -175,6 +175,8 @@ def test_the_command_takes_the_options_that_users_know(tmp_path, capsys):
     (tmp_path / "ckpt_rank-00000001-of-00000002.pth").unlink()
     assert main(["checkpoint", "consolidate", "--ckpt-prefix", prefix(tmp_path)]) == 1
     assert "ranks [1] of 2 are missing" in capsys.readouterr().err
+    assert main(["checkpoint", "consolidate"]) == 2
+    assert main(["checkpoint", "consolidate", "a", "b", "--ckpt-prefix", "c"]) == 2
 
 
 def test_a_missing_extra_says_what_to_install():

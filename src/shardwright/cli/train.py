@@ -1,47 +1,25 @@
-"""The command ``shardwright``: parses, calls, prints.
+"""``shardwright train`` and ``shardwright sample``.
 
-    shardwright train RECIPE.toml [--resume] [--section.key VALUE ...]
-    shardwright checkpoint consolidate --ckpt-prefix PREFIX [--ckpt-suffix SUFFIX] [--save-path FILE]
-    shardwright sample RUN [--prompt TEXT] [--num-bytes N] [--temperature T] [--seed S]
-
-Exit codes: 0 done (or stopped and saved), 1 failed, 2 wrong usage or configuration (nothing was started).
+shardwright train RECIPE.toml [--resume] [--section.key VALUE ...]
+shardwright sample RUN [--prompt TEXT] [--num-bytes N] [--temperature T] [--seed S]
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from shardwright.errors import ConfigError, ShardwrightError
+from shardwright.errors import ConfigError
 from shardwright.train.config import Recipe
 from shardwright.train.launch import is_rank, launch
 from shardwright.train.ranks import choose_device
 from shardwright.train.resolve import resolve
 from shardwright.train.run import train_rank
 from shardwright.train.sample import generate, load_run, readable
-from shardwright.xla.files import consolidate
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command on ``arguments`` (default: those of the process) and return its exit code."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    known, rest = _parser().parse_known_args(given)
-    try:
-        if known.command == "train":
-            return _train(known, rest, given)
-        if rest:
-            command = f"shardwright {known.command}"
-            raise ConfigError(f"{command}: unknown argument(s) {' '.join(rest)}; see: {command} --help")
-        if known.command == "checkpoint":
-            print(f"wrote {consolidate(known.ckpt_prefix, known.ckpt_suffix, known.save_path)}")
-            return 0
-        return _sample(known)
-    except ShardwrightError as error:
-        print(f"shardwright: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
-
-
-def _train(known: argparse.Namespace, rest: list[str], given: list[str]) -> int:
+def run_train(known: argparse.Namespace, rest: list[str], given: list[str]) -> int:
+    """Train as one rank under a launcher, else start local ranks with the arguments ``given``."""
     resolved = resolve(known.recipe, _overrides(rest))
     if is_rank():
         train_rank(resolved, resume=known.resume)
@@ -52,7 +30,8 @@ def _train(known: argparse.Namespace, rest: list[str], given: list[str]) -> int:
     return 0
 
 
-def _sample(known: argparse.Namespace) -> int:
+def run_sample(known: argparse.Namespace) -> int:
+    """Print what a trained model writes."""
     resolved, model = load_run(Path(known.run))
     given = {key: getattr(known, key) for key in ("num_bytes", "temperature", "prompt")}
     wanted = resolved.recipe.sample.model_copy(update={key: v for key, v in given.items() if v is not None})
@@ -77,9 +56,8 @@ def _overrides(rest: Sequence[str]) -> list[tuple[str, str]]:
     return pairs
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="shardwright", description="Fully sharded training on PyTorch.")
-    commands = parser.add_subparsers(dest="command", required=True)
+def add_commands(commands: Any) -> None:
+    """Add both to the subparsers of the command."""
     train = commands.add_parser(
         "train",
         help="train the model of a recipe",
@@ -96,27 +74,6 @@ def _parser() -> argparse.ArgumentParser:
     sample.add_argument("--num-bytes", type=_count, help="bytes to write (default: the recipe's)")
     sample.add_argument("--temperature", type=_temperature, help="0: the likeliest (default: the recipe's)")
     sample.add_argument("--seed", type=int, default=1, help="another seed, another text (default: 1)")
-    _add_checkpoint(commands.add_parser("checkpoint", help="work on saved checkpoints", allow_abbrev=False))
-    return parser
-
-
-def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
-    tools = parser.add_subparsers(dest="tool", required=True)
-    join = tools.add_parser(
-        "consolidate",
-        help="join the per-rank files of XlaFullyShardedDataParallel",
-        description="Join the per-rank files of XlaFullyShardedDataParallel (all that match PREFIX + SUFFIX) "
-        "into one file with whole tensors, optimizer state included.",
-        allow_abbrev=False,
-    )
-    # The original spells them with underscores.
-    join.add_argument(
-        "--ckpt-prefix", "--ckpt_prefix", required=True, help="what the files' paths begin with"
-    )
-    join.add_argument(
-        "--ckpt-suffix", "--ckpt_suffix", default="*.pth", help="how they go on (default: *.pth)"
-    )
-    join.add_argument("--save-path", "--save_path", default="", help="default: PREFIX_consolidated.pth")
 
 
 def _count(text: str) -> int:
