@@ -165,7 +165,7 @@ def _with_torch_state(step: TrainStep, tree: Any, arrays: Mapping[str, Any], cou
         if node is part:
             return node._replace(**{step.optimizer.state_names[key]: array for key, array in arrays.items()})
         if isinstance(node, optax.ScaleByScheduleState) and count is not None:
-            return node._replace(count=step.home.place(np.asarray(count, node.count.dtype)))
+            return node._replace(count=step.home.place(np.asarray(count, np.int32)))
         return node
 
     return jax.tree.map(swapped, tree, is_leaf=lambda node: hasattr(node, "_replace"))

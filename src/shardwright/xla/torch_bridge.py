@@ -18,7 +18,8 @@ import torch
 import torchax
 from torch.utils import _pytree as torch_pytree
 from torchax.ops import mappings
-from torchax.tensor import OperatorNotFound
+from torchax.tensor import OperatorNotFound, Tensor
+from torchax.view import View
 
 _NUMPY_DTYPE = {
     torch.bfloat16: np.dtype(ml_dtypes.bfloat16),
@@ -74,7 +75,7 @@ def jax_dtype(dtype: torch.dtype) -> Any:
 
 def as_torch(array: Any) -> torch.Tensor:
     """A jax array as a tensor that torch operators accept inside ``torch_mode``; no copy."""
-    return torchax.tensor.Tensor(array, _environment())
+    return Tensor(array, _environment())
 
 
 def as_jax(tensor: torch.Tensor) -> Any:
@@ -82,7 +83,7 @@ def as_jax(tensor: torch.Tensor) -> Any:
 
     A plain torch tensor (a constant that the module holds) becomes a constant of the program.
     """
-    if isinstance(tensor, torchax.tensor.Tensor | torchax.view.View):
+    if isinstance(tensor, Tensor | View):
         return tensor.jax()  # type: ignore[attr-defined]
     return jax.numpy.asarray(to_numpy(tensor))
 
