@@ -89,7 +89,7 @@ def fully_shard(
     Raises: InputError for a module that is sharded already, a mesh of the wrong shape or without this rank,
         or an option that doesn't fit. Nothing is changed then.
     """
-    options = Options(reshard_after_forward, shard_placement_fn, mp_policy, offload_policy)
+    options = Options(reshard_after_forward, shard_placement_fn, mp_policy, offload_policy, dp_mesh_dims)
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and has_no_forward(module):
         check_modules(list(module.children()))
         for child in module.children():
@@ -107,7 +107,7 @@ def fully_shard(
     modules = check_modules(list(module) if isinstance(module, (list, tuple)) else [module])
     options.check()
     ignored = {id(param) for param in ignored_params or ()}
-    for m in shard_modules(modules, mesh, dp_mesh_dims, options, ignored):
+    for m in shard_modules(modules, mesh, options, ignored):
         become_fsdp_module(m)
     guard_optimizers()
     return module
@@ -134,7 +134,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     for unit in units:
         unit.runtime.rest()
     params = {id(p.sharded): p for unit in units for group in unit.groups for p in group.params}
-    is_destination = all(p.axis.is_first for p in params.values())
+    is_destination = all(p.is_first for p in params.values())
     whole = dict(stream_full(model.state_dict(keep_vars=True), params))
     return whole if is_destination else {}
 

@@ -1,10 +1,11 @@
 """Gradient clipping over parameters on any number of meshes."""
 
+import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from shardwright.errors import InputError
@@ -30,15 +31,17 @@ def clip_grad_norm_(
     if norm_type <= 0:
         raise InputError(f"clip_grad_norm_: norm_type must be above 0, got {norm_type}")
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    by_mesh: dict[object, list[nn.Parameter]] = {}
+    alike: dict[Any, list[torch.Tensor]] = {}
     for param in given:
         if param.grad is not None:
-            mesh = param.grad.device_mesh if isinstance(param.grad, DTensor) else None
-            by_mesh.setdefault(mesh, []).append(param)  # type: ignore[arg-type]
-    norms = []
-    for members in by_mesh.values():
-        norm = get_total_norm([p.grad for p in members], norm_type, False, foreach)  # type: ignore[misc]
-        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+            where = (
+                (param.grad.device_mesh, param.grad.placements) if isinstance(param.grad, DTensor) else None
+            )
+            alike.setdefault(where, []).append(param)
+    norms = [
+        _norm([p.grad for p in members if p.grad is not None], where, norm_type, foreach)
+        for where, members in alike.items()
+    ]
     if not norms:
         return torch.tensor(0.0)
     total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
@@ -47,6 +50,25 @@ def clip_grad_norm_(
             f"the total norm of order {norm_type} of the gradients is {total.item()}, so it can't be clipped "
             "to; pass error_if_nonfinite=False to scale by it anyway"
         )
-    for members in by_mesh.values():
+    for members in alike.values():
         clip_grads_with_norm_(members, max_norm, total, foreach)
     return total
+
+
+def _norm(grads: list[torch.Tensor], where: Any, norm_type: float, foreach: bool | None) -> torch.Tensor:
+    """The norm of gradients that lie alike: of the local shards, then over the axes that shard them.
+
+    Not torch's own norm of DTensors: its infinity norm fails on a rank whose shard is empty.
+    """
+    local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+    filled = [shard for shard in local if shard.numel()]
+    norm = get_total_norm(filled, norm_type, False, foreach) if filled else local[0].new_zeros(())
+    if where is None:
+        return norm
+    mesh, placements = where
+    infinite = math.isinf(norm_type)
+    part = Partial("max" if infinite else "sum")
+    spread = [placed if isinstance(placed, Replicate) else part for placed in placements]
+    share = norm if infinite else norm**norm_type
+    total = DTensor.from_local(share.to(mesh.device_type), mesh, spread, run_check=False).full_tensor()
+    return total if infinite else total ** (1 / norm_type)

@@ -40,7 +40,7 @@ class FSDPModule:
         async_op: return a handle whose ``wait`` makes them readable, instead of waiting here. The module's
             forward waits for it in any case.
         """
-        handle = UnshardHandle(self._unit())
+        handle = _UnitHandle(self._unit())
         for group in self._unit().groups:
             self._unit().runtime.do(ActionKind.UNSHARD, group)
         if async_op:
@@ -298,13 +298,19 @@ class FSDPModule:
 
 
 class UnshardHandle:
-    """An all-gather asked for by ``FSDPModule.unshard(async_op=True)``."""
+    """What ``FSDPModule.unshard(async_op=True)`` returns."""
+
+    def wait(self) -> None:
+        """Return when the module shows its unsharded parameters. A second call does nothing."""
+
+
+class _UnitHandle(UnshardHandle):
+    """The all-gathers of one module."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit: Unit | None = unit
 
     def wait(self) -> None:
-        """Return when the module shows its unsharded parameters. A second call does nothing."""
         if self._unit is not None:
             for group in self._unit.groups:
                 self._unit.runtime.do(ActionKind.WAIT, group)

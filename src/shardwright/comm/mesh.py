@@ -60,11 +60,6 @@ class Axis:
         return 1 if self.replicate is None else self.replicate.world
 
     @property
-    def is_first(self) -> bool:
-        """Whether this is the first rank of the mesh."""
-        return self.rank == 0 and (self.replicate is None or self.replicate.rank == 0)
-
-    @property
     def group(self) -> ProcessGroup:
         """The caller's process group of the sharded axis."""
         if True not in self.shards:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardwright.comm.mesh import Axis, resolve, smaller_world
 from shardwright.errors import InputError
@@ -51,6 +51,7 @@ class Options:
     placement_fn: PlacementFunction | None
     precision: MixedPrecisionPolicy
     offload: OffloadPolicy
+    dims: DataParallelMeshDims | None = None
 
     def check(self) -> None:
         """Raises: InputError for what isn't of its type."""
@@ -111,12 +112,11 @@ def check_modules(modules: Sequence[Any]) -> Sequence[nn.Module]:
 def shard_modules(
     modules: Sequence[nn.Module],
     mesh: DeviceMesh | None,
-    dims: DataParallelMeshDims | None,
     options: Options,
     ignored: set[int],
 ) -> Sequence[nn.Module]:
     """Shard the parameters that no nested call has taken, and set the hooks. Returns the modules."""
-    axis = resolve(mesh, dims)
+    axis = resolve(mesh, options.dims)
     found = _find_params(modules, ignored)
     splits = {param: _split(fqn, param, axis, options) for param, (fqn, _) in found.items()}
     worlds = {split.axis: options.world_nearby(split.axis) for split in splits.values()}
@@ -174,13 +174,41 @@ def _split(fqn: str, param: nn.Parameter, axis: Axis, options: Options) -> Split
                 f"Invalid shard_placement_fn result for {fqn!r}: {wanted!r}; expected None, Shard(dim) or "
                 "ShardPlacementResult"
             )
-        axis = resolve(getattr(wanted.mesh_info, "mesh", wanted.mesh_info))
+        info = wanted.mesh_info
+        axis = resolve(info if isinstance(info, DeviceMesh) else getattr(info, "mesh", info))
         wanted = wanted.placement
     ndim = param.ndim
     dim = 0 if wanted is None else wanted.dim
     if ndim and not -ndim <= dim < ndim:
         raise InputError(f"can't shard dim {dim} of parameter {fqn!r} of shape {list(param.shape)}")
-    return Split(axis, dim % ndim if ndim else None, options.offload)
+    _check_composes(fqn, param, axis, options.dims)
+    return Split(axis, dim % ndim if ndim else None, options.offload, options.dims)
+
+
+def _check_composes(fqn: str, param: nn.Parameter, axis: Axis, dims: DataParallelMeshDims | None) -> None:
+    """Raises: InputError for a DTensor whose mesh and the data-parallel one don't go together."""
+    if not isinstance(param, DTensor):
+        if dims is not None:
+            raise InputError(
+                f"with dp_mesh_dims every parameter must be a DTensor on the whole mesh, but {fqn!r} is a "
+                "plain one; distribute it with distribute_tensor, or leave dp_mesh_dims out"
+            )
+        return
+    mesh, names = param.device_mesh, param.device_mesh.mesh_dim_names or ()
+    if dims is None:
+        try:
+            DeviceMesh._concatenate([axis.mesh, mesh])
+        except RuntimeError as error:
+            raise InputError(
+                f"parameter {fqn!r} is a DTensor already ({param.placements} on {mesh}), on a mesh that "
+                f"doesn't go with {axis.mesh}: {error}. Take both from one init_device_mesh with named axes"
+            ) from error
+    for name in (*dims.shard_names, *dims.replicate_names) if dims is not None else ():
+        if name not in names or param.placements[names.index(name)] != Replicate():
+            raise InputError(
+                f"parameter {fqn!r} must be replicated over the data-parallel axis {name!r}, but is placed "
+                f"{param.placements} on {mesh}"
+            )
 
 
 def _named_slots(modules: Sequence[nn.Module]) -> Iterator[tuple[str, Slot, nn.Parameter]]:

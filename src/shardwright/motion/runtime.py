@@ -337,7 +337,10 @@ class Runtime:
 
     def comms(self) -> list[Comm]:
         """The transports in use, each once."""
-        return list({id(group.axis.comm): group.axis.comm for group in self.groups}.values())
+        used = [
+            (group.axis.comm, group.axis.replicate, group.near and group.near.comm) for group in self.groups
+        ]
+        return list({id(comm): comm for comms in used for comm in comms if comm is not None}.values())
 
     def communication_s(self) -> float:
         """Seconds that the collectives of one step take alone (see ``shardwright.communication_s``)."""

@@ -24,7 +24,13 @@ from shardwright.comm.base import Piece
 from shardwright.comm.mesh import Axis
 from shardwright.errors import InputError, StageError
 from shardwright.plan.layout import ParamLayout
-from shardwright.policy import DEFAULT_OFFLOAD, CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from shardwright.policy import (
+    DEFAULT_OFFLOAD,
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
 from shardwright.state.buffer import Buffer
 
 
@@ -50,11 +56,13 @@ class Split:
     """How a parameter is to be sharded.
 
     dim: the dim that is cut (None: kept whole). offload: where its shard lies.
+    dims: the data-parallel axes, where the parameter is a DTensor on a mesh that has them already.
     """
 
     axis: Axis
     dim: int | None
     offload: OffloadPolicy = DEFAULT_OFFLOAD
+    dims: DataParallelMeshDims | None = None
 
     @property
     def on_host(self) -> bool:
@@ -111,6 +119,11 @@ class ShardedParam:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.spec = DTensorSpec(self.axis.mesh, *state["spec"])
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first of all ranks that hold a part of it."""
+        return not any(self.spec.mesh.get_coordinate() or ())
 
     @property
     def axis(self) -> Axis:
@@ -178,13 +191,11 @@ class ShardedParam:
 
     def shard_of(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's shard of a plain tensor of the logical shape: a view."""
-        for place, sharding in enumerate(self.inner.placements if self.inner is not None else ()):
+        for mesh, sharding in self._other_axes():
             if isinstance(sharding, Shard):
-                assert self.inner is not None
-                parts = self.inner.mesh.size(place)
-                rank = self.inner.mesh.get_local_rank(place)
-                rows = ParamLayout(tuple(whole.shape), parts, sharding.dim).row_range(rank)
-                whole = whole.narrow(sharding.dim, rows[0], rows[1] - rows[0])
+                layout = ParamLayout(tuple(whole.shape), mesh.size(), sharding.dim)
+                start, stop = layout.row_range(mesh.get_local_rank())
+                whole = whole.narrow(sharding.dim, start, stop - start)
         return self.rows_of(whole)
 
     def _spec(self, param: nn.Parameter) -> DTensorSpec:
@@ -192,17 +203,37 @@ class ShardedParam:
         axis, dim = self.axis, self.layout.dim
         meta = TensorMeta(param.shape, torch.empty(param.shape, device="meta").stride(), param.dtype)
         placement: Placement = Replicate() if dim is None else Shard(dim)
-        if self.inner is None:
-            return DTensorSpec(axis.mesh, axis.placements(placement), meta)
-        cuts = [
-            self.inner.mesh.size(place)
-            for place, sharding in enumerate(self.inner.placements)
-            if sharding.is_shard(dim)
-        ]
+        others = self._other_axes()
+        cuts = [mesh.size() for mesh, sharding in others if sharding.is_shard(dim)]
         if cuts and dim is not None:
             placement = _StridedShard(dim, split_factor=math.prod(cuts))
-        mesh = DeviceMesh._concatenate([axis.mesh, self.inner.mesh])
-        return DTensorSpec(mesh, (*axis.placements(placement), *self.inner.placements), meta)
+        mesh = axis.mesh
+        if others:
+            mesh = DeviceMesh._concatenate([mesh, *(other for other, _ in others)])
+        return DTensorSpec(mesh, (*axis.placements(placement), *(p for _, p in others)), meta)
+
+    def _other_axes(self) -> list[tuple[DeviceMesh, Placement]]:
+        """The axes that aren't data parallel, on which the parameter was a DTensor before."""
+        if self.inner is None:
+            return []
+        mesh, dims = self.inner.mesh, self.split.dims
+        if mesh.ndim == 1 and dims is None:
+            return [(mesh, self.inner.placements[0])]
+        ours = () if dims is None else (*dims.shard_names, *dims.replicate_names)
+        placed = zip(mesh.mesh_dim_names or (), self.inner.placements, strict=True)
+        return [(mesh[name], placement) for name, placement in placed if name not in ours]
+
+    def _local_grad(self, grad: DTensor) -> torch.Tensor:
+        """This rank's part of an unsharded gradient: placed like the parameter on all but the data-parallel
+        axes, over which it is reduced later."""
+        assert self.inner is not None
+        dims, names = self.split.dims, self.inner.mesh.mesh_dim_names or ()
+        ours = () if dims is None else (*dims.shard_names, *dims.replicate_names)
+        wanted = tuple(
+            grad.placements[place] if names[place : place + 1] and names[place] in ours else placement
+            for place, placement in enumerate(self.inner.placements)
+        )
+        return grad.redistribute(placements=wanted).to_local()
 
     def _shard(self, whole: torch.Tensor, trainable: bool) -> nn.Parameter:
         if whole.device.type != "meta":
@@ -271,8 +302,7 @@ class ShardedParam:
         """The unsharded gradient so far, earlier microbatches included; the parameter forgets it."""
         grad, self.unsharded.grad = self.unsharded.grad, None
         if isinstance(grad, DTensor):
-            assert self.inner is not None
-            grad = grad.redistribute(placements=self.inner.placements).to_local()
+            grad = self._local_grad(grad)
         if grad is not None and grad.layout is not torch.strided:
             grad = grad.to_dense()  # nn.Embedding(sparse=True)
         if self.accumulated is not None:
