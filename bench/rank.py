@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench.model import Size, build, tokens
-from bench.systems import SYSTEMS, System
+from bench.systems import System, build_system
 
 WARM_UP_STEPS = 2
 SOLO_STEPS = 3
@@ -112,7 +112,7 @@ def perform(job: Job) -> None:
 
 def paired(job: Job) -> dict[str, list[float]]:
     """Seconds, CPU seconds and bytes per step of each block, for the local step and the system's."""
-    local, system = SYSTEMS["local"](build(job.size)), SYSTEMS[job.system](build(job.size))
+    local, system = (build_system(name, build(job.size)) for name in ("local", job.system))
     count = iter(range(1 << 30))
 
     def section(one: System, steps: int) -> tuple[float, float, float]:
@@ -145,7 +145,7 @@ def measure(job: Job, system: System, batches: list[Tensor]) -> tuple[float, flo
 
 def solo(job: Job, base_nbytes: int) -> dict[str, float | list[float] | None]:
     """Peak memory over the import, the mean loss of every step, and communication alone."""
-    system = SYSTEMS[job.system](build(job.size))
+    system = build_system(job.system, build(job.size))
     losses = [system.step(tokens(job.size, job.rank, step)) for step in range(SOLO_STEPS)]
     system.flush()
     peak_nbytes = _memory_nbytes("VmHWM") - base_nbytes

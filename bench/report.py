@@ -138,8 +138,9 @@ def heading(machine: dict[str, Any], options: dict[str, Any]) -> str:
 def screen_table(machine: dict[str, Any], options: dict[str, Any], rows: list[Row]) -> Table:
     """The rows as a ``rich`` table."""
     table = Table(title=heading(machine, options))
-    for column in COLUMNS:
-        table.add_column(column, justify="left" if column == "system" else "right")
+    table.add_column(COLUMNS[0], no_wrap=True)
+    for column in COLUMNS[1:]:
+        table.add_column(column, justify="right")
     for row in rows:
         table.add_row(*cells(row))
     return table

@@ -108,6 +108,14 @@ class Ranks:
         self.processes: list[subprocess.Popen[str]] = []
 
     def __enter__(self) -> "Ranks":
+        try:
+            self._start()
+        except BaseException:  # Ctrl-C between two ranks: the first may not stay
+            self.__exit__()
+            raise
+        return self
+
+    def _start(self) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
         for home in self.homes:
             # A session of its own: Ctrl-C reaches only this process, which then ends its ranks.
@@ -120,7 +128,6 @@ class Ranks:
                 text=True,
             )
             self.processes.append(process)
-        return self
 
     def __exit__(self, *_: object) -> None:
         """Ends every rank and what it has forked, by the process group that it leads."""
@@ -205,6 +212,7 @@ def machine_facts() -> dict[str, Any]:
 def run(options: Options, console: Console) -> list[Row]:
     """Measures every system that can run here; prints the table and writes the file."""
     machine, rows = machine_facts(), []
+    asked = {**asdict(options), "out": None}
     with (
         tempfile.TemporaryDirectory() as folder,
         places(options.link, options.world) as homes,
@@ -217,8 +225,9 @@ def run(options: Options, console: Console) -> list[Row]:
                 continue
             begin = time.monotonic()
             rows.append(measure(options, system, ranks, folder))
+            if options.out is not None:  # after each, so that an interrupted run keeps what it has
+                options.out.write_text(dumps(machine, asked, rows))
             console.print(f"{system}: {rows[-1].ratio:.3f} ({time.monotonic() - begin:.0f} s)")
-    asked = {**asdict(options), "out": None}
     console.print(screen_table(machine, asked, rows))
     differing = disagreements(rows)
     common = [row.system for row in rows if row.system != "local"]
@@ -227,7 +236,6 @@ def run(options: Options, console: Console) -> list[Row]:
     elif len(common) > 1:
         console.print(f"losses of {len(rows[-1].losses)} steps are equal: {', '.join(common)}")
     if options.out is not None:
-        options.out.write_text(dumps(machine, asked, rows))
         console.print(f"written: {options.out}")
     if differing:
         raise RankError("the systems did not compute the same: " + "; ".join(differing))
@@ -240,7 +248,7 @@ def main(arguments: list[str]) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leave through the clean-up
     try:
         # Off a terminal (a file, a log) the table would be squeezed into 80 columns.
-        run(options, Console(width=None if sys.stdout.isatty() else 120))
+        run(options, Console(width=None if sys.stdout.isatty() else 140))
     except (LinkError, RankError) as error:
         sys.exit(f"bench: {error}")
     except KeyboardInterrupt:

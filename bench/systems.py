@@ -4,6 +4,7 @@ A system is built on every rank, inside the default process group, and offers on
 returns when nothing is in flight any more, and what its communication takes alone.
 """
 
+import importlib
 import importlib.util
 import time
 from abc import ABC, abstractmethod
@@ -133,11 +134,17 @@ class FSDP2(Sharded):
 
 
 class Shardwright(System):
-    """``shardwright.fully_shard`` on blocks and root, called as FSDP2. ``split``: the ends are groups too."""
+    """``shardwright.fully_shard``, called as FSDP2 is: on each block and the root.
+
+    ``split``: what would be the root's is two groups in the order of execution, kept after forward as the
+    root is: the head's gradients needn't wait for the embedding's.
+    """
 
     def __init__(self, model: Transformer, split: bool) -> None:
         ends = [[model.embedding, model.position], [model.norm, model.head]] if split else []
-        for module in [*ends, *model.blocks, model]:
+        for modules in ends:
+            shardwright.fully_shard(modules, reshard_after_forward=False)
+        for module in [*model.blocks, model]:
             shardwright.fully_shard(module)
         super().__init__(model)
 
@@ -157,17 +164,23 @@ SYSTEMS = {
     "shardwright": lambda model: Shardwright(model, split=False),
     "shardwright-split": lambda model: Shardwright(model, split=True),
 }
-"""Name -> what makes that system of a model; every rank calls it."""
+"""Name -> what makes that system of a model (see ``build_system``)."""
 
-OPTIONAL = {"deepspeed": "deepspeed"}
-"""Name -> the package that it needs and that is not a dependency of this project."""
+OPTIONAL = {"deepspeed": ("deepspeed", "bench.zero3")}
+"""Name -> the package that it needs, no dependency of this project, and the adapter that imports it."""
+
+
+def build_system(name: str, model: Transformer) -> System:
+    """The named system, training ``model``; every rank calls it."""
+    if name in OPTIONAL:
+        return importlib.import_module(OPTIONAL[name][1]).build(model)
+    return SYSTEMS[name](model)
 
 
 def unavailable(name: str) -> str:
     """Why a system can't run here; empty if it can."""
-    package = OPTIONAL.get(name)
-    if package and importlib.util.find_spec(package) is None:
-        return f"the package {package} is not installed"
+    if name in OPTIONAL and importlib.util.find_spec(OPTIONAL[name][0]) is None:
+        return f"the package {OPTIONAL[name][0]} is not installed"
     return ""
 
 

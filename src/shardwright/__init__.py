@@ -10,6 +10,7 @@ optimizer = torch.optim.AdamW(model.parameters())
 
 from shardwright.api import communication_s, full_state_dict, fully_shard, stats
 from shardwright.clip import clip_grad_norm_
+from shardwright.comm.mesh import set_transport
 from shardwright.explain import Explanation, explain
 from shardwright.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from shardwright.motion.build import ShardPlacementResult
@@ -41,6 +42,7 @@ __all__ = [
     "full_state_dict",
     "fully_shard",
     "register_fsdp_forward_method",
+    "set_transport",
     "share_comm_ctx",
     "stats",
 ]

@@ -5,6 +5,7 @@
     |-- ConfigError (ValueError)       a configuration file or command line; lists everything wrong at once
     |-- DataError (ValueError)         a corpus that is missing, empty or too small
     |-- StageError (RuntimeError)      a call that is illegal in the stage that a group is in
+    |-- CommError (RuntimeError)       ranks in different collectives, or a rank that ended or never came
     |-- CheckpointError (RuntimeError) a checkpoint that is missing, damaged or doesn't fit
     `-- LaunchError (RuntimeError)     ranks that could not be started, or that ended early
 
@@ -31,6 +32,10 @@ class DataError(ShardwrightError, ValueError):
 
 class StageError(ShardwrightError, RuntimeError):
     """A call that is illegal in the stage that a group is in."""
+
+
+class CommError(ShardwrightError, RuntimeError):
+    """Ranks that are in different collectives, or a rank that ended or never came."""
 
 
 class CheckpointError(ShardwrightError, RuntimeError):

@@ -23,6 +23,7 @@ NAMES = [
     "fully_shard",
     "register_fsdp_forward_method",
     "share_comm_ctx",
+    "set_transport",
     "stats",
 ]
 

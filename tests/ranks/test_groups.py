@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwright import MixedPrecisionPolicy, fully_shard, stats
+from shardwright import MixedPrecisionPolicy, fully_shard, set_transport, stats
 from shardwright.motion.unit import unit_of
 from shardwright.plan.schedule import ActionKind, Event, EventKind, Phase, Schedule, check
 from tests.ranks.models import Block, Run, assert_same, batches, build, full, loss_of, shard_decoder
@@ -85,6 +85,7 @@ def test_the_original_parameter_is_freed():
 
 
 def bytes_on_the_wire(rank, world):
+    set_transport("sockets")
     model = nn.Sequential(*[nn.Sequential(nn.Linear(48, 96, bias=False)) for _ in range(2)])
     model[1] = nn.Sequential(nn.Linear(96, 48, bias=False))
     for block in model:
@@ -238,6 +239,11 @@ def list_is_one_group(rank, world):
         theirs.step()
         assert_same(model, reference)
         assert held_nbytes(model) == 0
+    both = unit_of(model).runtime.groups.index(unit_of(model.norm).group)
+    events = [stop.event for stop in model.schedule().phases[Phase.BACKWARD] if stop.event.group == both]
+    # Once each, although two modules run: else the group is gathered and reduced twice.
+    kinds = [EventKind.BACKWARD_BEGIN, EventKind.GRADS_READY, EventKind.BACKWARD_END]
+    assert events == [Event(kind, both) for kind in kinds]
 
 
 def test_a_list_of_modules_is_one_group_and_the_root_may_own_nothing():
@@ -385,6 +391,7 @@ def test_parameters_assigned_by_load_state_dict_are_taken_over():
 
 
 def bf16_travels_narrow(rank, world):
+    set_transport("sockets")
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     model = fully_shard(nn.Linear(64, 64, bias=False), mp_policy=policy, reshard_after_forward=False)
     before = stats(model).sent_nbytes

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from shardwright import MixedPrecisionPolicy, full_state_dict, fully_shard
+from shardwright import MixedPrecisionPolicy, full_state_dict, fully_shard, set_transport
 from tests.ranks.models import (
     Block,
     Run,
@@ -26,7 +26,8 @@ from tests.ranks.pool import run_ranks
 WORLDS = [1, 2, 3, 4]
 
 
-def sgd_parity(rank, world, tied, reshard):
+def sgd_parity(rank, world, tied, reshard, transport="auto"):
+    set_transport(transport)
     model = shard_decoder(build(tied=tied), fully_shard, reshard_after_forward=reshard)
     train_beside(Run.of(model), Run.of(build(tied=tied)), rank, world)
 
@@ -35,6 +36,12 @@ def sgd_parity(rank, world, tied, reshard):
 @pytest.mark.parametrize("tied", [False, True])
 def test_three_steps_of_sgd_equal_one_process(world, tied):
     run_ranks(world, sgd_parity, tied, None)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("transport", ["sockets", "collectives"])
+def test_every_transport_equals_one_process(world, transport):
+    run_ranks(world, sgd_parity, True, None, transport)
 
 
 @pytest.mark.parametrize("reshard", [False, True])
@@ -276,7 +283,8 @@ def test_every_torch_optimizer_equals_one_process(kind):
     run_ranks(2, optimizers_parity, kind == "foreach", kind == "fused", limit_s=120)
 
 
-def full_state(rank, world):
+def full_state(rank, world, transport):
+    set_transport(transport)
     model, reference = shard_decoder(build(tied=True), fully_shard), build(tied=True)
     loss_of(model, batches(0, world)[rank])  # the root is unsharded now: the state dict must not show that
     state = full_state_dict(model)
@@ -292,8 +300,9 @@ def full_state(rank, world):
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_full_state_dict_is_the_unsharded_models_on_rank_0(world):
-    run_ranks(world, full_state)
+@pytest.mark.parametrize("transport", ["auto", "sockets"])
+def test_full_state_dict_is_the_unsharded_models_on_rank_0(world, transport):
+    run_ranks(world, full_state, transport)
 
 
 def sharded_state(rank, world):

@@ -5,8 +5,7 @@ import time
 import pytest
 import torch
 
-from shardwright import SchedulePolicy, fully_shard, stats
-from shardwright.comm.gloo import GlooComm
+from shardwright import SchedulePolicy, fully_shard, set_transport, stats
 from shardwright.motion.unit import unit_of
 from shardwright.plan.schedule import ActionKind, EventKind, Phase, check
 from shardwright.state.group import ParamGroup
@@ -22,8 +21,9 @@ POLICIES = {
 }
 
 
-def trained(rank, world, policy):
+def trained(rank, world, policy, transport="auto"):
     """Losses and shards after three steps."""
+    set_transport(transport)
     model = shard_decoder(build(num_blocks=4), fully_shard)
     model.set_schedule_policy(policy)
     run, losses = Run.of(model), []
@@ -40,6 +40,7 @@ def trained(rank, world, policy):
 @pytest.mark.parametrize("world", [2, 3])
 def test_losses_and_weights_are_the_same_bit_for_bit_with_every_policy(world):
     runs = {name: run_ranks(world, trained, policy) for name, policy in POLICIES.items()}
+    runs["sockets"] = run_ranks(world, trained, SchedulePolicy(), "sockets")
     for rank in range(world):
         for name, run in runs.items():
             assert run[rank][:2] == runs["default"][rank][:2], name
@@ -47,7 +48,7 @@ def test_losses_and_weights_are_the_same_bit_for_bit_with_every_policy(world):
     assert peaks["none"] < peaks["default"] <= peaks["deep"]
 
 
-def delayed(rank, world, place):
+def delayed(rank, world, place, transport):
     """The same, with one rank late after the loss, or before every reduce-scatter or reshard."""
 
     def late(original):
@@ -58,18 +59,19 @@ def delayed(rank, world, place):
         return call
 
     if place == "reduce":
-        GlooComm.reduce_scatter = late(GlooComm.reduce_scatter)
+        ParamGroup.reduce = late(ParamGroup.reduce)
     elif place == "reshard":
         ParamGroup.reshard = late(ParamGroup.reshard)
     else:
         torch.Tensor.backward = late(torch.Tensor.backward)
-    return trained(rank, world, SchedulePolicy())[:2]
+    return trained(rank, world, SchedulePolicy(), transport)[:2]
 
 
+@pytest.mark.parametrize("transport", ["auto", "sockets"])
 @pytest.mark.parametrize("place", ["loss", "reduce", "reshard"])
-def test_a_late_rank_changes_nothing(place):
+def test_a_late_rank_changes_nothing(place, transport):
     expected = [result[:2] for result in run_ranks(2, trained, SchedulePolicy())]
-    assert run_ranks(2, delayed, place) == expected
+    assert run_ranks(2, delayed, place, transport) == expected
 
 
 def explicit_lists(rank, world):

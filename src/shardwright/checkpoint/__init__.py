@@ -1,0 +1,8 @@
+"""Checkpoints that can't be silently wrong: sharded, published atomically, verified on read and after the
+load."""
+
+from shardwright.checkpoint.folder import Keep
+from shardwright.checkpoint.load import Restored, load
+from shardwright.checkpoint.save import async_save, save
+
+__all__ = ["Keep", "Restored", "async_save", "load", "save"]

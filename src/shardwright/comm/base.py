@@ -20,6 +20,20 @@ class Piece:
     flat: torch.Tensor
     spans: tuple[tuple[int, int], ...]
 
+    def part(self, rank: int) -> torch.Tensor:
+        """The span of ``rank``, 1-D, in the piece's dtype."""
+        start, stop = self.spans[rank]
+        return self.flat[start:stop]
+
+    def part_bytes(self, rank: int) -> torch.Tensor:
+        """The same as uint8: transports move bytes, and Gloo has no float8."""
+        return self.part(rank).view(torch.uint8)
+
+    def part_nbytes(self, rank: int) -> int:
+        """Bytes of the span of ``rank``."""
+        start, stop = self.spans[rank]
+        return (stop - start) * self.flat.element_size()
+
 
 class Gather(Protocol):
     """An all-gather in flight."""
@@ -37,13 +51,27 @@ class Reduction(Protocol):
         ...
 
 
+def sum_in_rank_order(parts: Sequence[torch.Tensor], dtype: torch.dtype, scratch: int | None) -> torch.Tensor:
+    """``parts[0] + parts[1] + ...`` in ``dtype``, rank by rank, so that the bits don't depend on arrival.
+
+    scratch: 0 or 1: the part that the sum may overwrite (the first two commute); None: a fresh tensor.
+    """
+    if len(parts) == 1:
+        return parts[0].to(dtype)
+    first, second = (parts[1], parts[0]) if scratch == 1 else (parts[0], parts[1])
+    total = first.to(dtype, copy=scratch is None).add_(second)
+    for part in parts[2:]:
+        total.add_(part)
+    return total
+
+
 class Comm(Protocol):
     """The collectives of one mesh axis. All ranks of the axis issue the same calls in the same order.
 
     world, rank: number of ranks on the axis, and this rank's place on it.
     sent_nbytes: bytes that this rank has sent since the start.
-    exposed_s: seconds that this rank's host thread was blocked in ``wait``; None where waiting is done by
-        a device stream and the host doesn't know.
+    exposed_s: seconds that this rank's host thread has spent in collectives, issuing them and waiting; None
+        where waiting is done by a device stream and the host doesn't know.
     """
 
     world: int

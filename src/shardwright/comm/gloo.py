@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch.distributed import ProcessGroup, Work
 
-from shardwright.comm.base import Piece
+from shardwright.comm.base import Piece, sum_in_rank_order
 from shardwright.plan.layout import pack
 
 PACK_NBYTES = 64 * 1024  # a message costs about 50 us of Python and epoll; 64 KiB travel in less than that
@@ -55,16 +55,12 @@ class _Plan(NamedTuple):
 def _plan_messages(pieces: Sequence[Piece]) -> _Plan:
     direct, packed = [], []
     for index, piece in enumerate(pieces):
-        longest = max((stop - start for start, stop in piece.spans), default=0) * piece.flat.element_size()
+        longest = max(piece.part_nbytes(rank) for rank in range(len(piece.spans)))
         if longest > PACK_NBYTES and len(direct) < _MAX_DIRECT:
             direct.append(index)
         elif longest:
             packed.append(index)
     return _Plan(tuple(direct), tuple(packed))
-
-
-def _bytes_of(flat: torch.Tensor, span: tuple[int, int]) -> torch.Tensor:
-    return flat[span[0] : span[1]].view(torch.uint8)
 
 
 def _join(parts: list[torch.Tensor]) -> torch.Tensor:
@@ -107,22 +103,22 @@ class GlooComm:
         """See ``Comm.all_gather``."""
         plan = _plan_messages(pieces)
         tag = self._gather_tags.base(key, (p.flat.numel() * p.flat.element_size() for p in pieces))
-        own_packed = _join([_bytes_of(pieces[i].flat, pieces[i].spans[self.rank]) for i in plan.packed])
+        own_packed = _join([pieces[i].part_bytes(self.rank) for i in plan.packed])
         staged: list[tuple[int, torch.Tensor]] = []
         receives, sends = [], []
         group = self._gather_group
         for peer in reversed(self._peers):
             for segment, index in enumerate(plan.direct):
-                part = _bytes_of(pieces[index].flat, pieces[index].spans[peer])
+                part = pieces[index].part_bytes(peer)
                 if part.numel():
                     receives.append(group.recv([part], peer, tag + segment))
-            total = pack([_bytes_of(pieces[i].flat, pieces[i].spans[peer]).numel() for i in plan.packed])[1]
+            total = pack([pieces[i].part_nbytes(peer) for i in plan.packed])[1]
             if total:
                 staged.append((peer, torch.empty(total, dtype=torch.uint8)))
                 receives.append(group.recv([staged[-1][1]], peer, tag + len(plan.direct)))
         for peer in self._peers:
             for segment, index in enumerate(plan.direct):
-                part = _bytes_of(pieces[index].flat, pieces[index].spans[self.rank])
+                part = pieces[index].part_bytes(self.rank)
                 self._send(group, part, peer, tag + segment, sends)
             self._send(group, own_packed, peer, tag + len(plan.direct), sends)
         return _GlooGather(self, pieces, plan.packed, staged, _Transfer(receives, sends, [own_packed]))
@@ -134,7 +130,7 @@ class GlooComm:
         plan = _plan_messages(pieces)
         tag = self._reduce_tags.base(key, (p.flat.numel() * p.flat.element_size() for p in pieces))
         order = plan.direct + plan.packed
-        own = [_bytes_of(pieces[i].flat, pieces[i].spans[self.rank]).numel() for i in order]
+        own = [pieces[i].part_nbytes(self.rank) for i in order]
         offsets, total = pack(own)
         packed_at = offsets[len(plan.direct)] if plan.packed else total
         slots = {peer: torch.empty(total, dtype=torch.uint8) for peer in self._peers}
@@ -149,9 +145,9 @@ class GlooComm:
                 receives.append(group.recv([slots[peer][packed_at:]], peer, tag + len(plan.direct)))
         for peer in self._peers:
             for segment, index in enumerate(plan.direct):
-                part = _bytes_of(pieces[index].flat, pieces[index].spans[peer])
+                part = pieces[index].part_bytes(peer)
                 self._send(group, part, peer, tag + segment, sends)
-            keep.append(_join([_bytes_of(pieces[i].flat, pieces[i].spans[peer]) for i in plan.packed]))
+            keep.append(_join([pieces[i].part_bytes(peer) for i in plan.packed]))
             self._send(group, keep[-1], peer, tag + len(plan.direct), sends)
         places = {index: (offset, n) for index, offset, n in zip(order, offsets, own, strict=True)}
         return _GlooReduction(self, (pieces, dtypes), slots, places, _Transfer(receives, sends, keep))
@@ -166,7 +162,7 @@ class GlooComm:
             return None
         whole = torch.empty(max(stop for _, stop in spans), dtype=shard.dtype)
         whole[slice(*spans[dst])].copy_(shard)
-        parts = ((peer, _bytes_of(whole, spans[peer])) for peer in self._peers)
+        parts = ((peer, whole[slice(*spans[peer])].view(torch.uint8)) for peer in self._peers)
         self.block([self._gather_group.recv([part], peer, tag) for peer, part in parts if part.numel()])
         return whole
 
@@ -205,7 +201,7 @@ class _GlooGather:
         """Wait for every span, then put the packed pieces in their places."""
         self._comm.block(self._transfer.receives)
         for peer, joined in self._staged:
-            parts = [_bytes_of(self._pieces[i].flat, self._pieces[i].spans[peer]) for i in self._packed]
+            parts = [self._pieces[i].part_bytes(peer) for i in self._packed]
             offsets, _ = pack([part.numel() for part in parts])
             for offset, part in zip(offsets, parts, strict=True):
                 part.copy_(joined[offset : offset + part.numel()])
@@ -238,20 +234,12 @@ class _GlooReduction:
         return sums
 
     def _sum(self, index: int) -> torch.Tensor:
-        piece, dtype = self._pieces[index], self._dtypes[index]
-        own = piece.flat[slice(*piece.spans[self._comm.rank])]
+        piece, dtype, rank = self._pieces[index], self._dtypes[index], self._comm.rank
+        own = piece.part(rank)
         if not own.numel():
             return own.to(dtype)
         offset, nbytes = self._places[index]
-        parts = [
-            own if rank == self._comm.rank else self._slots[rank][offset : offset + nbytes].view(own.dtype)
-            for rank in range(self._comm.world)
-        ]
-        if len(parts) == 1:
-            return own.to(dtype)
-        # The first two commute, so the received one can take the sum: no fresh memory, same bits.
-        first, second = parts[:2] if self._comm.rank else (parts[1], parts[0])
-        total = first.to(dtype).add_(second)
-        for part in parts[2:]:
-            total.add_(part)
-        return total
+        received = {p: slot[offset : offset + nbytes].view(own.dtype) for p, slot in self._slots.items()}
+        # Into a received part, never into the own one: that is a piece of a whole gradient, soon to be freed.
+        parts = [received.get(r, own) for r in range(self._comm.world)]
+        return sum_in_rank_order(parts, dtype, scratch=1 if rank == 0 else 0)

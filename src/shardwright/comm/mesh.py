@@ -7,6 +7,7 @@ never started it gets a world of one, so that sharded code runs in a notebook.
 import datetime
 import os
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,6 +22,7 @@ from torch.distributed.tensor.placement_types import Placement
 from shardwright.comm.base import Comm
 from shardwright.comm.gloo import GlooComm
 from shardwright.comm.nccl import NcclComm
+from shardwright.comm.shm import ShmComm, open_arena
 from shardwright.errors import InputError
 from shardwright.policy import DataParallelMeshDims
 
@@ -83,6 +85,34 @@ class Axis:
     def placements(self, placement: Placement) -> tuple[Placement, ...]:
         """A parameter's placement on each axis of the mesh: ``placement`` on the sharded one."""
         return tuple(placement if sharded else Replicate() for sharded in self.shards)
+
+
+class Transport(StrEnum):
+    """How the ranks of an axis move bytes between hosts' memories.
+
+    AUTO: NCCL collectives on CUDA; on CPU shared memory where all ranks are on one host, else sockets.
+    SOCKETS: Gloo point-to-point messages, also on one host. COLLECTIVES: the backend's own collectives.
+    """
+
+    AUTO = "auto"
+    SOCKETS = "sockets"
+    COLLECTIVES = "collectives"
+
+
+_transport = Transport.AUTO
+
+
+def set_transport(transport: Transport | str) -> None:
+    """Choose the transport of meshes that are sharded over from now on; alike on all ranks.
+
+    Raises: InputError for a name that isn't a ``Transport``.
+    """
+    global _transport
+    try:
+        _transport = Transport(transport)
+    except ValueError:
+        choices = ", ".join(repr(str(choice)) for choice in Transport)
+        raise InputError(f"transport must be one of {choices}, got {transport!r}") from None
 
 
 # One pair of process groups per axis, however many modules are sharded over it. Keyed by the axis' own
@@ -185,19 +215,21 @@ def smaller_world(axis: Axis, size: int) -> Comm:
     start = axis.rank // size * size
     made = _smaller.setdefault(axis.group, {})
     if size not in made:
-        made[size] = _make_comm(ranks[start : start + size], axis.mesh.device_type)
+        made[size] = _make_comm(ranks[start : start + size], axis.mesh.device_type, axis.group)
     return made[size]
 
 
 def _comm_of(group: ProcessGroup, device_type: str) -> Comm:
     if group not in _comms:
-        _comms[group] = _make_comm(dist.get_process_group_ranks(group), device_type)
+        _comms[group] = _make_comm(dist.get_process_group_ranks(group), device_type, group)
     return _comms[group]
 
 
 def _solo(device_type: str) -> Comm:
     """A world of one, for a mesh that only replicates."""
-    return _make_comm([dist.get_rank()], device_type)
+    world = dist.group.WORLD
+    assert world is not None
+    return _make_comm([dist.get_rank()], device_type, world)
 
 
 def _default_mesh() -> DeviceMesh:
@@ -227,13 +259,20 @@ def _device(device_type: str) -> torch.device:
     return torch.device(device_type, torch.accelerator.current_device_index())
 
 
-def _make_comm(ranks: list[int], device_type: str) -> Comm:
+def _make_comm(ranks: list[int], device_type: str, within: ProcessGroup) -> Comm:
     backend = "gloo" if device_type == "cpu" else dist.get_default_backend_for_device(device_type)
+    timeout = min(TIMEOUT, _timeout_of(within))
     gather_group, reduce_group = (
-        dist.new_group(ranks, TIMEOUT, backend, use_local_synchronization=True) for _ in range(2)
+        dist.new_group(ranks, timeout, backend, use_local_synchronization=True) for _ in range(2)
     )
     assert isinstance(gather_group, ProcessGroup)
     assert isinstance(reduce_group, ProcessGroup)
-    if backend == "gloo":
-        return GlooComm(gather_group, reduce_group)
-    return NcclComm(gather_group, reduce_group)
+    if backend != "gloo" or _transport is Transport.COLLECTIVES:
+        return NcclComm(gather_group, reduce_group, coalesce=backend != "gloo")
+    arena = open_arena(gather_group, timeout.total_seconds()) if _transport is Transport.AUTO else None
+    return GlooComm(gather_group, reduce_group) if arena is None else ShmComm(arena, len(ranks))
+
+
+def _timeout_of(group: ProcessGroup) -> datetime.timedelta:
+    device = torch.device("cpu" if dist.get_backend(group) == "gloo" else "cuda")
+    return group._get_backend(device).options._timeout

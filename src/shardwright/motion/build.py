@@ -20,6 +20,7 @@ from shardwright.motion.unit import (
     owner_of,
     remember_replaced,
     sharded_from,
+    unit_of,
     units_in,
 )
 from shardwright.policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
@@ -139,8 +140,22 @@ def shard_modules(
         unit.parts = (*unit.parts, own) if place else ()
     runtime.root = tuple(unit.groups)
     mark(unit)
+    _name_by_path(modules)
     ModuleHooks(unit)
     return modules
+
+
+def _name_by_path(modules: Sequence[nn.Module]) -> None:
+    """Name nested groups by where they are in the outermost module sharded so far, for messages."""
+    for root in modules:
+        paths: dict[Unit, list[str]] = {}
+        for path, m in root.named_modules():
+            if path and is_sharded(m):
+                paths.setdefault(unit_of(m), []).append(path)
+        for nested, found in paths.items():
+            for group in nested.groups:
+                group.rename("+".join(found) + group.name.removeprefix(nested.name))
+            nested.name = "+".join(found)
 
 
 def _reshards(options: Options, world: int | None, axis: Axis) -> bool | None:

@@ -107,11 +107,16 @@ class Backward:
         self.begin()
         call.task = torch._C._current_graph_task_id()
         active = self._active.setdefault(unit, set())
-        if call not in active:
-            call.left = call.num_inputs
-            active.add(call)
-            for group in _needed(unit):
-                self.runtime.at(EventKind.BACKWARD_BEGIN, group)
+        if call in active:
+            return
+        # Modules that share a group (norm and head) end their backward together, or the group would be
+        # resharded, gathered again and reduced again between them.
+        together = unit.calls if call in unit.calls else [call]
+        for each in together:
+            each.left = each.num_inputs
+        active.update(together)
+        for group in _needed(unit):
+            self.runtime.at(EventKind.BACKWARD_BEGIN, group)
 
     def input_done(self, unit: Unit, call: _Call) -> None:
         """The gradient of one of the call's inputs is there; with the last one its backward has ended."""
@@ -120,6 +125,8 @@ class Backward:
         if call.left or call not in active:
             return
         active.remove(call)
+        if active:
+            return
         for owner in unit.owners:
             group = owner.group
             if group is None or self._is_active(owner):
@@ -294,9 +301,11 @@ class ModuleHooks:
         if dtype is not None:
             output = map_tensors(lambda t: _cast(t, dtype), output)
         if torch.is_grad_enabled() and self.unit.owners:
-            for tensor in tensors_in(output):
-                if tensor.requires_grad and not tensor.is_leaf:
-                    self._watch_output(call, tensor)
+            hooked = [t for t in tensors_in(output) if t.requires_grad and not t.is_leaf]
+            for tensor in hooked:
+                self._watch_output(call, tensor)
+            if hooked and call.num_inputs and len(self.unit.modules) > 1:
+                self.unit.calls.append(call)
         return output if dtype is not None else None
 
     def _leave(self, module: nn.Module, failed: bool) -> None:

@@ -343,17 +343,20 @@ class Runtime:
         return list({id(comm): comm for comms in used for comm in comms if comm is not None}.values())
 
     def communication_s(self) -> float:
-        """Seconds that the collectives of one step take alone (see ``shardwright.communication_s``)."""
+        """Seconds that the collectives of one step take alone: the median of three times."""
         if self._passes:
             raise StageError("communication_s was called inside a forward or backward; call it between steps")
         self.rest()
-        rounds = [(i, self._facts(i).reshard_after_forward is not False) for i in range(len(self.groups))]
+        times = sorted(self._rehearse() for _ in range(3))
+        return times[1]
+
+    def _rehearse(self) -> float:
         start = time.perf_counter()
-        for index, twice in rounds:
-            for _ in range(1 + twice):
+        for index, group in enumerate(self.groups):
+            for _ in range(1 if self._facts(index).reshard_after_forward is False else 2):
                 for kind in (ActionKind.UNSHARD, ActionKind.WAIT, ActionKind.RESHARD):
                     self._take(Action(kind, index))
-            self.groups[index].reducer.rehearse()
+            group.reducer.rehearse()
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
         return time.perf_counter() - start

@@ -1,6 +1,7 @@
 """A unit: what one call of ``fully_shard`` made. Modules that run together, and the groups they need."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,7 +26,8 @@ class Unit:
     home: the runtime that it was made with; ``runtime`` is the one that has taken that in since.
 
     The rest is where the current forward stands: how deep the modules run, which of them are still to run,
-    how many running units need the group, and the pass that these counts belong to.
+    how many running units need the group, the calls of several modules whose backwards end together, and the
+    pass that all this belongs to.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Unit:
     running: int = 0
     users: int = 0
     awaited: set[nn.Module] = field(default_factory=set)
+    calls: list[Any] = field(default_factory=list)
     pass_number: int = -1
     parts: tuple["Unit", ...] = ()
 
@@ -70,6 +73,7 @@ class Unit:
             self.pass_number = self.runtime.pass_number
             self.running = self.users = 0
             self.awaited.clear()
+            self.calls.clear()
 
 
 def unit_of(module: nn.Module) -> Unit:

@@ -63,6 +63,10 @@ class ParamGroup:
         self._gathered_versions: tuple[tuple[int, int], ...] = ()
         self._gather: Gather | None = None
 
+    def rename(self, name: str) -> None:
+        """Another name for messages: its group became part of a larger model."""
+        self.name = self.reducer.name = name
+
     # ---- parameters
 
     def _follow(self) -> None:

@@ -37,7 +37,7 @@ class Reducer:
         self.hook: Hook | None = None
         self.stream: Any = None
         self.done = False
-        self._name = name
+        self.name = name
         self._params = params
         self._axis = axis
         self._precision = precision
@@ -55,7 +55,7 @@ class Reducer:
 
         While accumulating the gradients stay here, unsharded, to be reduced with later ones.
         """
-        assert self._reduction is None and self._all_reduce is None, f"{self._name}: wait and settle first"
+        assert self._reduction is None and self._all_reduce is None, f"{self.name}: wait and settle first"
         self.done = True
         if not self.policy.reduce:
             for param in self._params:
@@ -67,7 +67,7 @@ class Reducer:
         grads = [(param, grad) for param, grad in taken if grad is not None]
         if not grads:
             return False
-        self._reduction = self._issue(grads, f"reduce-scatter {self._name}"), [param for param, _ in grads]
+        self._reduction = self._issue(grads, f"reduce-scatter {self.name}"), [param for param, _ in grads]
         return True
 
     def wait(self) -> None:
@@ -87,7 +87,7 @@ class Reducer:
             self._partial[param] = total if earlier is None else earlier.add_(total)
         if self.policy.all_reduce:
             partial, self._partial = self._partial, {}
-            key = f"all-reduce {self._name}"
+            key = f"all-reduce {self.name}"
             self._all_reduce = AllReduce(self._axis.replicate, list(partial.values()), key), list(partial)
 
     def settle(self) -> None:
@@ -102,9 +102,9 @@ class Reducer:
     def rehearse(self) -> None:
         """Reduce zeros in place of gradients and forget the result: to time the collectives alone."""
         zeros = [(p, p.zero_grad(self._precision)) for p in self._params if p.trainable]
-        totals = self._issue(zeros, f"rehearsal {self._name}").wait()
+        totals = self._issue(zeros, f"rehearsal {self.name}").wait()
         if self._axis.replicate is not None:
-            AllReduce(self._axis.replicate, totals, f"rehearsal {self._name}").wait()
+            AllReduce(self._axis.replicate, totals, f"rehearsal {self.name}").wait()
 
     def drop(self) -> None:
         """Forget the gradients of a backward that failed; what is in flight ends unseen."""

@@ -1,0 +1,144 @@
+"""The ranks save and load together: they arrive together, wait for each other without a deadline on file
+I/O, and fail together.
+
+A collective that waits for the slowest disk runs into the timeout of its group; one that a rank never
+enters hangs. So (1) arrival is announced in the store, where who is missing can be seen and named; (2) the
+I/O of a rank runs in a thread while the ranks exchange one integer, every 0.1 s at most, until all are
+done: no collective waits for a file, and a rank that died is noticed by the next exchange; (3) what went
+    wrong anywhere is raised everywhere.
+"""
+
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store  # no public way to the job's store
+
+from shardwright.errors import CheckpointError
+
+T = TypeVar("T")
+
+ARRIVAL_TIMEOUT_S = 60.0
+"""How long the first rank waits for the last one to call save or load."""
+_POLL_S = 0.1
+_GROUP_TIMEOUT = timedelta(seconds=300)  # for one exchange of an integer between living ranks
+
+
+class Ranks:
+    """The ranks of the default process group (or this process alone), as seen by checkpoints."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.rank = rank
+        self.world = world
+        self.calls = 0
+        self.cpu_group: dist.ProcessGroup | None = None
+
+    def arrive(self, call: str) -> None:
+        """Every rank calls this first; returns when all have.
+
+        Raises:
+            CheckpointError: some ranks did not arrive within ``ARRIVAL_TIMEOUT_S``, or made another call.
+        """
+        if self.world == 1:
+            return
+        store = _get_default_store()
+        keys = [f"shardwright/checkpoint/{self.calls}/{rank}" for rank in range(self.world)]
+        store.set(keys[self.rank], call)
+        deadline, pause = time.monotonic() + ARRIVAL_TIMEOUT_S, 0.001
+        while not store.check(keys):
+            if time.monotonic() > deadline:
+                here = [rank for rank in range(self.world) if store.check([keys[rank]])]
+                store.delete_key(keys[self.rank])  # so that a late rank does not take us for waiting
+                missing = sorted({*range(self.world)} - {*here})
+                raise CheckpointError(
+                    f"{call} was entered by ranks {here}, not by ranks {missing} within "
+                    f"{ARRIVAL_TIMEOUT_S:g} s; "
+                    "every rank must call it (it writes or reads the pieces that the rank owns)"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, _POLL_S)
+        calls = [store.get(key).decode() for key in keys]
+        self.calls += 1
+        if self.calls > 1:
+            store.delete_key(f"shardwright/checkpoint/{self.calls - 2}/{self.rank}")
+        if len(set(calls)) > 1:
+            raise CheckpointError(f"the ranks made different calls: {dict(enumerate(calls))}")
+        if self.cpu_group is None:
+            # A group of its own: its exchanges can't meet those of training, also when they run in the
+            # background.
+            group = dist.new_group(backend="gloo", timeout=_GROUP_TIMEOUT)
+            assert isinstance(group, dist.ProcessGroup)
+            self.cpu_group = group
+
+    def together(self, what: str, work: Callable[[], T]) -> list[T]:
+        """Run ``work`` (file I/O of any length) on every rank; returns every rank's result, which is sent
+        by pickle.
+
+        Raises:
+            CheckpointError: on all ranks, with the reasons of all ranks on which ``work`` failed, or if a
+                rank was lost.
+        """
+        outcome: list[Any] = []
+        if self.world == 1:
+            _attempt(work, outcome)
+            outcomes = outcome
+        else:
+            thread = threading.Thread(
+                target=_attempt, args=(work, outcome), name="shardwright-io", daemon=True
+            )
+            thread.start()
+            try:
+                outcomes = self._wait_for_all(thread, outcome)
+            except RuntimeError as error:
+                thread.join()
+                own = f"; this rank: {outcome[0][1]}" if outcome[0][1] else ""
+                raise CheckpointError(f"{what}: lost contact with another rank ({error}){own}") from error
+        faults = [f"rank {rank}: {fault}" for rank, (_, fault) in enumerate(outcomes) if fault]
+        if faults:
+            raise CheckpointError(
+                f"{what} failed on {len(faults)} of {self.world} ranks\n  " + "\n  ".join(faults)
+            )
+        return [result for result, _ in outcomes]
+
+    def _wait_for_all(self, thread: threading.Thread, outcome: list[Any]) -> list[Any]:
+        pause = 0.001
+        while True:
+            thread.join(pause)
+            done = torch.tensor([len(outcome)])
+            dist.all_reduce(done, dist.ReduceOp.MIN, group=self.cpu_group)
+            if done.item():
+                outcomes: list[Any] = [None] * self.world
+                dist.all_gather_object(outcomes, outcome[0], group=self.cpu_group)
+                return outcomes
+            pause = min(2 * pause, _POLL_S)
+
+
+def _attempt(work: Callable[[], Any], outcome: list[Any]) -> None:
+    try:
+        with torch.no_grad():  # grad mode belongs to a thread
+            outcome.append((work(), ""))
+    except (CheckpointError, OSError) as error:
+        outcome.append((None, str(error)))
+    except Exception:  # a bug: every rank must still hear of it
+        outcome.append((None, traceback.format_exc()))
+
+
+_of_group: "WeakKeyDictionary[dist.ProcessGroup, Ranks]" = WeakKeyDictionary()
+_alone = Ranks(0, 1)
+
+
+def ranks() -> Ranks:
+    """The ranks of the current default process group; this process alone if there is none."""
+    if not dist.is_initialized():
+        return _alone
+    world = dist.group.WORLD
+    assert world is not None
+    if world not in _of_group:
+        _of_group[world] = Ranks(dist.get_rank(), dist.get_world_size())
+    return _of_group[world]

@@ -1,0 +1,77 @@
+"""The one save that may be running in the background, and its errors, which must not get lost."""
+
+import atexit
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from shardwright.errors import CheckpointError
+
+
+class Pending:
+    """A save in the background. Its error is raised by ``wait``, by the next save or load, or shown at
+    exit."""
+
+    def __init__(self, work: Callable[[], Path]) -> None:
+        self._work = work
+        self._path: Path | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="shardwright-save")
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._path = self._work()
+        except BaseException as error:  # raised again in the thread that waits
+            self._error = error
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not; does not block."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> Path:
+        """Block until it has ended; returns the published folder. Not a collective, but every rank's save
+        must run.
+
+        Raises:
+            CheckpointError: the save failed; nothing was published, the previous checkpoint stays the latest.
+        """
+        self._thread.join()
+        if _slot.pending is self:
+            _slot.pending = None
+        if self._error is not None:
+            raise self._error
+        assert self._path is not None
+        return self._path
+
+
+class _Slot:
+    def __init__(self) -> None:
+        self.pending: Pending | None = None
+
+
+_slot = _Slot()
+
+
+def start(work: Callable[[], Path]) -> Pending:
+    """Run ``work`` in the background. The slot must be free (``finish``)."""
+    assert _slot.pending is None, "two saves in the background"
+    _slot.pending = Pending(work)
+    return _slot.pending
+
+
+def finish() -> None:
+    """Wait for the save in the background, if there is one, and raise its error."""
+    if _slot.pending is not None:
+        _slot.pending.wait()
+
+
+def _at_exit() -> None:
+    try:
+        finish()
+    except CheckpointError as error:
+        print(f"shardwright: the last checkpoint was not saved: {error}", file=sys.stderr)
+
+
+atexit.register(_at_exit)

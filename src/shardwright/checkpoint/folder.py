@@ -1,0 +1,199 @@
+"""A folder of checkpoints: its names, the lock of its one writer, atomic publication, and what is kept.
+
+runs/
+    step-000100/      complete: it has a manifest, renamed here in one step
+    step-000200/
+    latest            the text "step-000200"; moves last
+    .lock             held by the one writer (flock: a killed writer frees it)
+    .torn-1f3a/       being written, or left by a writer that was killed; removed by the next one
+"""
+
+import fcntl
+import os
+import re
+import shutil
+import socket
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwright.checkpoint.format import MANIFEST, Manifest, loads
+from shardwright.errors import CheckpointError, InputError
+
+LATEST = "latest"
+_LOCK = ".lock"
+_TORN = ".torn-"
+_STEP = re.compile(r"step-(\d+)")
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Which checkpoints outlive a save: the ``last`` N, and besides every one whose step is a multiple of
+    ``every``."""
+
+    last: int
+    every: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.last < 1:
+            raise InputError(f"Keep.last is {self.last}, expected at least 1 (None keeps all)")
+        if self.every is not None and self.every < 1:
+            raise InputError(f"Keep.every is {self.every}, expected at least 1, or None")
+
+
+def step_folder(path: Path, step: int) -> Path:
+    return path / f"step-{step:06d}"
+
+
+def step_folders(path: Path) -> list[tuple[int, Path]]:
+    """``(step, folder)`` of all published checkpoints in ``path``, by step; complete or not."""
+    found = [(int(m[1]), p) for p in path.iterdir() if (m := _STEP.fullmatch(p.name)) and p.is_dir()]
+    return sorted(found)
+
+
+class Writer:
+    """The one writer of a folder, on rank 0: takes the lock, offers a place to write, publishes it.
+
+    Raises (from ``__init__``):
+        CheckpointError: the folder can't be written, the step exists, or another process is writing.
+    """
+
+    def __init__(self, path: Path, step: int) -> None:
+        self.path = path
+        self.final = step_folder(path, step)
+        self._lock = -1
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+            self._take_lock()
+            if self.final.exists():
+                raise CheckpointError(
+                    f"{self.final} exists already; nothing was overwritten: remove it, or use another folder"
+                )
+            for torn in path.glob(_TORN + "*"):  # we hold the lock: no living writer owns them
+                shutil.rmtree(torn)
+            self.torn = path / f"{_TORN}{uuid.uuid4().hex[:12]}"
+            self.torn.mkdir()
+        except OSError as error:
+            self.close()
+            raise CheckpointError(f"can't write to {path}: {error.strerror or error}") from error
+        except CheckpointError:
+            self.close()
+            raise
+
+    def _take_lock(self) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder = os.pread(self._lock, 200, 0).decode(errors="replace") or "unknown"
+            raise CheckpointError(
+                f"{self.path}: another process is saving here ({holder}); nothing was written"
+            ) from error
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, f"pid {os.getpid()} on {socket.gethostname()}".encode(), 0)
+
+    def publish(self, manifest_text: str) -> None:
+        """Write the manifest, sync, rename into place, then move ``latest``. Every shard file is synced
+        already."""
+        try:
+            _write_synced(self.torn / MANIFEST, manifest_text)
+            sync_folder(self.torn)
+            os.rename(self.torn, self.final)  # fails, and loses nothing, if it came to exist meanwhile
+            sync_folder(self.path)
+            temporary = self.path / f"{_TORN}latest"
+            _write_synced(temporary, self.final.name + "\n")
+            os.replace(temporary, self.path / LATEST)
+            sync_folder(self.path)
+        except OSError as error:
+            raise CheckpointError(f"can't publish {self.final}: {error.strerror or error}") from error
+
+    def prune(self, keep: Keep) -> None:
+        """Remove the checkpoints that ``keep`` does not keep; first out of sight by a rename, then the
+        files."""
+        steps = [(step, folder) for step, folder in step_folders(self.path) if folder != self.final]
+        old = steps[: len(steps) - (keep.last - 1)]
+        for step, folder in old:
+            if keep.every is None or step % keep.every:
+                unseen = self.path / f"{_TORN}{uuid.uuid4().hex[:12]}"
+                os.rename(folder, unseen)
+                shutil.rmtree(unseen)
+
+    def close(self) -> None:
+        """Give the lock back and remove what was not published."""
+        if self._lock >= 0:
+            torn = getattr(self, "torn", None)
+            if torn is not None:
+                shutil.rmtree(torn, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = -1
+
+
+def _write_synced(path: Path, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """fsync a folder, so that a rename in it survives a power cut."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of the checkpoint in ``folder``; every file it lists is there and has its size.
+
+    Raises:
+        CheckpointError: no checkpoint, a damaged manifest, a missing or truncated file (all of them named).
+    """
+    path = folder / MANIFEST
+    try:
+        manifest = loads(path.read_text(), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path}: can't read the manifest: {error}") from error
+    faults = []
+    for name, size in manifest.files.items():
+        file = folder / name
+        if not file.is_file():
+            faults.append(f"{file} is missing (it holds {_held(manifest, name)})")
+        elif file.stat().st_size != size:
+            faults.append(
+                f"{file} has {file.stat().st_size} bytes, expected {size} (it holds {_held(manifest, name)})"
+            )
+    if faults:
+        raise CheckpointError("the checkpoint is incomplete: " + "; ".join(faults))
+    return manifest
+
+
+def _held(manifest: Manifest, file: str) -> str:
+    keys = [key for key, entry in manifest.tensors.items() if any(p.file == file for p in entry.pieces)]
+    return ", ".join(keys[:3]) + (f" and {len(keys) - 3} more tensors" if len(keys) > 3 else "")
+
+
+def find(path: Path) -> tuple[Path, Sequence[str]]:
+    """``(folder, skipped)``: ``path`` itself if it is a checkpoint, else its newest complete one, and why
+    newer ones were skipped.
+
+    Raises:
+        CheckpointError: there is none, saying what was found instead.
+    """
+    if (path / MANIFEST).exists() or _STEP.fullmatch(path.name):
+        read_manifest(path)
+        return path, ()
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no such folder; give a checkpoint, or a folder of them")
+    skipped = []
+    for _, folder in reversed(step_folders(path)):
+        try:
+            read_manifest(folder)
+            return folder, tuple(skipped)
+        except CheckpointError as error:
+            skipped.append(f"{folder.name}: {error}")
+    torn = len(list(path.glob(_TORN + "*")))
+    found = "; ".join(skipped) or f"no step-* folder, {torn} unfinished saves"
+    raise CheckpointError(f"{path}: no complete checkpoint ({found})")

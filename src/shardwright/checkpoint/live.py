@@ -1,0 +1,188 @@
+"""The live state as checkpoints see it: names, logical shapes, and the part of each tensor that this rank
+holds."""
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.optim import Optimizer
+
+from shardwright.checkpoint.format import Box, chunk
+from shardwright.checkpoint.shardfile import DTYPE_NAME
+from shardwright.checkpoint.tree import Tensors, encode
+from shardwright.errors import CheckpointError
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Anything with state: a scheduler, a data loader, an average of the weights."""
+
+    def state_dict(self) -> Mapping[str, Any]: ...
+
+    def load_state_dict(self, state_dict: Any) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Part:
+    """What this rank holds of one tensor: ``local`` (any device) fills ``box`` of the logical ``shape``.
+
+    ``owner`` says whether this rank writes it: of equal copies one is written. ``box`` is None on a rank
+    that is no part of the tensor's mesh.
+    """
+
+    local: torch.Tensor
+    shape: tuple[int, ...]
+    box: Box | None
+    owner: bool
+    sharded: bool
+
+
+def part_of(key: str, tensor: torch.Tensor, rank: int) -> Part:
+    """The part of ``tensor`` on this rank; a plain tensor is taken to be the same on every rank, and rank 0
+    owns it.
+
+    Raises:
+        CheckpointError: a dtype or a placement that can't be saved.
+    """
+    if tensor.dtype not in DTYPE_NAME:
+        raise CheckpointError(
+            f"{key}: dtype {tensor.dtype} can't be saved; convert it to one of {sorted(DTYPE_NAME.values())}"
+        )
+    if not isinstance(tensor, DTensor):
+        shape = tuple(tensor.shape)
+        return Part(tensor.detach(), shape, Box.whole(shape), rank == 0, False)
+    with torch.no_grad():
+        local = tensor.to_local()
+    mesh = tensor.device_mesh
+    shape, coordinate = tuple(tensor.shape), mesh.get_coordinate()
+    if coordinate is None:
+        return Part(local, shape, None, False, True)
+    box = box_at(key, shape, tensor.placements, tuple(mesh.shape), tuple(coordinate))
+    first_copy = all(
+        c == 0 for c, p in zip(coordinate, tensor.placements, strict=True) if isinstance(p, Replicate)
+    )
+    assert tuple(local.shape) == box.shape, f"{key}: local shape {tuple(local.shape)}, expected {box.shape}"
+    return Part(local, shape, box, first_copy, True)
+
+
+def box_at(
+    key: str, shape: tuple[int, ...], placements: Any, mesh_shape: tuple[int, ...], at: tuple[int, ...]
+) -> Box:
+    """The box of a tensor held at coordinate ``at`` of a mesh: each ``Shard`` cuts as torch.chunk does, in
+    mesh order."""
+    offset, size = [0] * len(shape), list(shape)
+    for placement, num, index in zip(placements, mesh_shape, at, strict=True):
+        if type(placement) is Shard:
+            start, size[placement.dim] = chunk(size[placement.dim], num, index)
+            offset[placement.dim] += start
+        elif not isinstance(placement, Replicate):
+            raise CheckpointError(
+                f"{key}: placement {placement} can't be saved; redistribute it to Shard or Replicate"
+            )
+    return Box(tuple(offset), tuple(size))
+
+
+@dataclass(frozen=True)
+class Live:
+    """The state of a model, and of its optimizer and extra state if given.
+
+    ``tensors`` maps keys to live tensors (DTensor or plain; the same memory, not copies), ``aliases`` a
+    stored key to the further keys of the same tensor, ``state`` is the small state as JSON.
+    """
+
+    tensors: Tensors
+    aliases: Mapping[str, tuple[str, ...]]
+    state: Mapping[str, Any]
+
+
+def collect(model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str, Any] | None) -> Live:
+    """References to all state. Local; nothing is copied, except state that a ``Stateful`` builds for us.
+
+    Raises:
+        CheckpointError: state that can't be saved without pickling; a parameter of the optimizer that is
+            not the model's.
+    """
+    tensors: Tensors = {}
+    state: dict[str, Any] = {"model": {}}
+    named, aliases = model_tensors(model)
+    for name, value in named.items():
+        if isinstance(value, torch.Tensor):
+            tensors[f"model/{name}"] = value
+        else:  # get_extra_state() of a module
+            state["model"][name] = encode(value, f"model/{name}", tensors)
+    if optimizer is not None:
+        state["optimizer"] = _collect_optimizer(optimizer, names_of(named), tensors)
+    if extra is not None:
+        given = {k: v.state_dict() if isinstance(v, Stateful) else v for k, v in extra.items()}
+        state["extra"] = encode(given, "extra", tensors)
+    return Live(tensors, {f"model/{k}": tuple(f"model/{a}" for a in v) for k, v in aliases.items()}, state)
+
+
+def model_tensors(model: nn.Module) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
+    """``(state, aliases)``: the model's state dict under its own names, tied tensors once, under the first
+    name."""
+    named: dict[str, Any] = {}
+    first: dict[int, str] = {}
+    aliases: dict[str, tuple[str, ...]] = {}
+    for raw, value in model.state_dict(keep_vars=True).items():
+        name = raw.replace("_orig_mod.", "")  # torch.compile's wrapper
+        if isinstance(value, torch.Tensor) and id(value) in first:
+            original = first[id(value)]
+            aliases[original] = (*aliases.get(original, ()), name)
+            continue
+        first[id(value)] = name
+        named[name] = value
+    return named, aliases
+
+
+def names_of(named: Mapping[str, Any]) -> dict[int, str]:
+    """The name of each parameter, by identity."""
+    return {id(value): name for name, value in named.items() if isinstance(value, torch.Tensor)}
+
+
+def _collect_optimizer(optimizer: Optimizer, names: Mapping[int, str], tensors: Tensors) -> dict[str, Any]:
+    groups, state = [], {}
+    for i, group in enumerate(optimizer.param_groups):
+        unknown = [tuple(p.shape) for p in group["params"] if id(p) not in names]
+        if unknown:
+            raise CheckpointError(
+                f"optimizer group {i} has {len(unknown)} parameters that are not the model's "
+                f"(shapes {unknown[:5]}); state is saved by name: build the optimizer from "
+                "model.parameters(), after sharding the model"
+            )
+        hyper = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        group_names = [names[id(p)] for p in group["params"]]
+        groups.append({"params": group_names, **encode(hyper, f"optimizer/<group {i}>", tensors)})
+        for name, p in zip(group_names, group["params"], strict=True):
+            if p in optimizer.state:
+                state[name] = encode(optimizer.state[p], f"optimizer/{name}", tensors)
+    return {"kind": type(optimizer).__qualname__, "groups": groups, "state": state}
+
+
+def rng_state() -> dict[str, Any]:
+    """The random state of this process: torch (host and the current CUDA device), Python, NumPy's global
+    one."""
+    version, numbers, gauss = random.getstate()
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": {"version": version, "numbers": torch.tensor(numbers, dtype=torch.int64), "gauss": gauss},
+        "numpy": np.random.get_state(legacy=False),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_rng_state(state: Mapping[str, Any]) -> None:
+    """The inverse of ``rng_state``, for this process."""
+    torch.set_rng_state(state["torch"])
+    python = state["python"]
+    random.setstate((python["version"], tuple(python["numbers"].tolist()), python["gauss"]))
+    np.random.set_state(state["numpy"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

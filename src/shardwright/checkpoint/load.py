@@ -1,0 +1,178 @@
+"""Loading: every rank reads its own part of every tensor, whatever the checkpoint's world size, and proves
+the result.
+
+    plan     names, shapes and dtypes against the live state; all that doesn't fit, in one list
+    check    read this rank's byte ranges and verify the checksums; the live state is untouched
+    fill     read again (from the page cache) into the live tensors
+    prove    checksum the live state itself against the manifest
+
+A failure in the first two leaves model and optimizer as they were. The third and fourth can only fail if a
+file changes or the memory is bad between two reads, and say so.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from shardwright.checkpoint import background
+from shardwright.checkpoint.agree import ranks
+from shardwright.checkpoint.format import ITEM_NBYTES, Box, Manifest
+from shardwright.checkpoint.live import model_tensors, set_rng_state
+from shardwright.checkpoint.shardfile import TORCH_DTYPE, Reader, bits_of, chunks_of, tensor_of
+from shardwright.checkpoint.sources import Source, locate, open_source
+from shardwright.checkpoint.target import Plan, Target, install, plan
+from shardwright.checkpoint.tree import decode
+from shardwright.checkpoint.verify import Verifier, parts_of
+from shardwright.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What ``load`` restored, and from where.
+
+    ``path`` is the checkpoint, ``step`` its number of optimizer steps, ``extra`` what was given to ``save``
+    (tensors on the host, whole) and was not restored into an object already. ``num_tensors`` and ``nbytes``
+    count all tensors of the model and the optimizer, verified bit by bit; ``read_nbytes`` is what this rank
+    read. ``skipped`` says why newer checkpoints were passed over, ``cast`` names tensors whose dtype was
+    converted.
+    """
+
+    path: Path
+    step: int
+    extra: Any
+    num_tensors: int
+    nbytes: int
+    read_nbytes: int
+    skipped: tuple[str, ...] = ()
+    cast: tuple[str, ...] = ()
+    rng: Any = None
+
+    def restore_rng(self) -> bool:
+        """Set this process's random state as it was at the save. False, and nothing is done, if the
+        checkpoint has none for this world size."""
+        if self.rng is None:
+            return False
+        set_rng_state(self.rng)
+        return True
+
+
+def load(
+    path: str | Path,
+    *,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> Restored:
+    """Restore ``model`` (and ``optimizer``) from a checkpoint; any world size. Every rank must call it.
+
+    ``path`` is one checkpoint, or a folder of them: then its newest complete one. Weights are also read
+    from a folder or file of safetensors, a ``torch.distributed.checkpoint`` folder, a ``torch.save`` file.
+    Each rank reads only the byte ranges of its own parts. Live tensors are filled in place; parameters on
+    the meta device, and the optimizer's state if it has none yet, are allocated, sharded, without running a
+    step. Every checksum is verified on read, and the live state afterwards.
+
+    Args:
+        extra: live objects with ``load_state_dict``, by their keys in what was given to ``save``; they are
+            restored.
+
+    Raises:
+        CheckpointError: on all ranks: damaged or incomplete (naming file and tensor), or not fitting
+            (listing every missing, unexpected and misshapen tensor). Model and optimizer are then as they
+            were.
+    """
+    background.finish()
+    group = ranks()
+    group.arrive(f"load({path})")
+    locations = group.together(f"loading {path}", lambda: locate(Path(path)) if group.rank == 0 else None)
+    assert locations[0] is not None
+    found, skipped = locations[0]
+    what = f"loading {found}"
+    prepared: list[tuple[Source, Plan]] = []
+
+    def prepare() -> None:
+        named, aliases = model_tensors(model)
+        source = open_source(found, {*named, *(alias for names in aliases.values() for alias in names)})
+        prepared.append((source, plan(source.manifest, model, optimizer, extra, group.rank)))
+
+    group.together(what, prepare)
+    (source, todo), manifest = prepared[0], prepared[0][0].manifest
+    verifier = Verifier(group)
+    with Reader(source.folder) as reader:
+        small = _check(verifier, what, reader, manifest, todo)
+        read_nbytes = reader.nbytes
+        filled = {t.key: t.allocated() for t in todo.targets}
+        group.together(what, lambda: _fill(reader, filled.values()))
+    _prove(verifier, what, filled)
+    install(todo, filled, small)
+    saved_extra = manifest.state.get("extra") or {}
+    rng = manifest.state.get("rng", [])
+    return Restored(
+        path=found,
+        step=manifest.step,
+        extra=decode({k: v for k, v in saved_extra.items() if k not in todo.extra}, small.__getitem__),
+        num_tensors=len(filled),
+        nbytes=sum(t.entry.nbytes for t in filled.values()),
+        read_nbytes=read_nbytes,
+        skipped=skipped,
+        cast=tuple(t.key for t in filled.values() if t.casts),
+        rng=decode(rng[group.rank], small.__getitem__) if len(rng) == group.world else None,
+    )
+
+
+def _check(
+    verifier: Verifier, what: str, reader: Reader, manifest: Manifest, todo: Plan
+) -> dict[str, torch.Tensor]:
+    """Verify all that this rank will read, before anything is touched; returns the small tensors, whole."""
+    small: dict[str, torch.Tensor] = {}
+
+    def read_small() -> None:
+        for key in todo.small:
+            entry = manifest.tensors[key]
+            box = Box.whole(entry.shape)
+            verifier.checksums([(key, entry, box)], reader.bits_of)
+            tensor = torch.empty(entry.shape, dtype=TORCH_DTYPE[entry.dtype])
+            _fill(reader, [Target(key, entry, tensor, box, True, tensor.device)])
+            small[key] = tensor
+
+    wanted = [(t.key, t.entry, t.box) for t in todo.targets if t.box is not None]
+    verifier.verify(what, wanted, reader.bits_of)
+    verifier.group.together(what, read_small)
+    return small
+
+
+def _fill(reader: Reader, targets: Iterable[Target]) -> None:
+    """Copy what this rank owns from the files into the targets, in place."""
+    for t in targets:
+        if t.box is None:
+            continue
+        torch.autograd.graph.increment_version(t.local)  # what autograd saved of it is no longer valid
+        for key, entry, piece, part in parts_of([(t.key, t.entry, t.box)]):
+            for box in chunks_of(part, ITEM_NBYTES[entry.dtype]):
+                into = t.local[box.slices_in(t.box)]
+                if not t.casts and into.device.type == "cpu" and into.is_contiguous():
+                    reader.bits_of(key, entry, piece, box, into=bits_of(into))
+                    continue
+                source = tensor_of(reader.bits_of(key, entry, piece, box), entry.dtype)
+                into.copy_(source)
+                # A converted tensor has no checksum in the manifest; it is compared with what was read.
+                if t.casts and not np.array_equal(bits_of(into), bits_of(source.to(into.dtype))):
+                    raise CheckpointError(
+                        f"{key}: the live tensor differs from the checkpoint after the copy"
+                    )
+
+
+def _prove(verifier: Verifier, what: str, filled: Mapping[str, Target]) -> None:
+    """Checksum the live state itself."""
+    same = [(t.key, t.entry, t.box) for t in filled.values() if t.box is not None and not t.casts]
+    try:
+        verifier.verify(what, same, lambda key, entry, piece, box: filled[key].bits(box))
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"the live state differs from what was read, it is half loaded and must not be used: {error}"
+        ) from error

@@ -1,0 +1,290 @@
+"""Saving: every rank writes its own pieces beside the others', rank 0 proves coverage and publishes.
+
+rank 0                        rank 1
+lock, .torn-1f3a/             -                       one small agreement: where to write
+shard-00000.safetensors       shard-00001.safetensors   no collective; checksummed while written, synced
+pieces of all ranks  <-----   its pieces               one small agreement: what was written
+prove coverage, manifest.json, rename, latest          one small agreement: it is published
+"""
+
+import contextlib
+import platform
+import warnings
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from shardwright.checkpoint import background
+from shardwright.checkpoint.agree import Ranks, ranks
+from shardwright.checkpoint.folder import Keep, Writer
+from shardwright.checkpoint.format import Manifest, Piece, TensorEntry, crc32_in_chunks, dumps, prove
+from shardwright.checkpoint.live import Live, Part, collect, part_of, rng_state
+from shardwright.checkpoint.shardfile import DTYPE_NAME, Item, bits_of, chunks_of, write_shard
+from shardwright.checkpoint.tree import Tensors, encode
+from shardwright.errors import CheckpointError, InputError
+
+
+def save(
+    path: str | Path,
+    *,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    extra: Mapping[str, Any] | None = None,
+    step: int,
+    keep: int | Keep | None = None,
+) -> Path:
+    """Publish the state of training as ``path/step-000123``; returns that folder. Every rank must call it.
+
+    Saved are the parameters and persistent buffers of ``model``, the state and groups of ``optimizer`` (by
+    the names of the parameters), ``extra`` (numbers, strings, lists, dicts, tensors, and objects with
+    ``state_dict()``; equal on all ranks), and the random state of every rank. Nothing is pickled. Each rank
+    writes its own pieces; no tensor is sent, and host memory grows by 2 MiB. When it returns, the
+    checkpoint is on the disk and ``path/latest`` names it; until then the previous one is untouched.
+
+    Args:
+        step: number of optimizer steps done, 0 or more; names the folder.
+        keep: how many of the newest checkpoints to keep (or a ``Keep``); None keeps all.
+
+    Raises:
+        CheckpointError: on all ranks, naming rank, file and tensor; nothing is published, and the previous
+            checkpoint stays the latest.
+        InputError: ``step`` or ``keep`` out of range.
+    """
+    background.finish()
+    options = _Options(Path(path), step, Keep(keep) if isinstance(keep, int) else keep)
+    group = ranks()
+    group.arrive(f"save(step={step})")
+    return _write(group, _snapshot(group, model, optimizer, extra), options)
+
+
+def async_save(
+    path: str | Path,
+    *,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    extra: Mapping[str, Any] | None = None,
+    step: int,
+    keep: int | Keep | None = None,
+) -> background.Pending:
+    """``save`` in the background: returns as soon as the state is copied to the host. Every rank must call
+    it.
+
+    The copy is this rank's pieces, held on the host until the process ends and used again by the next call
+    (fresh memory costs several times the copy itself). One save runs at a time: a second call first waits
+    for the first. Call ``wait()`` on what it returns before the process group is destroyed.
+
+    Raises:
+        CheckpointError: the save *before* this one failed (this one was not started, call again), or the
+            state can't be saved. An error of this one is raised by ``wait()``, by the next save or load, or
+            shown at exit.
+        InputError: as ``save``.
+    """
+    background.finish()
+    options = _Options(Path(path), step, Keep(keep) if isinstance(keep, int) else keep)
+    group = ranks()
+    group.arrive(f"async_save(step={step})")
+    snapshot = _staged(_snapshot(group, model, optimizer, extra))
+    return background.start(lambda: _write(group, snapshot, options))
+
+
+@dataclass(frozen=True)
+class _Options:
+    path: Path
+    step: int
+    keep: Keep | None
+
+    def __post_init__(self) -> None:
+        if self.step < 0:
+            raise InputError(f"step is {self.step}, expected the number of optimizer steps done, 0 or more")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What this rank is about to write: its part of every tensor, and the small state.
+
+    ``rng`` is this rank's own random state, its tensors under ``rng/RANK``. ``fault`` is why the state
+    could not be collected; it is raised where all ranks can hear it.
+    """
+
+    parts: Mapping[str, Part]
+    aliases: Mapping[str, tuple[str, ...]]
+    state: Mapping[str, Any]
+    rng: Any = None
+    rng_parts: Mapping[str, Part] | None = None
+    fault: str = ""
+
+    def described(self) -> dict[str, str]:
+        """What must be equal on all ranks, as text by key."""
+        tensors = {k: f"{p.local.dtype} {list(p.shape)}" for k, p in self.parts.items()}
+        small = {f"{kind}/{k}": repr(v) for kind, values in self.state.items() for k, v in values.items()}
+        return {**tensors, **small}
+
+
+def take_snapshot(group: Ranks, live: Live) -> Snapshot:
+    """The parts of ``live`` on this rank and its random state; references, no copies."""
+    parts = {key: part_of(key, tensor, group.rank) for key, tensor in live.tensors.items()}
+    rng_tensors: Tensors = {}
+    rng = encode(rng_state(), f"rng/{group.rank}", rng_tensors)
+    rng_parts = {key: part_of(key, tensor, 0) for key, tensor in rng_tensors.items()}
+    return Snapshot(parts, live.aliases, live.state, rng, rng_parts)
+
+
+def _snapshot(
+    group: Ranks, model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str, Any] | None
+) -> Snapshot:
+    try:
+        return take_snapshot(group, collect(model, optimizer, extra))
+    except CheckpointError as error:
+        return Snapshot({}, {}, {}, fault=str(error))
+
+
+_staging: dict[str, torch.Tensor] = {}
+
+
+def _staged(snapshot: Snapshot) -> Snapshot:
+    """The pieces that this rank writes, copied to host memory that is kept for the next call."""
+    parts = {}
+    for key, part in snapshot.parts.items():
+        local = part.local
+        if part.owner and part.box is not None and part.box.numel:
+            buffer = _staging.get(key)
+            if buffer is None or buffer.shape != local.shape or buffer.dtype != local.dtype:
+                buffer = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
+                _staging[key] = buffer
+            local = buffer.copy_(local, non_blocking=local.is_cuda)
+        parts[key] = replace(part, local=local, box=part.box if part.owner else None)
+    for key in _staging.keys() - parts.keys():
+        del _staging[key]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.current_stream().synchronize()
+    return replace(snapshot, parts=parts)
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What one rank reports after writing: its file, its pieces by key, and the checksums of copies it did
+    not write."""
+
+    file: str
+    nbytes: int
+    pieces: Mapping[str, Piece]
+    copies: Mapping[str, tuple[tuple[int, ...], int]]
+    rng: Any
+    rng_entries: Mapping[str, TensorEntry]
+
+
+def _write(group: Ranks, snapshot: Snapshot, options: _Options) -> Path:
+    what = f"saving step {options.step} to {options.path}"
+    with contextlib.ExitStack() as stack:
+        writers: list[Writer] = []
+
+        def begin() -> tuple[str, int]:
+            if snapshot.fault:
+                raise CheckpointError(snapshot.fault)
+            if group.rank == 0:
+                writers.append(Writer(options.path, options.step))
+                stack.callback(writers[0].close)
+            return str(writers[0].torn) if writers else "", hash_of(snapshot.described())
+
+        begun = group.together(what, begin)
+        if len({fingerprint for _, fingerprint in begun}) > 1:
+            raise _difference(what, group.together(what, snapshot.described))
+        torn = Path(begun[0][0])
+        written = group.together(what, lambda: _write_pieces(group.rank, torn, snapshot))
+
+        def publish() -> list[str]:
+            if group.rank:
+                return []
+            diverged = _diverged(written)
+            manifest = _merge(snapshot, written, options.step, diverged)
+            prove(manifest)
+            writers[0].publish(dumps(manifest))
+            if options.keep:
+                writers[0].prune(options.keep)
+            return diverged
+
+        diverged = group.together(what, publish)[0]
+    if diverged and group.rank == 0:
+        warnings.warn(
+            f"{len(diverged)} tensors that should be equal on all ranks are not; one copy was saved: "
+            f"{diverged[:5]}",
+            stacklevel=3,
+        )
+    return options.path / f"step-{options.step:06d}"
+
+
+def hash_of(described: Mapping[str, str]) -> int:
+    """A checksum of a description, to compare it across ranks in one integer."""
+    return zlib.crc32("\n".join(f"{k}={v}" for k, v in sorted(described.items())).encode())
+
+
+def _difference(what: str, described: Sequence[Mapping[str, str]]) -> CheckpointError:
+    lines = []
+    for rank, other in enumerate(described[1:], 1):
+        for key in sorted({*described[0], *other}):
+            a, b = described[0].get(key, "absent"), other.get(key, "absent")
+            if a != b:
+                lines.append(f"{key}: {a[:80]} on rank 0, {b[:80]} on rank {rank}")
+    return CheckpointError(
+        f"{what}: the ranks hold different state; extra must be equal on all ranks\n  "
+        + "\n  ".join(lines[:20])
+    )
+
+
+def _write_pieces(rank: int, torn: Path, snapshot: Snapshot) -> _Written:
+    rng_parts = snapshot.rng_parts or {}
+    items = [
+        Item(key, part.local, part.box)
+        for key, part in {**snapshot.parts, **rng_parts}.items()
+        if part.owner and part.box is not None and part.box.numel
+    ]
+    file = f"shard-{rank:05d}.safetensors"
+    pieces, nbytes = write_shard(torn / file, items)
+    copies = {
+        key: (part.box.offset, crc32_of(part))
+        for key, part in snapshot.parts.items()
+        if not part.owner and part.box is not None and part.box.numel
+    }
+    entries = {
+        key: TensorEntry(p.shape, DTYPE_NAME[p.local.dtype], (pieces[key],)) for key, p in rng_parts.items()
+    }
+    return _Written(file, nbytes, pieces, copies, snapshot.rng, entries)
+
+
+def crc32_of(part: Part) -> int:
+    """The CRC-32 of this rank's part, as if it were one piece."""
+    box, item_nbytes = part.box, part.local.element_size()
+    assert box is not None
+    chunks = chunks_of(box, item_nbytes)
+    return crc32_in_chunks(box, box, item_nbytes, chunks, lambda c: bits_of(part.local[c.slices_in(box)]))
+
+
+def _diverged(written: Sequence[_Written]) -> list[str]:
+    saved = {(key, p.offset): p.crc32 for w in written for key, p in w.pieces.items()}
+    return sorted(
+        {key for w in written for key, (at, crc) in w.copies.items() if saved.get((key, at)) != crc}
+    )
+
+
+def _merge(snapshot: Snapshot, written: Sequence[_Written], step: int, diverged: list[str]) -> Manifest:
+    tensors = {
+        key: TensorEntry(
+            part.shape,
+            DTYPE_NAME[part.local.dtype],
+            tuple(sorted((w.pieces[key] for w in written if key in w.pieces), key=lambda p: p.offset)),
+            snapshot.aliases.get(key, ()),
+            part.sharded,
+        )
+        for key, part in snapshot.parts.items()
+    }
+    for w in written:
+        tensors.update(w.rng_entries)
+    state = {**snapshot.state, "rng": [w.rng for w in written], "diverged": diverged}
+    by = {"torch": torch.__version__, "python": platform.python_version(), "num_writers": len(written)}
+    return Manifest(step, tensors, {w.file: w.nbytes for w in written}, state, by)

@@ -1,0 +1,194 @@
+"""One shard file: safetensors, written and read in chunks, so that no second copy of a tensor exists on the
+host."""
+
+import json
+import os
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import torch
+
+from shardwright.checkpoint.format import ITEM_NBYTES, Box, Piece, TensorEntry, first_of_run
+from shardwright.errors import CheckpointError
+
+CHUNK_NBYTES = 2 << 20  # small enough to stay in the cache between being read and being checksummed
+_ALIGN = 64
+
+TORCH_DTYPE = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu, "I16": torch.int16, "U16": torch.uint16,
+    "F16": torch.float16, "BF16": torch.bfloat16, "I32": torch.int32, "U32": torch.uint32,
+    "F32": torch.float32, "I64": torch.int64, "U64": torch.uint64, "F64": torch.float64,
+    "C64": torch.complex64,
+}  # fmt: skip
+DTYPE_NAME = {dtype: name for name, dtype in TORCH_DTYPE.items()}
+_BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+def bits_of(tensor: torch.Tensor) -> np.ndarray:
+    """The elements of ``tensor`` as unsigned integers of their size, same shape; copied only if it has to
+    be."""
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
+    return flat.view(_BITS[tensor.element_size()]).reshape(tensor.shape)
+
+
+def tensor_of(bits: np.ndarray, dtype: str) -> torch.Tensor:
+    """The inverse of ``bits_of``: a tensor over the same memory."""
+    return torch.from_numpy(bits.reshape(-1).view(np.uint8)).view(TORCH_DTYPE[dtype]).reshape(bits.shape)
+
+
+def chunks_of(box: Box, item_nbytes: int) -> Iterator[Box]:
+    """``box`` cut into boxes of at most ``CHUNK_NBYTES``, in row-major order."""
+    if box.numel * item_nbytes <= CHUNK_NBYTES:
+        yield box
+        return
+    dim = next(d for d, size in enumerate(box.shape) if size > 1)
+    inner_nbytes = box.numel // box.shape[dim] * item_nbytes
+    step = max(1, CHUNK_NBYTES // inner_nbytes)
+    for start in range(0, box.shape[dim], step):
+        offset, shape = list(box.offset), list(box.shape)
+        offset[dim] += start
+        shape[dim] = min(step, box.shape[dim] - start)
+        yield from chunks_of(Box(tuple(offset), tuple(shape)), item_nbytes)
+
+
+@dataclass(frozen=True)
+class Item:
+    """One piece to write: the tensor that is this rank's part, and the box it fills."""
+
+    key: str
+    tensor: torch.Tensor
+    box: Box
+
+
+def write_shard(path: Path, items: Sequence[Item]) -> tuple[dict[str, Piece], int]:
+    """Write ``items`` as one safetensors file and sync it to the disk; returns their pieces by key and the
+    file's size.
+
+    Host memory beyond the tensors themselves: one chunk (2 MiB).
+
+    Raises:
+        CheckpointError: the file can't be written, naming it and the tensor.
+    """
+    items = sorted(
+        items, key=lambda item: -item.tensor.element_size()
+    )  # so that every piece is aligned to its items
+    text = header_of(
+        [
+            (i.key, DTYPE_NAME[i.tensor.dtype], i.box.shape, i.tensor.numel() * i.tensor.element_size())
+            for i in items
+        ]
+    )
+    at = len(text)
+    pieces = {}
+    key = "the header"
+    try:
+        with open(path, "xb", buffering=0) as file:
+            write_all(file.fileno(), text)
+            for item in items:
+                key = item.key
+                nbytes, crc = _write_tensor(file.fileno(), item)
+                pieces[key] = Piece(path.name, at, nbytes, crc, item.box.offset, item.box.shape)
+                at += nbytes
+            key = "the end"
+            os.fsync(file.fileno())
+            if os.fstat(file.fileno()).st_size != at:
+                raise CheckpointError(
+                    f"{path}: has {os.fstat(file.fileno()).st_size} bytes, {at} were written"
+                )
+    except OSError as error:
+        raise CheckpointError(f"{path}: can't write {key}: {error.strerror or error}") from error
+    return pieces, at
+
+
+def header_of(
+    tensors: Sequence[tuple[str, str, tuple[int, ...], int]], metadata: Mapping[str, str] | None = None
+) -> bytes:
+    """The start of a safetensors file that holds ``(name, dtype, shape, nbytes)``, one after the other."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    start = 0
+    for name, dtype, shape, nbytes in tensors:
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, start + nbytes]}
+        start += nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % _ALIGN)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _write_tensor(fd: int, item: Item) -> tuple[int, int]:
+    crc = nbytes = 0
+    for box in chunks_of(item.box, item.tensor.element_size()):
+        bits = bits_of(item.tensor[box.slices_in(item.box)]).reshape(-1).view(np.uint8)
+        crc = zlib.crc32(bits.data, crc)
+        write_all(fd, bits.data)
+        nbytes += bits.nbytes
+    return nbytes, crc
+
+
+def write_all(fd: int, data: bytes | memoryview) -> None:
+    """Write all of ``data`` at the file's position (one ``write`` takes 2 GiB at most)."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+class Reader:
+    """Reads boxes of pieces out of the files of one checkpoint folder. Reads no other bytes than those of
+    the boxes (inner-dim parts are mapped, so there whole pages). ``nbytes`` counts what was read. Not for
+    several threads."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.nbytes = 0
+        self._files: dict[str, int] = {}
+        self._buffer = np.empty(CHUNK_NBYTES, np.uint8)  # fresh memory costs more than the read itself
+
+    def __enter__(self) -> "Reader":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        for fd in self._files.values():
+            os.close(fd)
+        self._files.clear()
+
+    def bits_of(
+        self, key: str, entry: TensorEntry, piece: Piece, box: Box, into: np.ndarray | None = None
+    ) -> np.ndarray:
+        """The elements of ``box`` (inside of ``piece``, at most one chunk) as unsigned integers, shaped
+        ``box.shape``: in ``into`` (contiguous) if given, else in memory that the next call uses again.
+
+        Raises:
+            CheckpointError: the file is missing, unreadable or too short; names file and tensor ``key``.
+        """
+        item = ITEM_NBYTES[entry.dtype]
+        path = self.folder / piece.file
+        nbytes = box.numel * item
+        self.nbytes += nbytes
+        first = first_of_run(box, piece.box)
+        out = self._buffer[:nbytes] if into is None else into.reshape(-1).view(np.uint8)
+        try:
+            if piece.file not in self._files:
+                self._files[piece.file] = os.open(path, os.O_RDONLY)
+            if first is None:
+                mapped = np.memmap(path, _BITS[item], "r", piece.start, piece.shape)
+                out.view(_BITS[item]).reshape(box.shape)[...] = mapped[box.slices_in(piece.box)]
+            else:
+                self._read_run(piece, piece.start + first * item, out)
+        except (OSError, ValueError) as error:  # numpy: ValueError if a file is too short to be mapped
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise CheckpointError(f"{path}: can't read {key}: {reason}") from error
+        return out.view(_BITS[item]).reshape(box.shape)
+
+    def _read_run(self, piece: Piece, start: int, out: np.ndarray) -> None:
+        done = 0
+        while done < out.nbytes:
+            count = os.preadv(self._files[piece.file], [out.data[done:]], start + done)
+            if not count:
+                raise ValueError(f"the file is truncated (it ends at byte {start + done})")
+            done += count

@@ -1,0 +1,352 @@
+"""Looking at checkpoints, checking, comparing and exporting them: one process, no model, one tensor in
+memory.
+
+Every function takes what ``load`` takes (a checkpoint, a folder of them, or one that others wrote) and
+returns data; ``exit_code`` is for scripts: 0 all is well, 1 it is not. What can't be opened raises
+CheckpointError.
+"""
+
+import json
+import os
+import shutil
+import uuid
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwright.checkpoint.folder import sync_folder
+from shardwright.checkpoint.format import ITEM_NBYTES, Box, Manifest, TensorEntry
+from shardwright.checkpoint.shardfile import (
+    DTYPE_NAME,
+    TORCH_DTYPE,
+    Reader,
+    bits_of,
+    chunks_of,
+    header_of,
+    tensor_of,
+    write_all,
+)
+from shardwright.checkpoint.sources import Source, locate, open_source
+from shardwright.errors import CheckpointError, InputError
+
+MAX_FILE_NBYTES = 5 * 10**9
+Progress = Callable[[int, int], None]
+"""Called with the bytes done and the bytes in all."""
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor: ``num_nan`` counts NaNs (None: not a floating dtype, or values not read), ``constant`` is
+    the one value of all elements as text, or empty."""
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    num_pieces: int
+    aliases: tuple[str, ...]
+    num_nan: int | None = None
+    constant: str = ""
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What a checkpoint is. Opening it has proved the coverage. ``suspicious`` names tensors of the model
+    that have NaNs, or matrices of one value only."""
+
+    path: Path
+    step: int
+    tensors: tuple[TensorInfo, ...]
+    files: Mapping[str, int]
+    written_by: Mapping[str, Any]
+    skipped: tuple[str, ...]
+    suspicious: tuple[str, ...]
+
+    @property
+    def exit_code(self) -> int:
+        return int(bool(self.suspicious))
+
+
+@dataclass(frozen=True)
+class Verification:
+    """``faults`` names every damaged piece; ``num_unchecked`` pieces have no checksum (formats of others)."""
+
+    path: Path
+    num_tensors: int
+    nbytes: int
+    num_unchecked: int
+    faults: tuple[str, ...]
+
+    @property
+    def exit_code(self) -> int:
+        return int(bool(self.faults))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """``changed`` says of each tensor whose bits differ by how much, ``state`` names the small state that
+    differs."""
+
+    only_a: tuple[str, ...]
+    only_b: tuple[str, ...]
+    changed: Mapping[str, str]
+    state: tuple[str, ...]
+    num_equal: int
+
+    @property
+    def exit_code(self) -> int:
+        return int(bool(self.only_a or self.only_b or self.changed or self.state))
+
+
+def inspect(path: str | Path, *, values: bool = True) -> Inspection:
+    """List what is in a checkpoint. ``values``: read them, to find NaNs and constant tensors."""
+    source = _open(path)
+    with Reader(source.folder) as reader:
+        tensors = tuple(_info(reader, k, e, values) for k, e in sorted(source.manifest.tensors.items()))
+    suspicious = [
+        f"{t.key}: " + (f"{t.num_nan} NaN" if t.num_nan else f"all elements are {t.constant}")
+        for t in tensors
+        if t.num_nan or (t.constant and t.key.startswith("model/") and len(t.shape) > 1)
+    ]
+    m = source.manifest
+    return Inspection(
+        source.folder, m.step, tensors, m.files, m.written_by, source.skipped, tuple(suspicious)
+    )
+
+
+def verify(path: str | Path, *, progress: Progress | None = None) -> Verification:
+    """Read every byte and compare every checksum; finds all damage, not only the first."""
+    source = _open(path)
+    manifest, faults = source.manifest, []
+    num_unchecked = done = 0
+    with Reader(source.folder) as reader:
+        for key, entry in sorted(manifest.tensors.items()):
+            for piece in entry.pieces:
+                if piece.crc32 is None:
+                    num_unchecked += 1
+                    continue
+                try:
+                    crc = 0
+                    for box in chunks_of(piece.box, ITEM_NBYTES[entry.dtype]):
+                        crc = zlib.crc32(reader.bits_of(key, entry, piece, box).data, crc)
+                    if crc != piece.crc32:
+                        faults.append(
+                            f"{piece.file}: {key} is damaged "
+                            f"(bytes {piece.start} to {piece.start + piece.nbytes})"
+                        )
+                except CheckpointError as error:
+                    faults.append(str(error))
+                done += piece.nbytes
+                if progress:
+                    progress(done, manifest.nbytes)
+    return Verification(source.folder, len(manifest.tensors), manifest.nbytes, num_unchecked, tuple(faults))
+
+
+def diff(a: str | Path, b: str | Path) -> Difference:
+    """Compare two checkpoints bit by bit, whatever their pieces; random state is left out."""
+    left, right = _open(a), _open(b)
+    keys = [{k for k in s.manifest.tensors if not k.startswith("rng/")} for s in (left, right)]
+    changed, both = {}, sorted(keys[0] & keys[1])
+    with Reader(left.folder) as reader_a, Reader(right.folder) as reader_b:
+        for key in both:
+            change = _change(
+                key, (reader_a, left.manifest.tensors[key]), (reader_b, right.manifest.tensors[key])
+            )
+            if change:
+                changed[key] = change
+    states = [_small_state(source.manifest) for source in (left, right)]
+    state = sorted(k for k in {*states[0], *states[1]} if states[0].get(k) != states[1].get(k))
+    if left.manifest.step != right.manifest.step:
+        state.insert(0, f"step ({left.manifest.step}, {right.manifest.step})")
+    return Difference(
+        tuple(sorted(keys[0] - keys[1])),
+        tuple(sorted(keys[1] - keys[0])),
+        changed,
+        tuple(state),
+        len(both) - len(changed),
+    )
+
+
+def consolidate(
+    path: str | Path,
+    out: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_file_nbytes: int = MAX_FILE_NBYTES,
+    tied_copies: bool = False,
+    progress: Progress | None = None,
+) -> tuple[Path, ...]:
+    """Write the model's weights as plain safetensors, in the model's own names; returns the files.
+
+    ``out`` (a folder that must not exist yet) gets ``model.safetensors``, or several files with
+    ``model.safetensors.index.json`` where one would be larger than ``max_file_nbytes``. Tied weights are
+    stored once, their other names in the file's metadata (as ``safetensors.torch.save_model`` does, and
+    ``load_model`` understands); ``tied_copies`` stores them under each name, for ``load_state_dict`` with
+    ``strict=True``. ``dtype``: floating weights are converted to it. Memory: one tensor. ``out`` appears
+    when it is complete.
+
+    Raises:
+        CheckpointError: damaged, ``out`` exists, or can't be written. InputError: ``dtype`` isn't a
+            floating one.
+    """
+    if dtype is not None and not dtype.is_floating_point:
+        raise InputError(f"dtype is {dtype}, expected a floating one")
+    source, out = _open(path), Path(out)
+    if out.exists():
+        raise CheckpointError(f"{out} exists already; nothing was written")
+    files = _split(_exports(source.manifest, dtype, tied_copies), max_file_nbytes)
+    torn = out.with_name(f".torn-{out.name}-{uuid.uuid4().hex[:8]}")
+    try:
+        torn.mkdir(parents=True)
+        weight_map, done = {}, 0
+        total = sum(x.nbytes for file in files for x in file)
+        with Reader(source.folder) as reader:
+            for i, exports in enumerate(files, 1):
+                name = (
+                    "model.safetensors"
+                    if len(files) == 1
+                    else f"model-{i:05d}-of-{len(files):05d}.safetensors"
+                )
+                _export_file(
+                    reader, torn / name, exports, lambda n, at=done: progress and progress(at + n, total)
+                )
+                done += sum(x.nbytes for x in exports)
+                weight_map |= {x.name: name for x in exports}
+        if len(files) > 1:
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            (torn / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True))
+        sync_folder(torn)
+        os.rename(torn, out)
+    except OSError as error:
+        raise CheckpointError(f"can't write {out}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(torn, ignore_errors=True)
+    return tuple(out / name for name in sorted(set(weight_map.values())))
+
+
+# ---- what they are made of
+
+
+def read_tensor(reader: Reader, key: str, entry: TensorEntry) -> torch.Tensor:
+    """One whole tensor, on the host, its checksums verified.
+
+    Raises:
+        CheckpointError: damaged, naming file and tensor.
+    """
+    tensor = torch.empty(entry.shape, dtype=TORCH_DTYPE[entry.dtype])
+    whole = Box.whole(entry.shape)
+    for piece in entry.pieces:
+        crc = 0
+        for box in chunks_of(piece.box, ITEM_NBYTES[entry.dtype]):
+            bits = reader.bits_of(key, entry, piece, box)
+            crc = zlib.crc32(bits.data, crc)
+            tensor[box.slices_in(whole)] = tensor_of(bits, entry.dtype)
+        if piece.crc32 is not None and crc != piece.crc32:
+            raise CheckpointError(f"{piece.file}: {key} is damaged; nothing was written")
+    return tensor
+
+
+def _open(path: str | Path) -> Source:
+    folder, skipped = locate(Path(path))
+    source = open_source(folder)
+    return Source(source.folder, source.manifest, skipped)
+
+
+def _info(reader: Reader, key: str, entry: TensorEntry, values: bool) -> TensorInfo:
+    num_nan, constant = None, ""
+    if values and entry.numel:
+        tensor = read_tensor(reader, key, entry)
+        if tensor.is_floating_point():
+            wide = tensor.float() if tensor.element_size() == 1 else tensor
+            num_nan = int(wide.isnan().sum())
+        bits = bits_of(tensor).reshape(-1)
+        if bits.size > 1 and (bits == bits[0]).all():
+            constant = str(tensor.reshape(-1)[0].item())
+    info = TensorInfo(key, entry.shape, entry.dtype, entry.nbytes, len(entry.pieces), entry.aliases)
+    return TensorInfo(**{**vars(info), "num_nan": num_nan, "constant": constant})
+
+
+def _small_state(manifest: Manifest) -> dict[str, Any]:
+    state = manifest.state
+    return {
+        f"{kind}/{k}": v for kind in state if isinstance(state[kind], dict) for k, v in state[kind].items()
+    }
+
+
+def _change(key: str, a: tuple[Reader, TensorEntry], b: tuple[Reader, TensorEntry]) -> str:
+    (reader_a, entry_a), (reader_b, entry_b) = a, b
+    if (entry_a.shape, entry_a.dtype) != (entry_b.shape, entry_b.dtype):
+        return f"{entry_a.dtype} {list(entry_a.shape)}, {entry_b.dtype} {list(entry_b.shape)}"
+    sums = [{(p.offset, p.shape): p.crc32 for p in e.pieces} for e in (entry_a, entry_b)]
+    if sums[0] == sums[1] and None not in sums[0].values():
+        return ""  # equal by their checksums: nothing to read
+    x, y = read_tensor(reader_a, key, entry_a), read_tensor(reader_b, key, entry_b)
+    if np.array_equal(bits_of(x), bits_of(y)):
+        return ""
+    num = int((bits_of(x) != bits_of(y)).sum())
+    largest = (x.double() - y.double()).abs().max().item() if not x.is_complex() else float("nan")
+    return f"{num} of {x.numel()} elements differ, by at most {largest:g}"
+
+
+@dataclass(frozen=True)
+class _Export:
+    """A tensor of the checkpoint under the name and in the dtype in which it is exported."""
+
+    name: str
+    key: str
+    entry: TensorEntry
+    dtype: torch.dtype
+    tied: tuple[str, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.entry.numel * self.dtype.itemsize
+
+
+def _exports(manifest: Manifest, dtype: torch.dtype | None, tied_copies: bool) -> list[_Export]:
+    exports = []
+    for key, entry in sorted(manifest.tensors.items()):
+        if not key.startswith("model/"):
+            continue
+        saved = TORCH_DTYPE[entry.dtype]
+        target = dtype if dtype is not None and saved.is_floating_point else saved
+        names = [name.removeprefix("model/") for name in (key, *entry.aliases)]
+        if tied_copies:
+            exports += [_Export(name, key, entry, target, ()) for name in names]
+        else:
+            exports.append(_Export(names[0], key, entry, target, tuple(names[1:])))
+    if not exports:
+        raise CheckpointError("the checkpoint holds no weights (no key starts with model/)")
+    return exports
+
+
+def _split(exports: Sequence[_Export], max_file_nbytes: int) -> list[list[_Export]]:
+    files: list[list[_Export]] = [[]]
+    size = 0
+    for export in exports:
+        if files[-1] and size + export.nbytes > max_file_nbytes:
+            files.append([])
+            size = 0
+        files[-1].append(export)
+        size += export.nbytes
+    return files
+
+
+def _export_file(reader: Reader, path: Path, exports: list[_Export], done: Callable[[int], Any]) -> None:
+    exports = sorted(exports, key=lambda x: -x.dtype.itemsize)  # every tensor aligned to its items
+    tied = {alias: x.name for x in exports for alias in x.tied}
+    described = [(x.name, DTYPE_NAME[x.dtype], x.entry.shape, x.nbytes) for x in exports]
+    written = 0
+    with open(path, "xb", buffering=0) as file:
+        write_all(file.fileno(), header_of(described, tied))
+        for x in exports:
+            tensor = read_tensor(reader, x.key, x.entry).to(x.dtype)
+            write_all(file.fileno(), bits_of(tensor).reshape(-1).view(np.uint8).data)
+            written += x.nbytes
+            done(written)
+        os.fsync(file.fileno())

@@ -1,0 +1,96 @@
+"""Small state as JSON, tensors apart: what a pickle would hold, without code that runs when it is read.
+
+    {"lr": 0.1, "betas": (0.9, 0.95), "ema": tensor}
+      -> {"lr": 0.1, "betas": {"$tuple": [0.9, 0.95]}, "ema": {"$tensor": "extra/ema"}}
+         and {"extra/ema": tensor}
+
+Plain JSON stays as it is; the few Python values that JSON lacks become an object with one ``$`` key.
+"""
+
+import base64
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwright.errors import CheckpointError
+
+Tensors = dict[str, torch.Tensor]
+
+
+def encode(value: Any, path: str, tensors: Tensors) -> Any:
+    """``value`` as JSON; every tensor or array in it is put into ``tensors`` under ``path`` and its place
+    in the tree.
+
+    Raises:
+        CheckpointError: a value of another type, naming its path.
+    """
+    if isinstance(value, torch.Tensor):
+        tensors[path] = value
+        return {"$tensor": path}
+    if isinstance(value, np.ndarray):
+        tensors[path] = torch.from_numpy(np.array(value))
+        return {"$ndarray": path}
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"$float": repr(value)}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, bytes):
+        return {"$bytes": base64.b64encode(value).decode()}
+    if isinstance(value, Mapping):
+        items = [(k, encode(v, f"{path}/{k}", tensors)) for k, v in value.items()]
+        if all(isinstance(k, str) and not k.startswith("$") for k, _ in items):
+            return dict(items)
+        return {"$dict": [[encode(k, f"{path}/<key>", tensors), v] for k, v in items]}
+    if isinstance(value, list | tuple):
+        encoded = [encode(v, f"{path}/{i}", tensors) for i, v in enumerate(value)]
+        return encoded if isinstance(value, list) else {"$tuple": encoded}
+    raise CheckpointError(
+        f"{path}: a {type(value).__qualname__} can't be saved (nothing is pickled); "
+        "give numbers, strings, lists, tuples, dicts, tensors, or an object with state_dict()"
+    )
+
+
+def decode(value: Any, tensor_of: Callable[[str], torch.Tensor]) -> Any:
+    """The inverse of ``encode``; ``tensor_of`` gives the tensor for a key. Unknown ``$`` keys raise
+    CheckpointError."""
+    if isinstance(value, list):
+        return [decode(v, tensor_of) for v in value]
+    if not isinstance(value, dict):
+        return value
+    tag = next(iter(value), "")
+    if not tag.startswith("$"):
+        return {k: decode(v, tensor_of) for k, v in value.items()}
+    body = value[tag]
+    match tag:
+        case "$tensor":
+            return tensor_of(body)
+        case "$ndarray":
+            return tensor_of(body).numpy()
+        case "$float":
+            return float(body)
+        case "$bytes":
+            return base64.b64decode(body)
+        case "$tuple":
+            return tuple(decode(v, tensor_of) for v in body)
+        case "$dict":
+            return {decode(k, tensor_of): decode(v, tensor_of) for k, v in body}
+    raise CheckpointError(
+        f"small state has a value tagged {tag!r}, which this release does not know; upgrade shardwright"
+    )
+
+
+def keys_in(value: Any) -> list[str]:
+    """The keys of all tensors that an encoded tree refers to."""
+    if isinstance(value, list):
+        return [key for v in value for key in keys_in(v)]
+    if not isinstance(value, dict):
+        return []
+    tag = next(iter(value), "")
+    if tag in ("$tensor", "$ndarray"):
+        return [value[tag]]
+    return [key for v in value.values() for key in keys_in(v)]

@@ -1,0 +1,104 @@
+"""Checksums of what ranks hold in parts, put together and compared with the manifest, on read and
+afterwards."""
+
+import functools
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardwright.checkpoint.agree import Ranks
+from shardwright.checkpoint.format import ITEM_NBYTES, Box, Piece, TensorEntry, crc32_in_chunks
+from shardwright.checkpoint.shardfile import chunks_of
+from shardwright.errors import CheckpointError
+
+Wanted = tuple[str, TensorEntry, Box]
+"""A tensor's key, its entry, and the box of it that this rank holds or will hold."""
+
+BitsOf = Callable[[str, TensorEntry, Piece, Box], np.ndarray]
+"""Gives the elements of a box inside of a piece, as unsigned integers: from a file, or from a live tensor."""
+
+
+@dataclass(frozen=True)
+class _Partial:
+    """What a rank's part contributes to the checksum of a piece that several ranks hold."""
+
+    key: str
+    piece: Piece
+    part: Box
+    crc32: int
+
+
+def parts_of(wanted: Iterable[Wanted]) -> Iterable[tuple[str, TensorEntry, Piece, Box]]:
+    """For each wanted box, the pieces it meets, and the part of each that it wants."""
+    for key, entry, box in wanted:
+        for piece in entry.pieces:
+            part = piece.box.intersect(box)
+            if part is not None:
+                yield key, entry, piece, part
+
+
+class Verifier:
+    """Compares pieces with their checksums, together with the other ranks.
+
+    A piece without a checksum (formats of others) gets the one it has when it is first seen; what comes later
+    must equal that.
+    """
+
+    def __init__(self, group: Ranks) -> None:
+        self.group = group
+        self._first: dict[tuple[str, int], int] = {}
+
+    def verify(self, what: str, wanted: Sequence[Wanted], bits_of: BitsOf) -> None:
+        """Every rank calls it with its own boxes.
+
+        Raises:
+            CheckpointError: on all ranks, naming file and tensor of every piece that differs.
+        """
+        pieces: dict[tuple[str, int], list[_Partial]] = {}
+        for partials in self.group.together(what, lambda: self.checksums(wanted, bits_of)):
+            for partial in partials:
+                pieces.setdefault((partial.piece.file, partial.piece.start), []).append(partial)
+        faults = [fault for partials in pieces.values() for fault in self._combine(partials)]
+        if faults:
+            raise CheckpointError(f"{what}\n  " + "\n  ".join(faults))
+
+    def checksums(self, wanted: Iterable[Wanted], bits_of: BitsOf) -> list[_Partial]:
+        """Local: whole pieces are compared, and raise; parts of pieces are returned."""
+        partials, faults = [], []
+        for key, entry, piece, part in parts_of(wanted):
+            item_nbytes = ITEM_NBYTES[entry.dtype]
+            chunks = chunks_of(part, item_nbytes)
+            bits_of_box = functools.partial(bits_of, key, entry, piece)
+            crc = crc32_in_chunks(part, piece.box, item_nbytes, chunks, bits_of_box)
+            if part != piece.box:
+                partials.append(_Partial(key, piece, part, crc))
+            else:
+                faults += self._compare(key, piece, crc)
+        if faults:
+            raise CheckpointError("; ".join(faults))
+        return partials
+
+    def _combine(self, partials: list[_Partial]) -> list[str]:
+        key, piece = partials[0].key, partials[0].piece
+        crcs: dict[Box, int] = {}
+        for partial in partials:  # replicas hold the same part: it counts once, and they must agree
+            if crcs.setdefault(partial.part, partial.crc32) != partial.crc32:
+                return [f"{key}: the replicas of {partial.part} differ"]
+        held = sum(part.numel for part in crcs)
+        if held != piece.box.numel:
+            return [f"{piece.file}: {key}: ranks hold {held} of {piece.box.numel} elements of a piece"]
+        return self._compare(key, piece, functools.reduce(operator.xor, crcs.values()))
+
+    def _compare(self, key: str, piece: Piece, crc: int) -> list[str]:
+        expected = piece.crc32
+        if expected is None:
+            expected = self._first.setdefault((piece.file, piece.start), crc)
+        if crc == expected:
+            return []
+        return [
+            f"{piece.file}: {key} is damaged (elements {list(piece.offset)}+{list(piece.shape)}, bytes "
+            f"{piece.start} to {piece.start + piece.nbytes}, have checksum {crc:08x}, "
+            f"expected {expected:08x})"
+        ]

@@ -1,0 +1,117 @@
+"""The command ``shardwright``: parses, calls, prints.
+
+    shardwright train RECIPE.toml [--resume] [--section.key VALUE ...]
+    shardwright sample RUN [--prompt TEXT] [--num-bytes N] [--temperature T] [--seed S]
+
+Exit codes: 0 done (or stopped and saved), 1 failed, 2 wrong usage or configuration (nothing was started).
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from shardwright.errors import ConfigError, ShardwrightError
+from shardwright.train.config import Recipe
+from shardwright.train.launch import is_rank, launch
+from shardwright.train.ranks import choose_device
+from shardwright.train.resolve import resolve
+from shardwright.train.run import train_rank
+from shardwright.train.sample import generate, load_run, readable
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command on ``arguments`` (default: those of the process) and return its exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    known, rest = _parser().parse_known_args(given)
+    try:
+        if known.command == "train":
+            return _train(known, rest, given)
+        if rest:
+            raise ConfigError(
+                f"shardwright sample: unknown argument(s) {' '.join(rest)}; see: shardwright sample --help"
+            )
+        return _sample(known)
+    except ShardwrightError as error:
+        print(f"shardwright: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+
+
+def _train(known: argparse.Namespace, rest: list[str], given: list[str]) -> int:
+    resolved = resolve(known.recipe, _overrides(rest))
+    if is_rank():
+        train_rank(resolved, resume=known.resume)
+    else:
+        ranks = resolved.recipe.launch.ranks
+        choose_device(resolved.recipe.launch, ranks)
+        launch(given, ranks)
+    return 0
+
+
+def _sample(known: argparse.Namespace) -> int:
+    resolved, model = load_run(Path(known.run))
+    given = {key: getattr(known, key) for key in ("num_bytes", "temperature", "prompt")}
+    wanted = resolved.recipe.sample.model_copy(update={key: v for key, v in given.items() if v is not None})
+    text = generate(model, wanted, resolved.recipe.training.sequence_length, known.seed)
+    print(wanted.prompt + readable(text))
+    return 0
+
+
+def _overrides(rest: Sequence[str]) -> list[tuple[str, str]]:
+    """Pairs of ``--section.key value`` and ``--section.key=value``."""
+    pairs: list[tuple[str, str]] = []
+    words = iter(rest)
+    for word in words:
+        if not word.startswith("--"):
+            raise ConfigError(f"got {word!r}, expected --section.key VALUE; see: shardwright train --help")
+        key, equals, value = word[2:].partition("=")
+        if not equals:
+            value = next(words, None)
+            if value is None:
+                raise ConfigError(f"--{key} has no value; write --{key} VALUE")
+        pairs.append((key.replace("-", "_"), value))
+    return pairs
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="shardwright", description="Fully sharded training on PyTorch.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    train = commands.add_parser(
+        "train",
+        help="train the model of a recipe",
+        description="Train the model of a recipe on local ranks, or as one rank under torchrun.",
+        epilog=_keys(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    train.add_argument("recipe", metavar="RECIPE.toml", help="the recipe")
+    train.add_argument("--resume", action="store_true", help="continue from the run's last checkpoint")
+    sample = commands.add_parser("sample", help="let a trained model write", allow_abbrev=False)
+    sample.add_argument("run", metavar="RUN", help="the folder of a finished run, as runs/quickstart")
+    sample.add_argument("--prompt", help="text to continue (default: the recipe's)")
+    sample.add_argument("--num-bytes", type=_count, help="bytes to write (default: the recipe's)")
+    sample.add_argument("--temperature", type=_temperature, help="0: the likeliest (default: the recipe's)")
+    sample.add_argument("--seed", type=int, default=1, help="another seed, another text (default: 1)")
+    return parser
+
+
+def _count(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text}, expected at least 1")
+    return int(text)
+
+
+def _temperature(text: str) -> float:
+    if not float(text) >= 0:
+        raise argparse.ArgumentTypeError(f"got {text}, expected 0 or more")
+    return float(text)
+
+
+def _keys() -> str:
+    """Every key with its type, default and meaning, for ``--help``."""
+    lines = ["Every key of the recipe can be set here as well, and then wins over the file:"]
+    for name, section in Recipe.model_fields.items():
+        lines.append(f"\n{(type(section.default).__doc__ or name).splitlines()[0]}")
+        for key, field in type(section.default).model_fields.items():
+            lines.append(f"  --{name}.{key} (default {field.default!r})\n      {field.description}")
+    return "\n".join(lines)

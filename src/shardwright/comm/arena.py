@@ -1,0 +1,198 @@
+"""Memory that the ranks of one host share, and the flags that say what may be read in it.
+
+Each rank owns one segment, an anonymous memory file that the others map: nothing appears in ``/dev/shm``
+(which containers often limit to 64 MiB), and nothing is left behind however a rank ends. A segment is
+reserved at a size that no step fills; pages that were never written take no memory, and freed places are
+written again first, so that a steady state touches no fresh page.
+
+    segment of rank r   [ records: one per operation | read flags | bytes of operations ... ]
+
+    record   number, offset, bytes, and the operation's key: what rank r has issued; written by r only
+    read     per owner and operation: that r has read it; written by r only
+
+Every word has one writer, so no lock is needed: a record's number is stored after the bytes it stands for,
+and x86 keeps the order of stores. (On other processors that takes a fence that Python doesn't have: there
+ranks talk through sockets.)
+"""
+
+import mmap
+import os
+import platform
+import select
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from shardwright.errors import CommError
+from shardwright.plan.layout import align
+
+RESERVED_NBYTES = 64 << 30
+NUM_RECORDS = 256  # operations that may be issued and not yet read by all; a schedule keeps below ten
+_RECORD_NBYTES = 256
+_KEY_NBYTES = _RECORD_NBYTES - 4 * 8
+_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0)
+_SPINS = 40  # times to yield before sleeping: a peer that is nearly there is seen within 2 us (measured)
+
+
+@dataclass(frozen=True)
+class Host:
+    """What ranks must have in common to share memory, and where this rank's segment is found."""
+
+    machine: str
+    boot: str
+    pids: int
+    network: int
+    pid: int
+    fd: int
+
+    @property
+    def place(self) -> tuple[str, str, int, int]:
+        """Equal for ranks of one host. Ranks in network namespaces of their own count as apart: they stand
+        for hosts (containers of different jobs, or a test of a slow link)."""
+        return self.machine, self.boot, self.pids, self.network
+
+
+class Segment:
+    """One rank's segment as this process maps it."""
+
+    def __init__(self, fd: int, world: int) -> None:
+        self._map = mmap.mmap(fd, RESERVED_NBYTES, flags=mmap.MAP_SHARED | _MAP_NORESERVE)
+        self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._words = memoryview(self._map)[: header_nbytes(world)].cast("q")
+        self._reads = NUM_RECORDS * _RECORD_NBYTES // 8
+
+    def write_record(self, number: int, offset: int, nbytes: int, key: str) -> None:
+        """Announce an operation whose bytes are written. The number goes last."""
+        place = number % NUM_RECORDS * _RECORD_NBYTES
+        text = key.encode()[:_KEY_NBYTES].ljust(_KEY_NBYTES, b"\0")
+        self._map[place + 32 : place + _RECORD_NBYTES] = text
+        self._words[place // 8 + 1] = offset
+        self._words[place // 8 + 2] = nbytes
+        self._words[place // 8] = number
+
+    def has(self, number: int) -> bool:
+        """Whether the operation has been announced."""
+        return self._words[number % NUM_RECORDS * _RECORD_NBYTES // 8] == number
+
+    def record(self, number: int) -> tuple[torch.Tensor, str]:
+        """The bytes and the key of an announced operation."""
+        place = number % NUM_RECORDS * _RECORD_NBYTES
+        offset, nbytes = self._words[place // 8 + 1], self._words[place // 8 + 2]
+        key = self._map[place + 32 : place + _RECORD_NBYTES].rstrip(b"\0").decode(errors="replace")
+        return self.bytes[offset : offset + nbytes], key
+
+    def mark_read(self, owner: int, number: int) -> None:
+        """Say (in one's own segment) that ``owner``'s operation has been read."""
+        self._words[self._reads + owner * NUM_RECORDS + number % NUM_RECORDS] = number
+
+    def has_read(self, owner: int, number: int) -> bool:
+        """Whether the segment's rank has read ``owner``'s operation."""
+        return self._words[self._reads + owner * NUM_RECORDS + number % NUM_RECORDS] == number
+
+
+def header_nbytes(world: int) -> int:
+    """Bytes of a segment's records and read flags."""
+    return align(NUM_RECORDS * (_RECORD_NBYTES + 8 * world))
+
+
+def this_host(fd: int) -> Host:
+    """This process' ``Host``, for the ranks to compare."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    pids, network = (os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("pid", "net"))
+    return Host(platform.machine(), boot, pids, network, os.getpid(), fd)
+
+
+class Arena:
+    """All ranks' segments, as one of them sees them. Operations are numbered from 1, alike on all ranks."""
+
+    def __init__(self, rank: int, segments: list[Segment], pids: list[int], timeout_s: float) -> None:
+        self.rank = rank
+        self._segments = segments
+        self._pids = pids
+        self._timeout_s = timeout_s
+        self._number = 0
+        self._held: dict[int, tuple[int, int]] = {}  # operation -> (offset, end) in the own segment
+        self._ends = [os.pidfd_open(pid) for pid in pids]
+
+    def reserve(self, nbytes: int) -> tuple[int, torch.Tensor]:
+        """A new operation's number, and the bytes of the own segment that it may fill.
+
+        Raises: CommError where a peer has not read the operation of 256 ago within the timeout.
+        """
+        self._number += 1
+        oldest = self._number - NUM_RECORDS
+        if oldest in self._held:
+            self._wait(lambda peer: self._segments[peer].has_read(self.rank, oldest), f"operation {oldest}")
+        self._free_read()
+        offset = self._first_fit(nbytes)
+        self._held[self._number] = (offset, offset + align(nbytes))
+        return self._number, self._segments[self.rank].bytes[offset : offset + nbytes]
+
+    def publish(self, number: int, nbytes: int, key: str) -> None:
+        """Announce an operation whose bytes are in place."""
+        self._segments[self.rank].write_record(number, self._held[number][0], nbytes, key)
+
+    def read(self, peer: int, number: int, key: str) -> torch.Tensor:
+        """``peer``'s bytes of an operation, once they are there. ``done`` gives them back.
+
+        Raises: CommError where the peer is in another operation, has ended, or doesn't come in time.
+        """
+        self._wait(lambda p: p != peer or self._segments[peer].has(number), key)
+        data, theirs = self._segments[peer].record(number)
+        if theirs != key[:_KEY_NBYTES]:
+            raise CommError(
+                f"ranks are in different collectives (number {number} of this mesh): rank {self.rank} is in "
+                f"{key!r}, rank {peer} in {theirs!r}. Every rank must run the same modules in the same order"
+            )
+        return data
+
+    def done(self, peer: int, number: int) -> None:
+        """The peer may write over its bytes of an operation."""
+        self._segments[self.rank].mark_read(peer, number)
+
+    def _free_read(self) -> None:
+        peers = [peer for peer in range(len(self._segments)) if peer != self.rank]
+        for number in tuple(self._held):
+            if all(self._segments[peer].has_read(self.rank, number) for peer in peers):
+                del self._held[number]
+
+    def _first_fit(self, nbytes: int) -> int:
+        offset = header_nbytes(len(self._segments))
+        for start, end in sorted(self._held.values()):
+            if start - offset >= align(nbytes):
+                break
+            offset = max(offset, end)
+        if offset + nbytes > RESERVED_NBYTES:
+            raise CommError(
+                f"one collective needs {nbytes} bytes, more than the {RESERVED_NBYTES} that are shared"
+            )
+        return offset
+
+    def _wait(self, ready: Callable[[int], bool], what: str) -> None:
+        """Until ``ready(peer)`` of every peer; looks now and then whether they still live."""
+        start = time.monotonic()
+        for peer in range(len(self._segments)):
+            turns = 0
+            while peer != self.rank and not ready(peer):
+                turns += 1
+                if turns <= _SPINS:
+                    os.sched_yield()
+                    continue
+                time.sleep(50e-6)
+                if turns % 200 == 0:  # about every 20 ms
+                    self._check_alive(peer, what)
+                    if time.monotonic() - start > self._timeout_s:
+                        raise CommError(
+                            f"rank {self.rank} waited {self._timeout_s:.0f} s for rank {peer} (pid "
+                            f"{self._pids[peer]}) in {what!r}; it runs but did not come there"
+                        )
+
+    def _check_alive(self, peer: int, what: str) -> None:
+        if select.select([self._ends[peer]], [], [], 0)[0]:
+            raise CommError(
+                f"rank {peer} (pid {self._pids[peer]}) has ended while rank {self.rank} waited for it in "
+                f"{what!r}; its own error says why"
+            )

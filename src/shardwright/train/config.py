@@ -1,0 +1,155 @@
+"""Every key of a recipe: its type, its default, its limits and what it means.
+
+A recipe is one TOML file with these sections. Values come from, in rising order: the defaults below, the
+file, the command line (``--training.steps 50``). There is no hidden file, and no environment variable changes
+a value. How the three are merged and checked is in :mod:`shardwright.train.resolve`.
+"""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, no unknown keys, no silent conversion (``"50"`` is not a number)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class RunConfig(Section):
+    """Where the run keeps its files, and its seed."""
+
+    folder: str = Field(default="", description="the run's folder; empty: runs/<name of the recipe>")
+    seed: int = Field(
+        default=0, ge=0, description="of the initial weights, the order of the data, and dropout"
+    )
+
+
+class DataConfig(Section):
+    """The corpus, read as bytes."""
+
+    path: str = Field(
+        default="stdlib",
+        description="a file or a folder of text; 'stdlib': the source of Python's standard library",
+    )
+    suffixes: tuple[str, ...] = Field(
+        default=(), description="files of the folder to take, as ['.py', '.txt']; empty: all that are text"
+    )
+    heldout_share: float = Field(
+        default=0.05,
+        gt=0.0,
+        lt=1.0,
+        description="share of the bytes held out, by whole files (one file: its end)",
+    )
+
+    @field_validator("suffixes", mode="before")
+    @classmethod
+    def _list_is_a_tuple(cls, value: object) -> object:
+        return tuple(value) if isinstance(value, list) else value  # TOML has lists only
+
+
+class ModelConfig(Section):
+    """Sizes of the decoder-only transformer; its vocabulary is the 256 bytes."""
+
+    num_layers: int = Field(default=7, ge=1, description="blocks")
+    dim: int = Field(default=256, ge=2, description="width of the residual stream")
+    num_heads: int = Field(
+        default=4, ge=1, description="attention heads; divides dim, and dim / num_heads is even"
+    )
+    hidden_dim: int = Field(default=704, ge=1, description="inner width of the SwiGLU feed-forward")
+    tied_embedding: bool = Field(default=False, description="the output head is the embedding's weight")
+    dropout: float = Field(
+        default=0.0, ge=0.0, lt=1.0, description="on what each block adds to the residual stream"
+    )
+    rope_theta: float = Field(
+        default=10000.0, gt=0.0, description="base of the rotary embedding's wavelengths"
+    )
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> "ModelConfig":
+        if self.dim % self.num_heads or (self.dim // self.num_heads) % 2:
+            raise ValueError(
+                f"dim = {self.dim} in num_heads = {self.num_heads} heads: expected equal, even "
+                "widths; set dim to a multiple of 2 * num_heads"
+            )
+        return self
+
+
+class TrainingConfig(Section):
+    """The loop. global batch = ranks x batch_size x accumulation."""
+
+    steps: int = Field(default=400, ge=1, description="optimizer steps")
+    batch_size: int = Field(default=4, ge=1, description="sequences per rank and microbatch")
+    accumulation: int = Field(default=1, ge=1, description="microbatches per optimizer step")
+    sequence_length: int = Field(default=256, ge=1, description="bytes per sequence")
+    dtype: Literal["fp32", "bf16"] = Field(
+        default="fp32", description="of the unsharded weights and activations; shards and sums stay in fp32"
+    )
+    activation_checkpointing: bool = Field(
+        default=False,
+        description="recompute each block's activations in the backward instead of keeping them",
+    )
+    log_every: int = Field(default=10, ge=1, description="steps between two logged ones")
+
+
+class OptimizerConfig(Section):
+    """AdamW, with a linear warm-up and a cosine down to a share of the peak rate."""
+
+    lr: float = Field(default=1e-3, gt=0.0, description="peak learning rate")
+    warmup_steps: int = Field(default=20, ge=0, description="steps of the linear warm-up")
+    final_share: float = Field(
+        default=0.1, ge=0.0, le=1.0, description="last learning rate as a share of the peak"
+    )
+    beta1: float = Field(default=0.9, ge=0.0, lt=1.0, description="decay of the gradient's mean")
+    beta2: float = Field(default=0.95, ge=0.0, lt=1.0, description="decay of the gradient's square")
+    weight_decay: float = Field(default=0.1, ge=0.0, description="of matrices; vectors are not decayed")
+    clip_norm: float = Field(default=1.0, gt=0.0, description="largest norm of the whole gradient")
+
+
+class HeldoutConfig(Section):
+    """Evaluation on the held-out files; always done once more after the last step."""
+
+    every: int = Field(default=100, ge=1, description="steps between two evaluations")
+    num_windows: int = Field(default=64, ge=1, description="sequences, spread evenly over the held-out bytes")
+
+
+class CheckpointConfig(Section):
+    """Resumable sharded checkpoints in <folder>/checkpoint; one is always written at the end."""
+
+    every: int = Field(default=200, ge=1, description="steps between two checkpoints")
+    keep: int = Field(default=2, ge=1, description="checkpoints kept; older ones are removed")
+
+
+class LaunchConfig(Section):
+    """Ranks that the command starts itself; under torchrun it takes the ranks that it is given."""
+
+    ranks: int = Field(default=2, ge=1, description="local ranks to start (not read under torchrun)")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto",
+        description="auto: a CUDA device for each local rank if there are enough, else the CPU",
+    )
+    timeout_s: float = Field(
+        default=120.0, gt=0.0, description="longest wait for other ranks before it is an error"
+    )
+
+
+class SampleConfig(Section):
+    """The text that the model writes at the end."""
+
+    num_bytes: int = Field(default=200, ge=1, description="bytes to write")
+    temperature: float = Field(default=0.7, ge=0.0, description="0: always the likeliest byte")
+    prompt: str = Field(default="", description="text to continue; empty: the start of a file")
+
+
+class Recipe(Section):
+    """One training run, complete."""
+
+    run: RunConfig = RunConfig()
+    data: DataConfig = DataConfig()
+    model: ModelConfig = ModelConfig()
+    training: TrainingConfig = TrainingConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    heldout: HeldoutConfig = HeldoutConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    launch: LaunchConfig = LaunchConfig()
+    sample: SampleConfig = SampleConfig()

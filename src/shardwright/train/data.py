@@ -1,0 +1,199 @@
+"""A corpus of bytes, held out by file, and batches whose position is one plain integer.
+
+    train bytes   |--window 0--|--window 1--|--window 2--|--window 3--| ...      a window: sequence_length + 1
+    epoch e       a permutation of the windows, made from (seed, e) alone
+    position p    how many windows of that endless order all ranks together have taken
+
+    one microbatch, 2 ranks, batch 3:   p | rank 0: p, p+1, p+2 | rank 1: p+3, p+4, p+5 |   then p += 6
+
+No rank sees another's windows within an epoch, nothing is kept but ``p``, and a run that stops at ``p`` goes
+on from there exactly, also with another number of ranks.
+"""
+
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from shardwright.errors import DataError
+from shardwright.train.config import DataConfig
+
+FILE_START = b"\0"
+"""Stands before every file: what a sample without a prompt begins with. Text holds no NUL."""
+
+_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Training and held-out bytes (1-D uint8 arrays), how many files they are, and the hash of all of it."""
+
+    train: np.ndarray
+    heldout: np.ndarray
+    num_files: int
+    sha256: str
+
+    @property
+    def unigram_entropy(self) -> float:
+        """Loss, in nats per byte, of a model that knows only how frequent each training byte is."""
+        counts = np.bincount(self.train, minlength=256)
+        shares = counts[counts > 0] / counts.sum()
+        return float(-(shares * np.log(shares)).sum())
+
+
+def read_corpus(config: DataConfig) -> Corpus:
+    """Read the corpus whole (each rank does: 11 MB for the standard library) and hold out whole files.
+
+    Files are sorted by path; the ones held out are chosen in the order of their paths' hashes, so that they
+    come from everywhere and stay the same from run to run. Of a single file, the end is held out.
+
+    Raises:
+        DataError: no such path, or no text in it.
+    """
+    files = list(_files(config))
+    if not files:
+        wanted = f" with the suffixes {list(config.suffixes)}" if config.suffixes else ""
+        raise DataError(
+            f"data.path = {config.path!r}: found no text files{wanted}; point it at a folder of text"
+        )
+    total = sum(len(content) for _, content in files)
+    if total == 0:
+        raise DataError(
+            f"data.path = {config.path!r}: {len(files)} file(s), all empty; point it at some text"
+        )
+    digest = hashlib.sha256()
+    for name, content in files:
+        digest.update(f"{name}\0{len(content)}\0".encode() + content)
+    train, heldout = _hold_out(files, total * config.heldout_share)
+    return Corpus(_join(train), _join(heldout), len(files), digest.hexdigest())
+
+
+def _files(config: DataConfig) -> Iterator[tuple[str, bytes]]:
+    """(path relative to the root, content) of each file that is text, sorted by path."""
+    stdlib = config.path == "stdlib"
+    root = Path(sysconfig.get_path("stdlib")) if stdlib else Path(config.path)
+    if root.is_file():
+        yield root.name, root.read_bytes()
+        return
+    if not root.is_dir():
+        raise DataError(
+            f"data.path = {config.path!r}: no such file or folder; give an existing one, or 'stdlib'"
+        )
+    suffixes = (".py",) if stdlib else config.suffixes
+    for path in sorted(_walk(root, _LEFT_OUT if stdlib else frozenset()), key=lambda p: p.as_posix()):
+        if suffixes and path.suffix not in suffixes:
+            continue
+        content = path.read_bytes()
+        if FILE_START not in content:  # a NUL: not text
+            yield path.relative_to(root).as_posix(), content
+
+
+def _walk(root: Path, left_out: frozenset[str]) -> Iterator[Path]:
+    """Every file below ``root`` that is not hidden, and not below a folder in ``left_out``."""
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in left_out and not name.startswith(".")]
+        paths = (Path(folder, name) for name in names if not name.startswith("."))
+        yield from (path for path in paths if path.is_file())
+
+
+def _hold_out(files: list[tuple[str, bytes]], wanted: float) -> tuple[list[bytes], list[bytes]]:
+    if len(files) == 1:
+        content = files[0][1]
+        cut = len(content) - max(1, round(wanted))
+        return [content[:cut]], [content[cut:]]
+    # A file that overshoots is passed over: one big file (the standard library has one of 757 KB, all prose)
+    # would be most of the held-out text, and make it another text than the one that is learned from.
+    by_hash = sorted(range(len(files)), key=lambda i: hashlib.sha256(files[i][0].encode()).digest())
+    chosen: set[int] = set()
+    taken = 0
+    for i in by_hash:
+        if taken + len(files[i][1]) <= wanted:
+            chosen.add(i)
+            taken += len(files[i][1])
+    if taken == 0:  # all files are bigger than the share: hold out the smallest that has text
+        chosen = {min((i for i in by_hash if files[i][1]), key=lambda i: len(files[i][1]))}
+    train = [content for i, (_, content) in enumerate(files) if i not in chosen]
+    return train, [files[i][1] for i in sorted(chosen)]
+
+
+def _join(contents: list[bytes]) -> np.ndarray:
+    return np.frombuffer(b"".join(FILE_START + content for content in contents), dtype=np.uint8)
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which part of every microbatch is ours: ``rank`` of ``world``, ``batch_size`` sequences each."""
+
+    rank: int
+    world: int
+    batch_size: int
+
+    @property
+    def num_windows(self) -> int:
+        """Windows that all ranks together take per microbatch."""
+        return self.world * self.batch_size
+
+
+class TrainBatches:
+    """The endless, shuffled order of training windows; ``at(position)`` is the batch of one rank there."""
+
+    def __init__(self, data: np.ndarray, sequence_length: int, share: Share, seed: int) -> None:
+        """Raises DataError when ``data`` has fewer windows than one microbatch of all ranks takes."""
+        self.num_windows = (len(data) - 1) // sequence_length
+        if self.num_windows < share.num_windows:
+            raise DataError(
+                f"the training bytes ({len(data)}) hold {max(0, self.num_windows)} sequences of "
+                f"{sequence_length}, and one microbatch takes {share.num_windows} ({share.world} ranks x "
+                f"batch_size {share.batch_size}): use more text, or a smaller "
+                "training.batch_size or training.sequence_length"
+            )
+        self._data = data
+        self._length = sequence_length
+        self.share = share
+        self._seed = seed
+        self._epoch = (-1, np.empty(0, dtype=np.int64))
+
+    def at(self, position: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(inputs, targets), each int64 of shape (batch_size, sequence_length), of our windows there."""
+        first = position + self.share.rank * self.share.batch_size
+        windows = [self._window(first + i) for i in range(self.share.batch_size)]
+        return split_targets(_gather(self._data, windows, self._length))
+
+    def _window(self, index: int) -> int:
+        epoch, within = divmod(index, self.num_windows)
+        if epoch != self._epoch[0]:
+            order = np.random.default_rng((self._seed, epoch)).permutation(self.num_windows)
+            self._epoch = (epoch, order)
+        return int(self._epoch[1][within]) * self._length
+
+
+def heldout_windows(data: np.ndarray, sequence_length: int, num_windows: int) -> torch.Tensor:
+    """``num_windows`` windows (fewer if the text is short) spread evenly over ``data``.
+
+    Returns int64 of shape (windows, sequence_length + 1), the same on every rank.
+
+    Raises:
+        DataError: not one window fits.
+    """
+    fits = (len(data) - 1) // sequence_length
+    if fits < 1:
+        raise DataError(
+            f"the held-out bytes ({len(data)}) hold no sequence of {sequence_length}: use more text, "
+            "a larger data.heldout_share or a smaller training.sequence_length"
+        )
+    chosen = np.linspace(0, fits - 1, num=min(num_windows, fits)).round().astype(np.int64)
+    return _gather(data, [int(i) * sequence_length for i in chosen], sequence_length)
+
+
+def split_targets(windows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(inputs, targets) of windows (n, sequence_length + 1): each byte's target is the next byte."""
+    return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+
+def _gather(data: np.ndarray, starts: list[int], length: int) -> torch.Tensor:
+    return torch.from_numpy(np.stack([data[i : i + length + 1] for i in starts]).astype(np.int64))

@@ -1,0 +1,117 @@
+"""The files of one run.
+
+    runs/quickstart/config.toml         the resolved recipe, the origin of each value beside it
+                    metrics.jsonl       one object per logged step, and per evaluation
+                    checkpoint/         resumable, sharded
+                    model.safetensors   the whole model, plain names         } written at the end
+                    summary.json        what the run came to, one key each   }
+
+Each is written whole or not at all, by rank 0.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from shardwright.errors import InputError
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths of a run, and the only code that writes to it."""
+
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved recipe."""
+        return self.root / "config.toml"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object per line."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        """One JSON object."""
+        return self.root / "summary.json"
+
+    @property
+    def model(self) -> Path:
+        """The whole model."""
+        return self.root / "model.safetensors"
+
+    @property
+    def checkpoint(self) -> Path:
+        """The folder of sharded checkpoints."""
+        return self.root / "checkpoint"
+
+    def start_afresh(self) -> Path | None:
+        """Make the folder; an earlier run in it is moved aside, never overwritten. Returns where to."""
+        aside = None
+        if self.config.exists():
+            number = 1
+            while (aside := self.root.with_name(f"{self.root.name}.{number}")).exists():
+                number += 1
+            self.root.rename(aside)
+        self.root.mkdir(parents=True, exist_ok=True)
+        return aside
+
+    def forget_after(self, step: int) -> None:
+        """Drop what an interrupted run logged after ``step``, because it is about to be done again."""
+        lines = self.metrics.read_text(encoding="utf-8").splitlines() if self.metrics.exists() else []
+        kept = [line for line in lines if _step(line) <= step]
+        _write(self.metrics, "".join(line + "\n" for line in kept))
+        self.summary.unlink(missing_ok=True)
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        """Append one row to ``metrics.jsonl``; it is on the disk's side when this returns."""
+        with self.metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def write_config(self, text: str) -> None:
+        """Write ``config.toml``."""
+        _write(self.config, text)
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Write ``summary.json``."""
+        _write(self.summary, json.dumps(summary, indent=2) + "\n")
+
+    def write_model(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write ``model.safetensors``."""
+        part = self.model.with_suffix(".part")
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, part, {"format": "pt"})
+        os.replace(part, self.model)
+
+    def read_model(self) -> dict[str, torch.Tensor]:
+        """The tensors of ``model.safetensors``, on the CPU.
+
+        Raises:
+            InputError: the run has no model (yet).
+        """
+        if not self.model.is_file() or not self.config.is_file():
+            raise InputError(
+                f"{self.root} holds no finished run (no model.safetensors): give the folder of one, "
+                "or finish this run with: shardwright train RECIPE --resume"
+            )
+        return load_file(self.model)
+
+
+def _step(line: str) -> float:
+    try:
+        return json.loads(line)["step"]
+    except ValueError:  # cut off in the middle when the machine went down
+        return float("inf")
+
+
+def _write(path: Path, text: str) -> None:
+    part = path.with_name(path.name + ".part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)

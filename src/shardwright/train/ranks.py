@@ -1,0 +1,148 @@
+"""A rank's place in the job, and the few words that ranks exchange besides parameters and gradients.
+
+All collectives of the training loop are here. They move scalars over the CPU side of the default process
+group, so that agreeing to stop never waits for a GPU, and never queues behind the bulk traffic (which has
+groups of its own).
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardwright.errors import ConfigError, ShardwrightError
+from shardwright.train.config import LaunchConfig
+from shardwright.train.launch import FAILURE_VARIABLE, STOP_SIGNALS, STORE_VARIABLE, Failure
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which rank this process is, on which device, and the 1-D mesh of all ranks."""
+
+    rank: int
+    world: int
+    device: torch.device
+    mesh: DeviceMesh
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, the one that prints and writes the whole files."""
+        return self.rank == 0
+
+    def total(self, *values: float) -> list[float]:
+        """The sums over all ranks of each value. Every rank calls."""
+        return self._reduce(values, dist.ReduceOp.SUM)
+
+    def largest(self, *values: float) -> list[float]:
+        """The maximum over all ranks of each value. Every rank calls."""
+        return self._reduce(values, dist.ReduceOp.MAX)
+
+    def wait_for_all(self) -> None:
+        """Return when every rank has called this (so that what rank 0 wrote is there for all)."""
+        self.total(0.0)
+
+    def _reduce(self, values: tuple[float, ...], op: dist.ReduceOp.RedOpType) -> list[float]:
+        numbers = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(numbers, op)
+        return numbers.tolist()
+
+
+class StopRequest:
+    """Set by SIGINT, SIGTERM, or the end of the launcher; asked once per step."""
+
+    def __init__(self) -> None:
+        self._name = ""
+        for number in STOP_SIGNALS:
+            signal.signal(number, lambda received, frame: self._set(signal.Signals(received).name))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        if STORE_VARIABLE in os.environ:
+            threading.Thread(target=self._follow_launcher, daemon=True).start()
+
+    def agreed(self, place: Place) -> bool:
+        """Whether any rank was asked to stop; the same answer on every rank. Every rank calls."""
+        return place.largest(1.0 if self._name else 0.0)[0] > 0
+
+    def _set(self, name: str) -> None:
+        self._name = name
+
+    def _follow_launcher(self) -> None:
+        while os.read(sys.stdin.fileno(), 1):  # nothing is ever written; it returns when the launcher is gone
+            pass
+        self._set("the launcher's end")
+
+
+def choose_device(config: LaunchConfig, local_ranks: int) -> str:
+    """``cuda`` or ``cpu`` for ``local_ranks`` ranks on this machine.
+
+    Raises:
+        ConfigError: ``launch.device = "cuda"`` and fewer CUDA devices than ranks.
+    """
+    devices = torch.cuda.device_count()
+    if config.device == "cuda" and devices < local_ranks:
+        raise ConfigError(
+            f'launch.device = "cuda" with {local_ranks} local ranks, but {devices} CUDA device(s) are '
+            "visible: start fewer ranks (launch.ranks), or set launch.device to auto or cpu"
+        )
+    return "cuda" if config.device != "cpu" and devices >= local_ranks else "cpu"
+
+
+@contextmanager
+def joined(config: LaunchConfig) -> Iterator[Place]:
+    """Join the other ranks for the length of the block (every rank enters), under ``timeout_s``."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    kind = choose_device(config, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
+    device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    store = os.environ.get(STORE_VARIABLE)
+    dist.init_process_group(
+        backend="cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
+        init_method=f"file://{store}" if store else "env://",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=config.timeout_s),
+    )
+    try:
+        yield Place(rank, world, device, init_device_mesh(kind, (world,), mesh_dim_names=("shard",)))
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def life_of_a_rank() -> Iterator[None]:
+    """The block is all that this process is for: it ends with it, with code 0, or 1 when the block raises.
+
+    A failure is told to our launcher, or stderr. The process ends at once, without clean-up: tearing down a
+    process group whose peers are gone can block for as long as its time limit, while peers notice a closed
+    connection within milliseconds; and taking down the interpreter beside threads that are still there made
+    about 1 run in 20 that was done end with SIGABRT ("terminate called without an active exception").
+    """
+    code = 0
+    try:
+        yield
+    except BaseException as error:
+        code = 1
+        rank = int(os.environ.get("RANK", "0"))
+        wrong_input = isinstance(error, ShardwrightError)
+        message = str(error) if wrong_input else f"{type(error).__name__}: {error}"
+        text = traceback.format_exc()
+        if FAILURE_VARIABLE in os.environ:
+            failure = Failure(rank, time.time(), message, text, wrong_input)
+            failure.write(Path(os.environ[FAILURE_VARIABLE]))
+        else:
+            print(f"rank {rank} failed: {message if wrong_input else text}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,91 @@
+"""What rank 0 shows: the opening lines, progress, and the table at the end. No other rank prints."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from shardwright.train.loop import StepReport
+from shardwright.train.sample import readable
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def in_words(nbytes: float) -> str:
+    """``nbytes`` with a binary unit: 12.3 MiB."""
+    unit = 0
+    while nbytes >= 1024 and unit < len(_UNITS) - 1:
+        nbytes, unit = nbytes / 1024, unit + 1
+    return f"{nbytes:.{0 if unit == 0 else 1}f} {_UNITS[unit]}"
+
+
+class Screen:
+    """A progress bar on a terminal, plain lines anywhere else, nothing on any rank but the first."""
+
+    def __init__(self, steps: int, *, shown: bool) -> None:
+        self._console = Console(quiet=not shown, highlight=False, soft_wrap=True)
+        self._steps = steps
+        self._bar = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("{task.fields[figures]}"),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=self._console,
+        )
+        self._task = self._bar.add_task("", total=steps, figures="")
+
+    def say(self, line: str) -> None:
+        """One line of text, above the bar if there is one."""
+        self._console.print(Text(line))
+
+    def start(self, step: int) -> None:
+        """Training begins, or goes on, after ``step``."""
+        self._bar.update(self._task, completed=step)
+        if self._console.is_terminal:
+            self._bar.start()
+
+    def stop(self) -> None:
+        """Training has ended; the terminal is plain again. May be called twice."""
+        if self._console.is_terminal:  # elsewhere it never started, and would print an empty line
+            self._bar.stop()
+
+    def stepped(self, report: StepReport, seconds_left: float) -> None:
+        """A logged step."""
+        figures = f"loss {report.loss:.3f}  {report.tokens_per_s:,.0f} tokens/s"
+        self._bar.update(self._task, completed=report.step, figures=figures)
+        if not self._console.is_terminal:
+            self.say(f"step {report.step}/{self._steps}  {figures}  {seconds_left:.0f} s left")
+
+    def summary(self, summary: Mapping[str, Any], sample: bytes) -> None:
+        """The table of ``summary.json`` (keys: see :mod:`shardwright.train.run`), and the sample below it."""
+        table = Table(show_header=False, title=f"{summary['steps']} steps on {summary['ranks']} rank(s)")
+        for name, value in _rows(summary):
+            table.add_row(name, value)
+        self._console.print(table)
+        self.say(f"{len(sample)} bytes that the model writes:\n{readable(sample)}")
+
+
+def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    at_rest, full = summary["at_rest_nbytes"], summary["full_nbytes"]
+    hidden, speed = summary["communication_hidden_share"], summary["tokens_per_s"]
+    return [
+        ("parameters", f"{summary['parameters']:,}"),
+        ("at rest, per rank", f"{in_words(at_rest)} of {in_words(full)} unsharded ({at_rest / full:.1%})"),
+        ("peak unsharded", f"{in_words(summary['peak_unsharded_nbytes'])} at once"),
+        ("speed", "no step was made" if speed is None else f"{speed:,.0f} tokens/s (a token is a byte)"),
+        (
+            "communication hidden",
+            "one rank has none"
+            if summary["ranks"] == 1
+            else "not measured"
+            if hidden is None
+            else f"{hidden:.0%}",
+        ),
+        ("held-out loss", f"{summary['heldout_loss']:.3f} nats per byte"),
+        ("corpus's unigram entropy", f"{summary['unigram_entropy']:.3f} nats per byte"),
+    ]

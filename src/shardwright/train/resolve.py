@@ -1,0 +1,149 @@
+"""Defaults < file < command line, checked in one go, with the origin of every value.
+
+    recipe.toml ---\\
+                    merge -> Recipe (or one ConfigError that lists all that is wrong) -> Resolved ->
+                    config.toml
+    --section.key -/
+
+Pure: reads one file, starts nothing.
+"""
+
+import difflib
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import tomli_w
+from pydantic import ValidationError
+
+from shardwright.errors import ConfigError
+from shardwright.train.config import Recipe
+
+Origin = Literal["default", "file", "command line"]
+
+
+def leaf_keys() -> tuple[str, ...]:
+    """Every key of a recipe by its path, as ``training.steps``."""
+    sections = Recipe.model_fields.items()
+    return tuple(f"{name}.{key}" for name, section in sections for key in type(section.default).model_fields)
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A recipe, its file, and where each value came from (by path, as ``training.steps``)."""
+
+    recipe: Recipe
+    source: str
+    origins: Mapping[str, Origin]
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder: ``run.folder``, or ``runs/<name of the recipe>``."""
+        return Path(self.recipe.run.folder or Path("runs", Path(self.source).stem))
+
+    def to_toml(self) -> str:
+        """The whole recipe as TOML that parses back to the same one, each value with its origin beside it."""
+        lines = [f"# resolved from {self.source}; the origin of each value stands beside it"]
+        for name, section in self.recipe.model_dump(mode="json").items():
+            lines += ["", f"[{name}]"]
+            for key, value in section.items():
+                entry = tomli_w.dumps({key: value}, multiline_strings=False).strip()
+                lines.append(
+                    f"{' '.join(entry.split()) if isinstance(value, list) else entry}"
+                    f"  # {self.origins[f'{name}.{key}']}"
+                )
+        return "\n".join(lines) + "\n"
+
+
+def resolve(path: str | Path, overrides: Sequence[tuple[str, str]] = ()) -> Resolved:
+    """Merge the defaults, the file at ``path`` and ``overrides`` (pairs as ``("training.steps", "50")``).
+
+    Raises:
+        ConfigError: no such file, not TOML, or unknown keys, wrong types and values out of range: all of them
+            in one message, each with its path, its origin and, for an unknown key, the nearest right one.
+    """
+    from_file = _read(Path(path))
+    problems: list[str] = []
+    merged: dict[str, Any] = {}
+    origins: dict[str, Origin] = dict.fromkeys(leaf_keys(), "default")
+    for name, section in from_file.items():
+        if isinstance(section, dict) and name in Recipe.model_fields:
+            merged[name] = dict(section)
+            origins.update({f"{name}.{key}": "file" for key in section})
+        elif name in Recipe.model_fields:
+            problems.append(
+                f"{name} (file): got {section!r}, expected a section: write [{name}] and its keys below"
+            )
+        else:
+            wider = () if isinstance(section, dict) else leaf_keys()
+            problems.append(
+                f"{name} (file): unknown {_kind(section)}{_nearest(name, Recipe.model_fields, wider)}"
+            )
+    for key, text in overrides:
+        if key not in leaf_keys():
+            problems.append(f"--{key} (command line): unknown key{_nearest(key, leaf_keys(), prefix='--')}")
+            continue
+        name, leaf = key.split(".")
+        merged.setdefault(name, {})[leaf] = _value(name, leaf, text)
+        origins[key] = "command line"
+    try:
+        recipe = Recipe.model_validate(merged)
+    except ValidationError as error:
+        problems += [_sentence(detail, origins) for detail in error.errors()]
+        recipe = None
+    if problems or recipe is None:
+        listed = "\n".join(f"  - {problem}" for problem in problems)
+        raise ConfigError(f"{path}: {len(problems)} thing(s) to correct; nothing was started\n{listed}")
+    return Resolved(recipe, str(path), origins)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        near = sorted(str(p) for folder in {path.parent, Path("recipes")} for p in folder.glob("*.toml"))
+        hint = f"; there is: {', '.join(near)}" if near else ""
+        raise ConfigError(f"no recipe at {path}: give the path of a TOML file{hint}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"can't read the recipe {path}: {error}; give the path of a TOML file") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}; correct it there") from None
+
+
+def _value(name: str, leaf: str, text: str) -> Any:
+    """``text`` as the TOML value that it spells; what is no TOML, or for a text key, stays as it is."""
+    if isinstance(getattr(Recipe.model_fields[name].default, leaf), str):
+        return text
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return {"True": True, "False": False}.get(text, text)
+
+
+def _sentence(detail: Any, origins: Mapping[str, Origin]) -> str:
+    path = ".".join(str(part) for part in detail["loc"][:2])
+    origin = origins.get(path, "file")
+    if detail["type"] == "extra_forbidden":
+        name = path.split(".")[0]
+        known = type(Recipe.model_fields[name].default).model_fields
+        return f"{path} (file): unknown key{_nearest(path, [f'{name}.{key}' for key in known], leaf_keys())}"
+    message = detail["msg"].removeprefix("Value error, ")
+    if len(detail["loc"]) < 2:
+        return f"{path}: {message}"
+    shown = "command line" if origin == "command line" else "file"
+    return f"{path} ({shown}): got {detail['input']!r}; {message[0].lower()}{message[1:]}"
+
+
+def _nearest(key: str, known: Any, wider: Any = (), prefix: str = "") -> str:
+    names = list(dict.fromkeys((*known, *wider)))
+    same_leaf = [name for name in names if name.split(".")[-1] == key.split(".")[-1]]
+    close = same_leaf or difflib.get_close_matches(key, names, n=1, cutoff=0.6)
+    if close:
+        return f"; did you mean {prefix}{close[0]}?"
+    return f"; known: {', '.join(prefix + name for name in known)}"
+
+
+def _kind(value: object) -> str:
+    return "section" if isinstance(value, dict) else "key outside of any section"

@@ -1,0 +1,202 @@
+"""One rank of one training run, from the recipe to the table at the end.
+
+    join -> folder -> corpus -> sharded model, optimizer -> (resume) -> loop -> whole model, summary, sample
+
+``summary.json``: parameters, ranks, steps, at_rest_nbytes (the largest rank's shards), full_nbytes (all
+parameters unsharded), peak_unsharded_nbytes (the largest rank's), tokens_per_s (all ranks, evaluation and
+saving left out), communication_s (of one step, alone), exposed_s (of the median step: spent waiting for it,
+or for a slower rank), communication_hidden_share (1 - exposed_s / communication_s, within 0 and 1; null on
+one rank, and on CUDA, where no host waits), heldout_loss and unigram_entropy (nats per byte), corpus_sha256,
+trained_s, sample.
+"""
+
+from dataclasses import asdict
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.api import communication_s, full_state_dict, stats
+from shardwright.checkpoint import load, save
+from shardwright.errors import CheckpointError, ConfigError
+from shardwright.train.config import Recipe
+from shardwright.train.data import Corpus, Share, TrainBatches, heldout_windows, read_corpus
+from shardwright.train.folder import RunFolder
+from shardwright.train.loop import Listener, Loop, Progress, StepReport, build_model, heldout_loss
+from shardwright.train.models import Transformer
+from shardwright.train.ranks import Place, StopRequest, joined, life_of_a_rank
+from shardwright.train.report import Screen
+from shardwright.train.resolve import Resolved
+from shardwright.train.sample import generate, readable
+
+
+def train_rank(resolved: Resolved, *, resume: bool) -> None:
+    """Train as one rank of the job that this process belongs to; every rank calls.
+
+    Ends the process: with code 0 when training is done, or stopped and saved, and 1 when it failed.
+    """
+    with life_of_a_rank():
+        stop = StopRequest()
+        with joined(resolved.recipe.launch) as place:
+            screen = Screen(resolved.recipe.training.steps, shown=place.is_first)
+            try:
+                _train(resolved, place, screen, stop, resume)
+            finally:
+                screen.stop()
+
+
+def _train(resolved: Resolved, place: Place, screen: Screen, stop: StopRequest, resume: bool) -> None:
+    recipe, folder = resolved.recipe, RunFolder(resolved.folder)
+    training = recipe.training
+    corpus = read_corpus(recipe.data)
+    share = Share(place.rank, place.world, training.batch_size)
+    batches = TrainBatches(corpus.train, training.sequence_length, share, recipe.run.seed)
+    windows = heldout_windows(corpus.heldout, training.sequence_length, recipe.heldout.num_windows)
+    _announce(screen, recipe, place, corpus, batches)
+    model = build_model(recipe, place)
+    loop = Loop(recipe, place, model, batches)
+    identity = _identity(recipe, corpus)
+    if resume:
+        _restore(folder, loop, screen, identity)
+        if loop.progress.step >= training.steps and folder.summary.exists():
+            screen.say(
+                f"{folder.root} is at step {loop.progress.step} of {training.steps}: nothing is left to do"
+            )
+            return
+        screen.say(f"goes on after step {loop.progress.step} of {training.steps}")
+    if place.is_first:
+        if resume:
+            folder.forget_after(loop.progress.step)
+        elif aside := folder.start_afresh():
+            screen.say(
+                f"{folder.root} held an earlier run, which is now in {aside} (to continue a run: --resume)"
+            )
+        folder.write_config(resolved.to_toml())
+    place.wait_for_all()
+    screen.start(loop.progress.step)
+    finished = loop.run(windows, _listener(folder, loop, screen, identity), stop)
+    screen.stop()
+    if not finished:
+        screen.say(
+            f"stopped after step {loop.progress.step}, which is saved in {folder.checkpoint}; go on: --resume"
+        )
+        return
+    _finish(folder, loop, corpus, windows, screen)
+
+
+def _announce(screen: Screen, recipe: Recipe, place: Place, corpus: Corpus, batches: TrainBatches) -> None:
+    training = recipe.training
+    screen.say(
+        f"corpus: {len(corpus.train):,} bytes to train on, {len(corpus.heldout):,} held out, "
+        f"{corpus.num_files} file(s), sha256 {corpus.sha256[:16]}"
+    )
+    global_batch = place.world * training.batch_size * training.accumulation
+    screen.say(
+        f"ranks: {place.world} on {place.device.type}, {torch.get_num_threads()} thread(s) each; global "
+        f"batch: {place.world} ranks x {training.batch_size} x {training.accumulation} microbatch(es) = "
+        f"{global_batch} sequences of {training.sequence_length}; an epoch is "
+        f"{batches.num_windows / global_batch:.0f} steps"
+    )
+
+
+def _identity(recipe: Recipe, corpus: Corpus) -> dict[str, Any]:
+    """What must not change between the parts of one run, by the name that an error gives it."""
+    return {
+        "model": recipe.model.model_dump(mode="json"),
+        "run.seed": recipe.run.seed,
+        "training.sequence_length": recipe.training.sequence_length,
+        "the corpus (sha256)": corpus.sha256,
+    }
+
+
+def _restore(folder: RunFolder, loop: Loop, screen: Screen, identity: dict[str, Any]) -> None:
+    if not folder.checkpoint.is_dir():
+        raise CheckpointError(
+            f"{folder.root} has no checkpoint to go on from: start without --resume, or give the folder of "
+            "the run with --run.folder"
+        )
+    restored = load(folder.checkpoint, model=loop.model, optimizer=loop.optimizer)
+    before = restored.extra["identity"]
+    changed = [
+        f"  - {key}: was {before[key]!r}, is {identity[key]!r}"
+        for key in identity
+        if before[key] != identity[key]
+    ]
+    if changed:
+        listed = "\n".join(changed)
+        raise ConfigError(
+            f"{folder.root} was begun with other settings, and would not be the same run:\n{listed}\n"
+            "set them back, or begin a new run without --resume"
+        )
+    for reason in restored.skipped:
+        screen.say(f"passed over a newer checkpoint: {reason}")
+    loop.progress.step = loop.progress.saved_step = restored.step
+    loop.progress.position = restored.extra["position"]
+
+
+def _listener(folder: RunFolder, loop: Loop, screen: Screen, identity: dict[str, Any]) -> Listener:
+    first = loop.place.is_first
+
+    def stepped(report: StepReport) -> None:
+        if first:
+            folder.log(asdict(report))
+            progress = loop.progress
+            left = (loop.recipe.training.steps - report.step) * progress.trained_s / len(progress.exposed_s)
+            screen.stepped(report, left)
+
+    def evaluated(step: int, loss: float) -> None:
+        if first:
+            folder.log({"step": step, "heldout_loss": loss})
+            screen.say(f"step {step}  held-out loss {loss:.3f} nats per byte")
+
+    def save_progress(progress: Progress) -> None:
+        save(
+            folder.checkpoint,
+            model=loop.model,
+            optimizer=loop.optimizer,
+            extra={"position": progress.position, "identity": identity},
+            step=progress.step,
+            keep=loop.recipe.checkpoint.keep,
+        )
+
+    return Listener(stepped, evaluated, save_progress)
+
+
+def _finish(folder: RunFolder, loop: Loop, corpus: Corpus, windows: Tensor, screen: Screen) -> None:
+    """Write the whole model and the summary; every rank calls."""
+    recipe, place, progress, model = loop.recipe, loop.place, loop.progress, loop.model
+    loss = heldout_loss(model, windows, recipe.training.batch_size, place)
+    alone_s = median(communication_s(model) for _ in range(3))
+    measured = stats(model)
+    at_rest, peak, alone_s = place.largest(measured.at_rest_nbytes, measured.peak_unsharded_nbytes, alone_s)
+    exposed_s = place.total(median(progress.exposed_s or [0.0]))[0] / place.world
+    tensors = full_state_dict(model)
+    place.wait_for_all()
+    if not place.is_first:  # no rank waits, under a time limit, for what only rank 0 does from here
+        return
+    folder.write_model(tensors)
+    whole = Transformer(recipe.model)
+    whole.load_state_dict(tensors)
+    text = generate(whole, recipe.sample, recipe.training.sequence_length, recipe.run.seed)
+    known = place.world > 1 and alone_s > 0 and progress.exposed_s and measured.exposed_s is not None
+    summary = {
+        "parameters": measured.param_numel,
+        "ranks": place.world,
+        "steps": progress.step,
+        "at_rest_nbytes": int(at_rest),
+        "full_nbytes": measured.full_nbytes,
+        "peak_unsharded_nbytes": int(peak),
+        "tokens_per_s": progress.tokens / progress.trained_s if progress.tokens else None,
+        "communication_s": alone_s,
+        "exposed_s": exposed_s,
+        "communication_hidden_share": min(1.0, max(0.0, 1 - exposed_s / alone_s)) if known else None,
+        "heldout_loss": loss,
+        "unigram_entropy": corpus.unigram_entropy,
+        "corpus_sha256": corpus.sha256,
+        "trained_s": progress.trained_s,
+        "sample": readable(text),
+    }
+    folder.write_summary(summary)
+    screen.summary(summary, text)
+    screen.say(f"in {folder.root}: {', '.join(sorted(p.name for p in folder.root.iterdir()))}")

@@ -1,0 +1,57 @@
+"""The same promises on a CUDA device: NCCL at world size 1, and two ranks that share the card over Gloo."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from shardwright import MixedPrecisionPolicy, fully_shard, stats
+from shardwright.comm.nccl import NcclComm
+from shardwright.motion.unit import unit_of
+from tests.ranks.models import Run, assert_same, batches, build, loss_of, shard_decoder
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
+]
+
+
+@pytest.fixture
+def nccl():
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cuda", (1,))
+    dist.destroy_process_group()
+
+
+def test_three_steps_over_nccl_equal_one_process(nccl):
+    model, reference = shard_decoder(build(), fully_shard, mesh=nccl), build().cuda()
+    assert isinstance(unit_of(model).group.axis.comm, NcclComm)
+    ours, theirs = Run.of(model), Run.of(reference)
+    for step in range(3):
+        tokens = batches(step, 1)[0].cuda()
+        for run in (ours, theirs):
+            loss_of(run.model, tokens).backward()
+            run.step()
+        assert_same(model, reference, 1e-5)
+    assert stats(model).unsharded_nbytes == 0
+    assert stats(model).exposed_s is None
+
+
+def test_memory_of_a_step_stays_the_same(nccl):
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    model = shard_decoder(build(), fully_shard, mesh=nccl, mp_policy=policy)
+    run, reserved = Run.of(model), []
+    for step in range(10):
+        loss_of(model, batches(step, 1)[0].cuda()).backward()
+        run.step()
+        torch.cuda.synchronize()
+        reserved.append(torch.cuda.memory_reserved())
+    assert len(set(reserved[3:])) == 1
+
+
+def test_an_optimizer_steps_shards_with_foreach_by_default(nccl):
+    model = fully_shard(build(), mesh=nccl)
+    optimizer = torch.optim.AdamW(model.parameters())
+    loss_of(model, batches(0, 1)[0].cuda()).backward()
+    optimizer.step()
+    assert optimizer.param_groups[0]["foreach"] is True

@@ -1,0 +1,208 @@
+"""Pieces tile their tensors, checksums add up over any parts, and a manifest that was touched is refused."""
+
+import itertools
+import json
+import math
+import operator
+import zlib
+from dataclasses import replace
+from functools import reduce
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwright.checkpoint.format import (
+    Box,
+    Manifest,
+    Piece,
+    TensorEntry,
+    chunk,
+    coverage_faults,
+    crc32_shift,
+    dumps,
+    loads,
+    overlaps,
+    part_crc32,
+    prove,
+)
+from shardwright.checkpoint.shardfile import CHUNK_NBYTES, chunks_of
+from shardwright.checkpoint.tree import decode, encode, keys_in
+from shardwright.errors import CheckpointError
+
+SHAPES = st.lists(st.integers(1, 6), min_size=0, max_size=4).map(tuple)
+
+
+@st.composite
+def tilings(draw, shapes=SHAPES):
+    """A shape, and boxes that tile it: cut again and again, along any dim."""
+    shape = draw(shapes)
+    boxes = [Box.whole(shape)]
+    for _ in range(draw(st.integers(0, 5))):
+        box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
+        dims = [d for d, size in enumerate(box.shape) if size > 1]
+        if not dims:
+            boxes.append(box)
+            continue
+        d = draw(st.sampled_from(dims))
+        at = draw(st.integers(1, box.shape[d] - 1))
+        head, tail = list(box.shape), list(box.shape)
+        head[d], tail[d] = at, box.shape[d] - at
+        offset = list(box.offset)
+        offset[d] += at
+        boxes += [Box(box.offset, tuple(head)), Box(tuple(offset), tuple(tail))]
+    return shape, boxes
+
+
+def entry_of(shape, boxes) -> TensorEntry:
+    starts = itertools.accumulate((4 * b.numel for b in boxes), initial=0)
+    pieces = [Piece("f", at, 4 * b.numel, 0, b.offset, b.shape) for at, b in zip(starts, boxes, strict=False)]
+    return TensorEntry(shape, "F32", tuple(pieces))
+
+
+@given(size=st.integers(1, 40), world=st.integers(1, 9))
+def test_chunks_are_those_of_torch(size, world):
+    ours = [chunk(size, world, rank) for rank in range(world)]
+    theirs = [len(part) for part in torch.chunk(torch.empty(size), world)]
+    assert [length for _, length in ours] == theirs + [0] * (world - len(theirs))
+    assert [offset for offset, _ in ours] == [sum(theirs[:rank]) for rank in range(world)]
+
+
+@given(parts=st.lists(st.binary(max_size=40), min_size=1, max_size=5))
+def test_checksums_of_parts_add_up_to_that_of_the_whole(parts):
+    after = [sum(map(len, parts[i + 1 :])) for i in range(len(parts))]
+    crcs = [crc32_shift(zlib.crc32(part), n) for part, n in zip(parts, after, strict=True)]
+    assert reduce(operator.xor, crcs) == zlib.crc32(b"".join(parts))
+
+
+@given(
+    tiling=tilings(),
+    dtype=st.sampled_from([np.uint8, np.uint16, np.uint32, np.uint64]),
+    seed=st.integers(0, 99),
+)
+def test_checksums_add_up_over_boxes_cut_in_any_dims(tiling, dtype, seed):
+    shape, boxes = tiling
+    whole = Box.whole(shape)
+    array = np.random.default_rng(seed).integers(0, 255, shape).astype(dtype).reshape(shape)
+    crcs = [part_crc32(array[b.slices_in(whole)], b, whole, array.itemsize) for b in boxes]
+    assert reduce(operator.xor, crcs) == zlib.crc32(array.tobytes())
+
+
+@given(tiling=tilings())
+def test_a_tiling_is_proved_and_anything_else_is_not(tiling):
+    shape, boxes = tiling
+    entry = entry_of(shape, boxes)
+    assert coverage_faults(entry) == []
+    for i, box in enumerate(boxes):
+        assert coverage_faults(entry_of(shape, boxes[:i] + boxes[i + 1 :])), "a dropped piece"
+        assert coverage_faults(entry_of(shape, [*boxes, box])), "a piece twice"
+        for d in range(len(shape)):
+            moved = Box((*box.offset[:d], box.offset[d] + 1, *box.offset[d + 1 :]), box.shape)
+            assert coverage_faults(entry_of(shape, [*boxes[:i], moved, *boxes[i + 1 :]])), "a moved piece"
+
+
+@given(data=st.data())
+def test_overlaps_are_those_of_brute_force(data):
+    rank = data.draw(st.integers(0, 3))
+    ints = st.lists(st.integers(0, 4), min_size=rank, max_size=rank).map(tuple)
+    boxes = data.draw(st.lists(st.builds(Box, ints, ints), max_size=6))
+    brute = {
+        frozenset(pair)
+        for pair in itertools.combinations(range(len(boxes)), 2)
+        if set(cells(boxes[pair[0]])) & set(cells(boxes[pair[1]]))
+    }
+    assert {frozenset(pair) for pair in overlaps(boxes)} == brute
+
+
+def cells(box: Box):
+    return itertools.product(*(range(o, o + s) for o, s in zip(box.offset, box.shape, strict=True)))
+
+
+@given(
+    shape=st.lists(st.integers(1, 5000), min_size=1, max_size=3).map(tuple), nbytes=st.sampled_from([1, 4])
+)
+@settings(max_examples=30)
+def test_chunks_tile_a_box_and_are_small(shape, nbytes):
+    if math.prod(shape) * nbytes > 40 * CHUNK_NBYTES:
+        shape = shape[:1]
+    boxes = list(chunks_of(Box.whole(shape), nbytes))
+    assert all(box.numel * nbytes <= CHUNK_NBYTES for box in boxes)
+    assert sum(box.numel for box in boxes) == math.prod(shape)
+    assert not overlaps(boxes)
+
+
+MANIFEST = Manifest(
+    step=7,
+    tensors={
+        "model/w": replace(entry_of((3, 2), [Box((0, 0), (2, 2)), Box((2, 0), (1, 2))]), aliases=("model/v",))
+    },
+    files={"f": 24},
+    state={"extra": {"lr": 0.1, "names": ["a"]}},
+)
+
+
+def test_a_manifest_comes_back_equal():
+    assert loads(dumps(MANIFEST), "here") == MANIFEST
+    prove(MANIFEST)
+
+
+def test_any_changed_character_of_a_manifest_is_noticed():
+    text = dumps(MANIFEST)
+    for i, char in enumerate(text.rstrip()):
+        if char.isspace():
+            continue
+        damaged = text[:i] + ("1" if char != "1" else "2") + text[i + 1 :]
+        with pytest.raises(CheckpointError, match="here"):
+            loads(damaged, "here")
+
+
+def test_a_manifest_of_a_later_version_names_the_remedy():
+    body = json.loads(dumps(MANIFEST)) | {"version": 99}
+    with pytest.raises(CheckpointError, match=r"version 99.*upgrade"):
+        loads(json.dumps(body), "here")
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        replace(MANIFEST, files={}),
+        replace(MANIFEST, files={"f": 23}),
+        replace(MANIFEST, tensors={**MANIFEST.tensors, "model/v": entry_of((), [Box((), ())])}),
+    ],
+)
+def test_pieces_outside_of_their_file_and_names_twice_are_refused(broken):
+    with pytest.raises(CheckpointError, match=r"model/[vw]"):
+        prove(broken)
+
+
+SMALL = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
+    lambda inner: (
+        st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(st.text() | st.integers(), inner)
+    ),
+    max_leaves=8,
+)
+
+
+@given(value=SMALL)
+def test_small_state_comes_back_with_its_types(value):
+    again = decode(json.loads(json.dumps(encode(value, "x", {}), allow_nan=False)), {}.__getitem__)
+    assert again == value
+    assert repr(again) == repr(value)
+
+
+def test_tensors_in_small_state_are_kept_apart_by_their_path():
+    tensors = {}
+    value = {"a": [torch.ones(2), {"b": np.arange(3)}]}
+    tree = encode(value, "extra", tensors)
+    assert keys_in(tree) == list(tensors) == ["extra/a/0", "extra/a/1/b"]
+    again = decode(json.loads(json.dumps(tree)), tensors.__getitem__)
+    assert torch.equal(again["a"][0], torch.ones(2))
+    assert again["a"][1]["b"].tolist() == [0, 1, 2]
+
+
+def test_what_would_need_a_pickle_is_refused_by_its_path():
+    with pytest.raises(CheckpointError, match=r"extra/a/0: a object .*nothing is pickled"):
+        encode({"a": [object()]}, "extra", {})

@@ -1,0 +1,153 @@
+"""A recipe: what comes from where, and that everything wrong with it is said at once."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from shardwright import cli
+from shardwright.errors import ConfigError
+from shardwright.train import config
+from shardwright.train.config import Recipe
+from shardwright.train.resolve import leaf_keys, resolve
+
+ROOT = Path(__file__).parents[2]
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "recipe.toml"
+    path.write_text(text)
+    return path
+
+
+def test_defaults_then_file_then_command_line(tmp_path):
+    path = write(tmp_path, "[training]\nsteps = 7\nbatch_size = 3\n")
+    resolved = resolve(path, [("training.steps", "9"), ("optimizer.lr", "1e-4")])
+    assert resolved.recipe.training.steps == 9
+    assert resolved.recipe.training.batch_size == 3
+    assert resolved.recipe.training.accumulation == Recipe().training.accumulation
+    assert resolved.recipe.optimizer.lr == 1e-4
+    keys = ("training.steps", "training.batch_size", "training.accumulation")
+    assert [resolved.origins[key] for key in keys] == ["command line", "file", "default"]
+
+
+def test_the_resolved_recipe_reads_back_and_names_each_origin(tmp_path):
+    path = write(
+        tmp_path, '[data]\nsuffixes = [".py", ".txt"]\n[sample]\nprompt = "a \\"b\\"\\n\\u0001 # c"\n'
+    )
+    resolved = resolve(path, [("model.tied_embedding", "true")])
+    text = resolved.to_toml()
+    assert resolve(write(tmp_path, text)).recipe == resolved.recipe
+    assert "tied_embedding = true  # command line\n" in text
+    assert next(line for line in text.splitlines() if line.startswith("suffixes")).endswith("# file")
+    assert sum(line.endswith(("# default", "# file", "# command line")) for line in text.splitlines()) == len(
+        leaf_keys()
+    )
+
+
+def test_everything_wrong_is_listed_at_once_with_path_and_nearest_key(tmp_path):
+    path = write(
+        tmp_path,
+        """
+        steps = 3
+        [trainng]
+        [training]
+        stepz = 50
+        lr = 0.1
+        batch_size = 0
+        sequence_length = "128"
+        [model]
+        dim = 6
+        num_heads = 4
+        """,
+    )
+    overrides = [("training.stps", "3"), ("optimizer.lr", "fast"), ("training.dtype", "fp8")]
+    with pytest.raises(ConfigError) as caught:
+        resolve(path, overrides)
+    lines = str(caught.value).splitlines()
+    expected = [
+        ("steps (file)", "training.steps"),
+        ("trainng (file)", "did you mean training?"),
+        ("training.stepz (file)", "did you mean training.steps?"),
+        ("training.lr (file)", "did you mean optimizer.lr?"),
+        ("training.batch_size (file)", "got 0"),
+        ("training.sequence_length (file)", "got '128'"),
+        ("model", "multiple of 2 * num_heads"),
+        ("--training.stps (command line)", "did you mean --training.steps?"),
+        ("optimizer.lr (command line)", "got 'fast'"),
+        ("training.dtype (command line)", "got 'fp8'"),
+    ]
+    for start, remedy in expected:
+        assert any(line.startswith(f"  - {start}") and remedy in line for line in lines), (
+            start,
+            str(caught.value),
+        )
+    assert len(lines) == 1 + len(expected)
+
+
+@pytest.mark.parametrize("key", leaf_keys())
+def test_each_key_misspelt_is_refused_with_the_right_one(key, tmp_path):
+    path = write(tmp_path, "")
+    with pytest.raises(ConfigError, match=rf"did you mean --{key}\?"):
+        resolve(path, [(key + "x", "1")])
+
+
+def test_each_key_is_read_by_the_code():
+    """A key that nothing reads would be one that is silently ignored."""
+    read = set()
+    for path in (ROOT / "src" / "shardwright").rglob("*.py"):
+        if path.name != "config.py":
+            read |= {n.attr for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Attribute)}
+    assert {key.split(".")[1] for key in leaf_keys()} <= read
+
+
+def test_a_recipe_that_is_not_there_names_those_that_are(tmp_path):
+    write(tmp_path, "")
+    with pytest.raises(ConfigError, match=r"no recipe at .*nosuch\.toml.*recipe\.toml"):
+        resolve(tmp_path / "nosuch.toml")
+
+
+def test_what_is_no_toml_is_refused_with_the_line(tmp_path):
+    with pytest.raises(ConfigError, match=r"not valid TOML.*line 2"):
+        resolve(write(tmp_path, "[training]\nsteps == 3\n"))
+
+
+def test_text_keys_take_the_command_line_as_it_is(tmp_path):
+    path = write(tmp_path, "")
+    recipe = resolve(path, [("data.path", "123"), ("sample.prompt", "true"), ("run.folder", "[a]")]).recipe
+    assert (recipe.data.path, recipe.sample.prompt, recipe.run.folder) == ("123", "true", "[a]")
+
+
+def test_recipes_of_the_project_are_valid():
+    recipes = sorted((ROOT / "recipes").glob("*.toml"))
+    assert recipes
+    for path in recipes:
+        resolve(path)
+
+
+def test_a_bad_command_line_is_refused_before_anything_starts(tmp_path, capsys):
+    path = write(tmp_path, "[training]\nstepz = 1\n")
+    assert cli.main(["train", str(path)]) == 2
+    assert "did you mean training.steps?" in capsys.readouterr().err
+    assert cli.main(["train", str(path), "steps", "4"]) == 2
+    assert cli.main(["train", str(path), "--training.steps"]) == 2
+    assert "has no value" in capsys.readouterr().err
+
+
+def test_help_names_every_key_with_its_default(capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["train", "--help"])
+    assert caught.value.code == 0
+    shown = capsys.readouterr().out
+    for key in leaf_keys():
+        assert f"--{key} (default " in shown
+    assert all(field.description for s in Recipe.model_fields.values() for field in fields_of(s))
+
+
+def fields_of(section):
+    return type(section.default).model_fields.values()
+
+
+def test_sections_are_frozen():
+    with pytest.raises(ValueError, match="frozen"):
+        config.Recipe().training.steps = 3  # pyright: ignore[reportAttributeAccessIssue]

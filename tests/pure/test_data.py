@@ -1,0 +1,111 @@
+"""The corpus is the same everywhere, no two ranks see the same bytes, and a position says it all."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwright.errors import DataError
+from shardwright.train.config import DataConfig
+from shardwright.train.data import FILE_START, Share, TrainBatches, heldout_windows, read_corpus
+
+
+def folder_of(tmp_path, files):
+    for name, content in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    return str(tmp_path)
+
+
+def test_the_standard_library_is_a_corpus_without_its_tests():
+    corpus = read_corpus(DataConfig())
+    assert corpus.num_files > 300
+    assert len(corpus.train) > 5_000_000
+    assert 0.03 < len(corpus.heldout) / len(corpus.train) < 0.06
+    assert 2.5 < corpus.unigram_entropy < 4.0
+    assert b"def test_support_skip_if" not in corpus.train.tobytes()
+
+
+def test_files_are_whole_in_one_part_or_the_other(tmp_path):
+    files = {f"{i % 3}/f{i}.txt": f"file {i} ".encode() * 40 for i in range(30)}
+    corpus = read_corpus(DataConfig(path=folder_of(tmp_path, files), heldout_share=0.2))
+    train, heldout = (set(part.tobytes().split(FILE_START)[1:]) for part in (corpus.train, corpus.heldout))
+    assert train | heldout == set(files.values())
+    assert not train & heldout
+    assert 3 <= len(heldout) <= 6
+
+
+def test_the_hash_follows_names_and_contents(tmp_path):
+    files = {"a.txt": b"one" * 50, "b.txt": b"two" * 50}
+    first = read_corpus(DataConfig(path=folder_of(tmp_path / "1", files)))
+    again = read_corpus(DataConfig(path=folder_of(tmp_path / "2", files)))
+    other = read_corpus(DataConfig(path=folder_of(tmp_path / "3", {**files, "b.txt": b"twO" * 50})))
+    assert first.sha256 == again.sha256 != other.sha256
+    assert (first.train == again.train).all()
+
+
+def test_one_file_is_held_out_at_its_end(tmp_path):
+    path = folder_of(tmp_path, {"a.txt": b"x" * 90 + b"y" * 10})
+    corpus = read_corpus(DataConfig(path=f"{path}/a.txt", heldout_share=0.1))
+    assert corpus.heldout.tobytes() == FILE_START + b"y" * 10
+
+
+def test_hidden_and_binary_files_and_other_suffixes_are_left_out(tmp_path):
+    files = {"a.txt": b"a" * 9, "b.txt": b"b" * 9, ".git/c.txt": b"c", "d.bin": b"d\0d", "e.md": b"e"}
+    path = folder_of(tmp_path, files)
+    assert read_corpus(DataConfig(path=path)).num_files == 3
+    assert read_corpus(DataConfig(path=path, suffixes=(".txt",))).num_files == 2
+
+
+@pytest.mark.parametrize("files", [{}, {"a.txt": b""}, {"a.txt": b"", "b.txt": b""}])
+def test_an_empty_corpus_is_refused(tmp_path, files):
+    with pytest.raises(DataError, match="point it at"):
+        read_corpus(DataConfig(path=folder_of(tmp_path, files)))
+
+
+def test_a_corpus_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(DataError, match="no such file or folder"):
+        read_corpus(DataConfig(path=str(tmp_path / "nosuch")))
+
+
+def test_a_corpus_smaller_than_a_batch_is_refused_with_the_numbers():
+    with pytest.raises(DataError, match=r"hold 9 sequences of 10.*takes 12 \(2 ranks x batch_size 6\)"):
+        TrainBatches(np.zeros(100, dtype=np.uint8), 10, Share(0, 2, 6), seed=0)
+    with pytest.raises(DataError, match="no sequence of 10"):
+        heldout_windows(np.zeros(10, dtype=np.uint8), 10, 4)
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    world=st.integers(1, 4), batch_size=st.integers(1, 3), length=st.integers(1, 5), extra=st.integers(0, 40)
+)
+def test_an_epoch_is_every_window_once_whatever_the_ranks(world, batch_size, length, extra):
+    num_windows = world * batch_size + extra
+    data = np.arange(num_windows * length + 1) % 251
+    ranks = [
+        TrainBatches(data.astype(np.uint8), length, Share(r, world, batch_size), 3) for r in range(world)
+    ]
+    one = TrainBatches(data.astype(np.uint8), length, Share(0, 1, 1), 3)
+    order = [one.at(p)[0] for p in range(2 * num_windows)]
+    for position in range(0, 2 * num_windows - world * batch_size + 1, world * batch_size):
+        got = torch.cat([rank.at(position)[0] for rank in ranks])
+        assert torch.equal(got, torch.cat(order[position : position + world * batch_size]))
+    for epoch in (order[:num_windows], order[num_windows:]):
+        seen = sorted(tuple(window.flatten().tolist()) for window in epoch)
+        assert seen == sorted(tuple((data[i : i + length]).tolist()) for i in range(0, len(data) - 1, length))
+
+
+def test_targets_are_the_next_bytes():
+    batches = TrainBatches(np.arange(101, dtype=np.uint8), 10, Share(0, 1, 4), seed=0)
+    inputs, targets = batches.at(0)
+    assert inputs.shape == targets.shape == (4, 10)
+    assert torch.equal(inputs + 1, targets)
+
+
+def test_heldout_windows_are_spread_over_all_of_it():
+    windows = heldout_windows(np.arange(101, dtype=np.uint8), 10, 4)
+    assert windows.shape == (4, 11)
+    assert windows[:, 0].tolist() == [0, 30, 60, 90]
+    assert len(heldout_windows(np.arange(101, dtype=np.uint8), 10, 99)) == 10

@@ -1,0 +1,315 @@
+"""Whatever is killed, full, missing, damaged or in the way: a clear error on all ranks, nothing is lost."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from shardwright import fully_shard
+from shardwright.checkpoint import agree, load, save
+from shardwright.checkpoint.folder import Writer, find, read_manifest
+from shardwright.errors import CheckpointError
+from tests.ranks.pool import run_ranks
+
+
+def build(fill: float, width: int = 8) -> nn.Module:
+    model = nn.Sequential(nn.Linear(8, width), nn.Linear(width, 5))
+    for p in model.parameters():
+        nn.init.constant_(p, fill)
+    return model
+
+
+def values(model: nn.Module) -> set[float]:
+    return {v for p in model.parameters() for v in p.detach().to_local().flatten().tolist()}
+
+
+def save_steps(rank: int, world: int, path: str, steps: tuple[int, ...]) -> None:
+    for step in steps:
+        save(path, model=fully_shard(build(step)), step=step)
+
+
+def load_failing(rank: int, world: int, path: str) -> tuple[str, float, bool]:
+    """The error of a load, its seconds, and whether the model is as it was."""
+    model = fully_shard(build(-1.0))
+    begin = time.monotonic()
+    try:
+        load(path, model=model)
+    except CheckpointError as error:
+        return str(error), time.monotonic() - begin, values(model) <= {-1.0}
+    return "no error", 0.0, False
+
+
+def piece_of(folder: Path, key: str, index: int):
+    return read_manifest(folder).tensors[key].pieces[index]
+
+
+@pytest.mark.parametrize("world", [2, 3])  # 3: each rank reads parts of the pieces, no rank a whole one
+def test_a_flipped_bit_is_named_on_all_ranks_and_nothing_is_loaded(tmp_path: Path, world: int) -> None:
+    run_ranks(2, save_steps, str(tmp_path), (1,))
+    folder = tmp_path / "step-000001"
+    piece = piece_of(folder, "model/0.weight", 1)
+    with open(folder / piece.file, "r+b") as file:
+        file.seek(piece.start + 5)
+        byte = file.read(1)[0]
+        file.seek(piece.start + 5)
+        file.write(bytes([byte ^ 4]))
+    for message, seconds, untouched in run_ranks(world, load_failing, str(tmp_path)):
+        assert f"{piece.file}: model/0.weight is damaged" in message
+        assert untouched
+        assert seconds < 5
+
+
+def truncate(file: Path) -> None:
+    os.truncate(file, file.stat().st_size - 1)
+
+
+@pytest.mark.parametrize("damage", [truncate, Path.unlink], ids=["truncated", "missing"])
+def test_a_truncated_or_missing_file_is_named_and_the_previous_checkpoint_found(
+    tmp_path: Path, damage
+) -> None:
+    run_ranks(2, save_steps, str(tmp_path), (1, 2))
+    damage(tmp_path / "step-000002" / "shard-00001.safetensors")
+    for message, seconds, untouched in run_ranks(2, load_failing, str(tmp_path / "step-000002")):
+        assert "shard-00001.safetensors" in message
+        assert "model/0.weight" in message
+        assert untouched
+        assert seconds < 5
+    folder, skipped = find(tmp_path)
+    assert folder.name == "step-000001"
+    assert "step-000002" in skipped[0]
+    assert "shard-00001.safetensors" in skipped[0]
+
+
+def test_an_empty_or_missing_folder_says_what_was_found(tmp_path: Path) -> None:
+    for path, found in ((tmp_path / "no", "no such folder"), (tmp_path, "no complete checkpoint")):
+        for message, _, _ in run_ranks(2, load_failing, str(path)):
+            assert found in message
+
+
+def save_failing(rank: int, world: int, path: str, limit_rank: int) -> tuple[str, float]:
+    """The error of a save of 2.5 MB, during which the files of one rank can't grow beyond 1 MB."""
+    model = fully_shard(build(2.0, width=50_000))
+    if rank == limit_rank:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, resource.RLIM_INFINITY))
+    begin = time.monotonic()
+    try:
+        save(path, model=model, step=2)
+    except CheckpointError as error:
+        return str(error), time.monotonic() - begin
+    return "no error", 0.0
+
+
+def test_a_file_that_cannot_grow_on_one_rank_fails_on_all_and_keeps_the_previous(tmp_path: Path) -> None:
+    run_ranks(2, save_steps, str(tmp_path), (1,))
+    for message, seconds in run_ranks(2, save_failing, str(tmp_path), 1):
+        assert "rank 1" in message
+        assert "shard-00001.safetensors: can't write model/" in message
+        assert seconds < 5
+    assert find(tmp_path) == (tmp_path / "step-000001", ())
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "latest", "step-000001"]
+
+
+def test_a_full_disk_fails_on_all_and_keeps_the_previous(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=400k", "none", str(disk)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    try:
+        run_ranks(2, save_steps, str(disk), (1,))
+        for message, seconds in run_ranks(2, save_failing, str(disk), -1):
+            assert "No space left on device" in message
+            assert "shard-0000" in message
+            assert "model/" in message
+            assert seconds < 5
+        assert find(disk) == (disk / "step-000001", ())
+        run_ranks(2, save_steps, str(disk), (2,))
+        assert find(disk) == (disk / "step-000002", ())
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_path_that_is_not_writable_fails_on_all(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for message, seconds in run_ranks(2, save_failing, str(tmp_path / "file" / "runs"), -1):
+        assert "can't write to" in message
+        assert "file/runs" in message
+        assert seconds < 5
+
+
+def test_a_step_that_exists_is_not_overwritten(tmp_path: Path) -> None:
+    run_ranks(1, save_steps, str(tmp_path), (2,))
+    before = (tmp_path / "step-000002" / "manifest.json").read_bytes()
+    assert "exists already" in run_ranks(2, save_failing, str(tmp_path), -1)[1][0]
+    assert (tmp_path / "step-000002" / "manifest.json").read_bytes() == before
+
+
+def test_a_second_writer_is_told_who_writes_and_harms_nothing(tmp_path: Path) -> None:
+    writer = Writer(tmp_path, 1)
+    for message, _ in run_ranks(2, save_failing, str(tmp_path), -1):
+        assert f"another process is saving here (pid {os.getpid()} " in message
+    assert writer.torn.is_dir()
+    writer.close()
+    assert run_ranks(2, save_failing, str(tmp_path), -1)[0][0] == "no error"
+
+
+def save_on_rank_0_only(rank: int, world: int, path: str) -> str:
+    agree.ARRIVAL_TIMEOUT_S = 1.0
+    model = fully_shard(build(1.0))
+    message = ""
+    if rank == 0:
+        try:
+            save(path, model=model, step=1)
+        except CheckpointError as error:
+            message = str(error)
+    torch.distributed.barrier()
+    save(path, model=model, step=2)  # the next call that all make works
+    return message
+
+
+def test_a_save_that_not_all_ranks_enter_names_who_is_missing(tmp_path: Path) -> None:
+    message = run_ranks(3, save_on_rank_0_only, str(tmp_path))[0]
+    assert "save(step=1) was entered by ranks [0], not by ranks [1, 2] within 1 s" in message
+    assert find(tmp_path)[0].name == "step-000002"
+
+
+def different_extra(rank: int, world: int, path: str) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        save(path, model=fully_shard(build(1.0)), extra={"seen": rank, "same": 1}, step=1)
+    return str(caught.value)
+
+
+def test_state_that_differs_between_ranks_is_named(tmp_path: Path) -> None:
+    for message in run_ranks(2, different_extra, str(tmp_path)):
+        assert "extra/seen: 0 on rank 0, 1 on rank 1" in message
+        assert "extra/same" not in message
+
+
+def misfit(rank: int, world: int, path: str) -> tuple[str, bool]:
+    model = nn.Module()
+    model.forward = lambda x: x  # type: ignore[method-assign]
+    model.add_module("0", nn.Linear(8, 9, bias=False))
+    model.add_module("new", nn.Linear(2, 2))
+    for p in model.parameters():
+        nn.init.constant_(p, -1.0)
+    for child in model.children():
+        fully_shard(child)
+    try:
+        load(path, model=model)
+    except CheckpointError as error:
+        return str(error), values(model) <= {-1.0}
+    return "no error", False
+
+
+def test_all_that_does_not_fit_is_listed_at_once_and_nothing_is_loaded(tmp_path: Path) -> None:
+    run_ranks(2, save_steps, str(tmp_path), (1,))
+    for message, untouched in run_ranks(2, misfit, str(tmp_path)):
+        assert "misshapen model/0.weight: [8, 8] in the checkpoint, [9, 8] expected" in message
+        assert "missing model/new.weight: [2, 2]" in message
+        assert "missing model/new.bias: [2]" in message
+        assert "unexpected model/0.bias: [8]" in message
+        assert "unexpected model/1.weight: [5, 8]" in message
+        assert untouched
+
+
+# ---- kills
+
+
+def kill_at(call_number: int) -> None:
+    """From now on, this process's ``call_number``-th change to the file system is a SIGKILL instead."""
+    left = [call_number]
+
+    def dying(name: str):
+        original = getattr(os, name)
+
+        def call(*args, **kwargs):
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            left[0] -= 1
+            return original(*args, **kwargs)
+
+        return call
+
+    for name in (
+        "open",
+        "write",
+        "pwrite",
+        "ftruncate",
+        "fsync",
+        "mkdir",
+        "rename",
+        "replace",
+        "rmdir",
+        "unlink",
+    ):
+        setattr(os, name, dying(name))
+
+
+def save_and_die(path: str, step: int, call_number: int) -> bool:
+    """In a forked process: save, killed at a change to the file system. Returns whether it lived."""
+    child = os.fork()
+    if child == 0:
+        kill_at(call_number)
+        save(path, model=build(float(step)), step=step, keep=2)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+    return not os.WIFSIGNALED(status)
+
+
+def killed_everywhere(rank: int, world: int, path: str) -> int:
+    """Save again and again, killed at the first change to the file system, at the second, ...; then load."""
+    step, call_number = 1, 0
+    save(path, model=build(1.0), step=1, keep=2)
+    save(path, model=build(2.0), step=2, keep=2)
+    last = 2
+    for call_number in range(200):
+        step = last + 1
+        lived = save_and_die(path, step, call_number)
+        model = build(-1.0)
+        restored = load(path, model=model)
+        assert restored.step in (last, step), f"killed at change {call_number}"
+        assert {v for p in model.parameters() for v in p.detach().flatten().tolist()} == {
+            float(restored.step)
+        }
+        last = restored.step
+        if lived:
+            return call_number
+    raise AssertionError("the save never ends")
+
+
+def test_a_kill_at_any_change_to_the_file_system_leaves_a_checkpoint_that_loads(tmp_path: Path) -> None:
+    num_changes = run_ranks(1, killed_everywhere, str(tmp_path))[0]
+    assert num_changes > 15
+    assert not list(tmp_path.glob(".torn-*"))  # what the killed ones left was removed by the one that lived
+
+
+def one_dies(rank: int, world: int, path: str, call_number: int) -> None:
+    model = fully_shard(build(2.0))
+    begin = time.monotonic()
+    if rank == 1:
+        kill_at(call_number)
+    try:
+        save(path, model=model, step=2)
+        outcome = "no error"
+    except CheckpointError as error:
+        outcome = str(error)
+    Path(path, f"outcome-{rank}.json").write_text(json.dumps([outcome, time.monotonic() - begin]))
+
+
+@pytest.mark.parametrize("call_number", [0, 2, 4])
+def test_a_rank_killed_while_it_writes_is_noticed_by_the_others(tmp_path: Path, call_number: int) -> None:
+    run_ranks(2, save_steps, str(tmp_path), (1,))
+    with pytest.raises(AssertionError, match="rank 1 of 2 failed first: died without a report"):
+        run_ranks(2, one_dies, str(tmp_path), call_number)
+    outcome, seconds = json.loads((tmp_path / "outcome-0.json").read_text())
+    assert "lost contact with another rank" in outcome
+    assert seconds < 5
+    assert find(tmp_path) == (tmp_path / "step-000001", ())

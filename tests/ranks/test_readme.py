@@ -1,0 +1,93 @@
+"""What README.md shows is what works."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from shardwright import cli
+from shardwright.train import resolve as resolution
+from tests.ranks.pool import run_ranks
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+COMMANDS = [
+    line.removeprefix("$ ")
+    for block in re.findall(r"```console\n(.*?)```", README, re.DOTALL)
+    for line in block.splitlines()
+]
+EXAMPLE = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[0]
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3))
+        self.last = nn.Linear(6, 2)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def follow_example(rank: int, world: int, code: str) -> tuple[float, float, dict[str, torch.Tensor]]:
+    torch.manual_seed(1)
+    model = Model()
+    x, y = torch.randn(8, 6), torch.randn(8, 2)
+    losses = []
+
+    def loss_of(output, target):
+        loss = nn.functional.mse_loss(output, target)
+        losses.append(loss.item())
+        return loss
+
+    names = {"model": model, "batches": [(x, y)] * 20, "loss_of": loss_of}
+    exec(code, names)
+    return losses[0], losses[-1], names["weights"]
+
+
+def test_the_example_trains_and_gives_the_whole_model():
+    start = "torch.distributed.init_process_group()"
+    assert start in EXAMPLE
+    code = EXAMPLE.replace(start, "pass")  # the ranks of the pool have theirs
+    first, second = run_ranks(2, follow_example, code)
+    assert first[1] < first[0]
+    assert {name: w.shape for name, w in first[2].items()} == {
+        name: w.shape for name, w in Model().state_dict().items()
+    }
+    assert second[2] == {}
+
+
+def test_the_example_is_as_short_as_it_is_said_to_be():
+    assert len([line for line in EXAMPLE.splitlines() if line]) <= 12
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_is_one_that_there_is(command, monkeypatch):
+    """Parsed and resolved as the real one would be, up to where it would start."""
+    words = shlex.split(command)
+    if words[0] == "make":
+        assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        return
+    arguments = words[words.index("shardwright") + 1 :] if "shardwright" in words else words[1:]
+    seen = []
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(cli, "launch", lambda given, ranks: seen.append(ranks))
+    monkeypatch.setattr(cli, "load_run", lambda run: (resolution.resolve("recipes/quickstart.toml"), None))
+    monkeypatch.setattr(cli, "generate", lambda *given: seen.append(given) or b"text")
+    if "--help" in arguments:
+        with pytest.raises(SystemExit, match="0"):
+            cli.main(arguments)
+        return
+    assert cli.main(arguments) == 0
+    assert seen
+
+
+def test_ci_runs_the_commands_of_the_readme():
+    ci = (ROOT / ".ci" / "run").read_text()
+    assert "\nmake check\nmake test\n" in ci
+    assert {"make train", "make test"} <= set(COMMANDS)

@@ -1,0 +1,266 @@
+"""Whole runs of ``shardwright train``, on ranks that it starts itself, and what they leave behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from shardwright.errors import DataError
+from shardwright.train.data import heldout_windows, read_corpus
+from shardwright.train.loop import heldout_loss
+from shardwright.train.sample import load_run
+
+LIMIT_S = 120.0
+RECIPE = """
+[data]
+path = "{text}"
+[model]
+num_layers = 2
+dim = 16
+num_heads = 2
+hidden_dim = 24
+dropout = 0.1
+[training]
+steps = 40
+batch_size = 2
+sequence_length = 16
+log_every = 1
+[heldout]
+every = 20
+num_windows = 5
+[checkpoint]
+every = 15
+[sample]
+num_bytes = 20
+[launch]
+timeout_s = 30.0
+"""
+BREAK = """
+import os
+if os.environ.get("RANK") == "1":
+    from shardwright.train import loop
+
+    def broken(config, step, steps):
+        if step == 3:
+            raise RuntimeError("broken on purpose")
+        return 1e-3
+
+    loop.learning_rate = broken
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with a recipe and a corpus of a few files."""
+    folder = tmp_path_factory.mktemp("train")
+    (folder / "text").mkdir()
+    for i in range(6):
+        lines = (f"def function_{i}_{j}(x):\n    return x + {i * j}\n" for j in range(100))
+        (folder / "text" / f"{i}.py").write_text("\n".join(lines))
+    (folder / "tiny.toml").write_text(RECIPE.format(text=folder / "text"))
+    return folder
+
+
+def start(place, *arguments, module=("shardwright",), **environment):
+    command = [sys.executable, "-m", *module, "train", "tiny.toml", *arguments]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.Popen(
+        command, cwd=place, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def run(place, *arguments, **options):
+    """(exit code, stdout, stderr) of a run."""
+    process = start(place, *arguments, **options)
+    try:
+        out, err = process.communicate(timeout=LIMIT_S)
+    finally:
+        process.kill()
+    return process.returncode, out, err
+
+
+def rows(folder, *keys):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [tuple(row.get(key) for key in keys) for row in lines]
+
+
+def wait_for(condition, what):
+    deadline = time.monotonic() + LIMIT_S
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"waited {LIMIT_S} s for {what}"
+        time.sleep(0.02)
+    return found
+
+
+def wait_for_steps(folder, count):
+    metrics = folder / "metrics.jsonl"
+    wait_for(
+        lambda: metrics.exists() and metrics.read_text().count("\n") >= count, f"{count} steps in {folder}"
+    )
+
+
+def ranks_of(process):
+    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+
+
+@pytest.fixture(scope="module")
+def whole(place):
+    """The folder of an uninterrupted run on two ranks, which the others are compared with."""
+    code, out, err = run(place)
+    assert code == 0, err
+    return place / "runs" / "tiny", out
+
+
+def check_files(folder, ranks):
+    """Every file is there with its keys, and the model file alone gives the held-out loss of the run."""
+    names = {"config.toml", "metrics.jsonl", "summary.json", "model.safetensors", "checkpoint"}
+    assert {path.name for path in folder.iterdir()} == names
+    assert [step for step, loss in rows(folder, "step", "loss") if loss is not None] == list(range(1, 41))
+    assert all(None not in row for row in rows(folder, "step", "lr", "grad_norm", "tokens_per_s") if row[1])
+    assert [step for step, loss in rows(folder, "step", "heldout_loss") if loss is not None] == [20, 40]
+    summary = json.loads((folder / "summary.json").read_text())
+    full = summary["full_nbytes"]
+    assert full == 4 * summary["parameters"]
+    assert full / ranks <= summary["at_rest_nbytes"] <= 1.1 * full / ranks
+    assert summary["tokens_per_s"] > 0
+    assert summary["ranks"] == ranks
+    hidden = summary["communication_hidden_share"]
+    assert hidden is None if ranks == 1 else 0 <= hidden <= 1
+    resolved, model = load_run(folder)
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        assert {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()} == shapes  # noqa: SIM118
+        assert all(torch.isfinite(file.get_tensor(name)).all() for name in shapes)
+    corpus = read_corpus(resolved.recipe.data)
+    windows = heldout_windows(corpus.heldout, 16, resolved.recipe.heldout.num_windows)
+    return summary, heldout_loss(model, windows, batch_size=4)
+
+
+def test_two_ranks_leave_every_file_and_a_whole_model(place, whole):
+    folder, out = whole
+    summary, loss = check_files(folder, ranks=2)
+    assert loss == pytest.approx(summary["heldout_loss"], abs=1e-5)
+    assert loss < 5.5  # it has learned something: ln 256 = 5.545
+    assert summary["peak_unsharded_nbytes"] < summary["full_nbytes"]
+    for shown in ("parameters", "at rest, per rank", "peak unsharded", "tokens/s", "hidden", "held-out loss"):
+        assert shown in out
+    assert f"{summary['unigram_entropy']:.3f} nats per byte" in out
+    assert "20 bytes that the model writes" in out
+
+
+def test_one_rank_trains_too_and_from_the_same_weights(place, whole):
+    code, _, err = run(place, "--launch.ranks", "1", "--training.batch_size", "4", "--run.folder", "one")
+    assert code == 0, err
+    summary, loss = check_files(place / "one", ranks=1)
+    assert loss == pytest.approx(summary["heldout_loss"], abs=1e-5)
+    first, one = rows(whole[0], "loss")[0][0], rows(place / "one", "loss")[0][0]
+    assert one == pytest.approx(first, abs=5e-3)  # the same bytes; only what dropout leaves out differs
+
+
+def test_bf16_tied_recomputed_and_accumulated_under_torchrun(place):
+    """The other half of the options, on ranks that somebody else started.
+
+    The file holds the fp32 weights and the run evaluated in bf16 (8 bits of mantissa: 0.4 % per value, which
+    the mean over thousands of bytes makes smaller), hence 1e-2 of a loss of about 5.
+    """
+    options = ("--training.dtype=bf16", "--model.tied_embedding=true", "--training.accumulation=2")
+    more = ("--training.activation_checkpointing=true", "--run.folder=other")
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "shardwright")
+    code, _, err = run(place, *options, *more, module=torchrun)
+    assert code == 0, err
+    summary, loss = check_files(place / "other", ranks=2)
+    assert loss == pytest.approx(summary["heldout_loss"], abs=1e-2)
+    with safe_open(place / "other" / "model.safetensors", framework="pt") as file:
+        assert "head.weight" not in file.keys()  # noqa: SIM118
+
+
+def test_a_run_that_is_stopped_and_resumed_twice_is_bit_equal_to_one_that_was_not(place, whole):
+    folder = place / "stopped"
+    stops = [(3, signal.SIGINT, ()), (20, signal.SIGTERM, ("--resume",))]
+    for count, number, options in stops:
+        process = start(place, "--run.folder", folder.name, *options)
+        wait_for_steps(folder, count)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=LIMIT_S)
+        assert process.returncode == 0, err
+        assert "which is saved" in out
+        assert "Traceback" not in err
+        assert not (folder / "summary.json").exists()
+        assert len(rows(folder, "step")) < len(rows(whole[0], "step"))
+    code, out, err = run(place, "--run.folder", folder.name, "--resume")
+    assert code == 0, err
+    assert "goes on after step" in out
+    keys = ("step", "loss", "lr", "grad_norm", "heldout_loss")
+    assert rows(folder, *keys) == rows(whole[0], *keys)
+    assert (folder / "model.safetensors").read_bytes() == (whole[0] / "model.safetensors").read_bytes()
+
+
+def test_ranks_save_and_leave_when_the_launcher_is_killed(place):
+    folder = place / "orphaned"
+    process = start(place, "--run.folder", folder.name, "--training.steps=100000")
+    wait_for_steps(folder, 3)
+    ranks = ranks_of(process)
+    assert len(ranks) == 2
+    process.kill()
+    process.communicate(timeout=LIMIT_S)
+    wait_for(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks), f"ranks {ranks} to leave")
+    assert list((folder / "checkpoint").glob("step-*"))
+
+
+def test_a_rank_that_raises_is_shown_first_and_once_and_ends_all(place, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(BREAK)
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    code, _, err = run(place, "--run.folder", "broken", PYTHONPATH=path)
+    assert code == 1
+    assert err.startswith("shardwright: rank 1 of 2 failed:\nTraceback")
+    assert err.count("Traceback") == 1
+    assert "RuntimeError: broken on purpose\n" in err
+    assert err.rstrip().endswith("all ranks have ended")
+
+
+def test_a_rank_that_is_killed_ends_all_within_seconds(place):
+    folder = place / "killed"
+    process = start(place, "--run.folder", folder.name, "--training.steps=100000")
+    wait_for_steps(folder, 3)
+    ranks = ranks_of(process)
+    os.kill(ranks[1], signal.SIGKILL)
+    started = time.monotonic()
+    _, err = process.communicate(timeout=LIMIT_S)
+    assert time.monotonic() - started < 15
+    assert process.returncode == 1
+    assert "rank 1 of 2 failed: was ended by signal 9 (SIGKILL)" in err
+    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+
+
+def test_resuming_what_is_not_there_or_another_run_says_so(place, whole):
+    code, _, err = run(place, "--resume", "--run.folder", "nosuch")
+    assert (code, err.count("\n")) == (1, 1)
+    assert "nosuch has no checkpoint to go on from: start without --resume" in err
+    code, _, err = run(place, "--resume", "--run.seed", "7", "--training.steps", "50")
+    assert code == 1
+    assert "run.seed: was 0, is 7" in err
+
+
+def test_bad_data_is_one_clear_error(place):
+    (place / "empty").mkdir()
+    code, _, err = run(place, "--data.path", "empty", "--run.folder", "bad")
+    assert (code, err.count("\n")) == (1, 1)
+    assert "data.path = 'empty': found no text files; point it at a folder of text" in err
+    assert not (place / "bad").exists()
+    with pytest.raises(DataError, match="no such file or folder"):
+        read_corpus(load_run(place / "runs" / "tiny")[0].recipe.data.model_copy(update={"path": "nosuch"}))
+
+
+def test_a_second_run_moves_the_first_aside(place, whole):
+    before = (whole[0] / "metrics.jsonl").read_text()
+    code, out, err = run(place, "--training.steps", "1")
+    assert code == 0, err
+    assert "is now in runs/tiny.1" in out, out
+    assert (place / "runs" / "tiny.1" / "metrics.jsonl").read_text() == before

@@ -1,0 +1,118 @@
+"""Ranks of one host share memory; what goes wrong there is an error in seconds that names the ranks."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from shardwright import fully_shard, set_transport
+from shardwright.comm.gloo import GlooComm
+from shardwright.comm.shm import ShmComm
+from shardwright.errors import CommError, InputError
+from shardwright.motion.unit import unit_of
+from tests.ranks.models import batches, build, loss_of, shard_decoder
+from tests.ranks.pool import run_ranks
+
+
+def chosen(rank, world, transport):
+    set_transport(transport)
+    return type(unit_of(fully_shard(nn.Linear(2, 2))).group.axis.comm).__name__
+
+
+def test_ranks_of_one_host_share_memory_unless_told_otherwise():
+    assert set(run_ranks(2, chosen, "auto")) == {ShmComm.__name__}
+    assert set(run_ranks(2, chosen, "sockets")) == {GlooComm.__name__}
+
+
+def one_rank_cannot(rank, world):
+    if rank == 1:
+
+        def refuse(name):
+            raise OSError("no memory files here")
+
+        os.memfd_create = refuse
+    return chosen(rank, world, "auto")
+
+
+def test_all_ranks_take_sockets_where_one_cannot_share_memory():
+    assert set(run_ranks(3, one_rank_cannot)) == {GlooComm.__name__}
+
+
+def test_an_unknown_transport_is_refused():
+    with pytest.raises(InputError, match="'auto', 'sockets', 'collectives', got 'pigeon'"):
+        set_transport("pigeon")
+
+
+def other_order(rank, world):
+    model = nn.ModuleList(fully_shard(nn.Linear(4, 4)) for _ in range(2))
+    root = fully_shard(nn.Sequential(*model))
+    start = time.monotonic()
+    with pytest.raises(CommError, match="different collectives") as error:
+        for layer in (0, 1) if rank == 0 else (1, 0):
+            root[layer](torch.ones(1, 4))
+    assert time.monotonic() - start < 5
+    return str(error.value)
+
+
+def test_ranks_in_different_collectives_are_told_so_at_once():
+    for rank, message in enumerate(run_ranks(2, other_order)):
+        assert f"rank {rank} is in" in message
+        assert "all-gather 0" in message
+        assert "all-gather 1" in message
+
+
+def killed(rank, world):
+    model = shard_decoder(build(), fully_shard)
+    loss_of(model, batches(0, world)[rank]).backward()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(CommError, match=r"rank 1 \(pid \d+\) has ended while rank 0 waited"):
+        loss_of(model, batches(1, world)[rank])
+    return time.monotonic() - start
+
+
+def test_a_killed_rank_is_named_within_seconds():
+    with pytest.raises(AssertionError) as error:
+        run_ranks(2, killed)
+    # Rank 1 died, as it was told to; rank 0 found its error as expected, so it doesn't appear.
+    assert "rank 1 of 2" in str(error.value)
+    assert "rank 0 of 2" not in str(error.value)
+
+
+def absent(rank, world):
+    model = shard_decoder(build(), fully_shard)
+    if rank == 1:
+        time.sleep(4)
+        return
+    with pytest.raises(CommError, match=r"waited 2 s for rank 1 \(pid \d+\).*it runs but did not come"):
+        loss_of(model, batches(0, world)[rank])
+
+
+def test_a_rank_that_never_comes_is_named_after_the_timeout():
+    run_ranks(2, absent, timeout_s=2.0)
+
+
+def many_steps(rank, world):
+    model = fully_shard(nn.Linear(6, 6))
+    segment = unit_of(model).group.axis.comm.arena
+    for _ in range(300):  # more operations than records: places and numbers are used again
+        model(torch.ones(1, 6)).sum().backward()
+    assert len(segment._held) <= 4
+
+
+def test_places_in_shared_memory_are_used_again():
+    run_ranks(2, many_steps)
+
+
+def litter(rank, world):
+    fully_shard(nn.Linear(6, 6))
+    return sorted(os.listdir("/dev/shm"))
+
+
+def test_nothing_appears_in_dev_shm():
+    before = sorted(os.listdir("/dev/shm"))
+    assert [name for name in run_ranks(2, litter)[0] if name not in before and "shardwright" in name] == []
