@@ -16,6 +16,7 @@ from shardwright import (
     clip_grad_norm_,
     full_state_dict,
     fully_shard,
+    set_transport,
     stats,
 )
 from shardwright.motion.unit import unit_of
@@ -110,6 +111,7 @@ def test_hybrid_sharding_equals_one_process(world, copies):
 
 
 def hybrid_bytes(rank, world):
+    set_transport("sockets")  # shared memory sends nothing
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = fully_shard(nn.Linear(64, 64, bias=False), mesh=mesh, reshard_after_forward=True)
     nbytes, sent = 64 * 64 * 4, []
@@ -183,6 +185,7 @@ def test_resharding_to_a_smaller_world_equals_one_process(world, size, placement
 
 
 def nearby_bytes(rank, world):
+    set_transport("sockets")  # shared memory sends nothing
     model = fully_shard(nn.Linear(64, 64, bias=False), reshard_after_forward=2)
     group = unit_of(model).group
     nbytes = 64 * 64 * 4

@@ -93,10 +93,39 @@ def plain(model: nn.Module) -> Iterator[Blueprint]:
                 for name in methods_run_as_forward(module):
                     undo.callback(module.__dict__.__setitem__, name, module.__dict__.pop(name))
                 unmark(module)
-            undo.enter_context(hooks_of(unit.modules[0]).hidden())
+            undo.enter_context(_without(hooks_of(unit.modules[0])))
         for module in (m for unit in top for m in unit.modules):
             module.__class__ = type(module).__mro__[2]
         yield blueprint
+
+
+@contextmanager
+def _without(hooks: ModuleHooks) -> Iterator[None]:
+    """Without these hooks, for a while; afterwards they are where they were among other ones."""
+    tables = [table for module in hooks.unit.modules for table in _hook_tables(module)]
+    before = [table.copy() for table in tables]
+    for table in tables:
+        for key in hooks.ids & table.keys():
+            del table[key]
+    try:
+        yield
+    finally:
+        for table, entries in zip(tables, before, strict=True):
+            table.clear()
+            table.update(entries)
+
+
+def _hook_tables(module: nn.Module) -> list[dict[int, Any]]:
+    names = (
+        "_forward_pre_hooks",
+        "_forward_pre_hooks_with_kwargs",
+        "_forward_hooks",
+        "_forward_hooks_with_kwargs",
+        "_forward_hooks_always_called",
+        "_state_dict_pre_hooks",
+        "_load_state_dict_pre_hooks",
+    )
+    return [getattr(module, name) for name in names]
 
 
 def deep_copy(model: nn.Module, memo: dict[int, Any]) -> tuple[nn.Module, Blueprint]:

@@ -14,8 +14,7 @@ own share of the gradient is done, however else the caller uses the tensor.
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -177,12 +176,12 @@ def _needed(unit: Unit) -> list[ParamGroup]:
 
 
 class ModuleHooks:
-    """The hooks of one unit's modules. Stays alive through them."""
+    """The hooks of one unit's modules, known by ``ids``. Stays alive through them."""
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
         self._calls: list[_Call] = []
-        self._ids: set[int] = set()
+        self.ids: set[int] = set()
         for module in unit.modules:
             handles = (
                 module.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True),
@@ -190,22 +189,7 @@ class ModuleHooks:
                 module.register_state_dict_pre_hook(self._at_rest),
                 module.register_load_state_dict_pre_hook(self._before_load),
             )
-            self._ids.update(handle.id for handle in handles)
-
-    @contextmanager
-    def hidden(self) -> Iterator[None]:
-        """Without these hooks, for a while; afterwards they are where they were among other ones."""
-        tables = [table for module in self.unit.modules for table in _hook_tables(module)]
-        before = [table.copy() for table in tables]
-        for table in tables:
-            for key in self._ids & table.keys():
-                del table[key]
-        try:
-            yield
-        finally:
-            for table, entries in zip(tables, before, strict=True):
-                table.clear()
-                table.update(entries)
+            self.ids.update(handle.id for handle in handles)
 
     def _at_rest(self, *_: Any) -> None:
         self.unit.runtime.rest()
@@ -331,19 +315,6 @@ class ModuleHooks:
     def _enter_if_missed(self, call: _Call) -> None:
         if call.task != torch._C._current_graph_task_id():
             backward_of(self.unit.runtime).enter(self.unit, call)
-
-
-def _hook_tables(module: nn.Module) -> list[dict[int, Any]]:
-    names = (
-        "_forward_pre_hooks",
-        "_forward_pre_hooks_with_kwargs",
-        "_forward_hooks",
-        "_forward_hooks_with_kwargs",
-        "_forward_hooks_always_called",
-        "_state_dict_pre_hooks",
-        "_load_state_dict_pre_hooks",
-    )
-    return [getattr(module, name) for name in names]
 
 
 def hooks_of(module: nn.Module) -> ModuleHooks:
