@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup train test check bench
+.PHONY: setup train test check bench setup-xla test-xla
 
 setup: .venv/.installed
 
@@ -27,3 +27,17 @@ check: setup
 
 bench: setup
 	$(BIN)/python bench/step.py --short
+
+# The XLA backend has an environment of its own. torchax is taken without its dependencies: it asks for none that
+# the backend uses, and its releases fail to import with torch 2.13 (hence the pinned nightly).
+setup-xla: .venv-xla/.installed
+
+.venv-xla/.installed: requirements.lock pyproject.toml
+	$(PYTHON) -m venv .venv-xla
+	.venv-xla/bin/python -m pip install --quiet --disable-pip-version-check --requirement requirements.lock "jax[cpu]==0.10.2" "optax==0.2.8"
+	.venv-xla/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --pre "torchax==0.0.14.dev20261026"
+	.venv-xla/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@touch $@
+
+test-xla: setup-xla
+	.venv-xla/bin/python -m pytest tests/xla

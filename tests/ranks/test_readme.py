@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwright import cli
+from shardwright.cli import checkpoint, main, train
 from shardwright.train import resolve as resolution
 from tests.ranks.pool import run_ranks
 
@@ -76,14 +76,16 @@ def test_each_command_is_one_that_there_is(command, monkeypatch):
     arguments = words[words.index("shardwright") + 1 :] if "shardwright" in words else words[1:]
     seen = []
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(cli, "launch", lambda given, ranks: seen.append(ranks))
-    monkeypatch.setattr(cli, "load_run", lambda run: (resolution.resolve("recipes/quickstart.toml"), None))
-    monkeypatch.setattr(cli, "generate", lambda *given: seen.append(given) or b"text")
+    monkeypatch.setattr(train, "launch", lambda given, ranks: seen.append(ranks))
+    monkeypatch.setattr(train, "load_run", lambda run: (resolution.resolve("recipes/quickstart.toml"), None))
+    monkeypatch.setattr(checkpoint.tools, "inspect", lambda path, values: seen.append(path))
+    monkeypatch.setattr(checkpoint, "_inspect", lambda console, found: 0)
+    monkeypatch.setattr(train, "generate", lambda *given: seen.append(given) or b"text")
     if "--help" in arguments:
         with pytest.raises(SystemExit, match="0"):
-            cli.main(arguments)
+            main(arguments)
         return
-    assert cli.main(arguments) == 0
+    assert main(arguments) == 0
     assert seen
 
 

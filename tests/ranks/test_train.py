@@ -133,6 +133,8 @@ def check_files(folder, ranks):
     assert summary["ranks"] == ranks
     hidden = summary["communication_hidden_share"]
     assert hidden is None if ranks == 1 else 0 <= hidden <= 1
+    share = summary["communication_share_of_step"]
+    assert share is None if ranks == 1 else 0 < share < 1
     resolved, model = load_run(folder)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     with safe_open(folder / "model.safetensors", framework="pt") as file:

@@ -104,6 +104,7 @@ class Progress:
     trained_s: float = 0.0
     tokens: int = 0
     exposed_s: list[float] = field(default_factory=list)  # of each step
+    step_s: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -201,7 +202,8 @@ class Loop:
         return total
 
     def _count(self, started: float, exposed: float) -> None:
-        self.progress.trained_s += time.perf_counter() - started
+        self.progress.step_s.append(time.perf_counter() - started)
+        self.progress.trained_s += self.progress.step_s[-1]
         self.progress.exposed_s.append(self._exposed_s() - exposed)
 
     def _exposed_s(self) -> float:

@@ -84,7 +84,7 @@ def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
             if summary["ranks"] == 1
             else "not measured"
             if hidden is None
-            else f"{hidden:.0%}",
+            else f"{hidden:.0%}; exposed: {summary['communication_share_of_step']:.1%} of a step",
         ),
         ("held-out loss", f"{summary['heldout_loss']:.3f} nats per byte"),
         ("corpus's unigram entropy", f"{summary['unigram_entropy']:.3f} nats per byte"),

@@ -6,8 +6,9 @@
 parameters unsharded), peak_unsharded_nbytes (the largest rank's), tokens_per_s (all ranks, evaluation and
 saving left out), communication_s (of one step, alone), exposed_s (of the median step: spent waiting for it,
 or for a slower rank), communication_hidden_share (1 - exposed_s / communication_s, within 0 and 1; null on
-one rank, and on CUDA, where no host waits), heldout_loss and unigram_entropy (nats per byte), corpus_sha256,
-trained_s, sample.
+one rank, and on CUDA, where no host waits; ranks of one host copy each other's parts themselves, so there it
+is near 0 and small all the same), communication_share_of_step (exposed_s over the median step), heldout_loss
+and unigram_entropy (nats per byte), corpus_sha256, trained_s, sample.
 """
 
 from dataclasses import asdict
@@ -167,7 +168,7 @@ def _finish(folder: RunFolder, loop: Loop, corpus: Corpus, windows: Tensor, scre
     """Write the whole model and the summary; every rank calls."""
     recipe, place, progress, model = loop.recipe, loop.place, loop.progress, loop.model
     loss = heldout_loss(model, windows, recipe.training.batch_size, place)
-    alone_s = median(communication_s(model) for _ in range(3))
+    alone_s = communication_s(model)
     measured = stats(model)
     at_rest, peak, alone_s = place.largest(measured.at_rest_nbytes, measured.peak_unsharded_nbytes, alone_s)
     exposed_s = place.total(median(progress.exposed_s or [0.0]))[0] / place.world
@@ -191,6 +192,7 @@ def _finish(folder: RunFolder, loop: Loop, corpus: Corpus, windows: Tensor, scre
         "communication_s": alone_s,
         "exposed_s": exposed_s,
         "communication_hidden_share": min(1.0, max(0.0, 1 - exposed_s / alone_s)) if known else None,
+        "communication_share_of_step": exposed_s / median(progress.step_s) if known else None,
         "heldout_loss": loss,
         "unigram_entropy": corpus.unigram_entropy,
         "corpus_sha256": corpus.sha256,

@@ -1,17 +1,15 @@
-"""The command ``shardwright``: parses, calls, prints.
+"""``shardwright train`` and ``shardwright sample``.
 
-    shardwright train RECIPE.toml [--resume] [--section.key VALUE ...]
-    shardwright sample RUN [--prompt TEXT] [--num-bytes N] [--temperature T] [--seed S]
-
-Exit codes: 0 done (or stopped and saved), 1 failed, 2 wrong usage or configuration (nothing was started).
+shardwright train RECIPE.toml [--resume] [--section.key VALUE ...]
+shardwright sample RUN [--prompt TEXT] [--num-bytes N] [--temperature T] [--seed S]
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from shardwright.errors import ConfigError, ShardwrightError
+from shardwright.errors import ConfigError
 from shardwright.train.config import Recipe
 from shardwright.train.launch import is_rank, launch
 from shardwright.train.ranks import choose_device
@@ -20,24 +18,8 @@ from shardwright.train.run import train_rank
 from shardwright.train.sample import generate, load_run, readable
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command on ``arguments`` (default: those of the process) and return its exit code."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    known, rest = _parser().parse_known_args(given)
-    try:
-        if known.command == "train":
-            return _train(known, rest, given)
-        if rest:
-            raise ConfigError(
-                f"shardwright sample: unknown argument(s) {' '.join(rest)}; see: shardwright sample --help"
-            )
-        return _sample(known)
-    except ShardwrightError as error:
-        print(f"shardwright: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
-
-
-def _train(known: argparse.Namespace, rest: list[str], given: list[str]) -> int:
+def run_train(known: argparse.Namespace, rest: list[str], given: list[str]) -> int:
+    """Train as one rank under a launcher, else start local ranks with the arguments ``given``."""
     resolved = resolve(known.recipe, _overrides(rest))
     if is_rank():
         train_rank(resolved, resume=known.resume)
@@ -48,7 +30,8 @@ def _train(known: argparse.Namespace, rest: list[str], given: list[str]) -> int:
     return 0
 
 
-def _sample(known: argparse.Namespace) -> int:
+def run_sample(known: argparse.Namespace) -> int:
+    """Print what a trained model writes."""
     resolved, model = load_run(Path(known.run))
     given = {key: getattr(known, key) for key in ("num_bytes", "temperature", "prompt")}
     wanted = resolved.recipe.sample.model_copy(update={key: v for key, v in given.items() if v is not None})
@@ -73,9 +56,8 @@ def _overrides(rest: Sequence[str]) -> list[tuple[str, str]]:
     return pairs
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="shardwright", description="Fully sharded training on PyTorch.")
-    commands = parser.add_subparsers(dest="command", required=True)
+def add_commands(commands: Any) -> None:
+    """Add both to the subparsers of the command."""
     train = commands.add_parser(
         "train",
         help="train the model of a recipe",
@@ -92,7 +74,6 @@ def _parser() -> argparse.ArgumentParser:
     sample.add_argument("--num-bytes", type=_count, help="bytes to write (default: the recipe's)")
     sample.add_argument("--temperature", type=_temperature, help="0: the likeliest (default: the recipe's)")
     sample.add_argument("--seed", type=int, default=1, help="another seed, another text (default: 1)")
-    return parser
 
 
 def _count(text: str) -> int:

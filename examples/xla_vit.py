@@ -1,0 +1,117 @@
+"""A vision transformer on XLA devices: trained on noise, or only planned, without memory for a single weight.
+
+    XLA_FLAGS=--xla_force_host_platform_device_count=8 python examples/xla_vit.py --size tiny
+    XLA_FLAGS=--xla_force_host_platform_device_count=8 python examples/xla_vit.py --size 10b --plan
+
+--plan builds the model on the meta device, compiles the whole training step for the devices that jax sees,
+and prints what it takes on each of them.
+"""
+
+import argparse
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from shardwright import xla
+
+SIZES = {  # width, layers, heads, image, patch
+    "tiny": (64, 4, 4, 32, 8),
+    "base": (768, 12, 12, 224, 16),
+    "10b": (5120, 32, 32, 224, 14),
+}
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.feed = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, length, width = x.shape
+        qkv = self.qkv(self.norm1(x)).reshape(rows, length, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = F.scaled_dot_product_attention(q, k, v)
+        x = x + self.out(mixed.transpose(1, 2).reshape(rows, length, width))
+        return x + self.feed(self.norm2(x))
+
+
+class Position(nn.Module):
+    def __init__(self, length: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(1, length, width))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=0.02)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.weight
+
+
+class VisionTransformer(nn.Module):
+    """Images [rows, 3, size, size] -> logits of 1000 classes."""
+
+    def __init__(self, width: int, layers: int, heads: int, image: int, patch: int) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, patch, patch)
+        self.position = Position((image // patch) ** 2, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 1000)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.position(self.patches(x).flatten(2).transpose(1, 2))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x).mean(1))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--size", choices=SIZES, default="tiny")
+    parser.add_argument("--rows", type=int, default=8, help="rows of a batch, over all devices")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--plan", action="store_true", help="compile from shapes only and print the memory")
+    parser.add_argument("--bf16", action="store_true", help="compute in bf16, sum gradients in fp32")
+    options = parser.parse_args()
+
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = VisionTransformer(*SIZES[options.size])
+    xla.fully_shard(
+        model,
+        auto_wrap_policy=(Block,),
+        flatten_parameters=True,
+        checkpoint_activations=True,
+        compute_dtype=torch.bfloat16 if options.bf16 else None,
+        fp32_reduce_scatter=options.bf16,
+    )
+    step = xla.make_train_step(
+        model,
+        lambda model, x, y: F.cross_entropy(model(x).float(), y),
+        xla.AdamW(lr=1e-4, weight_decay=0.05),
+        clip_norm=1.0,
+    )
+    shape = (options.rows, 3, SIZES[options.size][3], SIZES[options.size][3])
+    stats = xla.stats(model)
+    print(f"{stats.param_numel:,} parameters in {stats.num_units} units")
+    print(f"parameters at rest   {stats.at_rest_nbytes / 2**20:10,.1f} MiB on each device")
+    if options.plan:
+        labels = torch.empty(options.rows, dtype=torch.int64, device="meta")
+        memory = step.lower(torch.empty(shape, device="meta"), labels).compile().memory_analysis()
+        print(f"all that stays       {memory.argument_size_in_bytes / 2**20:10,.1f} MiB on each device")
+        print(f"temporary, at most   {memory.temp_size_in_bytes / 2**20:10,.1f} MiB on each device")
+        return
+    xla.materialize(model)
+    images, labels = torch.randn(shape), torch.randint(0, 1000, (options.rows,))
+    for number in range(options.steps):
+        print(f"step {number + 1}  loss {float(step(images, labels)):.4f}")
+
+
+if __name__ == "__main__":
+    main()

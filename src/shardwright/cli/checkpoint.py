@@ -1,0 +1,126 @@
+"""``shardwright checkpoint``: look at checkpoints, check, compare and export them. One process, no model.
+
+    shardwright checkpoint inspect PATH [--no-values]
+    shardwright checkpoint verify PATH
+    shardwright checkpoint diff A B
+    shardwright checkpoint consolidate PATH OUT [--dtype bfloat16] [--max-file-bytes N] [--tied-copies]
+    shardwright checkpoint consolidate --ckpt-prefix PREFIX [--ckpt-suffix SUFFIX] [--save-path FILE]
+
+The last one joins the per-rank files of XlaFullyShardedDataParallel, optimizer state included.
+PATH is one checkpoint, a folder of them (then its latest complete one), or one that others wrote.
+Exit codes for scripts: 0 all is well, 1 it is not (damage, differences, NaNs, or it can't be opened).
+"""
+
+import argparse
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from shardwright.checkpoint import tools
+from shardwright.errors import ConfigError
+from shardwright.xla import files
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def add_commands(commands: Any) -> None:
+    """Add ``checkpoint`` and what it can do to the subparsers of the command."""
+    parser = commands.add_parser("checkpoint", help="inspect, verify, compare or export checkpoints")
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    inspect = verbs.add_parser("inspect", help="list what is in it, with NaN and constant tensors")
+    inspect.add_argument("path", metavar="PATH")
+    inspect.add_argument("--no-values", action="store_true", help="list only; don't read the tensors")
+    verify = verbs.add_parser("verify", help="read every byte, compare every checksum")
+    verify.add_argument("path", metavar="PATH")
+    diff = verbs.add_parser("diff", help="compare two, bit by bit, whatever their pieces")
+    diff.add_argument("a", metavar="A")
+    diff.add_argument("b", metavar="B")
+    consolidate = verbs.add_parser("consolidate", help="write the weights as plain safetensors")
+    consolidate.add_argument("path", metavar="PATH", nargs="?")
+    consolidate.add_argument("out", metavar="OUT", nargs="?", help="a folder that doesn't exist yet")
+    consolidate.add_argument("--dtype", choices=sorted(_DTYPES), help="convert floating weights to it")
+    consolidate.add_argument("--max-file-bytes", type=int, default=tools.MAX_FILE_NBYTES)
+    consolidate.add_argument("--tied-copies", action="store_true", help="store tied weights under each name")
+    xla = consolidate.add_argument_group("per-rank files of XlaFullyShardedDataParallel, instead of PATH OUT")
+    # The original spells them with underscores.
+    xla.add_argument("--ckpt-prefix", "--ckpt_prefix", help="what their paths begin with")
+    xla.add_argument("--ckpt-suffix", "--ckpt_suffix", default="*.pth", help="the rest (default: *.pth)")
+    xla.add_argument("--save-path", "--save_path", default="", help="default: PREFIX_consolidated.pth")
+
+
+def run(known: argparse.Namespace) -> int:
+    """Do what was asked for; returns the exit code."""
+    console = Console(highlight=False, soft_wrap=True)
+    if known.verb == "inspect":
+        return _inspect(console, tools.inspect(known.path, values=not known.no_values))
+    if known.verb == "verify":
+        with Progress(console=console, transient=True) as bar:
+            task = bar.add_task("verifying")
+            found = tools.verify(known.path, progress=lambda done, total: _advance(bar, task, done, total))
+        _lines(console, found.faults)
+        unchecked = f", {found.num_unchecked} piece(s) have no checksum" if found.num_unchecked else ""
+        console.print(
+            f"{found.path}: {found.num_tensors} tensors, {found.nbytes:,} bytes, "
+            f"{len(found.faults)} fault(s){unchecked}"
+        )
+        return found.exit_code
+    if known.verb == "diff":
+        return _diff(console, tools.diff(known.a, known.b))
+    if known.ckpt_prefix is not None and known.path is None:
+        _lines(console, [str(files.consolidate(known.ckpt_prefix, known.ckpt_suffix, known.save_path))])
+        return 0
+    if known.out is None or known.ckpt_prefix is not None:
+        raise ConfigError("consolidate takes PATH OUT, or --ckpt-prefix PREFIX for per-rank files")
+    if known.max_file_bytes < 1:
+        raise ConfigError(f"--max-file-bytes is {known.max_file_bytes}, expected at least 1")
+    with Progress(console=console, transient=True) as bar:
+        task = bar.add_task("writing")
+        written = tools.consolidate(
+            known.path,
+            known.out,
+            dtype=_DTYPES.get(known.dtype),
+            max_file_nbytes=known.max_file_bytes,
+            tied_copies=known.tied_copies,
+            progress=lambda done, total: _advance(bar, task, done, total),
+        )
+    _lines(console, map(str, written))
+    return 0
+
+
+def _inspect(console: Console, found: tools.Inspection) -> int:
+    table = Table(title=f"{found.path}, step {found.step}")
+    for column in ("tensor", "shape", "dtype", "bytes", "pieces", "also known as"):
+        table.add_column(column, justify="right" if column in ("bytes", "pieces") else "left")
+    for t in found.tensors:
+        names = ", ".join(t.aliases)
+        table.add_row(t.key, str(list(t.shape)), t.dtype, f"{t.nbytes:,}", str(t.num_pieces), names)
+    console.print(table)
+    console.print(
+        f"{len(found.files)} file(s), {sum(found.files.values()):,} bytes; written by "
+        + ", ".join(f"{name} {value}" for name, value in found.written_by.items())
+    )
+    _lines(console, (f"passed over: {reason}" for reason in found.skipped))
+    _lines(console, (f"suspicious: {what}" for what in found.suspicious))
+    return found.exit_code
+
+
+def _diff(console: Console, found: tools.Difference) -> int:
+    _lines(console, (f"only in the first: {key}" for key in found.only_a))
+    _lines(console, (f"only in the second: {key}" for key in found.only_b))
+    _lines(console, (f"changed: {key}: {how}" for key, how in found.changed.items()))
+    _lines(console, (f"other state: {key}" for key in found.state))
+    console.print(f"{found.num_equal} tensor(s) equal, {len(found.changed)} changed")
+    return found.exit_code
+
+
+def _lines(console: Console, lines: Iterable[str]) -> None:
+    for line in lines:
+        console.print(line, markup=False)
+
+
+def _advance(bar: Progress, task: Any, done: int, total: int) -> None:
+    bar.update(task, completed=done, total=total)

@@ -1,0 +1,66 @@
+"""The XLA backend: the same sharding for TPUs and every other XLA device, from one compiled step.
+
+    from shardwright import xla
+
+    for block in model.blocks:
+        xla.fully_shard(block)
+    xla.fully_shard(model)
+    step = xla.make_train_step(model, lambda model, x, y: F.cross_entropy(model(x), y), xla.AdamW(lr=1e-3))
+    loss = step(x, y)
+
+It needs the extra ``shardwright[xla]``. This package imports neither jax nor torchax until one of its names
+is used; ``shardwright.xla.files`` (the files of XlaFullyShardedDataParallel) never does.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardwright.xla.mesh import make_mesh
+    from shardwright.xla.optim import SGD, AdamW
+    from shardwright.xla.shard import fully_shard
+    from shardwright.xla.state import full_state_dict, load_full_state_dict, materialize, stats
+    from shardwright.xla.step import TrainStep, make_train_step
+    from shardwright.xla.wrap import size_based_policy
+
+_HOME = {
+    "AdamW": "optim",
+    "SGD": "optim",
+    "TrainStep": "step",
+    "full_state_dict": "state",
+    "fully_shard": "shard",
+    "load_full_state_dict": "state",
+    "make_mesh": "mesh",
+    "make_train_step": "step",
+    "materialize": "state",
+    "size_based_policy": "wrap",
+    "stats": "state",
+}
+
+__all__ = [
+    "SGD",
+    "AdamW",
+    "TrainStep",
+    "full_state_dict",
+    "fully_shard",
+    "load_full_state_dict",
+    "make_mesh",
+    "make_train_step",
+    "materialize",
+    "size_based_policy",
+    "stats",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").split(".")[0]
+        if missing not in ("jax", "jaxlib", "optax", "torchax"):
+            raise
+        raise ImportError(
+            f'shardwright.xla.{name} needs {missing}, which is not installed: pip install "shardwright[xla]"'
+        ) from error

@@ -1,0 +1,276 @@
+"""Sharded models and their optimizer's state from and to the files of XlaFullyShardedDataParallel."""
+# pyright: reportMissingImports=false
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import torch
+from torch import nn
+
+from shardwright.errors import CheckpointError, InputError
+from shardwright.xla.files import FLAT, SEPARATOR, SHARD, WRAPPED, read
+from shardwright.xla.home import Home, home_of
+from shardwright.xla.optim import Optimizer
+from shardwright.xla.state import load_full_state_dict
+from shardwright.xla.step import TrainStep
+from shardwright.xla.torch_bridge import from_numpy
+from shardwright.xla.unit import Leaf, Unit
+
+
+def save_rank_files(ckpt_prefix: str, model: nn.Module, step: TrainStep | None = None) -> list[Path]:
+    """Write ``<ckpt_prefix>_rank-00000000-of-00000004.pth`` and so on, one for each sharding device, as a
+    model wrapped in XlaFullyShardedDataParallel in the same places would be saved.
+
+    step: saves its optimizer's state too, as ``torch.optim``'s. Every process must call it; each writes the
+    files of its own devices, and they are returned.
+    Raises: InputError for a model that isn't sharded; StageError if it has no values; CheckpointError if a
+        file can't be written.
+    """
+    home = home_of(model)
+    home.require_values()
+    home.store_buffers()
+    world, paths = home.axes.world, []
+    for rank, device in _own_ranks(home):
+        path = Path(f"{ckpt_prefix}_rank-{rank:08d}-of-{world:08d}.pth")
+        content: dict[str, Any] = {"model": {}, "shard_metadata": _metadata(home, rank)}
+        for unit in home.units:
+            for stored, key in zip(unit.stored, _keys(home, unit), strict=True):
+                content["model"][key] = _shard(stored.array, device)
+        content["model"] |= _buffers(home)
+        if step is not None:
+            content["optimizer"] = _optimizer_of_rank(step, device)
+        try:
+            torch.save(content, path)
+        except (OSError, RuntimeError) as error:
+            raise CheckpointError(f"can't write {path}: {error}") from error
+        paths.append(path)
+    return paths
+
+
+def load_rank_files(
+    ckpt_prefix: str, model: nn.Module, step: TrainStep | None = None, *, ckpt_suffix: str = "*.pth"
+) -> None:
+    """Load what XlaFullyShardedDataParallel or ``save_rank_files`` saved, from any number of ranks.
+
+    Every process must call it and reads all files; host memory: the whole model. ``step``: restores its
+    optimizer's state too.
+    Raises: CheckpointError as ``files.read``, or if there is no such optimizer state; InputError if names or
+        shapes differ.
+    """
+    found = read(ckpt_prefix, ckpt_suffix)
+    state = optimizer_state(step, found.optimizer) if step is not None else None
+    load_full_state_dict(model, with_shared_names(model, found.model))
+    if step is not None:
+        step.state = state
+
+
+def with_shared_names(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """``state`` with every name of a shared parameter, where it has one of them."""
+    full = dict(state)
+    for names in home_of(model).names.values():
+        known = next((name for name in names if name in state), None)
+        if known is not None:
+            full |= dict.fromkeys(names, state[known])
+    return full
+
+
+def named_state(step: TrainStep) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """``(parameter, key, value)`` of the optimizer's state, whole and on the host, keys as in torch.
+    Every process must consume it.
+
+    Raises: InputError for an optimizer that isn't ``xla.SGD`` or ``xla.AdamW``.
+    """
+    for stored, tree in zip(step.home.trained, step.state or step.initial_state(), strict=True):
+        for key, array in _torch_state(step, tree).items():
+            values = [np.asarray(array)] * len(stored.leaves) if array.ndim == 0 else stored.values(array)
+            for leaf, value in zip(stored.leaves, values, strict=True):
+                tensor = from_numpy(value)
+                yield step.home.names[leaf][0], key, tensor.float() if key == "step" else tensor
+
+
+def hyper_parameters(step: TrainStep) -> tuple[str, dict[str, Any]]:
+    """``(class, options)`` of the ``torch.optim`` optimizer that equals the step's; of a schedule, its value
+    now.
+
+    Raises: InputError for an optimizer that isn't ``xla.SGD`` or ``xla.AdamW``.
+    """
+    if not isinstance(step.optimizer, Optimizer):
+        raise InputError("only the state of xla.SGD and xla.AdamW can be saved by torch's names")
+    options: dict[str, Any] = dict(vars(step.optimizer))
+    if callable(options["lr"]):
+        options["lr"] = float(options["lr"](step.count()))  # type: ignore[arg-type]
+    return type(step.optimizer).__name__, options
+
+
+def optimizer_state(
+    step: TrainStep, state: Mapping[str, Mapping[str, Any]], num_steps: int | None = None
+) -> list[Any]:
+    """The optimizer's state of ``step`` from whole tensors by parameter and key: ``named_state`` backwards.
+
+    num_steps: optimizer steps done, from which a schedule of the learning rate goes on where the state itself
+        doesn't count them (SGD's).
+    Raises: CheckpointError naming parameters without their state.
+    """
+    home, made = step.home, []
+    for stored, tree in zip(home.trained, step.initial_state(), strict=True):
+        arrays = {}
+        for key, array in _torch_state(step, tree).items():
+            found = [_value(home, leaf, key, state) for leaf in stored.leaves]
+            if array.ndim == 0:
+                arrays[key] = home.place(np.asarray(float(found[0]), array.dtype))
+            else:
+                arrays[key] = stored.place([value.to(stored.dtype) for value in found])
+        count = int(arrays["step"]) if "step" in arrays else num_steps
+        made.append(_with_torch_state(step, tree, arrays, count))
+    return made
+
+
+def _value(home: Home, leaf: Leaf, key: str, state: Mapping[str, Mapping[str, Any]]) -> Any:
+    for name in home.names[leaf]:
+        value = state.get(name, {}).get(key)
+        if value is not None:
+            if isinstance(value, torch.Tensor) and value.dim() and tuple(value.shape) != leaf.shape:
+                raise CheckpointError(
+                    f"{name}: {key} has shape {list(value.shape)}, expected {list(leaf.shape)}"
+                )
+            return value
+    raise CheckpointError(
+        f"the checkpoint has no {key} of {home.names[leaf][0]}; load without the step to begin its state anew"
+    )
+
+
+def _part(tree: Any) -> Any:
+    """The part of an optax state that keeps what torch keeps; None if nothing is kept."""
+    kinds = (optax.TraceState, optax.ScaleByAdamState)
+    leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kinds))
+    return next((leaf for leaf in leaves if isinstance(leaf, kinds)), None)
+
+
+def _torch_state(step: TrainStep, tree: Any) -> dict[str, Any]:
+    hyper_parameters(step)  # refuses an optimizer that isn't ours
+    part = _part(tree)
+    if part is None:
+        return {}
+    return {key: getattr(part, name) for key, name in step.optimizer.state_names.items()}
+
+
+def _with_torch_state(step: TrainStep, tree: Any, arrays: Mapping[str, Any], count: int | None) -> Any:
+    part = _part(tree)
+
+    def swapped(node: Any) -> Any:
+        if node is part:
+            return node._replace(**{step.optimizer.state_names[key]: array for key, array in arrays.items()})
+        if isinstance(node, optax.ScaleByScheduleState) and count is not None:
+            return node._replace(count=step.home.place(np.asarray(count, node.count.dtype)))
+        return node
+
+    return jax.tree.map(swapped, tree, is_leaf=lambda node: hasattr(node, "_replace"))
+
+
+# ---- what XlaFullyShardedDataParallel calls things
+
+
+def _path(home: Home, unit: Unit) -> str:
+    """Name of the unit's wrapper in the model as it would be wrapped, without the flattening wrappers."""
+    if unit is home.root:
+        return ""
+    wrapped = {id(u.module) for u in home.units}
+    parts, module = [WRAPPED], home.root.module
+    name = next(n for n, m in module.named_modules() if m is unit.module)
+    for part in name.split("."):
+        module = module.get_submodule(part)
+        parts.append(part)
+        if id(module) in wrapped and module is not unit.module:
+            parts.append(WRAPPED)
+    return ".".join(parts)
+
+
+def _inside(home: Home, unit: Unit, leaf: Leaf) -> str:
+    """Name of a parameter inside of its unit."""
+    path = next(n for n, m in home.root.module.named_modules() if m is unit.module)
+    names = home.names[leaf]
+    return next(n for n in names if n.startswith(path)).removeprefix(path).lstrip(".")
+
+
+def _original_names(home: Home, unit: Unit) -> list[str]:
+    """``_orig_name`` of each stored array."""
+    if unit.options.flatten_parameters:
+        return [f"{WRAPPED}.flat_param_{i}" for i in range(len(unit.stored))]
+    return [f"{WRAPPED}.{FLAT}.{_inside(home, unit, stored.leaves[0])}" for stored in unit.stored]
+
+
+def _shard_name(original: str) -> str:
+    return f"{SHARD}.{original}".replace(".", SEPARATOR)
+
+
+def _keys(home: Home, unit: Unit) -> list[str]:
+    path = _path(home, unit)
+    return [".".join(filter(None, (path, _shard_name(name)))) for name in _original_names(home, unit)]
+
+
+def _metadata(home: Home, rank: int) -> dict[str, Any]:
+    shard_info: dict[str, Any] = {}
+    flatten_info: dict[str, Any] = {}
+    for unit in home.units:
+        path = _path(home, unit)
+        info = shard_info.setdefault(path, {})
+        for stored, name in zip(unit.stored, _original_names(home, unit), strict=True):
+            size = (stored.numel,) if unit.options.flatten_parameters else stored.leaves[0].shape
+            info[_shard_name(name)] = {"_orig_size": torch.Size(size), "_orig_name": name}
+            if unit.options.flatten_parameters:
+                flatten_info[".".join(filter(None, (path, name)))] = (
+                    [f"{FLAT}.{_inside(home, unit, leaf)}" for leaf in stored.leaves],
+                    [torch.Size(leaf.shape) for leaf in stored.leaves],
+                    [leaf.numel for leaf in stored.leaves],
+                )
+    return {
+        "shard_info": shard_info,
+        "flatten_info": flatten_info,
+        "buffer_info": {},  # buffers are saved in their own dtype
+        "world_size": home.axes.world,
+        "rank": rank,
+    }
+
+
+def _buffers(home: Home) -> dict[str, torch.Tensor]:
+    model = home.root.module
+    owners = {id(unit.module) for unit in home.units}
+    found = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, nn.Parameter) or not isinstance(value, torch.Tensor):
+            continue
+        parts, module = [WRAPPED], model
+        for part in name.split(".")[:-1]:
+            module = module.get_submodule(part)
+            parts += [part, WRAPPED] if id(module) in owners else [part]
+        found[".".join([*parts, name.rpartition(".")[2]])] = value
+    return found
+
+
+def _own_ranks(home: Home) -> list[tuple[int, Any]]:
+    """``(rank, device)`` of the first copy's sharding devices that belong to this process."""
+    row = home.axes.mesh.devices.reshape(-1, home.axes.world)[0]
+    return [(rank, d) for rank, d in enumerate(row) if d.process_index == jax.process_index()]
+
+
+def _shard(array: Any, device: Any) -> torch.Tensor:
+    return from_numpy(np.asarray(next(s.data for s in array.addressable_shards if s.device == device)))
+
+
+def _optimizer_of_rank(step: TrainStep, device: Any) -> dict[str, Any]:
+    states = dict(zip(step.home.trained, step.state or step.initial_state(), strict=True))
+    found = {}
+    numbered = [stored for unit in step.home.units for stored in unit.stored]
+    for number, stored in enumerate(numbered):
+        if stored in states:
+            arrays = _torch_state(step, states[stored])
+            found[number] = {
+                key: from_numpy(np.asarray(a)).float() if a.ndim == 0 else _shard(a, device)
+                for key, a in arrays.items()
+            }
+    _, options = hyper_parameters(step)
+    return {"state": found, "param_groups": [{**options, "params": list(range(len(numbered)))}]}

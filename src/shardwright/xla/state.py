@@ -1,0 +1,180 @@
+"""The state of a sharded model as whole host tensors, and what it takes in memory."""
+# pyright: reportMissingImports=false
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+import torch
+from jax.experimental import multihost_utils
+from torch import nn
+
+from shardwright.errors import InputError
+from shardwright.xla.home import Home, home_of
+from shardwright.xla.torch_bridge import from_numpy, to_numpy
+
+
+@dataclass(frozen=True)
+class Stats:
+    """num_units: units with parameters. num_arrays: arrays at rest. param_numel: elements of all parameters.
+    at_rest_nbytes: their bytes on each device, padding included. padding_nbytes: padding, averaged over them.
+    """
+
+    num_units: int
+    num_arrays: int
+    param_numel: int
+    at_rest_nbytes: int
+    padding_nbytes: int
+
+
+def stats(model: nn.Module) -> Stats:
+    """Sizes of a sharded model, with or without values; no communication.
+
+    Raises: InputError for a module that isn't sharded.
+    """
+    home = home_of(model)
+    padding = sum(
+        (s.layout.padded_numel - s.numel) * s.shard_nbytes // s.shard_numel
+        for s in home.stored
+        if s.shard_numel
+    )
+    return Stats(
+        num_units=sum(bool(unit.stored) for unit in home.units),
+        num_arrays=len(home.stored),
+        param_numel=sum(s.numel for s in home.stored),
+        at_rest_nbytes=sum(s.shard_nbytes for s in home.stored),
+        padding_nbytes=padding // home.axes.world,
+    )
+
+
+def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Whole parameters and persistent buffers as host tensors, under the names of the unsharded model.
+
+    Shared parameters are one tensor under each name. Buffers are those of the first device. Every process
+    must call it, and each gets all; one stored array at a time is unsharded on the devices.
+    Raises: InputError for a module that isn't sharded; StageError if it has no values yet.
+    """
+    home = home_of(model)
+    home.require_values()
+    found: dict[str, torch.Tensor] = {}
+    for stored in home.stored:
+        for leaf, value in zip(stored.leaves, stored.values(), strict=True):
+            tensor = from_numpy(value)
+            found |= dict.fromkeys(home.names[leaf], tensor)
+    home.store_buffers()
+    found |= _buffers(model)
+    return {name: found[name] for name in model.state_dict(keep_vars=True) if name in found}
+
+
+def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        name: value
+        for name, value in model.state_dict(keep_vars=True).items()
+        if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
+    }
+
+
+def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, torch.Tensor]) -> None:
+    """Set all parameters and persistent buffers from whole host tensors; each process places its own shards.
+
+    Raises: InputError listing every name that is missing, unexpected or of another shape; the model is then
+        as it was.
+    """
+    home = home_of(model)
+    expected = {
+        name: v for name, v in model.state_dict(keep_vars=True).items() if isinstance(v, torch.Tensor)
+    }
+    problems = [f"missing {name}" for name in expected if name not in state_dict]
+    problems += [f"unexpected {name}" for name in state_dict if name not in expected]
+    problems += [
+        f"{name}: shape {list(value.shape)}, expected {list(expected[name].shape)}"
+        for name, value in state_dict.items()
+        if name in expected and value.shape != expected[name].shape
+    ]
+    if problems:
+        raise InputError("the state dict doesn't fit the model:\n  " + "\n  ".join(problems))
+    for stored in home.stored:
+        values = [state_dict[home.names[leaf][0]].detach().cpu().to(stored.dtype) for leaf in stored.leaves]
+        stored.array = stored.place(values)
+    _set_buffers(home, state_dict)
+
+
+def _set_buffers(home: Home, state_dict: Mapping[str, torch.Tensor]) -> None:
+    for same, names in zip(home.slots, home.buffer_names, strict=True):
+        old = same[0][0]._buffers[same[0][1]]
+        assert old is not None
+        known = next((name for name in names if name in state_dict), None)
+        if known is not None:
+            new = state_dict[known].detach().cpu().to(old.dtype, copy=True)
+            for owner, name in same:
+                owner._buffers[name] = new
+    if not any(m._buffers[name].is_meta for same in home.slots for m, name in same):  # type: ignore[union-attr]
+        home.load_buffers()
+
+
+def random_state(model: nn.Module) -> torch.Tensor:
+    """The random key of a sharded model: what dropout will draw from."""
+    return from_numpy(np.asarray(home_of(model).key))
+
+
+def set_random_state(model: nn.Module, key: torch.Tensor) -> None:
+    """Go on from what ``random_state`` returned. Every process must call it with the same key."""
+    home = home_of(model)
+    home.key = home.place(to_numpy(key))
+
+
+def is_first_process() -> bool:
+    """Whether this process is the one that writes what all have."""
+    return jax.process_index() == 0
+
+
+def wait_for_all(name: str) -> None:
+    """Return when every process has called it."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(name)
+
+
+def materialize(model: nn.Module) -> None:
+    """Initialise a model that was built on the meta device, unit by unit, with ``reset_parameters``.
+
+    Every module that owns parameters or buffers must have a ``reset_parameters()`` (all of ``torch.nn`` do).
+    Host memory: one unit. Every process must call it, after the same ``torch.manual_seed``.
+    Raises: InputError naming the modules without ``reset_parameters``; nothing is changed then.
+    """
+    home = home_of(model)
+    owners = [m for m in model.modules() if any(t.is_meta for t in (*m.parameters(False), *m.buffers(False)))]
+    lacking = sorted({type(m).__name__ for m in owners if not callable(getattr(m, "reset_parameters", None))})
+    if lacking:
+        raise InputError(
+            f"{', '.join(lacking)}: no reset_parameters(), so its meta parameters can't be initialised; "
+            "define it, or call xla.load_full_state_dict(model, ...)"
+        )
+    for unit in home.units:
+        _materialize([owner for leaf in unit.leaves for owner, _ in leaf.slots], home)
+    _materialize([m for m in owners if any(b.is_meta for b in m.buffers(False))], home)
+    home.load_buffers()
+
+
+def _materialize(owners: list[nn.Module], home: Home) -> None:
+    """Initialise ``owners`` on the host and place what they have; they show placeholders again afterwards."""
+    shown = {id(leaf.placeholder): leaf for stored in home.stored for leaf in stored.leaves}
+    before = [
+        (m, name, p) for m in dict.fromkeys(owners) for name, p in m._parameters.items() if p is not None
+    ]
+    made: dict[int, nn.Parameter] = {}
+    for m, name, p in before:
+        if id(p) not in made:
+            made[id(p)] = nn.Parameter(torch.empty_like(p, device="cpu"), requires_grad=p.requires_grad)
+        m._parameters[name] = made[id(p)]
+    for m in dict.fromkeys(owners):
+        for name, buffer in m._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                m._buffers[name] = torch.empty_like(buffer, device="cpu")
+        m.reset_parameters()  # type: ignore[operator]
+    for m, name, p in before:
+        m._parameters[name] = p
+    values = {shown[key]: parameter for key, parameter in made.items()}
+    for stored in home.stored:
+        if stored.array is None and all(leaf in values for leaf in stored.leaves):
+            stored.array = stored.place([values[leaf].detach() for leaf in stored.leaves])

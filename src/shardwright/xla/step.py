@@ -1,0 +1,224 @@
+"""One compiled training step: forward, backward, reduction, clipping and the optimizer's update."""
+# pyright: reportMissingImports=false
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import torch
+from jax.sharding import PartitionSpec
+from torch import nn
+
+from shardwright.errors import InputError
+from shardwright.xla import torch_bridge as bridge
+from shardwright.xla.home import Home, device_key, home_of
+from shardwright.xla.optim import Optimizer
+from shardwright.xla.trace import Trace
+from shardwright.xla.unit import Stored
+
+LossFn = Callable[..., torch.Tensor]
+
+
+def make_train_step(
+    model: nn.Module,
+    loss_fn: LossFn,
+    optimizer: Optimizer | optax.GradientTransformation,
+    *,
+    clip_norm: float | None = None,
+    accumulation: int = 1,
+    sync_buffers: bool = True,
+) -> "TrainStep":
+    """A function of a batch that trains the model by one step of the optimizer; see ``TrainStep``.
+
+    model: the outermost module given to ``fully_shard``.
+    loss_fn: ``loss_fn(model, *batch)`` -> a scalar tensor, the mean over the rows it was given. It is traced:
+        it runs once for each shape of batch, on tensors without values.
+    optimizer: ``xla.SGD``, ``xla.AdamW``, or an optax transformation that works element by element.
+    clip_norm: largest global norm of the gradient, as ``torch.nn.utils.clip_grad_norm_``.
+    accumulation: microbatches that each device's rows are cut into; their gradients are averaged.
+    sync_buffers: average floating buffers (BatchNorm's statistics) over devices after each step. False: each
+        device keeps its own, and the first one's are saved.
+    Raises: InputError for a model that isn't sharded, or an option out of range.
+    """
+    if isinstance(accumulation, bool) or not isinstance(accumulation, int) or accumulation < 1:
+        raise InputError(f"accumulation must be an int of at least 1, got {accumulation!r}")
+    if clip_norm is not None and not clip_norm > 0:
+        raise InputError(f"clip_norm must be above 0 or None, got {clip_norm!r}")
+    if not isinstance(optimizer, Optimizer | optax.GradientTransformation):
+        raise InputError(
+            f"optimizer is a {type(optimizer).__name__}, expected xla.SGD, xla.AdamW or an optax "
+            "transformation (a torch.optim one can't be compiled into the step)"
+        )
+    return TrainStep(home_of(model), loss_fn, optimizer, (clip_norm, accumulation, sync_buffers))
+
+
+class TrainStep:
+    """Call it with a batch: trains by one step and returns the loss before it.
+
+    Every process calls it with its own rows, on dim 0 of each tensor, the same number on every process; they
+    are split over its devices. The loss is a 0-d jax array, averaged over all devices; ``float(loss)`` waits
+    for it. Parameters, buffers and the optimizer's state are updated in place (their memory is donated). A
+    unit that the forward doesn't call is left alone by the optimizer. Compiled once for each shape of batch
+    and each combination of ``module.training``.
+    """
+
+    def __init__(self, home: Home, loss_fn: LossFn, optimizer: Any, options: tuple[Any, int, bool]) -> None:
+        self.home = home
+        self.loss_fn = loss_fn
+        self.optimizer = optimizer
+        self.clip_norm, self.accumulation, self.sync_buffers = options
+        made = isinstance(optimizer, Optimizer)
+        self.transform: optax.GradientTransformation = optimizer.transform() if made else optimizer
+        self.state: list[Any] | None = None
+        self._compiled: dict[Any, Any] = {}
+
+    def __call__(self, *batch: Any) -> Any:
+        home = self.home
+        home.require_values()
+        arrays, spec = home.batch_of(batch, self.accumulation)
+        if self.state is None:
+            self.state = self.initial_state()
+        trained, frozen = ([s.array for s in part] for part in (home.trained, home.frozen))
+        trained, home.buffers, self.state, home.key, loss = self._function(spec)(
+            trained, home.buffers, self.state, home.key, frozen, arrays
+        )
+        for stored, array in zip(home.trained, trained, strict=True):
+            stored.array = array
+        return loss
+
+    def lower(self, *batch: Any) -> Any:
+        """The program for a batch, as ``jax.stages.Lowered``: ``.compile()`` it to see its text and memory.
+
+        Needs no values: the model may be on the meta device, and so may the tensors of the batch.
+        """
+        home = self.home
+        leaves, spec = bridge.flatten(batch)
+        sharding = home.axes.batch()
+        arrays = [
+            jax.ShapeDtypeStruct(tuple(x.shape), bridge.jax_dtype(x.dtype), sharding=sharding) for x in leaves
+        ]
+        state = [self._abstract_state(stored) for stored in home.trained]
+        trained, frozen = ([s.abstract() for s in part] for part in (home.trained, home.frozen))
+        return self._function(spec).lower(trained, home.abstract_buffers(), state, home.key, frozen, arrays)
+
+    def initial_state(self) -> list[Any]:
+        """The optimizer's state before the first step: one tree for each trained array, sharded as it is."""
+        found = []
+        for stored in self.home.trained:
+            shardings = jax.tree.map(lambda leaf: leaf.sharding, self._abstract_state(stored))
+            found.append(jax.jit(self.transform.init, out_shardings=shardings)(stored.array))
+        return found
+
+    def count(self) -> int:
+        """Optimizer steps done, as its state counts them; 0 where it keeps no count."""
+        counts = [
+            leaf
+            for leaf in jax.tree.leaves(self.state)
+            if not leaf.ndim and jnp.issubdtype(leaf.dtype, jnp.integer)
+        ]
+        return max(map(int, counts), default=0)
+
+    def _abstract_state(self, stored: Stored) -> Any:
+        axes = self.home.axes
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype, sharding=axes.sharded() if leaf.ndim else axes.replicated()
+            ),
+            jax.eval_shape(self.transform.init, stored.abstract()),
+        )
+
+    def _function(self, spec: Any) -> Any:
+        key = (spec, self.home.flags())
+        if key not in self._compiled:
+            axes, whole = self.home.axes, PartitionSpec()
+            state = [
+                jax.tree.map(lambda leaf: leaf.sharding.spec, self._abstract_state(stored))
+                for stored in self.home.trained
+            ]
+            local = jax.shard_map(
+                lambda *args: self._local(spec, *args),
+                mesh=axes.mesh,
+                in_specs=(axes.shard_spec, axes.batch_spec, state, whole, axes.shard_spec, axes.batch_spec),
+                out_specs=(axes.shard_spec, axes.batch_spec, state, whole, whole),
+                check_vma=False,
+            )
+            self._compiled[key] = jax.jit(local, donate_argnums=(0, 1, 2, 3))
+        return self._compiled[key]
+
+    def _local(self, spec: Any, *args: Any) -> Any:
+        """The step on one device, inside shard_map."""
+        trained, buffers, state, key_data, frozen, leaves = args
+        axes = self.home.axes
+        buffers = [buffer[0] for buffer in buffers]
+        key = device_key(axes, key_data)
+        loss, grads, buffers, entered = self._accumulate(trained, buffers, key, frozen, (leaves, spec))
+        grads = self._reduced(grads)
+        loss = jax.lax.pmean(loss, axes.names)
+        if self.sync_buffers:
+            buffers = [
+                jax.lax.pmean(b, axes.names) if jnp.issubdtype(b.dtype, jnp.floating) else b for b in buffers
+            ]
+        new, new_state = [], []
+        for stored, param, grad, old in zip(self.home.trained, trained, grads, state, strict=True):
+            if stored in entered:
+                updates, old = self.transform.update(grad, old, param)
+                param = optax.apply_updates(param, updates)
+            new.append(param)
+            new_state.append(old)
+        next_key = jax.random.key_data(jax.random.split(jax.random.wrap_key_data(key_data))[0])
+        return new, [buffer[None] for buffer in buffers], new_state, next_key, loss
+
+    def _accumulate(
+        self,
+        trained: list[Any],
+        buffers: list[Any],
+        key: Any,
+        frozen: list[Any],
+        batch: tuple[list[Any], Any],
+    ) -> tuple[Any, list[Any], list[Any], set[Stored]]:
+        """``(mean loss, gradients summed over microbatches and shards, buffers, arrays in use)``."""
+        home, (leaves, spec) = self.home, batch
+        entered: set[Stored] = set()
+
+        def loss_of(trained: list[Any], buffers: list[Any], key: Any, leaves: list[Any]) -> Any:
+            shards = dict(zip((*home.trained, *home.frozen), (*trained, *frozen), strict=True))
+            trace = Trace(home.root, shards, reshard=True)
+            result, _, buffers, key = home.run(trace, self.loss_fn, buffers, key, (leaves, spec))
+            entered.update(stored for unit in trace.entered for stored in unit.stored)
+            if len(result) != 1 or result[0].shape:
+                raise InputError(
+                    "loss_fn must return one scalar tensor, got shapes "
+                    + str([list(r.shape) for r in result])
+                )
+            return result[0].astype(jnp.float32), (buffers, key)
+
+        graded = jax.value_and_grad(loss_of, has_aux=True)
+        if self.accumulation == 1:
+            (loss, (buffers, _)), grads = graded(trained, buffers, key, leaves)
+            return loss, grads, buffers, entered
+
+        def microbatch(carry: Any, leaves: list[Any]) -> Any:
+            total, sums, buffers, key = carry
+            (loss, (buffers, key)), grads = graded(trained, buffers, key, leaves)
+            return (total + loss, [a + b for a, b in zip(sums, grads, strict=True)], buffers, key), None
+
+        parts = [leaf.reshape(self.accumulation, -1, *leaf.shape[1:]) for leaf in leaves]
+        zeros = [jnp.zeros_like(param) for param in trained]
+        carry, _ = jax.lax.scan(microbatch, (jnp.float32(0), zeros, buffers, key), parts)
+        return carry[0] / self.accumulation, carry[1], carry[2], entered
+
+    def _reduced(self, grads: Sequence[Any]) -> list[Any]:
+        """Gradients averaged over all devices and microbatches, and clipped."""
+        axes = self.home.axes
+        if axes.replicate is not None:
+            grads = [jax.lax.psum(grad, axes.replicate) for grad in grads]
+        grads = [grad / np.float32(axes.num_devices * self.accumulation).astype(grad.dtype) for grad in grads]
+        if self.clip_norm is None:
+            return grads
+        squares = sum((jnp.sum(jnp.square(grad.astype(jnp.float32))) for grad in grads), jnp.float32(0))
+        norm = jnp.sqrt(jax.lax.psum(squares, axes.shard))
+        scale = jnp.minimum(1.0, self.clip_norm / (norm + 1e-6))
+        return [grad * scale.astype(grad.dtype) for grad in grads]

@@ -1,0 +1,73 @@
+"""``shardwright checkpoint`` shows what it finds and says so by its exit code."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from shardwright import fully_shard
+from shardwright.checkpoint import save
+from shardwright.cli import main
+from tests.ranks.pool import run_ranks
+
+
+def write(rank, world, folder, step, value):
+    torch.manual_seed(1)
+    model = fully_shard(nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2)))
+    with torch.no_grad():
+        model[1].bias.add_(value)
+    save(folder, model=model, step=step)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    run_ranks(2, write, str(tmp_path / "run"), 1, 0.0)
+    run_ranks(2, write, str(tmp_path / "run"), 2, 0.5)
+    return tmp_path
+
+
+def test_inspect_lists_every_tensor(folder, capsys):
+    assert main(["checkpoint", "inspect", str(folder / "run")]) == 0
+    out = capsys.readouterr().out
+    for shown in ("step 2", "model/0.weight", "[3, 5]", "model/1.bias", "F32"):
+        assert shown in out
+
+
+def test_verify_finds_a_flipped_bit_and_names_the_file(folder, capsys):
+    assert main(["checkpoint", "verify", str(folder / "run")]) == 0
+    victim = max((folder / "run" / "step-000002").glob("*.safetensors"))
+    damaged = bytearray(victim.read_bytes())
+    damaged[-1] ^= 1
+    victim.write_bytes(damaged)
+    assert main(["checkpoint", "verify", str(folder / "run")]) == 1
+    assert victim.name in capsys.readouterr().out
+
+
+def test_diff_names_what_changed(folder, capsys):
+    first, second = (str(folder / "run" / f"step-00000{n}") for n in (1, 2))
+    assert main(["checkpoint", "diff", first, first]) == 0
+    assert main(["checkpoint", "diff", first, second]) == 1
+    assert "changed: model/1.bias" in capsys.readouterr().out
+
+
+def test_consolidate_writes_plain_safetensors(folder):
+    out = folder / "out"
+    assert main(["checkpoint", "consolidate", str(folder / "run"), str(out), "--dtype", "bfloat16"]) == 0
+    weights = load_file(out / "model.safetensors")
+    assert {name: tuple(t.shape) for name, t in weights.items()} == {
+        "0.weight": (3, 5),
+        "0.bias": (3,),
+        "1.weight": (2, 3),
+        "1.bias": (2,),
+    }
+    assert all(t.dtype == torch.bfloat16 for t in weights.values())
+
+
+def test_what_cannot_be_opened_is_told_and_exits_with_1(tmp_path, capsys):
+    assert main(["checkpoint", "inspect", str(tmp_path / "nothing")]) == 1
+    assert "nothing" in capsys.readouterr().err
+
+
+def test_an_unknown_argument_is_refused_with_the_help_to_see(tmp_path, capsys):
+    assert main(["checkpoint", "verify", str(tmp_path), "--fast"]) == 2
+    assert "shardwright checkpoint --help" in capsys.readouterr().err

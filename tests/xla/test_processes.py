@@ -1,0 +1,67 @@
+"""Several processes over Gloo train one model as plain torch does, and save it."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("torchax", reason="the extra shardwright[xla] isn't installed (make setup-xla)")
+
+import torch
+
+from shardwright.checkpoint import load
+from shardwright.xla.files import read
+from tests.xla.models import batch, mlp, reference_step
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def run(processes: int, devices: int, folder) -> list[dict]:
+    """What each process printed."""
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    environment = {**os.environ, "XLA_FLAGS": flags, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.xla.worker"]
+    tail = [str(processes), str(free_port()), str(folder)]
+    started = [
+        subprocess.Popen([*command, str(rank), *tail], env=environment, stdout=subprocess.PIPE, text=True)
+        for rank in range(processes)
+    ]
+    try:
+        outputs = [process.communicate(timeout=180)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0] * processes
+    return [json.loads(output.splitlines()[-1]) for output in outputs]
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_two_processes_train_as_plain_torch_and_resume_bit_equal(tmp_path, devices):
+    found = run(2, devices, tmp_path)
+    assert found[0] == found[1]
+    assert found[0]["devices"] == 2 * devices
+    assert found[0]["again"] == found[0]["losses"][2]
+    assert found[0]["rows"] == 4
+    plain = mlp()
+    optimizer = torch.optim.AdamW(plain.parameters(), 1e-3, eps=1e-3)
+    torch.manual_seed(1)
+    for number, loss in enumerate(found[0]["losses"]):
+        assert reference_step(plain, optimizer, batch("mlp"), 2 * devices, 0.5) == pytest.approx(
+            loss, abs=5e-6
+        )
+        if number == 1:
+            at_two = {name: value.clone() for name, value in plain.state_dict().items()}
+    saved = mlp()
+    load(tmp_path, model=saved)
+    ranks = read(str(tmp_path / "ckpt"))
+    assert len(ranks.paths) == 2 * devices
+    for name, value in saved.state_dict().items():
+        assert torch.equal(value, ranks.model[name])
+        assert torch.allclose(value, at_two[name], atol=1e-6)
