@@ -8,20 +8,41 @@ fully_shard(model)
 optimizer = torch.optim.AdamW(model.parameters())
 """
 
-from shardwright.api import FSDPModule, communication_s, full_state_dict, fully_shard, stats
+from shardwright.api import communication_s, full_state_dict, fully_shard, stats
+from shardwright.clip import clip_grad_norm_
 from shardwright.comm.mesh import set_transport
+from shardwright.explain import Explanation, explain
+from shardwright.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
+from shardwright.motion.build import ShardPlacementResult
 from shardwright.motion.runtime import Stats
-from shardwright.policy import BackwardPrefetch, MixedPrecisionPolicy, SchedulePolicy
+from shardwright.policy import (
+    BackwardPrefetch,
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    SchedulePolicy,
+)
 
 __all__ = [
     "BackwardPrefetch",
+    "CPUOffloadPolicy",
+    "DataParallelMeshDims",
+    "Explanation",
     "FSDPModule",
     "MixedPrecisionPolicy",
+    "OffloadPolicy",
     "SchedulePolicy",
+    "ShardPlacementResult",
     "Stats",
+    "UnshardHandle",
+    "clip_grad_norm_",
     "communication_s",
+    "explain",
     "full_state_dict",
     "fully_shard",
+    "register_fsdp_forward_method",
     "set_transport",
+    "share_comm_ctx",
     "stats",
 ]

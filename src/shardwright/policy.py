@@ -104,3 +104,74 @@ class SchedulePolicy:
                 continue
             if not isinstance(value, int) or value < bound:
                 raise InputError(f"SchedulePolicy.{field} must be an int >= {bound}, got {value!r}")
+
+
+@dataclass(frozen=True)
+class ReductionPolicy:
+    """How unsharded gradients become the gradients of the shards; ``FSDPModule``'s setters replace it.
+
+    reduce: False keeps gradients unsharded and adds them up (gradient accumulation without communication).
+    all_reduce: on a mesh that replicates, False keeps the reduced gradients and adds them up before they
+        are all-reduced over the replicas.
+    divide_factor: the sum over ranks is divided by it; None: by the number of ranks (the average).
+    unused_params: parameters that got no gradient on this rank take part with zeros, because other ranks
+        may have used them.
+    """
+
+    reduce: bool = True
+    all_reduce: bool = True
+    divide_factor: float | None = None
+    unused_params: bool = False
+
+    def __post_init__(self) -> None:
+        if self.divide_factor is not None and not self.divide_factor > 0:
+            raise InputError(f"the gradient divide factor must be positive, got {self.divide_factor!r}")
+
+
+@dataclass(frozen=True)
+class OffloadPolicy:
+    """Where shards lie between uses. This base class: on the device of the mesh."""
+
+
+@dataclass(frozen=True)
+class CPUOffloadPolicy(OffloadPolicy):
+    """Shards of parameters, their gradients and so the optimizer's state and step are on the host.
+
+    Parameters are copied to the device as they are unsharded, gradients to the host as they are reduced.
+    pin_memory: page-locked host memory, so that the copies to the device overlap with compute.
+    """
+
+    pin_memory: bool = True
+
+
+DEFAULT_OFFLOAD = OffloadPolicy()
+
+
+@dataclass(frozen=True)
+class DataParallelMeshDims:
+    """Which axes of a larger mesh are data parallel, by name; a tuple of names is flattened into one axis.
+
+    shard: axes that parameters are sharded over. replicate: axes that hold copies of the shards.
+    Raises: InputError where both are None.
+    """
+
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.shard is None and self.replicate is None:
+            raise InputError("At least one of shard and replicate must be set in DataParallelMeshDims")
+
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        """The axes of ``shard`` as a tuple."""
+        return _as_names(self.shard)
+
+    @property
+    def replicate_names(self) -> tuple[str, ...]:
+        """The axes of ``replicate`` as a tuple."""
+        return _as_names(self.replicate)
+
+
+def _as_names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return () if names is None else (names,) if isinstance(names, str) else tuple(names)

@@ -13,12 +13,15 @@ from dataclasses import dataclass
 PACKAGE = "shardwright"
 
 FLOORS = {
-    "__main__": 11,
-    "cli": 10,
-    "": 9,  # the package itself: re-exports the public names
-    "train": 8,
-    "wrapper": 8,
-    "api": 7,
+    "__main__": 12,
+    "cli": 11,
+    "": 10,  # the package itself: re-exports the public names
+    "train": 9,
+    "wrapper": 9,
+    "api": 8,
+    "module": 7,
+    "explain": 7,
+    "clip": 7,
     "motion": 6,
     "checkpoint": 6,
     "state": 5,
@@ -34,6 +37,10 @@ FLOORS = {
 BUDGETS = {"file lines": 400, "function lines": 60, "parameters": 6, "class lines": 250, "attributes": 12}
 
 EXCEPTIONS: dict[tuple[str, str, str], tuple[int, str]] = {
+    ("api.py", "parameters", "fully_shard"): (8, "torch's signature, so that calls carry over"),
+    ("module.py", "class lines", "FSDPModule"): (300, "torch's methods, a line of code in each"),
+    ("motion/runtime.py", "class lines", "Runtime"): (280, "the one whole-model object"),
+    ("state/param.py", "class lines", "ShardedParam"): (290, "one parameter: both its faces and its copies"),
     ("xla/shard.py", "parameters", "fully_shard"): (13, "options of XlaFullyShardedDataParallel, by name"),
 }
 """(file, budget, name) -> (allowed, reason): the one place to raise a number. One not needed fails too."""

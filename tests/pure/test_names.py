@@ -6,13 +6,23 @@ import shardwright
 
 NAMES = [
     "BackwardPrefetch",
+    "CPUOffloadPolicy",
+    "DataParallelMeshDims",
+    "Explanation",
     "FSDPModule",
     "MixedPrecisionPolicy",
+    "OffloadPolicy",
     "SchedulePolicy",
+    "ShardPlacementResult",
     "Stats",
+    "UnshardHandle",
+    "clip_grad_norm_",
     "communication_s",
+    "explain",
     "full_state_dict",
     "fully_shard",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
     "set_transport",
     "stats",
 ]

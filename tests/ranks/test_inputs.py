@@ -7,9 +7,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
-from shardwright import MixedPrecisionPolicy, communication_s, full_state_dict, fully_shard, stats
+from shardwright import (
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    communication_s,
+    full_state_dict,
+    fully_shard,
+    stats,
+)
 from shardwright.errors import InputError, ShardwrightError, StageError
 from tests.ranks.models import Run, batches, build, loss_of, shard_decoder
 from tests.ranks.pool import run_ranks
@@ -21,24 +28,27 @@ def refused(rank, world):
     nested = nn.Sequential(nn.Sequential(nn.Linear(4, 4)))
     cases = [
         (lambda: fully_shard(sharded), "sharded already"),
-        (
-            lambda: fully_shard(nn.ModuleList([nn.Linear(2, 2)])),
-            "no forward of its own.*each of its children",
-        ),
-        (lambda: fully_shard(nn.ModuleDict({"a": nn.Linear(2, 2)})), "no forward of its own"),
-        (lambda: fully_shard(nn.Module()), "no forward of its own"),
+        (lambda: fully_shard(nn.ParameterList([nn.Parameter(torch.ones(2))])), "no forward of its own"),
         (lambda: fully_shard([]), "empty list"),
         (lambda: fully_shard("model"), "nn.Module or a list of them, got str"),
         (lambda: fully_shard([nested, nested[0]]), "inside another"),
         (lambda: fully_shard(nn.Linear(2, 2), mesh="all"), "DeviceMesh or None, got str"),
-        (lambda: fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (world, 1))), "1-D mesh"),
-        (lambda: fully_shard(nn.Linear(2, 2), reshard_after_forward=3), "True, False or None, got 3"),
+        (lambda: fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (world, 1, 1))), "1-D mesh"),
+        (lambda: fully_shard(nn.Linear(2, 2), reshard_after_forward=3), "factor of 2, not 3"),
+        (lambda: fully_shard(nn.Linear(2, 2), reshard_after_forward="no"), "True, False, None or an int"),
+        (lambda: fully_shard(nn.Linear(2, 2), offload_policy="cpu"), "OffloadPolicy, got str"),
+        (lambda: fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda p: 1), "Invalid shard_placement_fn"),
+        (lambda: fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda p: Shard(2)), "can't shard dim 2"),
+        (
+            lambda: fully_shard(nn.Linear(2, 2), mesh=mesh, dp_mesh_dims=DataParallelMeshDims("dp")),
+            "mesh_dim_names",
+        ),
+        (lambda: DataParallelMeshDims(), "shard and replicate must be set"),
         (lambda: fully_shard(nn.Linear(2, 2), mp_policy=torch.bfloat16), "MixedPrecisionPolicy"),
         (lambda: MixedPrecisionPolicy(param_dtype=torch.int8), "floating-point"),
         (lambda: stats(nn.Linear(2, 2)), "not sharded; call shardwright.fully_shard"),
         (lambda: full_state_dict(nn.Linear(2, 2)), "no sharded module"),
     ]
-    del mesh
     for call, message in cases:
         with pytest.raises(InputError, match=message):
             call()

@@ -9,6 +9,7 @@ from shardwright import SchedulePolicy, fully_shard, set_transport, stats
 from shardwright.motion.unit import unit_of
 from shardwright.plan.schedule import ActionKind, EventKind, Phase, check
 from shardwright.state.group import ParamGroup
+from shardwright.state.reducer import Reducer
 from tests.ranks.models import Run, batches, build, loss_of, shard_decoder
 from tests.ranks.pool import run_ranks
 
@@ -59,7 +60,7 @@ def delayed(rank, world, place, transport):
         return call
 
     if place == "reduce":
-        ParamGroup.reduce = late(ParamGroup.reduce)
+        Reducer.reduce = late(Reducer.reduce)
     elif place == "reshard":
         ParamGroup.reshard = late(ParamGroup.reshard)
     else:

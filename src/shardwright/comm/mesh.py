@@ -8,6 +8,7 @@ import datetime
 import os
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,12 +16,15 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.placement_types import Placement
 
 from shardwright.comm.base import Comm
 from shardwright.comm.gloo import GlooComm
 from shardwright.comm.nccl import NcclComm
 from shardwright.comm.shm import ShmComm, open_arena
 from shardwright.errors import InputError
+from shardwright.policy import DataParallelMeshDims
 
 # Bounds a wait for a rank that never comes. new_group() ignores the default group's own timeout (30 min).
 TIMEOUT = datetime.timedelta(minutes=10)
@@ -28,21 +32,59 @@ TIMEOUT = datetime.timedelta(minutes=10)
 
 @dataclass(frozen=True)
 class Axis:
-    """The mesh axis that parameters are sharded over: this rank's device, and the collectives on it."""
+    """Where parameters are sharded: this rank's device, the collectives among the ranks that share a copy,
+    and those among the ranks that hold the same shards.
+
+    mesh: the 1-D or 2-D mesh that the parameters' DTensors are on. shards: for each of its axes whether
+        parameters are sharded over it (else it holds copies).
+    comm: over the sharded axis. replicate: over the other one, None where there are no copies.
+    """
 
     mesh: DeviceMesh
+    shards: tuple[bool, ...]
     device: torch.device
     comm: Comm
+    replicate: Comm | None = None
 
     @property
     def world(self) -> int:
-        """Number of ranks on the axis."""
+        """Number of ranks on the sharded axis."""
         return self.comm.world
 
     @property
     def rank(self) -> int:
-        """This rank's place on the axis."""
+        """This rank's place on the sharded axis."""
         return self.comm.rank
+
+    @property
+    def num_copies(self) -> int:
+        """Number of ranks that hold the same shard."""
+        return 1 if self.replicate is None else self.replicate.world
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The caller's process group of the sharded axis."""
+        if True not in self.shards:
+            raise InputError(
+                f"the mesh {self.mesh} replicates only: no process group shards over it, so a custom "
+                "collective has nothing to move"
+            )
+        return self.mesh.get_group(self.shards.index(True))
+
+    def __reduce__(self) -> Any:
+        """Pickled as its mesh and this rank's place; unpickled on the same rank of as many."""
+        names = self.mesh.mesh_dim_names
+        return axis_again, (
+            self.mesh.device_type,
+            self.mesh.mesh.tolist(),
+            names,
+            self.shards,
+            dist.get_rank(),
+        )
+
+    def placements(self, placement: Placement) -> tuple[Placement, ...]:
+        """A parameter's placement on each axis of the mesh: ``placement`` on the sharded one."""
+        return tuple(placement if sharded else Replicate() for sharded in self.shards)
 
 
 class Transport(StrEnum):
@@ -77,13 +119,18 @@ def set_transport(transport: Transport | str) -> None:
 # group (a DeviceMesh compares equal to that of an earlier, destroyed world).
 _comms: WeakKeyDictionary[ProcessGroup, Comm] = WeakKeyDictionary()
 _meshes: WeakKeyDictionary[ProcessGroup, DeviceMesh] = WeakKeyDictionary()
+_remade: WeakKeyDictionary[ProcessGroup, dict[Any, DeviceMesh]] = WeakKeyDictionary()
+_smaller: WeakKeyDictionary[ProcessGroup, dict[int, Comm]] = WeakKeyDictionary()
 
 
-def resolve(mesh: DeviceMesh | None) -> Axis:
-    """The axis to shard over: of ``mesh``, or of all ranks where it is None.
+def resolve(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = None) -> Axis:
+    """Where to shard: on ``mesh``, or over all ranks where it is None.
 
-    Every rank of the mesh calls it; the first call for a mesh makes two process groups.
-    Raises: InputError for a mesh that isn't 1-D or doesn't have this rank.
+    A 1-D mesh shards; of a 2-D mesh the first axis holds copies and the second one shards. ``dims`` names
+    the axes of a larger mesh instead. Every rank of the mesh calls it; the first call for an axis makes two
+    process groups.
+    Raises: InputError for a mesh of more axes without ``dims``, names that it doesn't have, or a mesh that
+        doesn't have this rank.
     """
     if mesh is None:
         mesh = _default_mesh()
@@ -92,20 +139,97 @@ def resolve(mesh: DeviceMesh | None) -> Axis:
             f"mesh must be a torch DeviceMesh or None, got {type(mesh).__name__}; "
             'make one with init_device_mesh("cuda", (world,))'
         )
-    if mesh.ndim != 1:
+    if dims is None and mesh.ndim not in (1, 2):
         raise InputError(
-            "this version shards over a 1-D mesh, got axes "
-            f'{mesh.mesh_dim_names or tuple(mesh.shape)}; pass one of them, for example mesh["shard"]'
+            "fully_shard takes a 1-D mesh, or a 2-D one that replicates over its first axis, got axes "
+            f'{mesh.mesh_dim_names or tuple(mesh.shape)}; pass one or two of them, for example mesh["shard"]'
         )
     if mesh.get_coordinate() is None:
         raise InputError(
             f"rank {dist.get_rank()} is not in the mesh {mesh.mesh.tolist()}; call fully_shard only on the "
             "ranks of its mesh, or make a mesh of all ranks"
         )
-    group = mesh.get_group()
+    if dims is not None:
+        mesh, shards = _data_parallel(mesh, dims)
+    else:
+        shards = (True,) if mesh.ndim == 1 else (False, True)
+    return _axis(mesh, shards)
+
+
+def _axis(mesh: DeviceMesh, shards: tuple[bool, ...]) -> Axis:
+    device_type = mesh.device_type
+    ranks = [dist.get_process_group_ranks(mesh.get_group(axis)) for axis in range(mesh.ndim)]
+    comm = _comm_of(mesh.get_group(shards.index(True)), device_type) if True in shards else None
+    replicate = None
+    if False in shards and len(ranks[shards.index(False)]) > 1:
+        replicate = _comm_of(mesh.get_group(shards.index(False)), device_type)
+    return Axis(mesh, shards, _device(device_type), comm or _solo(device_type), replicate)
+
+
+def axis_again(
+    device_type: str, ranks: list[Any], names: tuple[str, ...] | None, shards: tuple[bool, ...], rank: int
+) -> Axis:
+    """The axis that was pickled by ``rank``. Every rank of its mesh unpickles; makes the mesh where needed.
+
+    Raises: InputError on another rank, or in a world that doesn't have the mesh's ranks.
+    """
+    default = _default_mesh()
+    ours = dist.get_rank()
+    layout = torch.tensor(ranks, dtype=torch.int)
+    if ours != rank or int(layout.max()) >= dist.get_world_size():
+        raise InputError(
+            f"this was pickled by rank {rank} of the mesh {ranks} and is being unpickled by rank {ours} of "
+            f"{dist.get_world_size()}: a pickle holds one rank's shards. For another number of ranks save "
+            "full_state_dict(model) or a checkpoint instead"
+        )
+    if default.device_type == device_type and names is None and torch.equal(default.mesh, layout):
+        return resolve(default)
+    made = _remade.setdefault(default.get_group(), {})
+    key = (device_type, str(ranks), names)
+    if key not in made:
+        made[key] = DeviceMesh(device_type, layout, mesh_dim_names=names)
+    return _axis(made[key], shards)
+
+
+def _data_parallel(mesh: DeviceMesh, dims: DataParallelMeshDims) -> tuple[DeviceMesh, tuple[bool, ...]]:
+    """The data-parallel part of a larger mesh, and which of its axes shard."""
+    names = mesh.mesh_dim_names
+    if names is None:
+        raise InputError("dp_mesh_dims names axes, but the mesh has no mesh_dim_names; name its axes")
+    missing = [name for name in (*dims.shard_names, *dims.replicate_names) if name not in names]
+    if missing:
+        raise InputError(f"Mesh dim name {missing[0]!r} not found in mesh.mesh_dim_names {names}")
+    parts = [
+        (mesh[wanted[0]] if len(wanted) == 1 else mesh[wanted]._flatten("_".join(wanted)), shards)
+        for wanted, shards in ((dims.replicate_names, False), (dims.shard_names, True))
+        if wanted
+    ]
+    if len(parts) == 1:
+        return parts[0][0], (parts[0][1],)
+    return DeviceMesh._concatenate([part for part, _ in parts]), (False, True)
+
+
+def smaller_world(axis: Axis, size: int) -> Comm:
+    """Collectives among ``size`` neighbours on the sharded axis. Every rank of the axis calls it."""
+    ranks = dist.get_process_group_ranks(axis.group)
+    start = axis.rank // size * size
+    made = _smaller.setdefault(axis.group, {})
+    if size not in made:
+        made[size] = _make_comm(ranks[start : start + size], axis.mesh.device_type, axis.group)
+    return made[size]
+
+
+def _comm_of(group: ProcessGroup, device_type: str) -> Comm:
     if group not in _comms:
-        _comms[group] = _make_comm(group, mesh.device_type)
-    return Axis(mesh, _device(mesh.device_type), _comms[group])
+        _comms[group] = _make_comm(dist.get_process_group_ranks(group), device_type, group)
+    return _comms[group]
+
+
+def _solo(device_type: str) -> Comm:
+    """A world of one, for a mesh that only replicates."""
+    world = dist.group.WORLD
+    assert world is not None
+    return _make_comm([dist.get_rank()], device_type, world)
 
 
 def _default_mesh() -> DeviceMesh:
@@ -135,10 +259,9 @@ def _device(device_type: str) -> torch.device:
     return torch.device(device_type, torch.accelerator.current_device_index())
 
 
-def _make_comm(group: ProcessGroup, device_type: str) -> Comm:
-    ranks = dist.get_process_group_ranks(group)
+def _make_comm(ranks: list[int], device_type: str, within: ProcessGroup) -> Comm:
     backend = "gloo" if device_type == "cpu" else dist.get_default_backend_for_device(device_type)
-    timeout = min(TIMEOUT, _timeout_of(group))
+    timeout = min(TIMEOUT, _timeout_of(within))
     gather_group, reduce_group = (
         dist.new_group(ranks, timeout, backend, use_local_synchronization=True) for _ in range(2)
     )

@@ -12,6 +12,7 @@ Inputs that need a gradient are passed on as aliases (``view_as``), so that the 
 own share of the gradient is done, however else the caller uses the tensor.
 """
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -20,16 +21,17 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from torch.autograd import Variable
-from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from shardwright.errors import StageError
+from shardwright.motion.containers import map_tensors, opaque_tensors_in, tensors_in
+from shardwright.motion.optimizers import OptimizerGuard
 from shardwright.motion.runtime import Runtime
-from shardwright.motion.unit import Unit, sharded_from
+from shardwright.motion.unit import Unit
 from shardwright.plan.schedule import EventKind, Phase
 from shardwright.state.dtensor_ops import register_optimizer_kernels
 from shardwright.state.group import ParamGroup
+from shardwright.state.load import shard_plain_entries
 
 
 def _in_backward() -> bool:
@@ -44,6 +46,7 @@ class _Call:
         self.recomputed = recomputed
         self.num_inputs = 0
         self.left = 0
+        self.task = -1  # the backward that it was last entered in
 
 
 class _GradWatch:
@@ -94,11 +97,14 @@ class Backward:
         """Enter the backward, once per backward."""
         if self.runtime.phase is not Phase.BACKWARD:
             self.runtime.begin(Phase.BACKWARD)
+            for group in self.runtime.groups:
+                group.reducer.done = False
             Variable._execution_engine.queue_callback(self._end)
 
     def enter(self, unit: Unit, call: _Call) -> None:
         """The gradient of one of the call's outputs is there: its backward begins."""
         self.begin()
+        call.task = torch._C._current_graph_task_id()
         active = self._active.setdefault(unit, set())
         if call in active:
             return
@@ -147,7 +153,9 @@ class Backward:
         for group in self.runtime.groups:
             if group in _watches:
                 _watches[group].reset()
-            if group.has_grads:
+            reducer = group.reducer
+            others_may = reducer.policy.unused_params and not reducer.done and group.buffer is not None
+            if group.has_grads or others_may:
                 self.runtime.at(EventKind.GRADS_READY, group)
         self.runtime.at(EventKind.STEP_END)
         self.runtime.end()
@@ -168,23 +176,32 @@ def _needed(unit: Unit) -> list[ParamGroup]:
 
 
 class ModuleHooks:
-    """The hooks of one unit's modules. Stays alive through them."""
+    """The hooks of one unit's modules, known by ``ids``. Stays alive through them."""
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
         self._calls: list[_Call] = []
+        self.ids: set[int] = set()
         for module in unit.modules:
-            module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self._after, always_call=True)
-            module.register_state_dict_pre_hook(self._at_rest)
-            module.register_load_state_dict_pre_hook(self._at_rest)
+            handles = (
+                module.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True),
+                module.register_forward_hook(self.after, always_call=True),
+                module.register_state_dict_pre_hook(self._at_rest),
+                module.register_load_state_dict_pre_hook(self._before_load),
+            )
+            self.ids.update(handle.id for handle in handles)
 
     def _at_rest(self, *_: Any) -> None:
         self.unit.runtime.rest()
 
+    def _before_load(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        self.unit.runtime.rest()
+        shard_plain_entries(module, state, prefix, [p for group in self.unit.groups for p in group.params])
+
     # ---- before the forward
 
-    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Unshard what the module's forward needs; cast and watch its inputs."""
         unit = self.unit
         call = _Call(recomputed=_in_backward())
         if call.recomputed:
@@ -196,9 +213,11 @@ class ModuleHooks:
             self._enter(call)
         for owner in unit.owners:
             self._watch_grads(owner)
+        if unit.device is not None and unit.runtime.depth == 1 and unit.device.type != "cpu":
+            args, kwargs = map_tensors(lambda t: t.to(unit.device, non_blocking=True), (args, kwargs))
         dtype = unit.policy.param_dtype if unit.policy.cast_forward_inputs else None
         if dtype is not None:
-            args, kwargs = tree_map_only(torch.Tensor, lambda t: _cast(t, dtype), (args, kwargs))
+            args, kwargs = map_tensors(lambda t: _cast(t, dtype), (args, kwargs))
         if torch.is_grad_enabled() and unit.owners:
             args, kwargs = self._watch_inputs(call, args, kwargs)
         return args, kwargs
@@ -235,6 +254,10 @@ class ModuleHooks:
 
     def _watch_inputs(self, call: _Call, args: Any, kwargs: Any) -> tuple[Any, Any]:
         leaves, spec = tree_flatten((args, kwargs))
+        if any(tensor.requires_grad for tensor in opaque_tensors_in(leaves)):
+            # Those can't be replaced by aliases, and without them nobody knows when the module's share of
+            # the gradient is done: then the end of the backward reshards.
+            return args, kwargs
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.layout is torch.strided:
                 alias = leaf.view_as(leaf)
@@ -248,7 +271,8 @@ class ModuleHooks:
 
     # ---- after the forward
 
-    def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Reshard after the module's forward; cast and watch its outputs."""
         if not self._calls:
             return None  # another hook failed before ours ran
         call = self._calls.pop()
@@ -259,12 +283,11 @@ class ModuleHooks:
             return None
         dtype = self.unit.policy.output_dtype
         if dtype is not None:
-            output = tree_map_only(torch.Tensor, lambda t: _cast(t, dtype), output)
+            output = map_tensors(lambda t: _cast(t, dtype), output)
         if torch.is_grad_enabled() and self.unit.owners:
-            leaves = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor)]
-            hooked = [leaf for leaf in leaves if leaf.requires_grad and not leaf.is_leaf]
-            for leaf in hooked:
-                leaf.register_hook(self._output_hook(call))
+            hooked = [t for t in tensors_in(output) if t.requires_grad and not t.is_leaf]
+            for tensor in hooked:
+                self._watch_output(call, tensor)
             if hooked and call.num_inputs and len(self.unit.modules) > 1:
                 self.unit.calls.append(call)
         return output if dtype is not None else None
@@ -282,8 +305,60 @@ class ModuleHooks:
         if runtime.depth == 0:
             runtime.end(failed)
 
-    def _output_hook(self, call: _Call) -> Callable[[torch.Tensor], None]:
-        return lambda _: backward_of(self.unit.runtime).enter(self.unit, call)
+    def _watch_output(self, call: _Call, output: torch.Tensor) -> None:
+        output.register_hook(lambda _: backward_of(self.unit.runtime).enter(self.unit, call))
+        base = output._base
+        if base is not None and base.grad_fn is not None:
+            # An in-place change of a view gives it a new node and drops its hook; its base's node stays.
+            base.grad_fn.register_prehook(lambda _: self._enter_if_missed(call))
+
+    def _enter_if_missed(self, call: _Call) -> None:
+        if call.task != torch._C._current_graph_task_id():
+            backward_of(self.unit.runtime).enter(self.unit, call)
+
+
+def hooks_of(module: nn.Module) -> ModuleHooks:
+    """The hooks of a sharded module."""
+    owners = (getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values())
+    return next(owner for owner in owners if isinstance(owner, ModuleHooks))
+
+
+_WRAPPED = "_runs_as_forward"
+
+
+def run_as_forward(module: nn.Module, name: str) -> None:
+    """From now on do around another method of a sharded module what is done around its forward."""
+    method = getattr(module, name)
+
+    @functools.wraps(method)
+    def around(*args: Any, **kwargs: Any) -> Any:
+        hooks = hooks_of(module)
+        args, kwargs = hooks.before(module, args, kwargs)
+        try:
+            output = method(*args, **kwargs)
+        except BaseException:
+            hooks.after(module, args, None)
+            raise
+        changed = hooks.after(module, args, output)
+        return output if changed is None else changed
+
+    setattr(around, _WRAPPED, True)
+    setattr(module, name, around)
+
+
+def methods_run_as_forward(module: nn.Module) -> list[str]:
+    """Names of the methods for which ``run_as_forward`` was called."""
+    return [name for name, value in module.__dict__.items() if getattr(value, _WRAPPED, False)]
+
+
+def reset_step(runtime: Runtime) -> None:
+    """Forget a step that was cut short, after what is in flight has ended."""
+    backward_of(runtime).forget()
+    runtime.abandon()
+    runtime.rest()
+    for group in runtime.groups:
+        group.reducer.wait()
+        group.reducer.settle()
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -300,39 +375,4 @@ def guard_optimizers() -> None:
         _guard.handle = register_optimizer_step_pre_hook(_guard)
 
 
-class _OptimizerGuard:
-    """Checks each optimizer once, before its first step."""
-
-    def __init__(self) -> None:
-        self.handle: Any = None
-        self._checked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-
-    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        if self._checked.get(optimizer) == len(params):
-            return
-        stale = [found.fqn for found in map(sharded_from, params) if found is not None]
-        if stale:
-            raise StageError(
-                f"{type(optimizer).__name__} holds {len(stale)} parameters that fully_shard has replaced "
-                f"({', '.join(stale[:3])}{', ...' if len(stale) > 3 else ''}): stepping it would train "
-                "nothing. Build the optimizer after fully_shard, from model.parameters()"
-            )
-        self._checked[optimizer] = len(params)
-        _choose_foreach(optimizer)
-
-
-def _choose_foreach(optimizer: Optimizer) -> None:
-    """Step DTensors with foreach kernels where torch would for plain parameters: on an accelerator.
-
-    With neither ``foreach`` nor ``fused`` given, torch takes foreach for plain CUDA parameters but, not
-    knowing a DTensor for one, a Python loop over sharded ones.
-    """
-    for group in optimizer.param_groups:
-        asked = group.get("fused") or group.get("differentiable") or group.get("foreach", False) is not None
-        sharded = [param for param in group["params"] if isinstance(param, DTensor)]
-        if not asked and sharded and sharded[0].device.type != "cpu":
-            group["foreach"] = True
-
-
-_guard = _OptimizerGuard()
+_guard = OptimizerGuard()

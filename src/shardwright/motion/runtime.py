@@ -56,6 +56,18 @@ class Stats:
     exposed_s: float | None
 
 
+@dataclass(frozen=True)
+class StepPolicy:
+    """What the caller said of the step that is running.
+
+    is_last_backward: False lets reductions run on after this backward; the last one waits for them all.
+    optimizer_event: recorded after the optimizer's step; the next forward's all-gathers wait for it.
+    """
+
+    is_last_backward: bool = True
+    optimizer_event: Any = None
+
+
 @dataclass
 class _Pass:
     """A phase as it runs. ``planner`` decides once the events have left the schedule."""
@@ -93,7 +105,7 @@ class _Book:
 class Runtime:
     """Groups of one model, in the order in which they were sharded, and where their step stands.
 
-    root: the group of the outermost module, which stays unsharded between forward and backward by default.
+    root: the groups of the outermost module, which stay unsharded between forward and backward by default.
     depth: sharded modules that are in their forward now, one inside the other.
     pass_number: counts forwards. successor: the runtime that has taken this one's groups in, if one has.
     """
@@ -101,10 +113,11 @@ class Runtime:
     def __init__(self, policy: SchedulePolicy | None = None) -> None:
         self.policy = policy or SchedulePolicy()
         self.groups: list[ParamGroup] = []
-        self.root: ParamGroup | None = None
+        self.root: tuple[ParamGroup, ...] = ()
         self.depth = 0
         self.pass_number = 0
         self.successor: Runtime | None = None
+        self.step = StepPolicy()
         self._settings: list[GroupFacts] = []
         self._index: dict[ParamGroup, int] = {}
         self._passes: list[_Pass] = []
@@ -130,9 +143,23 @@ class Runtime:
         self._memory.peak_nbytes = max(self._memory.peak_nbytes, other._memory.peak_nbytes)
         other.successor = self
 
-    def set_reshard_after_forward(self, group: ParamGroup, reshard: bool) -> None:
-        """Whether ``group`` is resharded between its forward and its backward, from the next step on."""
-        self._set(group, reshard_after_forward=reshard)
+    def set_facts(self, group: ParamGroup, **changes: Any) -> None:
+        """Replace fields of what the planner knows of ``group``, from the next pass on."""
+        index = self._index[group]
+        self._settings[index] = replace(self._settings[index], **changes)
+        self._replan()
+
+    def settings(self, group: ParamGroup) -> GroupFacts:
+        """What was asked of ``group``."""
+        return self._settings[self._index[group]]
+
+    def facts(self, group: ParamGroup) -> GroupFacts:
+        """What the planner knows of ``group``: ``settings``, with what follows for the root."""
+        return self._facts(self._index[group])
+
+    def do(self, kind: ActionKind, group: ParamGroup) -> None:
+        """Take an action that the caller asks for; what is already so is left so."""
+        self._take(Action(kind, self._index[group]))
 
     def set_policy(self, policy: SchedulePolicy) -> None:
         """Follow another policy, from the next pass on."""
@@ -143,12 +170,7 @@ class Runtime:
         """Groups to gather when ``group`` begins in a phase, instead of the next ones; None: the next."""
         listed = None if ahead is None else tuple(self._index[g] for g in ahead)
         name = "ahead_in_backward" if phase is Phase.BACKWARD else "ahead_in_forward"
-        self._set(group, **{name: listed})
-
-    def _set(self, group: ParamGroup, **changes: Any) -> None:
-        index = self._index[group]
-        self._settings[index] = replace(self._settings[index], **changes)
-        self._replan()
+        self.set_facts(group, **{name: listed})
 
     @property
     def schedule(self) -> Schedule:
@@ -162,7 +184,7 @@ class Runtime:
 
     def _facts(self, index: int) -> GroupFacts:
         group, facts = self.groups[index], self._settings[index]
-        root_stays = facts.reshard_after_forward is None and group is self.root
+        root_stays = facts.reshard_after_forward is None and group in self.root
         reshard = False if root_stays else facts.reshard_after_forward
         return replace(facts, reshard_after_forward=reshard, nbytes=group.unsharded_nbytes)
 
@@ -184,7 +206,7 @@ class Runtime:
         if nested:
             planner = Planner(self.policy, self._facts)
         elif phase is not Phase.BACKWARD:
-            self._drop_stale()
+            self._start_afresh()
         self._passes.append(_Pass(phase, [], [], planner, nested))
 
     def at(self, kind: EventKind, group: ParamGroup | None = None) -> None:
@@ -192,10 +214,19 @@ class Runtime:
         current = self._passes[-1]
         event = Event(kind, self._index[group] if group is not None else -1)
         actions = self._actions(current, event)
+        if kind is EventKind.STEP_END and not self.step.is_last_backward:
+            actions = tuple(action for action in actions if action.kind is not ActionKind.WAIT_REDUCE)
         start = time.perf_counter()
         for action in actions:
             self._take(action)
-        if kind in BEGINS:
+        if kind is EventKind.STEP_END and self.step.is_last_backward:
+            for waiting in self.groups:
+                waiting.reducer.wait()
+            for waiting in self.groups:
+                waiting.reducer.settle()
+        if kind in BEGINS and (
+            kind is not EventKind.BACKWARD_BEGIN or self._facts(event.group).unshard_in_backward
+        ):
             # The plan can be wrong about what other phases left behind; the weights must be there.
             self._take(Action(ActionKind.UNSHARD, event.group))
             self._take(Action(ActionKind.WAIT, event.group))
@@ -249,8 +280,14 @@ class Runtime:
             for index in range(len(self.groups)):
                 self._take(Action(ActionKind.RESHARD, index))
 
-    def _drop_stale(self) -> None:
+    def _start_afresh(self) -> None:
+        if self.step.optimizer_event is not None:
+            self.step.optimizer_event.wait()
+            self.step = replace(self.step, optimizer_event=None)
         for index, group in enumerate(self.groups):
+            if group.near is not None:
+                self._memory.take(-group.near.held_nbytes)
+                group.near.forget()
             if group.stage is Stage.UNSHARDED and group.is_stale:
                 self._take(Action(ActionKind.RESHARD, index))
 
@@ -271,35 +308,39 @@ class Runtime:
                 planner.live[index] = None
             if group.stage is Stage.UNSHARDED:
                 planner.waited.add(index)
-            if group.is_reducing:
+            if group.reducer.in_flight:
                 planner.reducing.append(index)
         return planner
 
     def _take(self, action: Action) -> None:
         """Take one action; what is already so is left so."""
         group = self.groups[action.group]
+        held_nbytes = group.held_nbytes
         if action.kind is ActionKind.UNSHARD:
             if group.stage is Stage.SHARDED:
                 group.unshard()
-                self._memory.take(group.unsharded_nbytes)
         elif action.kind is ActionKind.WAIT:
             if group.stage is Stage.GATHERING:
                 group.wait()
         elif action.kind is ActionKind.RESHARD:
             if group.stage is not Stage.SHARDED:
-                self._memory.take(-group.unsharded_nbytes)
-                group.reshard()
+                group.reshard(nearby=self.phase is Phase.FORWARD)
         elif action.kind is ActionKind.REDUCE:
-            group.wait_reduce()
-            group.reduce()
+            group.reducer.wait()
+            group.reducer.settle()
+            group.reducer.reduce()
         else:
-            group.wait_reduce()
+            group.reducer.wait()
+        self._memory.take(group.held_nbytes - held_nbytes)
 
     # ---- what it costs
 
     def comms(self) -> list[Comm]:
         """The transports in use, each once."""
-        return list({id(group.axis.comm): group.axis.comm for group in self.groups}.values())
+        used = [
+            (group.axis.comm, group.axis.replicate, group.near and group.near.comm) for group in self.groups
+        ]
+        return list({id(comm): comm for comms in used for comm in comms if comm is not None}.values())
 
     def communication_s(self) -> float:
         """Seconds that the collectives of one step take alone: the median of three times."""
@@ -315,7 +356,7 @@ class Runtime:
             for _ in range(1 if self._facts(index).reshard_after_forward is False else 2):
                 for kind in (ActionKind.UNSHARD, ActionKind.WAIT, ActionKind.RESHARD):
                     self._take(Action(kind, index))
-            group.rehearse_reduce()
+            group.reducer.rehearse()
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
         return time.perf_counter() - start

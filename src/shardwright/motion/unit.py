@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -19,9 +20,9 @@ _ATTRIBUTE = "_shardwright_unit"
 class Unit:
     """``modules`` share ``group`` (None where nested calls have taken every parameter).
 
+    parts: units without modules that hold these modules' other groups, where they are on several axes.
     lenders: units whose parameters these modules show too (tied weights); their groups are unsharded and
         resharded around these modules as well.
-    reshard_after_forward: as the caller gave it; None means: unless this unit is the model's root.
     home: the runtime that it was made with; ``runtime`` is the one that has taken that in since.
 
     The rest is where the current forward stands: how deep the modules run, which of them are still to run,
@@ -33,7 +34,6 @@ class Unit:
     modules: tuple[nn.Module, ...]
     group: ParamGroup | None
     lenders: tuple["Unit", ...]
-    reshard_after_forward: bool | None
     policy: MixedPrecisionPolicy
     home: Runtime
     running: int = 0
@@ -41,11 +41,24 @@ class Unit:
     awaited: set[nn.Module] = field(default_factory=set)
     calls: list[Any] = field(default_factory=list)
     pass_number: int = -1
+    parts: tuple["Unit", ...] = ()
 
     @property
     def owners(self) -> tuple["Unit", ...]:
         """The units whose groups these modules need: its own first, if it has a group."""
-        return self.lenders if self.group is None else (self, *self.lenders)
+        others = (*self.parts, *self.lenders)
+        return others if self.group is None else (self, *others)
+
+    @property
+    def groups(self) -> list[ParamGroup]:
+        """The groups that this unit made."""
+        return [unit.group for unit in (self, *self.parts) if unit.group is not None]
+
+    @property
+    def device(self) -> torch.device | None:
+        """The device that its parameters are unsharded on; None where nested calls have taken them all."""
+        groups = [owner.group for owner in self.owners if owner.group is not None]
+        return groups[0].axis.device if groups else None
 
     @property
     def runtime(self) -> Runtime:
@@ -86,6 +99,11 @@ def units_in(module: nn.Module) -> list[Unit]:
     """The units of the sharded modules in a tree, each once, in the order of ``modules()``."""
     found = (m.__dict__[_ATTRIBUTE] for m in module.modules() if is_sharded(m))
     return list(dict.fromkeys(found))
+
+
+def unmark(module: nn.Module) -> None:
+    """Forget the unit of a module."""
+    del module.__dict__[_ATTRIBUTE]
 
 
 # The parameters that modules had before they were sharded. Whoever still holds one (an optimizer built too

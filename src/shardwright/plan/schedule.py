@@ -98,12 +98,16 @@ class GroupFacts:
     reshard_after_forward: False keeps it unsharded from its forward to its backward; None leaves it open.
     nbytes: bytes of its unsharded parameters.
     ahead_in_forward, ahead_in_backward: groups to gather when it begins, instead of the next ones.
+    reshard_after_backward: False keeps it unsharded into the next forward. unshard_in_backward: False says
+        that its backward doesn't read its parameters (``check`` takes both for True).
     """
 
     reshard_after_forward: bool | None = None
     nbytes: int = 0
     ahead_in_forward: tuple[int, ...] | None = None
     ahead_in_backward: tuple[int, ...] | None = None
+    reshard_after_backward: bool = True
+    unshard_in_backward: bool = True
 
     def shifted(self, by: int) -> "GroupFacts":
         """The same with every group's number raised, for a model that became part of another."""
@@ -179,10 +183,12 @@ class Planner:
         actions: list[Action] = []
         group = event.group
         if event.kind in BEGINS:
-            self._unshard(group, actions)
+            needed = event.kind is not EventKind.BACKWARD_BEGIN or self.facts(group).unshard_in_backward
+            if needed:
+                self._unshard(group, actions)
             if self._prefetches_at_begin(phase, event.kind):
                 self._prefetch(phase, group, ahead, actions)
-            if group not in self.waited:
+            if needed and group not in self.waited:
                 self.waited.add(group)
                 actions.append(Action(ActionKind.WAIT, group))
         elif event.kind is EventKind.FORWARD_END:
@@ -191,14 +197,16 @@ class Planner:
         elif event.kind is EventKind.GRADS_READY:
             self._reduce(group, actions)
         elif event.kind is EventKind.BACKWARD_END:
-            self._reshard(group, actions)
+            if self.facts(group).reshard_after_backward:
+                self._reshard(group, actions)
             if self.policy.backward_prefetch is BackwardPrefetch.POST:
                 self._prefetch(phase, group, ahead, actions)
         else:
             actions += [Action(ActionKind.WAIT_REDUCE, reducing) for reducing in self.reducing]
             self.reducing.clear()
             for live in tuple(self.live):
-                self._reshard(live, actions)
+                if self.facts(live).reshard_after_backward:
+                    self._reshard(live, actions)
         return tuple(actions)
 
     def end_forward(self, phase: Phase) -> tuple[Action, ...]:
@@ -255,6 +263,8 @@ class Planner:
             return
         seen = {group}
         for following in ahead:
+            if phase is Phase.BACKWARD and not self.facts(following).unshard_in_backward:
+                continue
             if len(seen) > self.policy.depth:
                 return
             if following not in seen:

@@ -31,7 +31,7 @@ def stream_full(
 
 
 def _whole(value: torch.Tensor, param: ShardedParam | None, dst: int) -> torch.Tensor | None:
-    if param is None:
+    if param is None or param.inner is not None:
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         return whole.detach().to("cpu", copy=True)
     layout, axis = param.layout, param.axis

@@ -13,13 +13,15 @@ from enum import StrEnum
 
 import torch
 
-from shardwright.comm.base import Gather, Reduction
+from shardwright.comm.base import Comm, Gather
 from shardwright.comm.mesh import Axis
 from shardwright.errors import StageError
 from shardwright.plan.layout import GroupLayout
 from shardwright.policy import MixedPrecisionPolicy
 from shardwright.state.buffer import Buffer
+from shardwright.state.near import Near
 from shardwright.state.param import ShardedParam
+from shardwright.state.reducer import Reducer
 
 
 class Stage(StrEnum):
@@ -41,7 +43,8 @@ class ParamGroup:
     """Parameters of one or several modules on one axis, moved together.
 
     name: for messages; of the first module. policy: replaced as a whole by setters, never edited.
-    requires_sync: False keeps gradients unsharded and adds them up (gradient accumulation).
+    comm: the axis' transport, or a caller's own. reducer: what becomes of the gradients.
+    near: where its parameters are kept between forward and backward, if over a smaller world.
     """
 
     def __init__(
@@ -51,14 +54,18 @@ class ParamGroup:
         self.params = tuple(params)
         self.axis = axis
         self.policy = policy
-        self.requires_sync = True
+        self.comm: Comm = axis.comm
+        self.reducer = Reducer(name, self.params, axis, policy)
+        self.near: Near | None = None
         self.stage = Stage.SHARDED
         self.buffer: Buffer | None = None
         self.num_trainable = 0
-        self._bound: tuple[torch.dtype, ...] = ()
         self._gathered_versions: tuple[tuple[int, int], ...] = ()
         self._gather: Gather | None = None
-        self._reduction: tuple[Reduction, list[ShardedParam]] | None = None
+
+    def rename(self, name: str) -> None:
+        """Another name for messages: its group became part of a larger model."""
+        self.name = self.reducer.name = name
 
     # ---- parameters
 
@@ -67,7 +74,7 @@ class ParamGroup:
         for param in self.params:
             param.adopt()
         dtypes = tuple(param.compute_dtype(self.policy) for param in self.params)
-        if dtypes != self._bound:
+        if self.buffer is None or dtypes != tuple(param.unsharded.dtype for param in self.params):
             self._bind(dtypes)
         for param in self.params:
             if param.unsharded.requires_grad != param.trainable:
@@ -89,7 +96,6 @@ class ParamGroup:
         for param, offset, dtype in zip(self.params, layout.offsets_nbytes, dtypes, strict=True):
             param.bind(self.buffer, offset, dtype)
         self.buffer.free()
-        self._bound = dtypes
 
     # ---- the all-gather
 
@@ -104,11 +110,14 @@ class ParamGroup:
         assert self.buffer is not None
         self._gathered_versions = self._versions()
         self.buffer.alloc()
+        if self.near is not None and self.near.holds(self._gathered_versions):
+            self._gather = self.near.gather(f"all-gather {self.name} nearby")
+            return
         with torch.no_grad():
             for param in self.params:
-                param.own.copy_(param.local)
+                param.own.copy_(param.local, non_blocking=True)
         pieces = [param.gather_piece() for param in self.params if param.layout.dim is not None]
-        self._gather = self.axis.comm.all_gather(pieces, f"all-gather {self.name}")
+        self._gather = self.comm.all_gather(pieces, f"all-gather {self.name}")
 
     def wait(self) -> None:
         """Wait for the all-gather; from now on modules show the unsharded parameters."""
@@ -119,67 +128,20 @@ class ParamGroup:
         for param in self.params:
             param.show(param.unsharded)
 
-    def reshard(self) -> None:
-        """Modules show the shards again; the buffer's memory is freed."""
+    def reshard(self, nearby: bool = False) -> None:
+        """Modules show the shards again; the buffer's memory is freed.
+
+        nearby: keep shards over the smaller world, where the group has one, for the next unshard.
+        """
         assert self.buffer is not None
         if self.stage is Stage.GATHERING:
             self.wait()
+        if nearby and self.near is not None:
+            self.near.keep(self._gathered_versions)
         self._move(Stage.SHARDED)
         for param in self.params:
             param.show(param.sharded)
         self.buffer.free()
-
-    # ---- the reduce-scatter
-
-    def reduce(self) -> bool:
-        """Issue the reduce-scatter of the gradients that this backward has brought; False where none.
-
-        Without ``requires_sync`` the gradients stay here, unsharded, to be reduced with later ones.
-        """
-        assert self._reduction is None, f"{self.name}: wait_reduce() first"
-        if not self.requires_sync:
-            for param in self.params:
-                param.accumulate_grad(self.policy)
-            return False
-        taken = [(param, param.take_grad()) for param in self.params if param.trainable]
-        grads = [(param, grad) for param, grad in taken if grad is not None]
-        if not grads:
-            return False
-        pieces = [param.reduce_piece(grad, self.policy) for param, grad in grads]
-        dtypes = [param.reduce_dtype(self.policy) for param, _ in grads]
-        reduction = self.axis.comm.reduce_scatter(pieces, dtypes, f"reduce-scatter {self.name}")
-        self._reduction = (reduction, [param for param, _ in grads])
-        return True
-
-    def wait_reduce(self) -> None:
-        """Wait for the reduce-scatter and add the averages to ``sharded.grad``. No-op where none is out."""
-        if self._reduction is None:
-            return
-        reduction, params = self._reduction
-        self._reduction = None
-        totals = reduction.wait()
-        if not params:
-            return
-        if self.axis.world > 1:
-            torch._foreach_div_(totals, self.axis.world)  # pyright: ignore[reportPrivateImportUsage]
-        for param, total in zip(params, totals, strict=True):
-            param.add_sharded_grad(total)
-
-    def rehearse_reduce(self) -> None:
-        """Reduce zeros in place of gradients and forget the result: to time the collective alone."""
-        zeros = [(param, torch.zeros_like(param.unsharded)) for param in self.params if param.trainable]
-        pieces = [param.reduce_piece(grad, self.policy) for param, grad in zeros]
-        dtypes = [param.reduce_dtype(self.policy) for param, _ in zeros]
-        self.axis.comm.reduce_scatter(pieces, dtypes, f"rehearsal {self.name}").wait()
-
-    def drop_grads(self) -> None:
-        """Forget the gradients of a backward that failed; a reduction in flight ends unseen."""
-        if self._reduction is not None:
-            self._reduction = (self._reduction[0], [])
-        for param in self.params:
-            param.accumulated = None
-            if self.buffer is not None:
-                param.unsharded.grad = None
 
     @property
     def unsharded_nbytes(self) -> int:
@@ -187,14 +149,42 @@ class ParamGroup:
         return 0 if self.buffer is None else self.buffer.nbytes
 
     @property
-    def is_reducing(self) -> bool:
-        """Whether a reduce-scatter is in flight."""
-        return self._reduction is not None
+    def held_nbytes(self) -> int:
+        """Bytes held now for unsharded parameters, or for their shards over a smaller world."""
+        held = 0 if self.stage is Stage.SHARDED else self.unsharded_nbytes
+        return held + (0 if self.near is None else self.near.held_nbytes)
 
     @property
     def has_grads(self) -> bool:
         """Whether a backward has brought gradients that are not reduced yet."""
         return self.buffer is not None and any(param.unsharded.grad is not None for param in self.params)
+
+    def drop_grads(self) -> None:
+        """Forget the gradients of a backward that failed; a reduction in flight ends unseen."""
+        self.reducer.drop()
+        for param in self.params:
+            param.accumulated = None
+            if self.buffer is not None:
+                param.unsharded.grad = None
+
+    # ---- edits while unsharded
+
+    def unsharded_versions(self) -> list[int]:
+        """How often each unsharded parameter has been changed in place; for ``write_back``."""
+        return [param.unsharded._version for param in self.params]
+
+    def write_back(self, before: Sequence[int]) -> None:
+        """Copy this rank's rows of the unsharded parameters into the shards, where they may have changed.
+
+        Where the dtype is that of the shards all are copied, since an edit of ``.data`` leaves no mark;
+        else those whose version isn't the one ``before``, so that nothing is rounded without need.
+        """
+        if self.stage is not Stage.UNSHARDED:
+            return
+        with torch.no_grad():
+            for param, version in zip(self.params, before, strict=True):
+                if param.own.dtype == param.local.dtype or param.unsharded._version != version:
+                    param.local.copy_(param.own)
 
     # ---- stages
 

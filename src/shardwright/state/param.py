@@ -8,18 +8,29 @@ Both are Parameter objects that live as long as the model (the optimizer holds t
 second); sharding swaps which of them the module shows, never their identity.
 """
 
+import copy
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from shardwright.comm.base import Piece
 from shardwright.comm.mesh import Axis
 from shardwright.errors import InputError, StageError
 from shardwright.plan.layout import ParamLayout
-from shardwright.policy import MixedPrecisionPolicy
+from shardwright.policy import (
+    DEFAULT_OFFLOAD,
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
 from shardwright.state.buffer import Buffer
 
 
@@ -40,22 +51,84 @@ class _Unsharded:
     own: torch.Tensor  # this rank's part of the region, in the shape of the local shard
 
 
+@dataclass(frozen=True)
+class Split:
+    """How a parameter is to be sharded.
+
+    dim: the dim that is cut (None: kept whole). offload: where its shard lies.
+    dims: the data-parallel axes, where the parameter is a DTensor on a mesh that has them already.
+    """
+
+    axis: Axis
+    dim: int | None
+    offload: OffloadPolicy = DEFAULT_OFFLOAD
+    dims: DataParallelMeshDims | None = None
+
+    @property
+    def on_host(self) -> bool:
+        """Whether shard and gradient lie on the host."""
+        return isinstance(self.offload, CPUOffloadPolicy)
+
+
 class ShardedParam:
     """A parameter split over an axis. ``fqn`` is its name in the module that ``fully_shard`` was called on.
 
     slots: every place that shows it (more than one where modules share it).
+    inner: the placement that tensor parallelism has given it, or None; what is split here is then this
+        rank's local tensor.
     accumulated: unsharded gradient of earlier microbatches in the reduce dtype, or None.
     """
 
-    def __init__(self, fqn: str, slots: list[Slot], param: nn.Parameter, axis: Axis) -> None:
+    def __init__(self, fqn: str, slots: list[Slot], param: nn.Parameter, split: Split) -> None:
+        """Split ``param``, or take it over where it is a DTensor that was split like that before."""
         self.fqn = fqn
         self.slots = slots
-        self.axis = axis
-        self.layout = ParamLayout(tuple(param.shape), axis.world, dim=0 if param.ndim else None)
+        self.split = split
+        self.inner = param._spec if isinstance(param, DTensor) else None
+        whole = param._local_tensor if isinstance(param, DTensor) else param
+        self.layout = ParamLayout(tuple(whole.shape), split.axis.world, split.dim)
+        self.spec = self._spec(param)
         self.accumulated: torch.Tensor | None = None
         self._unsharded: _Unsharded | None = None
-        self.sharded = self._shard(param)
+        self.sharded = self._shard(whole.detach(), param.requires_grad)
         self.show(self.sharded)
+
+    def twin(self, slots: list[Slot]) -> "ShardedParam":
+        """Another parameter split alike, whose shard is what ``slots`` show now: a plain parameter."""
+        twin = copy.copy(self)
+        twin.slots = slots
+        twin.accumulated = None
+        twin._unsharded = None
+        shard = slots[0].module._parameters[slots[0].name]
+        assert shard is not None
+        twin.sharded = nn.Parameter(self.dtensor(shard.detach()), requires_grad=shard.requires_grad)
+        twin.show(twin.sharded)
+        return twin
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickling: what ``twin`` needs; the shard itself is pickled with the module that shows it."""
+        if self.inner is not None:
+            raise InputError(
+                f"parameter {self.fqn!r} is split by tensor parallelism too, which a pickle can't restore; "
+                "save the model's state_dict() with a checkpoint instead"
+            )
+        state = dict.fromkeys(("accumulated", "_unsharded", "sharded"))
+        meta = self.spec.tensor_meta
+        return {**self.__dict__, **state, "slots": [], "spec": (self.spec.placements, meta)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.spec = DTensorSpec(self.axis.mesh, *state["spec"])
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first of all ranks that hold a part of it."""
+        return not any(self.spec.mesh.get_coordinate() or ())
+
+    @property
+    def axis(self) -> Axis:
+        """The axis that it is split over."""
+        return self.split.axis
 
     # ---- at rest
 
@@ -79,15 +152,17 @@ class ShardedParam:
         shown = slot.module._parameters.get(slot.name)
         if shown is self.sharded:
             return
+        shape = self.spec.shape
         if not (
             isinstance(shown, DTensor)
-            and tuple(shown.shape) == self.layout.shape
-            and shown.placements == (self._placement(),)
+            and shown.shape == shape
+            and shown.placements == self.spec.placements
+            and shown.device_mesh == self.spec.mesh
         ):
             got = "nothing" if shown is None else f"{type(shown).__name__} of shape {list(shown.shape)}"
             raise StageError(
                 f"parameter {self.fqn!r} was replaced by {got}; a sharded parameter must stay a DTensor of "
-                f"shape {list(self.layout.shape)} placed {self._placement()}: copy into it, or load it with "
+                f"shape {list(shape)} placed {self.spec.placements}: copy into it, or load it with "
                 "load_state_dict or shardwright.checkpoint.load"
             )
         self.sharded = shown  # type: ignore[assignment]
@@ -98,25 +173,79 @@ class ShardedParam:
         for slot in self.slots:
             slot.module._parameters[slot.name] = param
 
-    def _placement(self) -> Placement:
-        return Replicate() if self.layout.dim is None else Shard(self.layout.dim)
+    def dtensor(self, local: torch.Tensor) -> DTensor:
+        """A DTensor placed like this parameter over ``local``, which has the shape of the local shard.
 
-    def _shard(self, param: nn.Parameter) -> nn.Parameter:
+        Straight to the constructor: from_local() costs 30 us and checks what is true by construction.
+        """
+        spec = self.spec
+        if local.dtype != self.spec.tensor_meta.dtype:  # type: ignore[union-attr]
+            meta = spec.tensor_meta._replace(dtype=local.dtype)  # type: ignore[union-attr]
+            spec = DTensorSpec(spec.mesh, spec.placements, meta)
+        return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
+
+    def rows_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of a whole parameter (of the local one, under tensor parallelism): a view."""
         start, stop = self.layout.row_range(self.axis.rank)
-        whole = param.detach().to(self.axis.device) if param.device.type != "meta" else param.detach()
-        rows = whole if self.layout.dim is None else whole.narrow(self.layout.dim, start, stop - start)
+        return whole if self.layout.dim is None else whole.narrow(self.layout.dim, start, stop - start)
+
+    def shard_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's shard of a plain tensor of the logical shape: a view."""
+        for mesh, sharding in self._other_axes():
+            if isinstance(sharding, Shard):
+                layout = ParamLayout(tuple(whole.shape), mesh.size(), sharding.dim)
+                start, stop = layout.row_range(mesh.get_local_rank())
+                whole = whole.narrow(sharding.dim, start, stop - start)
+        return self.rows_of(whole)
+
+    def _spec(self, param: nn.Parameter) -> DTensorSpec:
+        """Where the shards lie. Tensor parallelism that cuts the same dim has cut it first (strided)."""
+        axis, dim = self.axis, self.layout.dim
+        meta = TensorMeta(param.shape, torch.empty(param.shape, device="meta").stride(), param.dtype)
+        placement: Placement = Replicate() if dim is None else Shard(dim)
+        others = self._other_axes()
+        cuts = [mesh.size() for mesh, sharding in others if sharding.is_shard(dim)]
+        if cuts and dim is not None:
+            placement = _StridedShard(dim, split_factor=math.prod(cuts))
+        mesh = axis.mesh
+        if others:
+            mesh = DeviceMesh._concatenate([mesh, *(other for other, _ in others)])
+        return DTensorSpec(mesh, (*axis.placements(placement), *(p for _, p in others)), meta)
+
+    def _other_axes(self) -> list[tuple[DeviceMesh, Placement]]:
+        """The axes that aren't data parallel, on which the parameter was a DTensor before."""
+        if self.inner is None:
+            return []
+        mesh, dims = self.inner.mesh, self.split.dims
+        if mesh.ndim == 1 and dims is None:
+            return [(mesh, self.inner.placements[0])]
+        ours = () if dims is None else (*dims.shard_names, *dims.replicate_names)
+        placed = zip(mesh.mesh_dim_names or (), self.inner.placements, strict=True)
+        return [(mesh[name], placement) for name, placement in placed if name not in ours]
+
+    def _local_grad(self, grad: DTensor) -> torch.Tensor:
+        """This rank's part of an unsharded gradient: placed like the parameter on all but the data-parallel
+        axes, over which it is reduced later."""
+        assert self.inner is not None
+        dims, names = self.split.dims, self.inner.mesh.mesh_dim_names or ()
+        ours = () if dims is None else (*dims.shard_names, *dims.replicate_names)
+        wanted = tuple(
+            grad.placements[place] if names[place : place + 1] and names[place] in ours else placement
+            for place, placement in enumerate(self.inner.placements)
+        )
+        return grad.redistribute(placements=wanted).to_local()
+
+    def _shard(self, whole: torch.Tensor, trainable: bool) -> nn.Parameter:
+        if whole.device.type != "meta":
+            whole = whole.to("cpu" if self.split.on_host else self.axis.device)
+        rows = self.rows_of(whole)
         if self.axis.world > 1 or not rows.is_contiguous():
             # A copy, so that the whole parameter's memory can go.
             rows = rows.clone(memory_format=torch.contiguous_format)
-        dtensor = DTensor.from_local(
-            rows,
-            self.axis.mesh,
-            [self._placement()],
-            run_check=False,
-            shape=torch.Size(self.layout.shape),
-            stride=torch.empty(self.layout.shape, device="meta").stride(),
-        )
-        return nn.Parameter(dtensor, requires_grad=param.requires_grad)
+        offload = self.split.offload
+        if isinstance(offload, CPUOffloadPolicy) and offload.pin_memory and self.axis.device.type != "cpu":
+            rows = rows.pin_memory()
+        return nn.Parameter(self.dtensor(rows), requires_grad=trainable)
 
     # ---- dtypes
 
@@ -149,6 +278,10 @@ class ShardedParam:
             layout.strides,
         )
         whole = buffer.tensor(dtype, offset_nbytes, layout.shape, layout.strides)
+        if self.inner is not None:
+            meta = TensorMeta(self.spec.shape, self.spec.stride, dtype)
+            spec = DTensorSpec(self.inner.mesh, self.inner.placements, meta)
+            whole = DTensor(whole, spec, requires_grad=False)  # type: ignore[call-arg]
         self._unsharded = _Unsharded(nn.Parameter(whole, requires_grad=self.trainable), region, own)
 
     @property
@@ -157,22 +290,29 @@ class ShardedParam:
         assert self._unsharded is not None, "bind() first"
         return self._unsharded.own
 
-    def gather_piece(self) -> Piece:
-        """Its part in the group's all-gather."""
+    def gather_piece(self, layout: ParamLayout | None = None) -> Piece:
+        """Its part in the group's all-gather; ``layout``: over another world, at most as large."""
         assert self._unsharded is not None, "bind() first"
-        return Piece(self._unsharded.region, self.layout.spans)
+        layout = layout or self.layout
+        return Piece(self._unsharded.region[: layout.padded_numel], layout.spans)
 
     # ---- gradients
 
     def take_grad(self) -> torch.Tensor | None:
         """The unsharded gradient so far, earlier microbatches included; the parameter forgets it."""
         grad, self.unsharded.grad = self.unsharded.grad, None
+        if isinstance(grad, DTensor):
+            grad = self._local_grad(grad)
         if grad is not None and grad.layout is not torch.strided:
             grad = grad.to_dense()  # nn.Embedding(sparse=True)
         if self.accumulated is not None:
             grad = self.accumulated if grad is None else self.accumulated.add_(grad)
             self.accumulated = None
         return grad
+
+    def zero_grad(self, policy: MixedPrecisionPolicy) -> torch.Tensor:
+        """A gradient of zeros, for a rank that has none."""
+        return torch.zeros(self.layout.shape, dtype=self.compute_dtype(policy), device=self.axis.device)
 
     def accumulate_grad(self, policy: MixedPrecisionPolicy) -> None:
         """Keep this microbatch's gradient unsharded, in the reduce dtype, for a later reduction."""
@@ -200,12 +340,11 @@ class ShardedParam:
     def add_sharded_grad(self, total: torch.Tensor) -> None:
         """Add a reduced gradient, 1-D in storage order, to ``sharded.grad`` (in the dtype at rest)."""
         layout = self.layout
-        shape = layout.shard_shape(self.axis.rank)
-        local = total.to(self.sharded.dtype).as_strided(shape, layout.strides)
+        local = total.to(self.sharded.dtype).as_strided(layout.shard_shape(self.axis.rank), layout.strides)
+        local = local.contiguous().to(self.local.device)
         grad = self.sharded.grad
         if grad is None:
-            # Straight to the constructor: from_local() costs 30 us and checks what is true by construction.
-            self.sharded.grad = DTensor(local, self.sharded._spec, requires_grad=False)  # type: ignore[attr-defined]
+            self.sharded.grad = self.dtensor(local)
         elif isinstance(grad, DTensor):
             grad._local_tensor.add_(local)
         else:
@@ -213,3 +352,5 @@ class ShardedParam:
                 f"the gradient of sharded parameter {self.fqn!r} was set to a {type(grad).__name__}; "
                 "set it to a DTensor like the parameter, or to None"
             )
+        for hook in tuple((getattr(self.sharded, "_post_accumulate_grad_hooks", None) or {}).values()):
+            hook(self.sharded)

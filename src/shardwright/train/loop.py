@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwright.api import FSDPModule, fully_shard, stats
+from shardwright.api import fully_shard, stats
+from shardwright.module import FSDPModule
 from shardwright.policy import MixedPrecisionPolicy
 from shardwright.train.config import OptimizerConfig, Recipe
 from shardwright.train.data import TrainBatches, split_targets

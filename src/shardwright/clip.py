@@ -1,0 +1,74 @@
+"""Gradient clipping over parameters on any number of meshes."""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from shardwright.errors import InputError
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """``torch.nn.utils.clip_grad_norm_`` for gradients that are shards on one mesh or on several, or plain.
+
+    Every rank calls it with the same parameters. The norm is that of all gradients whole, as one process
+    would compute it (any ``norm_type``, infinity included). Gradients are scaled in place so that it is at
+    most ``max_norm``. Plain gradients must be equal on all ranks.
+    Returns the norm before clipping: 0-d, plain, the same on every rank.
+    Raises: InputError for a norm_type below 0; RuntimeError where the norm isn't finite and
+        ``error_if_nonfinite`` asks for it.
+    """
+    if norm_type <= 0:
+        raise InputError(f"clip_grad_norm_: norm_type must be above 0, got {norm_type}")
+    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    alike: dict[Any, list[torch.Tensor]] = {}
+    for param in given:
+        if param.grad is not None:
+            where = (
+                (param.grad.device_mesh, param.grad.placements) if isinstance(param.grad, DTensor) else None
+            )
+            alike.setdefault(where, []).append(param)
+    norms = [
+        _norm([p.grad for p in members if p.grad is not None], where, norm_type, foreach)
+        for where, members in alike.items()
+    ]
+    if not norms:
+        return torch.tensor(0.0)
+    total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(
+            f"the total norm of order {norm_type} of the gradients is {total.item()}, so it can't be clipped "
+            "to; pass error_if_nonfinite=False to scale by it anyway"
+        )
+    for members in alike.values():
+        clip_grads_with_norm_(members, max_norm, total, foreach)
+    return total
+
+
+def _norm(grads: list[torch.Tensor], where: Any, norm_type: float, foreach: bool | None) -> torch.Tensor:
+    """The norm of gradients that lie alike: of the local shards, then over the axes that shard them.
+
+    Not torch's own norm of DTensors: its infinity norm fails on a rank whose shard is empty.
+    """
+    local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+    filled = [shard for shard in local if shard.numel()]
+    norm = get_total_norm(filled, norm_type, False, foreach) if filled else local[0].new_zeros(())
+    if where is None:
+        return norm
+    mesh, placements = where
+    infinite = math.isinf(norm_type)
+    part = Partial("max" if infinite else "sum")
+    spread = [placed if isinstance(placed, Replicate) else part for placed in placements]
+    share = norm if infinite else norm**norm_type
+    total = DTensor.from_local(share.to(mesh.device_type), mesh, spread, run_check=False).full_tensor()
+    return total if infinite else total ** (1 / norm_type)

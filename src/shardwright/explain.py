@@ -1,0 +1,189 @@
+"""``explain(model)``: how a model is sharded, one row for each group, as data and as text."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from shardwright.errors import InputError
+from shardwright.motion.unit import Unit, units_in
+from shardwright.policy import CPUOffloadPolicy, MixedPrecisionPolicy, ReductionPolicy
+from shardwright.state.group import ParamGroup
+
+
+@dataclass(frozen=True)
+class ParamRow:
+    """One parameter. ``shape`` is the logical one; dtypes at rest (also of its gradient and the optimizer),
+    in compute (also on the wire), and in which its gradient is summed."""
+
+    name: str
+    shape: tuple[int, ...]
+    placements: str
+    at_rest_dtype: torch.dtype
+    compute_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    trainable: bool
+
+
+@dataclass(frozen=True)
+class GroupRow:
+    """One group: what is gathered and reduced together.
+
+    modules: names in the model. axis: its mesh. at_rest_nbytes: bytes of this rank's shards.
+    unsharded_nbytes: bytes of all its parameters unsharded, without padding. resharded: when they are freed.
+    gradients: how they are reduced. changed: what differs from the defaults.
+    """
+
+    modules: tuple[str, ...]
+    axis: str
+    params: tuple[ParamRow, ...]
+    at_rest_nbytes: int
+    unsharded_nbytes: int
+    resharded: str
+    gradients: str
+    changed: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """How a model is sharded. ``print`` it, or read its rows. unmanaged: parameters that no group has."""
+
+    groups: tuple[GroupRow, ...]
+    unmanaged: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = []
+        for number, group in enumerate(self.groups):
+            lines.append(
+                f"group {number}: {', '.join(group.modules) or '(root)'}  on {group.axis}  "
+                f"{_size(group.at_rest_nbytes)} at rest, {_size(group.unsharded_nbytes)} unsharded"
+            )
+            lines.append(f"    resharded {group.resharded}; gradients: {group.gradients}")
+            lines += [f"    not the default: {change}" for change in group.changed]
+            width = max(len(param.name) for param in group.params)
+            for param in group.params:
+                dtypes = [param.at_rest_dtype, param.compute_dtype, param.reduce_dtype]
+                lines.append(
+                    f"      {param.name:<{width}}  {list(param.shape)!s:<14}  {param.placements:<12}  "
+                    + " -> ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+                    + ("" if param.trainable else "  frozen")
+                )
+        at_rest = sum(group.at_rest_nbytes for group in self.groups)
+        whole = sum(group.unsharded_nbytes for group in self.groups)
+        lines.append(
+            f"{len(self.groups)} groups: {_size(at_rest)} at rest on this rank, {_size(whole)} unsharded"
+        )
+        lines.append("dtypes: at rest -> in compute and on the wire -> in reduction")
+        if self.unmanaged:
+            lines.append(f"not sharded: {', '.join(self.unmanaged)}")
+        return "\n".join(lines)
+
+
+def explain(model: nn.Module) -> Explanation:
+    """How a model is sharded on this rank: its groups in the order in which they were made. No communication.
+
+    Raises: InputError for a model without a sharded module.
+    """
+    units = units_in(model)
+    if not units:
+        raise InputError(
+            f"{type(model).__name__} has no sharded module; call shardwright.fully_shard on it first"
+        )
+    names = {id(module): name for name, module in model.named_modules()}
+    owned = [(unit, group) for unit in units for group in unit.groups]
+    owned.sort(key=lambda pair: pair[0].runtime.groups.index(pair[1]))
+    managed = {
+        (id(slot.module), slot.name) for _, group in owned for param in group.params for slot in param.slots
+    }
+    unmanaged = [
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        for name, param in module._parameters.items()
+        if param is not None and (id(module), name) not in managed
+    ]
+    return Explanation(tuple(_row(unit, group, names) for unit, group in owned), tuple(unmanaged))
+
+
+def _row(unit: Unit, group: ParamGroup, names: dict[int, str]) -> GroupRow:
+    params = []
+    for param in group.params:
+        place = names.get(id(param.slots[0].module), "")
+        params.append(
+            ParamRow(
+                f"{place}.{param.slots[0].name}" if place else param.slots[0].name,
+                tuple(param.spec.shape),
+                ", ".join(map(str, param.spec.placements)),
+                param.sharded.dtype,
+                param.compute_dtype(group.policy),
+                param.reduce_dtype(group.policy),
+                param.trainable,
+            )
+        )
+    mesh = group.axis.mesh
+    axes = mesh.mesh_dim_names or ("shard",) * mesh.ndim
+    sizes = ", ".join(f"{axis} {size}" for axis, size in zip(axes, mesh.shape, strict=True))
+    return GroupRow(
+        tuple(names[id(module)] for module in unit.modules if id(module) in names),
+        f"{mesh.device_type} [{sizes}]",
+        tuple(params),
+        sum(param.local.nbytes for param in group.params),
+        sum(param.layout.numel * param.compute_dtype(group.policy).itemsize for param in group.params),
+        _resharded(unit, group),
+        _gradients(group),
+        tuple(_changes(unit, group)),
+    )
+
+
+def _resharded(unit: Unit, group: ParamGroup) -> str:
+    facts = unit.runtime.facts(group)
+    if group.near is not None:
+        when = f"after forward to {group.near.comm.world} neighbours, and after backward"
+    elif facts.reshard_after_forward is False:
+        when = "after backward"
+    elif facts.reshard_after_forward is None:
+        when = "after forward (unless the backward needs it first) and after backward"
+    else:
+        when = "after forward and after backward"
+    return when if facts.reshard_after_backward else when.replace("after backward", "by the next change")
+
+
+def _gradients(group: ParamGroup) -> str:
+    policy, ranks = group.reducer.policy, group.axis.world * group.axis.num_copies
+    if not policy.reduce:
+        return "kept unsharded and added up (set_requires_gradient_sync(False))"
+    if policy.divide_factor is None:
+        return f"averaged over {ranks} ranks"
+    if policy.divide_factor == 1:
+        return f"summed over {ranks} ranks"
+    return f"summed over {ranks} ranks and divided by {policy.divide_factor:g}"
+
+
+def _changes(unit: Unit, group: ParamGroup) -> list[str]:
+    facts, changed = unit.runtime.settings(group), []
+    if facts.reshard_after_forward is not None and group.near is None:
+        changed.append(f"reshard_after_forward={facts.reshard_after_forward}, by its caller")
+    if group.near is not None:
+        changed.append(f"reshard_after_forward={group.near.comm.world}, by fully_shard's caller")
+    for name in ("reshard_after_backward", "unshard_in_backward"):
+        if not getattr(facts, name):
+            changed.append(f"{name}=False, by set_{name}")
+    if facts.ahead_in_forward is not None or facts.ahead_in_backward is not None:
+        changed.append("prefetch lists, by set_modules_to_*_prefetch")
+    if group.policy != MixedPrecisionPolicy():
+        changed.append(f"{group.policy}, by fully_shard's mp_policy")
+    if group.reducer.policy != ReductionPolicy():
+        changed.append(f"{group.reducer.policy}, by the gradient setters")
+    if isinstance(group.params[0].split.offload, CPUOffloadPolicy):
+        changed.append(f"{group.params[0].split.offload}, by fully_shard's offload_policy")
+    if group.reducer.hook is not None:
+        changed.append("a hook sees reduced gradients, by set_all_reduce_hook")
+    if group.comm is not group.axis.comm:
+        changed.append("custom collectives, by set_custom_all_gather/reduce_scatter")
+    return changed
+
+
+def _size(nbytes: int) -> str:
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= size:
+            return f"{nbytes / size:.1f} {unit}"
+    return f"{nbytes} B"

@@ -1,0 +1,146 @@
+"""What becomes of a group's gradients: unsharded on this rank -> reduced over ranks -> added to the shards'.
+
+    reduce()   issue the reduce-scatter              (or keep the gradients, while accumulating)
+    wait()     wait for it; issue the all-reduce over copies, where the mesh has them
+    settle()   wait for that; divide, and add to the gradients of the shards
+
+Between ``wait`` and ``settle`` the all-reduce runs beside the rest of the backward.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from shardwright.comm.all_reduce import AllReduce
+from shardwright.comm.base import Comm, Reduction
+from shardwright.comm.mesh import Axis
+from shardwright.policy import MixedPrecisionPolicy, ReductionPolicy
+from shardwright.state.param import ShardedParam
+
+Hook = Callable[[torch.Tensor], None]
+
+
+class Reducer:
+    """The gradients of one group.
+
+    policy: replaced as a whole by setters. hook: called with the group's reduced gradients, one flat tensor
+        for each dtype, before they are added to the shards'; stream: where it runs (CUDA).
+    done: whether this backward has reduced them.
+    """
+
+    def __init__(
+        self, name: str, params: Sequence[ShardedParam], axis: Axis, precision: MixedPrecisionPolicy
+    ) -> None:
+        self.policy = ReductionPolicy()
+        self.comm: Comm = axis.comm
+        self.hook: Hook | None = None
+        self.stream: Any = None
+        self.done = False
+        self.name = name
+        self._params = params
+        self._axis = axis
+        self._precision = precision
+        self._reduction: tuple[Reduction, list[ShardedParam]] | None = None
+        self._all_reduce: tuple[AllReduce, list[ShardedParam]] | None = None
+        self._partial: dict[ShardedParam, torch.Tensor] = {}
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a reduce-scatter is in flight."""
+        return self._reduction is not None
+
+    def reduce(self) -> bool:
+        """Issue the reduce-scatter of the gradients that this backward has brought; False where none.
+
+        While accumulating the gradients stay here, unsharded, to be reduced with later ones.
+        """
+        assert self._reduction is None and self._all_reduce is None, f"{self.name}: wait and settle first"
+        self.done = True
+        if not self.policy.reduce:
+            for param in self._params:
+                param.accumulate_grad(self._precision)
+            return False
+        taken = [(param, param.take_grad()) for param in self._params if param.trainable]
+        if self.policy.unused_params:
+            taken = [(p, p.zero_grad(self._precision) if grad is None else grad) for p, grad in taken]
+        grads = [(param, grad) for param, grad in taken if grad is not None]
+        if not grads:
+            return False
+        self._reduction = self._issue(grads, f"reduce-scatter {self.name}"), [param for param, _ in grads]
+        return True
+
+    def wait(self) -> None:
+        """Wait for the reduce-scatter, and issue the all-reduce over copies. No-op where none is out."""
+        if self._reduction is None:
+            return
+        reduction, params = self._reduction
+        self._reduction = None
+        totals = reduction.wait()
+        if not params:
+            return
+        if self._axis.replicate is None:
+            self._finish(totals, params)
+            return
+        for param, total in zip(params, totals, strict=True):
+            earlier = self._partial.get(param)
+            self._partial[param] = total if earlier is None else earlier.add_(total)
+        if self.policy.all_reduce:
+            partial, self._partial = self._partial, {}
+            key = f"all-reduce {self.name}"
+            self._all_reduce = AllReduce(self._axis.replicate, list(partial.values()), key), list(partial)
+
+    def settle(self) -> None:
+        """Wait for the all-reduce, and add to the shards' gradients. No-op where none is out."""
+        if self._all_reduce is not None:
+            all_reduce, params = self._all_reduce
+            self._all_reduce = None
+            totals = all_reduce.wait()
+            if params:
+                self._finish(totals, params)
+
+    def rehearse(self) -> None:
+        """Reduce zeros in place of gradients and forget the result: to time the collectives alone."""
+        zeros = [(p, p.zero_grad(self._precision)) for p in self._params if p.trainable]
+        totals = self._issue(zeros, f"rehearsal {self.name}").wait()
+        if self._axis.replicate is not None:
+            AllReduce(self._axis.replicate, totals, f"rehearsal {self.name}").wait()
+
+    def drop(self) -> None:
+        """Forget the gradients of a backward that failed; what is in flight ends unseen."""
+        self._partial = {}
+        self.done = False
+        if self._reduction is not None:
+            self._reduction = (self._reduction[0], [])
+        if self._all_reduce is not None:
+            self._all_reduce = (self._all_reduce[0], [])
+
+    def _issue(self, grads: Sequence[tuple[ShardedParam, torch.Tensor]], key: str) -> Reduction:
+        pieces = [param.reduce_piece(grad, self._precision) for param, grad in grads]
+        dtypes = [param.reduce_dtype(self._precision) for param, _ in grads]
+        return self.comm.reduce_scatter(pieces, dtypes, key)
+
+    def _finish(self, totals: list[torch.Tensor], params: Sequence[ShardedParam]) -> None:
+        divisor = self.policy.divide_factor or self._axis.world * self._axis.num_copies
+        if divisor != 1:
+            torch._foreach_div_(totals, divisor)  # pyright: ignore[reportPrivateImportUsage]
+        if self.hook is not None:
+            self._call(self.hook, totals)
+        for param, total in zip(params, totals, strict=True):
+            param.add_sharded_grad(total)
+
+    def _call(self, hook: Hook, totals: list[torch.Tensor]) -> None:
+        """Show the caller's hook one flat tensor of each dtype, and take over what it makes of it."""
+        if self.stream is not None:
+            self.stream.wait_stream(torch.accelerator.current_stream())
+        for dtype in dict.fromkeys(total.dtype for total in totals):
+            members = [total for total in totals if total.dtype == dtype]
+            flat = torch.cat(members)
+            if self.stream is None:
+                hook(flat)
+            else:
+                with self.stream:
+                    hook(flat)
+                torch.accelerator.current_stream().wait_stream(self.stream)
+            for total, part in zip(members, flat.split([m.numel() for m in members]), strict=True):
+                total.copy_(part)

@@ -1,0 +1,369 @@
+"""Where parameters may lie: any dim, any memory format, several meshes, copies, neighbours, the host."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from shardwright import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    ShardPlacementResult,
+    clip_grad_norm_,
+    full_state_dict,
+    fully_shard,
+    set_transport,
+    stats,
+)
+from shardwright.motion.unit import unit_of
+from tests.ranks.models import (
+    WIDTH,
+    Run,
+    assert_same,
+    batches,
+    build,
+    full,
+    loss_of,
+    shard_decoder,
+    train_beside,
+)
+from tests.ranks.pool import run_ranks
+
+WORLDS = [1, 2, 3, 4]
+
+
+def last_dim(param):
+    return Shard(param.ndim - 1) if param.ndim else None
+
+
+def any_dim(rank, world):
+    model = shard_decoder(build(), fully_shard, shard_placement_fn=last_dim)
+    assert model.head.weight.placements == (Shard(1),)
+    assert model.head.weight.to_local().shape[1] == max(
+        0, min(-(-WIDTH // world), WIDTH - rank * -(-WIDTH // world))
+    )
+    train_beside(Run.of(model), Run.of(build()), rank, world)
+    state = full_state_dict(model)
+    for name, param in model.named_parameters():
+        whole = full(param)
+        assert rank or torch.equal(state[name], whole)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_parameter_may_be_sharded_on_any_dim_though_its_size_does_not_divide(world):
+    run_ranks(world, any_dim)
+
+
+class Formats(nn.Module):
+    """A channels-last convolution, a transposed and a strided weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 5, 3, padding=1).to(memory_format=torch.channels_last)
+        self.transposed = nn.Parameter(torch.randn(7, 5).t() * 0.3)
+        self.strided = nn.Parameter(torch.randn(7, 14)[:, ::2] * 0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv(x).mean((2, 3)) @ self.transposed @ self.strided
+
+
+def strange_formats(rank, world):
+    torch.manual_seed(0)
+    reference = Formats()
+    torch.manual_seed(0)
+    model = fully_shard(Formats(), shard_placement_fn=lambda p: Shard(1) if p.ndim == 4 else None)
+    assert not reference.transposed.is_contiguous()
+    ours, theirs = Run.of(model), Run.of(reference)
+    for step in range(3):
+        x = torch.randn(world, 2, 3, 6, 6, generator=torch.Generator().manual_seed(step))
+        model(x[rank]).square().mean().backward()
+        torch.stack([reference(rows).square().mean() for rows in x]).mean().backward()
+        ours.step()
+        theirs.step()
+        assert_same(model, reference)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_channels_last_and_non_contiguous_parameters_train_exactly(world):
+    run_ranks(world, strange_formats)
+
+
+def hybrid(rank, world, copies):
+    mesh = init_device_mesh("cpu", (copies, world // copies), mesh_dim_names=("replicate", "shard"))
+    model = shard_decoder(build(tied=True), fully_shard, mesh=mesh)
+    assert model.norm.weight.placements == (Replicate(), Shard(0))
+    train_beside(Run.of(model), Run.of(build(tied=True)), rank, world)
+    state = full_state_dict(model)
+    assert bool(state) == (rank == 0)
+    for param in model.parameters():  # the copies are equal bit for bit
+        others = [torch.empty_like(param.to_local()) for _ in range(copies)]
+        dist.all_gather(others, param.to_local().detach().contiguous(), group=mesh.get_group("replicate"))
+        assert all(torch.equal(other, others[0]) for other in others)
+
+
+@pytest.mark.parametrize(("world", "copies"), [(2, 2), (2, 1), (4, 2), (4, 4), (3, 3)])
+def test_hybrid_sharding_equals_one_process(world, copies):
+    run_ranks(world, hybrid, copies)
+
+
+def hybrid_bytes(rank, world):
+    set_transport("sockets")  # shared memory sends nothing
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = fully_shard(nn.Linear(64, 64, bias=False), mesh=mesh, reshard_after_forward=True)
+    nbytes, sent = 64 * 64 * 4, []
+    for sync, reduce_over_copies in ((True, True), (True, False), (False, False), (True, True)):
+        before = stats(model).sent_nbytes
+        model.set_requires_gradient_sync(sync)
+        model.set_requires_all_reduce(reduce_over_copies)
+        model(torch.ones(2, 64)).sum().backward()
+        sent.append(stats(model).sent_nbytes - before)
+    gather, scatter, spread = nbytes // 2, nbytes // 2, nbytes // 2
+    # Two all-gathers each time; the all-reduce of a half moves 2 x (1/2) of it.
+    assert sent == [
+        2 * gather + scatter + spread,
+        2 * gather + scatter,
+        2 * gather,
+        2 * gather + scatter + spread,
+    ]
+
+
+def test_hybrid_sharding_sends_the_optimal_bytes_and_each_reduction_can_be_left_out():
+    run_ranks(4, hybrid_bytes)
+
+
+def hybrid_accumulation(rank, world):
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    model, reference = shard_decoder(build(), fully_shard, mesh=mesh), build()
+    ours, theirs = Run.of(model), Run.of(reference)
+    for step in range(2):
+        for micro in range(3):
+            tokens = batches(10 * step + micro, world)
+            model.set_requires_all_reduce(micro == 2)
+            model.set_is_last_backward(micro == 2)
+            (loss_of(model, tokens[rank]) / 3).backward()
+            (torch.stack([loss_of(reference, rows) for rows in tokens]).mean() / 3).backward()
+            assert all((p.grad is None) == (micro < 2) for p in model.parameters())
+        ours.step()
+        theirs.step()
+        assert_same(model, reference)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_accumulation_with_reduce_scatters_but_one_all_reduce_equals_one_process(world):
+    run_ranks(world, hybrid_accumulation)
+
+
+def nearby(rank, world, size, placement, hybrid_mesh):
+    mesh = init_device_mesh("cpu", (2, world // 2)) if hybrid_mesh else None
+    fn = last_dim if placement else None
+    options = {"mesh": mesh, "shard_placement_fn": fn, "reshard_after_forward": size}
+    model = shard_decoder(build(tied=True), fully_shard, **options)
+    train_beside(Run.of(model), Run.of(build(tied=True)), rank, world)
+    with torch.no_grad():
+        loss_of(model, batches(0, world)[rank])
+    assert stats(model).unsharded_nbytes == 0
+
+
+@pytest.mark.parametrize(
+    ("world", "size", "placement", "hybrid_mesh"),
+    [
+        (4, 2, False, False),
+        (4, 2, True, False),
+        (4, 1, False, False),
+        (4, 4, False, False),
+        (3, 1, True, False),
+        (4, 2, True, True),
+        (2, 2, False, False),
+    ],
+)
+def test_resharding_to_a_smaller_world_equals_one_process(world, size, placement, hybrid_mesh):
+    run_ranks(world, nearby, size, placement, hybrid_mesh)
+
+
+def nearby_bytes(rank, world):
+    set_transport("sockets")  # shared memory sends nothing
+    model = fully_shard(nn.Linear(64, 64, bias=False), reshard_after_forward=2)
+    group = unit_of(model).group
+    nbytes = 64 * 64 * 4
+    out = model(torch.ones(2, 64))
+    assert group.buffer.allocated_nbytes == 0  # freed, but for a half of it
+    assert stats(model).unsharded_nbytes == nbytes // 2
+    sent = [c.sent_nbytes for c in (group.axis.comm, group.near.comm)]
+    assert sent == [3 * nbytes // 4, 0]
+    out.sum().backward()
+    assert stats(model).unsharded_nbytes == 0
+    # The backward's gather moves a half to one neighbour; only the reduce-scatter goes to all.
+    assert group.near.comm.sent_nbytes == nbytes // 2
+    assert group.axis.comm.sent_nbytes == 2 * 3 * nbytes // 4
+
+
+def test_resharding_to_a_smaller_world_gathers_among_neighbours_in_backward():
+    run_ranks(4, nearby_bytes)
+
+
+def edited_in_between(rank, world):
+    model = fully_shard(nn.Linear(4, 4, bias=False), reshard_after_forward=2)
+    x = torch.ones(1, 4, requires_grad=True)
+    out = model(x)
+    with torch.no_grad():
+        model.weight.to_local().fill_(1.0)
+    out.sum().backward()
+    assert torch.equal(x.grad, torch.full((1, 4), 4.0))
+
+
+def test_an_edit_between_forward_and_backward_is_seen_though_neighbours_kept_the_old_weights():
+    run_ranks(4, edited_in_between)
+
+
+def on_host(rank, world, pin):
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if pin else MixedPrecisionPolicy()
+    model = shard_decoder(
+        build(), fully_shard, offload_policy=CPUOffloadPolicy(pin_memory=pin), mp_policy=policy
+    )
+    if not pin:
+        train_beside(Run.of(model), Run.of(build()), rank, world)
+    loss_of(model, batches(0, world)[rank]).backward()
+    for param in model.parameters():
+        assert param.to_local().device.type == param.grad.to_local().device.type == "cpu"
+        assert param.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("pin", [True, False])
+def test_offload_keeps_shards_and_gradients_on_the_host(pin):
+    run_ranks(2, on_host, pin)
+
+
+class Experts(nn.Module):
+    """Weights that are used by all ranks, beside experts that a mesh of their own shares."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Linear(6, 6)
+        self.expert = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.expert(torch.tanh(self.dense(x)))
+
+
+def several_meshes(rank, world):
+    whole, small = init_device_mesh("cpu", (world,)), init_device_mesh("cpu", (2, world // 2))
+    torch.manual_seed(0)
+    model = nn.Sequential(Experts(), Experts())
+    torch.manual_seed(0)
+    reference = nn.Sequential(Experts(), Experts())
+    for block in model:
+        experts = set(block.expert.parameters())
+
+        def place(param, experts=experts):
+            return ShardPlacementResult(None, small) if param in experts else None
+
+        fully_shard(block, mesh=whole, shard_placement_fn=place)
+    fully_shard(model, mesh=whole)
+    assert model[0].expert.weight.device_mesh == small
+    assert stats(model).num_groups == 4
+    ours, theirs = Run.of(model), Run.of(reference)
+    for step in range(3):
+        x = torch.randn(world, 5, 6, generator=torch.Generator().manual_seed(step))
+        model(x[rank]).square().mean().backward()
+        torch.stack([reference(rows).square().mean() for rows in x]).mean().backward()
+        kind = (2.0, 1.0, float("inf"))[step]
+        norm = clip_grad_norm_(model.parameters(), 0.05, norm_type=kind)
+        expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.05, norm_type=kind)
+        assert abs(norm - expected) <= 1e-6 * max(1, expected)
+        ours.step()
+        theirs.step()
+        assert_same(model, reference)
+
+
+def test_one_module_on_several_meshes_trains_exactly_and_clips_by_the_norm_of_one_process():
+    run_ranks(4, several_meshes)
+
+
+class Feed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 8)
+        self.down = nn.Linear(8, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+def with_tensor_parallelism(rank, world):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model = nn.Sequential(Feed(), Feed())
+    torch.manual_seed(0)
+    reference = nn.Sequential(Feed(), Feed())
+    for block in model:
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(block, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    assert model[0].up.weight.device_mesh.mesh_dim_names == ("dp", "tp")
+    ours, theirs = Run.of(model), Run.of(reference)
+    for step in range(3):
+        x = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(step))
+        model(x[rank // 2]).square().mean().backward()
+        torch.stack([reference(rows).square().mean() for rows in x]).mean().backward()
+        ours.step()
+        theirs.step()
+        assert_same(model, reference)
+    state = full_state_dict(model)
+    assert not rank or not state
+    model.load_state_dict({name: p.detach() for name, p in build_feed(3).named_parameters()})
+    assert_same(model, build_feed(3), 0.0)
+
+
+def build_feed(seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(Feed(), Feed())
+
+
+def test_sharding_composes_with_tensor_parallelism():
+    run_ranks(4, with_tensor_parallelism)
+
+
+def on_a_larger_mesh(rank, world, dims):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    torch.manual_seed(0)
+    reference = nn.Linear(6, 5)
+    torch.manual_seed(0)
+    model = nn.Linear(6, 5)
+    for name, param in list(model.named_parameters()):
+        spread = distribute_tensor(param.detach(), mesh, [Replicate(), Replicate()])
+        setattr(model, name, nn.Parameter(spread))
+    fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
+    ours, theirs = Run.of(model), Run.of(reference)
+    for step in range(3):
+        x = torch.randn(world, 3, 6, generator=torch.Generator().manual_seed(step))
+        local = DTensor.from_local(x[rank], mesh, [Replicate(), Replicate()], run_check=False)
+        model(local).to_local().square().mean().backward()
+        torch.stack([reference(rows).square().mean() for rows in x]).mean().backward()
+        ours.step()
+        theirs.step()
+        assert_same(model, reference)
+
+
+@pytest.mark.parametrize(
+    "dims",
+    [
+        DataParallelMeshDims(shard=("a", "b")),
+        DataParallelMeshDims(shard="b", replicate="a"),
+        DataParallelMeshDims(replicate=("a", "b")),
+    ],
+)
+def test_named_axes_of_a_larger_mesh_are_data_parallel(dims):
+    run_ranks(4, on_a_larger_mesh, dims)
+
+
+def mesh_of_process_groups(rank, world):
+    mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
+    train_beside(Run.of(shard_decoder(build(), fully_shard, mesh=mesh)), Run.of(build()), rank, world)
+
+
+def test_a_mesh_may_be_made_from_process_groups():
+    run_ranks(2, mesh_of_process_groups)
