@@ -402,3 +402,19 @@ def bf16_travels_narrow(rank, world):
 
 def test_a_bf16_gradient_travels_as_bf16_and_is_summed_as_fp32():
     run_ranks(2, bf16_travels_narrow)
+
+
+def dropped(rank, world):
+    model = shard_decoder(build(), fully_shard)
+    run = Run.of(model)
+    for step in range(2):
+        loss_of(model, batches(step, world)[rank]).backward()
+        run.step()
+    seen = weakref.ref(model), weakref.ref(unit_of(model).runtime), weakref.ref(model.blocks[0].up.weight)
+    del model, run
+    gc.collect()
+    assert [ref() for ref in seen] == [None, None, None]
+
+
+def test_a_model_that_is_dropped_is_freed():
+    run_ranks(2, dropped)

@@ -14,6 +14,7 @@ own share of the gradient is done, however else the caller uses the tensor.
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -53,14 +54,17 @@ class _GradWatch:
     """Tells when all trainable parameters of a unit's group have their gradients, whatever runs last."""
 
     def __init__(self, owner: Unit, group: ParamGroup) -> None:
-        self._owner = owner
-        self._group = group
+        # Weak, since this is kept in a table by its group: else no model that was dropped would be freed.
+        self._owner = weakref.ref(owner)
+        self._group = weakref.ref(group)
         self._arrived = 0
         self._watched: nn.Parameter | None = None
 
     def attach(self) -> None:
         """Hook the unsharded parameters, where they are not the ones hooked before."""
-        params = self._group.params
+        group = self._group()
+        assert group is not None
+        params = group.params
         if self._watched is params[0].unsharded:
             return
         self._watched = params[0].unsharded
@@ -76,11 +80,14 @@ class _GradWatch:
         self._arrived = 0
 
     def _arrive(self, _: torch.Tensor) -> None:
-        backward = backward_of(self._owner.runtime)
+        owner, group = self._owner(), self._group()
+        assert owner is not None
+        assert group is not None
+        backward = backward_of(owner.runtime)
         backward.begin()
         self._arrived += 1
-        if self._arrived >= self._group.num_trainable:
-            backward.grads_ready(self._group)
+        if self._arrived >= group.num_trainable:
+            backward.grads_ready(group)
 
 
 _watches: WeakKeyDictionary[ParamGroup, _GradWatch] = WeakKeyDictionary()
@@ -90,8 +97,15 @@ class Backward:
     """The backward of one model: begins with the first hook that fires, ends with autograd's callback."""
 
     def __init__(self, runtime: Runtime) -> None:
-        self.runtime = runtime
+        self._runtime = weakref.ref(runtime)  # kept in a table by its runtime
         self._active: dict[Unit, set[_Call]] = {}
+
+    @property
+    def runtime(self) -> Runtime:
+        """The runtime whose backward this is."""
+        runtime = self._runtime()
+        assert runtime is not None
+        return runtime
 
     def begin(self) -> None:
         """Enter the backward, once per backward."""
