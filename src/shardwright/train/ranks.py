@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardwright.errors import ConfigError, ShardwrightError
+from shardwright.errors import CheckpointError, ConfigError, DataError, InputError
 from shardwright.train.config import LaunchConfig
 from shardwright.train.launch import FAILURE_VARIABLE, STOP_SIGNALS, STORE_VARIABLE, Failure
 
@@ -126,8 +126,8 @@ def life_of_a_rank() -> Iterator[None]:
 
     A failure is told to our launcher, or stderr. The process ends at once, without clean-up: tearing down a
     process group whose peers are gone can block for as long as its time limit, while peers notice a closed
-    connection within milliseconds; and taking down the interpreter beside threads that are still there made
-    about 1 run in 20 that was done end with SIGABRT ("terminate called without an active exception").
+    connection within milliseconds; and taking down the interpreter was once seen to end a run that was done
+    with SIGABRT ("terminate called without an active exception"), for a cause that was not found.
     """
     code = 0
     try:
@@ -135,7 +135,7 @@ def life_of_a_rank() -> Iterator[None]:
     except BaseException as error:
         code = 1
         rank = int(os.environ.get("RANK", "0"))
-        wrong_input = isinstance(error, ShardwrightError)
+        wrong_input = isinstance(error, (InputError, ConfigError, DataError, CheckpointError))
         message = str(error) if wrong_input else f"{type(error).__name__}: {error}"
         text = traceback.format_exc()
         if FAILURE_VARIABLE in os.environ:
