@@ -137,10 +137,11 @@ class Shardwright(System):
     """``shardwright.fully_shard``, called as FSDP2 is: on each block and the root.
 
     ``split``: what would be the root's is two groups in the order of execution, kept after forward as the
-    root is: the head's gradients needn't wait for the embedding's.
+    root is: the head's gradients needn't wait for the embedding's. ``transport``: see ``set_transport``.
     """
 
-    def __init__(self, model: Transformer, split: bool) -> None:
+    def __init__(self, model: Transformer, split: bool, transport: str = "auto") -> None:
+        shardwright.set_transport(transport)
         ends = [[model.embedding, model.position], [model.norm, model.head]] if split else []
         for modules in ends:
             shardwright.fully_shard(modules, reshard_after_forward=False)
@@ -162,6 +163,7 @@ SYSTEMS = {
     "fsdp2": lambda model: FSDP2(model, prefetching=False),
     "fsdp2-async": lambda model: FSDP2(model, prefetching=True),
     "shardwright": lambda model: Shardwright(model, split=False),
+    "shardwright-sockets": lambda model: Shardwright(model, split=False, transport="sockets"),
     "shardwright-split": lambda model: Shardwright(model, split=True),
 }
 """Name -> what makes that system of a model (see ``build_system``)."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from bench import step
 from shardwright.cli import checkpoint, main, train
 from shardwright.train import resolve as resolution
 from tests.ranks.pool import run_ranks
@@ -72,6 +73,9 @@ def test_each_command_is_one_that_there_is(command, monkeypatch):
     words = shlex.split(command)
     if words[0] == "make":
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        return
+    if "bench/step.py" in words:
+        assert step.parse(words[words.index("bench/step.py") + 1 :]).blocks
         return
     arguments = words[words.index("shardwright") + 1 :] if "shardwright" in words else words[1:]
     seen = []
