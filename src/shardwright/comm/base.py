@@ -6,6 +6,8 @@ from typing import Protocol
 
 import torch
 
+from shardwright.plan.layout import pack
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -49,6 +51,21 @@ class Reduction(Protocol):
     def wait(self) -> list[torch.Tensor]:
         """The sums over ranks of this rank's spans, 1-D, one per piece, in the reduce dtype."""
         ...
+
+
+def join(parts: Sequence[torch.Tensor], place: torch.Tensor) -> None:
+    """Copy uint8 ``parts`` one after another into ``place`` (``pack`` says how long), each aligned so that it
+    can be viewed in its own dtype again."""
+    offsets, _ = pack([part.numel() for part in parts])
+    for offset, part in zip(offsets, parts, strict=True):
+        place[offset : offset + part.numel()].copy_(part)
+
+
+def spread(joined: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    """The reverse of ``join``: copy what was joined elsewhere into ``parts``."""
+    offsets, _ = pack([part.numel() for part in parts])
+    for offset, part in zip(offsets, parts, strict=True):
+        part.copy_(joined[offset : offset + part.numel()])
 
 
 def sum_in_rank_order(parts: Sequence[torch.Tensor], dtype: torch.dtype, scratch: int | None) -> torch.Tensor:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch.distributed import ProcessGroup, Work
 
-from shardwright.comm.base import Piece, sum_in_rank_order
+from shardwright.comm.base import Piece, join, spread, sum_in_rank_order
 from shardwright.plan.layout import pack
 
 PACK_NBYTES = 64 * 1024  # a message costs about 50 us of Python and epoll; 64 KiB travel in less than that
@@ -63,12 +63,9 @@ def _plan_messages(pieces: Sequence[Piece]) -> _Plan:
     return _Plan(tuple(direct), tuple(packed))
 
 
-def _join(parts: list[torch.Tensor]) -> torch.Tensor:
-    """The parts one after another, each aligned so that it can be viewed in its own dtype again."""
-    offsets, total = pack([part.numel() for part in parts])
-    joined = torch.empty(total, dtype=torch.uint8)
-    for offset, part in zip(offsets, parts, strict=True):
-        joined[offset : offset + part.numel()].copy_(part)
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    joined = torch.empty(pack([part.numel() for part in parts])[1], dtype=torch.uint8)
+    join(parts, joined)
     return joined
 
 
@@ -102,8 +99,8 @@ class GlooComm:
     def all_gather(self, pieces: Sequence[Piece], key: str) -> "_GlooGather":
         """See ``Comm.all_gather``."""
         plan = _plan_messages(pieces)
-        tag = self._gather_tags.base(key, (p.flat.numel() * p.flat.element_size() for p in pieces))
-        own_packed = _join([pieces[i].part_bytes(self.rank) for i in plan.packed])
+        tag = self._gather_tags.base(key, (p.flat.nbytes for p in pieces))
+        own_packed = _joined([pieces[i].part_bytes(self.rank) for i in plan.packed])
         staged: list[tuple[int, torch.Tensor]] = []
         receives, sends = [], []
         group = self._gather_group
@@ -128,7 +125,7 @@ class GlooComm:
     ) -> "_GlooReduction":
         """See ``Comm.reduce_scatter``."""
         plan = _plan_messages(pieces)
-        tag = self._reduce_tags.base(key, (p.flat.numel() * p.flat.element_size() for p in pieces))
+        tag = self._reduce_tags.base(key, (p.flat.nbytes for p in pieces))
         order = plan.direct + plan.packed
         own = [pieces[i].part_nbytes(self.rank) for i in order]
         offsets, total = pack(own)
@@ -147,7 +144,7 @@ class GlooComm:
             for segment, index in enumerate(plan.direct):
                 part = pieces[index].part_bytes(peer)
                 self._send(group, part, peer, tag + segment, sends)
-            keep.append(_join([pieces[i].part_bytes(peer) for i in plan.packed]))
+            keep.append(_joined([pieces[i].part_bytes(peer) for i in plan.packed]))
             self._send(group, keep[-1], peer, tag + len(plan.direct), sends)
         places = {index: (offset, n) for index, offset, n in zip(order, offsets, own, strict=True)}
         return _GlooReduction(self, (pieces, dtypes), slots, places, _Transfer(receives, sends, keep))
@@ -201,10 +198,7 @@ class _GlooGather:
         """Wait for every span, then put the packed pieces in their places."""
         self._comm.block(self._transfer.receives)
         for peer, joined in self._staged:
-            parts = [self._pieces[i].part_bytes(peer) for i in self._packed]
-            offsets, _ = pack([part.numel() for part in parts])
-            for offset, part in zip(offsets, parts, strict=True):
-                part.copy_(joined[offset : offset + part.numel()])
+            spread(joined, [self._pieces[i].part_bytes(peer) for i in self._packed])
         # Sends read from the buffer, so it may not be freed before they are done either.
         self._comm.block(self._transfer.sends)
 

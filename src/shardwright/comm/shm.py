@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from shardwright.comm.arena import RESERVED_NBYTES, Arena, Host, Segment, this_host
-from shardwright.comm.base import Piece, sum_in_rank_order
+from shardwright.comm.base import Piece, join, spread, sum_in_rank_order
 from shardwright.plan.layout import pack
 
 
@@ -122,10 +122,9 @@ class ShmComm:
     def _publish(self, parts: list[torch.Tensor], key: str) -> int:
         if not self.peers:
             return 0
-        offsets, total = pack([part.numel() for part in parts])
+        _, total = pack([part.numel() for part in parts])
         number, place = self.arena.reserve(total)
-        for offset, part in zip(offsets, parts, strict=True):
-            place[offset : offset + part.numel()].copy_(part)
+        join(parts, place)
         self.arena.publish(number, total, key)
         return number
 
@@ -144,10 +143,7 @@ class _ShmGather:
         start = time.perf_counter()
         for peer in self._comm.peers:
             joined = self._comm.arena.read(peer, self._number, self._key)
-            offsets, _ = pack([piece.part_nbytes(peer) for piece in self._pieces])
-            for offset, piece in zip(offsets, self._pieces, strict=True):
-                part = piece.part_bytes(peer)
-                part.copy_(joined[offset : offset + part.numel()])
+            spread(joined, [piece.part_bytes(peer) for piece in self._pieces])
             self._comm.arena.done(peer, self._number)
         self._comm.spent(start)
 
