@@ -22,6 +22,7 @@ import torch
 from torch.distributed import ProcessGroup, Work
 
 from shardwright.comm.base import Piece, join, spread, sum_in_rank_order
+from shardwright.comm.pages import take_bytes
 from shardwright.plan.layout import pack
 
 PACK_NBYTES = 64 * 1024  # a message costs about 50 us of Python and epoll; 64 KiB travel in less than that
@@ -130,7 +131,7 @@ class GlooComm:
         own = [pieces[i].part_nbytes(self.rank) for i in order]
         offsets, total = pack(own)
         packed_at = offsets[len(plan.direct)] if plan.packed else total
-        slots = {peer: torch.empty(total, dtype=torch.uint8) for peer in self._peers}
+        slots = {peer: take_bytes(total) for peer in self._peers}
         receives, sends, keep = [], [], []
         group = self._reduce_group
         for peer in reversed(self._peers):

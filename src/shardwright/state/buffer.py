@@ -10,6 +10,8 @@ version counters of their own, and filling the buffer doesn't look like an in-pl
 
 import torch
 
+from shardwright.comm.pages import advise_huge
+
 
 class Buffer:
     """``nbytes`` of device memory, given back and taken again at a stable storage. Starts freed."""
@@ -27,6 +29,7 @@ class Buffer:
         """Take the memory (uninitialised). No-op where it is already held."""
         if self._storage.nbytes() != self.nbytes:
             self._storage.resize_(self.nbytes)
+            advise_huge(self._storage)
 
     def free(self) -> None:
         """Give the memory back; tensors over it may not be read until it is taken and filled again."""

@@ -1,0 +1,49 @@
+"""Fresh buffers lie in huge pages where the kernel gives them on request."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwright.comm.pages import HUGE_PAGE_NBYTES, take_bytes
+from shardwright.state.buffer import Buffer
+
+CHOICE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def huge_nbytes(address: int) -> int:
+    """Bytes in huge pages of the mapping that holds ``address``."""
+    found = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        bounds = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
+        if bounds:
+            found = int(bounds[1], 16) <= address < int(bounds[2], 16)
+        elif found and line.startswith("AnonHugePages:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(f"no mapping holds {address:#x}")
+
+
+@pytest.mark.skipif(
+    not CHOICE.exists() or "[never]" in CHOICE.read_text(), reason="no huge pages on this kernel"
+)
+@pytest.mark.parametrize("make", [take_bytes, None])
+def test_fresh_memory_is_filled_in_huge_pages(make):
+    nbytes = 48 * HUGE_PAGE_NBYTES  # more than malloc keeps, so that it maps it fresh
+    if make is None:
+        buffer = Buffer(nbytes, torch.device("cpu"))
+        buffer.alloc()
+        memory = buffer.tensor(torch.uint8, 0, (nbytes,), (1,))
+    else:
+        memory = make(nbytes)
+    memory.fill_(1)
+    middle = memory.data_ptr() + nbytes // 2
+    assert huge_nbytes(middle) >= nbytes // 2
+
+
+def test_small_and_empty_memory_is_left_alone():
+    assert take_bytes(0).numel() == 0
+    assert take_bytes(HUGE_PAGE_NBYTES + 1).fill_(3).sum() == 3 * (HUGE_PAGE_NBYTES + 1)
+    buffer = Buffer(0, torch.device("cpu"))
+    buffer.alloc()
+    assert buffer.allocated_nbytes == 0
