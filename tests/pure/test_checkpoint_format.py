@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import operator
+import random
 import zlib
 from dataclasses import replace
 from functools import reduce
@@ -14,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwright.checkpoint.crc import crc32
 from shardwright.checkpoint.format import (
     Box,
     Manifest,
@@ -206,3 +208,11 @@ def test_tensors_in_small_state_are_kept_apart_by_their_path():
 def test_what_would_need_a_pickle_is_refused_by_its_path():
     with pytest.raises(CheckpointError, match=r"extra/a/0: a object .*nothing is pickled"):
         encode({"a": [object()]}, "extra", {})
+
+
+@pytest.mark.parametrize("size", [0, 1, 15, 64, 1000, 5000, 70_001])
+def test_the_fast_checksum_is_that_of_zlib(size):
+    data = bytes(random.Random(size).randbytes(size))
+    for begin in (0, 1, 0xFFFFFFFF):
+        assert crc32(data, begin) == zlib.crc32(data, begin)
+        assert crc32(memoryview(data)[1:], begin) == zlib.crc32(data[1:], begin)

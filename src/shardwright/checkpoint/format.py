@@ -24,13 +24,13 @@ any world size. This module is pure: no torch, no devices, no processes.
 import functools
 import json
 import math
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from shardwright.checkpoint.crc import crc32
 from shardwright.errors import CheckpointError
 
 FORMAT = "shardwright-checkpoint"
@@ -241,7 +241,7 @@ def dumps(manifest: Manifest) -> str:
     """The manifest as JSON text. Its first field is the CRC-32 of the rest, so that damage to it is seen."""
     tensors = {k: {**vars(e), "pieces": [vars(p) for p in e.pieces]} for k, e in manifest.tensors.items()}
     text = _canonical({"format": FORMAT, **vars(manifest), "tensors": tensors})
-    return f'{{"manifest_crc32":{zlib.crc32(text.encode())},{text[1:]}\n'
+    return f'{{"manifest_crc32":{crc32(text.encode())},{text[1:]}\n'
 
 
 def loads(text: str, where: str) -> Manifest:
@@ -260,7 +260,7 @@ def loads(text: str, where: str) -> Manifest:
                 f"{where}: format version {body['version']}, this release reads up to {VERSION}; "
                 "upgrade shardwright"
             )
-        if zlib.crc32(_canonical(body).encode()) != crc:
+        if crc32(_canonical(body).encode()) != crc:
             raise CheckpointError(f"{where}: the manifest is damaged (its checksum does not match)")
         body.pop("format")
         body["tensors"] = {key: _entry(entry) for key, entry in body["tensors"].items()}
@@ -345,7 +345,7 @@ def crc32_in_chunks(
             crc ^= part_crc32(bits_of(box), box, piece, item_nbytes)
         return crc
     for box in chunks:
-        crc = zlib.crc32(bits_of(box).data, crc)
+        crc = crc32(bits_of(box).data, crc)
     return crc32_shift(crc, (piece.numel - first - part.numel) * item_nbytes)
 
 
@@ -370,6 +370,6 @@ def part_crc32(array: np.ndarray, part: Box, piece: Box, item_nbytes: int) -> in
     for start, after, run in zip(starts[:-1].tolist(), starts[1:].tolist(), runs, strict=False):
         if after - start not in powers:
             powers[after - start] = _power_of_x(8 * (after - start))
-        crc = _multiply(powers[after - start], crc ^ zlib.crc32(run.data))
-    crc ^= zlib.crc32(runs[-1].data)
+        crc = _multiply(powers[after - start], crc ^ crc32(run.data))
+    crc ^= crc32(runs[-1].data)
     return crc32_shift(crc, piece.numel * item_nbytes - int(starts[-1]) - runs.shape[1])

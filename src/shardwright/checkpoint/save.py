@@ -10,7 +10,6 @@ prove coverage, manifest.json, rename, latest          one small agreement: it i
 import contextlib
 import platform
 import warnings
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch.optim import Optimizer
 
 from shardwright.checkpoint import background
 from shardwright.checkpoint.agree import Ranks, ranks
+from shardwright.checkpoint.crc import crc32
 from shardwright.checkpoint.folder import Keep, Writer
 from shardwright.checkpoint.format import Manifest, Piece, TensorEntry, crc32_in_chunks, dumps, prove
 from shardwright.checkpoint.live import Live, Part, collect, part_of, rng_state
@@ -221,7 +221,7 @@ def _write(group: Ranks, snapshot: Snapshot, options: _Options) -> Path:
 
 def hash_of(described: Mapping[str, str]) -> int:
     """A checksum of a description, to compare it across ranks in one integer."""
-    return zlib.crc32("\n".join(f"{k}={v}" for k, v in sorted(described.items())).encode())
+    return crc32("\n".join(f"{k}={v}" for k, v in sorted(described.items())).encode())
 
 
 def _difference(what: str, described: Sequence[Mapping[str, str]]) -> CheckpointError:

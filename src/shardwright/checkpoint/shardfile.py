@@ -3,7 +3,6 @@ host."""
 
 import json
 import os
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from types import TracebackType
 import numpy as np
 import torch
 
+from shardwright.checkpoint.crc import crc32
 from shardwright.checkpoint.format import ITEM_NBYTES, Box, Piece, TensorEntry, first_of_run
 from shardwright.errors import CheckpointError
 
@@ -123,7 +123,7 @@ def _write_tensor(fd: int, item: Item) -> tuple[int, int]:
     crc = nbytes = 0
     for box in chunks_of(item.box, item.tensor.element_size()):
         bits = bits_of(item.tensor[box.slices_in(item.box)]).reshape(-1).view(np.uint8)
-        crc = zlib.crc32(bits.data, crc)
+        crc = crc32(bits.data, crc)
         write_all(fd, bits.data)
         nbytes += bits.nbytes
     return nbytes, crc

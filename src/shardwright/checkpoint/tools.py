@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import uuid
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from shardwright.checkpoint.crc import crc32
 from shardwright.checkpoint.folder import sync_folder
 from shardwright.checkpoint.format import ITEM_NBYTES, Box, Manifest, TensorEntry
 from shardwright.checkpoint.shardfile import (
@@ -133,7 +133,7 @@ def verify(path: str | Path, *, progress: Progress | None = None) -> Verificatio
                 try:
                     crc = 0
                     for box in chunks_of(piece.box, ITEM_NBYTES[entry.dtype]):
-                        crc = zlib.crc32(reader.bits_of(key, entry, piece, box).data, crc)
+                        crc = crc32(reader.bits_of(key, entry, piece, box).data, crc)
                     if crc != piece.crc32:
                         faults.append(
                             f"{piece.file}: {key} is damaged "
@@ -244,7 +244,7 @@ def read_tensor(reader: Reader, key: str, entry: TensorEntry) -> torch.Tensor:
         crc = 0
         for box in chunks_of(piece.box, ITEM_NBYTES[entry.dtype]):
             bits = reader.bits_of(key, entry, piece, box)
-            crc = zlib.crc32(bits.data, crc)
+            crc = crc32(bits.data, crc)
             tensor[box.slices_in(whole)] = tensor_of(bits, entry.dtype)
         if piece.crc32 is not None and crc != piece.crc32:
             raise CheckpointError(f"{piece.file}: {key} is damaged; nothing was written")
