@@ -14,7 +14,7 @@ from shardwright.comm.mesh import set_transport
 from shardwright.explain import Explanation, explain
 from shardwright.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from shardwright.motion.build import ShardPlacementResult
-from shardwright.motion.runtime import Stats
+from shardwright.motion.costs import Stats
 from shardwright.policy import (
     BackwardPrefetch,
     CPUOffloadPolicy,

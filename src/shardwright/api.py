@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwright.errors import InputError
 from shardwright.module import become_fsdp_module
 from shardwright.motion.build import Options, PlacementFunction, check_modules, has_no_forward, shard_modules
+from shardwright.motion.costs import Stats
 from shardwright.motion.hooks import guard_optimizers
-from shardwright.motion.runtime import Stats
 from shardwright.motion.unit import unit_of, units_in
 from shardwright.policy import (
     DEFAULT_OFFLOAD,

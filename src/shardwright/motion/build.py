@@ -138,7 +138,7 @@ def shard_modules(
         own.group = _make_group(own.name, members, options, worlds[members[0].axis])
         runtime.add(own.group, _reshards(options, worlds[members[0].axis], members[0].axis))
         unit.parts = (*unit.parts, own) if place else ()
-    runtime.root = tuple(unit.groups)
+    runtime.table.root = tuple(unit.groups)
     mark(unit)
     _name_by_path(modules)
     ModuleHooks(unit)

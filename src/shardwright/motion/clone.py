@@ -156,7 +156,7 @@ def rebuild(model: nn.Module, blueprint: Blueprint) -> list[nn.Module]:
         unit.group = _build_group(unit, made, modules)
         runtime.add(unit.group, None)
         runtime.set_facts(unit.group, **vars(made.facts))
-    runtime.root = tuple(group for place in blueprint.root for group in units[place].groups[:1])
+    runtime.table.root = tuple(group for place in blueprint.root for group in units[place].groups[:1])
     for unit in units:
         if unit.modules:
             mark(unit)

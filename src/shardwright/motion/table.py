@@ -1,0 +1,128 @@
+"""The groups of one model by number: what the planner knows of each, and the actions taken on them."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shardwright.comm.base import Comm
+from shardwright.plan.schedule import Action, ActionKind, GroupFacts, Planner
+from shardwright.policy import SchedulePolicy
+from shardwright.state.group import ParamGroup, Stage
+
+
+@dataclass
+class Memory:
+    """Bytes of unsharded buffers, now and at most since the start."""
+
+    now_nbytes: int = 0
+    peak_nbytes: int = 0
+
+    def take(self, nbytes: int) -> None:
+        """Count ``nbytes`` more (or less, if negative)."""
+        self.now_nbytes += nbytes
+        self.peak_nbytes = max(self.peak_nbytes, self.now_nbytes)
+
+
+class GroupTable:
+    """``groups`` in the order in which they were sharded; a group's number is its place there.
+
+    root: the groups of the outermost module, which stay unsharded between forward and backward by default.
+    """
+
+    def __init__(self) -> None:
+        self.groups: list[ParamGroup] = []
+        self.root: tuple[ParamGroup, ...] = ()
+        self.memory = Memory()
+        self._settings: list[GroupFacts] = []
+        self._index: dict[ParamGroup, int] = {}
+
+    def add(self, group: ParamGroup, facts: GroupFacts) -> None:
+        """Number one more group."""
+        self._index[group] = len(self.groups)
+        self.groups.append(group)
+        self._settings.append(facts)
+
+    def absorb(self, other: "GroupTable") -> None:
+        """Number the groups of another table after those of this one."""
+        shift = len(self.groups)
+        for group, facts in zip(other.groups, other._settings, strict=True):
+            self.add(group, facts.shifted(shift))
+        self.memory.peak_nbytes = max(self.memory.peak_nbytes, other.memory.peak_nbytes)
+
+    def number(self, group: ParamGroup) -> int:
+        """The group's place in ``groups``."""
+        return self._index[group]
+
+    def settings(self, group: ParamGroup) -> GroupFacts:
+        """What was asked of ``group``."""
+        return self._settings[self._index[group]]
+
+    def change(self, group: ParamGroup, **changes: Any) -> None:
+        """Replace fields of what was asked of ``group``."""
+        index = self._index[group]
+        self._settings[index] = replace(self._settings[index], **changes)
+
+    def facts(self, index: int) -> GroupFacts:
+        """What the planner knows of a group: its settings, with what follows for the root."""
+        group, facts = self.groups[index], self._settings[index]
+        root_stays = facts.reshard_after_forward is None and group in self.root
+        reshard = False if root_stays else facts.reshard_after_forward
+        return replace(facts, reshard_after_forward=reshard, nbytes=group.unsharded_nbytes)
+
+    def planner(self, policy: SchedulePolicy) -> Planner:
+        """A planner that knows what is live and being reduced at this moment."""
+        planner = Planner(policy, self.facts)
+        for index, group in enumerate(self.groups):
+            if group.stage is not Stage.SHARDED:
+                planner.live[index] = None
+            if group.stage is Stage.UNSHARDED:
+                planner.waited.add(index)
+            if group.reducer.in_flight:
+                planner.reducing.append(index)
+        return planner
+
+    def take(self, action: Action, nearby: bool = False) -> None:
+        """Take one action; what is already so is left so.
+
+        nearby: a reshard keeps shards over a smaller world, where the group has one.
+        """
+        group = self.groups[action.group]
+        held_nbytes = group.held_nbytes
+        if action.kind is ActionKind.UNSHARD:
+            if group.stage is Stage.SHARDED:
+                group.unshard()
+        elif action.kind is ActionKind.WAIT:
+            if group.stage is Stage.GATHERING:
+                group.wait()
+        elif action.kind is ActionKind.RESHARD:
+            if group.stage is not Stage.SHARDED:
+                group.reshard(nearby)
+        elif action.kind is ActionKind.REDUCE:
+            group.reducer.wait()
+            group.reducer.settle()
+            group.reducer.reduce()
+        else:
+            group.reducer.wait()
+        self.memory.take(group.held_nbytes - held_nbytes)
+
+    def settle(self) -> None:
+        """Wait for every reduction, and add its result to the shards' gradients."""
+        for group in self.groups:
+            group.reducer.wait()
+        for group in self.groups:
+            group.reducer.settle()
+
+    def forget_stale(self) -> None:
+        """Reshard what no longer shows the shards as they are, and drop shards over a smaller world."""
+        for index, group in enumerate(self.groups):
+            if group.near is not None:
+                self.memory.take(-group.near.held_nbytes)
+                group.near.forget()
+            if group.stage is Stage.UNSHARDED and group.is_stale:
+                self.take(Action(ActionKind.RESHARD, index))
+
+    def comms(self) -> list[Comm]:
+        """The transports in use, each once."""
+        used = [
+            (group.axis.comm, group.axis.replicate, group.near and group.near.comm) for group in self.groups
+        ]
+        return list({id(comm): comm for comms in used for comm in comms if comm is not None}.values())
