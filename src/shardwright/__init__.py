@@ -12,6 +12,7 @@ from shardwright.api import communication_s, full_state_dict, fully_shard, stats
 from shardwright.clip import clip_grad_norm_
 from shardwright.comm.mesh import set_transport
 from shardwright.explain import Explanation, explain
+from shardwright.gather import gathered, scattered
 from shardwright.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from shardwright.motion.build import ShardPlacementResult
 from shardwright.motion.costs import Stats
@@ -41,7 +42,9 @@ __all__ = [
     "explain",
     "full_state_dict",
     "fully_shard",
+    "gathered",
     "register_fsdp_forward_method",
+    "scattered",
     "set_transport",
     "share_comm_ctx",
     "stats",

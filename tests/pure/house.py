@@ -22,6 +22,7 @@ FLOORS = {
     "module": 7,
     "explain": 7,
     "clip": 7,
+    "gather": 7,
     "motion": 6,
     "checkpoint": 6,
     "state": 5,
