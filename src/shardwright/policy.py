@@ -160,7 +160,7 @@ class DataParallelMeshDims:
 
     def __post_init__(self) -> None:
         if self.shard is None and self.replicate is None:
-            raise InputError("At least one of shard and replicate must be set in DataParallelMeshDims")
+            raise InputError("At least one of shard or replicate must be set in DataParallelMeshDims")
 
     @property
     def shard_names(self) -> tuple[str, ...]:

@@ -141,8 +141,8 @@ def resolve(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = None) -
         )
     if dims is None and mesh.ndim not in (1, 2):
         raise InputError(
-            "fully_shard takes a 1-D mesh, or a 2-D one that replicates over its first axis, got axes "
-            f'{mesh.mesh_dim_names or tuple(mesh.shape)}; pass one or two of them, for example mesh["shard"]'
+            f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}; pass one axis to shard over, or "
+            'two of which the first holds copies, for example mesh["shard"]'
         )
     if mesh.get_coordinate() is None:
         raise InputError(

@@ -63,8 +63,8 @@ class Options:
         reshard = self.reshard_after_forward
         if reshard is not None and not isinstance(reshard, int):
             raise InputError(
-                "reshard_after_forward should be True, False, None or an int (the world size to reshard "
-                f"to), got {reshard!r}"
+                "reshard_after_forward should be a bool or an int representing the group size to reshard to, "
+                f"not {reshard!r}"
             )
 
     def world_nearby(self, axis: Axis) -> int | None:
@@ -94,7 +94,10 @@ def check_modules(modules: Sequence[Any]) -> Sequence[nn.Module]:
         if not isinstance(m, nn.Module):
             raise InputError(f"fully_shard takes an nn.Module or a list of them, got {kind}")
         if is_sharded(m):
-            raise InputError(f"this {kind} is sharded already; call fully_shard once on each, children first")
+            raise InputError(
+                f"fully_shard has already been applied to the following module: {kind} is sharded already; "
+                "call fully_shard once on each, children first"
+            )
         if has_no_forward(m) and isinstance(m, (nn.ParameterList, nn.ParameterDict)):
             raise InputError(
                 f"{kind} has no forward of its own, so there is no moment to gather its parameters at; "

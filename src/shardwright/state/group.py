@@ -197,9 +197,10 @@ class ParamGroup:
         self.stage = to
 
     def _check_materialised(self) -> None:
-        for param in self.params:
-            if param.local.device.type == "meta":
-                raise StageError(
-                    f"parameter {param.fqn!r} is still on the meta device; before the first forward call "
-                    'model.to_empty(device="cpu" or "cuda") and initialise or load every parameter'
-                )
+        names = [param.fqn for param in self.params if param.local.device.type == "meta"]
+        if names:
+            raise StageError(
+                "FSDP parameters should be materialized from meta device before training, but the following "
+                f"of group {self.name!r} were still on meta device: {names}. Before the first forward call "
+                'model.to_empty(device="cpu" or "cuda"), and initialise or load every parameter'
+            )
