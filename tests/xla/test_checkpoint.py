@@ -1,6 +1,7 @@
 """What an XLA model saves can be continued elsewhere, and the other way round, bit by bit."""
 
 import copy
+from pathlib import Path
 
 import pytest
 
@@ -126,3 +127,41 @@ def test_state_of_another_optimizer_is_refused_and_nothing_changes(tmp_path):
     with pytest.raises(CheckpointError, match="no exp_avg of"):
         load_rank_files(str(tmp_path / "ckpt"), other, other_step)
     assert equal(xla.full_state_dict(other), before)
+
+
+FIXTURES = Path(__file__).parent / "fixtures"
+ORIGINAL = {"params": {}, "flat": {"flatten_parameters": True}, "rows": {"shard_param_on_dim_0": True}}
+
+
+def as_lists(tree):
+    """Sizes are tuples where one saves with torch.save and lists where with torch_xla's own save."""
+    if isinstance(tree, dict):
+        return {key: as_lists(value) for key, value in tree.items()}
+    return [as_lists(value) for value in tree] if isinstance(tree, (list, tuple)) else tree
+
+
+@pytest.mark.parametrize(("layout", "options"), ORIGINAL.items(), ids=ORIGINAL)
+def test_files_of_the_original_load_here_and_are_written_alike(tmp_path, layout, options):
+    """Read what torch_xla wrote (fixtures/make.py), write it again: the same tensors under the same names."""
+    block = torch.nn.Sequential(torch.nn.Linear(6, 7), torch.nn.BatchNorm1d(7), torch.nn.Tanh())
+    model = torch.nn.Sequential(block, torch.nn.Linear(7, 3, bias=False))
+    xla.fully_shard(block, 2, **options)
+    xla.fully_shard(model, 2, **options)
+    step = xla.make_train_step(model, lambda m, x: m(x).square().mean(), xla.SGD(lr=0.1, momentum=0.9))
+    load_rank_files(str(FIXTURES / f"{layout}_rank"), model, step)
+    theirs = torch.load(FIXTURES / f"{layout}_consolidated.pth", weights_only=True)["model"]
+    found = xla.full_state_dict(model)
+    for name, value in theirs.items():
+        assert torch.equal(found[name], value), name
+    save_rank_files(str(tmp_path / layout), model, step)
+    for rank in range(2):
+        name = f"{layout}_rank-{rank:08d}-of-00000002.pth"
+        ours, original = (torch.load(folder / name, weights_only=True) for folder in (tmp_path, FIXTURES))
+        assert as_lists(ours["shard_metadata"]) == as_lists(original["shard_metadata"])
+        assert ours["model"].keys() == original["model"].keys()
+        for key, value in original["model"].items():
+            if "running_" not in key:  # rank 0's statistics were loaded on both
+                assert torch.equal(ours["model"][key], value), key
+        for number, state in original["optimizer"]["state"].items():
+            momentum = ours["optimizer"]["state"][number]["momentum_buffer"]
+            assert torch.equal(momentum, state["momentum_buffer"]), number
