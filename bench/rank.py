@@ -10,6 +10,7 @@ otherwise) and nothing else: no thread, no process group, no memory of another s
 """
 
 import json
+import math
 import os
 import resource
 import sys
@@ -111,16 +112,16 @@ def perform(job: Job) -> None:
 
 
 def paired(job: Job) -> dict[str, list[float]]:
-    """Seconds, CPU seconds and bytes per step of each block, for the local step and the system's."""
+    """What ``measure`` gives for each block, for the local step and the system's."""
     local, system = (build_system(name, build(job.size)) for name in ("local", job.system))
     count = iter(range(1 << 30))
 
-    def section(one: System, steps: int) -> tuple[float, float, float]:
+    def section(one: System, steps: int) -> tuple[float, ...]:
         return measure(job, one, [tokens(job.size, job.rank, next(count)) for _ in range(steps)])
 
     for one in (local, system):
         section(one, WARM_UP_STEPS)  # first-touch memory, the optimizer's state, connections
-    keys = ("step_s", "cpu_s", "sent_nbytes")
+    keys = ("step_s", "cpu_s", "sent_nbytes", "exposed_s")
     found: dict[str, list[float]] = {f"{who}{key}": [] for who in ("local_", "") for key in keys}
     for block in range(job.blocks):
         order = [("local_", local), ("", system)]
@@ -130,17 +131,19 @@ def paired(job: Job) -> dict[str, list[float]]:
     return found
 
 
-def measure(job: Job, system: System, batches: list[Tensor]) -> tuple[float, float, float]:
-    """Wall seconds, CPU seconds and bytes sent, per step, with everything in flight completed."""
+def measure(job: Job, system: System, batches: list[Tensor]) -> tuple[float, ...]:
+    """Wall seconds, CPU seconds, bytes sent and exposed seconds (nan: not counted), per step, with everything
+    in flight completed."""
     dist.barrier()
+    exposed = _exposed_s(system)
     sent, cpu, begin = _sent_nbytes(job), _cpu_s(), time.perf_counter()
     for batch in batches:
         system.step(batch)
     system.flush()
-    wall, cpu = time.perf_counter() - begin, _cpu_s() - cpu
+    wall, cpu, exposed = time.perf_counter() - begin, _cpu_s() - cpu, _exposed_s(system) - exposed
     dist.barrier()
     sent = _sent_nbytes(job) - sent
-    return wall / len(batches), cpu / len(batches), sent / len(batches)
+    return tuple(value / len(batches) for value in (wall, cpu, sent, exposed))
 
 
 def solo(job: Job, base_nbytes: int) -> dict[str, float | list[float] | None]:
@@ -153,9 +156,15 @@ def solo(job: Job, base_nbytes: int) -> dict[str, float | list[float] | None]:
     dist.all_reduce(mean)
     return {
         "peak_nbytes": peak_nbytes,
+        "unsharded_nbytes": system.unsharded_nbytes(),
         "losses": (mean / job.world).tolist(),
         "communication_s": system.communication_s() if job.world > 1 else None,
     }
+
+
+def _exposed_s(system: System) -> float:
+    exposed = system.exposed_s()
+    return math.nan if exposed is None else exposed
 
 
 def _cpu_s() -> float:

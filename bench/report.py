@@ -4,6 +4,7 @@ python bench/report.py FILE...      the Markdown table of one or more result fil
 """
 
 import json
+import math
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,6 +30,8 @@ class Row:
     local_cpu_ms: float
     sent_mib: float
     peak_mib: float
+    exposed_ms: float | None
+    unsharded_mib: float | None
     communication_ms: float | None
     overlap: float | None
     losses: list[float]
@@ -44,6 +47,8 @@ def summarise(system: str, paired: list[dict[str, list[float]]], solo: list[dict
     block_ratios = [fmean(ratios) for ratios in blocks]
     step_ms, local_ms = _median_ms(paired, "step_s"), _median_ms(paired, "local_step_s")
     alone = [rank["communication_s"] for rank in solo]
+    exposed_ms = _median_ms(paired, "exposed_s")
+    unsharded = [rank["unsharded_nbytes"] for rank in solo]
     communication_ms = None if None in alone else 1e3 * fmean(alone)
     return Row(
         system=system,
@@ -56,6 +61,8 @@ def summarise(system: str, paired: list[dict[str, list[float]]], solo: list[dict
         sent_mib=median(fmean(sent) for sent in zip(*(rank["sent_nbytes"] for rank in paired), strict=True))
         / 2**20,
         peak_mib=fmean(rank["peak_nbytes"] for rank in solo) / 2**20,
+        exposed_ms=None if math.isnan(exposed_ms) else exposed_ms,
+        unsharded_mib=None if None in unsharded else fmean(unsharded) / 2**20,
         communication_ms=communication_ms,
         overlap=overlap(local_ms, communication_ms, step_ms),
         losses=solo[0]["losses"],
@@ -93,6 +100,8 @@ COLUMNS = (
     "CPU ms, local",
     "MiB sent",
     "peak RSS MiB",
+    "unsharded MiB",
+    "exposed ms",
     "comm. alone ms",
     "overlap",
 )
@@ -109,6 +118,8 @@ def cells(row: Row) -> list[str]:
         f"{row.cpu_ms:.0f}, {row.local_cpu_ms:.0f}",
         f"{row.sent_mib:.0f}",
         f"{row.peak_mib:.0f}",
+        "-" if row.unsharded_mib is None else f"{row.unsharded_mib:.0f}",
+        "-" if row.exposed_ms is None else f"{row.exposed_ms:.0f}",
         "-" if row.communication_ms is None else f"{row.communication_ms:.0f}",
         "-" if row.overlap is None else f"{row.overlap:.2f}",
     ]

@@ -9,6 +9,7 @@ import importlib.util
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -42,6 +43,14 @@ class System(ABC):
 
     def flush(self) -> None:  # noqa: B027 (nothing to do is the rule)
         """Returns when nothing is in flight; the systems of torch wait for everything inside the step."""
+
+    def exposed_s(self) -> float | None:
+        """Seconds that the host was held up by collectives since the start; None: it isn't counted."""
+        return None
+
+    def unsharded_nbytes(self) -> int | None:
+        """Most bytes that unsharded parameters have taken at once; None: it isn't counted."""
+        return None
 
     @abstractmethod
     def communication_s(self) -> float | None:
@@ -136,24 +145,43 @@ class FSDP2(Sharded):
 class Shardwright(System):
     """``shardwright.fully_shard``, called as FSDP2 is: on each block and the root.
 
-    ``split``: what would be the root's is two groups in the order of execution, kept after forward as the
-    root is: the head's gradients needn't wait for the embedding's. ``transport``: see ``set_transport``.
+    ``split``: what would be the root's is two groups in the order of execution: the embedding's, which its
+    backward doesn't read, and the head's, kept after forward as the root is.
+    ``transport``: see ``set_transport``. ``policy``: see ``SchedulePolicy``.
     """
 
-    def __init__(self, model: Transformer, split: bool, transport: str = "auto") -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        split: bool,
+        transport: str = "auto",
+        policy: shardwright.SchedulePolicy | None = None,
+    ) -> None:
         shardwright.set_transport(transport)
-        ends = [[model.embedding, model.position], [model.norm, model.head]] if split else []
-        for modules in ends:
-            shardwright.fully_shard(modules, reshard_after_forward=False)
+        if split:
+            shardwright.fully_shard([model.embedding, model.position])
+            shardwright.fully_shard([model.norm, model.head], reshard_after_forward=False)
         for module in [*model.blocks, model]:
             shardwright.fully_shard(module)
+        if policy is not None:
+            model.set_schedule_policy(policy)  # type: ignore[operator]
         super().__init__(model)
+
+    def exposed_s(self) -> float | None:
+        return shardwright.stats(self.module).exposed_s
+
+    def unsharded_nbytes(self) -> int:
+        return shardwright.stats(self.module).peak_unsharded_nbytes
 
     def communication_s(self) -> float:
         return shardwright.communication_s(self.module)
 
 
 PREFETCH = torch_fsdp.BackwardPrefetch
+AT_ONCE = shardwright.SchedulePolicy(
+    backward_prefetch="none", forward_prefetch=False, keep_last=0, max_reductions=1
+)
+"""Nothing is gathered ahead in either direction, and one reduce-scatter at a time: the least memory."""
 SYSTEMS = {
     "local": Local,
     "ddp": DDP,
@@ -165,6 +193,11 @@ SYSTEMS = {
     "shardwright": lambda model: Shardwright(model, split=False),
     "shardwright-sockets": lambda model: Shardwright(model, split=False, transport="sockets"),
     "shardwright-split": lambda model: Shardwright(model, split=True),
+    "shardwright-none": lambda model: Shardwright(model, split=True, policy=AT_ONCE),
+    "shardwright-post": lambda model: Shardwright(
+        model, split=True, policy=replace(AT_ONCE, backward_prefetch="post", forward_prefetch=True)
+    ),
+    "shardwright-pre": lambda model: Shardwright(model, split=True, policy=shardwright.SchedulePolicy()),
 }
 """Name -> what makes that system of a model (see ``build_system``)."""
 

@@ -1,12 +1,14 @@
 """The bench's arithmetic, tables and argument checks; what needs ranks is in tests/ranks/test_bench.py."""
 
+import math
+
 import pytest
 
 from bench import links, report, step
 from bench.model import Size, build, tokens
 
 
-def paired(step_s, local_s):
+def paired(step_s, local_s, exposed_s=None):
     """What one rank measured: blocks of (step, local step) seconds."""
     nothing = [0.0] * len(step_s)
     sent = [2.0 * 2**20] * len(step_s)
@@ -17,11 +19,17 @@ def paired(step_s, local_s):
         "local_cpu_s": nothing,
         "sent_nbytes": sent,
         "local_sent_nbytes": nothing,
+        "exposed_s": exposed_s or [math.nan] * len(step_s),
     }
 
 
 def solo(communication_s, losses=(3.0, 2.0)):
-    return {"peak_nbytes": 3 * 2**20, "communication_s": communication_s, "losses": list(losses)}
+    return {
+        "peak_nbytes": 3 * 2**20,
+        "unsharded_nbytes": None,
+        "communication_s": communication_s,
+        "losses": list(losses),
+    }
 
 
 def row(system="fsdp2", losses=(3.0, 2.0), communication_s=0.5):
@@ -48,6 +56,17 @@ def test_overlap_has_no_meaning_without_communication():
     assert report.overlap(2.0, None, 2.0) is None
     assert report.overlap(2.0, 0.0, 2.0) is None
     assert row("local", communication_s=None).overlap is None
+
+
+def test_exposed_time_and_unsharded_bytes_are_shown_where_a_system_counts_them():
+    uncounted = row()
+    assert (uncounted.exposed_ms, uncounted.unsharded_mib) == (None, None)
+    ranks = [paired([1.0, 1.0], [1.0, 1.0], [0.1, 0.3])] * 2
+    counted = report.summarise("shardwright", ranks, [solo(0.5) | {"unsharded_nbytes": 5 * 2**20}] * 2)
+    assert counted.exposed_ms == pytest.approx(200)
+    assert counted.unsharded_mib == 5
+    shown = dict(zip(report.COLUMNS, report.cells(counted), strict=True))
+    assert (shown["exposed ms"], shown["unsharded MiB"]) == ("200", "5")
 
 
 def test_losses_of_systems_that_train_one_model_must_agree():

@@ -1,12 +1,15 @@
 """A recipe: what comes from where, and that everything wrong with it is said at once."""
 
 import ast
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import tomli_w
 
 from shardwright import cli
 from shardwright.errors import ConfigError
+from shardwright.policy import SchedulePolicy
 from shardwright.train import config
 from shardwright.train.config import Recipe
 from shardwright.train.resolve import leaf_keys, resolve
@@ -151,3 +154,20 @@ def fields_of(section):
 def test_sections_are_frozen():
     with pytest.raises(ValueError, match="frozen"):
         config.Recipe().training.steps = 3  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_every_schedule_policy_is_reachable_from_a_recipe(tmp_path):
+    assert Recipe().schedule.policy() == SchedulePolicy()
+    wanted = SchedulePolicy(
+        backward_prefetch="post",
+        forward_prefetch=False,
+        depth=3,
+        budget_nbytes=1000,
+        max_gathers=2,
+        max_reductions=4,
+        keep_last=0,
+    )
+    changed = {key: value for key, value in asdict(wanted).items() if value != getattr(SchedulePolicy(), key)}
+    assert changed == asdict(wanted)  # none is left at its default, so none can be forgotten below
+    path = write(tmp_path, "[schedule]\n" + tomli_w.dumps(changed))
+    assert resolve(path).recipe.schedule.policy() == wanted

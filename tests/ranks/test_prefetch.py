@@ -1,16 +1,23 @@
 """Every schedule policy computes the same, bit for bit; late collectives race with nothing."""
 
+import copy
 import time
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
 
 from shardwright import SchedulePolicy, fully_shard, set_transport, stats
 from shardwright.motion.unit import unit_of
 from shardwright.plan.schedule import ActionKind, EventKind, Phase, check
 from shardwright.state.group import ParamGroup
 from shardwright.state.reducer import Reducer
-from tests.ranks.models import Run, batches, build, loss_of, shard_decoder
+from shardwright.train.config import ModelConfig, Recipe, ScheduleConfig
+from shardwright.train.loop import build_model
+from shardwright.train.ranks import Place
+from tests.ranks.models import Run, assert_same, batches, build, loss_of, shard_decoder
 from tests.ranks.pool import run_ranks
 
 POLICIES = {
@@ -101,3 +108,64 @@ def explicit_lists(rank, world):
 
 def test_listed_modules_are_gathered_ahead_instead_of_the_next():
     run_ranks(2, explicit_lists)
+
+
+class Scaled(nn.Embedding):
+    """A lookup whose backward reads the weight all the same."""
+
+    def forward(self, tokens):
+        return super().forward(tokens) * self.weight[0]
+
+
+def lookup(rank, world, kind):
+    """Losses and gathers per step of a model whose embedding is a group that is freed after its forward."""
+    torch.manual_seed(3)
+    model = nn.Sequential(kind(11, 6), *(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)))
+    reference = copy.deepcopy(model)
+    for layer in model:
+        fully_shard(layer, reshard_after_forward=True)
+    fully_shard(model)
+    ours, theirs = Run.of(model), Run.of(reference)
+    group = unit_of(model).runtime.groups.index(unit_of(model[0]).group)
+    for step in range(4):
+        tokens = torch.randint(0, 11, (world, 2, 5), generator=torch.Generator().manual_seed(step))
+        model(tokens[rank]).square().mean().backward()
+        torch.stack([reference(rows).square().mean() for rows in tokens]).mean().backward()
+        ours.step()
+        theirs.step()
+        assert_same(model, reference)
+    check(model.schedule())
+    assert model.trace().schedule() == model.schedule()
+    stops = [stop for phase in model.schedule().phases.values() for stop in phase]
+    return sum(action == (ActionKind.UNSHARD, group) for stop in stops for action in stop.actions)
+
+
+def test_the_backward_of_a_lookup_gathers_nothing():
+    assert run_ranks(2, lookup, nn.Embedding) == [1, 1]
+    assert run_ranks(2, lookup, Scaled) == [2, 2]
+
+
+def train_recipe(rank, world, schedule):
+    """The first losses of ``shardwright train``'s model under a recipe's schedule."""
+    size = ModelConfig(num_layers=2, dim=16, num_heads=2, hidden_dim=24)
+    recipe = Recipe(model=size, schedule=ScheduleConfig(**schedule))
+    place = Place(rank, world, torch.device("cpu"), init_device_mesh("cpu", (world,)))
+    model = build_model(recipe, place)
+    assert unit_of(model).runtime.policy == recipe.schedule.policy()
+    run, losses = Run.of(model), []
+    for step in range(3):
+        tokens = batches(step, world)[rank]
+        loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        run.step()
+        losses.append(loss.item())
+    return losses, type(unit_of(model.blocks[0]).group.axis.comm).__name__
+
+
+def test_a_recipe_chooses_schedule_and_transport_and_no_loss_changes():
+    least = {"backward_prefetch": "none", "forward_prefetch": False, "keep_last": 0, "max_reductions": 1}
+    default = run_ranks(2, train_recipe, {})
+    others = run_ranks(2, train_recipe, {**least, "transport": "sockets"})
+    assert [losses for losses, _ in others] == [losses for losses, _ in default]
+    assert {comm for _, comm in default} == {"ShmComm"}
+    assert {comm for _, comm in others} == {"GlooComm"}

@@ -61,3 +61,8 @@ def _inside(leaf: Any) -> list[Any]:
 def _slot_names(cls: type) -> tuple[str, ...]:
     names = cls.__dict__.get("__slots__", ())
     return (names,) if isinstance(names, str) else tuple(names)
+
+
+def is_lookup(output: Any) -> bool:
+    """Whether an output is an embedding's, with nothing behind it but the lookup: rows of the weight."""
+    return isinstance(output, torch.Tensor) and getattr(output.grad_fn, "name", str)() == "EmbeddingBackward0"

@@ -25,7 +25,7 @@ from torch.autograd import Variable
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from shardwright.motion.containers import map_tensors, opaque_tensors_in, tensors_in
+from shardwright.motion.containers import is_lookup, map_tensors, opaque_tensors_in, tensors_in
 from shardwright.motion.optimizers import OptimizerGuard
 from shardwright.motion.runtime import Runtime
 from shardwright.motion.unit import Unit
@@ -41,10 +41,14 @@ def _in_backward() -> bool:
 
 
 class _Call:
-    """One forward of a module: whether it is a recomputation, and the input gradients still to come."""
+    """One forward of a module: whether it is a recomputation, and the input gradients still to come.
+
+    reads_weights: whether its backward needs the unsharded parameters. A lookup's doesn't: it adds rows up.
+    """
 
     def __init__(self, recomputed: bool) -> None:
         self.recomputed = recomputed
+        self.reads_weights = True
         self.num_inputs = 0
         self.left = 0
         self.task = -1  # the backward that it was last entered in
@@ -128,8 +132,9 @@ class Backward:
         for each in together:
             each.left = each.num_inputs
         active.update(together)
-        for group in _needed(unit):
-            self.runtime.at(EventKind.BACKWARD_BEGIN, group)
+        if any(each.reads_weights for each in together):
+            for group in _needed(unit):
+                self.runtime.at(EventKind.BACKWARD_BEGIN, group)
 
     def input_done(self, unit: Unit, call: _Call) -> None:
         """The gradient of one of the call's inputs is there; with the last one its backward has ended."""
@@ -300,6 +305,7 @@ class ModuleHooks:
             output = map_tensors(lambda t: _cast(t, dtype), output)
         if torch.is_grad_enabled() and self.unit.owners:
             hooked = [t for t in tensors_in(output) if t.requires_grad and not t.is_leaf]
+            call.reads_weights = not is_lookup(output)
             for tensor in hooked:
                 self._watch_output(call, tensor)
             if hooked and call.num_inputs and len(self.unit.modules) > 1:

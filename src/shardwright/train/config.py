@@ -5,9 +5,11 @@ file, the command line (``--training.steps 50``). There is no hidden file, and n
 a value. How the three are merged and checked is in :mod:`shardwright.train.resolve`.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from shardwright.policy import SchedulePolicy
 
 
 class Section(BaseModel):
@@ -133,6 +135,35 @@ class LaunchConfig(Section):
     )
 
 
+class ScheduleConfig(Section):
+    """When collectives are issued: see ``SchedulePolicy``. It changes times and memory, never a number."""
+
+    backward_prefetch: Literal["pre", "post", "none"] = Field(
+        default="pre",
+        description="issue the next group's all-gather before this one's backward, after it, or when needed",
+    )
+    forward_prefetch: bool = Field(default=True, description="gather ahead in the forward, too")
+    depth: int = Field(default=1, ge=0, description="groups gathered ahead of the one in use")
+    budget_nbytes: int = Field(
+        default=0, ge=0, description="bytes that groups gathered ahead may hold; 0: no bound but depth"
+    )
+    max_gathers: int = Field(default=0, ge=0, description="all-gathers in flight; 0: no bound but depth")
+    max_reductions: int = Field(default=2, ge=1, description="reduce-scatters in flight")
+    keep_last: int = Field(
+        default=1, ge=0, description="groups kept unsharded from the forward, that the backward needs first"
+    )
+    transport: Literal["auto", "sockets", "collectives"] = Field(
+        default="auto", description="how bytes move; auto: shared memory between CPU ranks of one host"
+    )
+
+    def policy(self) -> SchedulePolicy:
+        """The same as the library's policy, where no bound is None."""
+        values: dict[str, Any] = self.model_dump(exclude={"transport"})
+        for bound in ("budget_nbytes", "max_gathers"):
+            values[bound] = values[bound] or None
+        return SchedulePolicy(**values)
+
+
 class SampleConfig(Section):
     """The text that the model writes at the end."""
 
@@ -152,4 +183,5 @@ class Recipe(Section):
     heldout: HeldoutConfig = HeldoutConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     launch: LaunchConfig = LaunchConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
     sample: SampleConfig = SampleConfig()

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwright.api import fully_shard, stats
+from shardwright.comm.mesh import set_transport
 from shardwright.module import FSDPModule
 from shardwright.policy import MixedPrecisionPolicy
 from shardwright.train.config import OptimizerConfig, Recipe
@@ -39,12 +40,15 @@ def build_model(recipe: Recipe, place: Place) -> Transformer:
     policy = MixedPrecisionPolicy(
         param_dtype=param_dtype, reduce_dtype=torch.float32 if param_dtype else None
     )
+    set_transport(recipe.schedule.transport)
     for block in model.blocks:
         fully_shard(block, mesh=place.mesh, mp_policy=policy)
     if model.head is not None:
         fully_shard(model.embedding, mesh=place.mesh, mp_policy=policy)
         fully_shard([model.norm, model.head], mesh=place.mesh, mp_policy=policy)
     fully_shard(model, mesh=place.mesh, mp_policy=policy)
+    assert isinstance(model, FSDPModule)
+    model.set_schedule_policy(recipe.schedule.policy())
     model.to_empty(device=place.device)
     model.reset_parameters(recipe.run.seed)
     return model
