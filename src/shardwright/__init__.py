@@ -8,7 +8,8 @@ fully_shard(model)
 optimizer = torch.optim.AdamW(model.parameters())
 """
 
-from shardwright.api import communication_s, full_state_dict, fully_shard, stats
+from shardwright import nf4
+from shardwright.api import communication_s, full_state_dict, fully_shard, stats, stream_state_dict
 from shardwright.clip import clip_grad_norm_
 from shardwright.comm.mesh import set_transport
 from shardwright.explain import Explanation, explain
@@ -24,6 +25,7 @@ from shardwright.policy import (
     OffloadPolicy,
     SchedulePolicy,
 )
+from shardwright.quantize import quantize_
 
 __all__ = [
     "BackwardPrefetch",
@@ -43,9 +45,12 @@ __all__ = [
     "full_state_dict",
     "fully_shard",
     "gathered",
+    "nf4",
+    "quantize_",
     "register_fsdp_forward_method",
     "scattered",
     "set_transport",
     "share_comm_ctx",
     "stats",
+    "stream_state_dict",
 ]

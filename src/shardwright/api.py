@@ -1,6 +1,6 @@
 """``fully_shard``: the door shaped like ``torch.distributed.fsdp.fully_shard``, onto our own runtime."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any, TypeVar, overload
 
 import torch
@@ -128,6 +128,19 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     dtype at rest; device memory: one whole parameter on rank 0. Names that share a parameter share a tensor.
     Raises: InputError for a model without a sharded module.
     """
+    return dict(stream_state_dict(model))
+
+
+def stream_state_dict(
+    model: nn.Module, decoded: torch.dtype | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """``(name, tensor)`` of the whole model, one after another on the CPU of rank 0; nothing elsewhere.
+
+    Every rank of the model's mesh iterates to the end, between steps. No more than one parameter is whole at
+    a time, so a model that fits nowhere can be written to a file.
+    decoded: give quantised weights in this dtype, under their own names, instead of codes and scales.
+    Raises: InputError for a model without a sharded module.
+    """
     units = units_in(model)
     if not units:
         raise InputError(f"{type(model).__name__} has no sharded module; its own state_dict() is whole")
@@ -135,8 +148,8 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
         unit.runtime.rest()
     params = {id(p.sharded): p for unit in units for group in unit.groups for p in group.params}
     is_destination = all(p.is_first for p in params.values())
-    whole = dict(stream_full(model.state_dict(keep_vars=True), params))
-    return whole if is_destination else {}
+    whole = stream_full(model.state_dict(keep_vars=True), params, decoded=decoded)
+    return (entry for entry in whole if is_destination)
 
 
 def communication_s(model: nn.Module) -> float:

@@ -21,10 +21,15 @@ NAMES = [
     "explain",
     "full_state_dict",
     "fully_shard",
+    "gathered",
+    "nf4",
+    "quantize_",
     "register_fsdp_forward_method",
+    "scattered",
     "share_comm_ctx",
     "set_transport",
     "stats",
+    "stream_state_dict",
 ]
 
 

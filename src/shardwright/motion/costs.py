@@ -36,8 +36,8 @@ def stats(table: GroupTable) -> Stats:
     exposed = [comm.exposed_s for comm in table.comms()]
     return Stats(
         num_groups=len(table.groups),
-        param_numel=sum(param.layout.numel for param in params),
-        full_nbytes=sum(param.layout.numel * param.sharded.dtype.itemsize for param in params),
+        param_numel=sum(group.logical_numel for group in table.groups),
+        full_nbytes=sum(group.logical_nbytes for group in table.groups),
         at_rest_nbytes=sum(param.local.nbytes for param in params),
         unsharded_nbytes=table.memory.now_nbytes,
         peak_unsharded_nbytes=table.memory.peak_nbytes,

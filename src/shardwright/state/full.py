@@ -6,11 +6,15 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from shardwright.state.decoding import EncodedPair, pairs_in
 from shardwright.state.param import ShardedParam
 
 
 def stream_full(
-    state: Mapping[str, Any], params: Mapping[int, ShardedParam], dst: int = 0
+    state: Mapping[str, Any],
+    params: Mapping[int, ShardedParam],
+    dst: int = 0,
+    decoded: torch.dtype | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """``(name, tensor)`` of all tensors in ``state``, whole, on the CPU; sharded ones only on rank ``dst``.
 
@@ -18,16 +22,32 @@ def stream_full(
         iterates to the end. params: what is sharded, by the id of its parameter.
     A tensor that several names show is collected once and yielded under each. Device memory: one whole
     parameter on ``dst``. The dtype is the one at rest.
+    decoded: yield quantised weights decoded to this dtype, under their names, in place of codes and scales.
     """
+    pairs = [] if decoded is None else pairs_in(params.values())
+    scales = {id(pair.codes.sharded): pair for pair in pairs}
+    hidden = {id(pair.scales.sharded) for pair in pairs}
     collected: dict[int, torch.Tensor | None] = {}
     for name, value in state.items():
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.Tensor) or id(value) in hidden:
             continue
         if id(value) not in collected:
-            collected[id(value)] = _whole(value, params.get(id(value)), dst)
+            whole = _whole(value, params.get(id(value)), dst)
+            if id(value) in scales:
+                whole = _decoded(scales[id(value)], whole, dst, decoded)
+            collected[id(value)] = whole
         whole = collected[id(value)]
         if whole is not None:
             yield name, whole
+
+
+def _decoded(
+    pair: EncodedPair, codes: torch.Tensor | None, dst: int, dtype: torch.dtype | None
+) -> torch.Tensor | None:
+    scales = _whole(pair.scales.sharded, pair.scales, dst)
+    if codes is None or scales is None:
+        return None
+    return pair.encoding.codec.decode(codes, scales, pair.encoding.shape, dtype)
 
 
 def _whole(value: torch.Tensor, param: ShardedParam | None, dst: int) -> torch.Tensor | None:

@@ -8,6 +8,7 @@
 A group knows nothing of its neighbours, of the order they run in, or of hooks.
 """
 
+import math
 from collections.abc import Sequence
 from enum import StrEnum
 
@@ -19,6 +20,7 @@ from shardwright.errors import StageError
 from shardwright.plan.layout import GroupLayout
 from shardwright.policy import MixedPrecisionPolicy
 from shardwright.state.buffer import Buffer
+from shardwright.state.decoding import Decoding
 from shardwright.state.near import Near
 from shardwright.state.param import ShardedParam
 from shardwright.state.reducer import Reducer
@@ -45,6 +47,7 @@ class ParamGroup:
     name: for messages; of the first module. policy: replaced as a whole by setters, never edited.
     comm: the axis' transport, or a caller's own. reducer: what becomes of the gradients.
     near: where its parameters are kept between forward and backward, if over a smaller world.
+    decoding: its quantised weights, which travel as codes and scales.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class ParamGroup:
         self.comm: Comm = axis.comm
         self.reducer = Reducer(name, self.params, axis, policy)
         self.near: Near | None = None
+        self.decoding = Decoding(self.params, policy, axis.device)
         self.stage = Stage.SHARDED
         self.buffer: Buffer | None = None
         self.num_trainable = 0
@@ -73,6 +77,8 @@ class ParamGroup:
         """Follow what was done to the parameters at rest: replaced, frozen or unfrozen, cast."""
         for param in self.params:
             param.adopt()
+        for pair in self.decoding.frozen:
+            pair.check_frozen()
         dtypes = tuple(param.compute_dtype(self.policy) for param in self.params)
         if self.buffer is None or dtypes != tuple(param.unsharded.dtype for param in self.params):
             self._bind(dtypes)
@@ -90,10 +96,12 @@ class ParamGroup:
         return tuple((id(param.local), param.local._version) for param in self.params)
 
     def _bind(self, dtypes: tuple[torch.dtype, ...]) -> None:
-        layout = GroupLayout(tuple(p.layout for p in self.params), tuple(d.itemsize for d in dtypes))
+        self.decoding.bind()
+        bound = [pair for pair in zip(self.params, dtypes, strict=True) if pair[0] not in self.decoding.parts]
+        layout = GroupLayout(tuple(p.layout for p, _ in bound), tuple(d.itemsize for _, d in bound))
         self.buffer = Buffer(layout.nbytes, self.axis.device)
         self.buffer.alloc()
-        for param, offset, dtype in zip(self.params, layout.offsets_nbytes, dtypes, strict=True):
+        for (param, dtype), offset in zip(bound, layout.offsets_nbytes, strict=True):
             param.bind(self.buffer, offset, dtype)
         self.buffer.free()
 
@@ -110,6 +118,7 @@ class ParamGroup:
         assert self.buffer is not None
         self._gathered_versions = self._versions()
         self.buffer.alloc()
+        self.decoding.wire.alloc()
         if self.near is not None and self.near.holds(self._gathered_versions):
             self._gather = self.near.gather(f"all-gather {self.name} nearby")
             return
@@ -124,9 +133,12 @@ class ParamGroup:
         assert self._gather is not None
         self._gather.wait()
         self._gather = None
+        self.decoding.arrive(keep_wire=self.near is not None)
         self._move(Stage.UNSHARDED)
         for param in self.params:
-            param.show(param.unsharded)
+            if param not in self.decoding.parts:
+                param.show(param.unsharded)
+        self.decoding.show()
 
     def reshard(self, nearby: bool = False) -> None:
         """Modules show the shards again; the buffer's memory is freed.
@@ -142,16 +154,33 @@ class ParamGroup:
         for param in self.params:
             param.show(param.sharded)
         self.buffer.free()
+        self.decoding.free()
+
+    @property
+    def logical_numel(self) -> int:
+        """Elements of all its parameters; of a quantised weight, those before it was quantised."""
+        return sum(math.prod(shape) for shape, _ in self._logical())
+
+    @property
+    def logical_nbytes(self) -> int:
+        """Their bytes, in the dtypes that they were given in."""
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._logical())
+
+    def _logical(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        pairs = self.decoding.frozen
+        parts = {part for pair in pairs for part in pair.parts}
+        plain = [(p.layout.shape, p.sharded.dtype) for p in self.params if p not in parts]
+        return plain + [(pair.encoding.shape, pair.encoding.dtype) for pair in pairs]
 
     @property
     def unsharded_nbytes(self) -> int:
-        """Bytes of the buffer while unsharded (0 before the first unshard)."""
-        return 0 if self.buffer is None else self.buffer.nbytes
+        """Bytes of the buffers while unsharded (0 before the first unshard)."""
+        return 0 if self.buffer is None else self.buffer.nbytes + self.decoding.dense.nbytes
 
     @property
     def held_nbytes(self) -> int:
         """Bytes held now for unsharded parameters, or for their shards over a smaller world."""
-        held = 0 if self.stage is Stage.SHARDED else self.unsharded_nbytes
+        held = 0 if self.buffer is None else self.buffer.allocated_nbytes + self.decoding.held_nbytes
         return held + (0 if self.near is None else self.near.held_nbytes)
 
     @property
@@ -171,7 +200,7 @@ class ParamGroup:
 
     def unsharded_versions(self) -> list[int]:
         """How often each unsharded parameter has been changed in place; for ``write_back``."""
-        return [param.unsharded._version for param in self.params]
+        return [param.unsharded._version for param in self.params] + self.decoding.versions()
 
     def write_back(self, before: Sequence[int]) -> None:
         """Copy this rank's rows of the unsharded parameters into the shards, where they may have changed.
@@ -182,7 +211,10 @@ class ParamGroup:
         if self.stage is not Stage.UNSHARDED:
             return
         with torch.no_grad():
-            for param, version in zip(self.params, before, strict=True):
+            self.decoding.write_back(before[len(self.params) :])
+            for param, version in zip(self.params, before, strict=False):
+                if param in self.decoding.parts:
+                    continue
                 if param.own.dtype == param.local.dtype or param.unsharded._version != version:
                     param.local.copy_(param.own)
 

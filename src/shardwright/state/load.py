@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardwright.state.encoded import encode_entries
 from shardwright.state.param import ShardedParam
 
 
@@ -19,6 +20,8 @@ def shard_plain_entries(
     are left for ``load_state_dict`` to take or to complain of. No communication: every rank has the whole.
     """
     names = {id(child): f"{name}." if name else "" for name, child in module.named_modules()}
+    for child in module.modules():
+        encode_entries(child, state, prefix + names[id(child)])
     for param in params:
         for slot in param.slots:
             if id(slot.module) not in names:

@@ -77,6 +77,7 @@ class ShardedParam:
     inner: the placement that tensor parallelism has given it, or None; what is split here is then this
         rank's local tensor.
     accumulated: unsharded gradient of earlier microbatches in the reduce dtype, or None.
+    kept_dtype: it is never cast (codes and scales of a quantised weight).
     """
 
     def __init__(self, fqn: str, slots: list[Slot], param: nn.Parameter, split: Split) -> None:
@@ -89,6 +90,7 @@ class ShardedParam:
         self.layout = ParamLayout(tuple(whole.shape), split.axis.world, split.dim)
         self.spec = self._spec(param)
         self.accumulated: torch.Tensor | None = None
+        self.kept_dtype = False
         self._unsharded: _Unsharded | None = None
         self.sharded = self._shard(whole.detach(), param.requires_grad)
         self.show(self.sharded)
@@ -250,9 +252,10 @@ class ShardedParam:
     # ---- dtypes
 
     def compute_dtype(self, policy: MixedPrecisionPolicy) -> torch.dtype:
-        """Dtype while unsharded. Integer parameters (packed weights) are never cast."""
+        """Dtype while unsharded. Integer parameters (packed weights) and their scales are never cast."""
         dtype = self.sharded.dtype
-        return policy.param_dtype if policy.param_dtype is not None and dtype.is_floating_point else dtype
+        casts = policy.param_dtype is not None and dtype.is_floating_point and not self.kept_dtype
+        return policy.param_dtype or dtype if casts else dtype
 
     def reduce_dtype(self, policy: MixedPrecisionPolicy) -> torch.dtype:
         """Dtype in which the gradient is summed over ranks and over microbatches."""

@@ -1,0 +1,151 @@
+"""NF4: weights in 4 bits, as two plain tensors. Pure arithmetic; no ranks, no modules.
+
+A row of ``cols`` elements is cut into blocks of 64; each block is divided by its largest magnitude, and each
+element replaced by the nearest of 16 levels (quantiles of a normal distribution; Dettmers et al., QLoRA,
+arXiv:2305.14314)::
+
+    weight   [..., rows, cols]
+    codes    [..., rows, ceil(cols / 2)]    uint8, the earlier element in the high half
+    absmax   [..., rows, ceil(cols / 64)]   bfloat16, the scale of each block
+
+No block crosses rows (the last one of a row may be shorter), so rows can be cut anywhere: quantising some of
+the rows gives the same bits as quantising all of them. A second level of scales, as others have it, would
+save 0.0155 bytes of 0.531 a parameter and tie every row to numbers that only all ranks together know.
+"""
+
+from functools import cache
+
+import torch
+
+from shardwright.errors import InputError
+
+BLOCK = 64
+
+LEVELS = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023,
+    1.0,
+)  # fmt: skip
+"""The 16 levels, those of bitsandbytes (the paper's authors), so that codes can be exchanged."""
+
+_CHUNK_NUMEL = 1 << 19
+"""Elements decoded at a time: indices and results stay in the cache (1.8 instead of 0.7 G elements/s)."""
+
+
+def quantize(
+    weight: torch.Tensor, block: int = BLOCK, scale_dtype: torch.dtype = torch.bfloat16
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(codes, absmax)`` of a floating-point weight ``[..., cols]`` of at least one dim; see the module.
+
+    block: elements that share a scale; even. scale_dtype: ``torch.float32`` gives the codes of bitsandbytes.
+    A block of zeros has scale 0. On the meta device only the shapes are right.
+    Raises: InputError for a weight that isn't floating point or has no dims, or an odd block.
+    """
+    if not weight.is_floating_point() or weight.ndim < 1:
+        raise InputError(
+            f"nf4.quantize takes a floating-point tensor with at least one dim, got {weight.dtype} of shape "
+            f"{list(weight.shape)}"
+        )
+    if block < 2 or block % 2:
+        raise InputError(f"block must be an even number of elements, at least 2, got {block}")
+    cols = weight.shape[-1]
+    num_blocks = -(-cols // block)
+    lead = weight.shape[:-1]
+    if weight.is_meta:
+        codes = weight.new_empty((*lead, -(-cols // 2)), dtype=torch.uint8)
+        return codes, weight.new_empty((*lead, num_blocks), dtype=scale_dtype)
+    padded = torch.nn.functional.pad(weight.detach().float(), (0, num_blocks * block - cols))
+    blocks = padded.reshape(*lead, num_blocks, block)
+    absmax = blocks.abs().amax(-1).to(scale_dtype)
+    # Times the reciprocal, as the oracle does: a division rounds otherwise at the boundaries of levels.
+    inverse = torch.where(absmax > 0, absmax.float().reciprocal(), 0.0)
+    nearest = torch.bucketize((blocks * inverse.unsqueeze(-1)).flatten(-2), _boundaries(weight.device))
+    codes = nearest.to(torch.uint8)[..., : cols + cols % 2]
+    return (codes[..., ::2] << 4) | codes[..., 1::2], absmax
+
+
+def dequantize(
+    codes: torch.Tensor,
+    absmax: torch.Tensor,
+    shape: tuple[int, ...] | torch.Size,
+    dtype: torch.dtype = torch.bfloat16,
+    block: int = BLOCK,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The weight ``[..., cols]`` of ``shape`` in ``dtype``: what ``quantize`` took, to about 9%.
+
+    block: the one it was quantised with. out: a contiguous tensor of ``shape`` and ``dtype`` to fill, else a
+    fresh one.
+    Method: pairs of codes index a table of two (or four) finished values; then one multiplication in place.
+    Raises: InputError for shapes that don't belong together.
+    """
+    cols = shape[-1]
+    _check(tuple(codes.shape), tuple(absmax.shape), tuple(shape), block)
+    out = torch.empty(shape, dtype=dtype, device=codes.device) if out is None else out
+    if out.numel() == 0 or out.is_meta:
+        return out
+    codes, absmax = codes.contiguous().view(-1, codes.shape[-1]), absmax.to(dtype).view(-1, absmax.shape[-1])
+    target = out.view(-1, cols)
+    step = max(1, _CHUNK_NUMEL // cols) if codes.device.type == "cpu" else len(codes)
+    for start in range(0, len(codes), step):
+        rows = slice(start, start + step)
+        _look_up(codes[rows], target[rows])
+        _scale(target[rows], absmax[rows], block)
+    return out
+
+
+def _check(codes: tuple[int, ...], absmax: tuple[int, ...], shape: tuple[int, ...], block: int) -> None:
+    lead, cols = tuple(shape[:-1]), shape[-1]
+    expected = (*lead, -(-cols // 2)), (*lead, -(-cols // block))
+    if (codes, absmax) != expected:
+        raise InputError(
+            f"codes {list(codes)} and absmax {list(absmax)} don't make a weight of shape {list(shape)} in "
+            f"blocks of {block}: expected codes {list(expected[0])} and absmax {list(expected[1])}"
+        )
+
+
+def _look_up(codes: torch.Tensor, out: torch.Tensor) -> None:
+    """Fill ``out`` [rows, cols] with the levels of ``codes`` [rows, ceil(cols / 2)]."""
+    cols = out.shape[-1]
+    if cols % 2:
+        whole = out.new_empty(len(out), cols + 1)
+        _look_up(codes, whole)
+        out.copy_(whole[:, :cols])
+        return
+    wide = cols % 4 == 0 and out.element_size() == 2
+    index, packed = (codes.view(torch.uint16), torch.int64) if wide else (codes, _PACKED[out.element_size()])
+    table = _table(out.dtype, 2 if wide else 1, out.device)
+    torch.index_select(table, 0, index.reshape(-1).to(torch.int32), out=out.view(packed).view(-1))
+
+
+def _scale(out: torch.Tensor, absmax: torch.Tensor, block: int) -> None:
+    cols = out.shape[-1]
+    whole = cols // block * block
+    out[:, :whole].unflatten(1, (-1, block)).mul_(absmax[:, : cols // block].unsqueeze(-1))
+    if whole < cols:
+        out[:, whole:].mul_(absmax[:, -1:])
+
+
+_PACKED = {2: torch.int32, 4: torch.int64, 8: torch.complex128}
+"""Size of an element -> a dtype as wide as two of them."""
+
+
+@cache
+def _boundaries(device: torch.device) -> torch.Tensor:
+    """The 15 midpoints between levels."""
+    levels = torch.tensor(LEVELS, dtype=torch.float32, device=device)
+    return (levels[1:] + levels[:-1]) / 2
+
+
+@cache
+def _table(dtype: torch.dtype, num_bytes: int, device: torch.device) -> torch.Tensor:
+    """For each value of one or two bytes of codes the levels of its elements, side by side in one integer."""
+    levels = torch.tensor(LEVELS).to(dtype)
+    values = torch.arange(256**num_bytes)
+    elements = []
+    for place in range(num_bytes):  # little-endian: the first byte is the low one
+        byte = (values >> (8 * place)) & 255
+        elements += [levels[byte >> 4], levels[byte & 15]]
+    packed = torch.int64 if num_bytes == 2 else _PACKED[dtype.itemsize]
+    return torch.stack(elements, 1).contiguous().view(packed).view(-1).to(device)

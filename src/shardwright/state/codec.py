@@ -1,0 +1,87 @@
+"""Codecs: how a weight is encoded at rest and on the wire, as plain tensors that are cut by rows.
+
+A codec makes two tensors of a weight, *codes* and *scales*, both with the weight's leading dims; so they are
+sharded, saved, loaded and gathered as any parameter is, and no rank needs another's numbers to encode its own
+rows. A weight without a codec is *plain*: it travels cast to ``param_dtype``.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from shardwright import nf4
+from shardwright.errors import InputError
+
+Encode = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+Decode = Callable[..., torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Codec:
+    """name: in messages. scales: what the scales' parameter is called, after the weight's name.
+
+    encode: ``weight -> (codes, scales)``, each row by itself. decode: the reverse, ``(codes, scales, shape,
+        dtype, out=)``.
+    """
+
+    name: str
+    scales: str
+    encode: Encode
+    decode: Decode
+
+
+def _encode_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rounded to 255 levels of each row's largest magnitude: int8 ``[..., cols]``, float32 ``[..., 1]``."""
+    if weight.is_meta:
+        return weight.new_empty(weight.shape, dtype=torch.int8), weight.new_empty(
+            (*weight.shape[:-1], 1), dtype=torch.float32
+        )
+    rows = weight.detach().float()
+    scale = rows.abs().amax(-1, keepdim=True) / 127
+    codes = torch.where(scale > 0, rows / scale, 0.0).round_().to(torch.int8)
+    return codes, scale
+
+
+def _decode_int8(
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    out = torch.empty(shape, dtype=dtype, device=codes.device) if out is None else out
+    return torch.mul(codes, scale, out=out) if dtype == torch.float32 else out.copy_(codes).mul_(scale)
+
+
+NF4 = Codec("nf4", "absmax", nf4.quantize, nf4.dequantize)
+INT8 = Codec("int8", "scale", _encode_int8, _decode_int8)
+CODECS = {codec.name: codec for codec in (NF4, INT8)}
+
+
+def codec_of(name: str) -> Codec:
+    """The codec of that name. Raises: InputError."""
+    if name not in CODECS:
+        raise InputError(f"codec must be one of {sorted(CODECS)}, got {name!r}")
+    return CODECS[name]
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How one weight of a module is encoded.
+
+    shape, dtype: of the weight that was encoded. compute_dtype: what it is decoded to.
+    per_use: decode it each time it is read ("layer") and not with its group, on arrival ("group").
+    """
+
+    codec: Codec
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    compute_dtype: torch.dtype
+    per_use: bool
+
+    def decode(
+        self, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The weight, in the compute dtype."""
+        return self.codec.decode(codes, scales, self.shape, self.compute_dtype, out=out)

@@ -1,0 +1,157 @@
+"""A group's encoded weights: gathered as codes and scales, decoded once all of them are there.
+
+at rest       codes and scales, this rank's rows
+gathering     ``wire``: codes and scales of all ranks
+unsharded     ``dense``: the decoded weights, which modules show; ``wire`` is freed
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from shardwright.errors import InputError
+from shardwright.plan.layout import GroupLayout, pack
+from shardwright.policy import MixedPrecisionPolicy
+from shardwright.state.buffer import Buffer
+from shardwright.state.codec import Encoding
+from shardwright.state.encoded import encodings, scales_name, set_compute_dtype
+from shardwright.state.param import ShardedParam
+
+
+@dataclass(frozen=True)
+class EncodedPair:
+    """Codes and scales of one weight."""
+
+    codes: ShardedParam
+    scales: ShardedParam
+
+    @property
+    def encoding(self) -> Encoding:
+        """How the weight is encoded, now."""
+        slot = self.codes.slots[0]
+        return encodings(slot.module)[slot.name]
+
+    def check_frozen(self) -> None:
+        """Raises: InputError where the scales ask for a gradient."""
+        if self.scales.trainable or self.codes.trainable:
+            raise InputError(
+                f"{self.codes.fqn!r} is quantised ({self.encoding.codec.name}), it can't be trained: "
+                "call requires_grad_(False) on its codes and scales and train adapters, or leave it out of "
+                "quantize_"
+            )
+
+    def encode(self, weight: torch.Tensor) -> None:
+        """Take this rank's rows of a whole weight over into the shards."""
+        encode, dim = self.encoding.codec.encode, self.codes.layout.dim
+        if dim is None or dim == len(self.encoding.shape) - 1:
+            codes, scales = (p.rows_of(t) for p, t in zip(self.parts, encode(weight), strict=True))
+        else:
+            codes, scales = encode(self.codes.rows_of(weight))
+        self.codes.local.copy_(codes)
+        self.scales.local.copy_(scales)
+
+    @property
+    def parts(self) -> tuple[ShardedParam, ShardedParam]:
+        """Codes and scales."""
+        return self.codes, self.scales
+
+
+def pairs_in(params: Iterable[ShardedParam]) -> list[EncodedPair]:
+    """The encoded weights of which both parts are among ``params``."""
+    by_slot = {(id(slot.module), slot.name): param for param in params for slot in param.slots}
+    found: dict[ShardedParam, EncodedPair] = {}
+    for param in dict.fromkeys(by_slot.values()):
+        slot = param.slots[0]
+        encoding = encodings(slot.module).get(slot.name)
+        if encoding is not None:
+            scales = by_slot.get((id(slot.module), scales_name(slot.name, encoding.codec)))
+            if scales is not None:
+                found[param] = EncodedPair(param, scales)
+    return list(found.values())
+
+
+class Decoding:
+    """The weights of a group that are decoded on arrival (``pairs``), and their two buffers.
+
+    faces: what modules show of them while unsharded, by their codes. Weights that are decoded per use are
+        no part of this: their codes are unsharded as any parameter is.
+    """
+
+    def __init__(
+        self, params: Sequence[ShardedParam], policy: MixedPrecisionPolicy, device: torch.device
+    ) -> None:
+        every = pairs_in(params)
+        for pair in every:
+            for part in pair.parts:
+                part.kept_dtype = True
+            for slot in pair.codes.slots:
+                set_compute_dtype(slot.module, slot.name, policy.param_dtype or pair.encoding.dtype)
+        self.frozen = every
+        self.pairs = [pair for pair in every if not pair.encoding.per_use]
+        self.parts = {part for pair in self.pairs for part in pair.parts}
+        self.faces: dict[ShardedParam, nn.Parameter] = {}
+        self._filled: dict[ShardedParam, torch.Tensor] = {}
+        self._device = device
+        self.wire = Buffer(0, device)
+        self.dense = Buffer(0, device)
+
+    def bind(self) -> None:
+        """Lay out both buffers, once."""
+        if self.faces or not self.pairs:
+            return
+        parts = [part for pair in self.pairs for part in pair.parts]
+        dtypes = [part.local.dtype for part in parts]
+        layout = GroupLayout(tuple(p.layout for p in parts), tuple(d.itemsize for d in dtypes))
+        self.wire = Buffer(layout.nbytes, self._device)
+        self.wire.alloc()
+        for part, offset, dtype in zip(parts, layout.offsets_nbytes, dtypes, strict=True):
+            part.bind(self.wire, offset, dtype)
+        self.wire.free()
+        how = [pair.encoding for pair in self.pairs]
+        offsets, nbytes = pack([torch.Size(e.shape).numel() * e.compute_dtype.itemsize for e in how])
+        self.dense = Buffer(nbytes, self._device)
+        self.dense.alloc()
+        for pair, e, offset in zip(self.pairs, how, offsets, strict=True):
+            strides = torch.empty(e.shape, device="meta").stride()
+            face, filled = (self.dense.tensor(e.compute_dtype, offset, e.shape, strides) for _ in range(2))
+            self.faces[pair.codes] = nn.Parameter(face, requires_grad=False)
+            self._filled[pair.codes] = filled  # of its own, so that filling is no in-place change of a weight
+        self.dense.free()
+
+    def arrive(self, keep_wire: bool) -> None:
+        """Decode what was gathered. ``keep_wire``: the codes are still needed while unsharded."""
+        self.dense.alloc()
+        with torch.no_grad():
+            for pair in self.pairs:
+                codes, scales = (part.unsharded.detach() for part in pair.parts)
+                pair.encoding.decode(codes, scales, out=self._filled[pair.codes])
+        if not keep_wire:
+            self.wire.free()
+
+    def show(self) -> None:
+        """Modules show the decoded weights."""
+        for codes, face in self.faces.items():
+            codes.show(face)
+
+    def free(self) -> None:
+        """Give the memory of both buffers back."""
+        self.wire.free()
+        self.dense.free()
+
+    @property
+    def held_nbytes(self) -> int:
+        """Bytes of both buffers now."""
+        return self.wire.allocated_nbytes + self.dense.allocated_nbytes
+
+    def versions(self) -> list[int]:
+        """How often each decoded weight has been changed in place."""
+        return [self.faces[pair.codes]._version for pair in self.pairs]
+
+    def write_back(self, before: Sequence[int]) -> None:
+        """Encode anew the weights that were changed since ``before``."""
+        for pair, version in zip(self.pairs, before, strict=True):
+            face = self.faces[pair.codes]
+            if face._version != version:
+                pair.encode(face.detach())
