@@ -180,6 +180,25 @@ def test_a_save_that_not_all_ranks_enter_names_who_is_missing(tmp_path: Path) ->
     assert find(tmp_path)[0].name == "step-000002"
 
 
+def die_before_the_save(rank: int, world: int, path: str) -> None:
+    model = fully_shard(build(1.0))
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    with pytest.raises(CheckpointError) as caught:
+        save(path, model=model, step=1)
+    Path(path, f"outcome-{rank}.json").write_text(json.dumps([str(caught.value), time.monotonic() - begin]))
+
+
+def test_a_rank_that_ended_before_the_save_is_named_within_seconds(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="rank 1 of 3 failed first: died without a report"):
+        run_ranks(3, die_before_the_save, str(tmp_path))
+    for rank in (0, 2):
+        outcome, seconds = json.loads((tmp_path / f"outcome-{rank}.json").read_text())
+        assert "the processes of ranks [1] have ended" in outcome
+        assert seconds < 4
+
+
 def different_extra(rank: int, world: int, path: str) -> str:
     with pytest.raises(CheckpointError) as caught:
         save(path, model=fully_shard(build(1.0)), extra={"seen": rank, "same": 1}, step=1)

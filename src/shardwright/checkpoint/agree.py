@@ -18,14 +18,17 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 from torch.distributed.distributed_c10d import _get_default_store  # no public way to the job's store
 
+from shardwright.comm import presence
 from shardwright.errors import CheckpointError
 
 T = TypeVar("T")
 
 ARRIVAL_TIMEOUT_S = 60.0
-"""How long the first rank waits for the last one to call save or load."""
+"""How long the first rank waits for the last one to call save or load, while all their processes live."""
+_LOOK_S = 1.0  # between looks whether the missing ranks' processes have ended
 _POLL_S = 0.1
 _GROUP_TIMEOUT = timedelta(seconds=300)  # for one exchange of an integer between living ranks
 
@@ -43,26 +46,15 @@ class Ranks:
         """Every rank calls this first; returns when all have.
 
         Raises:
-            CheckpointError: some ranks did not arrive within ``ARRIVAL_TIMEOUT_S``, or made another call.
+            CheckpointError: some ranks did not arrive within ``ARRIVAL_TIMEOUT_S``, made another call, or
+                their processes (of this host) have ended, which is seen within 2 s.
         """
         if self.world == 1:
             return
         store = _get_default_store()
         keys = [f"shardwright/checkpoint/{self.calls}/{rank}" for rank in range(self.world)]
         store.set(keys[self.rank], call)
-        deadline, pause = time.monotonic() + ARRIVAL_TIMEOUT_S, 0.001
-        while not store.check(keys):
-            if time.monotonic() > deadline:
-                here = [rank for rank in range(self.world) if store.check([keys[rank]])]
-                store.delete_key(keys[self.rank])  # so that a late rank does not take us for waiting
-                missing = sorted({*range(self.world)} - {*here})
-                raise CheckpointError(
-                    f"{call} was entered by ranks {here}, not by ranks {missing} within "
-                    f"{ARRIVAL_TIMEOUT_S:g} s; "
-                    "every rank must call it (it writes or reads the pieces that the rank owns)"
-                )
-            time.sleep(pause)
-            pause = min(2 * pause, _POLL_S)
+        self._wait_for_arrival(store, keys, call)
         calls = [store.get(key).decode() for key in keys]
         self.calls += 1
         if self.calls > 1:
@@ -75,6 +67,28 @@ class Ranks:
             group = dist.new_group(backend="gloo", timeout=_GROUP_TIMEOUT)
             assert isinstance(group, dist.ProcessGroup)
             self.cpu_group = group
+
+    def _wait_for_arrival(self, store: Store, keys: list[str], call: str) -> None:
+        began, looks, pause = time.monotonic(), 0, 0.001
+        while not store.check(keys):
+            waited_s = time.monotonic() - began
+            late, lost = waited_s > ARRIVAL_TIMEOUT_S, list[int]()
+            if late or waited_s > (looks + 1) * _LOOK_S:
+                looks += 1
+                missing = [rank for rank in range(self.world) if not store.check([keys[rank]])]
+                lost = presence.ended(missing)
+            if late or lost:
+                if not lost:
+                    store.delete_key(keys[self.rank])  # so that a late rank does not take us for waiting
+                here = sorted({*range(self.world)} - {*missing})
+                why = f": the processes of ranks {lost} have ended" if lost else ""
+                raise CheckpointError(
+                    f"{call} was entered by ranks {here}, not by ranks {missing} within "
+                    f"{min(waited_s, ARRIVAL_TIMEOUT_S):.3g} s{why}; "
+                    "every rank must call it (it writes or reads the pieces that the rank owns)"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, _POLL_S)
 
     def together(self, what: str, work: Callable[[], T]) -> list[T]:
         """Run ``work`` (file I/O of any length) on every rank; returns every rank's result, which is sent
@@ -140,5 +154,6 @@ def ranks() -> Ranks:
     world = dist.group.WORLD
     assert world is not None
     if world not in _of_group:
+        presence.announce()
         _of_group[world] = Ranks(dist.get_rank(), dist.get_world_size())
     return _of_group[world]

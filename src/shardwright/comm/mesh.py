@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
+from shardwright.comm import presence
 from shardwright.comm.base import Comm
 from shardwright.comm.gloo import GlooComm
 from shardwright.comm.nccl import NcclComm
@@ -221,6 +222,7 @@ def smaller_world(axis: Axis, size: int) -> Comm:
 
 def _comm_of(group: ProcessGroup, device_type: str) -> Comm:
     if group not in _comms:
+        presence.announce()
         _comms[group] = _make_comm(dist.get_process_group_ranks(group), device_type, group)
     return _comms[group]
 
