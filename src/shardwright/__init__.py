@@ -11,6 +11,7 @@ optimizer = torch.optim.AdamW(model.parameters())
 from shardwright import nf4
 from shardwright.api import communication_s, full_state_dict, fully_shard, stats, stream_state_dict
 from shardwright.clip import clip_grad_norm_
+from shardwright.comm.bucketer import ReduceScatterBucketer, ReduceScatterHandle
 from shardwright.comm.mesh import set_transport
 from shardwright.explain import Explanation, explain
 from shardwright.gather import gathered, scattered
@@ -35,6 +36,8 @@ __all__ = [
     "FSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "ReduceScatterBucketer",
+    "ReduceScatterHandle",
     "SchedulePolicy",
     "ShardPlacementResult",
     "Stats",

@@ -12,6 +12,8 @@ NAMES = [
     "FSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "ReduceScatterBucketer",
+    "ReduceScatterHandle",
     "SchedulePolicy",
     "ShardPlacementResult",
     "Stats",

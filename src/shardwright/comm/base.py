@@ -89,8 +89,11 @@ class Comm(Protocol):
     sent_nbytes: bytes that this rank has sent since the start.
     exposed_s: seconds that this rank's host thread has spent in collectives, issuing them and waiting; None
         where waiting is done by a device stream and the host doesn't know.
+    reads_in_place: whether a reduce-scatter reads each rank's part where it lies. Else the backend takes one
+        tensor of equal parts, and pieces that aren't such a tensor are copied into one.
     """
 
+    reads_in_place: bool
     world: int
     rank: int
     sent_nbytes: int

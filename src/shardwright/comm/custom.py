@@ -18,6 +18,8 @@ from shardwright.comm.base import Comm, Gather, Piece, Reduction
 class CustomComm:
     """``inner``, with one or both collectives replaced by the caller's."""
 
+    reads_in_place = False
+
     def __init__(self, inner: Comm, group: ProcessGroup, all_gather: Any, reduce_scatter: Any) -> None:
         self.inner = inner
         self.group = group

@@ -116,9 +116,9 @@ def set_transport(transport: Transport | str) -> None:
         raise InputError(f"transport must be one of {choices}, got {transport!r}") from None
 
 
-# One pair of process groups per axis, however many modules are sharded over it. Keyed by the axis' own
-# group (a DeviceMesh compares equal to that of an earlier, destroyed world).
-_comms: WeakKeyDictionary[ProcessGroup, Comm] = WeakKeyDictionary()
+# One pair of process groups per axis and device type, however many modules are sharded over it. Keyed by the
+# axis' own group (a DeviceMesh compares equal to that of an earlier, destroyed world).
+_comms: WeakKeyDictionary[ProcessGroup, dict[str, Comm]] = WeakKeyDictionary()
 _meshes: WeakKeyDictionary[ProcessGroup, DeviceMesh] = WeakKeyDictionary()
 _remade: WeakKeyDictionary[ProcessGroup, dict[Any, DeviceMesh]] = WeakKeyDictionary()
 _smaller: WeakKeyDictionary[ProcessGroup, dict[int, Comm]] = WeakKeyDictionary()
@@ -160,10 +160,10 @@ def resolve(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = None) -
 def _axis(mesh: DeviceMesh, shards: tuple[bool, ...]) -> Axis:
     device_type = mesh.device_type
     ranks = [dist.get_process_group_ranks(mesh.get_group(axis)) for axis in range(mesh.ndim)]
-    comm = _comm_of(mesh.get_group(shards.index(True)), device_type) if True in shards else None
+    comm = comm_of(mesh.get_group(shards.index(True)), device_type) if True in shards else None
     replicate = None
     if False in shards and len(ranks[shards.index(False)]) > 1:
-        replicate = _comm_of(mesh.get_group(shards.index(False)), device_type)
+        replicate = comm_of(mesh.get_group(shards.index(False)), device_type)
     return Axis(mesh, shards, _device(device_type), comm or _solo(device_type), replicate)
 
 
@@ -220,11 +220,18 @@ def smaller_world(axis: Axis, size: int) -> Comm:
     return made[size]
 
 
-def _comm_of(group: ProcessGroup, device_type: str) -> Comm:
-    if group not in _comms:
+def comm_of(group: ProcessGroup | None, device_type: str) -> Comm:
+    """The transport among the ranks of a process group (None: all ranks), for tensors of a device type.
+
+    Every rank of the group calls it; the first call makes two process groups.
+    """
+    group = group or dist.group.WORLD
+    assert group is not None
+    made = _comms.setdefault(group, {})
+    if device_type not in made:
         presence.announce()
-        _comms[group] = _make_comm(dist.get_process_group_ranks(group), device_type, group)
-    return _comms[group]
+        made[device_type] = _make_comm(dist.get_process_group_ranks(group), device_type, group)
+    return made[device_type]
 
 
 def _solo(device_type: str) -> Comm:

@@ -27,6 +27,8 @@ class NcclComm:
     On CUDA the host never blocks, so ``exposed_s`` is None: what is exposed is seen on the device only.
     """
 
+    reads_in_place = False
+
     def __init__(self, gather_group: ProcessGroup, reduce_group: ProcessGroup, coalesce: bool = True) -> None:
         self.world = gather_group.size()
         self.rank = gather_group.rank()
@@ -99,10 +101,11 @@ class NcclComm:
     def _padded(self, piece: Piece, dtype: torch.dtype) -> torch.Tensor:
         """The gradient in the reduce dtype, each rank's span padded with zeros to the longest one."""
         chunk = max(stop - start for start, stop in piece.spans)
-        if piece.flat.numel() == chunk * self.world:
-            return piece.flat.to(dtype)
+        if piece.spans == tuple((r * chunk, (r + 1) * chunk) for r in range(self.world)):
+            return piece.flat[: chunk * self.world].to(dtype)
         padded = piece.flat.new_zeros(chunk * self.world, dtype=dtype)
-        padded[: piece.flat.numel()].copy_(piece.flat)
+        for rank, (start, stop) in enumerate(piece.spans):
+            padded[rank * chunk : rank * chunk + stop - start].copy_(piece.flat[start:stop])
         return padded
 
 

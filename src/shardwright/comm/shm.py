@@ -73,6 +73,8 @@ class ShmComm:
     sent_nbytes stays 0: nothing leaves the host.
     """
 
+    reads_in_place = True
+
     def __init__(self, arena: Arena, world: int) -> None:
         self.world = world
         self.rank = arena.rank

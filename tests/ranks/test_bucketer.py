@@ -1,0 +1,312 @@
+"""``ReduceScatterBucketer``: small lists share a collective, large ones go at once, nothing is lost or kept.
+
+Each test says which line of docs/bucketer.md it holds: R1 to R24, what fairscale's promises; D1 to D7, what
+it lacks.
+"""
+
+import gc
+import time
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwright import ReduceScatterBucketer, set_transport
+from shardwright.comm.bucketer import MAX_IN_FLIGHT
+from shardwright.comm.mesh import comm_of
+from shardwright.errors import CommError, InputError, StageError
+from tests.ranks.pool import run_ranks
+
+WORLD = 2
+ROW_NUMEL = 2**20 // 4 // WORLD  # of a bucket of 1 MiB in float32
+
+
+def ones(world, numel, dtype=torch.float32):
+    return [torch.ones(numel, dtype=dtype) for _ in range(world)]
+
+
+def gathered(inputs):
+    """The sum for this rank by torch's own all-reduce."""
+    whole = torch.stack([tensor.detach() for tensor in inputs])
+    dist.all_reduce(whole)
+    return whole[dist.get_rank()]
+
+
+class Calls:
+    """Counts the collectives that a transport issues; remembers the sizes of one rank's parts."""
+
+    def __init__(self, group=None):
+        self.comm = comm_of(group, "cpu")
+        self.pieces = []
+        self._inner = self.comm.reduce_scatter
+        self.comm.reduce_scatter = self
+
+    def __call__(self, pieces, dtypes, key):
+        self.pieces.append(pieces)
+        return self._inner(pieces, dtypes, key)
+
+    def __len__(self):
+        return len(self.pieces)
+
+
+def sums(rank, world, transport):
+    set_transport(transport)
+    torch.manual_seed(rank)
+    bucketer = ReduceScatterBucketer(1)
+    found, expected = [], []
+    shapes = [(2, 3), (), (0, 4), (7,), (2**18 // world + 1,), (5, 1)]
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int64):
+        for shape in shapes:
+            inputs = [
+                (torch.randn(shape) * 8).to(dtype).requires_grad_(dtype.is_floating_point)
+                for _ in range(world)
+            ]
+            bucketer.reduce_scatter_async(inputs, dist.group.WORLD, found.append)
+            expected.append(gathered(inputs))
+    bucketer.flush()
+    assert len(found) == len(expected)
+    for total in found:
+        assert not total.requires_grad
+    for dtype in {total.dtype for total in expected}:
+        ours = sorted((t for t in found if t.dtype == dtype), key=lambda t: (t.numel(), t.ndim))
+        theirs = sorted((t for t in expected if t.dtype == dtype), key=lambda t: (t.numel(), t.ndim))
+        for total, other in zip(ours, theirs, strict=True):
+            assert total.shape == other.shape
+            assert (
+                torch.equal(total, other) if world == 2 else torch.allclose(total, other, rtol=0.05, atol=0.2)
+            )
+    return [total.detach().double() for total in found]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_sums_of_any_shape_and_dtype_are_alike_over_every_transport(world):  # R1 R15 R17 R23 D1 D5
+    by_transport = [run_ranks(world, sums, name) for name in ("auto", "sockets", "collectives")]
+    if world < 3:  # two terms commute; torch's own collective adds three in an order of its own
+        for other in by_transport[1:]:
+            for ours, theirs in zip(by_transport[0], other, strict=True):
+                assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def order(rank, world):
+    calls = Calls()
+    said = []
+    bucketer = ReduceScatterBucketer(1)
+
+    def add(name, numel):
+        return bucketer.reduce_scatter_async(ones(world, numel), None, lambda _: said.append(name))
+
+    add("small", 3)
+    assert len(calls) == 0  # in its bucket
+    big = add("big", ROW_NUMEL + 1)
+    assert len(calls) == 1  # R2: at once, and the bucket stays
+    add("exact", ROW_NUMEL - 3)  # R3: fits to the last element
+    assert len(calls) == 1
+    assert not said  # R5: nothing before flush or wait
+    add("next", 1)  # R8: makes room
+    assert len(calls) == 2
+    other = bucketer.reduce_scatter_async(ones(world, 1, torch.float64), None, lambda _: said.append("other"))
+    bucketer.flush()
+    assert big.done and other.done
+    assert said == ["big", "small", "exact", "next", "other"]  # R6 R7
+    assert len(calls) == 4
+    bucketer.flush()  # R9
+    assert len(calls) == 4
+    assert ReduceScatterBucketer(25).shard_numel(torch.float32, 3) == 25 * 2**20 // 12  # R10
+    none = ReduceScatterBucketer(0)
+    assert none.shard_numel(torch.float32, world) == 0
+    for numel in (1, 2, 3):  # R4
+        none.reduce_scatter_async(ones(world, numel))
+    assert len(calls) == 7
+    none.flush()
+    assert none.held_nbytes == 0
+
+
+def test_what_goes_at_once_what_waits_and_in_which_order_callbacks_run():  # R2 to R10, R16
+    run_ranks(WORLD, order)
+
+
+def memory(rank, world):
+    bucketer = ReduceScatterBucketer(1)
+    assert bucketer.held_nbytes == 0  # R22
+    first = bucketer.reduce_scatter_async(ones(world, ROW_NUMEL))
+    assert bucketer.held_nbytes == 2**20  # R11: the cap
+    with pytest.raises(StageError, match=r"teardown\(\) with 1 reduce-scatters pending; call flush"):  # R21
+        bucketer.teardown()
+    bucketer.flush()
+    kept = first.wait()
+    bucketer.reduce_scatter_async([torch.full((ROW_NUMEL,), 5.0)] * world)
+    bucketer.flush()
+    assert bucketer.held_nbytes == 2**20  # the same memory again
+    for _ in range(20):
+        bucketer.reduce_scatter_async(ones(world, ROW_NUMEL))
+        assert bucketer.held_nbytes <= (MAX_IN_FLIGHT + 2) * 2**20
+    bucketer.flush()
+    bucketer.teardown()
+    assert bucketer.held_nbytes == 0 and bucketer.num_buckets == 0
+    assert torch.equal(kept, torch.full((ROW_NUMEL,), float(world)))  # R18
+    again = bucketer.reduce_scatter_async(ones(world, 2))  # R20
+    assert again.wait().tolist() == [world] * 2
+    small = bucketer.reduce_scatter_async(ones(world, 3))  # R19: nothing of earlier inputs is read again
+    assert small.wait().tolist() == [world] * 3
+    given = torch.full((4,), 2.0)
+    handle = bucketer.reduce_scatter_async([given] * world)
+    given.zero_()  # small inputs belong to the caller again
+    assert handle.wait().tolist() == [2.0 * world] * 4
+    bucketer.teardown()
+    gone = weakref.ref(bucketer)
+    gc.disable()
+    del bucketer
+    assert gone() is None  # D4: nothing keeps it, not even a circle
+
+
+def test_memory_is_held_from_the_first_use_to_teardown_and_results_outlive_it():  # R11 R18-R22 D4
+    run_ranks(1, memory)
+    run_ranks(WORLD, memory)
+
+
+def groups(rank, world):
+    everyone = [dist.new_group(list(range(world))) for _ in range(2)]
+    alone = [dist.new_group([r]) for r in range(world)][rank]
+    calls = Calls(everyone[0])
+    bucketer = ReduceScatterBucketer(1)
+    for group in (everyone[0], everyone[1], None):
+        bucketer.reduce_scatter_async(ones(world, 4), group)
+    assert bucketer.num_buckets == 1  # D6: who is in it counts, not which object
+    own = bucketer.reduce_scatter_async([torch.full((2,), rank + 1.0)], alone)
+    bucketer.reduce_scatter_async(ones(world, 4, torch.float64), everyone[0])
+    assert bucketer.num_buckets == 3  # R12: ranks, dtype
+    bucketer.flush()
+    assert len(calls) == 2
+    assert own.wait().tolist() == [rank + 1.0] * 2
+    with pytest.raises(InputError, match="ProcessGroup that has this rank"):
+        bucketer.reduce_scatter_async(ones(1, 1), dist.GroupMember.NON_GROUP_MEMBER)
+
+
+def test_equal_groups_share_a_bucket_and_other_ranks_or_dtypes_do_not():  # R12 D6
+    run_ranks(WORLD, groups)
+
+
+def refused(rank, world):
+    for cap in (1, 0):  # R13 R14 D3: alike on the path of small and of large inputs
+        bucketer = ReduceScatterBucketer(cap)
+        with pytest.raises(InputError, match=r"received 3 inputs, expected group.size\(\) \(2\)"):
+            bucketer.reduce_scatter_async(ones(3, 2))
+        with pytest.raises(InputError, match=r"received 0 inputs"):
+            bucketer.reduce_scatter_async([])
+        for other in (torch.ones(3), torch.ones(2, dtype=torch.float64), torch.ones(2, device="meta")):
+            with pytest.raises(
+                InputError, match=r"input 1 is \([23],\) .* input 0 is \(2,\) torch.float32 on cpu"
+            ):
+                bucketer.reduce_scatter_async([torch.ones(2), other])
+        with pytest.raises(InputError, match="input 1 is not a dense tensor"):
+            bucketer.reduce_scatter_async([torch.ones(2), torch.ones(2).to_sparse()])
+        assert bucketer.held_nbytes == 0 and bucketer.num_buckets == 0  # nothing half done
+        bucketer.teardown()
+    with pytest.raises(InputError, match="number of MiB, got 'much'"):
+        ReduceScatterBucketer("much")
+
+
+def test_ragged_and_wrong_inputs_are_refused_on_every_path_with_their_sizes():  # R13 R14 D3
+    run_ranks(WORLD, refused)
+
+
+def overlapped(rank, world):
+    set_transport("sockets")
+    bucketer = ReduceScatterBucketer(1)
+    bucketer.reduce_scatter_async(ones(world, 1)).wait()  # makes the groups, which is a meeting of its own
+    dist.barrier()
+    start = time.monotonic()
+    if rank == 1:
+        time.sleep(1.0)
+    handle = bucketer.reduce_scatter_async(ones(world, ROW_NUMEL + 1))
+    issued_s = time.monotonic() - start
+    before = handle.done
+    assert handle.wait()[0].item() == world
+    return issued_s, before
+
+
+def test_a_large_input_is_on_its_way_while_the_caller_goes_on():  # D2
+    (issued_s, done), _ = run_ranks(WORLD, overlapped)
+    assert issued_s < 0.5  # its peer comes after 1 s
+    assert not done
+
+
+def in_place(rank, world):
+    bucketer = ReduceScatterBucketer(0)
+    calls = Calls()
+    whole = torch.arange(8.0)
+    bucketer.reduce_scatter_async(whole.chunk(world)).wait()
+    (piece,) = calls.pieces[-1]
+    assert piece.flat.data_ptr() == whole.data_ptr()
+    apart = [torch.ones(4), torch.ones(4)]
+    assert bucketer.reduce_scatter_async(apart).wait().tolist() == [2.0] * 4
+    assert [piece.flat.data_ptr() for piece in calls.pieces[-1]] == [t.data_ptr() for t in apart]
+    part = ReduceScatterBucketer(1)
+    part.reduce_scatter_async(ones(world, 5))
+    part.flush()
+    (piece,) = calls.pieces[-1]
+    assert piece.flat.nbytes == 2**20  # the bucket itself, of which 5 elements a rank are sent
+    assert [stop - start for start, stop in piece.spans] == [5, 5]
+
+
+def test_large_inputs_and_part_filled_buckets_are_sent_from_where_they_lie():  # D7
+    run_ranks(WORLD, in_place)
+
+
+def bytes_sent(rank, world):
+    set_transport("sockets")
+    bucketer = ReduceScatterBucketer(1)
+    for _ in range(100):
+        bucketer.reduce_scatter_async(ones(world, 16 * 1024 // 4))
+    bucketer.flush()
+    return comm_of(None, "cpu").sent_nbytes
+
+
+def test_each_rank_sends_every_other_rank_its_part_once():
+    for world in (2, 4):
+        assert run_ranks(world, bytes_sent) == [100 * 16 * 1024 * (world - 1)] * world
+
+
+def raising(rank, world):
+    bucketer = ReduceScatterBucketer(1)
+    said = []
+
+    def fails(_):
+        raise KeyError("mine")
+
+    first = bucketer.reduce_scatter_async(ones(world, 1), None, fails)
+    bucketer.reduce_scatter_async(ones(world, 1), None, said.append)
+    bucketer.reduce_scatter_async(ones(world, 1, torch.float64), None, said.append)
+    with pytest.raises(KeyError, match="mine"):
+        bucketer.flush()
+    assert first.wait().item() == world
+    assert len(said) == 1
+    bucketer.flush()
+    assert len(said) == 2
+
+    def chained(total):
+        if total.item() < 8:
+            bucketer.reduce_scatter_async([total] * world, None, chained)
+
+    bucketer.reduce_scatter_async(ones(world, 1), None, chained)
+    bucketer.flush()  # until nothing is pending
+    bucketer.teardown()
+
+
+def test_a_callback_that_raises_or_adds_more_loses_nothing():
+    run_ranks(WORLD, raising)
+
+
+def differently(rank, world):
+    bucketer = ReduceScatterBucketer(1)
+    handle = bucketer.reduce_scatter_async(ones(world, 3 + rank))
+    with pytest.raises(CommError, match="different collectives"):
+        bucketer.flush()
+    with pytest.raises(StageError, match="failed earlier"):
+        handle.wait()
+    bucketer.teardown()
+
+
+def test_ranks_that_add_different_sizes_are_told_so_at_once():  # R24
+    run_ranks(WORLD, differently)
