@@ -15,6 +15,7 @@ from shardwright.comm.bucketer import ReduceScatterBucketer, ReduceScatterHandle
 from shardwright.comm.mesh import set_transport
 from shardwright.explain import Explanation, explain
 from shardwright.gather import gathered, scattered
+from shardwright.lockstep import lockstep
 from shardwright.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from shardwright.motion.build import ShardPlacementResult
 from shardwright.motion.costs import Stats
@@ -48,6 +49,7 @@ __all__ = [
     "full_state_dict",
     "fully_shard",
     "gathered",
+    "lockstep",
     "nf4",
     "quantize_",
     "register_fsdp_forward_method",

@@ -23,6 +23,7 @@ FLOORS = {
     "explain": 7,
     "clip": 7,
     "gather": 7,
+    "lockstep": 7,
     "quantize": 7,
     "motion": 6,
     "checkpoint": 6,

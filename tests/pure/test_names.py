@@ -23,6 +23,7 @@ NAMES = [
     "explain",
     "full_state_dict",
     "fully_shard",
+    "lockstep",
     "gathered",
     "nf4",
     "quantize_",

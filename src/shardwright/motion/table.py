@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwright.comm.base import Comm
+from shardwright.motion.census import check_same_model
 from shardwright.plan.schedule import Action, ActionKind, GroupFacts, Planner
 from shardwright.policy import SchedulePolicy
 from shardwright.state.group import ParamGroup, Stage
@@ -34,9 +35,11 @@ class GroupTable:
         self.memory = Memory()
         self._settings: list[GroupFacts] = []
         self._index: dict[ParamGroup, int] = {}
+        self._compared: set[int] = set()  # ids of transports on which all ranks hold the same groups
 
     def add(self, group: ParamGroup, facts: GroupFacts) -> None:
         """Number one more group."""
+        self._compared.clear()
         self._index[group] = len(self.groups)
         self.groups.append(group)
         self._settings.append(facts)
@@ -89,6 +92,7 @@ class GroupTable:
         held_nbytes = group.held_nbytes
         if action.kind is ActionKind.UNSHARD:
             if group.stage is Stage.SHARDED:
+                self._compare(group.axis.comm)
                 group.unshard()
         elif action.kind is ActionKind.WAIT:
             if group.stage is Stage.GATHERING:
@@ -103,6 +107,12 @@ class GroupTable:
         else:
             group.reducer.wait()
         self.memory.take(group.held_nbytes - held_nbytes)
+
+    def _compare(self, comm: Comm) -> None:
+        """Before the first all-gather on an axis, which needs the same ranks: do they hold the same model?"""
+        if id(comm) not in self._compared:
+            check_same_model(comm, [group for group in self.groups if group.axis.comm is comm])
+            self._compared.add(id(comm))
 
     def settle(self) -> None:
         """Wait for every reduction, and add its result to the shards' gradients."""

@@ -1,0 +1,91 @@
+"""``lockstep``: ranks whose training data differ in length go on, and end, together."""
+
+from collections.abc import Iterable, Iterator
+from enum import IntEnum
+from typing import Generic, TypeVar
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwright.comm.agreement import exchange
+from shardwright.comm.mesh import resolve
+from shardwright.errors import DataError, InputError
+
+T = TypeVar("T")
+MODES = ("pad", "stop")
+
+
+class _Has(IntEnum):
+    """What a rank says of its next batch."""
+
+    NEXT = 0
+    ENDED = 1
+    NOTHING = 2
+    FAILED = 3
+
+
+class Lockstep(Generic[T]):
+    """What ``lockstep`` returns: iterate over it once per epoch, on every rank."""
+
+    def __init__(self, loader: Iterable[T], mode: str, mesh: DeviceMesh | None) -> None:
+        self._loader = loader
+        self._mode = mode
+        self._axis = resolve(mesh)
+
+    def __iter__(self) -> Iterator[T]:
+        batches = iter(self._loader)
+        last: list[T] = []
+        while True:
+            error, has = None, _Has.NEXT
+            try:
+                last = [next(batches)]
+            except StopIteration:
+                has = _Has.ENDED if last else _Has.NOTHING
+            except Exception as raised:  # told to the others first: they would wait in the next forward
+                error, has = raised, _Has.FAILED
+            said = self._said(has)
+            if error is not None:
+                raise error
+            if _Has.FAILED in said:
+                raise DataError("another rank's data raised an exception; its own error says why")
+            if self._ends(said):
+                return
+            yield last[0]
+
+    def _said(self, has: _Has) -> set[int]:
+        """What the ranks of the mesh say, each answer once; the same on all of them."""
+        flags = [1 << has]
+        for comm in (self._axis.comm, self._axis.replicate):
+            if comm is not None:
+                rows = exchange(comm, flags, self._axis.device, "lockstep")
+                flags = [0]
+                for row in rows:
+                    flags[0] |= row[0]
+        return {answer for answer in _Has if flags[0] & 1 << answer}
+
+    def _ends(self, said: set[int]) -> bool:
+        if self._mode == "stop" or _Has.NEXT not in said:
+            return said != {_Has.NEXT}
+        if _Has.NOTHING in said:
+            raise DataError(
+                "a rank has no batch at all while others have some, so there is none to repeat; give every "
+                'rank at least one, or use lockstep(loader, mode="stop")'
+            )
+        return False
+
+
+def lockstep(loader: Iterable[T], mode: str = "stop", mesh: DeviceMesh | None = None) -> Lockstep[T]:
+    """``loader``, so that all ranks take the same number of batches however many each of them has.
+
+    Every rank of the mesh calls it, and iterates over it; before each batch the ranks exchange one word (on
+    an accelerator the host waits for it). Without it a rank whose data end early leaves the others waiting.
+
+    mode: ``"stop"``: all end with the shortest, and what others had left of this epoch isn't seen.
+        ``"pad"``: all go on to the end of the longest; a rank that has run out repeats its last batch, which
+        then weighs more in the average.
+    mesh: the ranks that go together, as for ``fully_shard``; None: all.
+    Raises: InputError for another mode. While iterating, on every rank: DataError where a rank has no batch
+        to repeat or its data raised (that rank raises its own exception).
+    """
+    if mode not in MODES:
+        raise InputError(f'lockstep\'s mode must be "pad" or "stop", got {mode!r}')
+    return Lockstep(loader, mode, mesh)

@@ -1,0 +1,46 @@
+"""Do the ranks of an axis hold the same model? Asked once, before the first collective on that axis.
+
+Ranks that built other models would pair collectives of other sizes: wrong numbers on one transport, a dead
+process on another.
+"""
+
+from collections.abc import Sequence
+from itertools import zip_longest
+
+from shardwright.comm.agreement import compare
+from shardwright.comm.base import Comm
+from shardwright.errors import CommError
+from shardwright.state.group import ParamGroup
+
+
+def check_same_model(comm: Comm, groups: Sequence[ParamGroup]) -> None:
+    """Every rank of the axis calls it with its groups that use ``comm``; one exchange of 16 bytes.
+
+    Compares names, shapes, sharded dims, dtypes and precision policies, in order.
+    Raises: CommError on every rank of the axis where they differ, with both sides of the first difference.
+    """
+    lines = [line for group in groups for line in _lines(group)]
+    texts = compare(comm, "\n".join(lines), groups[0].axis.device, "compare models")
+    if not texts:
+        return
+    sides = [text.splitlines() for text in texts]
+    other = next(rank for rank, side in enumerate(sides) if side != sides[0])
+    nothing = "nothing: its model ends before"
+    pairs = zip_longest(sides[0], sides[other], fillvalue=nothing)
+    first, second = next(pair for pair in pairs if pair[0] != pair[1])
+    raise CommError(
+        f"ranks have sharded different models, first seen between ranks 0 and {other} of the mesh:\n"
+        f"  rank 0: {first}\n  rank {other}: {second}\n"
+        "Build the same model on every rank, and call fully_shard on the same modules in the same order"
+    )
+
+
+def _lines(group: ParamGroup) -> list[str]:
+    lines = [f"group {group.name} with {group.policy}"]
+    for param in group.params:
+        layout = param.layout
+        lines.append(
+            f"parameter {param.fqn} of group {group.name}: shape {list(layout.shape)}, sharded on dim "
+            f"{layout.dim}, {param.sharded.dtype}"
+        )
+    return lines
