@@ -1,0 +1,94 @@
+"""Ranks killed at random moments: what was confirmed stays, what is found is whole, and training goes on.
+
+Eight kills by default; as many as you like, on seeds of your own:
+
+    SHARDWRIGHT_NUM_KILLS=100 SHARDWRIGHT_KILL_SEED=1 pytest -s tests/ranks/test_checkpoint_kills.py
+"""
+
+import os
+import random
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from shardwright import fully_shard
+from shardwright.checkpoint import load, save
+from shardwright.checkpoint.folder import find
+from shardwright.errors import CheckpointError
+from tests.ranks.pool import run_ranks
+
+NUM_KILLS = int(os.environ.get("SHARDWRIGHT_NUM_KILLS", "8"))
+SEED = int(os.environ.get("SHARDWRIGHT_KILL_SEED", "0"))
+LONGEST_S = 0.25  # a few saves, on an idle machine
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Which ranks are killed, and when after their first save has begun."""
+
+    ranks: tuple[int, ...]
+    after_s: float
+
+
+def build(fill: float) -> nn.Module:
+    model = nn.Sequential(nn.Linear(8, 40_000), nn.Linear(40_000, 5))
+    for p in model.parameters():
+        nn.init.constant_(p, fill)
+    return model
+
+
+def kill_after(delay_s: float) -> None:
+    """SIGKILL from outside, at whatever this process then does."""
+    victim = os.getpid()
+    if os.fork() == 0:
+        time.sleep(delay_s)
+        os.kill(victim, signal.SIGKILL)
+        os._exit(0)
+
+
+def resume_and_be_killed(rank: int, world: int, path: str, kill: Kill) -> None:
+    model = fully_shard(build(-1.0))
+    step = load(path, model=model).step
+    torch.distributed.barrier()
+    if rank in kill.ranks:
+        kill_after(kill.after_s)
+    try:
+        while True:
+            step += 1
+            for p in model.parameters():
+                p.detach().to_local().fill_(float(step))
+            save(path, model=model, step=step, keep=2)
+            if rank == 0:
+                Path(path, "confirmed").write_text(f"{step:06d}")
+    except CheckpointError as error:
+        assert any(s in str(error) for s in ("lost contact", "have ended")), error
+
+
+def test_ranks_killed_at_random_moments_lose_nothing_that_was_confirmed(tmp_path: Path) -> None:
+    save(tmp_path, model=build(1.0), step=1)
+    chance = random.Random(SEED)
+    num_torn, confirmed = 0, 1
+    for number in range(NUM_KILLS):
+        kill = Kill(chance.choice([(0,), (1,), (0, 1)]), chance.uniform(0, LONGEST_S))
+        with pytest.raises(AssertionError, match="died without a report") as died:
+            run_ranks(2, resume_and_be_killed, str(tmp_path), kill)
+        assert "Traceback" not in str(died.value), died.value
+        assert "still running" not in str(died.value), died.value
+        num_torn += bool(list(tmp_path.glob(".torn-*")))
+        text = (tmp_path / "confirmed").read_text() if (tmp_path / "confirmed").exists() else ""
+        confirmed = max(confirmed, int(text or 0))  # empty: killed while it wrote that
+        model = build(-1.0)
+        restored = load(tmp_path, model=model)
+        what = f"kill {number} of seed {SEED}: {kill}"
+        assert restored.step - confirmed in (0, 1), what
+        assert {p.unique().item() for p in model.parameters()} == {float(restored.step)}, what
+        assert restored.skipped == (), what  # what was torn never had the name of a checkpoint
+    save(tmp_path, model=model, step=restored.step + 1)
+    assert find(tmp_path)[0].name == f"step-{restored.step + 1:06d}"
+    assert not list(tmp_path.glob(".torn-*"))
+    print(f"{NUM_KILLS} kills, {num_torn} left a torn one, {restored.step} steps saved")
