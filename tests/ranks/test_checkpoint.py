@@ -15,7 +15,8 @@ from tests.ranks.pool import run_ranks
 
 
 class Net(nn.Module):
-    """Uneven (5 rows), empty on some ranks (1 row), tied, frozen and mixed-dtype parameters; a buffer."""
+    """Uneven (5 rows), empty on some ranks (1 row), tied and frozen parameters, bf16 and fp32 in one group;
+    a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,6 +25,7 @@ class Net(nn.Module):
         self.one = nn.Linear(5, 1)
         self.down = nn.Linear(5, 8)
         self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.narrow = nn.Linear(8, 8, dtype=torch.bfloat16)
         self.norm = nn.BatchNorm1d(8)
         self.head = nn.Linear(8, 11, bias=False)
         self.head.weight = self.embed.weight
@@ -31,6 +33,7 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.up(self.embed(x)).tanh()
         h = self.down(h * self.one(h))
+        h = h + self.narrow(h.bfloat16()).float()
         return self.head(self.norm(self.frozen(h)))
 
 
@@ -116,5 +119,6 @@ def load_fresh(rank: int, world: int, path: str, kind: str) -> dict:
 )
 def test_any_world_size_restores_bit_equal(tmp_path: Path, kind: str, saved: int, loaded: int) -> None:
     before = run_ranks(saved, save_trained, str(tmp_path), kind)[0]
+    assert {before["narrow.weight"].dtype, before["up.weight"].dtype} == {torch.bfloat16, torch.float32}
     for after in run_ranks(loaded, load_fresh, str(tmp_path), kind):
         assert_equal(before, after)
