@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 
 from shardwright.errors import DataError
 from shardwright.train.data import heldout_windows, read_corpus
 from shardwright.train.loop import heldout_loss
+from shardwright.train.models import Transformer
 from shardwright.train.sample import load_run
 
 LIMIT_S = 120.0
@@ -155,6 +157,19 @@ def test_two_ranks_leave_every_file_and_a_whole_model(place, whole):
         assert shown in out
     assert f"{summary['unigram_entropy']:.3f} nats per byte" in out
     assert "20 bytes that the model writes" in out
+
+
+def test_the_consolidated_checkpoint_gives_the_same_heldout_loss_in_plain_pytorch(place, whole):
+    folder, out = whole[0], place / "consolidated"
+    command = [sys.executable, "-m", "shardwright", "checkpoint", "consolidate"]
+    subprocess.run([*command, folder / "checkpoint" / "step-000040", out], check=True, capture_output=True)
+    resolved, _ = load_run(folder)
+    plain = Transformer(resolved.recipe.model)
+    plain.load_state_dict(load_file(out / "model.safetensors"), strict=True)
+    windows = heldout_windows(read_corpus(resolved.recipe.data).heldout, 16, 5)
+    loss = heldout_loss(plain.eval(), windows, batch_size=4)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert loss == pytest.approx(summary["heldout_loss"], abs=1e-5)
 
 
 def test_one_rank_trains_too_and_from_the_same_weights(place, whole):
