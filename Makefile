@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup train test check bench setup-xla test-xla
+.PHONY: setup train test check bench setup-xla test-xla setup-hf test-hf
 
 setup: .venv/.installed
 
@@ -41,3 +41,15 @@ setup-xla: .venv-xla/.installed
 
 test-xla: setup-xla
 	.venv-xla/bin/python -m pytest tests/xla
+
+# Models of Hugging Face: an environment of its own, so that the main one stays light.
+setup-hf: .venv-hf/.installed
+
+.venv-hf/.installed: requirements.lock pyproject.toml
+	$(PYTHON) -m venv .venv-hf
+	.venv-hf/bin/python -m pip install --quiet --disable-pip-version-check --requirement requirements.lock "transformers==5.23.0"
+	.venv-hf/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@touch $@
+
+test-hf: setup-hf
+	HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=error .venv-hf/bin/python -m pytest tests/hf

@@ -18,6 +18,7 @@ FLOORS = {
     "": 10,  # the package itself: re-exports the public names
     "train": 9,
     "wrapper": 9,
+    "hf": 9,
     "api": 8,
     "module": 7,
     "explain": 7,

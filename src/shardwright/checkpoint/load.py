@@ -107,7 +107,7 @@ def load(
         small = _check(verifier, what, reader, manifest, todo)
         read_nbytes = reader.nbytes
         filled = {t.key: t.allocated() for t in todo.targets}
-        group.together(what, lambda: _fill(reader, filled.values()))
+        group.together(what, lambda: fill(reader, filled.values()))
     _prove(verifier, what, filled)
     install(todo, filled, small)
     saved_extra = manifest.state.get("extra") or {}
@@ -137,7 +137,7 @@ def _check(
             box = Box.whole(entry.shape)
             verifier.checksums([(key, entry, box)], reader.bits_of)
             tensor = torch.empty(entry.shape, dtype=TORCH_DTYPE[entry.dtype])
-            _fill(reader, [Target(key, entry, tensor, box, True, tensor.device)])
+            fill(reader, [Target(key, entry, tensor, box, True, tensor.device)])
             small[key] = tensor
 
     wanted = [(t.key, t.entry, t.box) for t in todo.targets if t.box is not None]
@@ -146,7 +146,7 @@ def _check(
     return small
 
 
-def _fill(reader: Reader, targets: Iterable[Target]) -> None:
+def fill(reader: Reader, targets: Iterable[Target]) -> None:
     """Copy what this rank owns from the files into the targets, in place."""
     for t in targets:
         if t.box is None:

@@ -1,0 +1,201 @@
+"""A sharded model as the folder that ``save_pretrained`` would write: one whole tensor at a time."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from shardwright.checkpoint.agree import ranks
+from shardwright.checkpoint.shardfile import DTYPE_NAME, bits_of, header_of, write_all
+from shardwright.errors import CheckpointError, InputError
+from shardwright.hf import library
+from shardwright.module import original_class
+from shardwright.motion.unit import units_in
+from shardwright.state.full import stream_full
+
+MAX_FILE_NBYTES = 5 * 10**9
+_TOKENIZER = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template*",
+    "*.model",
+)
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor as the files have it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A tensor of the model, and what the files make of it."""
+
+    name: str
+    live: torch.Tensor
+    stored: tuple[_Stored, ...]
+
+
+def save_pretrained(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    tokenizer_from: str | Path | None = None,
+    max_file_nbytes: int = MAX_FILE_NBYTES,
+) -> None:
+    """Write a sharded model of transformers so that ``from_pretrained`` loads it without us.
+
+    Every rank of the model's mesh calls it, between steps; rank 0 writes safetensors (with an index where
+    they are several), ``config.json`` and ``generation_config.json``, in the names and layout of the
+    model's own files, tied weights once. ``folder`` must not exist yet and appears when it is complete.
+
+    tokenizer_from: a folder whose tokenizer files are copied. max_file_nbytes: a file is begun where the next
+        tensor would exceed it. Host memory: one whole tensor, on rank 0.
+    Raises: InputError for a model that isn't sharded; CheckpointError, on every rank, where ``folder`` exists
+        or can't be written; nothing is left there then.
+    """
+    units = units_in(model)
+    if not units:
+        raise InputError(f"{type(model).__name__} has no sharded module; it has its own save_pretrained()")
+    path, group = Path(folder), ranks()
+    what = f"saving {path}"
+    group.arrive(what)
+    for unit in units:
+        unit.runtime.rest()
+    sources = _plan(model)
+    torn = path.with_name(f".torn-{path.name}")
+
+    def begin() -> None:
+        if group.rank == 0:
+            if path.exists():
+                raise CheckpointError(f"{path} exists already; nothing was written: give another folder")
+            shutil.rmtree(torn, ignore_errors=True)
+            torn.mkdir(parents=True)
+
+    group.together(what, begin)
+    fault = _write_weights(model, sources, torn, max_file_nbytes, group.rank == 0)
+
+    def finish() -> None:
+        if group.rank:
+            return
+        try:
+            if fault:
+                raise CheckpointError(fault)
+            library.save_config(model, original_class(type(model)), torn, _dtype(sources))
+            _copy_tokenizer(tokenizer_from, torn)
+            os.rename(torn, path)
+        finally:
+            shutil.rmtree(torn, ignore_errors=True)
+
+    group.together(what, finish)
+
+
+def _plan(model: nn.Module) -> list[_Source]:
+    """Every tensor to be written, in the order of the model's state dict; the same on every rank."""
+    tied = library.tied_names(model)
+    sources = []
+    for name, live in model.state_dict(keep_vars=True).items():
+        if name in tied or not isinstance(live, torch.Tensor):
+            continue
+        whole = torch.empty(live.shape, dtype=live.dtype, device="meta")
+        converted = library.in_file_names(model, {name: whole})
+        stored = tuple(_Stored(key, tuple(t.shape), t.dtype) for key, t in converted.items())
+        sources.append(_Source(name, live, stored))
+    return sources
+
+
+def _files(sources: Sequence[_Source], max_nbytes: int) -> list[list[_Source]]:
+    """What goes into which file, in order."""
+    files: list[list[_Source]] = [[]]
+    size = 0
+    for source in sources:
+        nbytes = sum(stored.nbytes for stored in source.stored)
+        if files[-1] and size + nbytes > max_nbytes:
+            files.append([])
+            size = 0
+        files[-1].append(source)
+        size += nbytes
+    return files
+
+
+def _write_weights(
+    model: nn.Module, sources: Sequence[_Source], folder: Path, max_nbytes: int, writes: bool
+) -> str:
+    """Collect every tensor and, on the rank that ``writes``, write it. Returns why that failed, or "".
+
+    After a failure the others are collected all the same, so that no rank waits for one that gave up.
+    """
+    files = _files(sources, max_nbytes)
+    width = len(files)
+    fault, weight_map = "", {}
+    for number, members in enumerate(files, 1):
+        name = "model.safetensors" if width == 1 else f"model-{number:05d}-of-{width:05d}.safetensors"
+        weight_map |= {stored.name: name for source in members for stored in source.stored}
+        wholes = _wholes(model, members)
+        if writes and not fault:
+            try:
+                _write_file(model, folder / name, members, wholes)
+            except OSError as error:
+                fault = f"can't write {folder / name}: {error.strerror or error}"
+        for _ in wholes:  # the collectives that are left
+            pass
+    if writes and not fault and width > 1:
+        total = sum(stored.nbytes for source in sources for stored in source.stored)
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True))
+    return fault
+
+
+def _wholes(model: nn.Module, members: Sequence[_Source]) -> Iterator[torch.Tensor | None]:
+    """Each tensor whole, on rank 0 alone; one call of ``stream_full`` each, which keeps what it yields."""
+    params = {id(p.sharded): p for unit in units_in(model) for group in unit.groups for p in group.params}
+    for source in members:
+        yield dict(stream_full({source.name: source.live}, params)).get(source.name)
+
+
+def _write_file(
+    model: nn.Module, path: Path, members: Sequence[_Source], wholes: Iterator[torch.Tensor | None]
+) -> None:
+    stored = [(s.name, DTYPE_NAME[s.dtype], s.shape, s.nbytes) for source in members for s in source.stored]
+    with open(path, "xb", buffering=0) as file:
+        write_all(file.fileno(), header_of(stored))
+        for source, whole in zip(members, wholes, strict=True):
+            assert whole is not None, "rank 0 collects every tensor"
+            for tensor in library.in_file_names(model, {source.name: whole}).values():
+                write_all(file.fileno(), bits_of(tensor).reshape(-1).view(np.uint8).data)
+        os.fsync(file.fileno())
+
+
+def _dtype(sources: Sequence[_Source]) -> torch.dtype:
+    """The dtype of most of the weights."""
+    numels: dict[torch.dtype, int] = {}
+    for source in sources:
+        if source.live.is_floating_point():
+            numels[source.live.dtype] = numels.get(source.live.dtype, 0) + source.live.numel()
+    return max(numels, key=numels.__getitem__)
+
+
+def _copy_tokenizer(origin: str | Path | None, folder: Path) -> None:
+    if origin is None:
+        return
+    for pattern in _TOKENIZER:
+        for file in Path(origin).glob(pattern):
+            if file.is_file():
+                shutil.copy2(file, folder / file.name)

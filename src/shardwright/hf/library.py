@@ -1,0 +1,185 @@
+"""The only file that imports transformers for models: built without weights, their hints, their file format.
+
+What isn't its public interface stands here too: the conversion between the names in files and those in the
+model (``core_model_loading``), and which tensors are initialised already (``_is_hf_initialized``).
+"""
+# pyright: reportMissingImports=false
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwright.errors import InputError
+from shardwright.plan.grouping import Hints
+
+try:
+    import transformers
+    from transformers import core_model_loading as conversion
+    from transformers.conversion_mapping import get_model_conversion_mapping
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"shardwright.hf needs transformers ({error}): pip install 'shardwright[hf]'", name=error.name
+    ) from error
+
+CONFIG = "config.json"
+_FILLS = (0, 1)  # any two bytes that differ
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor of a file goes: into ``target`` of the model; ``source`` is the pattern of a conversion
+    that its name matched, None if it is only renamed; ``stacked`` and ``dim`` say what the conversion does:
+    stack the tensors of one pattern along a new first dim, and concatenate the patterns along ``dim``.
+    ``order`` is the place of ``source`` among the conversion's patterns."""
+
+    target: str
+    source: str | None = None
+    order: int = 0
+    stacked: bool = False
+    dim: int = 0
+
+
+def build(folder: Path, dtype: torch.dtype | None) -> nn.Module:
+    """The model that ``config.json`` describes, on the meta device; tied weights are tied.
+
+    Raises: InputError for a configuration that can't be read, or of a class that transformers doesn't have.
+    """
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(f"{folder / CONFIG}: transformers can't read it ({error})") from error
+    names = config.architectures or []
+    cls = getattr(transformers, names[0], None) if names else transformers.AutoModelForCausalLM
+    if cls is None:
+        raise InputError(
+            f"{folder / CONFIG}: architecture {names[0]!r} is not in transformers "
+            f"{transformers.__version__}; install the version that has it, or "
+            "build the model and call hf.shard and hf.read_weights"
+        )
+    wanted = dtype or config.dtype or torch.float32
+    make = cls.from_config if cls is transformers.AutoModelForCausalLM else cls._from_config
+    with torch.device("meta"):
+        model = make(config, dtype=wanted)
+    model.tie_weights()
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    return model
+
+
+def hints_of(model: Any) -> Hints:
+    """What the model says of how it may be split."""
+    names = {id(module): name for name, module in model.named_modules()}
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    return Hints(
+        frozenset(model._no_split_modules or ()),
+        dict(getattr(model, "_fsdp_plan", None) or {}),
+        names.get(id(embedding)),
+        names.get(id(head)),
+    )
+
+
+def places(model: Any, names: list[str]) -> Mapping[str, Place]:
+    """Where the tensors ``names`` of its files go; those that its class says it has no use for are left out.
+
+    Raises: InputError for a conversion that changes values.
+    """
+    transforms = get_model_conversion_mapping(model)
+    renamings = [t for t in transforms if not isinstance(t, conversion.WeightConverter)]
+    converters = [t for t in transforms if isinstance(t, conversion.WeightConverter)]
+    by_source = {pattern: c for c in converters for pattern in c.source_patterns}
+    state = model.state_dict()
+    ignored = model._keys_to_ignore_on_load_unexpected or ()
+    found: dict[str, Place] = {}
+    for name in sorted(names, key=conversion.dot_natural_key):
+        target, source = conversion.rename_source_key(
+            name, renamings, converters, model.base_model_prefix, state
+        )
+        if target in state or not any(re.search(pattern, target) for pattern in ignored):
+            found[name] = Place(target) if source is None else _converted(target, source, by_source[source])
+    return found
+
+
+def _converted(target: str, source: str, converter: Any) -> Place:
+    kinds = [type(op) for op in converter.operations]
+    stacks = kinds[:1] == [conversion.MergeModulelist] and converter.operations[0].dim == 0
+    rest = converter.operations[1:] if stacks else converter.operations
+    if len(rest) > 1 or not all(type(op) is conversion.Concatenate for op in rest):
+        raise InputError(
+            f"{target}: its files store it as {source}, converted by {converter.operations}, which can't be "
+            "read in slices (stacking and concatenating can); load it with from_pretrained, save it with "
+            "save_pretrained(save_original_format=False), and load that folder"
+        )
+    order = converter.source_patterns.index(source)
+    return Place(target, source, order, stacks, rest[0].dim if rest else 0)
+
+
+def in_file_names(model: Any, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of the model as its files store them."""
+    return conversion.revert_weight_conversion(model, dict(state))
+
+
+def tied_names(model: Any) -> frozenset[str]:
+    """Names that only show another's weight; files leave them out."""
+    shown = dict(model.named_parameters(remove_duplicate=False))
+    pairs = (getattr(model, "all_tied_weights_keys", None) or {}).items()
+    return frozenset(a for a, b in pairs if a in shown and shown[a] is shown.get(b))
+
+
+def rebuild_buffers(model: Any, device: torch.device) -> None:
+    """Compute the buffers that no file has (rotary tables, scales), on ``device``, from the configuration.
+
+    Done twice, over memory filled with different bytes: an element that the model's own initialisation leaves
+    unwritten differs. Raises: InputError that names such a buffer.
+    """
+    for param in model.parameters():
+        param._is_hf_initialized = True  # its initialisation then leaves parameters alone
+    owners = [(name, m) for name, m in model.named_modules() if _unsaved(m)]
+    for name, module in owners:
+        results = []
+        for fill in _FILLS:
+            for buffer_name, buffer in _unsaved(module):
+                fresh = torch.empty_like(buffer, device=device)
+                fresh.view(-1).view(torch.uint8).fill_(0xFF * fill)
+                module._buffers[buffer_name] = fresh
+            with torch.no_grad():
+                model._init_weights(module)
+            results.append({key: module._buffers[key].view(-1).view(torch.uint8) for key in _keys(module)})
+        for key in _keys(module):
+            if not torch.equal(results[0][key], results[1][key]):
+                raise InputError(
+                    f"buffer {name}.{key} is in no file and {type(model).__name__}._init_weights doesn't "
+                    "fill it; set it in _init_weights, or register it as persistent"
+                )
+
+
+def _keys(module: nn.Module) -> list[str]:
+    return [key for key, buffer in module._buffers.items() if _is_unsaved(module, key) and buffer is not None]
+
+
+def _unsaved(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [(key, buffer) for key in _keys(module) if (buffer := module._buffers[key]) is not None]
+
+
+def _is_unsaved(module: nn.Module, key: str) -> bool:
+    return key in module._non_persistent_buffers_set
+
+
+def save_config(model: Any, cls: type, folder: Path, dtype: torch.dtype) -> None:
+    """Write ``config.json`` and ``generation_config.json`` for weights of ``dtype``; ``cls``: the model's own
+    class."""
+    config = type(model.config).from_dict(model.config.to_dict())
+    config.architectures = [cls.__name__]
+    config.dtype = dtype
+    config.save_pretrained(folder)
+    if getattr(model, "generation_config", None) is not None and model.can_generate():
+        model.generation_config.save_pretrained(folder)
+
+
+def walk_classes(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """(name, class name) of every module below the model."""
+    return ((name, type(module).__name__) for name, module in model.named_modules() if name)

@@ -1,0 +1,114 @@
+"""A folder of Hugging Face as a sharded model: no rank ever holds, or reads, the whole of it.
+
+config.json -> model on the meta device -> groups from its hints -> shards -> each rank's slices of the files
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwright.api import fully_shard
+from shardwright.checkpoint.agree import ranks
+from shardwright.checkpoint.load import fill
+from shardwright.checkpoint.shardfile import Reader
+from shardwright.checkpoint.target import Plan, Target, install, plan
+from shardwright.errors import InputError
+from shardwright.hf import library
+from shardwright.hf.weights import open_folder, under_model_names
+from shardwright.motion.unit import unit_of
+from shardwright.plan.grouping import groups_from_hints
+from shardwright.policy import DEFAULT_PRECISION, MixedPrecisionPolicy
+
+
+@dataclass(frozen=True)
+class WeightsRead:
+    """What one rank read: bytes of the files, and tensors whose dtype was converted."""
+
+    nbytes: int
+    num_tensors: int
+    cast: tuple[str, ...]
+
+
+def load(
+    folder: str | Path,
+    *,
+    mesh: DeviceMesh | None = None,
+    dtype: torch.dtype | None = None,
+    mp_policy: MixedPrecisionPolicy = DEFAULT_PRECISION,
+) -> Any:
+    """The model of a local folder, sharded over ``mesh``; every rank of the job must call it.
+
+    Built on the meta device from ``config.json``, sharded by ``shard``, filled by ``read_weights``; buffers
+    that files don't have are computed anew. In evaluation mode, as from ``from_pretrained``.
+
+    folder: as ``save_pretrained`` writes it, or ``hf download`` fetches it; nothing is downloaded here.
+    mesh: as for ``fully_shard``; None: all ranks. dtype: of the parameters at rest; None: what the
+        configuration says.
+    Host memory: this rank's shards and 2 MiB.
+    Raises: InputError for a folder without a model; CheckpointError, on every rank, for weights that are
+        missing, damaged or of another shape.
+    """
+    path = Path(folder)
+    if not (path / library.CONFIG).is_file():
+        raise InputError(
+            f"{folder}: no folder with a {library.CONFIG}; nothing is downloaded here: fetch the model first "
+            "(hf download NAME --local-dir FOLDER) and give that folder"
+        )
+    model: Any = library.build(path, dtype)
+    shard(model, mesh=mesh, mp_policy=mp_policy)
+    read_weights(model, path)
+    return model.eval()
+
+
+def shard(
+    model: nn.Module, *, mesh: DeviceMesh | None = None, mp_policy: MixedPrecisionPolicy = DEFAULT_PRECISION
+) -> nn.Module:
+    """Shard a model of transformers in groups from its own hints; in place, returns it.
+
+    A group per block (``_no_split_modules``) and per module that ``_fsdp_plan`` would free, one for the
+    embedding, one for the last norm and the head, and the rest. Every rank of the mesh calls it.
+    """
+    groups = groups_from_hints(dict(library.walk_classes(model)), library.hints_of(model))
+    for name in groups.apart:
+        fully_shard(model.get_submodule(name), mesh=mesh, mp_policy=mp_policy)
+    if groups.last:
+        fully_shard([model.get_submodule(n) for n in groups.last], mesh=mesh, mp_policy=mp_policy)
+    return fully_shard(model, mesh=mesh, mp_policy=mp_policy)
+
+
+def read_weights(model: nn.Module, folder: str | Path) -> WeightsRead:
+    """Fill a sharded model from the safetensors files of ``folder``; every rank of the job must call it.
+
+    Each rank reads the byte ranges of its own slices, once. Names and layouts of files that the model's class
+    converts (experts stored one by one) are followed where they are stacked or concatenated.
+    Parameters on the meta device are allocated, and so are buffers that no file has; these are computed from
+    the configuration.
+    Raises: CheckpointError on every rank, listing all that is missing, unexpected, misshapen or unreadable.
+        Before anything is written, unless a file can't be read to its end.
+    """
+    path, group = Path(folder), ranks()
+    what = f"reading {path}"
+    group.arrive(what)
+    prepared: list[tuple[Path, Plan]] = []
+
+    def prepare() -> None:
+        source = open_folder(path)
+        names = [key.removeprefix("model/") for key in source.manifest.tensors]
+        manifest = under_model_names(source.manifest, library.places(model, names))
+        library.rebuild_buffers(model, unit_of(model).runtime.groups[0].axis.device)
+        prepared.append((source.folder, plan(manifest, model, None, None, group.rank)))
+
+    group.together(what, prepare)
+    source_folder, todo = prepared[0]
+    filled: dict[str, Target] = {target.key: target.allocated() for target in todo.targets}
+    with Reader(source_folder) as reader:
+        group.together(what, lambda: fill(reader, filled.values()))
+        nbytes = reader.nbytes
+    install(todo, filled, {})
+    for param in model.parameters():
+        param._is_hf_initialized = True  # type: ignore[attr-defined]
+    return WeightsRead(nbytes, len(filled), tuple(t.key for t in filled.values() if t.casts))

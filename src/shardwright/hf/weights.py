@@ -1,0 +1,102 @@
+"""The files of a folder, described under the model's names: what is stacked or concatenated on loading is a
+tensor of several pieces, so that a rank reads its own slices of it and nothing else.
+
+    file    experts.0.w1 [f, d], experts.0.w3 [f, d], experts.1.w1 ...
+    model   experts.gate_up_proj [2, 2f, d]:  piece (0, 0, 0) = 0.w1, piece (0, f, 0) = 0.w3, ...
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from shardwright.checkpoint.format import Manifest, Piece, TensorEntry, prove
+from shardwright.checkpoint.sources import Source, open_source
+from shardwright.errors import CheckpointError
+from shardwright.hf.library import Place
+
+_INDEX = "model.safetensors.index.json"
+_PREFIX = "model/"
+
+
+def open_folder(folder: Path) -> Source:
+    """The safetensors files of ``folder``, under their own names.
+
+    Raises: CheckpointError for files that are missing, cut off, or don't hold what the index says.
+    """
+    source = open_source(folder)
+    index = folder / _INDEX
+    if index.is_file():
+        try:
+            said = json.loads(index.read_text())["weight_map"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{index}: not a readable index ({type(error).__name__}: {error})"
+            ) from error
+        _check_index(index, said, source.manifest)
+    return source
+
+
+def _check_index(index: Path, said: Mapping[str, str], manifest: Manifest) -> None:
+    held = {key.removeprefix(_PREFIX): entry for key, entry in manifest.tensors.items()}
+    wrong = [f"{name} is not in {said[name]}, nor in another file" for name in said if name not in held]
+    for name, entry in held.items():
+        files = {piece.file for piece in entry.pieces}
+        if name in said and files and files != {said[name]}:
+            wrong.append(f"{name} is not in {said[name]} but in {', '.join(sorted(files))}")
+    if wrong:
+        listed = "\n  ".join(wrong[:10])
+        raise CheckpointError(
+            f"{index} and the files disagree about {len(wrong)} tensor(s); get the folder anew:\n  {listed}"
+        )
+
+
+def under_model_names(manifest: Manifest, places: Mapping[str, Place]) -> Manifest:
+    """``manifest`` with the tensors of the model that its files make up; ``places``: where each goes."""
+    members: dict[str, list[tuple[Place, TensorEntry]]] = {}
+    for name, place in places.items():
+        members.setdefault(place.target, []).append((place, manifest.tensors[_PREFIX + name]))
+    tensors = {_PREFIX + target: _assemble(target, found) for target, found in members.items()}
+    result = replace(manifest, tensors=tensors)
+    prove(result)
+    return result
+
+
+def _assemble(target: str, members: list[tuple[Place, TensorEntry]]) -> TensorEntry:
+    if members[0][0].source is None and len(members) == 1:
+        return members[0][1]
+    by_source: dict[int, list[TensorEntry]] = {}
+    for place, entry in members:
+        by_source.setdefault(place.order, []).append(entry)
+    place = members[0][0]
+    parts = [_stack(target, found) if place.stacked else found[0] for _, found in sorted(by_source.items())]
+    if len({(p.dtype, _without(p.shape, place.dim)) for p in parts}) > 1:
+        shapes = ", ".join(f"{p.dtype} {list(p.shape)}" for p in parts)
+        raise CheckpointError(f"{target} is put together from tensors that don't fit: {shapes}")
+    pieces, at = [], 0
+    for part in parts:
+        pieces += [_moved(piece, place.dim, at) for piece in part.pieces]
+        at += part.shape[place.dim]
+    first = parts[0].shape
+    return TensorEntry((*first[: place.dim], at, *first[place.dim + 1 :]), parts[0].dtype, tuple(pieces))
+
+
+def _stack(target: str, entries: list[TensorEntry]) -> TensorEntry:
+    if len({(entry.dtype, entry.shape) for entry in entries}) > 1:
+        shapes = sorted({f"{entry.dtype} {list(entry.shape)}" for entry in entries})
+        raise CheckpointError(f"{target} is stacked from tensors that differ: {', '.join(shapes)}")
+    pieces = [
+        replace(piece, offset=(row, *piece.offset), shape=(1, *piece.shape))
+        for row, entry in enumerate(entries)
+        for piece in entry.pieces
+    ]
+    return TensorEntry((len(entries), *entries[0].shape), entries[0].dtype, tuple(pieces))
+
+
+def _moved(piece: Piece, dim: int, by: int) -> Piece:
+    offset = (*piece.offset[:dim], piece.offset[dim] + by, *piece.offset[dim + 1 :])
+    return replace(piece, offset=offset)
+
+
+def _without(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
+    return (*shape[:dim], *shape[dim + 1 :])

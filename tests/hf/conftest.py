@@ -1,0 +1,8 @@
+"""Tests of the extra shardwright[hf]; without it each file is one skip, which says so.
+
+Ranks are forked from a server that has imported transformers."""
+
+from tests.ranks import pool
+
+pool._server.set_forkserver_preload([*pool._PRELOAD, "transformers", "transformers.modeling_utils"])
+pool.start_server()

@@ -1,0 +1,194 @@
+"""A model of transformers, loaded sharded, is the model; what is wrong with a folder is said at once."""
+
+import json
+import re
+
+import pytest
+
+pytest.importorskip("transformers", reason="needs the extra: pip install 'shardwright[hf]' (make test-hf)")
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from shardwright import hf
+from shardwright.errors import CheckpointError, InputError
+from shardwright.hf import library
+from tests.hf import models
+from tests.ranks.pool import run_ranks
+
+GRAD = 2e-5
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    return {kind: models.write(kind, root / kind) for kind in models.KINDS}
+
+
+def _parity(rank, world, folders, out):
+    report = {}
+    for kind, folder in folders.items():
+        model, whole = hf.load(folder), models.whole(folder)
+        batches = [models.tokens(r) for r in range(world)]
+        with torch.no_grad():
+            logits = [(m(batches[rank]).logits) for m in (model, whole)]
+        for m in (model, whole):
+            m.train()
+            m.gradient_checkpointing_enable({"use_reentrant": False})
+        model(batches[rank], labels=batches[rank]).loss.backward()
+        for batch in batches:
+            (whole(batch, labels=batch).loss / world).backward()
+        grads = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+        worst = max(
+            (grads[name] - p.grad).abs().max().item() / p.grad.abs().max().clamp_min(1e-3).item()
+            for name, p in whole.named_parameters()
+        )
+        model.zero_grad()
+        hf.save_pretrained(model, out / kind, tokenizer_from=folder, max_file_nbytes=30_000)
+        report[kind] = (torch.equal(*logits), worst, len(grads), model._unit().runtime.groups[0].name)
+    return report
+
+
+def test_seven_architectures_are_equal_to_the_whole_model_and_so_is_what_they_save(folders, tmp_path):
+    (folders["llama"] / "tokenizer.json").write_text("{}")
+    for world in (2, 3):
+        out = tmp_path / str(world)
+        for report in run_ranks(world, _parity, folders, out):
+            for kind, (same_logits, worst, num_params, _) in report.items():
+                assert same_logits, kind
+                assert worst < GRAD, (kind, worst)
+                assert num_params > 10, kind
+        for kind in models.KINDS:  # transformers alone loads what we wrote, bit by bit
+            before, after = models.whole(folders[kind]), models.whole(out / kind)
+            assert before.config.architectures == after.config.architectures
+            for name, value in before.state_dict().items():
+                assert torch.equal(value, after.state_dict()[name]), (kind, name)
+            assert (out / kind / "model.safetensors.index.json").is_file()
+        assert (out / "llama" / "tokenizer.json").is_file()
+
+
+def _read(rank, world, folder):
+    model = library.build(folder, None)
+    hf.shard(model)
+    read = hf.read_weights(model, folder)
+    poisoned = [name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
+    return read.nbytes, poisoned
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "gemma"])
+def test_the_ranks_together_read_the_files_once(folders, kind):
+    files = sum(f.stat().st_size for f in folders[kind].glob("*.safetensors"))
+    reports = run_ranks(3, _read, folders[kind])
+    assert sum(nbytes for nbytes, _ in reports) <= 1.1 * files
+    assert max(nbytes for nbytes, _ in reports) < 0.5 * files
+    assert not any(meta for _, meta in reports)
+
+
+def _poisoned(rank, world, folders):
+    """Fresh memory holds NaN, so that what nobody writes is seen."""
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True)
+    found = {}
+    for kind, folder in folders.items():
+        assert torch.empty(1).isnan(), "the poison works"
+        model = hf.load(folder)
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        local = [(name, getattr(t, "_local_tensor", t)) for name, t in tensors]
+        found[kind] = [name for name, t in local if t.is_floating_point() and t.isnan().any()]
+        shared = dict(model.named_parameters(remove_duplicate=False))
+        if kind == "gemma":
+            assert shared["lm_head.weight"] is shared["model.embed_tokens.weight"], "tied weights stay tied"
+    return found
+
+
+def test_no_parameter_and_no_buffer_is_left_unwritten(folders):
+    for found in run_ranks(2, _poisoned, folders):
+        assert found == {kind: [] for kind in models.KINDS}
+
+
+def _forgets_a_buffer(rank, world, folder):
+    model = library.build(folder, None)
+    model.register_buffer("table", torch.empty(4, device="meta"), persistent=False)
+    hf.shard(model)
+    with pytest.raises(CheckpointError, match=r"buffer \.?table is in no file") as caught:
+        hf.read_weights(model, folder)
+    return str(caught.value)
+
+
+def test_a_buffer_that_nothing_fills_is_named(folders):
+    run_ranks(2, _forgets_a_buffer, folders["llama"])
+
+
+def _generate(rank, world, folder, lengths):
+    model, whole = hf.load(folder), models.whole(folder).eval()
+    prompt = models.tokens(rank, lengths[rank])
+    kwargs = {"do_sample": False, "max_new_tokens": 4 + 4 * rank, "pad_token_id": 0}
+    return torch.equal(model.generate(prompt, synced_gpus=True, **kwargs), whole.generate(prompt, **kwargs))
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "gpt2"])
+def test_generate_writes_what_the_whole_model_writes(folders, kind):
+    assert all(run_ranks(2, _generate, folders[kind], (3, 6)))
+
+
+# ---- bad input
+
+
+def _fails(rank, world, folder, message):
+    with pytest.raises((CheckpointError, InputError)) as caught:
+        hf.load(folder)
+    assert re.search(message, str(caught.value)), str(caught.value)
+
+
+def _index(folder):
+    return folder / "model.safetensors.index.json"
+
+
+def test_a_missing_shard_file_is_named(tmp_path):
+    folder = models.write("llama", tmp_path / "m")
+    victim = sorted(folder.glob("model-*.safetensors"))[1]
+    victim.unlink()
+    run_ranks(2, _fails, folder, re.escape(victim.name))
+
+
+def test_an_index_that_lies_is_refused(tmp_path):
+    folder = models.write("llama", tmp_path / "m")
+    said = json.loads(_index(folder).read_text())
+    files = sorted(set(said["weight_map"].values()))
+    said["weight_map"]["model.norm.weight"] = files[0]
+    said["weight_map"]["model.extra.weight"] = files[0]
+    _index(folder).write_text(json.dumps(said))
+    run_ranks(2, _fails, folder, r"disagree about 2 tensor\(s\)(.|\n)*model\.extra\.weight(.|\n)*model\.norm")
+
+
+def test_a_tensor_of_another_shape_is_named_with_both_shapes(tmp_path):
+    folder = models.write("llama", tmp_path / "m", "1GB")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] = torch.ones(31)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    run_ranks(2, _fails, folder, r"misshapen model/model\.norm\.weight: \[31\] in the checkpoint, \[32\]")
+
+
+def test_a_missing_tensor_is_named(tmp_path):
+    folder = models.write("mixtral", tmp_path / "m", "1GB")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.block_sparse_moe.experts.2.w1.weight"]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    run_ranks(2, _fails, folder, r"model\.layers\.1\.mlp\.experts\.gate_up_proj")
+
+
+def test_a_folder_without_a_model_says_how_to_get_one(tmp_path):
+    with pytest.raises(InputError, match="hf download"):
+        hf.load(tmp_path)
+
+
+def _saves_over(rank, world, folder):
+    model = hf.load(folder)
+    with pytest.raises(CheckpointError, match="exists already"):
+        hf.save_pretrained(model, folder)
+
+
+def test_an_export_never_overwrites(folders):
+    before = sorted(p.name for p in folders["llama"].parent.iterdir())
+    run_ranks(2, _saves_over, folders["llama"])
+    assert sorted(p.name for p in folders["llama"].parent.iterdir()) == before
