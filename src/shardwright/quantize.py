@@ -34,7 +34,8 @@ def quantize_(
 
     codec: "nf4" (4 bits) or "int8" (8 bits, a scale for each row).
     where: which parameters: a pattern of their names (``"*.mlp.*"``; or several), or ``f(name, parameter)``;
-        None: weights of ``nn.Linear`` that no other kind of module shares, and 3-D ones (experts).
+        None: weights of ``nn.Linear`` that no other kind of module shares, and 3-D ones (experts), but for
+        adapters.
     dequantise: "group" decodes a group's weights when it is unsharded; "layer" decodes each where it is
         read, so that no more than one is whole, at the price of decoding it for each use.
     Raises: InputError for a pattern that matches nothing, a parameter that isn't a floating-point matrix, or
@@ -87,7 +88,8 @@ def _matches(where: Any, param: nn.Parameter, places: list[tuple[str, nn.Module,
         experts = param.ndim == 3 and not any(
             isinstance(module, nn.modules.conv._ConvNd) for _, module, _ in places
         )
-        return param.is_floating_point() and (linear or experts)
+        adapter = any(".lora_" in name for name, _, _ in places)
+        return param.is_floating_point() and (linear or experts) and not adapter
     if callable(where):
         return any(where(name, param) for name, _, _ in places)
     patterns = [where] if isinstance(where, str) else where

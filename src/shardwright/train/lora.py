@@ -1,0 +1,261 @@
+"""LoRA: a trainable low-rank product beside each frozen ``nn.Linear`` (Hu et al., arXiv:2106.09685).
+
+    y = x W^T + b + scaling * dropout(x) A^T B^T        A [rank, in], B [out, rank] (zeros at first)
+
+The layer keeps its name and its weight's; ``lora_A`` and ``lora_B`` are modules inside of it, so a base loads
+as before and a base that ``quantize_`` has encoded works the same. Files are peft's.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+from shardwright.errors import CheckpointError, InputError
+from shardwright.motion.unit import units_in
+from shardwright.state.encoded import encoded_class, encodings, own_class
+
+_PREFIX = "base_model.model."
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+@dataclass(frozen=True)
+class Lora:
+    """What adapters are like.
+
+    targets: which layers get one: their name, its last parts (``"q_proj"``), or a pattern (``"*.mlp.*"``).
+    rank: columns of A and B. alpha: the product is scaled by ``alpha / rank``, or by ``alpha / sqrt(rank)``
+        with ``rslora`` (Kalajdzievski, arXiv:2312.03732). dropout: probability, of the adapter's input.
+    Raises: InputError for values out of range.
+    """
+
+    targets: tuple[str, ...]
+    rank: int = 8
+    alpha: float = 16
+    dropout: float = 0.0
+    rslora: bool = False
+
+    def __post_init__(self) -> None:
+        targets = (self.targets,) if isinstance(self.targets, str) else tuple(self.targets)
+        object.__setattr__(self, "targets", targets)
+        if not targets:
+            raise InputError("Lora.targets is empty; name layers, for example ('q_proj', 'v_proj')")
+        if not isinstance(self.rank, int) or self.rank < 1:
+            raise InputError(f"Lora.rank must be an int >= 1, got {self.rank!r}")
+        if not 0 <= self.dropout < 1:
+            raise InputError(f"Lora.dropout must be in [0, 1), got {self.dropout!r}")
+
+    @property
+    def scaling(self) -> float:
+        """The factor of the product."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    def matches(self, name: str) -> bool:
+        """Whether the layer of that name gets an adapter."""
+        return any(
+            name == target or name.endswith("." + target) or fnmatchcase(name, target)
+            for target in self.targets
+        )
+
+
+class LoraLinear(nn.Linear):
+    """A frozen ``nn.Linear`` with an adapter; made by ``add_lora``."""
+
+    lora: Lora
+    lora_A: nn.Linear
+    lora_B: nn.Linear
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """``[..., in] -> [..., out]``, in the dtype of the layer; the adapter computes in its own."""
+        output = super().forward(input)
+        dropped = F.dropout(input, self.lora.dropout, self.training).to(self.lora_A.weight.dtype)
+        return output + (self.lora_B(self.lora_A(dropped)) * self.lora.scaling).to(output.dtype)
+
+
+def add_lora(model: nn.Module, lora: Lora, dtype: torch.dtype | None = None) -> list[str]:
+    """Freeze ``model`` and give each ``nn.Linear`` that ``lora`` names an adapter, in place; their names.
+
+    Before ``fully_shard``; before or after ``quantize_``. dtype: of the adapters; None: of a layer's bias or
+    weight before it was quantised. A is drawn as ``nn.Linear`` is, B is zeros: at first nothing changes.
+    Raises: InputError where a target matches nothing, or the model is sharded. Nothing is changed then.
+    """
+    if units_in(model):
+        raise InputError("the model is sharded already; call add_lora before fully_shard")
+    layers = _linears(model)
+    for target in lora.targets:
+        if not any(Lora((target,)).matches(name) for name in layers):
+            raise InputError(
+                f"target {target!r} matches no nn.Linear of this {type(model).__name__}; it has, for example "
+                f"{sorted({name.rpartition('.')[2] for name in layers})[:10]}"
+            )
+    chosen = {name: layer for name, layer in layers.items() if lora.matches(name)}
+    model.requires_grad_(False)
+    for layer in chosen.values():
+        _adapt(layer, lora, dtype)
+    return list(chosen)
+
+
+def merge_lora(model: nn.Module, requantise: bool = False) -> None:
+    """Add every adapter into its layer's weight, in place; the layers are plain ``nn.Linear`` again.
+
+    In float32, rounded once to the weight's dtype. requantise: do it to quantised weights too, which
+    rounds them to their levels anew. Raises: InputError for those otherwise, for a model that is sharded,
+    and for one without adapters. Nothing is changed then.
+    """
+    if units_in(model):
+        raise InputError(
+            "merge_lora needs whole weights: save the adapters, and merge them into a plain model"
+        )
+    layers = adapters_in(model)
+    if not layers:
+        raise InputError(f"{type(model).__name__} has no adapters; nothing to merge")
+    quantised = [name for name, layer in layers.items() if "weight" in encodings(layer)]
+    if quantised and not requantise:
+        raise InputError(
+            f"{quantised[0]!r} is quantised, merging rounds it anew: "
+            "pass requantise=True, or merge into a plain base"
+        )
+    for layer in layers.values():
+        _merge(layer)
+
+
+def adapters_in(model: nn.Module) -> dict[str, LoraLinear]:
+    """The layers with an adapter, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
+
+
+def save_adapter(folder: str | Path, model: nn.Module, base: str | None = None) -> None:
+    """Write the adapters in peft's form: adapter_model.safetensors and adapter_config.json.
+
+    Every rank of the model's mesh calls it, between steps; rank 0 writes. base: name or path of the base, for
+    the reader. Raises: InputError for a model without adapters.
+    """
+    layers = adapters_in(model)
+    if not layers:
+        raise InputError(f"{type(model).__name__} has no adapters to save; call add_lora first")
+    for unit in units_in(model):
+        unit.runtime.rest()
+    tensors = {
+        f"{_PREFIX}{name}.{part}.weight": _whole(getattr(layer, part).weight)
+        for name, layer in layers.items()
+        for part in ("lora_A", "lora_B")
+    }
+    if dist.is_initialized() and dist.get_rank():
+        return
+    lora = next(iter(layers.values())).lora
+    config = {
+        "peft_type": "LORA",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "use_rslora": lora.rslora,
+        "target_modules": sorted(layers),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "task_type": None,
+    }
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    save_file(tensors, Path(folder, _WEIGHTS), metadata={"format": "pt"})
+    Path(folder, _CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def read_lora(folder: str | Path) -> Lora:
+    """What the adapters in a folder are like, for ``add_lora``.
+
+    Raises: CheckpointError where they can't be read, or are of a kind that isn't supported.
+    """
+    path = Path(folder, _CONFIG)
+    try:
+        config: dict[str, Any] = json.loads(path.read_text())
+        targets: Sequence[str] = config["target_modules"]
+        rank, alpha = config["r"], config["lora_alpha"]
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{path}: not a readable adapter ({type(error).__name__}: {error})") from error
+    other = [k for k in ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save") if config.get(k)]
+    if config.get("peft_type") != "LORA" or config.get("bias", "none") != "none" or other:
+        raise CheckpointError(f"{path}: only plain LoRA can be read, this has {other or config}")
+    if isinstance(targets, str):
+        raise CheckpointError(f"{path}: target_modules is a regular expression ({targets!r}); list the names")
+    dropout, rslora = config.get("lora_dropout", 0.0), config.get("use_rslora", False)
+    return Lora(tuple(targets), rank, alpha, dropout, rslora)
+
+
+def load_adapter(folder: str | Path, model: nn.Module) -> None:
+    """Fill the adapters of ``model``, sharded or not, from files in peft's form; on any number of ranks.
+
+    Every rank reads the file; no communication. Raises: CheckpointError where names or shapes differ, or the
+    scaling does; nothing is changed then.
+    """
+    path, layers, saved = Path(folder, _WEIGHTS), adapters_in(model), read_lora(folder)
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such file; an adapter is {_CONFIG} and {_WEIGHTS}")
+    tensors = {name.removeprefix(_PREFIX): tensor for name, tensor in load_file(path).items()}
+    expected = {
+        f"{name}.{part}.weight": tuple(getattr(layer, part).weight.shape)
+        for name, layer in layers.items()
+        for part in ("lora_A", "lora_B")
+    }
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    differing = sorted(n for n in {*found, *expected} if found.get(n) != expected.get(n))
+    if differing:
+        lines = [f"{n}: {found.get(n, 'absent')}, expected {expected.get(n, 'none')}" for n in differing[:10]]
+        raise CheckpointError(f"{path}: {len(differing)} tensors don't fit\n    " + "\n    ".join(lines))
+    scalings = {layer.lora.scaling for layer in layers.values()}
+    if scalings != {saved.scaling}:
+        raise CheckpointError(
+            f"{path}: scaled by {saved.scaling}, the model's adapters by {sorted(scalings)}"
+        )
+    model.load_state_dict(tensors, strict=False)
+
+
+def _linears(model: nn.Module) -> dict[str, nn.Module]:
+    return {name: m for name, m in model.named_modules() if own_class(type(m)) is nn.Linear}
+
+
+def _become(layer: nn.Module, cls: type) -> None:
+    names = tuple(encodings(layer))
+    layer.__class__ = encoded_class(cls, names) if names else cls
+
+
+def _adapt(layer: Any, lora: Lora, dtype: torch.dtype | None) -> None:
+    encoding, stored = encodings(layer).get("weight"), layer._parameters["weight"]
+    dtype = dtype or (stored.dtype if encoding is None else encoding.dtype)
+    options: dict[str, Any] = {"bias": False, "device": stored.device, "dtype": dtype}
+    layer.lora = lora
+    layer.lora_A = nn.Linear(layer.in_features, lora.rank, **options)
+    layer.lora_B = nn.Linear(lora.rank, layer.out_features, **options)
+    nn.init.zeros_(layer.lora_B.weight)
+    _become(layer, LoraLinear)
+
+
+def _merge(layer: LoraLinear) -> None:
+    with torch.no_grad():
+        delta = layer.lora_B.weight.float() @ layer.lora_A.weight.float() * layer.lora.scaling
+        merged = layer.weight.float() + delta
+        encoding, stored = encodings(layer).get("weight"), layer._parameters["weight"]
+        assert stored is not None
+        if encoding is None:
+            stored.copy_(merged)
+        else:
+            codes, scales = encoding.codec.encode(merged)
+            stored.copy_(codes)
+            layer.get_parameter(f"weight_{encoding.codec.scales}").copy_(scales)
+    del layer.lora_A, layer.lora_B, layer.lora
+    _become(layer, nn.Linear)
+
+
+def _whole(param: torch.Tensor) -> torch.Tensor:
+    whole = param.detach()
+    return (whole.full_tensor() if isinstance(whole, DTensor) else whole).cpu().contiguous()
