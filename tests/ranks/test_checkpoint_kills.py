@@ -64,7 +64,8 @@ def resume_and_be_killed(rank: int, world: int, path: str, kill: Kill) -> None:
                 p.detach().to_local().fill_(float(step))
             save(path, model=model, step=step, keep=2)
             if rank == 0:
-                Path(path, "confirmed").write_text(f"{step:06d}")
+                Path(path, "confirming").write_text(str(step))
+                os.replace(Path(path, "confirming"), Path(path, "confirmed"))
     except CheckpointError as error:
         assert any(s in str(error) for s in ("lost contact", "have ended")), error
 
@@ -80,14 +81,15 @@ def test_ranks_killed_at_random_moments_lose_nothing_that_was_confirmed(tmp_path
         assert "Traceback" not in str(died.value), died.value
         assert "still running" not in str(died.value), died.value
         num_torn += bool(list(tmp_path.glob(".torn-*")))
-        text = (tmp_path / "confirmed").read_text() if (tmp_path / "confirmed").exists() else ""
-        confirmed = max(confirmed, int(text or 0))  # empty: killed while it wrote that
+        if (tmp_path / "confirmed").exists():
+            confirmed = max(confirmed, int((tmp_path / "confirmed").read_text()))
         model = build(-1.0)
         restored = load(tmp_path, model=model)
         what = f"kill {number} of seed {SEED}: {kill}"
         assert restored.step - confirmed in (0, 1), what
         assert {p.unique().item() for p in model.parameters()} == {float(restored.step)}, what
         assert restored.skipped == (), what  # what was torn never had the name of a checkpoint
+        confirmed = restored.step  # also where it was published and the rank killed before it said so
     save(tmp_path, model=model, step=restored.step + 1)
     assert find(tmp_path)[0].name == f"step-{restored.step + 1:06d}"
     assert not list(tmp_path.glob(".torn-*"))
