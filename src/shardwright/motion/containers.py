@@ -51,6 +51,11 @@ def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> A
     return tree_map(at_leaf, value)
 
 
+def cast_floating(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``tensor`` in ``dtype`` where it is floating point, else as it is."""
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
 def _inside(leaf: Any) -> list[Any]:
     if isinstance(leaf, set | frozenset):
         return list(leaf)

@@ -25,9 +25,10 @@ from torch.autograd import Variable
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from shardwright.motion.containers import is_lookup, map_tensors, opaque_tensors_in, tensors_in
+from shardwright.motion.containers import cast_floating, is_lookup, map_tensors, opaque_tensors_in, tensors_in
 from shardwright.motion.optimizers import OptimizerGuard
 from shardwright.motion.runtime import Runtime
+from shardwright.motion.uncompiled import uncompiled
 from shardwright.motion.unit import Unit
 from shardwright.plan.schedule import EventKind, Phase
 from shardwright.state.dtensor_ops import register_optimizer_kernels
@@ -83,6 +84,7 @@ class _GradWatch:
         """Count anew."""
         self._arrived = 0
 
+    @uncompiled
     def _arrive(self, _: torch.Tensor) -> None:
         owner, group = self._owner(), self._group()
         assert owner is not None
@@ -219,6 +221,7 @@ class ModuleHooks:
 
     # ---- before the forward
 
+    @uncompiled
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Unshard what the module's forward needs; cast and watch its inputs."""
         unit = self.unit
@@ -236,7 +239,7 @@ class ModuleHooks:
             args, kwargs = map_tensors(lambda t: t.to(unit.device, non_blocking=True), (args, kwargs))
         dtype = unit.policy.param_dtype if unit.policy.cast_forward_inputs else None
         if dtype is not None:
-            args, kwargs = map_tensors(lambda t: _cast(t, dtype), (args, kwargs))
+            args, kwargs = map_tensors(lambda t: cast_floating(t, dtype), (args, kwargs))
         if torch.is_grad_enabled() and unit.owners:
             args, kwargs = self._watch_inputs(call, args, kwargs)
         return args, kwargs
@@ -290,6 +293,7 @@ class ModuleHooks:
 
     # ---- after the forward
 
+    @uncompiled
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Reshard after the module's forward; cast and watch its outputs."""
         if not self._calls:
@@ -302,7 +306,7 @@ class ModuleHooks:
             return None
         dtype = self.unit.policy.output_dtype
         if dtype is not None:
-            output = map_tensors(lambda t: _cast(t, dtype), output)
+            output = map_tensors(lambda t: cast_floating(t, dtype), output)
         if torch.is_grad_enabled() and self.unit.owners:
             hooked = [t for t in tensors_in(output) if t.requires_grad and not t.is_leaf]
             call.reads_weights = not is_lookup(output)
@@ -379,10 +383,6 @@ def reset_step(runtime: Runtime) -> None:
     for group in runtime.groups:
         group.reducer.wait()
         group.reducer.settle()
-
-
-def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def guard_optimizers() -> None:
