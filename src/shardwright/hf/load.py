@@ -48,7 +48,7 @@ def load(
     folder: as ``save_pretrained`` writes it, or ``hf download`` fetches it; nothing is downloaded here.
     mesh: as for ``fully_shard``; None: all ranks. dtype: of the parameters at rest; None: what the
         configuration says.
-    Host memory: this rank's shards and 2 MiB.
+    Host memory: this rank's shards and a buffer of 2 MiB (seen: 167 MiB for shards of 154, two ranks).
     Raises: InputError for a folder without a model; CheckpointError, on every rank, for weights that are
         missing, damaged or of another shape.
     """
