@@ -310,6 +310,14 @@ def test_a_kill_at_any_change_to_the_file_system_leaves_a_checkpoint_that_loads(
     assert not list(tmp_path.glob(".torn-*"))  # what the killed ones left was removed by the one that lived
 
 
+def test_a_kill_just_before_latest_moves_does_not_stop_the_next_save(tmp_path: Path) -> None:
+    save(tmp_path, model=build(1.0), step=1)
+    (tmp_path / ".torn-latest").write_text("step-000001\n")
+    save(tmp_path, model=build(2.0), step=2)
+    assert find(tmp_path) == (tmp_path / "step-000002", ())
+    assert not list(tmp_path.glob(".torn-*"))
+
+
 def one_dies(rank: int, world: int, path: str, call_number: int) -> None:
     model = fully_shard(build(2.0))
     begin = time.monotonic()
