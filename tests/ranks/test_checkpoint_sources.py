@@ -85,6 +85,16 @@ def as_one_safetensors_file(path: Path) -> Path:
     return path / "model.safetensors"
 
 
+def as_bin_files(path: Path) -> Path:
+    state = net(1).state_dict()
+    files = {name: f"pytorch_model-0000{1 + i % 2}-of-00002.bin" for i, name in enumerate(sorted(state))}
+    files["head.weight"] = files["embed.weight"]
+    for file in set(files.values()):
+        torch.save({n: v for n, v in state.items() if files[n] == file}, path / file)
+    (path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": files}))
+    return path
+
+
 def as_torch_save(path: Path) -> Path:
     torch.save(net(1).state_dict(), path / "model.pt")
     return path / "model.pt"
@@ -98,7 +108,7 @@ def as_nested_torch_save(path: Path) -> Path:
 
 @pytest.mark.parametrize(
     "write",
-    [as_hugging_face, as_one_safetensors_file, as_torch_save, as_nested_torch_save],
+    [as_hugging_face, as_bin_files, as_one_safetensors_file, as_torch_save, as_nested_torch_save],
     ids=lambda f: f.__name__,
 )
 def test_weights_of_others_load_into_shards_by_byte_ranges(tmp_path: Path, write) -> None:

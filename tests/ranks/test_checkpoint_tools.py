@@ -11,7 +11,8 @@ from safetensors.torch import load_file, load_model
 from torch import nn
 
 from shardwright import fully_shard
-from shardwright.checkpoint import save
+from shardwright.checkpoint import load, save
+from shardwright.checkpoint.convert import Format, convert
 from shardwright.checkpoint.folder import read_manifest
 from shardwright.checkpoint.tools import consolidate, diff, inspect, verify
 from shardwright.errors import CheckpointError
@@ -130,6 +131,22 @@ def test_consolidate_splits_converts_and_copies_tied_weights(folder: Path) -> No
     assert state.keys() == expected.keys()
     assert all(torch.equal(state[k], expected[k]) for k in expected)
     assert calls[-1][0] == calls[-1][1] == sum(v.nbytes for v in expected.values())
+
+
+def test_convert_goes_round_all_formats_and_back(folder: Path, tmp_path: Path) -> None:
+    at = folder
+    for to in (Format.TORCH, Format.DCP, Format.SAFETENSORS, Format.SHARDWRIGHT):
+        at = convert(at, tmp_path / f"as-{to}", to)
+        model = net(99)
+        load(at, model=model)
+        assert all(torch.equal(v, net(2).state_dict()[k]) for k, v in model.state_dict().items()), to
+    assert net(99).load_state_dict(torch.load(tmp_path / "as-torch", weights_only=True)).missing_keys == []
+    with pytest.raises(CheckpointError, match="exists already"):
+        convert(folder, tmp_path / "as-torch", Format.TORCH)
+    flip(folder / "step-000002", "model/up.weight")
+    with pytest.raises(CheckpointError, match=r"model/up.weight is damaged"):
+        convert(folder, tmp_path / "damaged", Format.DCP)
+    assert not list(tmp_path.glob(".torn*")) and not (tmp_path / "damaged").exists()
 
 
 def test_a_damaged_checkpoint_is_not_consolidated(folder: Path) -> None:

@@ -14,7 +14,8 @@ import re
 import shutil
 import socket
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,7 +73,10 @@ class Writer:
                     f"{self.final} exists already; nothing was overwritten: remove it, or use another folder"
                 )
             for torn in path.glob(_TORN + "*"):  # we hold the lock: no living writer owns them
-                shutil.rmtree(torn)
+                if torn.is_dir():
+                    shutil.rmtree(torn)
+                else:  # what was to become ``latest``
+                    torn.unlink()
             self.torn = path / f"{_TORN}{uuid.uuid4().hex[:12]}"
             self.torn.mkdir()
         except OSError as error:
@@ -136,8 +140,33 @@ def _write_synced(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
+@contextmanager
+def published(out: Path) -> Iterator[Path]:
+    """A path beside ``out`` to write a file or a folder at: it becomes ``out`` when the block has ended well,
+    and is removed if it has not.
+
+    Raises:
+        CheckpointError: ``out`` exists, or can't be written.
+    """
+    if out.exists():
+        raise CheckpointError(f"{out} exists already; nothing was written")
+    torn = out.with_name(f"{_TORN}{out.name}-{uuid.uuid4().hex[:8]}")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        yield torn
+        sync_folder(torn)
+        os.rename(torn, out)
+        sync_folder(out.parent)
+    except OSError as error:
+        raise CheckpointError(f"can't write {out}: {error.strerror or error}") from error
+    finally:
+        if torn.is_dir():
+            shutil.rmtree(torn, ignore_errors=True)
+        torn.unlink(missing_ok=True)
+
+
 def sync_folder(path: Path) -> None:
-    """fsync a folder, so that a rename in it survives a power cut."""
+    """fsync a folder, so that a rename in it survives a power cut; a file too."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -27,6 +27,17 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: Any) -> Any: ...
 
 
+class Whole(nn.Module):
+    """What ``save`` and ``load`` take for the model: its whole tensors, under its names."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.tensors = dict(tensors)
+
+    def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:  # type: ignore[override]
+        return dict(self.tensors)
+
+
 @dataclass(frozen=True)
 class Part:
     """What this rank holds of one tensor: ``local`` (any device) fills ``box`` of the logical ``shape``.

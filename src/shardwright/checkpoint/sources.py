@@ -1,6 +1,7 @@
 """Checkpoints that others wrote, as manifests: the same byte ranges, so that loading them is the same code.
 
-    Hugging Face     a folder of *.safetensors (with or without an index), or one such file
+    Hugging Face     a folder of *.safetensors (with or without an index), or one such file; a folder of
+                     pytorch_model*.bin
     torch DCP        a folder with .metadata and *.distcp files
     torch.save       one file with a state dict, or with one inside of it
 
@@ -46,7 +47,7 @@ def locate(path: Path) -> tuple[Path, tuple[str, ...]]:
     Raises:
         CheckpointError: there is none.
     """
-    if path.is_file() or (path / _DCP).is_file() or _safetensors(path):
+    if path.is_file() or (path / _DCP).is_file() or _weight_files(path):
         return path, ()
     folder, skipped = find(path)
     return folder, tuple(skipped)
@@ -67,10 +68,11 @@ def open_source(path: Path, names: Collection[str] = ()) -> Source:
         path, manifest = path.parent, _manifest(_torch_entries(path), names)
     elif (path / _DCP).is_file():
         manifest = _manifest(_dcp_entries(path, names), names)
-    elif files := _safetensors(path):
+    elif files := _weight_files(path):
         entries: dict[str, TensorEntry] = {}
         for file in files:
-            entries.update(_safetensors_entries(file))
+            safe = file.suffix == ".safetensors"
+            entries.update(_safetensors_entries(file) if safe else _torch_entries(file))
         manifest = _manifest(entries, names)
     else:
         manifest = read_manifest(path)  # raises, naming what is missing
@@ -102,16 +104,20 @@ def _prefix(found: Collection[str], names: Collection[str]) -> str:
     return max(counts, key=counts.__getitem__, default="")
 
 
-# ---- safetensors
+# ---- Hugging Face
 
 
-def _safetensors(path: Path) -> list[Path]:
-    """The safetensors files of a folder; those that its index names, if it has one."""
+def _weight_files(path: Path) -> list[Path]:
+    """The files of a folder in a layout of Hugging Face's; those that its index names, if it has one."""
     if not path.is_dir():
         return []
-    indexes = sorted(path.glob("*.safetensors.index.json"))
-    if not indexes:
-        return [] if (path / MANIFEST).exists() else sorted(path.glob("*.safetensors"))
+    if not (indexes := sorted(path.glob("*.safetensors.index.json"))):
+        if (path / MANIFEST).exists():
+            return []
+        if files := sorted(path.glob("*.safetensors")):
+            return files
+        if not (indexes := sorted(path.glob("pytorch_model*.bin.index.json"))):
+            return sorted(path.glob("pytorch_model.bin"))
     files = [path / name for name in sorted(set(json.loads(indexes[0].read_text())["weight_map"].values()))]
     missing = [file.name for file in files if not file.is_file()]
     if missing:

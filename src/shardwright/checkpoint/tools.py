@@ -8,8 +8,6 @@ CheckpointError.
 
 import json
 import os
-import shutil
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +17,7 @@ import numpy as np
 import torch
 
 from shardwright.checkpoint.crc import crc32
-from shardwright.checkpoint.folder import sync_folder
+from shardwright.checkpoint.folder import published
 from shardwright.checkpoint.format import ITEM_NBYTES, Box, Manifest, TensorEntry
 from shardwright.checkpoint.shardfile import (
     DTYPE_NAME,
@@ -105,7 +103,7 @@ class Difference:
 
 def inspect(path: str | Path, *, values: bool = True) -> Inspection:
     """List what is in a checkpoint. ``values``: read them, to find NaNs and constant tensors."""
-    source = _open(path)
+    source = open_checkpoint(path)
     with Reader(source.folder) as reader:
         tensors = tuple(_info(reader, k, e, values) for k, e in sorted(source.manifest.tensors.items()))
     suspicious = [
@@ -121,7 +119,7 @@ def inspect(path: str | Path, *, values: bool = True) -> Inspection:
 
 def verify(path: str | Path, *, progress: Progress | None = None) -> Verification:
     """Read every byte and compare every checksum; finds all damage, not only the first."""
-    source = _open(path)
+    source = open_checkpoint(path)
     manifest, faults = source.manifest, []
     num_unchecked = done = 0
     with Reader(source.folder) as reader:
@@ -149,7 +147,7 @@ def verify(path: str | Path, *, progress: Progress | None = None) -> Verificatio
 
 def diff(a: str | Path, b: str | Path) -> Difference:
     """Compare two checkpoints bit by bit, whatever their pieces; random state is left out."""
-    left, right = _open(a), _open(b)
+    left, right = open_checkpoint(a), open_checkpoint(b)
     keys = [{k for k in s.manifest.tensors if not k.startswith("rng/")} for s in (left, right)]
     changed, both = {}, sorted(keys[0] & keys[1])
     with Reader(left.folder) as reader_a, Reader(right.folder) as reader_b:
@@ -196,36 +194,24 @@ def consolidate(
     """
     if dtype is not None and not dtype.is_floating_point:
         raise InputError(f"dtype is {dtype}, expected a floating one")
-    source, out = _open(path), Path(out)
-    if out.exists():
-        raise CheckpointError(f"{out} exists already; nothing was written")
+    source, out = open_checkpoint(path), Path(out)
     files = _split(_exports(source.manifest, dtype, tied_copies), max_file_nbytes)
-    torn = out.with_name(f".torn-{out.name}-{uuid.uuid4().hex[:8]}")
-    try:
-        torn.mkdir(parents=True)
-        weight_map, done = {}, 0
-        total = sum(x.nbytes for file in files for x in file)
-        with Reader(source.folder) as reader:
-            for i, exports in enumerate(files, 1):
-                name = (
-                    "model.safetensors"
-                    if len(files) == 1
-                    else f"model-{i:05d}-of-{len(files):05d}.safetensors"
-                )
-                _export_file(
-                    reader, torn / name, exports, lambda n, at=done: progress and progress(at + n, total)
-                )
-                done += sum(x.nbytes for x in exports)
-                weight_map |= {x.name: name for x in exports}
+    weight_map, done = {}, 0
+    total = sum(x.nbytes for file in files for x in file)
+    with published(out) as torn, Reader(source.folder) as reader:
+        torn.mkdir()
+        for i, exports in enumerate(files, 1):
+            name = (
+                "model.safetensors" if len(files) == 1 else f"model-{i:05d}-of-{len(files):05d}.safetensors"
+            )
+            _export_file(
+                reader, torn / name, exports, lambda n, at=done: progress and progress(at + n, total)
+            )
+            done += sum(x.nbytes for x in exports)
+            weight_map |= {x.name: name for x in exports}
         if len(files) > 1:
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             (torn / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True))
-        sync_folder(torn)
-        os.rename(torn, out)
-    except OSError as error:
-        raise CheckpointError(f"can't write {out}: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(torn, ignore_errors=True)
     return tuple(out / name for name in sorted(set(weight_map.values())))
 
 
@@ -251,7 +237,8 @@ def read_tensor(reader: Reader, key: str, entry: TensorEntry) -> torch.Tensor:
     return tensor
 
 
-def _open(path: str | Path) -> Source:
+def open_checkpoint(path: str | Path) -> Source:
+    """Open what ``load`` takes, and prove its coverage."""
     folder, skipped = locate(Path(path))
     source = open_source(folder)
     return Source(source.folder, source.manifest, skipped)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from shardwright.checkpoint.folder import Keep
+from shardwright.checkpoint.live import Whole
 from shardwright.checkpoint.load import Restored, load
 from shardwright.checkpoint.save import save
 from shardwright.checkpoint.sources import locate, open_source
@@ -30,17 +31,6 @@ from shardwright.xla.state import (
 from shardwright.xla.step import TrainStep
 
 
-class _Whole(nn.Module):
-    """What ``save`` and ``load`` take for the model: its whole tensors, under its names."""
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        super().__init__()
-        self.tensors = dict(tensors)
-
-    def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:  # type: ignore[override]
-        return dict(self.tensors)
-
-
 def save_xla(
     path: str | Path,
     *,
@@ -56,7 +46,7 @@ def save_xla(
     Raises: CheckpointError, on the first process; InputError for a model that isn't sharded, or an optimizer
         that isn't ``xla.SGD`` or ``xla.AdamW``; StageError if the model has no values.
     """
-    whole = _Whole(full_state_dict(model))
+    whole = Whole(full_state_dict(model))
     optimizer = None if train_step is None else _torch_optimizer(train_step, whole)
     extra = {"xla": {"key": random_state(model)}}
     try:
@@ -78,7 +68,7 @@ def load_xla(path: str | Path, *, model: nn.Module, train_step: TrainStep | None
     home = home_of(model)
     expected = {k: v for k, v in model.state_dict(keep_vars=True).items() if isinstance(v, torch.Tensor)}
     made = {id(v): torch.empty(v.shape, dtype=v.dtype) for v in expected.values()}
-    whole = _Whole({name: made[id(v)] for name, v in expected.items()})
+    whole = Whole({name: made[id(v)] for name, v in expected.items()})
     optimizer = None if train_step is None else _like_saved(path, train_step, whole)
     restored = load(path, model=whole, optimizer=optimizer)
     state = None
@@ -99,7 +89,7 @@ def _under_all_names(groups: Any, named: Mapping[str, Any]) -> dict[str, Any]:
     return {name: named[known] for names in groups for known in names if known in named for name in names}
 
 
-def _torch_optimizer(train_step: TrainStep, whole: _Whole) -> Optimizer:
+def _torch_optimizer(train_step: TrainStep, whole: Whole) -> Optimizer:
     """A ``torch.optim`` optimizer of whole tensors with the state of the step."""
     parameters = {}
     for names in train_step.home.names.values():
@@ -113,7 +103,7 @@ def _torch_optimizer(train_step: TrainStep, whole: _Whole) -> Optimizer:
     return optimizer
 
 
-def _like_saved(path: str | Path, train_step: TrainStep, whole: _Whole) -> Optimizer:
+def _like_saved(path: str | Path, train_step: TrainStep, whole: Whole) -> Optimizer:
     """An optimizer without state, with the saved groups of parameters."""
     folder, _ = locate(Path(path))
     manifest = open_source(folder, set(whole.tensors)).manifest

@@ -4,6 +4,7 @@
     shardwright checkpoint verify PATH
     shardwright checkpoint diff A B
     shardwright checkpoint consolidate PATH OUT [--dtype bfloat16] [--max-file-bytes N] [--tied-copies]
+    shardwright checkpoint convert SRC DST --to {shardwright,safetensors,dcp,torch}
     shardwright checkpoint consolidate --ckpt-prefix PREFIX [--ckpt-suffix SUFFIX] [--save-path FILE]
 
 The last one joins the per-rank files of XlaFullyShardedDataParallel, optimizer state included.
@@ -21,6 +22,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from shardwright.checkpoint import tools
+from shardwright.checkpoint.convert import Format, convert
 from shardwright.errors import ConfigError
 from shardwright.xla import files
 
@@ -39,6 +41,10 @@ def add_commands(commands: Any) -> None:
     diff = verbs.add_parser("diff", help="compare two, bit by bit, whatever their pieces")
     diff.add_argument("a", metavar="A")
     diff.add_argument("b", metavar="B")
+    convert = verbs.add_parser("convert", help="write the weights in another format")
+    convert.add_argument("src", metavar="SRC")
+    convert.add_argument("dst", metavar="DST", help="a folder, or a file for torch, that doesn't exist yet")
+    convert.add_argument("--to", required=True, choices=[str(to) for to in Format])
     consolidate = verbs.add_parser("consolidate", help="write the weights as plain safetensors")
     consolidate.add_argument("path", metavar="PATH", nargs="?")
     consolidate.add_argument("out", metavar="OUT", nargs="?", help="a folder that doesn't exist yet")
@@ -70,6 +76,18 @@ def run(known: argparse.Namespace) -> int:
         return found.exit_code
     if known.verb == "diff":
         return _diff(console, tools.diff(known.a, known.b))
+    if known.verb == "convert":
+        with Progress(console=console, transient=True) as bar:
+            task = bar.add_task("converting")
+            out = convert(
+                known.src, known.dst, Format(known.to), progress=lambda a, b: _advance(bar, task, a, b)
+            )
+        _lines(console, [str(out)])
+        return 0
+    return _consolidate(console, known)
+
+
+def _consolidate(console: Console, known: argparse.Namespace) -> int:
     if known.ckpt_prefix is not None and known.path is None:
         _lines(console, [str(files.consolidate(known.ckpt_prefix, known.ckpt_suffix, known.save_path))])
         return 0

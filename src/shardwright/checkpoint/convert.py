@@ -1,0 +1,106 @@
+"""Weights from one format into another, whole or not at all, compared with the source before they appear.
+
+    safetensors   a folder of plain safetensors (``consolidate``)
+    torch         one file that ``torch.load(..., weights_only=True)`` opens
+    dcp           a folder of ``torch.distributed.checkpoint``
+    shardwright   a folder of checkpoints, with this one in it
+
+One process; host memory: one tensor. What needs all tensors at once gets them as files that are mapped.
+"""
+
+import os
+import tempfile
+import warnings
+from enum import StrEnum
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
+
+from shardwright.checkpoint.folder import published, step_folder
+from shardwright.checkpoint.live import Whole
+from shardwright.checkpoint.save import save
+from shardwright.checkpoint.shardfile import TORCH_DTYPE, Reader, bits_of, write_all
+from shardwright.checkpoint.sources import Source, open_source
+from shardwright.checkpoint.tools import Progress, consolidate, open_checkpoint, read_tensor
+from shardwright.errors import CheckpointError
+
+
+class Format(StrEnum):
+    """What ``convert`` writes."""
+
+    SHARDWRIGHT = "shardwright"
+    SAFETENSORS = "safetensors"
+    DCP = "dcp"
+    TORCH = "torch"
+
+
+def convert(src: str | Path, dst: str | Path, to: Format, *, progress: Progress | None = None) -> Path:
+    """Write the model's weights in ``src`` (whatever ``load`` takes) as ``to``; returns what was written.
+
+    ``dst`` must not exist yet; it appears when it is complete, and its weights were read again and equal
+    those of ``src`` bit by bit. Names and dtypes stay. Tied weights are stored once in ``shardwright``,
+    ``safetensors`` and ``torch``, under each name in ``dcp``. Temporary files beside ``dst`` take as much
+    disk as the model. ``progress`` counts the bytes read.
+
+    Raises:
+        CheckpointError: damaged, no weights, ``dst`` exists or can't be written.
+    """
+    dst = Path(dst)
+    if to is Format.SAFETENSORS:
+        consolidate(src, dst, progress=progress)
+        return dst
+    source = open_checkpoint(src)
+    with published(dst) as torn, tempfile.TemporaryDirectory(dir=torn.parent, prefix=".torn-") as scratch:
+        tensors = _mapped(source, Path(scratch), progress)
+        written = torn
+        if to is Format.TORCH:
+            with open(torn, "xb") as file:
+                torch.save(tensors, file)
+                os.fsync(file.fileno())
+        elif to is Format.DCP:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is meant
+                save_dcp(tensors, checkpoint_id=torn, no_dist=True)
+        else:
+            written = save(torn, model=Whole(tensors), step=source.manifest.step)
+        _compare(tensors, open_source(written))
+    return dst if to is not Format.SHARDWRIGHT else step_folder(dst, source.manifest.step)
+
+
+def _mapped(source: Source, scratch: Path, progress: Progress | None) -> dict[str, torch.Tensor]:
+    """The weights by name, tied ones as one tensor, each over a file in ``scratch``."""
+    manifest, read = source.manifest, dict[str, torch.Tensor]()
+    names = manifest.keys_of("model/")
+    if not names:
+        raise CheckpointError(f"{source.folder} holds no weights (no key starts with model/)")
+    total, done = sum(manifest.tensors[key].nbytes for key in set(names.values())), 0
+    with Reader(source.folder) as reader:
+        for number, key in enumerate(sorted(set(names.values()))):
+            entry = manifest.tensors[key]
+            tensor = read_tensor(reader, key, entry)
+            if entry.nbytes:
+                with open(scratch / str(number), "xb", buffering=0) as file:
+                    write_all(file.fileno(), bits_of(tensor).reshape(-1).view(np.uint8).data)
+                flat = torch.from_file(file.name, size=entry.nbytes, dtype=torch.uint8, shared=True)
+                tensor = flat.view(TORCH_DTYPE[entry.dtype]).reshape(entry.shape)
+            read[key] = tensor
+            done += entry.nbytes
+            if progress:
+                progress(done, total)
+    return {name.removeprefix("model/"): read[key] for name, key in names.items()}
+
+
+def _compare(tensors: dict[str, torch.Tensor], written: Source) -> None:
+    found = written.manifest.keys_of("model/")
+    expected = {f"model/{name}": tensor for name, tensor in tensors.items()}
+    wrong = sorted(found.keys() ^ expected.keys())
+    with Reader(written.folder) as reader:
+        for name in found.keys() & expected.keys():
+            got = read_tensor(reader, found[name], written.manifest.tensors[found[name]])
+            tensor = expected[name]
+            same = got.dtype == tensor.dtype and np.array_equal(bits_of(got), bits_of(tensor))
+            wrong += [] if same else [name]
+    if wrong:
+        raise CheckpointError(f"{len(wrong)} tensors differ after they were written: {wrong[:5]}; removed")
