@@ -110,11 +110,23 @@ def test_listed_modules_are_gathered_ahead_instead_of_the_next():
     run_ranks(2, explicit_lists)
 
 
+def loss_with_penalty(model, tokens):
+    return model(tokens).square().mean() + getattr(model[0], "penalty", 0.0)
+
+
 class Scaled(nn.Embedding):
     """A lookup whose backward reads the weight all the same."""
 
     def forward(self, tokens):
         return super().forward(tokens) * self.weight[0]
+
+
+class Penalised(nn.Embedding):
+    """A lookup beside which something is computed from the weight that its output doesn't show."""
+
+    def forward(self, tokens):
+        self.penalty = self.weight.square().mean()
+        return super().forward(tokens)
 
 
 def lookup(rank, world, kind):
@@ -129,8 +141,8 @@ def lookup(rank, world, kind):
     group = unit_of(model).runtime.groups.index(unit_of(model[0]).group)
     for step in range(4):
         tokens = torch.randint(0, 11, (world, 2, 5), generator=torch.Generator().manual_seed(step))
-        model(tokens[rank]).square().mean().backward()
-        torch.stack([reference(rows).square().mean() for rows in tokens]).mean().backward()
+        loss_with_penalty(model, tokens[rank]).backward()
+        torch.stack([loss_with_penalty(reference, rows) for rows in tokens]).mean().backward()
         ours.step()
         theirs.step()
         assert_same(model, reference)
@@ -143,6 +155,7 @@ def lookup(rank, world, kind):
 def test_the_backward_of_a_lookup_gathers_nothing():
     assert run_ranks(2, lookup, nn.Embedding) == [1, 1]
     assert run_ranks(2, lookup, Scaled) == [2, 2]
+    assert run_ranks(2, lookup, Penalised) == [2, 2]
 
 
 def train_recipe(rank, world, schedule):

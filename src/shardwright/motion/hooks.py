@@ -309,7 +309,7 @@ class ModuleHooks:
             output = map_tensors(lambda t: cast_floating(t, dtype), output)
         if torch.is_grad_enabled() and self.unit.owners:
             hooked = [t for t in tensors_in(output) if t.requires_grad and not t.is_leaf]
-            call.reads_weights = not is_lookup(output)
+            call.reads_weights = not is_lookup(module, output)
             for tensor in hooked:
                 self._watch_output(call, tensor)
             if hooked and call.num_inputs and len(self.unit.modules) > 1:
