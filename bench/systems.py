@@ -21,6 +21,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 import shardwright
+import shardwright.wrapper
 from bench.model import Block, Transformer
 
 ALONE_REPEATS = 3
@@ -177,6 +178,18 @@ class Shardwright(System):
         return shardwright.communication_s(self.module)
 
 
+class ShardwrightWrapper(System):
+    """``shardwright.wrapper.FullyShardedDataParallel``, a unit per block."""
+
+    def __init__(self, model: Transformer) -> None:
+        shardwright.set_transport("auto")
+        policy = shardwright.wrapper.ModuleWrapPolicy({Block})
+        super().__init__(shardwright.FullyShardedDataParallel(model, auto_wrap_policy=policy))
+
+    def communication_s(self) -> float:
+        return shardwright.communication_s(self.module.module)
+
+
 PREFETCH = torch_fsdp.BackwardPrefetch
 AT_ONCE = shardwright.SchedulePolicy(
     backward_prefetch="none", forward_prefetch=False, keep_last=0, max_reductions=1
@@ -192,6 +205,7 @@ SYSTEMS = {
     "fsdp2-async": lambda model: FSDP2(model, prefetching=True),
     "shardwright": lambda model: Shardwright(model, split=False),
     "shardwright-sockets": lambda model: Shardwright(model, split=False, transport="sockets"),
+    "shardwright-wrapper": ShardwrightWrapper,
     "shardwright-split": lambda model: Shardwright(model, split=True),
     "shardwright-none": lambda model: Shardwright(model, split=True, policy=AT_ONCE),
     "shardwright-post": lambda model: Shardwright(

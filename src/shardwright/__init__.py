@@ -28,6 +28,7 @@ from shardwright.policy import (
     SchedulePolicy,
 )
 from shardwright.quantize import quantize_
+from shardwright.wrapper import FullyShardedDataParallel
 
 __all__ = [
     "BackwardPrefetch",
@@ -35,6 +36,7 @@ __all__ = [
     "DataParallelMeshDims",
     "Explanation",
     "FSDPModule",
+    "FullyShardedDataParallel",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ReduceScatterBucketer",

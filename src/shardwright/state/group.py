@@ -236,3 +236,9 @@ class ParamGroup:
                 f"of group {self.name!r} were still on meta device: {names}. Before the first forward call "
                 'model.to_empty(device="cpu" or "cuda"), and initialise or load every parameter'
             )
+        for param in self.params:
+            if param.split.on_host and param.local.device.type != "cpu":
+                raise StageError(
+                    f"Expected param to be on CPU: {param.fqn!r} is offloaded to the host but was moved to "
+                    f"{param.local.device}; leave out the .to() after sharding, or the offload"
+                )

@@ -10,6 +10,8 @@ from torch.distributed.tensor import DTensor
 from shardwright.state.encoded import encode_entries
 from shardwright.state.param import ShardedParam
 
+WRAPPED = "_fsdp_wrapped_module"  # what torch, and so our wrapper, calls the module inside of it
+
 
 def shard_plain_entries(
     module: nn.Module, state: dict[str, Any], prefix: str, params: Sequence[ShardedParam]
@@ -26,7 +28,8 @@ def shard_plain_entries(
         for slot in param.slots:
             if id(slot.module) not in names:
                 continue
-            key = f"{prefix}{names[id(slot.module)]}{slot.name}"
+            # A wrapper's own name isn't part of the names in a state dict.
+            key = f"{prefix}{names[id(slot.module)].replace(WRAPPED + '.', '')}{slot.name}"
             value = state.get(key)
             if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
                 continue

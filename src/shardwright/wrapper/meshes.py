@@ -1,0 +1,93 @@
+"""From a process group, or two, and a strategy to the mesh that is sharded over."""
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwright.comm.mesh import resolve
+from shardwright.errors import InputError
+from shardwright.wrapper.options import ShardingStrategy
+
+
+def mesh_for(
+    strategy: ShardingStrategy, groups: Any, mesh: DeviceMesh | None, device_type: str | None
+) -> DeviceMesh:
+    """The mesh of a wrapper: 1-D, or 2-D with copies along its first axis. Every rank of it calls.
+
+    groups: None, a process group, or (sharded over, copied over). mesh: instead of groups.
+    Raises: InputError for what doesn't go together.
+    """
+    if mesh is not None:
+        if groups is not None:
+            raise InputError("give either process_group or device_mesh, not both: they say the same thing")
+        if strategy.is_hybrid and mesh.ndim != 2:
+            raise InputError(f"{strategy.name} needs a 2-D device_mesh (copies, shards), got {mesh.ndim}-D")
+        return (
+            mesh
+            if strategy is not ShardingStrategy.NO_SHARD
+            else _copies(mesh.mesh.flatten().tolist(), mesh.device_type)
+        )
+    default = resolve(None).mesh
+    kind = device_type or default.device_type
+    if strategy.is_hybrid:
+        return _hybrid(groups, kind, default)
+    if isinstance(groups, tuple):
+        raise InputError(f"{strategy.name} takes one process_group; two are for HYBRID_SHARD")
+    if strategy is ShardingStrategy.NO_SHARD:
+        ranks = list(range(dist.get_world_size())) if groups is None else dist.get_process_group_ranks(groups)
+        return _copies(ranks, kind)
+    if groups is None or groups is dist.group.WORLD:
+        return default
+    return _of_group(groups, kind)
+
+
+# Meshes made from process groups, so that wrappers on the same ranks share their transports.
+_made: dict[tuple[int, Any, str], tuple[Any, DeviceMesh]] = {}
+
+
+def _of_group(group: ProcessGroup, kind: str) -> DeviceMesh:
+    key = (id(group), None, kind)
+    if key not in _made or _made[key][0] is not group:
+        _made[key] = (group, DeviceMesh.from_group(group, kind))
+    return _made[key][1]
+
+
+def _copies(ranks: list[int], kind: str) -> DeviceMesh:
+    return _grid([[rank] for rank in ranks], kind)
+
+
+def _grid(rows: list[list[int]], kind: str) -> DeviceMesh:
+    """The 2-D mesh of these ranks, made once per world."""
+    world = dist.group.WORLD
+    key = (id(world), str(rows), kind)
+    if key not in _made or _made[key][0] is not world:
+        layout = torch.tensor(rows, dtype=torch.int)
+        _made[key] = (world, DeviceMesh(kind, layout, mesh_dim_names=("replicate", "shard")))
+    return _made[key][1]
+
+
+def _hybrid(groups: Any, kind: str, default: DeviceMesh) -> DeviceMesh:
+    if isinstance(groups, tuple):
+        shard, replicate = groups
+        rows: list[Any] = [None] * dist.get_world_size(replicate)
+        dist.all_gather_object(rows, dist.get_process_group_ranks(shard), group=replicate)
+        return DeviceMesh.from_group(
+            [replicate, shard],
+            kind,
+            mesh=torch.tensor(rows, dtype=torch.int),
+            mesh_dim_names=("replicate", "shard"),
+        )
+    if groups is not None:
+        raise InputError(
+            "a hybrid strategy takes process_group=(sharded over, copied over), a device_mesh, or neither"
+        )
+    world, near = default.size(), int(os.environ.get("LOCAL_WORLD_SIZE", default.size()))
+    if world % near:
+        raise InputError(
+            f"the {world} ranks are not a multiple of the {near} on this host; pass a device_mesh"
+        )
+    return _grid([list(range(start, start + near)) for start in range(0, world, near)], kind)

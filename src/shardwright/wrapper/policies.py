@@ -1,0 +1,161 @@
+"""Which modules of a tree are wrapped: the auto-wrap policies of ``torch.distributed.fsdp.wrap``.
+
+A policy is a callable ``(module, recurse, nonwrapped_numel) -> bool``, asked on the way down whether to go
+into a module and on the way up whether to wrap it, or an object that names all modules at once with their
+own options (``ModuleWrapPolicy``, ``CustomPolicy``).
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from torch import nn
+
+from shardwright.errors import InputError
+
+Wrap = Callable[..., nn.Module]
+Chosen = dict[nn.Module, dict[str, Any]]
+
+
+class ModuleWrapPolicy:
+    """Wrap every module of these classes."""
+
+    def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
+        self.module_classes = tuple(module_classes)
+
+    def chosen(self, root: nn.Module, ignored: set[nn.Module]) -> Chosen:
+        """The modules to wrap, and what differs from the root's options."""
+        return {m: {} for m in root.modules() if m not in ignored and isinstance(m, self.module_classes)}
+
+    def __call__(self, module: nn.Module, recurse: bool, *_: Any, **__: Any) -> bool:
+        return recurse or isinstance(module, self.module_classes)
+
+
+class CustomPolicy:
+    """Wrap the modules for which ``lambda_fn`` returns True, or a dict of options other than the root's."""
+
+    def __init__(self, lambda_fn: Callable[[nn.Module], bool | dict[str, Any]]) -> None:
+        self.lambda_fn = lambda_fn
+
+    def chosen(self, root: nn.Module, ignored: set[nn.Module]) -> Chosen:
+        """The modules to wrap, and what differs from the root's options. Raises: InputError."""
+        found: Chosen = {}
+        for module in root.modules():
+            answer = False if module in ignored else self.lambda_fn(module)
+            if not isinstance(answer, bool | dict):
+                raise InputError(
+                    f"CustomPolicy's lambda_fn must return a bool or a dict of options, got {answer!r} for a "
+                    f"{type(module).__name__}"
+                )
+            if answer:
+                found[module] = dict(answer) if isinstance(answer, dict) else {}
+        return found
+
+
+def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
+    """Wrap every module."""
+    return True
+
+
+def lambda_auto_wrap_policy(
+    module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]
+) -> bool:
+    """Wrap the modules for which ``lambda_fn`` is true."""
+    return recurse or lambda_fn(module)
+
+
+def transformer_auto_wrap_policy(
+    module: nn.Module, recurse: bool, nonwrapped_numel: int, transformer_layer_cls: set[type[nn.Module]]
+) -> bool:
+    """Wrap the layers of a transformer, by class."""
+    return recurse or isinstance(module, tuple(transformer_layer_cls))
+
+
+EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict}
+FORCE_LEAF_MODULES = {nn.MultiheadAttention}
+
+
+def size_based_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    min_num_params: int = int(1e8),
+    force_leaf_modules: set[type[nn.Module]] | None = None,
+    exclude_wrap_modules: set[type[nn.Module]] | None = None,
+) -> bool:
+    """Wrap a module once ``min_num_params`` elements of its tree aren't wrapped yet.
+
+    force_leaf_modules: classes whose children are never wrapped. exclude_wrap_modules: never wrapped.
+    """
+    leaves = FORCE_LEAF_MODULES if force_leaf_modules is None else force_leaf_modules
+    excluded = EXCLUDE_WRAP_MODULES if exclude_wrap_modules is None else exclude_wrap_modules
+    return nonwrapped_numel >= min_num_params and not isinstance(
+        module, tuple(leaves if recurse else excluded)
+    )
+
+
+def wrap_tree(root: nn.Module, policy: Any, ignored: set[nn.Module], wrap_one: Wrap) -> None:
+    """Replace the modules in ``root`` that the policy chooses by ``wrap_one(module, **options)``, children
+    first; a module that is shared is wrapped once."""
+    chosen = policy.chosen(root, ignored) if hasattr(policy, "chosen") else _asked(root, policy, ignored)
+    wrapped: dict[nn.Module, nn.Module] = {}
+
+    def visit(module: nn.Module) -> None:
+        for name, child in list(module._modules.items()):
+            if child is None or child in ignored:
+                continue
+            if child not in wrapped:
+                wrapped[child] = child
+                visit(child)
+                if child in chosen and child is not root:
+                    wrapped[child] = wrap_one(child, **chosen[child])
+            module._modules[name] = wrapped[child]
+
+    visit(root)
+
+
+def _asked(root: nn.Module, policy: Callable[..., bool], ignored: set[nn.Module]) -> Chosen:
+    found: Chosen = {}
+    skipped = {id(param) for module in ignored for param in module.parameters()}
+    seen: set[nn.Module] = set()
+
+    def ask(module: nn.Module) -> int:
+        """Elements of the tree under ``module`` that are wrapped."""
+        numel = sum(p.numel() for p in module.parameters() if id(p) not in skipped)
+        if not policy(module=module, recurse=True, nonwrapped_numel=numel):
+            return 0
+        inside = 0
+        for child in module.children():
+            if child not in ignored and child not in seen:
+                seen.add(child)
+                inside += ask(child)
+        if module is not root and policy(module=module, recurse=False, nonwrapped_numel=numel - inside):
+            found[module] = {}
+            return numel
+        return inside
+
+    ask(root)
+    return found
+
+
+_enabled: ContextVar[tuple[Wrap, dict[str, Any]] | None] = ContextVar("enabled", default=None)
+
+
+@contextmanager
+def enable_wrap(*, wrapper_cls: Wrap, **wrapper_kwargs: Any) -> Iterator[None]:
+    """``wrap`` inside of it wraps with this class and these options. In this thread only."""
+    token = _enabled.set((wrapper_cls, wrapper_kwargs))
+    try:
+        yield
+    finally:
+        _enabled.reset(token)
+
+
+def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
+    """Wrap the module, inside of ``enable_wrap``; else return it as it is."""
+    enabled = _enabled.get()
+    if enabled is None:
+        return module
+    wrapper, options = enabled
+    return wrapper(module, **{**options, **wrap_overrides})

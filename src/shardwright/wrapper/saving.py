@@ -1,0 +1,203 @@
+"""What a wrapped model's state dicts look like, and its optimizer's, and how they are loaded."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardwright.errors import InputError
+from shardwright.state.full import stream_full
+from shardwright.wrapper import states
+from shardwright.wrapper.options import (
+    OptimStateDictConfig,
+    OptimStateKeyType,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+
+
+class StatefulWrapper(nn.Module):
+    """A wrapper around ``module``, whose name is left out of the names of state.
+
+    ``_settings``: what its state dicts are. ``_buffer_dtypes``: what its cast buffers are saved as, by name.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._settings = StateDictSettings()
+        self._buffer_dtypes: dict[str, torch.dtype] = {}
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that was wrapped."""
+        return self._modules[states.INNER]  # type: ignore[return-value]
+
+    # ---- state dicts
+
+    @staticmethod
+    def set_state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> StateDictSettings:
+        """What state dicts of every wrapper in the tree are from now on; returns what they were."""
+        settings = StateDictSettings.of(state_dict_type, state_dict_config, optim_state_dict_config)
+        before = StatefulWrapper.get_state_dict_type(module)
+        for wrapper in wrappers_in(module):
+            wrapper._settings = settings
+        return before
+
+    @staticmethod
+    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
+        """What state dicts of the wrappers in the tree are. Raises: InputError where they differ."""
+        found = [wrapper._settings for wrapper in wrappers_in(module)]
+        if any(settings != found[0] for settings in found):
+            raise InputError(
+                "the wrappers in this module have different state dict types; set one on the root"
+            )
+        return found[0] if found else StateDictSettings()
+
+    @staticmethod
+    @contextmanager
+    def state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> Iterator[None]:
+        """``set_state_dict_type``, for a while."""
+        before = {wrapper: wrapper._settings for wrapper in wrappers_in(module)}
+        StatefulWrapper.set_state_dict_type(
+            module, state_dict_type, state_dict_config, optim_state_dict_config
+        )
+        try:
+            yield
+        finally:
+            for wrapper, settings in before.items():
+                wrapper._settings = settings
+
+    def state_dict(
+        self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
+    ) -> Any:
+        """The model's state under its own names, as ``state_dict_type`` says (whole tensors by default).
+
+        Every rank calls it for whole tensors. keep_vars: the live tensors instead, sharded.
+        """
+        if keep_vars:
+            return self.module.state_dict(*args, destination=destination, prefix=prefix, keep_vars=True)
+        settings = self._settings
+        config, before = settings.state_dict_config, set(destination or ())
+        live = self.module.state_dict(*args, destination=destination, prefix=prefix, keep_vars=True)
+        keys = [key for key in live if key not in before]
+        dtypes = {
+            f"{prefix}{states.clean(f'{path}.{name}' if path else name)}": dtype
+            for path, each in self.named_modules()
+            if isinstance(each, StatefulWrapper)
+            for name, dtype in each._buffer_dtypes.items()
+        }
+        on_host = getattr(config, "offload_to_cpu", False)
+        only_first = getattr(config, "rank0_only", False)
+        converted: dict[int, Any] = {}
+        first = True
+        if only_first:
+            params = {id(p.sharded): p for p in states.params_in(self)}
+            first = all(p.is_first for p in params.values())
+            sharded = {key: live[key] for key in keys if isinstance(live[key], DTensor)}
+            converted = {id(sharded[key]): whole for key, whole in stream_full(sharded, params)}
+        for key in keys:
+            value = live[key]
+            if not first:
+                del live[key]
+                continue
+            if id(value) not in converted:
+                converted[id(value)] = states.convert(value, settings.state_dict_type, on_host)
+            live[key] = converted[id(value)].to(dtypes[key]) if key in dtypes else converted[id(value)]
+        return live
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
+        # Names in state dicts are those of the model before it was wrapped.
+        for key in [key for key in state_dict if key.startswith(prefix)]:
+            if not key.startswith(f"{prefix}{states.INNER}."):
+                state_dict[f"{prefix}{states.INNER}.{key[len(prefix) :]}"] = state_dict.pop(key)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Load whole tensors, DTensors, or (``LOCAL_STATE_DICT``) this rank's shards. No communication."""
+        if self._settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+            params = {id(param.sharded): param for param in states.params_in(self)}
+            live = self.state_dict(keep_vars=True)
+            state_dict = {
+                key: states.sharded_like(value, params[id(live[key])])
+                if key in live and id(live[key]) in params and not isinstance(value, DTensor)
+                else value
+                for key, value in state_dict.items()
+            }
+        return super().load_state_dict(state_dict, strict, assign)
+
+    # ---- optimizer state
+
+    @staticmethod
+    def optim_state_dict(
+        model: nn.Module, optim: torch.optim.Optimizer, optim_state_dict: Any = None, group: Any = None
+    ) -> dict[str, Any]:
+        """The optimizer's state by parameter names, as ``state_dict_type`` says. Every rank calls it for a
+        full one; ``rank0_only``: {} on the others. group: accepted; the parameters know their mesh."""
+        settings = StatefulWrapper.get_state_dict_type(model)
+        given = optim.state_dict() if optim_state_dict is None else optim_state_dict
+        state = states.optim_state(model, given, optim, settings)
+        only_first = getattr(settings.optim_state_dict_config, "rank0_only", False)
+        return {} if only_first and not all(p.is_first for p in states.params_in(model)) else state
+
+    @staticmethod
+    def optim_state_dict_to_load(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: Any,
+        is_named_optimizer: bool = False,
+        load_directly: bool = False,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """What ``optim.load_state_dict`` takes, from what ``optim_state_dict`` gave on any number of ranks.
+
+        Every rank has the whole or its shards; no communication. load_directly: load it too.
+        """
+        ready = states.optim_state_to_load(model, optim, optim_state_dict)
+        if load_directly:
+            optim.load_state_dict(ready)
+        return ready
+
+    @staticmethod
+    def full_optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_input: Any = None,
+        rank0_only: bool = True,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """``optim_state_dict`` with whole tensors on the host, on rank 0 or on all. Every rank calls it."""
+        state = states.optim_state(model, optim.state_dict(), optim, StateDictSettings())
+        return {} if rank0_only and not all(p.is_first for p in states.params_in(model)) else state
+
+    @staticmethod
+    def shard_full_optim_state_dict(
+        full_optim_state_dict: Any, model: nn.Module, optim_input: Any = None, optim: Any = None
+    ) -> dict[str, Any]:
+        """What ``optim.load_state_dict`` takes, from a full one that every rank has."""
+        return states.optim_state_to_load(model, optim, full_optim_state_dict)
+
+    @staticmethod
+    def rekey_optim_state_dict(
+        optim_state_dict: Any, optim_state_key_type: OptimStateKeyType, model: nn.Module
+    ) -> dict[str, Any]:
+        """The same state with names in place of numbers, or back: between a wrapped run and a plain one."""
+        return states.rekey(optim_state_dict, optim_state_key_type, model)
+
+
+def wrappers_in(module: nn.Module) -> list[StatefulWrapper]:
+    """The wrappers in a tree, the module itself included."""
+    return [each for each in module.modules() if isinstance(each, StatefulWrapper)]
