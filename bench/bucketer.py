@@ -1,0 +1,185 @@
+"""What it costs to reduce-scatter many small gradients: bucketed, one by one, and by others' bucketers.
+
+    python bench/bucketer.py --link loopback --world 2
+
+Ranks are processes joined by the links of links.py, one compute thread each. Per system: an unmeasured round,
+then rounds in which every gradient (float32, one part per rank) is handed over and waited for; the median of
+the slowest rank counts. ``fairscale`` runs where 0.4.13 can be imported. ``ddp`` is what DDP adds to a
+backward through a sum over as many parameters; it all-reduces, twice the bytes. The bound is the bytes that a
+rank must send over the rate of the link.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))  # this checkout, not one installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ["ENABLE_NCCL_BASE_COLLECTIVES"] = "0"  # fairscale's default path fails on Gloo
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from bench.links import LINKS, LinkError, places
+from shardwright import ReduceScatterBucketer
+
+try:
+    from fairscale.internal.reduce_scatter_bucketer import (  # pyright: ignore[reportMissingImports]
+        ReduceScatterBucketer as FairscaleBucketer,
+    )
+except ImportError:
+    FairscaleBucketer = None
+
+BITS_PER_S = {"10gbit": 10e9, "1gbit": 1e9, "1gbit+0.5ms": 1e9}
+MIN_NUMEL, MAX_NUMEL = 256, 8192
+
+
+def gradients(num: int, world: int) -> list[list[Tensor]]:
+    """``num`` gradients of 1 to 32 KiB times ``world``, each as its parts, one for each rank."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.randint(MIN_NUMEL, MAX_NUMEL + 1, (num,), generator=generator).tolist()
+    return [list(torch.ones(numel * world).chunk(world)) for numel in sizes]
+
+
+def bucketed(bucketer: ReduceScatterBucketer, grads: list[list[Tensor]]) -> float:
+    """Seconds of a round through Shardwright's bucketer."""
+    start = time.perf_counter()
+    for parts in grads:
+        bucketer.reduce_scatter_async(parts)
+    bucketer.flush()
+    return time.perf_counter() - start
+
+
+def one_by_one(grads: list[list[Tensor]]) -> float:
+    """Seconds of a round with torch's own reduce-scatter of each gradient."""
+    start = time.perf_counter()
+    for parts in grads:
+        dist.reduce_scatter(torch.empty_like(parts[0]), parts)
+    return time.perf_counter() - start
+
+
+def by_fairscale(bucketer: object, grads: list[list[Tensor]]) -> float:
+    """Seconds of a round through fairscale's bucketer."""
+    start = time.perf_counter()
+    for parts in grads:
+        bucketer.reduce_scatter_async(parts, group=dist.group.WORLD)  # type: ignore[attr-defined]
+    bucketer.flush()  # type: ignore[attr-defined]
+    return time.perf_counter() - start
+
+
+class Sum(nn.Module):
+    """A model whose backward does next to nothing but bring the gradients."""
+
+    def __init__(self, grads: list[list[Tensor]]) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.zeros(len(parts) * parts[0].numel()) for parts in grads)
+
+    def forward(self) -> Tensor:
+        return torch.stack([weight.sum() for weight in self.weights]).sum()
+
+
+def by_ddp(model: nn.Module, alone: nn.Module) -> float:
+    """Seconds that DDP adds to a backward."""
+    took = []
+    for one in (model, alone):
+        one.zero_grad()
+        loss = one()
+        start = time.perf_counter()
+        loss.backward()
+        took.append(time.perf_counter() - start)
+    return took[0] - took[1]
+
+
+def systems(grads: list[list[Tensor]]) -> dict[str, Callable[[], float]]:
+    """A round of each system, by name."""
+    ours, single = ReduceScatterBucketer(25), ReduceScatterBucketer(0)
+    found: dict[str, Callable[[], float]] = {
+        "shardwright": lambda: bucketed(ours, grads),
+        "shardwright, cap 0": lambda: bucketed(single, grads),
+        "torch, one by one": lambda: one_by_one(grads),
+    }
+    if FairscaleBucketer is not None:
+        theirs = FairscaleBucketer(25)
+        found["fairscale"] = lambda: by_fairscale(theirs, grads)
+    alone = Sum(grads)
+    model = nn.parallel.DistributedDataParallel(Sum(grads))
+    return found | {"ddp": lambda: by_ddp(model, alone)}
+
+
+def measure(rank: int, options: argparse.Namespace, store: str) -> None:
+    """One rank: every system's rounds; rank 0 prints the table."""
+    torch.set_num_threads(1)
+    files = dist.FileStore(store, options.world)
+    dist.init_process_group("gloo", store=files, rank=rank, world_size=options.world)
+    grads = gradients(options.num, options.world)
+    part_nbytes = sum(parts[0].nbytes for parts in grads)
+    rows = []
+    for name, round_s in systems(grads).items():
+        times = []
+        for _ in range(options.rounds + 1):
+            dist.barrier()
+            slowest = torch.tensor(round_s())
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            times.append(slowest.item())
+        rows.append((name, median(times[1:])))
+    if rank == 0:
+        print(f"{options.num} gradients, world {options.world}, {options.link}: ", end="")
+        print(f"{part_nbytes * options.world / 2**20:.1f} MiB per rank")
+        if options.link in BITS_PER_S:
+            rows.append(("bound", part_nbytes * (options.world - 1) * 8 / BITS_PER_S[options.link]))
+        for name, took_s in rows:
+            print(f"  {name:20} {took_s * 1e3:9.1f} ms   {took_s / rows[0][1]:6.2f}x shardwright")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def launch(options: argparse.Namespace) -> None:
+    """Start one process per rank in its place, and end them all with this one."""
+    with tempfile.TemporaryDirectory() as folder, places(options.link, options.world) as homes:
+        ranks: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank, home in enumerate(homes):
+                words = [*home.prefix, sys.executable, __file__, *sys.argv[1:]]
+                environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": home.interface}
+                inner = ["--rank", str(rank), "--store", f"{folder}/store"]
+                ranks.append(subprocess.Popen([*words, *inner], env=environment))
+            failed = [rank for rank, process in enumerate(ranks) if process.wait(options.limit_s)]
+        except subprocess.TimeoutExpired:
+            sys.exit(f"bench: a rank ran past {options.limit_s:g} s (--limit-s)")
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+    if failed:
+        sys.exit(f"bench: ranks {failed} ended with an error")
+
+
+def main() -> None:
+    """Parse, then measure as a rank or launch the ranks."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--link", choices=list(LINKS), default="loopback")
+    parser.add_argument("--world", type=int, default=2)
+    parser.add_argument("--num", type=int, default=2000, help="number of gradients")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--limit-s", type=float, default=200.0, help="longest time for all systems")
+    parser.add_argument("--rank", type=int, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--store", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank is not None:
+        measure(options.rank, options, options.store)
+        return
+    try:
+        launch(options)
+    except LinkError as error:
+        sys.exit(f"bench: {error}")
+
+
+if __name__ == "__main__":
+    main()
