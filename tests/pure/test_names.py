@@ -10,6 +10,7 @@ NAMES = [
     "DataParallelMeshDims",
     "Explanation",
     "FSDPModule",
+    "FullyShardedDataParallel",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ReduceScatterBucketer",
