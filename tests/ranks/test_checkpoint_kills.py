@@ -8,7 +8,7 @@ Eight kills by default; as many as you like, on seeds of your own:
 import os
 import random
 import signal
-import time
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,12 +43,10 @@ def build(fill: float) -> nn.Module:
 
 
 def kill_after(delay_s: float) -> None:
-    """SIGKILL from outside, at whatever this process then does."""
-    victim = os.getpid()
-    if os.fork() == 0:
-        time.sleep(delay_s)
-        os.kill(victim, signal.SIGKILL)
-        os._exit(0)
+    """SIGKILL at whatever this process then does; by a thread, which can't outlive it as a fork does."""
+    timer = threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL))
+    timer.daemon = True
+    timer.start()
 
 
 def resume_and_be_killed(rank: int, world: int, path: str, kill: Kill) -> None:
