@@ -1,0 +1,50 @@
+"""Every rank of a channel learns the same: combined words, and what differs, each kind once."""
+
+import pytest
+from torch.distributed.device_mesh import init_device_mesh
+
+from shardwright import set_transport
+from shardwright.comm.channel import NOTHING, AxisChannel, JointChannel, tell
+from shardwright.comm.mesh import resolve
+from tests.ranks.pool import run_ranks
+
+
+def combined(rank, world):
+    for transport in ("auto", "sockets", "collectives"):
+        set_transport(transport)
+        axis = resolve(init_device_mesh("cpu", (world,)))
+        channel = AxisChannel(axis.comm, axis.device)
+        assert channel.exchange([1 << rank, ~0, 0]) == [2**world - 1, -1, 0]
+        assert channel.exchange([rank + 3, -(2**62) + rank, NOTHING], "min") == [3, -(2**62), NOTHING]
+        assert axis.comm.sent_nbytes == 0
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_words_are_combined_alike_on_every_rank_and_transport(world):
+    run_ranks(world, combined)
+
+
+def on_two_axes(rank, world):
+    axis = resolve(init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards")))
+    channel = JointChannel([AxisChannel(comm, axis.device) for comm in (axis.comm, axis.replicate)])
+    assert channel.exchange([1 << rank]) == [0b1111]
+    assert channel.exchange([5 - rank], "min") == [2]
+
+
+def test_the_ranks_of_two_axes_learn_what_every_one_of_them_said():
+    run_ranks(4, on_two_axes)
+
+
+def told(rank, world):
+    axis = resolve(None)
+    channel = AxisChannel(axis.comm, axis.device)
+    assert tell(channel, 7, b"the same words") == {7: b"the same words"}
+    assert tell(channel, 0, None) == {}
+    texts = [b"", b"\0in another call\0", b"nobody hears this", None]
+    kinds = [10, 20, 21, 0]
+    got = tell(channel, kinds[rank], texts[rank], lambda key: key // 10)
+    assert got == {10: b"", 20: b"\0in another call\0"}
+
+
+def test_each_kind_of_answer_is_told_once():
+    run_ranks(4, told)
