@@ -19,13 +19,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwright.api import fully_shard, stats
+from shardwright.checkpoint import StopRequest
 from shardwright.comm.mesh import set_transport
 from shardwright.module import FSDPModule
 from shardwright.policy import MixedPrecisionPolicy
 from shardwright.train.config import OptimizerConfig, Recipe
 from shardwright.train.data import TrainBatches, split_targets
 from shardwright.train.models import Transformer, loss_of
-from shardwright.train.ranks import Place, StopRequest
+from shardwright.train.ranks import Place
 
 
 def build_model(recipe: Recipe, place: Place) -> Transformer:
@@ -146,7 +147,7 @@ class Loop:
     def run(self, windows: Tensor, listener: Listener, stop: StopRequest) -> bool:
         """Train to the end or until a stop is asked for, and save. Returns whether it is the end."""
         training, progress = self.recipe.training, self.progress
-        while progress.step < training.steps and not stop.agreed(self.place):
+        while progress.step < training.steps and not stop.agreed():
             report = self._step()
             step, last = progress.step, progress.step == training.steps
             if report is not None:

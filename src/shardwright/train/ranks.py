@@ -1,8 +1,8 @@
 """A rank's place in the job, and the few words that ranks exchange besides parameters and gradients.
 
-All collectives of the training loop are here. They move scalars over the CPU side of the default process
-group, so that agreeing to stop never waits for a GPU, and never queues behind the bulk traffic (which has
-groups of its own).
+The collectives of the training loop are here and in ``StopRequest``. They move scalars over the CPU side of
+the default process group, so that agreeing to stop never waits for a GPU, and never queues behind the bulk
+traffic (which has groups of its own).
 """
 
 import os
@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from shardwright.checkpoint import StopRequest
 from shardwright.errors import CheckpointError, ConfigError, DataError, InputError
 from shardwright.train.config import LaunchConfig
 from shardwright.train.launch import FAILURE_VARIABLE, STOP_SIGNALS, STORE_VARIABLE, Failure
@@ -58,28 +59,19 @@ class Place:
         return numbers.tolist()
 
 
-class StopRequest:
-    """Set by SIGINT, SIGTERM, or the end of the launcher; asked once per step."""
+class LaunchedStop(StopRequest):
+    """Asked for by SIGINT, SIGTERM, or the end of our launcher."""
 
     def __init__(self) -> None:
-        self._name = ""
-        for number in STOP_SIGNALS:
-            signal.signal(number, lambda received, frame: self._set(signal.Signals(received).name))
+        super().__init__(STOP_SIGNALS)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         if STORE_VARIABLE in os.environ:
             threading.Thread(target=self._follow_launcher, daemon=True).start()
 
-    def agreed(self, place: Place) -> bool:
-        """Whether any rank was asked to stop; the same answer on every rank. Every rank calls."""
-        return place.largest(1.0 if self._name else 0.0)[0] > 0
-
-    def _set(self, name: str) -> None:
-        self._name = name
-
     def _follow_launcher(self) -> None:
         while os.read(sys.stdin.fileno(), 1):  # nothing is ever written; it returns when the launcher is gone
             pass
-        self._set("the launcher's end")
+        self.ask("the launcher's end")
 
 
 def choose_device(config: LaunchConfig, local_ranks: int) -> str:

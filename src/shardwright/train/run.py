@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 
 from shardwright.api import communication_s, full_state_dict, stats
-from shardwright.checkpoint import load, save
+from shardwright.checkpoint import StopRequest, load, save
 from shardwright.errors import CheckpointError, ConfigError
 from shardwright.train.config import Recipe
 from shardwright.train.data import Corpus, Share, TrainBatches, heldout_windows, read_corpus
 from shardwright.train.folder import RunFolder
 from shardwright.train.loop import Listener, Loop, Progress, StepReport, build_model, heldout_loss
 from shardwright.train.models import Transformer
-from shardwright.train.ranks import Place, StopRequest, joined, life_of_a_rank
+from shardwright.train.ranks import LaunchedStop, Place, joined, life_of_a_rank
 from shardwright.train.report import Screen
 from shardwright.train.resolve import Resolved
 from shardwright.train.sample import generate, readable
@@ -38,7 +38,7 @@ def train_rank(resolved: Resolved, *, resume: bool) -> None:
     Ends the process: with code 0 when training is done, or stopped and saved, and 1 when it failed.
     """
     with life_of_a_rank():
-        stop = StopRequest()
+        stop = LaunchedStop()
         with joined(resolved.recipe.launch) as place:
             screen = Screen(resolved.recipe.training.steps, shown=place.is_first)
             try:
