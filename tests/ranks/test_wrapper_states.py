@@ -17,7 +17,7 @@ from shardwright.wrapper import (
 )
 from tests.ranks.models import batches, build, full, loss_of
 from tests.ranks.pool import run_ranks
-from tests.ranks.test_wrapper_training import nested
+from tests.ranks.wrapped import nested
 
 
 def stepped(rank, world, seed=7):

@@ -1,0 +1,257 @@
+"""torch's own harness for its wrapper class, claim by claim: P1 to P47 and X1 to X4 of docs/from-fsdp1.md.
+
+Every case trains beside DDP with each backward prefetch, with and without offload, and with the model moved
+before it is wrapped, after, or never. Moving is ``_apply`` with a copy: new memory for every tensor, as from
+one device to another.
+"""
+
+import itertools
+import time
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from shardwright.motion.unit import unit_of, units_in
+from shardwright.state.group import ParamGroup
+from shardwright.wrapper import FSDP, BackwardPrefetch, CPUOffload, CustomPolicy, ShardingStrategy
+from tests.ranks.models import Decoder, batches, build, loss_of
+from tests.ranks.pool import run_ranks
+from tests.ranks.wrapped import (
+    OwnExpert,
+    Transformer,
+    WithoutExperts,
+    beside_ddp,
+    everything,
+    nested,
+    root_only,
+)
+
+PREFETCHES = [BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST, None]
+MATRIX = list(itertools.product(PREFETCHES, (None, CPUOffload(True)), ("before", "after", "never")))
+NEVER_MOVED = [case for case in MATRIX if case[2] == "never"]
+
+
+def moved(model):
+    """The model with all its tensors in new memory."""
+    return model._apply(torch.clone)
+
+
+def each_case(make, shape, cases):
+    """``(model, options)`` for each case of the matrix, wrapped and on the host."""
+    for prefetch, offload, when in cases:
+        model = moved(make()) if when == "before" else make()
+        sharded = shape(model, cpu_offload=offload, backward_prefetch=prefetch)
+        if when == "after":
+            assert moved(sharded) is sharded
+        wrappers = FSDP.fsdp_modules(sharded)
+        assert all(w.cpu_offload == (offload or CPUOffload()) for w in wrappers)
+        assert all(w.backward_prefetch is prefetch for w in wrappers)
+        assert all(p.device.type == "cpu" for p in sharded.parameters())
+        yield sharded
+
+
+def trains(rank, world, shape, make, steps, cases):
+    for sharded in each_case(make, shape, cases):
+        beside_ddp(make, sharded, rank, world, steps)
+        assert all(p.device.type == "cpu" for p in sharded.parameters())
+
+
+@pytest.mark.parametrize(
+    ("shape", "make"),
+    [(nested, build), (everything, build), (root_only, Transformer)],
+    ids=["nested", "everything wrapped", "transformer"],
+)
+def test_a_model_trains_as_ddp_in_every_case(shape, make):  # P1 P12-P14 P22-P26 P28 P33-P36
+    run_ranks(2, trains, shape, make, 2, MATRIX)
+
+
+@pytest.mark.parametrize("world", [3, 4])
+def test_more_ranks_than_two_train_as_ddp(world):
+    cases = [(BackwardPrefetch.BACKWARD_PRE, None, "never"), (None, CPUOffload(True), "after")]
+    run_ranks(world, trains, nested, build, 2, cases)
+
+
+def all_taken(rank, world):
+    model = everything(build())
+    inner = {id(p) for m in model.module.modules() if isinstance(m, FSDP) for p in m.parameters()}
+    own = [name for name, p in model.named_parameters() if id(p) not in inner]
+    assert own == []  # P37: what is wrapped inside has taken all
+    assert unit_of(model.module).group is None
+    beside_ddp(build, model, rank, world, steps=1)
+
+
+def test_a_root_without_parameters_of_its_own_trains_as_ddp():  # P31 P37
+    run_ranks(2, all_taken)
+
+
+def options_of_each(rank, world):
+    alone = [dist.new_group([each]) for each in range(world)][rank]
+    policy = CustomPolicy(
+        lambda m: (
+            {"process_group": alone, "cpu_offload": CPUOffload(True), "backward_prefetch": None}
+            if isinstance(m, nn.LayerNorm)
+            else isinstance(m, nn.Linear)
+        )
+    )
+    model = FSDP(build(), auto_wrap_policy=policy)
+    norm, linear = model.norm, model.head
+    assert (norm.cpu_offload.offload_params, norm.backward_prefetch) == (True, None)
+    assert (linear.cpu_offload.offload_params, linear.backward_prefetch) == (False, PREFETCHES[0])
+    assert norm.weight.to_local().shape == norm.weight.shape
+    assert linear.weight.to_local().shape[0] < linear.weight.shape[0]
+
+
+def test_group_offload_and_prefetch_may_be_given_for_each_wrapper():  # P38 P45
+    run_ranks(2, options_of_each)
+
+
+def late_reductions(rank, world):
+    for sharded in each_case(build, nested, NEVER_MOVED):
+        comms = {id(unit.group.reducer.comm): unit.group.reducer.comm for unit in units_in(sharded)}
+        calls = []
+        for comm in comms.values():
+
+            def late(*args, real=comm.reduce_scatter, calls=calls):
+                calls.append(args)
+                time.sleep(0.002)
+                return real(*args)
+
+            comm.reduce_scatter = late
+        beside_ddp(build, sharded, rank, world, steps=2, after_loss_s=0.01)
+        # One point that all reductions go through: P40.
+        assert len(calls) == 2 * len([unit for unit in units_in(sharded) if unit.group])
+        for comm in comms.values():
+            del comm.reduce_scatter
+
+
+def test_delays_after_the_loss_and_before_every_reduction_change_nothing():  # P39 P40 P46
+    run_ranks(2, late_reductions)
+
+
+def experts(rank, world, late_s):
+    alone = [dist.new_group([each]) for each in range(world)][rank]
+    freed = []
+    real = ParamGroup.reshard
+
+    def late(group, *args, **kwargs):
+        time.sleep(late_s)
+        real(group, *args, **kwargs)
+        freed.append(group)
+        assert group.buffer.allocated_nbytes == 0
+
+    with mock.patch.object(ParamGroup, "reshard", late):
+        for prefetch, offload, when in NEVER_MOVED if late_s else MATRIX:
+            options = {"cpu_offload": offload, "backward_prefetch": prefetch}
+            model = OwnExpert(alone, **options)
+            model = FSDP(moved(model) if when == "before" else model, **options)
+            model = moved(model) if when == "after" else model
+            freed.clear()
+            beside_ddp(OwnExpert, model, rank, world, steps=2, ddp=WithoutExperts)
+            # One point that all freeing goes through: P44. Each group at least once in each step.
+            groups = [unit.group for unit in units_in(model)]
+            assert all(freed.count(group) >= 2 for group in groups)
+            assert model.expert.module.weight.to_local().shape == (7, 7)  # P41
+            assert model.expert.module.weight.device_mesh.size() == 1
+            assert model.before.weight.device_mesh.size() == world  # P42
+
+
+@pytest.mark.parametrize("late_s", [0.0, 0.002], ids=["at once", "freed late"])
+def test_an_expert_on_a_group_of_one_is_not_sharded_reduced_or_divided(late_s):  # P30 P41-P45
+    run_ranks(3 if late_s else 2, experts, late_s)
+
+
+def hooks_of_outputs(rank, world):
+    model = nested(build())
+    tokens = batches(0, world)[rank]
+    for _ in range(2):
+        out = model(tokens)
+        assert len(out._backward_hooks) == 1
+        model.load_state_dict(model.state_dict())  # hooks survive it
+    with torch.no_grad():
+        assert torch.equal(model(tokens), out)
+    before = out.detach()
+    model.apply(lambda m: m.bias.data.add_(1) if isinstance(m, nn.LayerNorm) else None)
+    after = model(tokens)
+    assert not torch.equal(after, before)
+    plain = build()
+    plain.apply(lambda m: m.bias.data.add_(1) if isinstance(m, nn.LayerNorm) else None)
+    torch.testing.assert_close(after, plain(tokens))
+
+
+def test_one_hook_on_an_output_that_stays_and_changes_after_wrapping_are_seen():  # P47
+    run_ranks(2, hooks_of_outputs)
+
+
+class AnyOrder(Decoder):
+    """Blocks that run in another order than they are listed, and wrapped, in."""
+
+    order = (2, 0, 1)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for place in self.order:
+            x = self.blocks[place](x)
+        return self.head(self.norm(x))
+
+
+def other_order(rank, world):
+    for prefetch in PREFETCHES:
+        ours, theirs = nested(AnyOrder(), backward_prefetch=prefetch), AnyOrder()
+        theirs.load_state_dict(ours.state_dict())
+        for step, order in enumerate(((2, 0, 1), (2, 0, 1), (1, 2, 0))):
+            ours.module.order = theirs.order = order
+            tokens = batches(step, world)
+            loss_of(ours, tokens[rank]).backward()
+            (sum(loss_of(theirs, rows) for rows in tokens) / world).backward()
+            for entries in unit_of(ours.module).runtime.trace.phases.values():
+                gathered = [a.group for entry in entries for a in entry.actions if a.kind.name == "UNSHARD"]
+                assert len(gathered) == len(set(gathered)), "a group was gathered twice in one phase"
+        for param, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(param.grad.full_tensor(), other.grad, atol=1e-6, rtol=1e-5)
+
+
+def test_groups_that_run_in_another_order_than_wrapped_are_gathered_once_and_exact():  # P4 P5 P9
+    run_ranks(2, other_order)
+
+
+def strategies(rank, world):
+    for strategy in ShardingStrategy:
+        model = nested(build(), sharding_strategy=strategy)
+        sizes = {p.to_local().numel() == p.numel() for p in model.parameters() if p.ndim}
+        assert sizes == ({True} if strategy is ShardingStrategy.NO_SHARD else {False})
+        beside_ddp(build, model, rank, world, steps=2)
+
+
+def test_every_sharding_strategy_trains_as_ddp():
+    run_ranks(2, strategies)
+
+
+def linear_memory(rank, world, bias, way):
+    linear = FSDP(nn.Linear(6, 4, bias=bias))
+    outer = FSDP(nn.Sequential(linear, nn.ReLU(), nn.Linear(4, 4)))
+    if way == "replaced":
+        inner = linear.module
+        inner.forward = lambda x: nn.functional.linear(x, inner.weight, inner.bias)
+    x = torch.randn(2, 3, 6, requires_grad=True)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        out = checkpoint(outer, x, use_reentrant=False) if way == "checkpointed" else outer(x)
+    buffer = unit_of(linear.module).group.buffer
+    storage = buffer._storage
+    weights = [t for t in saved if t.untyped_storage()._cdata == storage._cdata]
+    assert bool(weights) == (way != "checkpointed")
+    assert all(t.untyped_storage().nbytes() == 0 for t in weights), "a resharded weight is still held"
+    assert buffer.allocated_nbytes == 0
+    out.sum().backward()
+    assert buffer.allocated_nbytes == 0
+    assert linear.module.weight.grad is not None
+
+
+@pytest.mark.parametrize("way", ["plain", "checkpointed", "replaced"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_linears_backward_keeps_no_gathered_weight_alive(way, bias):  # X1 X3
+    run_ranks(2, linear_memory, bias, way)
