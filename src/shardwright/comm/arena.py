@@ -25,6 +25,7 @@ from dataclasses import dataclass
 
 import torch
 
+from shardwright.comm.launches import Launch, LaunchLog, here
 from shardwright.errors import CommError
 from shardwright.plan.layout import align
 
@@ -106,10 +107,16 @@ def this_host(fd: int) -> Host:
 
 
 class Arena:
-    """All ranks' segments, as one of them sees them. Operations are numbered from 1, alike on all ranks."""
+    """All ranks' segments, as one of them sees them. Operations are numbered from 1, alike on all ranks.
 
-    def __init__(self, rank: int, segments: list[Segment], pids: list[int], timeout_s: float) -> None:
+    pids: of the ranks' processes, in their order. log: where operations are written down when published.
+    """
+
+    def __init__(
+        self, rank: int, segments: list[Segment], pids: list[int], timeout_s: float, log: LaunchLog
+    ) -> None:
         self.rank = rank
+        self.log = log
         self._segments = segments
         self._pids = pids
         self._timeout_s = timeout_s
@@ -125,28 +132,37 @@ class Arena:
         self._number += 1
         oldest = self._number - NUM_RECORDS
         if oldest in self._held:
-            self._wait(lambda peer: self._segments[peer].has_read(self.rank, oldest), f"operation {oldest}")
+            launch = Launch(oldest, f"operation {oldest}", here.phase, here.step)
+            self._wait(lambda peer: self._segments[peer].has_read(self.rank, oldest), launch)
         self._free_read()
         offset = self._first_fit(nbytes)
         self._held[self._number] = (offset, offset + align(nbytes))
         return self._number, self._segments[self.rank].bytes[offset : offset + nbytes]
 
-    def publish(self, number: int, nbytes: int, key: str) -> None:
+    def publish(self, number: int, nbytes: int, key: str) -> Launch:
         """Announce an operation whose bytes are in place."""
+        launch = self.log.launch(key)
+        assert launch.number == number, "an operation was reserved and not published"
         self._segments[self.rank].write_record(number, self._held[number][0], nbytes, key)
+        return launch
 
-    def read(self, peer: int, number: int, key: str) -> torch.Tensor:
+    def read(self, peer: int, launch: Launch) -> torch.Tensor:
         """``peer``'s bytes of an operation, once they are there. ``done`` gives them back.
 
-        Raises: CommError where the peer is in another operation, has ended, or doesn't come in time.
+        Raises: CommError where the peer is in another operation, has ended, or doesn't come in time; the
+            watch's verdict, where there is one.
         """
-        self._wait(lambda p: p != peer or self._segments[peer].has(number), key)
+        number, key = launch.number, launch.key
+        if not self._segments[peer].has(number):
+            self._wait(lambda p: p != peer or self._segments[peer].has(number), launch)
         data, theirs = self._segments[peer].record(number)
         if theirs != key[:_KEY_NBYTES]:
-            raise CommError(
-                f"ranks are in different collectives (number {number} of this mesh): rank {self.rank} is in "
-                f"{key!r}, rank {peer} in {theirs!r}. Every rank must run the same modules in the same order"
-            )
+            with self.log.waiting(launch):
+                raise CommError(
+                    f"ranks are in different collectives (number {number} of this mesh): rank "
+                    f"{self.log.ranks[self.rank]} is in {key!r}, rank {self.log.ranks[peer]} in {theirs!r}. "
+                    "Every rank must run the same modules in the same order"
+                )
         return data
 
     def done(self, peer: int, number: int) -> None:
@@ -171,28 +187,33 @@ class Arena:
             )
         return offset
 
-    def _wait(self, ready: Callable[[int], bool], what: str) -> None:
+    def _wait(self, ready: Callable[[int], bool], launch: Launch) -> None:
         """Until ``ready(peer)`` of every peer; looks now and then whether they still live."""
         start = time.monotonic()
-        for peer in range(len(self._segments)):
-            turns = 0
-            while peer != self.rank and not ready(peer):
-                turns += 1
-                if turns <= _SPINS:
-                    os.sched_yield()
-                    continue
-                time.sleep(50e-6)
-                if turns % 200 == 0:  # about every 20 ms
-                    self._check_alive(peer, what)
-                    if time.monotonic() - start > self._timeout_s:
-                        raise CommError(
-                            f"rank {self.rank} waited {self._timeout_s:.0f} s for rank {peer} (pid "
-                            f"{self._pids[peer]}) in {what!r}; it runs but did not come there"
-                        )
+        with self.log.waiting(launch):
+            for peer in range(len(self._segments)):
+                turns = 0
+                while peer != self.rank and not ready(peer):
+                    turns += 1
+                    if turns <= _SPINS:
+                        os.sched_yield()
+                        continue
+                    time.sleep(50e-6)
+                    if turns % 200 == 0:  # about every 20 ms
+                        here.raise_verdict()
+                        self._check_alive(peer, launch.key)
+                        self._check_time(peer, launch.key, time.monotonic() - start)
 
     def _check_alive(self, peer: int, what: str) -> None:
         if select.select([self._ends[peer]], [], [], 0)[0]:
             raise CommError(
-                f"rank {peer} (pid {self._pids[peer]}) has ended while rank {self.rank} waited for it in "
-                f"{what!r}; its own error says why"
+                f"rank {self.log.ranks[peer]} (pid {self._pids[peer]}) has ended while rank "
+                f"{self.log.ranks[self.rank]} waited for it in {what!r}; its own error says why"
+            )
+
+    def _check_time(self, peer: int, what: str, waited_s: float) -> None:
+        if waited_s > self._timeout_s:
+            raise CommError(
+                f"rank {self.log.ranks[self.rank]} waited {self._timeout_s:.0f} s for rank "
+                f"{self.log.ranks[peer]} (pid {self._pids[peer]}) in {what!r}; it runs but did not come there"
             )

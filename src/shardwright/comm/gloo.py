@@ -22,6 +22,7 @@ import torch
 from torch.distributed import ProcessGroup, Work
 
 from shardwright.comm.base import Piece, join, spread, sum_in_rank_order
+from shardwright.comm.launches import Launch, LaunchLog
 from shardwright.comm.pages import take_bytes
 from shardwright.plan.layout import pack
 
@@ -73,6 +74,7 @@ def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
 class _Transfer(NamedTuple):
     """The messages of one collective. ``keep`` holds what the sends read from until they are done."""
 
+    launch: Launch
     receives: list[Work]
     sends: list[Work]
     keep: list[torch.Tensor]
@@ -87,9 +89,10 @@ class GlooComm:
 
     reads_in_place = True
 
-    def __init__(self, gather_group: ProcessGroup, reduce_group: ProcessGroup) -> None:
+    def __init__(self, gather_group: ProcessGroup, reduce_group: ProcessGroup, log: LaunchLog) -> None:
         self.world = gather_group.size()
         self.rank = gather_group.rank()
+        self.log = log
         self.sent_nbytes = 0
         self.exposed_s: float | None = 0.0
         self._gather_group = gather_group
@@ -101,6 +104,7 @@ class GlooComm:
 
     def all_gather(self, pieces: Sequence[Piece], key: str) -> "_GlooGather":
         """See ``Comm.all_gather``."""
+        launch = self.log.launch(key)
         plan = _plan_messages(pieces)
         tag = self._gather_tags.base(key, (p.flat.nbytes for p in pieces))
         own_packed = _joined([pieces[i].part_bytes(self.rank) for i in plan.packed])
@@ -121,12 +125,15 @@ class GlooComm:
                 part = pieces[index].part_bytes(self.rank)
                 self._send(group, part, peer, tag + segment, sends)
             self._send(group, own_packed, peer, tag + len(plan.direct), sends)
-        return _GlooGather(self, pieces, plan.packed, staged, _Transfer(receives, sends, [own_packed]))
+        return _GlooGather(
+            self, pieces, plan.packed, staged, _Transfer(launch, receives, sends, [own_packed])
+        )
 
     def reduce_scatter(
         self, pieces: Sequence[Piece], dtypes: Sequence[torch.dtype], key: str
     ) -> "_GlooReduction":
         """See ``Comm.reduce_scatter``."""
+        launch = self.log.launch(key)
         plan = _plan_messages(pieces)
         tag = self._reduce_tags.base(key, (p.flat.nbytes for p in pieces))
         order = plan.direct + plan.packed
@@ -150,27 +157,34 @@ class GlooComm:
             keep.append(_joined([pieces[i].part_bytes(peer) for i in plan.packed]))
             self._send(group, keep[-1], peer, tag + len(plan.direct), sends)
         places = {index: (offset, n) for index, offset, n in zip(order, offsets, own, strict=True)}
-        return _GlooReduction(self, (pieces, dtypes), slots, places, _Transfer(receives, sends, keep))
+        return _GlooReduction(self, (pieces, dtypes), slots, places, _Transfer(launch, receives, sends, keep))
 
     def gather(self, shard: torch.Tensor, spans: Sequence[tuple[int, int]], dst: int) -> torch.Tensor | None:
         """See ``Comm.gather``."""
+        launch = self.log.launch(f"gather {spans[-1][1]} elements on rank {dst}")
         sends: list[Work] = []
         tag = self._gather_tags.base("gather", (stop - start for start, stop in spans))
         if self.rank != dst:
             self._send(self._gather_group, shard.contiguous().view(torch.uint8), dst, tag, sends)
-            self.block(sends)
+            self.block(sends, launch)
             return None
         whole = torch.empty(max(stop for _, stop in spans), dtype=shard.dtype)
         whole[slice(*spans[dst])].copy_(shard)
         parts = ((peer, whole[slice(*spans[peer])].view(torch.uint8)) for peer in self._peers)
-        self.block([self._gather_group.recv([part], peer, tag) for peer, part in parts if part.numel()])
+        self.block(
+            [self._gather_group.recv([part], peer, tag) for peer, part in parts if part.numel()], launch
+        )
         return whole
 
-    def block(self, works: list[Work]) -> None:
-        """Wait for messages, and count the time as exposed."""
+    def block(self, works: list[Work], launch: Launch) -> None:
+        """Wait for messages of a collective, and count the time as exposed.
+
+        Raises: RuntimeError for a closed connection; the watch's verdict, where there is one.
+        """
         start = time.perf_counter()
-        for work in works:
-            work.wait()
+        with self.log.waiting(launch):
+            for work in works:
+                work.wait()
         assert self.exposed_s is not None
         self.exposed_s += time.perf_counter() - start
 
@@ -199,11 +213,11 @@ class _GlooGather:
 
     def wait(self) -> None:
         """Wait for every span, then put the packed pieces in their places."""
-        self._comm.block(self._transfer.receives)
+        self._comm.block(self._transfer.receives, self._transfer.launch)
         for peer, joined in self._staged:
             spread(joined, [self._pieces[i].part_bytes(peer) for i in self._packed])
         # Sends read from the buffer, so it may not be freed before they are done either.
-        self._comm.block(self._transfer.sends)
+        self._comm.block(self._transfer.sends, self._transfer.launch)
 
 
 class _GlooReduction:
@@ -225,9 +239,9 @@ class _GlooReduction:
 
     def wait(self) -> list[torch.Tensor]:
         """Wait for all parts, then sum them in rank order (see ``Reduction.wait``)."""
-        self._comm.block(self._transfer.receives)
+        self._comm.block(self._transfer.receives, self._transfer.launch)
         sums = [self._sum(index) for index in range(len(self._pieces))]
-        self._comm.block(self._transfer.sends)
+        self._comm.block(self._transfer.sends, self._transfer.launch)
         return sums
 
     def _sum(self, index: int) -> torch.Tensor:

@@ -22,6 +22,7 @@ from torch.distributed.tensor.placement_types import Placement
 from shardwright.comm import presence
 from shardwright.comm.base import Comm
 from shardwright.comm.gloo import GlooComm
+from shardwright.comm.launches import LaunchLog
 from shardwright.comm.nccl import NcclComm
 from shardwright.comm.shm import ShmComm, open_arena
 from shardwright.errors import InputError
@@ -276,10 +277,11 @@ def _make_comm(ranks: list[int], device_type: str, within: ProcessGroup) -> Comm
     )
     assert isinstance(gather_group, ProcessGroup)
     assert isinstance(reduce_group, ProcessGroup)
+    log = LaunchLog(ranks, device_type, (gather_group, reduce_group))
     if backend != "gloo" or _transport is Transport.COLLECTIVES:
-        return NcclComm(gather_group, reduce_group, coalesce=backend != "gloo")
-    arena = open_arena(gather_group, timeout.total_seconds()) if _transport is Transport.AUTO else None
-    return GlooComm(gather_group, reduce_group) if arena is None else ShmComm(arena, len(ranks))
+        return NcclComm(gather_group, reduce_group, log, coalesce=backend != "gloo")
+    arena = open_arena(gather_group, timeout.total_seconds(), log) if _transport is Transport.AUTO else None
+    return GlooComm(gather_group, reduce_group, log) if arena is None else ShmComm(arena, len(ranks))
 
 
 def _timeout_of(group: ProcessGroup) -> datetime.timedelta:

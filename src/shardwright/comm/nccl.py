@@ -11,7 +11,7 @@ coalescing (``coalesce=False``) that includes Gloo, which is how its layout logi
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch.distributed import ProcessGroup
 
 from shardwright.comm.base import Piece
+from shardwright.comm.launches import Launch, LaunchLog
 
 
 class NcclComm:
@@ -29,9 +30,12 @@ class NcclComm:
 
     reads_in_place = False
 
-    def __init__(self, gather_group: ProcessGroup, reduce_group: ProcessGroup, coalesce: bool = True) -> None:
+    def __init__(
+        self, gather_group: ProcessGroup, reduce_group: ProcessGroup, log: LaunchLog, coalesce: bool = True
+    ) -> None:
         self.world = gather_group.size()
         self.rank = gather_group.rank()
+        self.log = log
         self.sent_nbytes = 0
         self.exposed_s: float | None = None
         self._gather_group = gather_group
@@ -40,7 +44,7 @@ class NcclComm:
 
     def all_gather(self, pieces: Sequence[Piece], key: str) -> "_NcclGather":
         """See ``Comm.all_gather``. In place: each rank's input is its own span of the output."""
-        works: list[Any] = []
+        flight = _Flight(self.log, self.log.launch(key), [])
         for members in _by_dtype(pieces).values() if self.world > 1 else ():
             outputs = [pieces[i].flat for i in members]
             inputs = [flat.view(self.world, -1)[self.rank] for flat in outputs]
@@ -48,54 +52,58 @@ class NcclComm:
             if self._coalesce:
                 options = AllgatherOptions()
                 options.asyncOp = True
-                works.append(self._gather_group.all_gather_single_coalesced(outputs, inputs, options))
+                work = self._gather_group.all_gather_single_coalesced(outputs, inputs, options)
+                flight.works.append(work)
             else:
-                works += [
+                flight.works.extend(
                     dist.all_gather_single(full, shard, self._gather_group, async_op=True)
                     for full, shard in zip(outputs, inputs, strict=True)
-                ]
-        return _NcclGather(works)
+                )
+        return _NcclGather(flight)
 
     def reduce_scatter(
         self, pieces: Sequence[Piece], dtypes: Sequence[torch.dtype], key: str
     ) -> "_NcclReduction":
         """See ``Comm.reduce_scatter``. Sums in NCCL's order: repeatable for one world, not a fixed one."""
+        flight = _Flight(self.log, self.log.launch(key), [])
         owned = [stop - start for start, stop in (piece.spans[self.rank] for piece in pieces)]
         inputs = [self._padded(piece, dtype) for piece, dtype in zip(pieces, dtypes, strict=True)]
         if self.world == 1:
-            return _NcclReduction([], inputs, inputs, owned)
+            return _NcclReduction(flight, inputs, inputs, owned)
         outputs = [flat.new_empty(flat.numel() // self.world) for flat in inputs]
-        works: list[Any] = []
         for members in _by_dtype(Piece(flat, ()) for flat in inputs).values():
             self.sent_nbytes += sum(outputs[i].nbytes for i in members) * (self.world - 1)
             if self._coalesce:
                 options = ReduceScatterOptions()
                 options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
                 options.asyncOp = True
-                works.append(
+                flight.works.append(
                     self._reduce_group.reduce_scatter_single_coalesced(
                         [outputs[i] for i in members], [inputs[i] for i in members], options
                     )
                 )
             else:
-                works += [
+                flight.works.extend(
                     dist.reduce_scatter_single(outputs[i], inputs[i], group=self._reduce_group, async_op=True)
                     for i in members
-                ]
-        return _NcclReduction(works, inputs, outputs, owned)
+                )
+        return _NcclReduction(flight, inputs, outputs, owned)
 
     def gather(self, shard: torch.Tensor, spans: Sequence[tuple[int, int]], dst: int) -> torch.Tensor | None:
         """See ``Comm.gather``."""
         group = self._gather_group
+        flight = _Flight(self.log, self.log.launch(f"gather {spans[-1][1]} elements on rank {dst}"), [])
         if self.rank != dst:
             if shard.numel():
-                group.send([shard.contiguous()], dst, 0).wait()
+                flight.works.append(group.send([shard.contiguous()], dst, 0))
+            flight.wait()
             return None
         whole = shard.new_empty(max(stop for _, stop in spans))
         whole[slice(*spans[dst])].copy_(shard)
         for peer, span in enumerate(spans):
             if peer != dst and span[1] > span[0]:
-                group.recv([whole[slice(*span)]], peer, 0).wait()
+                flight.works.append(group.recv([whole[slice(*span)]], peer, 0))
+        flight.wait()
         return whole
 
     def _padded(self, piece: Piece, dtype: torch.dtype) -> torch.Tensor:
@@ -109,33 +117,44 @@ class NcclComm:
         return padded
 
 
+class _Flight(NamedTuple):
+    """A collective in flight. On CUDA ``wait`` makes the current stream wait for it, elsewhere the host."""
+
+    log: LaunchLog
+    launch: Launch
+    works: list[Any]
+
+    def wait(self) -> None:
+        with self.log.waiting(self.launch):
+            for work in self.works:
+                work.wait()
+
+
 class _NcclGather:
     """An all-gather in flight."""
 
-    def __init__(self, works: list[Any]) -> None:
-        self._works = works
+    def __init__(self, flight: _Flight) -> None:
+        self._flight = flight
 
     def wait(self) -> None:
         """Make the current stream wait for it."""
-        for work in self._works:
-            work.wait()
+        self._flight.wait()
 
 
 class _NcclReduction:
     """A reduce-scatter in flight; holds its inputs until the current stream waits for it."""
 
     def __init__(
-        self, works: list[Any], inputs: list[torch.Tensor], outputs: list[torch.Tensor], owned: list[int]
+        self, flight: _Flight, inputs: list[torch.Tensor], outputs: list[torch.Tensor], owned: list[int]
     ) -> None:
-        self._works = works
+        self._flight = flight
         self._inputs = inputs
         self._outputs = outputs
         self._owned = owned
 
     def wait(self) -> list[torch.Tensor]:
         """Make the current stream wait for it; the sums, without padding."""
-        for work in self._works:
-            work.wait()
+        self._flight.wait()
         self._inputs = []
         return [total[:numel] for total, numel in zip(self._outputs, self._owned, strict=True)]
 

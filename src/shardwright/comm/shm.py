@@ -17,10 +17,11 @@ from torch.distributed import ProcessGroup
 
 from shardwright.comm.arena import RESERVED_NBYTES, Arena, Host, Segment, this_host
 from shardwright.comm.base import Piece, join, spread, sum_in_rank_order
+from shardwright.comm.launches import Launch, LaunchLog
 from shardwright.plan.layout import pack
 
 
-def open_arena(group: ProcessGroup, timeout_s: float) -> Arena | None:
+def open_arena(group: ProcessGroup, timeout_s: float, log: LaunchLog) -> Arena | None:
     """Segments of all ranks of ``group``, mapped by all; None on every rank where any can't share memory.
 
     Every rank of the group calls it; three small exchanges.
@@ -37,7 +38,7 @@ def open_arena(group: ProcessGroup, timeout_s: float) -> Arena | None:
         os.close(fd)
     if segments is None or not all(agreed):
         return None
-    return Arena(rank, segments, [host.pid for host in hosts if host is not None], timeout_s)
+    return Arena(rank, segments, [host.pid for host in hosts if host is not None], timeout_s, log)
 
 
 def _create() -> int | None:
@@ -81,14 +82,15 @@ class ShmComm:
         self.sent_nbytes = 0
         self.exposed_s: float | None = 0.0
         self.arena = arena
+        self.log = arena.log
         self.peers = tuple((self.rank + shift) % world for shift in range(1, world))
 
     def all_gather(self, pieces: Sequence[Piece], key: str) -> "_ShmGather":
         """See ``Comm.all_gather``."""
         start = time.perf_counter()
-        number = self._publish([piece.part_bytes(self.rank) for piece in pieces], key)
+        launch = self._publish([piece.part_bytes(self.rank) for piece in pieces], key)
         self.spent(start)
-        return _ShmGather(self, pieces, number, key)
+        return _ShmGather(self, pieces, launch)
 
     def reduce_scatter(
         self, pieces: Sequence[Piece], dtypes: Sequence[torch.dtype], key: str
@@ -96,24 +98,24 @@ class ShmComm:
         """See ``Comm.reduce_scatter``. Gradients may be freed at once: what is still needed is copied."""
         start = time.perf_counter()
         parts = [piece.part_bytes(r) for r in range(self.world) if r != self.rank for piece in pieces]
-        number = self._publish(parts, key)
+        launch = self._publish(parts, key)
         self.spent(start)
-        return _ShmReduction(self, (pieces, dtypes), number, key)
+        return _ShmReduction(self, (pieces, dtypes), launch)
 
     def gather(self, shard: torch.Tensor, spans: Sequence[tuple[int, int]], dst: int) -> torch.Tensor | None:
         """See ``Comm.gather``."""
         key = f"gather {spans[-1][1]} elements on rank {dst}"
-        number = self._publish([shard.contiguous().view(torch.uint8)] if self.rank != dst else [], key)
+        launch = self._publish([shard.contiguous().view(torch.uint8)] if self.rank != dst else [], key)
         whole = torch.empty(max(stop for _, stop in spans), dtype=shard.dtype) if self.rank == dst else None
         if whole is not None:
             whole[slice(*spans[dst])].copy_(shard)
         for peer in self.peers:
-            part = self.arena.read(peer, number, key)
+            part = self.arena.read(peer, launch)
             if whole is not None:
                 whole[slice(*spans[peer])].view(torch.uint8).copy_(
                     part[: shard.element_size() * _len(spans[peer])]
                 )
-            self.arena.done(peer, number)
+            self.arena.done(peer, launch.number)
         return whole
 
     def spent(self, start: float) -> None:
@@ -121,32 +123,30 @@ class ShmComm:
         assert self.exposed_s is not None
         self.exposed_s += time.perf_counter() - start
 
-    def _publish(self, parts: list[torch.Tensor], key: str) -> int:
+    def _publish(self, parts: list[torch.Tensor], key: str) -> Launch:
         if not self.peers:
-            return 0
+            return Launch(0, key, "", 0)
         _, total = pack([part.numel() for part in parts])
         number, place = self.arena.reserve(total)
         join(parts, place)
-        self.arena.publish(number, total, key)
-        return number
+        return self.arena.publish(number, total, key)
 
 
 class _ShmGather:
     """An all-gather in flight: the own part is published, the others' are still to be read."""
 
-    def __init__(self, comm: ShmComm, pieces: Sequence[Piece], number: int, key: str) -> None:
+    def __init__(self, comm: ShmComm, pieces: Sequence[Piece], launch: Launch) -> None:
         self._comm = comm
         self._pieces = pieces
-        self._number = number
-        self._key = key
+        self._launch = launch
 
     def wait(self) -> None:
         """Copy every peer's spans into the buffer."""
         start = time.perf_counter()
         for peer in self._comm.peers:
-            joined = self._comm.arena.read(peer, self._number, self._key)
+            joined = self._comm.arena.read(peer, self._launch)
             spread(joined, [piece.part_bytes(peer) for piece in self._pieces])
-            self._comm.arena.done(peer, self._number)
+            self._comm.arena.done(peer, self._launch.number)
         self._comm.spent(start)
 
 
@@ -154,7 +154,7 @@ class _ShmReduction:
     """A reduce-scatter in flight: the peers' spans are published, theirs for this rank still to be summed."""
 
     def __init__(
-        self, comm: ShmComm, inputs: tuple[Sequence[Piece], Sequence[torch.dtype]], number: int, key: str
+        self, comm: ShmComm, inputs: tuple[Sequence[Piece], Sequence[torch.dtype]], launch: Launch
     ) -> None:
         self._comm = comm
         self._spans = [piece.spans for piece in inputs[0]]
@@ -163,8 +163,7 @@ class _ShmReduction:
         self._dtypes = inputs[1]
         copy = comm.world > 1
         self._own = [p.part(comm.rank).to(dtype, copy=copy) for p, dtype in zip(*inputs, strict=True)]
-        self._number = number
-        self._key = key
+        self._launch = launch
 
     def wait(self) -> list[torch.Tensor]:
         """Sum this rank's spans in rank order (see ``Reduction.wait``)."""
@@ -177,13 +176,13 @@ class _ShmReduction:
             parts = [own if r == comm.rank else received[r][index] for r in range(comm.world)]
             sums.append(sum_in_rank_order(parts, dtype, scratch))
         for peer in comm.peers:
-            comm.arena.done(peer, self._number)
+            comm.arena.done(peer, self._launch.number)
         comm.spent(start)
         return sums
 
     def _received(self, peer: int) -> list[torch.Tensor]:
         """The peer's parts for this rank: after those for the ranks before it."""
-        joined = self._comm.arena.read(peer, self._number, self._key)
+        joined = self._comm.arena.read(peer, self._launch)
         sizes = [
             _len(spans[rank]) * itemsize
             for rank in range(self._comm.world)

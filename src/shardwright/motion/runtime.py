@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from shardwright.comm.base import Comm
+from shardwright.comm.launches import here
 from shardwright.errors import StageError
 from shardwright.motion.costs import Stats, communication_s, stats
 from shardwright.motion.passes import Book, Pass, StepPolicy
@@ -145,6 +146,7 @@ class Runtime:
         elif phase is not Phase.BACKWARD:
             self._start_afresh()
         self._passes.append(Pass(phase, [], [], planner, nested))
+        self._say_where()
 
     def at(self, kind: EventKind, group: ParamGroup | None = None) -> None:
         """Take the actions of an event. After a begin event the group is unsharded, whatever was planned."""
@@ -175,6 +177,7 @@ class Runtime:
         would have to take part may be gone: what is in flight stays so until its group is next used.
         """
         current = self._passes.pop()
+        self._say_where()
         if failed:
             if not self._passes:
                 self._reshard_unsharded()
@@ -198,9 +201,14 @@ class Runtime:
             self._book.orders[current.phase] = tuple(current.order)
             self._replan()
 
+    def _say_where(self) -> None:
+        """Tell the launch log which phase is running."""
+        here.enter(self.phase or "", self.pass_number)
+
     def abandon(self) -> None:
         """Forget a step that an exception ended: its passes, its unreduced gradients."""
         self._passes.clear()
+        self._say_where()
         self.depth = 0
         for group in self.groups:
             group.drop_grads()

@@ -1,0 +1,132 @@
+"""What this rank has launched, and what it waits for. Kept always, read when somebody becomes suspicious.
+
+Every transport has a :class:`LaunchLog`: a ring of its last launches, numbered alike on all its ranks. What a
+thread waits for, since when, stands in ``here``, together with the phase that the runtime is in. Writing it
+down costs under a microsecond; making sense of it is the watch's work (``observe/``), which also leaves its
+verdict here: whoever waits or launches next raises it.
+"""
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+from weakref import WeakSet
+
+from torch.distributed import ProcessGroup
+
+RING = 64
+"""Launches of a transport that are remembered: more than any schedule has between two waits."""
+
+
+class Launch(NamedTuple):
+    """One collective: its number on the transport (from 1), operation and group, phase and pass."""
+
+    number: int
+    key: str
+    phase: str
+    step: int
+
+
+class Wait(NamedTuple):
+    """What a thread waits for, since when (``time.monotonic``)."""
+
+    log: "LaunchLog"
+    launch: Launch
+    since_s: float
+
+
+class Here:
+    """This process as its transports and its watch see it.
+
+    phase, step: what the runtime runs now ("" between phases), and the number of its forward.
+    thread: the one that trains. waits: by thread id. logs: of all transports that are alive.
+    verdict: what the watch found to be wrong for good; every wait and launch raises it from then on.
+    explain: set by the watch; makes the error to raise of one that a transport met.
+    """
+
+    def __init__(self) -> None:
+        self.phase = ""
+        self.step = 0
+        self.waits: dict[int, Wait] = {}
+        self.logs: WeakSet[LaunchLog] = WeakSet()
+        self.verdict: Exception | None = None
+        self.delivered = False
+        self.explain: Callable[[Exception], Exception] | None = None
+        self.thread = threading.get_ident()
+
+    def enter(self, phase: str, step: int) -> None:
+        """The runtime begins a phase, or goes back to the one around it ("": none)."""
+        self.phase, self.step = phase, step
+        if phase != "backward":  # its hooks may run in threads of autograd's
+            self.thread = threading.get_ident()
+
+    def raise_verdict(self) -> None:
+        """Raise what the watch found, if it has found anything."""
+        if self.verdict is not None:
+            self.delivered = True
+            raise self.verdict
+
+
+here = Here()
+
+_made: Counter[tuple[tuple[int, ...], str]] = Counter()
+
+
+class LaunchLog:
+    """The launches of one transport.
+
+    name: alike on all its ranks. ranks: of the default process group, in the transport's order.
+    groups: the process groups that its messages travel on, to be closed when something is wrong for good.
+    """
+
+    def __init__(self, ranks: Sequence[int], kind: str = "", groups: Sequence[ProcessGroup] = ()) -> None:
+        self.ranks = tuple(ranks)
+        self.groups = tuple(groups)
+        # Ranks make the transports of one set of ranks in one order, so counting names them alike.
+        _made[self.ranks, kind] += 1
+        self.name = f"{kind}{_made[self.ranks, kind]} of {','.join(map(str, self.ranks))}"
+        self.launched = 0
+        self.ring: deque[Launch] = deque(maxlen=RING)
+        here.logs.add(self)
+
+    def launch(self, key: str) -> Launch:
+        """Write down one more collective. Raises: the watch's verdict, where there is one."""
+        if here.verdict is not None:
+            here.raise_verdict()
+        self.launched += 1
+        launch = Launch(self.launched, key, here.phase, here.step)
+        self.ring.append(launch)
+        return launch
+
+    def waiting(self, launch: Launch) -> "_Waiting":
+        """A block in which this thread waits for the others in ``launch``.
+
+        A RuntimeError that leaves it (a closed connection, a peer that is elsewhere) is replaced by the
+        watch's verdict, where the watch is on and finds one.
+        """
+        return _Waiting(Wait(self, launch, time.monotonic()))
+
+
+class _Waiting:
+    """See ``LaunchLog.waiting``. Waits don't nest within a thread."""
+
+    __slots__ = ("_thread", "_wait")
+
+    def __init__(self, wait: Wait) -> None:
+        self._wait = wait
+        self._thread = threading.get_ident()
+
+    def __enter__(self) -> None:
+        here.waits[self._thread] = self._wait
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, RuntimeError) and error is not here.verdict:
+            try:
+                here.raise_verdict()
+                better = error if here.explain is None else here.explain(error)
+                if better is not error:
+                    raise better from error
+            finally:
+                here.waits.pop(self._thread, None)
+        here.waits.pop(self._thread, None)
