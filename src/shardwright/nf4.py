@@ -85,7 +85,9 @@ def dequantize(
     out = torch.empty(shape, dtype=dtype, device=codes.device) if out is None else out
     if out.numel() == 0 or out.is_meta:
         return out
-    codes, absmax = codes.contiguous().view(-1, codes.shape[-1]), absmax.to(dtype).view(-1, absmax.shape[-1])
+    # Either may lie with another dim first, as a weight sharded on that dim does.
+    codes = codes.contiguous().view(-1, codes.shape[-1])
+    absmax = absmax.to(dtype).reshape(-1, absmax.shape[-1])
     target = out.view(-1, cols)
     step = max(1, _CHUNK_NUMEL // cols) if codes.device.type == "cpu" else len(codes)
     for start in range(0, len(codes), step):

@@ -123,6 +123,27 @@ def train_beside(
         assert_same(sharded.model, reference.model, tolerance)
 
 
+def train_on_parts(
+    model: nn.Module, rank: int, world: int, width: int, lr: float, steps: int = 3, target: float = 0.0
+) -> list[float]:
+    """Train on this rank's part of batches that are the same in every world; the losses of the whole ones.
+
+    Inputs are random [12, width] (12: every world of the tests divides it); outputs are drawn towards
+    ``linspace(-target, target)``.
+    """
+    run = Run.of(model, lr=lr, momentum=0.9)
+    wanted = torch.linspace(-target, target, width)
+    losses = []
+    for step in range(steps):
+        batch = torch.randn(12, width, generator=torch.Generator().manual_seed(step))
+        loss = (model(batch.chunk(world)[rank]) - wanted).square().mean()
+        loss.backward()
+        run.step()
+        losses.append((mean_over_ranks(loss) if world > 1 else loss).item())
+    assert set(run.optimizer.state) == {p for p in model.parameters() if p.requires_grad}
+    return losses
+
+
 def shard_decoder(model: Decoder, fully_shard: Callable, **options) -> Decoder:
     """One group per block, the rest in the root."""
     for block in model.blocks:

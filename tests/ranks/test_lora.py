@@ -13,7 +13,7 @@ from torch import nn
 from shardwright import fully_shard, quantize_
 from shardwright.errors import CheckpointError, InputError
 from shardwright.train.lora import Lora, add_lora, load_adapter, merge_lora, read_lora, save_adapter
-from tests.ranks.models import full
+from tests.ranks.models import full, train_on_parts
 from tests.ranks.pool import run_ranks
 
 LORA = Lora(("up", "down"), rank=3, alpha=6)
@@ -45,28 +45,10 @@ def shard(model):
     return fully_shard(model)
 
 
-def train(model, rank, world, steps=4):
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=3.0, momentum=0.9)
-    losses = []
-    for step in range(steps):
-        batch = torch.randn(12, 70, generator=torch.Generator().manual_seed(step))
-        wanted = torch.linspace(-2, 2, 70)
-        loss = (model(batch.chunk(world)[rank]) - wanted).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        total = loss.detach().clone()
-        if world > 1:
-            dist.all_reduce(total)
-        losses.append(total.item() / world)
-    assert len(optimizer.state) == 8
-    return losses
-
-
 def on_ranks(rank, world, folder, codec):
     model = shard(build(codec))
     base = {name: full(p).clone() for name, p in model.named_parameters() if "lora" not in name}
-    losses = train(model, rank, world)
+    losses = train_on_parts(model, rank, world, width=70, lr=3.0, steps=4, target=2.0)
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     assert len(trained) == 8
     assert all("lora_" in name for name in trained)

@@ -1,20 +1,17 @@
 """Quantised bases over ranks: the same bits everywhere, few bytes on the wire, and states that survive.
 
-The names after "nf4_" follow the errors that other libraries raise in the same case.
+What other libraries can't save, load or shard is in test_quantised_states.py.
 """
 
 import copy
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.tensor import Shard
 
 from shardwright import (
     MixedPrecisionPolicy,
-    checkpoint,
     full_state_dict,
     fully_shard,
     quantize_,
@@ -22,68 +19,19 @@ from shardwright import (
     stream_state_dict,
 )
 from shardwright.errors import InputError
-from tests.ranks.models import full
+from tests.ranks.models import full, train_on_parts
 from tests.ranks.pool import run_ranks
+from tests.ranks.quantised import COLS, ROWS, build, shard
 
 WORLDS = [1, 2, 3, 4]
-ROWS, COLS = 37, 100  # rows that no world divides, a last block of 36 columns
-
-
-class Layer(nn.Module):
-    """A quantised weight, an adapter beside it, and 3-D experts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(COLS, ROWS)
-        self.down = nn.Linear(ROWS, COLS, bias=False)
-        self.experts = nn.Parameter(torch.randn(3, COLS, COLS) * 0.1)
-        self.adapter = nn.Linear(COLS, COLS, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.down(torch.relu(self.up(x))) + self.adapter(x)
-        return x + torch.einsum("bi,eij->bj", x, self.experts.to(x.dtype)) * 0.1
-
-
-def build(codec="nf4", dequantise="group", layers=2):
-    torch.manual_seed(3)
-    model = nn.Sequential(*(Layer() for _ in range(layers)))
-    model.requires_grad_(False)
-    for layer in model:
-        layer.adapter.weight.requires_grad_(True)
-    if codec:
-        quantize_(model, codec, where=["*.up.weight", "*.down.weight", "*.experts"], dequantise=dequantise)
-    return model
-
-
-def shard(model, **options):
-    for layer in model:
-        fully_shard(layer, **options)
-    return fully_shard(model, **options)
-
-
-def train(model, rank, world, steps=3, lr=0.1):
-    """Losses of the whole batch, which is the same in every world."""
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr, momentum=0.9)
-    losses = []
-    for step in range(steps):
-        batch = torch.randn(12, COLS, generator=torch.Generator().manual_seed(step))
-        loss = model(batch.chunk(world)[rank]).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        total = loss.detach().clone()
-        if world > 1:
-            dist.all_reduce(total)
-        losses.append((total / world).item())
-    return losses
 
 
 def parity(rank, world, codec, dequantise):
     reference = build(codec, dequantise)
     model = shard(copy.deepcopy(reference))
     codes = {name: p for name, p in reference.state_dict().items() if "adapter" not in name}
-    expected = train(reference, 0, 1)
-    losses = train(model, rank, world)
+    expected = train_on_parts(reference, 0, 1, COLS, lr=0.1)
+    losses = train_on_parts(model, rank, world, COLS, lr=0.1)
     assert all(abs(a - b) <= 1e-4 for a, b in zip(losses, expected, strict=True))
     for name, value in model.state_dict().items():
         if name in codes:
@@ -189,45 +137,3 @@ def on_dim_1(rank, world):
 
 def test_nf4_weights_may_be_cut_by_columns():
     run_ranks(3, on_dim_1)
-
-
-def saves(rank, world, folder):
-    model = shard(build())
-    checkpoint.save(f"{folder}/ours", model=model, step=1)
-    checkpoint.async_save(f"{folder}/async", model=model, step=1).wait()
-    dcp.save(model.state_dict(), checkpoint_id=f"{folder}/dcp")
-    state = full_state_dict(model)
-    if rank == 0:
-        torch.save(state, f"{folder}/full.pt")
-
-
-def loads(rank, world, folder):
-    reference = build().state_dict()
-
-    def check(model):
-        for name, value in model.state_dict().items():
-            assert torch.equal(full(value), reference[name]), name
-
-    def zeroed():
-        model = shard(build())
-        for value in model.state_dict().values():
-            value.detach().zero_()
-        return model
-
-    for kind in ("ours", "async"):
-        model = zeroed()
-        checkpoint.load(f"{folder}/{kind}", model=model)
-        check(model)
-    model = zeroed()
-    state = model.state_dict()
-    dcp.load(state, checkpoint_id=f"{folder}/dcp")
-    check(model)
-    model = zeroed()
-    model.load_state_dict(torch.load(f"{folder}/full.pt", weights_only=True))
-    check(model)
-
-
-def test_nf4_checkpoints_of_two_ranks_load_on_any_number_with_uneven_rows(tmp_path):
-    run_ranks(2, saves, str(tmp_path))
-    for world in (1, 3, 4):
-        run_ranks(world, loads, str(tmp_path))
