@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.checkpoint.crc import crc32
+from shardwright.checkpoint.flat import boxes_of_range
 from shardwright.checkpoint.format import (
     Box,
     Manifest,
@@ -25,6 +26,7 @@ from shardwright.checkpoint.format import (
     coverage_faults,
     crc32_shift,
     dumps,
+    first_of_run,
     loads,
     overlaps,
     part_crc32,
@@ -32,7 +34,8 @@ from shardwright.checkpoint.format import (
 )
 from shardwright.checkpoint.shardfile import CHUNK_NBYTES, chunks_of
 from shardwright.checkpoint.tree import decode, encode, keys_in
-from shardwright.errors import CheckpointError
+from shardwright.errors import CheckpointError, InputError
+from shardwright.plan.flat import FlatEntry, FlatLayout
 
 SHAPES = st.lists(st.integers(1, 6), min_size=0, max_size=4).map(tuple)
 
@@ -103,6 +106,28 @@ def test_a_tiling_is_proved_and_anything_else_is_not(tiling):
         for d in range(len(shape)):
             moved = Box((*box.offset[:d], box.offset[d] + 1, *box.offset[d + 1 :]), box.shape)
             assert coverage_faults(entry_of(shape, [*boxes[:i], moved, *boxes[i + 1 :]])), "a moved piece"
+
+
+@given(shape=SHAPES, data=st.data())
+def test_a_range_of_a_flattened_tensor_is_boxes_that_are_runs_of_it(shape, data):
+    numel = math.prod(shape)
+    first = data.draw(st.integers(0, numel))
+    stop = data.draw(st.integers(first, numel))
+    array = np.arange(numel).reshape(shape)
+    boxes = boxes_of_range(shape, first, stop)
+    parts = [array[b.slices_in(Box.whole(shape))].reshape(-1) for b in boxes]
+    assert np.concatenate([*parts, np.arange(0)]).tolist() == list(range(first, stop))
+    assert all(first_of_run(b, Box.whole(shape)) is not None for b in boxes)
+    assert len(boxes) <= max(1, 2 * len(shape) - 1)
+
+
+def test_a_flat_layout_says_what_a_range_holds_of_each_tensor():
+    layout = FlatLayout.of([("a", (2, 3)), ("b", ()), ("c", (4,))])
+    assert layout.numel == 11
+    assert [entry.held(4, 9) for entry in layout.entries] == [(4, 6), (0, 1), (0, 2)]
+    assert [entry.held(0, 0) for entry in layout.entries] == [(0, 0)] * 3
+    with pytest.raises(InputError, match="b begins at element 5 of its flat parameter"):
+        FlatLayout((FlatEntry("a", (2, 3), 0), FlatEntry("b", (), 5)))
 
 
 @given(data=st.data())

@@ -2,7 +2,7 @@
 holds."""
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
+from shardwright.checkpoint.flat import FlatSlice, Saved, home_of, is_like, layout_of, views_of
 from shardwright.checkpoint.format import Box, chunk
 from shardwright.checkpoint.shardfile import DTYPE_NAME
 from shardwright.checkpoint.tree import Tensors, encode
@@ -40,20 +41,24 @@ class Whole(nn.Module):
 
 @dataclass(frozen=True)
 class Part:
-    """What this rank holds of one tensor: ``local`` (any device) fills ``box`` of the logical ``shape``.
+    """What this rank holds of one tensor: ``local`` (any device) fills ``boxes`` of the logical ``shape``.
 
-    ``owner`` says whether this rank writes it: of equal copies one is written. ``box`` is None on a rank
-    that is no part of the tensor's mesh.
+    One box; several, one after another, of a tensor in a flat parameter; none where nothing is held.
+    ``owner`` says whether this rank writes it: of equal copies one is written.
     """
 
     local: torch.Tensor
     shape: tuple[int, ...]
-    box: Box | None
+    boxes: tuple[Box, ...]
     owner: bool
     sharded: bool
 
+    def views(self) -> Iterator[tuple[Box, torch.Tensor]]:
+        """Each box, with the memory that holds it."""
+        return views_of(self.local, self.boxes)
 
-def part_of(key: str, tensor: torch.Tensor, rank: int) -> Part:
+
+def part_of(key: str, tensor: Saved, rank: int) -> Part:
     """The part of ``tensor`` on this rank; a plain tensor is taken to be the same on every rank, and rank 0
     owns it.
 
@@ -64,21 +69,33 @@ def part_of(key: str, tensor: torch.Tensor, rank: int) -> Part:
         raise CheckpointError(
             f"{key}: dtype {tensor.dtype} can't be saved; convert it to one of {sorted(DTYPE_NAME.values())}"
         )
+    if isinstance(tensor, FlatSlice):
+        flat = part_of(key, tensor.flat, rank)
+        boxes = tuple(box for held in flat.boxes for box in tensor.held(held))
+        local = tensor.local(flat.boxes[0]) if flat.boxes else flat.local
+        return Part(local, tensor.shape, boxes, flat.owner, flat.sharded)
+    shape, box = tuple(tensor.shape), box_of(key, tensor)
+    boxes = (box,) if box is not None and box.numel else ()
     if not isinstance(tensor, DTensor):
-        shape = tuple(tensor.shape)
-        return Part(tensor.detach(), shape, Box.whole(shape), rank == 0, False)
+        return Part(tensor.detach(), shape, boxes, rank == 0, False)
     with torch.no_grad():
         local = tensor.to_local()
-    mesh = tensor.device_mesh
-    shape, coordinate = tuple(tensor.shape), mesh.get_coordinate()
-    if coordinate is None:
-        return Part(local, shape, None, False, True)
-    box = box_at(key, shape, tensor.placements, tuple(mesh.shape), tuple(coordinate))
-    first_copy = all(
+    coordinate = tensor.device_mesh.get_coordinate() or ()
+    first_copy = box is not None and all(
         c == 0 for c, p in zip(coordinate, tensor.placements, strict=True) if isinstance(p, Replicate)
     )
-    assert tuple(local.shape) == box.shape, f"{key}: local shape {tuple(local.shape)}, expected {box.shape}"
-    return Part(local, shape, box, first_copy, True)
+    assert box is None or tuple(local.shape) == box.shape, f"{key}: local shape {local.shape}, expected {box}"
+    return Part(local, shape, boxes, first_copy, True)
+
+
+def box_of(key: str, tensor: torch.Tensor) -> Box | None:
+    """The box of ``tensor`` that this rank holds; None on a rank that is no part of its mesh."""
+    if not isinstance(tensor, DTensor):
+        return Box.whole(tuple(tensor.shape))
+    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    return box_at(key, tuple(tensor.shape), tensor.placements, tuple(mesh.shape), tuple(coordinate))
 
 
 def box_at(
@@ -147,19 +164,33 @@ def model_tensors(model: nn.Module) -> tuple[dict[str, Any], dict[str, tuple[str
             aliases[original] = (*aliases.get(original, ()), name)
             continue
         first[id(value)] = name
-        named[name] = value
+        layout = layout_of(value) if isinstance(value, torch.Tensor) else None
+        if layout is None:
+            named[name] = value
+            continue
+        prefix = name[: name.rfind(".") + 1]
+        for entry in layout.entries:
+            named[prefix + entry.name] = FlatSlice(value, entry)
+            if entry.aliases:
+                aliases[prefix + entry.name] = tuple(prefix + alias for alias in entry.aliases)
     return named, aliases
 
 
-def names_of(named: Mapping[str, Any]) -> dict[int, str]:
-    """The name of each parameter, by identity."""
-    return {id(value): name for name, value in named.items() if isinstance(value, torch.Tensor)}
+def names_of(named: Mapping[str, Any]) -> dict[int, dict[str, Saved]]:
+    """What each parameter holds, by its identity: one tensor by its name, or those of a flat parameter."""
+    found: dict[int, dict[str, Saved]] = {}
+    for name, value in named.items():
+        if isinstance(value, Saved):
+            found.setdefault(id(home_of(value)), {})[name] = value
+    return found
 
 
-def _collect_optimizer(optimizer: Optimizer, names: Mapping[int, str], tensors: Tensors) -> dict[str, Any]:
+def _collect_optimizer(
+    optimizer: Optimizer, held: Mapping[int, Mapping[str, Saved]], tensors: Tensors
+) -> dict[str, Any]:
     groups, state = [], {}
     for i, group in enumerate(optimizer.param_groups):
-        unknown = [tuple(p.shape) for p in group["params"] if id(p) not in names]
+        unknown = [tuple(p.shape) for p in group["params"] if id(p) not in held]
         if unknown:
             raise CheckpointError(
                 f"optimizer group {i} has {len(unknown)} parameters that are not the model's "
@@ -167,12 +198,30 @@ def _collect_optimizer(optimizer: Optimizer, names: Mapping[int, str], tensors: 
                 "model.parameters(), after sharding the model"
             )
         hyper = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-        group_names = [names[id(p)] for p in group["params"]]
-        groups.append({"params": group_names, **encode(hyper, f"optimizer/<group {i}>", tensors)})
-        for name, p in zip(group_names, group["params"], strict=True):
-            if p in optimizer.state:
-                state[name] = encode(optimizer.state[p], f"optimizer/{name}", tensors)
+        names = [name for p in group["params"] for name in held[id(p)]]
+        groups.append({"params": names, **encode(hyper, f"optimizer/<group {i}>", tensors)})
+        for p in group["params"]:
+            for name, value in held[id(p)].items() if p in optimizer.state else ():
+                state[name] = encode(state_of(optimizer, p, name, value), f"optimizer/{name}", tensors)
     return {"kind": type(optimizer).__qualname__, "groups": groups, "state": state}
+
+
+def state_of(optimizer: Optimizer, p: torch.Tensor, name: str, value: Saved) -> Mapping[str, Any]:
+    """The state of the tensor ``name`` in the optimizer's state of ``p``, which is or holds it.
+
+    Raises:
+        CheckpointError: state of a flat parameter that can't be told apart by its tensors.
+    """
+    state = optimizer.state[p]
+    if not isinstance(value, FlatSlice):
+        return state
+    for key, found in state.items():
+        if isinstance(found, torch.Tensor) and found.ndim and not is_like(found, p):
+            raise CheckpointError(
+                f"optimizer/{name}/{key}: state of shape {list(found.shape)} belongs to a flat parameter of "
+                f"{p.numel()} elements as a whole, not to the tensors in it; use an elementwise optimizer"
+            )
+    return {k: FlatSlice(v, value.entry) if is_like(v, p) and p.ndim else v for k, v in state.items()}
 
 
 def rng_state() -> dict[str, Any]:

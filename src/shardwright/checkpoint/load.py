@@ -10,7 +10,8 @@ A failure in the first two leaves model and optimizer as they were. The third an
 file changes or the memory is bad between two reads, and say so.
 """
 
-from collections.abc import Iterable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,11 @@ from torch.optim import Optimizer
 from shardwright.checkpoint import background
 from shardwright.checkpoint.agree import ranks
 from shardwright.checkpoint.format import ITEM_NBYTES, Box, Manifest
+from shardwright.checkpoint.install import install
 from shardwright.checkpoint.live import model_tensors, set_rng_state
 from shardwright.checkpoint.shardfile import TORCH_DTYPE, Reader, bits_of, chunks_of, tensor_of
 from shardwright.checkpoint.sources import Source, locate, open_source
-from shardwright.checkpoint.target import Plan, Target, install, plan
+from shardwright.checkpoint.target import Plan, Target, allocated, plan
 from shardwright.checkpoint.tree import decode
 from shardwright.checkpoint.verify import Verifier, parts_of
 from shardwright.errors import CheckpointError
@@ -106,7 +108,7 @@ def load(
     with Reader(source.folder) as reader:
         small = _check(verifier, what, reader, manifest, todo)
         read_nbytes = reader.nbytes
-        filled = {t.key: t.allocated() for t in todo.targets}
+        filled = allocated(todo.targets)
         group.together(what, lambda: fill(reader, filled.values()))
     _prove(verifier, what, filled)
     install(todo, filled, small)
@@ -137,10 +139,10 @@ def _check(
             box = Box.whole(entry.shape)
             verifier.checksums([(key, entry, box)], reader.bits_of)
             tensor = torch.empty(entry.shape, dtype=TORCH_DTYPE[entry.dtype])
-            fill(reader, [Target(key, entry, tensor, box, True, tensor.device)])
+            fill(reader, [Target(key, entry, tensor, (box,), True, tensor.device)])
             small[key] = tensor
 
-    wanted = [(t.key, t.entry, t.box) for t in todo.targets if t.box is not None]
+    wanted = [(t.key, t.entry, box) for t in todo.targets for box in t.boxes]
     verifier.verify(what, wanted, reader.bits_of)
     verifier.group.together(what, read_small)
     return small
@@ -149,27 +151,31 @@ def _check(
 def fill(reader: Reader, targets: Iterable[Target]) -> None:
     """Copy what this rank owns from the files into the targets, in place."""
     for t in targets:
-        if t.box is None:
-            continue
-        torch.autograd.graph.increment_version(t.local)  # what autograd saved of it is no longer valid
-        for key, entry, piece, part in parts_of([(t.key, t.entry, t.box)]):
-            for box in chunks_of(part, ITEM_NBYTES[entry.dtype]):
-                into = t.local[box.slices_in(t.box)]
-                if not t.casts and into.device.type == "cpu" and into.is_contiguous():
-                    reader.bits_of(key, entry, piece, box, into=bits_of(into))
-                    continue
-                source = tensor_of(reader.bits_of(key, entry, piece, box), entry.dtype)
-                into.copy_(source)
-                # A converted tensor has no checksum in the manifest; it is compared with what was read.
-                if t.casts and not np.array_equal(bits_of(into), bits_of(source.to(into.dtype))):
-                    raise CheckpointError(
-                        f"{key}: the live tensor differs from the checkpoint after the copy"
-                    )
+        if t.boxes:
+            torch.autograd.graph.increment_version(t.local)  # what autograd saved of it is no longer valid
+        for held, view in t.views():
+            for key, entry, piece, part in parts_of([(t.key, t.entry, held)]):
+                for box in chunks_of(part, ITEM_NBYTES[entry.dtype]):
+                    read = functools.partial(reader.bits_of, key, entry, piece, box)
+                    _copy(key, view[box.slices_in(held)], entry.dtype, read)
+
+
+def _copy(key: str, into: torch.Tensor, dtype: str, read: Callable[..., np.ndarray]) -> None:
+    """Fill ``into`` with what ``read`` gives: straight, where no bit has to change on the way."""
+    casts = into.dtype != TORCH_DTYPE[dtype]
+    if not casts and into.device.type == "cpu" and into.is_contiguous():
+        read(into=bits_of(into))
+        return
+    source = tensor_of(read(), dtype)
+    into.copy_(source)
+    # A converted tensor has no checksum in the manifest; it is compared with what was read.
+    if casts and not np.array_equal(bits_of(into), bits_of(source.to(into.dtype))):
+        raise CheckpointError(f"{key}: the live tensor differs from the checkpoint after the copy")
 
 
 def _prove(verifier: Verifier, what: str, filled: Mapping[str, Target]) -> None:
     """Checksum the live state itself."""
-    same = [(t.key, t.entry, t.box) for t in filled.values() if t.box is not None and not t.casts]
+    same = [(t.key, t.entry, box) for t in filled.values() if not t.casts for box in t.boxes]
     try:
         verifier.verify(what, same, lambda key, entry, piece, box: filled[key].bits(box))
     except CheckpointError as error:

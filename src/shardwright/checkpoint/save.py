@@ -23,7 +23,7 @@ from shardwright.checkpoint import background
 from shardwright.checkpoint.agree import Ranks, ranks
 from shardwright.checkpoint.crc import crc32
 from shardwright.checkpoint.folder import Keep, Writer
-from shardwright.checkpoint.format import Manifest, Piece, TensorEntry, crc32_in_chunks, dumps, prove
+from shardwright.checkpoint.format import Box, Manifest, Piece, TensorEntry, crc32_in_chunks, dumps, prove
 from shardwright.checkpoint.live import Live, Part, collect, part_of, rng_state
 from shardwright.checkpoint.shardfile import DTYPE_NAME, Item, bits_of, chunks_of, write_shard
 from shardwright.checkpoint.tree import Tensors, encode
@@ -152,13 +152,13 @@ def _staged(snapshot: Snapshot) -> Snapshot:
     parts = {}
     for key, part in snapshot.parts.items():
         local = part.local
-        if part.owner and part.box is not None and part.box.numel:
+        if part.owner and part.boxes:
             buffer = _staging.get(key)
             if buffer is None or buffer.shape != local.shape or buffer.dtype != local.dtype:
                 buffer = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
                 _staging[key] = buffer
             local = buffer.copy_(local, non_blocking=local.is_cuda)
-        parts[key] = replace(part, local=local, box=part.box if part.owner else None)
+        parts[key] = replace(part, local=local, boxes=part.boxes if part.owner else ())
     for key in _staging.keys() - parts.keys():
         del _staging[key]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -173,8 +173,8 @@ class _Written:
 
     file: str
     nbytes: int
-    pieces: Mapping[str, Piece]
-    copies: Mapping[str, tuple[tuple[int, ...], int]]
+    pieces: Mapping[str, list[Piece]]
+    copies: Mapping[tuple[str, tuple[int, ...]], int]
     rng: Any
     rng_entries: Mapping[str, TensorEntry]
 
@@ -240,35 +240,36 @@ def _difference(what: str, described: Sequence[Mapping[str, str]]) -> Checkpoint
 def _write_pieces(rank: int, torn: Path, snapshot: Snapshot) -> _Written:
     rng_parts = snapshot.rng_parts or {}
     items = [
-        Item(key, part.local, part.box)
+        Item(key, view, box, number)
         for key, part in {**snapshot.parts, **rng_parts}.items()
-        if part.owner and part.box is not None and part.box.numel
+        if part.owner
+        for number, (box, view) in enumerate(part.views())
     ]
     file = f"shard-{rank:05d}.safetensors"
     pieces, nbytes = write_shard(torn / file, items)
     copies = {
-        key: (part.box.offset, crc32_of(part))
+        (key, box.offset): crc32_of(box, view)
         for key, part in snapshot.parts.items()
-        if not part.owner and part.box is not None and part.box.numel
+        if not part.owner
+        for box, view in part.views()
     }
     entries = {
-        key: TensorEntry(p.shape, DTYPE_NAME[p.local.dtype], (pieces[key],)) for key, p in rng_parts.items()
+        key: TensorEntry(p.shape, DTYPE_NAME[p.local.dtype], tuple(pieces[key]))
+        for key, p in rng_parts.items()
     }
     return _Written(file, nbytes, pieces, copies, snapshot.rng, entries)
 
 
-def crc32_of(part: Part) -> int:
-    """The CRC-32 of this rank's part, as if it were one piece."""
-    box, item_nbytes = part.box, part.local.element_size()
-    assert box is not None
-    chunks = chunks_of(box, item_nbytes)
-    return crc32_in_chunks(box, box, item_nbytes, chunks, lambda c: bits_of(part.local[c.slices_in(box)]))
+def crc32_of(box: Box, view: torch.Tensor) -> int:
+    """The CRC-32 of what this rank holds, as if it were one piece."""
+    chunks = chunks_of(box, view.element_size())
+    return crc32_in_chunks(box, box, view.element_size(), chunks, lambda c: bits_of(view[c.slices_in(box)]))
 
 
 def _diverged(written: Sequence[_Written]) -> list[str]:
-    saved = {(key, p.offset): p.crc32 for w in written for key, p in w.pieces.items()}
+    saved = {(key, p.offset): p.crc32 for w in written for key, found in w.pieces.items() for p in found}
     return sorted(
-        {key for w in written for key, (at, crc) in w.copies.items() if saved.get((key, at)) != crc}
+        {key for w in written for (key, at), crc in w.copies.items() if saved.get((key, at)) != crc}
     )
 
 
@@ -277,7 +278,7 @@ def _merge(snapshot: Snapshot, written: Sequence[_Written], step: int, diverged:
         key: TensorEntry(
             part.shape,
             DTYPE_NAME[part.local.dtype],
-            tuple(sorted((w.pieces[key] for w in written if key in w.pieces), key=lambda p: p.offset)),
+            tuple(sorted((p for w in written for p in w.pieces.get(key, ())), key=lambda p: p.offset)),
             snapshot.aliases.get(key, ()),
             part.sharded,
         )

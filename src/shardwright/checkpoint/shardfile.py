@@ -58,14 +58,20 @@ def chunks_of(box: Box, item_nbytes: int) -> Iterator[Box]:
 
 @dataclass(frozen=True)
 class Item:
-    """One piece to write: the tensor that is this rank's part, and the box it fills."""
+    """One piece to write: ``tensor`` is this rank's and fills ``box``; ``number`` counts those of one key."""
 
     key: str
     tensor: torch.Tensor
     box: Box
+    number: int = 0
+
+    @property
+    def name(self) -> str:
+        """Its name in the file."""
+        return f"{self.key}#{self.number}" if self.number else self.key
 
 
-def write_shard(path: Path, items: Sequence[Item]) -> tuple[dict[str, Piece], int]:
+def write_shard(path: Path, items: Sequence[Item]) -> tuple[dict[str, list[Piece]], int]:
     """Write ``items`` as one safetensors file and sync it to the disk; returns their pieces by key and the
     file's size.
 
@@ -79,12 +85,12 @@ def write_shard(path: Path, items: Sequence[Item]) -> tuple[dict[str, Piece], in
     )  # so that every piece is aligned to its items
     text = header_of(
         [
-            (i.key, DTYPE_NAME[i.tensor.dtype], i.box.shape, i.tensor.numel() * i.tensor.element_size())
+            (i.name, DTYPE_NAME[i.tensor.dtype], i.box.shape, i.tensor.numel() * i.tensor.element_size())
             for i in items
         ]
     )
     at = len(text)
-    pieces = {}
+    pieces: dict[str, list[Piece]] = {}
     key = "the header"
     try:
         with open(path, "xb", buffering=0) as file:
@@ -92,7 +98,8 @@ def write_shard(path: Path, items: Sequence[Item]) -> tuple[dict[str, Piece], in
             for item in items:
                 key = item.key
                 nbytes, crc = _write_tensor(file.fileno(), item)
-                pieces[key] = Piece(path.name, at, nbytes, crc, item.box.offset, item.box.shape)
+                piece = Piece(path.name, at, nbytes, crc, item.box.offset, item.box.shape)
+                pieces.setdefault(key, []).append(piece)
                 at += nbytes
             key = "the end"
             os.fsync(file.fileno())

@@ -1,7 +1,7 @@
-"""Where a checkpoint's tensors go: the plan of a load, what doesn't fit, and putting the filled tensors in
-place."""
+"""Where a checkpoint's tensors go: the plan of a load, and what doesn't fit."""
 
-from collections.abc import Iterable, Mapping, MutableMapping
+import json
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,48 +12,68 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
+from shardwright.checkpoint.flat import FlatSlice, Saved, home_of, is_like, views_of
 from shardwright.checkpoint.format import Box, Manifest, TensorEntry
-from shardwright.checkpoint.live import Stateful, box_at, model_tensors
+from shardwright.checkpoint.live import Stateful, box_at, box_of, model_tensors
 from shardwright.checkpoint.shardfile import TORCH_DTYPE, bits_of
-from shardwright.checkpoint.tree import Tensors, decode, encode, keys_in
+from shardwright.checkpoint.tree import Tensors, encode, keys_in
 from shardwright.errors import CheckpointError
 
 
 @dataclass(frozen=True)
 class Target:
-    """One tensor to fill: ``whole`` (plain or DTensor; on the meta device until ``allocated``) from
-    ``entry``.
+    """One tensor to fill from ``entry``: ``whole`` is plain, a DTensor, or lies in a flat parameter; on the
+    meta device until ``allocated``, if it is new.
 
-    ``box`` is this rank's part, None if it has none. ``live`` says that ``whole`` is in use already.
+    ``boxes`` are this rank's part, none if it has none. ``live`` says that ``whole`` is in use already.
     """
 
     key: str
     entry: TensorEntry
-    whole: torch.Tensor
-    box: Box | None
+    whole: Saved
+    boxes: tuple[Box, ...]
     live: bool
     device: torch.device
 
     @property
     def local(self) -> torch.Tensor:
+        """This rank's memory of it."""
+        if isinstance(self.whole, FlatSlice):
+            held = box_of(self.key, self.whole.flat)
+            return self.whole.local(held) if held is not None else self.whole.flat.detach()[:0]
         return self.whole.to_local() if isinstance(self.whole, DTensor) else self.whole.detach()
 
     @property
     def casts(self) -> bool:
         return self.whole.dtype != TORCH_DTYPE[self.entry.dtype]
 
-    def bits(self, box: Box) -> np.ndarray:
-        """The live elements of ``box``, as unsigned integers."""
-        assert self.box is not None
-        with torch.no_grad():
-            return bits_of(self.local[box.slices_in(self.box)])
+    def views(self) -> Iterator[tuple[Box, torch.Tensor]]:
+        """Each box, with the memory that holds it."""
+        return views_of(self.local, self.boxes)
 
-    def allocated(self) -> "Target":
-        """This target with memory: itself if it is live, else with uninitialised memory on ``device``."""
-        if not self.whole.is_meta:
-            return self
-        whole = torch.empty_like(self.whole, device=self.device, requires_grad=False)
-        return replace(self, whole=whole)
+    def bits(self, box: Box) -> np.ndarray:
+        """The live elements of ``box``, which lies in one of ours, as unsigned integers."""
+        with torch.no_grad():
+            for held, view in self.views():
+                if held.intersect(box) == box:
+                    return bits_of(view[box.slices_in(held)])
+        raise AssertionError(f"{self.key}: {box} is not held here")
+
+
+def allocated(targets: Iterable[Target]) -> dict[str, Target]:
+    """The targets by key, with memory on ``device`` for what is on the meta device: uninitialised, but for
+    flat parameters, where zeros are what lies between the tensors."""
+    made: dict[int, torch.Tensor] = {}
+    found = {}
+    for target in targets:
+        home = home_of(target.whole)
+        if home.is_meta and id(home) not in made:
+            make = torch.zeros_like if isinstance(target.whole, FlatSlice) else torch.empty_like
+            made[id(home)] = make(home, device=target.device, requires_grad=False)
+        new = made.get(id(home), home)
+        whole = replace(target.whole, flat=new) if isinstance(target.whole, FlatSlice) else new
+        found[target.key] = replace(target, whole=whole)
+    return found
 
 
 @dataclass(frozen=True)
@@ -67,7 +87,7 @@ class Plan:
     optimizer: Optimizer | None
     extra: Mapping[str, Any]
     state: Mapping[str, Any]
-    names: MutableMapping[int, str]
+    names: MutableMapping[int, tuple[str, ...]]
     groups: tuple[int, ...]
     replaced: Mapping[int, str] = field(default_factory=dict)
 
@@ -81,12 +101,13 @@ class _Planner:
         self.targets: dict[str, Target] = {}
         self.small: list[str] = []
         self.problems: list[str] = []
-        self.names: dict[int, str] = {}
+        self.names: dict[int, tuple[str, ...]] = {}
+        self.held: dict[int, list[Saved]] = {}
         self.replaced: dict[int, str] = {}
         self.device = _device_of(model)
         self.stored_of = manifest.keys_of("model/")
 
-    def add(self, key: str, stored: str, whole: torch.Tensor, live: bool) -> None:
+    def add(self, key: str, stored: str, whole: Saved, live: bool) -> None:
         """``key`` is the live tensor's, ``stored`` the checkpoint's."""
         entry = self.manifest.tensors[stored]
         dtype = TORCH_DTYPE[entry.dtype]
@@ -94,28 +115,31 @@ class _Planner:
             self.problems.append(
                 f"misshapen {key}: {list(entry.shape)} in the checkpoint, {list(whole.shape)} expected"
             )
-        elif whole.dtype != dtype and not (whole.is_floating_point() and dtype.is_floating_point):
+        elif whole.dtype != dtype and not (whole.dtype.is_floating_point and dtype.is_floating_point):
             self.problems.append(f"wrong dtype {key}: {dtype} in the checkpoint, {whole.dtype} expected")
         else:
-            device = whole.device
-            if isinstance(whole, DTensor):
-                device = torch.device(whole.device_mesh.device_type)
-            elif whole.is_meta:
+            home = home_of(whole)
+            device = home.device
+            if isinstance(home, DTensor):
+                device = torch.device(home.device_mesh.device_type)
+            elif home.is_meta:
                 device = self.device
-            self.targets[key] = Target(key, entry, whole, _box_of(key, whole), live, device)
+            self.targets[key] = Target(key, entry, whole, _boxes_of(key, whole), live, device)
 
     def plan_model(self) -> None:
         named, aliases = model_tensors(self.model)
         stored_of = self.stored_of
         used: set[str] = set()
         for name, value in named.items():
-            if not isinstance(value, torch.Tensor):
+            if not isinstance(value, Saved):
                 if name not in self.manifest.state.get("model", {}):
                     self.problems.append(f"missing model/{name} (a module's extra state)")
                 continue
             known = [n for n in (name, *aliases.get(name, ())) if f"model/{n}" in stored_of]
             stored = list(dict.fromkeys(stored_of[f"model/{n}"] for n in known))
-            self.names[id(value)] = known[0] if known else name
+            home = id(home_of(value))
+            self.names[home] = (*self.names.get(home, ()), known[0] if known else name)
+            self.held.setdefault(home, []).append(value)
             used.update(stored)
             if not stored:
                 self.problems.append(f"missing model/{name}: {list(value.shape)} {value.dtype}")
@@ -124,7 +148,7 @@ class _Planner:
                 self.problems.append(f"tied in the model, different in the checkpoint: {', '.join(stored)}")
             self.add(f"model/{name}", stored[0], value, live=True)
             if value.is_meta:
-                self.replaced[id(value)] = f"model/{name}"
+                self.replaced[home] = f"model/{name}"
         unused = sorted(set(stored_of.values()) - used)
         self.problems += [f"unexpected {key}: {list(self.manifest.tensors[key].shape)}" for key in unused]
         self.problems += [
@@ -147,7 +171,8 @@ class _Planner:
             return ()
         groups = []
         for i, group in enumerate(optimizer.param_groups):
-            names = {self.names.get(id(p), "a parameter that is not the model's") for p in group["params"]}
+            foreign = ("a parameter that is not the model's",)
+            names = {name for p in group["params"] for name in self.names.get(id(p), foreign)}
             fits = [j for j, g in enumerate(saved["groups"]) if set(g["params"]) == names]
             if not fits:
                 self.problems.append(
@@ -157,7 +182,11 @@ class _Planner:
             groups.append(i if i in fits else fits[0])
             self.small += keys_in({k: v for k, v in saved["groups"][groups[-1]].items() if k != "params"})
             for p in group["params"]:
-                self.plan_param_state(optimizer, p, group, saved["state"].get(self.names[id(p)]))
+                trees = [saved["state"].get(name) for name in self.names[id(p)]]
+                if isinstance(self.held[id(p)][0], FlatSlice):
+                    self.plan_flat_state(optimizer, p, group, trees)
+                else:
+                    self.plan_param_state(optimizer, p, group, keys_in(trees[0]))
         if len(saved["groups"]) != len(optimizer.param_groups):
             self.problems.append(
                 f"{len(saved['groups'])} optimizer groups saved, {len(optimizer.param_groups)} expected"
@@ -165,24 +194,62 @@ class _Planner:
         return tuple(groups)
 
     def plan_param_state(
-        self, optimizer: Optimizer, p: torch.Tensor, group: Mapping[str, Any], tree: Any
+        self, optimizer: Optimizer, p: torch.Tensor, group: Mapping[str, Any], keys: Iterable[str]
     ) -> None:
         live: Tensors = {}
-        name = self.names[id(p)]
         if p in optimizer.state:
-            encode(optimizer.state[p], f"optimizer/{name}", live)
-        for key in keys_in(tree):
+            encode(optimizer.state[p], f"optimizer/{self.names[id(p)][0]}", live)
+        for key in keys:
             entry = self.manifest.tensors[key]
             spec = self.spec_of(key, entry, p, group)
             present = live.get(key)
             if present is not None and present.shape == spec.shape and type(present) is type(spec):
                 self.add(key, key, present, live=True)
             else:
-                self.add(key, key, spec, live=False)
-                if key in self.targets:
-                    self.targets[key] = replace(
-                        self.targets[key], device=_state_device(key, p, group, self.device)
+                self.add_new(key, spec, p, group)
+
+    def add_new(self, key: str, spec: Saved, p: torch.Tensor, group: Mapping[str, Any]) -> None:
+        """State of ``p`` that will be allocated."""
+        self.add(key, key, spec, live=False)
+        if key in self.targets:
+            device = _state_device(key, p, group, self.device)
+            self.targets[key] = replace(self.targets[key], device=device)
+
+    def plan_flat_state(
+        self, optimizer: Optimizer, p: torch.Tensor, group: Mapping[str, Any], trees: Sequence[Any]
+    ) -> None:
+        """State of a flat parameter, from that of the tensors in it: of its shape, or one number for all."""
+        names, slices = self.names[id(p)], [s for s in self.held[id(p)] if isinstance(s, FlatSlice)]
+        prefixes = [f"optimizer/{name}/" for name in names]
+        kept = [
+            json.dumps(tree).replace(json.dumps(at)[1:-1], "")
+            for at, tree in zip(prefixes, trees, strict=True)
+        ]
+        if len(set(kept)) > 1:
+            other = next(i for i, tree in enumerate(kept) if tree != kept[0])
+            self.problems.append(
+                f"optimizer state of {names[0]} and {names[other]} is not of one kind, and both lie in one "
+                f"flat parameter: {kept[0][:60]}, {kept[other][:60]}"
+            )
+            return
+        for suffix in [key.removeprefix(prefixes[0]) for key in keys_in(trees[0])]:
+            entries = [self.manifest.tensors[prefix + suffix] for prefix in prefixes]
+            if not _are_like(entries, slices):
+                self.plan_param_state(optimizer, p, group, [prefixes[0] + suffix])
+                if len({tuple(piece.crc32 for piece in entry.pieces) for entry in entries}) > 1:
+                    self.problems.append(
+                        f"optimizer state {suffix!r} of {', '.join(names)} differs, and they lie in one flat "
+                        "parameter, which has one"
                     )
+                continue
+            home = optimizer.state[p].get(suffix) if p in optimizer.state else None
+            new = torch.empty_like(p, dtype=TORCH_DTYPE[entries[0].dtype], device="meta")
+            for prefix, part in zip(prefixes, slices, strict=True):
+                key = prefix + suffix
+                if isinstance(home, torch.Tensor) and is_like(home, p):
+                    self.add(key, key, FlatSlice(home, part.entry), live=True)
+                else:
+                    self.add_new(key, FlatSlice(new, part.entry), p, group)
 
     def spec_of(
         self, key: str, entry: TensorEntry, p: torch.Tensor, group: Mapping[str, Any]
@@ -190,7 +257,7 @@ class _Planner:
         """A meta tensor as the optimizer would have made it for ``p``: distributed like ``p`` where the
         shapes allow, replicated where not; a scalar (``step``) is plain."""
         dtype = TORCH_DTYPE[entry.dtype]
-        saved = self.manifest.tensors.get(self.stored_of.get(f"model/{self.names[id(p)]}", ""))
+        saved = self.manifest.tensors.get(self.stored_of.get(f"model/{self.names[id(p)][0]}", ""))
         if saved is not None and entry.shape and (entry.shape, entry.dtype) == (saved.shape, saved.dtype):
             dtype = p.dtype  # state in the parameter's precision follows it
         if not isinstance(p, DTensor) or (not entry.shape and not entry.sharded):
@@ -258,72 +325,17 @@ def plan(
     )
 
 
-def install(todo: Plan, filled: Mapping[str, Target], small: Mapping[str, torch.Tensor]) -> None:
-    """Put what was allocated in place, and set the small state: groups, steps, extra objects. Local."""
-
-    def value_of(key: str) -> torch.Tensor:
-        return filled[key].whole if key in filled else small[key]
-
-    _replace_meta(todo, filled)
-    for name, module in todo.model.named_modules():
-        key = f"{name}.{nn.modules.module._EXTRA_STATE_KEY_SUFFIX}".lstrip(".").replace("_orig_mod.", "")
-        if key in todo.state.get("model", {}):
-            module.set_extra_state(decode(todo.state["model"][key], value_of))
-    if todo.optimizer is not None:
-        saved = todo.state["optimizer"]
-        for group, index in zip(todo.optimizer.param_groups, todo.groups, strict=True):
-            _set_group(
-                group, decode({k: v for k, v in saved["groups"][index].items() if k != "params"}, value_of)
-            )
-            for p in group["params"]:
-                tree = saved["state"].get(todo.names[id(p)])
-                if tree is None:
-                    todo.optimizer.state.pop(p, None)
-                else:
-                    todo.optimizer.state[p] = decode(tree, value_of)
-    for key, value in todo.extra.items():
-        value.load_state_dict(decode(todo.state["extra"][key], value_of))
+def _boxes_of(key: str, tensor: Saved) -> tuple[Box, ...]:
+    box = box_of(key, home_of(tensor))
+    if box is None:
+        return ()
+    return tensor.held(box) if isinstance(tensor, FlatSlice) else (box,)
 
 
-def _set_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    for key, value in saved.items():
-        if isinstance(group.get(key), torch.Tensor):  # in place: compiled and captured steps hold on to it
-            group[key].fill_(value)
-        else:
-            group[key] = value
-
-
-def _replace_meta(todo: Plan, filled: Mapping[str, Target]) -> None:
-    if not todo.replaced:
-        return
-    new: dict[int, Any] = {}
-    for module in todo.model.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, old in tensors.items():
-                if old is None or id(old) not in todo.replaced:
-                    continue
-                if id(old) not in new:  # tied parameters stay one object
-                    whole: Any = filled[todo.replaced[id(old)]].whole
-                    if isinstance(old, nn.Parameter):
-                        whole = nn.Parameter(whole, requires_grad=old.requires_grad)
-                        whole.__dict__.update(old.__dict__)
-                    new[id(old)] = whole
-                tensors[name] = new[id(old)]
-    for group in todo.optimizer.param_groups if todo.optimizer else ():
-        for i, p in enumerate(group["params"]):
-            if id(p) in new:
-                group["params"][i] = new[id(p)]
-                todo.names[id(new[id(p)])] = todo.names[id(p)]
-    todo.model._apply(lambda tensor: tensor)  # sharded modules look up their parameters again after an _apply
-
-
-def _box_of(key: str, tensor: torch.Tensor) -> Box | None:
-    if not isinstance(tensor, DTensor):
-        return Box.whole(tuple(tensor.shape))
-    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
-    if coordinate is None:
-        return None
-    return box_at(key, tuple(tensor.shape), tensor.placements, tuple(mesh.shape), tuple(coordinate))
+def _are_like(entries: Sequence[TensorEntry], slices: Sequence[FlatSlice]) -> bool:
+    """Whether state has an element for each of its tensors'; of scalars only being sharded tells."""
+    same = all(entry.shape == part.shape for entry, part in zip(entries, slices, strict=True))
+    return same and (any(part.shape for part in slices) or entries[0].sharded)
 
 
 def _meta_dtensor(

@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from shardwright.checkpoint.flat import Saved
 from shardwright.errors import CheckpointError
 
-Tensors = dict[str, torch.Tensor]
+Tensors = dict[str, Saved]
 
 
 def encode(value: Any, path: str, tensors: Tensors) -> Any:
@@ -27,7 +28,7 @@ def encode(value: Any, path: str, tensors: Tensors) -> Any:
     Raises:
         CheckpointError: a value of another type, naming its path.
     """
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Saved):
         tensors[path] = value
         return {"$tensor": path}
     if isinstance(value, np.ndarray):
