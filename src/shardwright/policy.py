@@ -6,6 +6,7 @@ planned from it can tell by identity whether it is still the one in force.
 
 from dataclasses import dataclass
 from enum import StrEnum
+from math import inf
 
 import torch
 
@@ -75,6 +76,10 @@ class SchedulePolicy:
         at most this many groups hold an unsharded gradient besides the one being computed.
     keep_last: of the groups that the backward needs first, how many stay unsharded from the forward, where
         the caller left ``reshard_after_forward`` open. Costs no more than the prefetch would hold there.
+    keep_nbytes: more of them stay, while all that stay take no more than these bytes of unsharded parameters.
+    bucket_cap_mb: MiB of small groups that share a collective with another one: all-gathers ahead of their
+        use, and gradients, which are held back until then. What shares one counts as one group above. 0: each
+        group has collectives of its own.
 
     The defaults are those that gave the shortest step for the memory of two groups (docs/performance.md).
     Raises: InputError for a value outside of these.
@@ -87,6 +92,13 @@ class SchedulePolicy:
     max_gathers: int | None = None
     max_reductions: int = 2
     keep_last: int = 1
+    keep_nbytes: int = 0
+    bucket_cap_mb: float = 1.0
+
+    @property
+    def bucket_cap_nbytes(self) -> int:
+        """``bucket_cap_mb`` in bytes."""
+        return int(self.bucket_cap_mb * 2**20)
 
     def __post_init__(self) -> None:
         try:
@@ -98,12 +110,17 @@ class SchedulePolicy:
             ) from None
         object.__setattr__(self, "backward_prefetch", mode)
         least = {"depth": 0, "budget_nbytes": 0, "max_gathers": 1, "max_reductions": 1, "keep_last": 0}
+        least["keep_nbytes"] = 0
         for field, bound in least.items():
             value = getattr(self, field)
             if value is None and field in ("budget_nbytes", "max_gathers"):
                 continue
             if not isinstance(value, int) or value < bound:
                 raise InputError(f"SchedulePolicy.{field} must be an int >= {bound}, got {value!r}")
+        if not isinstance(self.bucket_cap_mb, int | float) or not 0 <= self.bucket_cap_mb < inf:
+            raise InputError(
+                f"SchedulePolicy.bucket_cap_mb must be a number of MiB >= 0, got {self.bucket_cap_mb!r}"
+            )
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ EXCEPTIONS: dict[tuple[str, str, str], tuple[int, str]] = {
     ("module.py", "class lines", "FSDPModule"): (300, "torch's methods, a line of code in each"),
     ("state/param.py", "class lines", "ShardedParam"): (290, "one parameter: both its faces and its copies"),
     ("state/group.py", "attributes", "ParamGroup"): (13, "what it moves, with what, and where that stands"),
+    ("state/reducer.py", "attributes", "Reducer"): (13, "what it reduces, how, and where that stands"),
     ("wrapper/door.py", "parameters", "__init__"): (16, "torch's signature, so that calls carry over"),
     ("wrapper/door.py", "function lines", "__init__"): (75, "sixteen arguments, each named once"),
     ("xla/shard.py", "parameters", "fully_shard"): (13, "options of XlaFullyShardedDataParallel, by name"),

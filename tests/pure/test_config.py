@@ -166,6 +166,8 @@ def test_every_schedule_policy_is_reachable_from_a_recipe(tmp_path):
         max_gathers=2,
         max_reductions=4,
         keep_last=0,
+        keep_nbytes=7,
+        bucket_cap_mb=2.5,
     )
     changed = {key: value for key, value in asdict(wanted).items() if value != getattr(SchedulePolicy(), key)}
     assert changed == asdict(wanted)  # none is left at its default, so none can be forgotten below

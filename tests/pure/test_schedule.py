@@ -3,10 +3,11 @@
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.errors import InputError
+from shardwright.plan.planner import Planner, plan
 from shardwright.plan.schedule import (
     BEGINS,
     Action,
@@ -17,9 +18,8 @@ from shardwright.plan.schedule import (
     Phase,
     Schedule,
     Stop,
-    check,
-    plan,
 )
+from shardwright.plan.soundness import check
 from shardwright.policy import BackwardPrefetch, SchedulePolicy
 
 POLICIES = st.builds(
@@ -31,6 +31,8 @@ POLICIES = st.builds(
     max_gathers=st.none() | st.integers(1, 4),
     max_reductions=st.integers(1, 4),
     keep_last=st.integers(0, 3),
+    keep_nbytes=st.integers(0, 40),
+    bucket_cap_mb=st.integers(0, 40).map(lambda nbytes: nbytes / 2**20),
 )
 
 
@@ -61,10 +63,19 @@ def steps(draw) -> tuple[dict, tuple[GroupFacts, ...]]:
         Phase.BACKWARD: tuple(backward),
     }
     listed = st.none() | st.lists(st.integers(0, num_groups), max_size=3).map(tuple)
-    facts = st.builds(GroupFacts, st.sampled_from([True, False, None]), st.integers(1, 20), listed, listed)
+    facts = st.builds(
+        GroupFacts,
+        reshard_after_forward=st.sampled_from([True, False, None]),
+        nbytes=st.integers(1, 20),
+        grad_nbytes=st.integers(0, 20),
+        lane=st.sampled_from([None, 7, 7, 8]),
+        ahead_in_forward=listed,
+        ahead_in_backward=listed,
+    )
     return orders, tuple(draw(st.lists(facts, min_size=num_groups + 1, max_size=num_groups + 1)))
 
 
+@settings(deadline=None)  # other work on the machine is no fault of a plan
 @given(steps(), POLICIES)
 def test_any_plan_is_sound_and_has_an_end(step, policy):
     orders, facts = step
@@ -74,6 +85,7 @@ def test_any_plan_is_sound_and_has_an_end(step, policy):
         assert tuple(stop.event for stop in schedule.phases[phase]) == order
 
 
+@settings(deadline=None)  # other work on the machine is no fault of a plan
 @given(steps(), POLICIES)
 def test_a_schedule_prints_as_text_that_parses_back(step, policy):
     orders, facts = step
@@ -81,15 +93,16 @@ def test_a_schedule_prints_as_text_that_parses_back(step, policy):
     assert Schedule.parse(str(schedule)) == schedule
 
 
+@settings(deadline=None)  # other work on the machine is no fault of a plan
 @given(steps(), POLICIES)
 def test_prefetch_and_reductions_stay_within_their_limits(step, policy):
     orders, facts = step
     schedule = plan(orders, policy, facts.__getitem__)
     for phases in ((Phase.EVALUATION,), (Phase.FORWARD, Phase.BACKWARD)):
-        reducing: set[int] = set()
-        in_flight: set[int] = set()
+        reducing: list[tuple[int, ...]] = []
+        in_flight: dict[int, Action] = {}
         for phase, (event, actions) in ((p, stop) for p in phases for stop in schedule.phases[p]):
-            issued = [a.group for a in actions if a.kind is ActionKind.UNSHARD and a.group != event.group]
+            issued = [a for a in actions if a.kind is ActionKind.UNSHARD and a.group != event.group]
             listed = facts[event.group].ahead_in_backward if phase is Phase.BACKWARD else None
             listed = facts[event.group].ahead_in_forward if phase is not Phase.BACKWARD else listed
             assert len(issued) <= (policy.depth if listed is None else len(listed))
@@ -103,18 +116,79 @@ def test_prefetch_and_reductions_stay_within_their_limits(step, policy):
                 assert not issued or policy.forward_prefetch
             for action in actions:
                 if action.kind is ActionKind.UNSHARD:
-                    in_flight.add(action.group)
+                    in_flight |= dict.fromkeys(action.groups, action)
                     if action.group != event.group:
-                        held = sum(facts[g].nbytes for g in in_flight - {event.group})
+                        held = sum(facts[g].nbytes for g in in_flight.keys() - {event.group})
                         assert policy.budget_nbytes is None or held <= policy.budget_nbytes
-                        assert policy.max_gathers is None or len(in_flight) <= policy.max_gathers
+                        assert policy.max_gathers is None or len({*in_flight.values()}) <= policy.max_gathers
                 elif action.kind in (ActionKind.WAIT, ActionKind.RESHARD):
-                    in_flight.discard(action.group)
+                    in_flight.pop(action.group, None)
                 elif action.kind is ActionKind.REDUCE:
-                    reducing.add(action.group)
+                    reducing.append(action.groups)
                     assert len(reducing) <= policy.max_reductions
-                else:
-                    reducing.remove(action.group)
+                elif action.kind is ActionKind.WAIT_REDUCE:
+                    reducing.remove(action.groups)
+
+
+@settings(deadline=None)  # other work on the machine is no fault of a plan
+@given(steps(), POLICIES)
+def test_what_shares_a_collective_is_small_and_of_one_lane(step, policy):
+    orders, facts = step
+    for actions in (
+        actions for stops in plan(orders, policy, facts.__getitem__).phases.values() for _, actions in stops
+    ):
+        for action in actions:
+            if action.kind is ActionKind.UNSHARD:
+                assert sum(facts[g].nbytes for g in action.along) <= policy.bucket_cap_nbytes
+            elif action.kind is ActionKind.REDUCE:
+                # All but the last were held back for it.
+                assert sum(facts[g].grad_nbytes for g in action.groups[:-1]) <= policy.bucket_cap_nbytes
+            if action.along and action.kind in (ActionKind.UNSHARD, ActionKind.REDUCE):
+                assert len({facts[g].lane for g in action.groups}) == 1
+                assert facts[action.group].lane is not None
+
+
+@settings(deadline=None)  # other work on the machine is no fault of a plan
+@given(steps(), POLICIES, st.data())
+def test_a_step_that_departs_in_its_middle_is_sound_too(step, policy, data):
+    """The planner goes on from what the first part of the plan left: live, held, being reduced."""
+    orders, facts = step
+    stops = plan(orders, policy, facts.__getitem__).phases
+    place = data.draw(st.integers(0, len(orders[Phase.BACKWARD]) - 1))
+    followed = Schedule({Phase.FORWARD: stops[Phase.FORWARD], Phase.BACKWARD: stops[Phase.BACKWARD][:place]})
+    planner = planner_after(followed, policy, facts)
+    rest = tuple(Stop(event, planner.at(Phase.BACKWARD, event)) for event in orders[Phase.BACKWARD][place:])
+    whole = {
+        Phase.FORWARD: followed.phases[Phase.FORWARD],
+        Phase.BACKWARD: followed.phases[Phase.BACKWARD] + rest,
+    }
+    check(Schedule(whole))
+
+
+def planner_after(followed: Schedule, policy: SchedulePolicy, facts) -> Planner:
+    """A planner as the runtime makes one when a step has followed so much of its schedule."""
+    live: dict[int, bool] = {}
+    planner = Planner(policy, facts.__getitem__)
+    for kind, groups in (
+        (action.kind, action.groups)
+        for stops in followed.phases.values()
+        for _, actions in stops
+        for action in actions
+    ):
+        for group in groups:
+            if kind is ActionKind.RESHARD:
+                del live[group]
+            elif kind in (ActionKind.UNSHARD, ActionKind.WAIT):
+                live[group] = kind is ActionKind.WAIT
+            elif kind is ActionKind.HOLD:
+                planner.held.append(group)
+            elif kind is ActionKind.REDUCE:
+                planner.held = [other for other in planner.held if other != group]
+                planner.reducing.append((group,))
+            else:
+                planner.reducing.remove((group,))
+    planner.suppose(live, (group for group, waited in live.items() if waited))
+    return planner
 
 
 def chain(num_groups: int) -> dict[Phase, tuple[Event, ...]]:
@@ -137,7 +211,7 @@ def test_each_group_is_issued_exactly_one_use_ahead():
 
 
 def test_no_prefetch_issues_each_gather_when_its_group_is_needed():
-    policy = SchedulePolicy(backward_prefetch="none", forward_prefetch=False)
+    policy = SchedulePolicy(backward_prefetch=BackwardPrefetch.NONE, forward_prefetch=False)
     schedule = plan(chain(4), policy, lambda _: GroupFacts())
     for stops in schedule.phases.values():
         for event, actions in stops:
@@ -149,6 +223,77 @@ def test_the_last_group_stays_unsharded_for_its_backward_unless_told_otherwise()
         schedule = plan(chain(3), SchedulePolicy(), lambda _, r=reshard: GroupFacts(r))
         last = schedule.phases[Phase.FORWARD][-1]
         assert (Action(ActionKind.RESHARD, 2) not in last.actions) == kept
+
+
+def tiny(policy: SchedulePolicy, num_groups: int = 7) -> Schedule:
+    """Groups of a third of the cap on one transport."""
+    nbytes = policy.bucket_cap_nbytes // 3
+    return plan(chain(num_groups), policy, lambda _: GroupFacts(nbytes=nbytes, grad_nbytes=nbytes, lane=0))
+
+
+def test_small_groups_share_collectives_and_each_is_waited_for_at_its_own_event():
+    assert (
+        str(tiny(SchedulePolicy(keep_last=0), 6))
+        == """\
+forward
+  F+ 0 : unshard 0, unshard 1+2+3+4, wait 0
+  F- 0 : reshard 0
+  F+ 1 : unshard 5, wait 1
+  F- 1 : reshard 1
+  F+ 2 : wait 2
+  F- 2 : reshard 2
+  F+ 3 : wait 3
+  F- 3 : reshard 3
+  F+ 4 : wait 4
+  F- 4 : reshard 4
+  F+ 5 : wait 5
+  F- 5 : reshard 5
+backward
+  B+ 5 : unshard 5, unshard 4+3+2+1, wait 5
+  G  5 : hold 5
+  B- 5 : reshard 5
+  B+ 4 : unshard 0, wait 4
+  G  4 : hold 4
+  B- 4 : reshard 4
+  B+ 3 : wait 3
+  G  3 : hold 3
+  B- 3 : reshard 3
+  B+ 2 : wait 2
+  G  2 : reduce 5+4+3+2
+  B- 2 : reshard 2
+  B+ 1 : wait 1
+  G  1 : hold 1
+  B- 1 : reshard 1
+  B+ 0 : wait 0
+  G  0 : hold 0
+  B- 0 : reshard 0
+  E  : reduce 1+0, wait-reduce 5+4+3+2, wait-reduce 1+0"""
+    )
+
+
+def test_without_a_cap_every_group_has_its_own_collectives():
+    schedule = tiny(SchedulePolicy(bucket_cap_mb=0))
+    kinds = [action for stops in schedule.phases.values() for _, actions in stops for action in actions]
+    assert not any(action.along or action.kind is ActionKind.HOLD for action in kinds)
+
+
+def test_a_small_gradient_goes_with_the_next_large_one():
+    facts = [GroupFacts(grad_nbytes=nbytes, lane=0) for nbytes in (9 << 20, 100, 9 << 20)]
+    backward = plan(chain(3), SchedulePolicy(), facts.__getitem__).phases[Phase.BACKWARD]
+    reductions = [a for _, actions in backward for a in actions if a.kind is ActionKind.REDUCE]
+    assert reductions == [Action(ActionKind.REDUCE, 2), Action(ActionKind.REDUCE, 1, (0,))]
+
+
+def test_groups_stay_for_the_backward_while_they_fit_in_the_bytes():
+    for keep_nbytes, kept in ((0, {4}), (19, {4}), (20, {3, 4}), (35, {2, 3, 4})):
+        schedule = plan(chain(5), SchedulePolicy(keep_nbytes=keep_nbytes), lambda _: GroupFacts(nbytes=10))
+        resharded = {
+            a.group
+            for _, actions in schedule.phases[Phase.FORWARD]
+            for a in actions
+            if a.kind is ActionKind.RESHARD
+        }
+        assert {0, 1, 2, 3, 4} - resharded == kept
 
 
 def stops(*lines: str) -> Schedule:
@@ -164,7 +309,11 @@ def stops(*lines: str) -> Schedule:
         (("forward", "F+ 0: unshard 0, wait 0", "backward", "E:"), "left at the end"),
         (("backward", "G 0: reduce 0", "E:"), "left at the end"),
         (("backward", "G 0: reduce 0", "G 0: reduce 0"), "already being reduced"),
-        (("backward", "E: wait-reduce 3"), "not in flight"),
+        (("backward", "E: wait-reduce 3"), "no reduction in flight"),
+        (("backward", "G 0: hold 0", "E:"), "left at the end"),
+        (("backward", "G 0: hold 0", "G 0: hold 0"), "held already"),
+        (("backward", "G 0: reduce 0", "G 0: hold 0"), "already being reduced"),
+        (("forward", "F+ 0: unshard 0+1, wait 0", "F+ 1: unshard 1"), "group 1 is unsharded twice"),
         (("evaluation", "F- 0: reshard 0"), "at rest"),
     ],
 )
@@ -173,7 +322,7 @@ def test_check_finds_each_kind_of_unsound_schedule(lines, complaint):
         check(stops(*lines))
 
 
-@pytest.mark.parametrize("line", ["F+ x: wait 0", "F+ 0: fetch 0", "F+ 0: wait", "Q 0"])
+@pytest.mark.parametrize("line", ["F+ x: wait 0", "F+ 0: fetch 0", "F+ 0: wait", "F+ 0: wait 0+", "Q 0"])
 def test_text_that_is_not_a_schedule_is_refused_by_line(line):
     with pytest.raises(ValueError, match="line 2 of the schedule"):
         Schedule.parse(f"forward\n{line}")
@@ -186,7 +335,18 @@ def test_a_stop_prints_its_event_and_actions():
     assert str(stop) == "F+ 3 : unshard 4, wait 3"
 
 
-@pytest.mark.parametrize("options", [{"depth": -1}, {"max_reductions": 0}, {"backward_prefetch": 1.5}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"depth": -1},
+        {"max_reductions": 0},
+        {"backward_prefetch": 1.5},
+        {"keep_nbytes": -1},
+        {"bucket_cap_mb": -1},
+        {"bucket_cap_mb": float("nan")},
+        {"bucket_cap_mb": "1"},
+    ],
+)
 def test_a_policy_refuses_what_makes_no_sense(options):
     with pytest.raises(InputError, match=next(iter(options))):
         SchedulePolicy(**options)

@@ -8,9 +8,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwright import MixedPrecisionPolicy, fully_shard, set_transport, stats
+from shardwright import MixedPrecisionPolicy, SchedulePolicy, fully_shard, set_transport, stats
 from shardwright.motion.unit import unit_of
-from shardwright.plan.schedule import ActionKind, Event, EventKind, Phase, Schedule, check
+from shardwright.plan.schedule import Action, ActionKind, Event, EventKind, Phase, Schedule
+from shardwright.plan.soundness import check
 from tests.ranks.models import Block, Run, assert_same, batches, build, full, loss_of, shard_decoder
 from tests.ranks.pool import run_ranks
 
@@ -21,6 +22,7 @@ def held_nbytes(model):
 
 def storage_freed(rank, world):
     model = shard_decoder(build(), fully_shard)
+    model.set_schedule_policy(SchedulePolicy(bucket_cap_mb=0))
     run = Run.of(model)
     root, last = unit_of(model).group, unit_of(model.blocks[-1]).group
     for step in range(3):
@@ -108,6 +110,7 @@ def test_a_step_sends_the_optimal_number_of_bytes(world):
 
 def schedule_is_followed(rank, world):
     model = shard_decoder(build(), fully_shard)
+    model.set_schedule_policy(SchedulePolicy(bucket_cap_mb=0))
     assert model.schedule() == Schedule()
     for step in range(3):
         loss_of(model, batches(step, world)[rank]).backward()
@@ -119,9 +122,9 @@ def schedule_is_followed(rank, world):
     stops = {(phase, stop.event): stop.actions for phase in Phase for stop in schedule.phases.get(phase, ())}
     forward = stops[Phase.FORWARD, Event(EventKind.FORWARD_BEGIN, 0)]
     backward = stops[Phase.BACKWARD, Event(EventKind.BACKWARD_BEGIN, 2)]
-    assert (ActionKind.UNSHARD, 1) in forward
-    assert (ActionKind.UNSHARD, 1) in backward
-    assert forward.index((ActionKind.UNSHARD, 1)) < forward.index((ActionKind.WAIT, 0))
+    assert Action(ActionKind.UNSHARD, 1) in forward
+    assert Action(ActionKind.UNSHARD, 1) in backward
+    assert forward.index(Action(ActionKind.UNSHARD, 1)) < forward.index(Action(ActionKind.WAIT, 0))
     return str(schedule)
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import time
+from collections import Counter
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from torch.nn import functional as F
 
 from shardwright import SchedulePolicy, fully_shard, set_transport, stats
 from shardwright.motion.unit import unit_of
-from shardwright.plan.schedule import ActionKind, EventKind, Phase, check
+from shardwright.plan.schedule import ActionKind, EventKind, Phase
+from shardwright.plan.soundness import check
 from shardwright.state.group import ParamGroup
 from shardwright.state.reducer import Reducer
 from shardwright.train.config import ModelConfig, Recipe, ScheduleConfig
@@ -26,6 +28,8 @@ POLICIES = {
     "post": SchedulePolicy(backward_prefetch="post"),
     "deep": SchedulePolicy(depth=3, max_reductions=4, keep_last=2),
     "bounded": SchedulePolicy(depth=3, budget_nbytes=4000, max_gathers=1, max_reductions=1),
+    "apart": SchedulePolicy(bucket_cap_mb=0),
+    "in pairs": SchedulePolicy(bucket_cap_mb=2 * 3000 / 2**20, keep_nbytes=8000),
 }
 
 
@@ -67,7 +71,7 @@ def delayed(rank, world, place, transport):
         return call
 
     if place == "reduce":
-        Reducer.reduce = late(Reducer.reduce)
+        Reducer.release = late(Reducer.release)
     elif place == "reshard":
         ParamGroup.reshard = late(ParamGroup.reshard)
     else:
@@ -84,6 +88,7 @@ def test_a_late_rank_changes_nothing(place, transport):
 
 def explicit_lists(rank, world):
     model = shard_decoder(build(num_blocks=4), fully_shard)
+    model.set_schedule_policy(SchedulePolicy(bucket_cap_mb=0))
     first, second, third, fourth = model.blocks
     first.set_modules_to_forward_prefetch([second, third])
     fourth.set_modules_to_backward_prefetch([second])
@@ -97,7 +102,8 @@ def explicit_lists(rank, world):
 
     def issued(phase, kind, block):
         stop = next(s for s in schedule.phases[phase] if s.event == (kind, index[block]))
-        return [a.group for a in stop.actions if a.kind is ActionKind.UNSHARD and a.group != index[block]]
+        gathered = [g for a in stop.actions if a.kind is ActionKind.UNSHARD for g in a.groups]
+        return [group for group in gathered if group != index[block]]
 
     assert issued(Phase.FORWARD, EventKind.FORWARD_BEGIN, first) == [index[second], index[third]]
     assert issued(Phase.BACKWARD, EventKind.BACKWARD_BEGIN, fourth) == [index[second]]
@@ -149,13 +155,131 @@ def lookup(rank, world, kind):
     check(model.schedule())
     assert model.trace().schedule() == model.schedule()
     stops = [stop for phase in model.schedule().phases.values() for stop in phase]
-    return sum(action == (ActionKind.UNSHARD, group) for stop in stops for action in stop.actions)
+    return sum(a.kind is ActionKind.UNSHARD and group in a.groups for stop in stops for a in stop.actions)
 
 
 def test_the_backward_of_a_lookup_gathers_nothing():
     assert run_ranks(2, lookup, nn.Embedding) == [1, 1]
     assert run_ranks(2, lookup, Scaled) == [2, 2]
     assert run_ranks(2, lookup, Penalised) == [2, 2]
+
+
+class Tiny(nn.Module):
+    """Residual layers of a few bytes, more than one of them in float64, with a large one in the middle."""
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(num_layers))
+        self.layers[num_layers // 2] = nn.Sequential(nn.Linear(6, 90_000), nn.Linear(90_000, 6))
+        for layer in self.layers[1::7]:
+            layer.double()
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x.to(next(layer.parameters()).dtype))).float()
+        return x
+
+
+def count_collectives(comm, counts):
+    """Count a transport's all-gathers and reduce-scatters from now on."""
+    for kind in ("all_gather", "reduce_scatter"):
+        inner = getattr(comm, kind)
+
+        def counted(*args, kind=kind, inner=inner):
+            counts[kind] += 1
+            return inner(*args)
+
+        setattr(comm, kind, counted)
+
+
+def tiny_groups(rank, world, num_layers, transport, cap_mb):
+    """Collectives of one step of a model of tiny groups, its losses and its shards."""
+    set_transport(transport)
+    model = Tiny(num_layers)
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    model.set_schedule_policy(SchedulePolicy(bucket_cap_mb=cap_mb))
+    counts, losses, run = Counter(), [], Run.of(model)
+    for step in range(3):
+        if step == 2:
+            count_collectives(unit_of(model.layers[0]).group.comm, counts)
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        loss = model(torch.randn(3, 6, generator=generator)).square().mean()
+        loss.backward()
+        run.step()
+        losses.append(loss.item())
+    check(model.schedule())
+    assert model.trace().schedule() == model.schedule()
+    return counts, losses, [p.detach().to_local().numpy().tobytes() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(("world", "transport"), [(2, "auto"), (3, "sockets"), (2, "collectives")])
+def test_a_model_of_200_tiny_groups_needs_a_handful_of_collectives(world, transport):
+    apart = run_ranks(world, tiny_groups, 200, transport, 0)
+    shared = run_ranks(world, tiny_groups, 200, transport, 1.0)
+    for alone, together in zip(apart, shared, strict=True):
+        assert alone[1:] == together[1:]
+        # Each group but the last is gathered twice.
+        assert alone[0] == {"all_gather": 399, "reduce_scatter": 200}
+        # Forward and backward: the first group, what lies before the large one, it, what lies behind it.
+        assert together[0]["all_gather"] <= 8
+        assert together[0]["reduce_scatter"] == 2
+
+
+def abandoned(rank, world):
+    """Gradients that are held back when a backward fails are forgotten with it."""
+    model, reference = Tiny(5), Tiny(5)
+    for layer in model.layers:
+        fully_shard(layer)
+    ours, theirs = Run.of(fully_shard(model)), Run.of(reference)
+    inputs = torch.randn(world, 3, 6, generator=torch.Generator().manual_seed(1))
+
+    def fail(_):
+        raise RuntimeError("on purpose")
+
+    for step in range(3):
+        first = model.layers[0].register_full_backward_hook(lambda *_: fail(_)) if step == 1 else None
+        loss = model(inputs[rank].requires_grad_()).square().mean()
+        if first is not None:
+            with pytest.raises(RuntimeError, match="on purpose"):
+                loss.backward()
+            first.remove()
+            continue
+        loss.backward()
+        torch.stack([reference(rows).square().mean() for rows in inputs]).mean().backward()
+        ours.step()
+        theirs.step()
+        assert_same(model, reference)
+
+
+def test_held_gradients_of_a_failed_backward_are_forgotten():
+    run_ranks(2, abandoned)
+
+
+def accumulated(rank, world, cap_mb):
+    """Shards after accumulating over microbatches, with and without communication, in buckets."""
+    model = shard_decoder(build(), fully_shard)
+    model.set_schedule_policy(SchedulePolicy(bucket_cap_mb=cap_mb))
+    run = Run.of(model)
+    for step in range(4):
+        model.set_requires_gradient_sync(step % 2 == 1)
+        model.set_is_last_backward(step % 2 == 1)
+        loss_of(model, batches(step, world)[rank]).backward()
+        if step % 2:
+            run.step()
+    model.set_requires_gradient_sync(True)
+    for step in range(4):
+        model.set_is_last_backward(step % 2 == 1)
+        loss_of(model, batches(step, world)[rank]).backward()
+        if step % 2:
+            run.step()
+    return [p.detach().to_local().numpy().tobytes() for p in model.parameters()]
+
+
+def test_accumulating_gradients_is_the_same_in_buckets():
+    assert run_ranks(2, accumulated, 0) == run_ranks(2, accumulated, 1.0)
 
 
 def train_recipe(rank, world, schedule):

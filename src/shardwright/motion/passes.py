@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardwright.observe.trace import TraceEntry
-from shardwright.plan.schedule import Event, Phase, Planner, Schedule
+from shardwright.plan.planner import Planner
+from shardwright.plan.schedule import Event, Phase, Schedule
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from shardwright.motion.costs import Stats, communication_s, stats
 from shardwright.motion.passes import Book, Pass, StepPolicy
 from shardwright.motion.table import GroupTable
 from shardwright.observe.trace import Trace, TraceEntry
+from shardwright.plan.planner import Planner, plan
 from shardwright.plan.schedule import (
     BEGINS,
     Action,
@@ -27,9 +28,7 @@ from shardwright.plan.schedule import (
     EventKind,
     GroupFacts,
     Phase,
-    Planner,
     Schedule,
-    plan,
 )
 from shardwright.policy import SchedulePolicy
 from shardwright.state.group import ParamGroup, Stage

@@ -5,8 +5,10 @@ from typing import Any
 
 from shardwright.comm.base import Comm
 from shardwright.motion.census import check_same_model
-from shardwright.plan.schedule import Action, ActionKind, GroupFacts, Planner
+from shardwright.plan.planner import Planner
+from shardwright.plan.schedule import Action, ActionKind, GroupFacts
 from shardwright.policy import SchedulePolicy
+from shardwright.state import together
 from shardwright.state.group import ParamGroup, Stage
 
 
@@ -69,18 +71,27 @@ class GroupTable:
         group, facts = self.groups[index], self._settings[index]
         root_stays = facts.reshard_after_forward is None and group in self.root
         reshard = False if root_stays else facts.reshard_after_forward
-        return replace(facts, reshard_after_forward=reshard, nbytes=group.unsharded_nbytes)
+        return replace(
+            facts,
+            reshard_after_forward=reshard,
+            nbytes=group.unsharded_nbytes,
+            grad_nbytes=group.grad_nbytes,
+            lane=id(group.comm) if group.near is None else None,
+        )
 
     def planner(self, policy: SchedulePolicy) -> Planner:
-        """A planner that knows what is live and being reduced at this moment."""
+        """A planner that knows what is live, held and being reduced at this moment."""
         planner = Planner(policy, self.facts)
+        stages = [(index, group.stage) for index, group in enumerate(self.groups)]
+        planner.suppose(
+            live=(index for index, stage in stages if stage is not Stage.SHARDED),
+            waited=(index for index, stage in stages if stage is Stage.UNSHARDED),
+        )
         for index, group in enumerate(self.groups):
-            if group.stage is not Stage.SHARDED:
-                planner.live[index] = None
-            if group.stage is Stage.UNSHARDED:
-                planner.waited.add(index)
             if group.reducer.in_flight:
-                planner.reducing.append(index)
+                planner.reducing.append((index,))
+            elif group.reducer.holds:
+                planner.held.append(index)
         return planner
 
     def take(self, action: Action, nearby: bool = False) -> None:
@@ -88,25 +99,32 @@ class GroupTable:
 
         nearby: a reshard keeps shards over a smaller world, where the group has one.
         """
-        group = self.groups[action.group]
-        held_nbytes = group.held_nbytes
+        groups = [self.groups[index] for index in action.groups]
+        held_nbytes = sum(group.held_nbytes for group in groups)
         if action.kind is ActionKind.UNSHARD:
-            if group.stage is Stage.SHARDED:
-                self._compare(group.axis.comm)
-                group.unshard()
-        elif action.kind is ActionKind.WAIT:
-            if group.stage is Stage.GATHERING:
-                group.wait()
-        elif action.kind is ActionKind.RESHARD:
-            if group.stage is not Stage.SHARDED:
-                group.reshard(nearby)
+            self._unshard([group for group in groups if group.stage is Stage.SHARDED])
         elif action.kind is ActionKind.REDUCE:
-            group.reducer.wait()
-            group.reducer.settle()
-            group.reducer.reduce()
-        else:
-            group.reducer.wait()
-        self.memory.take(group.held_nbytes - held_nbytes)
+            self._settle([group for group in groups if not group.reducer.holds])
+            together.reduce([group.reducer for group in groups])
+        elif action.kind is ActionKind.WAIT_REDUCE:
+            together.land([group.reducer for group in groups])
+        for group in groups:
+            if action.kind is ActionKind.WAIT:
+                if group.stage is Stage.GATHERING:
+                    group.wait()
+            elif action.kind is ActionKind.RESHARD:
+                if group.stage is not Stage.SHARDED:
+                    group.reshard(nearby)
+            elif action.kind is ActionKind.HOLD and not group.reducer.holds:
+                self._settle([group])
+                group.reducer.hold()
+        self.memory.take(sum(group.held_nbytes for group in groups) - held_nbytes)
+
+    def _unshard(self, groups: list[ParamGroup]) -> None:
+        for comm in dict.fromkeys(group.axis.comm for group in groups):
+            self._compare(comm)
+        if groups:
+            together.unshard(groups)
 
     def _compare(self, comm: Comm) -> None:
         """Before the first all-gather on an axis, which needs the same ranks: do they hold the same model?"""
@@ -116,9 +134,11 @@ class GroupTable:
 
     def settle(self) -> None:
         """Wait for every reduction, and add its result to the shards' gradients."""
-        for group in self.groups:
-            group.reducer.wait()
-        for group in self.groups:
+        self._settle(self.groups)
+
+    def _settle(self, groups: list[ParamGroup]) -> None:
+        together.land([group.reducer for group in groups])
+        for group in groups:
             group.reducer.settle()
 
     def forget_stale(self) -> None:

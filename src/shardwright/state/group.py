@@ -14,7 +14,7 @@ from enum import StrEnum
 
 import torch
 
-from shardwright.comm.base import Comm, Gather
+from shardwright.comm.base import Comm, Gather, Piece
 from shardwright.comm.mesh import Axis
 from shardwright.errors import StageError
 from shardwright.plan.layout import GroupLayout
@@ -112,21 +112,37 @@ class ParamGroup:
 
         Raises: StageError for a parameter that is still on the meta device or was replaced by something else.
         """
+        self.prepare()
+        pieces = self.fill()
+        if pieces is not None:
+            self.receive(self.comm.all_gather(pieces, f"all-gather {self.name}"))
+
+    def prepare(self) -> None:
+        """Follow the parameters at rest, before ``fill``. Raises: StageError as ``unshard``."""
         self._follow()
         self._check_materialised()
+
+    def fill(self) -> list[Piece] | None:
+        """Take the buffer and fill this rank's part; what an all-gather has to move, for ``receive``.
+
+        None where the group's neighbours have it all, whose all-gather is issued here.
+        """
         self._move(Stage.GATHERING)
         assert self.buffer is not None
         self._gathered_versions = self._versions()
         self.buffer.alloc()
         self.decoding.wire.alloc()
         if self.near is not None and self.near.holds(self._gathered_versions):
-            self._gather = self.near.gather(f"all-gather {self.name} nearby")
-            return
+            self.receive(self.near.gather(f"all-gather {self.name} nearby"))
+            return None
         with torch.no_grad():
             for param in self.params:
                 param.own.copy_(param.local, non_blocking=True)
-        pieces = [param.gather_piece() for param in self.params if param.layout.dim is not None]
-        self._gather = self.comm.all_gather(pieces, f"all-gather {self.name}")
+        return [param.gather_piece() for param in self.params if param.layout.dim is not None]
+
+    def receive(self, gather: Gather) -> None:
+        """The all-gather in flight that ``wait`` waits for."""
+        self._gather = gather
 
     def wait(self) -> None:
         """Wait for the all-gather; from now on modules show the unsharded parameters."""
@@ -171,6 +187,13 @@ class ParamGroup:
         parts = {part for pair in pairs for part in pair.parts}
         plain = [(p.layout.shape, p.sharded.dtype) for p in self.params if p not in parts]
         return plain + [(pair.encoding.shape, pair.encoding.dtype) for pair in pairs]
+
+    @property
+    def grad_nbytes(self) -> int:
+        """Bytes of the gradients that a backward brings now, of unsharded parameters in the dtype at rest."""
+        return sum(
+            param.local.element_size() * param.layout.numel for param in self.params if param.trainable
+        )
 
     @property
     def unsharded_nbytes(self) -> int:

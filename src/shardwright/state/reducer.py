@@ -1,6 +1,7 @@
 """What becomes of a group's gradients: unsharded on this rank -> reduced over ranks -> added to the shards'.
 
-    reduce()   issue the reduce-scatter              (or keep the gradients, while accumulating)
+    hold()     take what a backward has brought      (or keep it unsharded, while accumulating)
+    reduce()   issue the reduce-scatter of that
     wait()     wait for it; issue the all-reduce over copies, where the mesh has them
     settle()   wait for that; divide, and add to the gradients of the shards
 
@@ -13,12 +14,13 @@ from typing import Any
 import torch
 
 from shardwright.comm.all_reduce import AllReduce
-from shardwright.comm.base import Comm, Reduction
+from shardwright.comm.base import Comm, Piece, Reduction
 from shardwright.comm.mesh import Axis
 from shardwright.policy import MixedPrecisionPolicy, ReductionPolicy
 from shardwright.state.param import ShardedParam
 
 Hook = Callable[[torch.Tensor], None]
+Grads = list[tuple[ShardedParam, torch.Tensor]]
 
 
 class Reducer:
@@ -41,8 +43,9 @@ class Reducer:
         self._params = params
         self._axis = axis
         self._precision = precision
+        self._held: Grads | None = None
         self._reduction: tuple[Reduction, list[ShardedParam]] | None = None
-        self._all_reduce: tuple[AllReduce, list[ShardedParam]] | None = None
+        self._all_reduce: tuple[Reduction, list[ShardedParam]] | None = None
         self._partial: dict[ShardedParam, torch.Tensor] = {}
 
     @property
@@ -50,45 +53,88 @@ class Reducer:
         """Whether a reduce-scatter is in flight."""
         return self._reduction is not None
 
-    def reduce(self) -> bool:
-        """Issue the reduce-scatter of the gradients that this backward has brought; False where none.
+    # ---- the reduce-scatter
 
-        While accumulating the gradients stay here, unsharded, to be reduced with later ones.
+    @property
+    def holds(self) -> bool:
+        """Whether gradients were taken by ``hold`` and not reduced since."""
+        return self._held is not None
+
+    def hold(self) -> None:
+        """Take the gradients that this backward has brought, for ``release``.
+
+        While accumulating they stay here, unsharded, to be reduced with later ones.
         """
+        assert self._held is None, f"{self.name}: gradients are held already"
         assert self._reduction is None and self._all_reduce is None, f"{self.name}: wait and settle first"
         self.done = True
+        self._held = []
         if not self.policy.reduce:
             for param in self._params:
                 param.accumulate_grad(self._precision)
-            return False
+            return
         taken = [(param, param.take_grad()) for param in self._params if param.trainable]
         if self.policy.unused_params:
             taken = [(p, p.zero_grad(self._precision) if grad is None else grad) for p, grad in taken]
-        grads = [(param, grad) for param, grad in taken if grad is not None]
-        if not grads:
-            return False
-        self._reduction = self._issue(grads, f"reduce-scatter {self.name}"), [param for param, _ in grads]
-        return True
+        self._held = [(param, grad) for param, grad in taken if grad is not None]
+
+    def release(self) -> Grads:
+        """What is held; the caller reduces it. Empty where this backward has brought none."""
+        held, self._held = self._held, None
+        return held or []
+
+    def inputs(self, grads: Grads) -> tuple[list[Piece], list[torch.dtype]]:
+        """What a reduce-scatter of ``grads`` takes."""
+        pieces = [param.reduce_piece(grad, self._precision) for param, grad in grads]
+        return pieces, [param.reduce_dtype(self._precision) for param, _ in grads]
+
+    def issue(self, grads: Grads) -> None:
+        """Issue a reduce-scatter of ``grads`` alone."""
+        reduction = self.comm.reduce_scatter(*self.inputs(grads), f"reduce-scatter {self.name}")
+        self.send(reduction, [param for param, _ in grads])
+
+    def send(self, reduction: Reduction, params: list[ShardedParam]) -> None:
+        """From here on the gradients of ``params`` are in flight."""
+        self._reduction = reduction, params
 
     def wait(self) -> None:
         """Wait for the reduce-scatter, and issue the all-reduce over copies. No-op where none is out."""
+        partial = self.land()
+        if partial:
+            key = f"all-reduce {self.name}"
+            self.send_copies(AllReduce(self.copies, list(partial.values()), key), list(partial))
+
+    def land(self) -> dict[ShardedParam, torch.Tensor]:
+        """Wait for the reduce-scatter; what is to be all-reduced over copies now, if anything."""
         if self._reduction is None:
-            return
+            return {}
         reduction, params = self._reduction
         self._reduction = None
         totals = reduction.wait()
         if not params:
-            return
+            return {}
         if self._axis.replicate is None:
             self._finish(totals, params)
-            return
+            return {}
         for param, total in zip(params, totals, strict=True):
             earlier = self._partial.get(param)
             self._partial[param] = total if earlier is None else earlier.add_(total)
-        if self.policy.all_reduce:
-            partial, self._partial = self._partial, {}
-            key = f"all-reduce {self.name}"
-            self._all_reduce = AllReduce(self._axis.replicate, list(partial.values()), key), list(partial)
+        if not self.policy.all_reduce:
+            return {}
+        partial, self._partial = self._partial, {}
+        return partial
+
+    # ---- the all-reduce over copies
+
+    @property
+    def copies(self) -> Comm:
+        """The transport among the ranks that hold the same shards; only where there are such."""
+        assert self._axis.replicate is not None
+        return self._axis.replicate
+
+    def send_copies(self, all_reduce: Reduction, params: list[ShardedParam]) -> None:
+        """From here on the sums of ``params`` are in flight over the copies."""
+        self._all_reduce = all_reduce, params
 
     def settle(self) -> None:
         """Wait for the all-reduce, and add to the shards' gradients. No-op where none is out."""
@@ -102,23 +148,19 @@ class Reducer:
     def rehearse(self) -> None:
         """Reduce zeros in place of gradients and forget the result: to time the collectives alone."""
         zeros = [(p, p.zero_grad(self._precision)) for p in self._params if p.trainable]
-        totals = self._issue(zeros, f"rehearsal {self.name}").wait()
+        totals = self.comm.reduce_scatter(*self.inputs(zeros), f"rehearsal {self.name}").wait()
         if self._axis.replicate is not None:
             AllReduce(self._axis.replicate, totals, f"rehearsal {self.name}").wait()
 
     def drop(self) -> None:
         """Forget the gradients of a backward that failed; what is in flight ends unseen."""
         self._partial = {}
+        self._held = None
         self.done = False
         if self._reduction is not None:
             self._reduction = (self._reduction[0], [])
         if self._all_reduce is not None:
             self._all_reduce = (self._all_reduce[0], [])
-
-    def _issue(self, grads: Sequence[tuple[ShardedParam, torch.Tensor]], key: str) -> Reduction:
-        pieces = [param.reduce_piece(grad, self._precision) for param, grad in grads]
-        dtypes = [param.reduce_dtype(self._precision) for param, _ in grads]
-        return self.comm.reduce_scatter(pieces, dtypes, key)
 
     def _finish(self, totals: list[torch.Tensor], params: Sequence[ShardedParam]) -> None:
         divisor = self.policy.divide_factor or self._axis.world * self._axis.num_copies

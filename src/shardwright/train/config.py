@@ -152,6 +152,14 @@ class ScheduleConfig(Section):
     keep_last: int = Field(
         default=1, ge=0, description="groups kept unsharded from the forward, that the backward needs first"
     )
+    keep_nbytes: int = Field(
+        default=0, ge=0, description="more of them are kept while all take no more than these bytes"
+    )
+    bucket_cap_mb: float = Field(
+        default=1.0,
+        ge=0.0,
+        description="MiB of small groups that share a collective with another; 0: each has its own",
+    )
     transport: Literal["auto", "sockets", "collectives"] = Field(
         default="auto", description="how bytes move; auto: shared memory between CPU ranks of one host"
     )

@@ -1,0 +1,84 @@
+"""Several groups in one collective: small ones, whose own would cost its latency and little else."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+from shardwright.comm.all_reduce import AllReduce
+from shardwright.comm.base import Comm
+from shardwright.comm.shared import SharedGather, SharedReduction
+from shardwright.state.group import ParamGroup
+from shardwright.state.reducer import Reducer
+
+Member = TypeVar("Member")
+
+
+def unshard(groups: Sequence[ParamGroup]) -> None:
+    """Issue the all-gathers of groups at rest, one for each transport that they use.
+
+    Raises: StageError, before anything was issued (see ``ParamGroup.unshard``).
+    """
+    if len(groups) == 1:
+        groups[0].unshard()
+        return
+    for group in groups:
+        group.prepare()
+    filled = [(group, group.fill()) for group in groups]
+    pieces = {group: own for group, own in filled if own is not None}
+    for comm, members in _by_comm(pieces, lambda group: group.comm):
+        gather = comm.all_gather([p for g in members for p in pieces[g]], _key("all-gather", members))
+        shared = gather if len(members) == 1 else SharedGather(gather)
+        for group in members:
+            group.receive(shared)
+
+
+def reduce(reducers: Sequence[Reducer]) -> None:
+    """Issue the reduce-scatters of what is held or was just brought, one for each transport.
+
+    Nothing of theirs may be in flight.
+    """
+    grads = {}
+    for reducer in reducers:
+        if not reducer.holds:
+            reducer.hold()
+        held = reducer.release()
+        if held:
+            grads[reducer] = held
+    for comm, members in _by_comm(grads, lambda reducer: reducer.comm):
+        if len(members) == 1:
+            members[0].issue(grads[members[0]])
+            continue
+        inputs = [reducer.inputs(grads[reducer]) for reducer in members]
+        pieces, dtypes = ([one for pair in inputs for one in pair[side]] for side in (0, 1))
+        whole = SharedReduction(comm.reduce_scatter(pieces, dtypes, _key("reduce-scatter", members)))
+        parts = whole.parts([len(grads[reducer]) for reducer in members])
+        for reducer, part in zip(members, parts, strict=True):
+            reducer.send(part, [param for param, _ in grads[reducer]])
+
+
+def land(reducers: Sequence[Reducer]) -> None:
+    """Wait for reduce-scatters, and issue the all-reduces over copies, one for each transport."""
+    found = {reducer: reducer.land() for reducer in reducers}
+    partial = {reducer: totals for reducer, totals in found.items() if totals}
+    for comm, members in _by_comm(partial, lambda reducer: reducer.copies):
+        values = [total for reducer in members for total in partial[reducer].values()]
+        whole = SharedReduction(AllReduce(comm, values, _key("all-reduce", members)))
+        parts = whole.parts([len(partial[reducer]) for reducer in members])
+        for reducer, part in zip(members, parts, strict=True):
+            reducer.send_copies(part, list(partial[reducer]))
+
+
+def _by_comm(
+    members: Iterable[Member], comm_of: Callable[[Member], Comm]
+) -> Iterable[tuple[Comm, list[Member]]]:
+    """Members by transport, in order."""
+    found: dict[int, tuple[Comm, list[Member]]] = {}
+    for member in members:
+        comm = comm_of(member)
+        found.setdefault(id(comm), (comm, []))[1].append(member)
+    return found.values()
+
+
+def _key(what: str, members: Sequence[ParamGroup] | Sequence[Reducer]) -> str:
+    """For messages, alike on all ranks."""
+    more = f" and {len(members) - 1} more, to {members[-1].name}" if len(members) > 1 else ""
+    return f"{what} {members[0].name}{more}"
