@@ -11,9 +11,7 @@ rank must send over the rate of the link.
 
 import argparse
 import os
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bench.links import LINKS, LinkError, places
+from bench.launch import launch
+from bench.links import LINKS, LinkError
 from shardwright import ReduceScatterBucketer
 
 try:
@@ -140,27 +139,6 @@ def measure(rank: int, options: argparse.Namespace, store: str) -> None:
     dist.destroy_process_group()
 
 
-def launch(options: argparse.Namespace) -> None:
-    """Start one process per rank in its place, and end them all with this one."""
-    with tempfile.TemporaryDirectory() as folder, places(options.link, options.world) as homes:
-        ranks: list[subprocess.Popen[bytes]] = []
-        try:
-            for rank, home in enumerate(homes):
-                words = [*home.prefix, sys.executable, __file__, *sys.argv[1:]]
-                environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": home.interface}
-                inner = ["--rank", str(rank), "--store", f"{folder}/store"]
-                ranks.append(subprocess.Popen([*words, *inner], env=environment))
-            failed = [rank for rank, process in enumerate(ranks) if process.wait(options.limit_s)]
-        except subprocess.TimeoutExpired:
-            sys.exit(f"bench: a rank ran past {options.limit_s:g} s (--limit-s)")
-        finally:
-            for process in ranks:
-                process.kill()
-                process.wait()
-    if failed:
-        sys.exit(f"bench: ranks {failed} ended with an error")
-
-
 def main() -> None:
     """Parse, then measure as a rank or launch the ranks."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -176,7 +154,7 @@ def main() -> None:
         measure(options.rank, options, options.store)
         return
     try:
-        launch(options)
+        launch(options.link, options.world, __file__, options.limit_s)
     except LinkError as error:
         sys.exit(f"bench: {error}")
 
