@@ -1,4 +1,5 @@
-"""What is saved at one number of ranks comes back bit-equal at any other, optimizer state included."""
+"""What is saved at one number of ranks through one door comes back bit-equal at any other, through any door,
+optimizer state included."""
 
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwright import fully_shard
 from shardwright.checkpoint import load, save
+from shardwright.wrapper import FSDP
 from tests.ranks.pool import run_ranks
 
 
@@ -37,14 +39,31 @@ class Net(nn.Module):
         return self.head(self.norm(self.frozen(h)))
 
 
-def build(kind: str, seed: int, shard: bool = True) -> tuple[nn.Module, torch.optim.Optimizer]:
+def by_layers(model: Net) -> nn.Module:
+    """``fully_shard``, a group for some of the layers."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in (model.up, model.one, model.down, model.frozen):
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def wrapped(model: Net) -> nn.Module:
+    """The wrapper class, other groups than ``by_layers`` has."""
+    model.up, model.frozen = FSDP(model.up), FSDP(model.frozen)
+    return FSDP(model)
+
+
+def plain(model: Net) -> nn.Module:
+    """One process, as it is."""
+    return model
+
+
+DOORS = {door.__name__: door for door in (by_layers, wrapped, plain)}
+
+
+def build(kind: str, seed: int, door: str = "by_layers") -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
-    model = Net()
-    if shard:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        for layer in (model.up, model.one, model.down, model.frozen):
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+    model = DOORS[door](Net())
     trained = [p for p in model.parameters() if p.requires_grad]
     decay, rest = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim < 2]
     groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "lr": 0.01}]
@@ -90,15 +109,15 @@ def assert_equal(a: dict, b: dict) -> None:
             assert a[key] == b[key], key
 
 
-def save_trained(rank: int, world: int, path: str, kind: str) -> dict:
-    model, optimizer = build(kind, seed=1)
+def save_trained(rank: int, world: int, path: str, kind: str, door: str) -> dict:
+    model, optimizer = build(kind, 1, door)
     train(model, optimizer, range(2))
     save(path, model=model, optimizer=optimizer, extra={"tokens": 123, "note": (1, None)}, step=2)
     return everything(model, optimizer)
 
 
-def load_fresh(rank: int, world: int, path: str, kind: str) -> dict:
-    model, optimizer = build(kind, seed=rank + 100)
+def load_fresh(rank: int, world: int, path: str, kind: str, door: str) -> dict:
+    model, optimizer = build(kind, rank + 100, door)
     restored = load(path, model=model, optimizer=optimizer)
     assert (restored.step, restored.extra) == (2, {"tokens": 123, "note": (1, None)})
     assert model.head.weight is model.embed.weight
@@ -108,17 +127,19 @@ def load_fresh(rank: int, world: int, path: str, kind: str) -> dict:
 @pytest.mark.parametrize(
     ("kind", "saved", "loaded"),
     [
-        ("adamw", 1, 3),
-        ("adamw", 2, 1),
-        ("adamw", 2, 2),
-        ("adamw", 3, 2),
-        ("adamw", 4, 5),
-        ("sgd", 2, 4),
-        ("sgd", 4, 1),
+        ("adamw", (1, "plain"), (4, "wrapped")),
+        ("adamw", (1, "wrapped"), (3, "by_layers")),
+        ("adamw", (2, "by_layers"), (1, "plain")),
+        ("adamw", (2, "wrapped"), (2, "by_layers")),
+        ("adamw", (3, "by_layers"), (2, "wrapped")),
+        ("adamw", (4, "wrapped"), (5, "wrapped")),
+        ("sgd", (2, "by_layers"), (4, "by_layers")),
+        ("sgd", (3, "wrapped"), (8, "by_layers")),
+        ("sgd", (4, "by_layers"), (1, "wrapped")),
     ],
 )
-def test_any_world_size_restores_bit_equal(tmp_path: Path, kind: str, saved: int, loaded: int) -> None:
-    before = run_ranks(saved, save_trained, str(tmp_path), kind)[0]
+def test_any_world_size_and_door_restores_bit_equal(tmp_path: Path, kind: str, saved, loaded) -> None:
+    before = run_ranks(saved[0], save_trained, str(tmp_path), kind, saved[1])[0]
     assert {before["narrow.weight"].dtype, before["up.weight"].dtype} == {torch.bfloat16, torch.float32}
-    for after in run_ranks(loaded, load_fresh, str(tmp_path), kind):
+    for after in run_ranks(loaded[0], load_fresh, str(tmp_path), kind, loaded[1]):
         assert_equal(before, after)

@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from shardwright import full_state_dict, fully_shard
 from shardwright.checkpoint import load
 from shardwright.errors import CheckpointError
+from shardwright.wrapper import FSDP, ModuleWrapPolicy, StateDictType
 from tests.ranks.pool import run_ranks
 
 
@@ -170,23 +172,49 @@ def test_what_cannot_be_read_says_why(tmp_path: Path) -> None:
 # ---- torch's own tools on our models
 
 
-def dcp_round_trip(rank: int, world: int, path: str, saving: bool) -> dict[str, torch.Tensor]:
-    if saving:
-        dcp.save(sharded(1).state_dict(), checkpoint_id=f"{path}/sync")
-        dcp.async_save(sharded(1).state_dict(), checkpoint_id=f"{path}/async").result()
-        return {}
+def stepped(seed: int, wrapper: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model of either door with the weights of ``seed``, and an optimizer with state."""
+    model = sharded(seed)
+    if wrapper:
+        model = FSDP(net(seed), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+        FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
+    for p in model.parameters():
+        p.grad = torch.cos(p.detach())
+    optimizer.step()
+    return model, optimizer
+
+
+def torch_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer),
+    }
+
+
+def dcp_round_trip(rank: int, world: int, path: str, wrapper: bool, saving: bool) -> None:
+    model, optimizer = stepped(1 if saving else 100, wrapper)
+    saved, its = stepped(1, wrapper)
+    expected = {name: its.state[p]["exp_avg"].full_tensor() for name, p in saved.named_parameters()}
     for kind in ("sync", "async"):
-        model = sharded(100)
-        state = model.state_dict()
-        dcp.load(state, checkpoint_id=f"{path}/{kind}")
-        model.load_state_dict(state)
-        assert_is_net(whole(model), 1)
-    return whole(model)
+        state = torch_state(model, optimizer)
+        if saving and kind == "sync":
+            dcp.save(state, checkpoint_id=f"{path}/{kind}")
+        elif saving:
+            dcp.async_save(state, checkpoint_id=f"{path}/{kind}").result()
+        else:
+            dcp.load(state, checkpoint_id=f"{path}/{kind}")
+            set_model_state_dict(model, state["model"])
+            set_optimizer_state_dict(model, optimizer, state["optimizer"])
+            assert_is_net(whole(model), 1)
+            for name, p in model.named_parameters():
+                assert torch.equal(optimizer.state[p]["exp_avg"].full_tensor(), expected[name]), name
 
 
-def test_our_state_dicts_go_through_torch_dcp_at_other_world_sizes(tmp_path: Path) -> None:
-    run_ranks(2, dcp_round_trip, str(tmp_path), True)
-    run_ranks(3, dcp_round_trip, str(tmp_path), False)
+@pytest.mark.parametrize("wrapper", [False, True], ids=["fully_shard", "wrapper"])
+def test_our_models_go_through_torch_dcp_at_other_world_sizes(tmp_path: Path, wrapper: bool) -> None:
+    run_ranks(2, dcp_round_trip, str(tmp_path), wrapper, True)
+    run_ranks(3, dcp_round_trip, str(tmp_path), wrapper, False)
 
 
 def model_state_dicts(rank: int, world: int) -> None:

@@ -38,6 +38,11 @@ class StatefulWrapper(nn.Module):
 
     # ---- state dicts
 
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """By this name torch.distributed.checkpoint.state_dict asks which module of a path is in no name."""
+        inner = self.module
+        return dict.fromkeys((*inner._modules, *inner._parameters, *inner._buffers), states.INNER)
+
     @staticmethod
     def set_state_dict_type(
         module: nn.Module,
