@@ -1,0 +1,443 @@
+"""Ranks that skip, reorder and repeat groups launch the same collectives, and none waits for ever.
+
+Each rank is a thread that runs the real ``Participant``; the world they meet in is simulated, and notices
+when every rank waits for another.
+"""
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwright.plan.hands import Call, Said, bits
+from shardwright.plan.orders import Orders
+from shardwright.plan.participation import Participant
+from shardwright.plan.schedule import Action, ActionKind, Event, EventKind, GroupFacts, Phase
+from shardwright.plan.supersequence import supersequence
+from shardwright.policy import SchedulePolicy
+
+F_BEGIN, F_END = EventKind.FORWARD_BEGIN, EventKind.FORWARD_END
+B_BEGIN, B_END = EventKind.BACKWARD_BEGIN, EventKind.BACKWARD_END
+
+
+class Deadlock(Exception):
+    """Every rank waits, and what each waits for can't come."""
+
+
+class World:
+    """What ranks share: their launches, and the rounds in which they exchange words."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.changed = threading.Condition()
+        self.waiting = 0
+        self.left = 0
+        self.stuck = False
+        self.logs: list[list[tuple[str, tuple[int, ...]]]] = [[] for _ in range(size)]
+        self.sent: list[list[frozenset]] = [[] for _ in range(size)]
+        self.rounds: dict[int, dict[int, object]] = defaultdict(dict)
+        self.said = [0] * size
+
+    def wait(self, ready: Callable[[], bool]) -> None:
+        """Until ``ready``. Raises: Deadlock on all ranks when all wait."""
+        with self.changed:
+            while not ready():
+                self.waiting += 1
+                if self.waiting + self.left == self.size or self.stuck:
+                    self.stuck = True
+                    self.changed.notify_all()
+                    raise Deadlock
+                self.changed.wait(5)
+                if self.stuck:
+                    raise Deadlock
+
+    def progress(self) -> None:
+        """Something has come: all look again."""
+        with self.changed:
+            self.waiting = 0
+            self.changed.notify_all()
+
+    def exchange(self, rank: int, word: object) -> list:
+        """Every rank's word of the same round."""
+        number = self.said[rank]
+        self.said[rank] += 1
+        self.rounds[number][rank] = word
+        self.progress()
+        self.wait(lambda: len(self.rounds[number]) == self.size)
+        return [self.rounds[number][r] for r in range(self.size)]
+
+    def launch(self, rank: int, kind: str, groups: tuple, tokens: frozenset = frozenset()) -> int:
+        """Launch a collective; returns its number."""
+        self.logs[rank].append((kind, groups))
+        self.sent[rank].append(tokens)
+        self.progress()
+        return len(self.logs[rank]) - 1
+
+    def finish(self, rank: int, number: int) -> frozenset:
+        """Wait until all ranks have launched it; what they sent, together."""
+        self.wait(lambda: all(len(log) > number for log in self.logs))
+        assert len({log[number] for log in self.logs}) == 1, [log[number] for log in self.logs]
+        return frozenset().union(*(sent[number] for sent in self.sent))
+
+
+class RankHands:
+    """``Hands`` of one simulated rank: gradients are sets of tokens."""
+
+    def __init__(self, world: World, rank: int, num_groups: int, facts: dict[int, GroupFacts]) -> None:
+        self.world, self.rank, self.num_groups = world, rank, num_groups
+        self.participant: Participant | None = None
+        self.table = facts
+        self.held: dict[int, int | None] = {}  # group -> launch that it waits for
+        self.grads: dict[int, set] = defaultdict(set)
+        self.aside: dict[int, frozenset] = {}
+        self.reducing: dict[int, int] = {}
+        self.totals: dict[int, frozenset] = {}
+        self.result: dict[int, frozenset] = {}
+        self.brought = 0
+
+    def meet(self, call: Call, entry: int) -> Said:
+        assert self.participant is not None
+        quiet = call is Call.DEVIATES
+        missing = bits(g for g in range(self.num_groups) if g not in self.held)
+        word = (call, 0 if quiet else missing, 0 if quiet else self.participant.used, self.brought)
+        words = self.world.exchange(self.rank, (word, self.participant.orders.digest))
+        assert quiet or len({digest for _, digest in words}) == 1
+        calls, missing, used, brought = ([word[i] for word, _ in words] for i in range(4))
+        union = [0, 0, 0, 0]
+        for i, values in enumerate((calls, missing, used, brought)):
+            for value in values:
+                union[i] |= value
+        return Said(Call(union[0]), 0, union[1], 2**self.num_groups - 1, union[2], union[3])
+
+    def least(self, code: int) -> int:
+        return min(self.world.exchange(self.rank, code))
+
+    def tell(self, order):
+        return sorted({told for told in self.world.exchange(self.rank, order) if told is not None})
+
+    def diverged(self, call: Call):
+        raise AssertionError(f"ranks are in different calls; this one in {call}")
+
+    def unshard(self, groups, near) -> None:
+        number = self.world.launch(self.rank, "all-gather", tuple(groups))
+        for group in groups:
+            self.held.setdefault(group, number)
+
+    def join(self, group: int, near: bool) -> None:
+        self.world.finish(self.rank, self.world.launch(self.rank, "all-gather", (group,)))
+
+    def hold(self, group: int) -> None:
+        assert group not in self.reducing
+        assert group not in self.aside
+        self.aside[group] = frozenset(self.grads.pop(group, ()))
+        self.brought |= bool(self.aside[group]) << group
+
+    def reduce(self, groups) -> None:
+        for group in groups:
+            if group not in self.aside:
+                self.hold(group)
+        tokens = frozenset().union(*(self.aside.pop(group) for group in groups))
+        number = self.world.launch(self.rank, "reduce-scatter", tuple(groups), tokens)
+        for group in groups:
+            self.reducing[group] = number
+
+    def take(self, action) -> None:
+        kind, group = action.kind, action.group
+        if kind is ActionKind.WAIT and self.held.get(group) is not None:
+            self.world.finish(self.rank, self.held[group])
+            self.held[group] = None
+        elif kind is ActionKind.RESHARD and group in self.held:
+            number = self.held.pop(group)
+            if number is not None:
+                self.world.finish(self.rank, number)
+        elif kind is ActionKind.WAIT_REDUCE:
+            for group in action.groups:
+                total = self.world.finish(self.rank, self.reducing.pop(group))
+                before = self.totals.get(group, frozenset())
+                total = frozenset(token for token in total if token[0] == group)
+                assert not total & before, "a gradient was added twice"
+                self.totals[group] = before | total
+
+    def settle(self, brought: int | None) -> None:
+        if brought is not None:
+            self.result = {g: total for g, total in self.totals.items() if brought >> g & 1}
+            self.totals, self.brought = {}, 0
+
+    def holds(self, group: int) -> bool:
+        return group in self.held
+
+    def must_reduce(self, group: int) -> bool:
+        return bool(self.grads.get(group))
+
+    def facts(self, group: int) -> GroupFacts:
+        return self.table[group]
+
+    def keep_near(self, group: int, reshard: bool) -> None:
+        if reshard:
+            self.take(Action(ActionKind.RESHARD, group))
+
+    def usable(self, group: int) -> bool:
+        """Whether a module may read it now."""
+        return group in self.held and self.held[group] is None
+
+
+def forward(participant, hands, phase, route):
+    participant.begin(phase)
+    root = hands.num_groups - 1
+    participant.at(Event(F_BEGIN, root))
+    for group in route:
+        participant.at(Event(F_BEGIN, group))
+        assert hands.usable(group)
+        assert hands.usable(root), "the root was resharded while it runs"
+        participant.at(Event(F_END, group))
+    participant.at(Event(F_END, root))
+    participant.end()
+
+
+def backward(participant, hands, route, token):
+    """Brings one gradient per use, and returns those that this rank has."""
+    participant.begin(Phase.BACKWARD)
+    made = defaultdict(set)
+    root = hands.num_groups - 1
+    for number, group in enumerate((root, *reversed(route))):
+        participant.at(Event(B_BEGIN, group))
+        assert hands.usable(group)
+        made[group].add((group, hands.rank, *token, number))
+        hands.grads[group].add((group, hands.rank, *token, number))
+        if group != root:
+            participant.at(Event(EventKind.GRADS_READY, group))
+            participant.at(Event(B_END, group))
+    for group in [g for g, tokens in hands.grads.items() if tokens]:
+        participant.at(Event(EventKind.GRADS_READY, group))
+    participant.at(Event(EventKind.STEP_END))
+    participant.end()
+    return made
+
+
+def run_world(program, plan, policy, facts) -> tuple[World, list]:
+    """``program(participant, hands, plan[rank])`` on every rank; raises what a rank raised."""
+    world = World(len(plan))
+    outcomes: list = [None] * world.size
+
+    def live(rank):
+        hands = RankHands(world, rank, len(facts), facts)
+        orders = Orders(policy, hands.facts, len(facts))
+        hands.participant = Participant(hands, orders)
+        try:
+            outcomes[rank] = program(hands.participant, hands, plan[rank])
+        except BaseException as error:
+            outcomes[rank] = error
+            world.stuck = True
+        with world.changed:
+            world.left += 1
+            if world.waiting + world.left >= world.size and world.waiting:
+                world.stuck = True
+            world.changed.notify_all()
+
+    threads = [threading.Thread(target=live, args=(rank,)) for rank in range(world.size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+    for error in sorted(errors, key=lambda error: isinstance(error, Deadlock)):
+        raise error
+    return world, outcomes
+
+
+def train(participant, hands, steps):
+    """Each step: some evaluations, some forwards, one backward. What each step made, and what it settled."""
+    history = []
+    for number, (evaluations, forwards, used) in enumerate(steps):
+        for route in evaluations:
+            forward(participant, hands, Phase.EVALUATION, route)
+        for route in forwards:
+            forward(participant, hands, Phase.FORWARD, route)
+        made = backward(participant, hands, used, (number,))
+        assert not hands.held, "the step left groups unsharded"
+        history.append((made, hands.result))
+    participant.rest()
+    return history
+
+
+def check_exact(world, history):
+    """All launched the same; every step's gradients are those of all ranks, and none where nobody had one."""
+    assert all(log == world.logs[0] for log in world.logs)
+    for step in zip(*history, strict=True):
+        expected = defaultdict(set)
+        for made, _ in step:
+            for group, tokens in made.items():
+                expected[group] |= tokens
+        for _, result in step:
+            assert result == expected
+
+
+POLICIES = st.builds(
+    SchedulePolicy,
+    backward_prefetch=st.sampled_from(["none", "pre", "post"]),
+    forward_prefetch=st.booleans(),
+    depth=st.integers(0, 3),
+    max_reductions=st.integers(1, 3),
+    keep_last=st.integers(0, 2),
+    bucket_cap_mb=st.integers(0, 6).map(lambda nbytes: nbytes / 2**20),
+)
+
+
+@st.composite
+def worlds(draw):
+    """Routes of every rank and step: any subset of a few groups, any order, repeats."""
+    num_groups = draw(st.integers(2, 5))
+    routes = st.lists(st.integers(0, num_groups - 2), max_size=5)
+    world = draw(st.integers(2, 4))
+    num_steps = draw(st.integers(1, 4))
+    num_forwards = [draw(st.integers(1, 2)) for _ in range(num_steps)]
+    plan = []
+    for _ in range(world):
+        steps = []
+        for number in num_forwards:
+            forwards = [draw(routes) for _ in range(number)]
+            # Any part of what ran: outputs that were detached; in an order of its own.
+            used = draw(st.permutations([group for route in forwards for group in route]))
+            steps.append((draw(st.lists(routes, max_size=2)), forwards, used[draw(st.integers(0, 2)) :]))
+        plan.append(steps)
+    facts = {
+        group: GroupFacts(
+            draw(st.none() | st.booleans()), group + 1, group + 1, draw(st.sampled_from([None, 7, 7]))
+        )
+        for group in range(num_groups)
+    }
+    return plan, draw(POLICIES), facts
+
+
+@settings(max_examples=60, deadline=None)
+@given(worlds())
+def test_any_routes_are_exact_and_launched_alike(case):
+    plan, policy, facts = case
+    world, history = run_world(train, plan, policy, facts)
+    check_exact(world, history)
+
+
+FACTS = {group: GroupFacts(nbytes=1) for group in range(4)}
+A, B, C = 0, 1, 2
+
+
+def same(*route):
+    return ([], [list(route)], list(reversed(route)))
+
+
+CASES = {
+    "the same on all": [[same(A, B, C)] * 6] * 3,
+    "one rank skips in turn": [
+        [same(A, C) if (step + rank) % 3 else same(A, B, C) for step in range(6)] for rank in range(3)
+    ],
+    "nobody uses a group": [[same(A, B, C), same(A, C), same(A, C), same(A, B, C)] * 2] * 2,
+    "late": [
+        [same(A, C)] * 3 + [same(A, B, C) if (step + rank) % 2 else same(A, C) for step in range(6)]
+        for rank in range(2)
+    ],
+    "other order": [[same(A, B, C)] * 6, [same(C, B, A)] * 6],
+    "shared layers": [[same(A, B, A, B)] * 6, [same(A, C, B)] * 6],
+    "detached": [
+        [([], [[A, B, C]], [C, A] if (step + rank) % 2 else [C, B, A]) for step in range(6)]
+        for rank in range(2)
+    ],
+}
+
+
+def rounds_of(participant, hands, steps):
+    """How often each step asked, on this rank."""
+    asked = []
+    least = hands.least
+    hands.least = lambda code: (asked.append(code), least(code))[1]
+    counts, history = [], []
+    for step in steps:
+        before = len(asked)
+        history += train(participant, hands, [step])
+        counts.append(len(asked) - before)
+    return counts, history
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_stop_asking_once_the_schedule_has_all_their_orders(name):
+    world, outcomes = run_world(rounds_of, CASES[name], SchedulePolicy(), FACTS)
+    check_exact(world, [history for _, history in outcomes])
+    for counts, _ in outcomes:
+        assert counts[0] > 0
+        assert counts[-1] == 0
+
+
+def resharded_between(participant, hands, steps):
+    """One rank reshards all between forward and backward; how often it asked in the last step."""
+    asked = []
+    least = hands.least
+    hands.least = lambda code: (asked.append(code), least(code))[1]
+    for number, (_, forwards, used) in enumerate(steps):
+        asked.clear()
+        forward(participant, hands, Phase.FORWARD, forwards[0])
+        if hands.rank == 0:
+            hands.held.clear()
+        backward(participant, hands, used, (number,))
+    return len(asked)
+
+
+def test_what_one_rank_no_longer_holds_is_gathered_by_all_without_asking():
+    facts = {group: GroupFacts(reshard_after_forward=False, nbytes=1) for group in range(4)}
+    world, asked = run_world(resharded_between, CASES["the same on all"], SchedulePolicy(), facts)
+    assert all(log == world.logs[0] for log in world.logs)
+    assert asked == [0, 0, 0]
+
+
+def evaluated_unsharded(participant, hands, route):
+    """The first evaluation finds a group unsharded; what it leaves so."""
+    hands.unshard([B], set())
+    forward(participant, hands, Phase.EVALUATION, route)
+    return hands.held
+
+
+def test_an_evaluation_leaves_nothing_unsharded():
+    _, held = run_world(evaluated_unsharded, [[A, B], [A, B]], SchedulePolicy(), FACTS)
+    assert held == [{}, {}]
+
+
+def test_what_nobody_uses_is_not_reduced():
+    world, _ = run_world(train, CASES["nobody uses a group"], SchedulePolicy(), FACTS)
+    assert world.logs[0].count(("reduce-scatter", (B,))) == 4
+    assert world.logs[0].count(("reduce-scatter", (A,))) == 8
+
+
+def diverging(participant, hands, phase):
+    participant.begin(phase)
+
+
+def test_ranks_in_different_calls_are_told_so():
+    with pytest.raises(AssertionError, match="different calls"):
+        run_world(diverging, [Phase.FORWARD, Phase.BACKWARD], SchedulePolicy(), FACTS)
+
+
+ITEMS = st.lists(st.integers(0, 4), max_size=9)
+
+
+def contains(whole, part):
+    left = iter(whole)
+    return all(item in left for item in part)
+
+
+@given(ITEMS, ITEMS)
+def test_a_supersequence_has_both_and_is_the_shortest(first, second):
+    merged = supersequence(first, second)
+    assert contains(merged, first)
+    assert contains(merged, second)
+    lengths = [[0] * (len(second) + 1) for _ in range(len(first) + 1)]
+    for i, x in enumerate(first):
+        for j, y in enumerate(second):
+            both = lengths[i][j] + 1
+            lengths[i + 1][j + 1] = both if x == y else max(lengths[i][j + 1], lengths[i + 1][j])
+    assert len(merged) == len(first) + len(second) - lengths[-1][-1]
+
+
+def test_orders_too_different_to_compare_are_put_end_to_end():
+    first, second = list(range(2001)), list(range(3000, 5001))
+    assert supersequence([-1, *first, -2], [-1, *second, -2]) == (-1, *first, *second, -2)
