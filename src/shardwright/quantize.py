@@ -6,14 +6,20 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from shardwright.errors import InputError
-from shardwright.motion.unit import unit_of, units_in
-from shardwright.state.codec import Codec, Encoding, codec_of
+from shardwright.errors import InputError, StageError
+from shardwright.module import FSDPModule, become_fsdp_module, original_class
+from shardwright.motion.unit import Unit, remember_replaced, units_in
+from shardwright.state.codec import Encoding, codec_of
+from shardwright.state.decoding import encode_sharded
 from shardwright.state.encoded import encodings, set_encoded
+from shardwright.state.group import ParamGroup
+from shardwright.state.param import ShardedParam
 
 Where = str | Sequence[str] | Callable[[str, nn.Parameter], bool]
 Shown = dict[nn.Parameter, list[tuple[str, nn.Module, str]]]
+Owners = dict[nn.Parameter, tuple[Unit, ParamGroup, ShardedParam]]
 
 
 def quantize_(
@@ -21,32 +27,32 @@ def quantize_(
 ) -> list[str]:
     """Replace weights of ``model`` by codes and scales, in place; returns the names of those weights.
 
-    Call it before ``fully_shard``, on a model that may be on the meta device. A weight ``[..., rows, cols]``
-    is then two frozen parameters, which state dicts and checkpoints show under these names::
+    Before ``fully_shard`` or after it (then between steps, every rank), on a model that may be on the meta
+    device. A weight ``[..., rows, cols]`` is then two frozen parameters, which state dicts and checkpoints
+    show under these names::
 
-        nf4    weight uint8 [..., rows, ceil(cols / 2)]   weight_absmax bfloat16 [..., rows, ceil(cols / 64)]
-        int8   weight int8 [..., rows, cols]              weight_scale float32 [..., rows, 1]
+        nf4          weight uint8 [..., rows, ceil(cols / 2)]  weight_absmax bfloat16 [..., rows, blocks]
+        nf4-double   the same                                  weight_scales uint8 [..., rows, blocks + 2]
+        int8         weight int8 [..., rows, cols]             weight_scale float32 [..., rows, 1]
 
-    ``load_state_dict`` takes the plain weight too, and quantises it. No communication: every rank's rows are
-    those of the whole, to the bit.
+    with ``blocks = ceil(cols / 64)``. ``load_state_dict`` takes the plain weight too, and quantises it. Every
+    rank's rows are those of the whole, to the bit, without communication, unless a weight is sharded on its
+    last dim, along which blocks run: then it is collected first, one weight at a time. The memory of the
+    plain weights is freed; an optimizer that holds one must be built anew.
 
     Reading ``module.weight`` of a model that isn't sharded decodes it; what is written into that is lost.
 
-    codec: "nf4" (4 bits) or "int8" (8 bits, a scale for each row).
+    codec: "nf4" (4 bits), "nf4-double" (4 bits and smaller scales) or "int8" (8 bits, a scale for each row).
     where: which parameters: a pattern of their names (``"*.mlp.*"``; or several), or ``f(name, parameter)``;
         None: weights of ``nn.Linear`` that no other kind of module shares, and 3-D ones (experts), but for
         adapters.
     dequantise: "group" decodes a group's weights when it is unsharded; "layer" decodes each where it is
         read, so that no more than one is whole, at the price of decoding it for each use.
     Raises: InputError for a pattern that matches nothing, a parameter that isn't a floating-point matrix, or
-        a model that is sharded. Nothing is changed then.
+        one that tensor parallelism splits; StageError inside a step. Nothing is changed then.
     """
     chosen, per_use = codec_of(codec), _per_use(dequantise)
-    if units_in(model):
-        raise InputError(
-            f"{unit_of(units_in(model)[0].modules[0]).name} is sharded already; call quantize_ before "
-            "fully_shard (on the meta device it costs no memory)"
-        )
+    owners = _owners(model)
     shown = _shown(model)
     picked = {param: places for param, places in shown.items() if _matches(where, param, places)}
     if not picked:
@@ -55,14 +61,47 @@ def quantize_(
             f"{[places[0][0] for places in shown.values()][:5]}"
         )
     for param, places in picked.items():
-        if not param.is_floating_point() or param.ndim < 2:
-            raise InputError(
-                f"parameter {places[0][0]!r} is {param.dtype} of shape {list(param.shape)}; only "
-                "floating-point weights of two dims or more are quantised"
-            )
+        _check(param, places[0][0], owners.get(param))
+    changed: dict[ParamGroup, tuple[Unit, dict[ShardedParam, ShardedParam]]] = {}
     for param, places in picked.items():
-        _encode(param, places, chosen, per_use)
+        encoding = Encoding(chosen, tuple(param.shape), param.dtype, param.dtype, per_use)
+        if param in owners:
+            unit, group, sharded = owners[param]
+            scales = _encode_sharded(sharded, unit, encoding)
+            changed.setdefault(group, (unit, {}))[1][sharded] = scales
+        else:
+            _encode(param, places, encoding)
+    for group, (unit, scales) in changed.items():
+        params = [part for p in group.params for part in ((p, scales[p]) if p in scales else (p,))]
+        unit.runtime.regroup(group, params)
     return [places[0][0] for places in picked.values()]
+
+
+def _owners(model: nn.Module) -> Owners:
+    """What is sharded: parameter at rest -> where it belongs. Everything is at rest afterwards."""
+    owners: Owners = {}
+    for unit in units_in(model):
+        if unit.runtime.phase is not None:
+            raise StageError("quantize_ was called inside a forward or backward; call it between steps")
+        unit.runtime.rest()
+        for group in unit.groups:
+            for param in group.params:
+                param.adopt()
+                owners[param.sharded] = (unit, group, param)
+    return owners
+
+
+def _check(param: nn.Parameter, name: str, owner: tuple[Unit, ParamGroup, ShardedParam] | None) -> None:
+    if not param.is_floating_point() or param.ndim < 2:
+        raise InputError(
+            f"parameter {name!r} is {param.dtype} of shape {list(param.shape)}; only floating-point weights "
+            "of two dims or more are quantised"
+        )
+    if (owner is None and isinstance(param, DTensor)) or (owner is not None and owner[2].inner is not None):
+        raise InputError(
+            f"parameter {name!r} is split by tensor parallelism; leave it out of quantize_, or quantise it "
+            "in a model that only fully_shard shards"
+        )
 
 
 def _per_use(dequantise: str) -> bool:
@@ -96,11 +135,21 @@ def _matches(where: Any, param: nn.Parameter, places: list[tuple[str, nn.Module,
     return any(fnmatchcase(name, pattern) for name, _, _ in places for pattern in patterns)
 
 
-def _encode(
-    param: nn.Parameter, places: list[tuple[str, nn.Module, str]], codec: Codec, per_use: bool
-) -> None:
+def _encode(param: nn.Parameter, places: Sequence[tuple[str, nn.Module, str]], encoding: Encoding) -> None:
     with torch.no_grad():
-        codes, scales = (nn.Parameter(part, requires_grad=False) for part in codec.encode(param))
-    encoding = Encoding(codec, tuple(param.shape), param.dtype, param.dtype, per_use)
+        codes, scales = (nn.Parameter(part, requires_grad=False) for part in encoding.codec.encode(param))
     for _, module, name in places:
         set_encoded(module, name, encoding, (codes, scales))
+
+
+def _encode_sharded(param: ShardedParam, unit: Unit, encoding: Encoding) -> ShardedParam:
+    remember_replaced(param.sharded, unit, param)
+    with torch.no_grad():
+        scales = encode_sharded(param, encoding)
+    for slot in param.slots:
+        is_sharded = isinstance(slot.module, FSDPModule)
+        slot.module.__class__ = original_class(type(slot.module))
+        set_encoded(slot.module, slot.name, encoding, (param.sharded, scales.sharded))
+        if is_sharded:
+            become_fsdp_module(slot.module)
+    return scales

@@ -25,7 +25,7 @@ FLOORS = {
     "clip": 7,
     "gather": 7,
     "lockstep": 7,
-    "quantize": 7,
+    "quantize": 8,
     "motion": 6,
     "checkpoint": 6,
     "state": 5,
@@ -44,7 +44,10 @@ BUDGETS = {"file lines": 400, "function lines": 60, "parameters": 6, "class line
 EXCEPTIONS: dict[tuple[str, str, str], tuple[int, str]] = {
     ("api.py", "parameters", "fully_shard"): (8, "torch's signature, so that calls carry over"),
     ("module.py", "class lines", "FSDPModule"): (300, "torch's methods, a line of code in each"),
-    ("state/param.py", "class lines", "ShardedParam"): (290, "one parameter: both its faces and its copies"),
+    ("state/param.py", "class lines", "ShardedParam"): (
+        300,
+        "one parameter: both its faces, its copies, its codes",
+    ),
     ("state/group.py", "attributes", "ParamGroup"): (13, "what it moves, with what, and where that stands"),
     ("state/reducer.py", "attributes", "Reducer"): (13, "what it reduces, how, and where that stands"),
     ("wrapper/door.py", "parameters", "__init__"): (16, "torch's signature, so that calls carry over"),

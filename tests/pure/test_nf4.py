@@ -14,9 +14,9 @@ from torch import nn
 from shardwright import nf4, quantize_
 from shardwright.errors import InputError
 from shardwright.state import encoded
-from shardwright.state.codec import INT8, NF4
+from shardwright.state.codec import INT8, NF4, NF4_DOUBLE
 
-CODECS = pytest.mark.parametrize("codec", [NF4, INT8], ids=lambda codec: codec.name)
+CODECS = pytest.mark.parametrize("codec", [NF4, NF4_DOUBLE, INT8], ids=lambda codec: codec.name)
 
 
 def gaussian(*shape, seed=0):
@@ -33,6 +33,16 @@ def test_nf4_of_gaussian_weights_is_off_by_at_most_0_093(dtype):
     codes, absmax = nf4.quantize(weight)
     assert relative_error(nf4.dequantize(codes, absmax, weight.shape, dtype), weight) <= 0.093
     assert (codes.nbytes + absmax.nbytes) / weight.numel() == 0.53125
+
+
+def test_scales_quantised_a_second_time_cost_no_accuracy_and_save_bytes():
+    weight = gaussian(256, 4096) * torch.linspace(0.01, 1, 4096)  # scales that differ a hundredfold in a row
+    codes, scales = NF4_DOUBLE.encode(weight)
+    once = nf4.dequantize(*nf4.quantize(weight), weight.shape, torch.float32)
+    twice = NF4_DOUBLE.decode(codes, scales, weight.shape, torch.float32)
+    assert relative_error(twice, weight) <= relative_error(once, weight) + 0.0005
+    assert relative_error(twice[:, :64], weight[:, :64]) <= 0.1
+    assert (codes.nbytes + scales.nbytes) / weight.numel() < 0.5162
 
 
 def test_int8_of_gaussian_weights_is_off_by_at_most_0_01():
@@ -216,5 +226,5 @@ def test_where_chooses_and_what_it_misses_is_said():
         quantize_(model_of(), where="*.q_proj.*")
     with pytest.raises(InputError, match=r"'0.bias' is torch.float32 of shape \[33\]"):
         quantize_(model_of(), where="0.*")
-    with pytest.raises(InputError, match=r"\['int8', 'nf4'\]"):
+    with pytest.raises(InputError, match=r"\['int8', 'nf4', 'nf4-double'\]"):
         quantize_(model_of(), "nf5")

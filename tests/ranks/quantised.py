@@ -23,6 +23,9 @@ class Layer(nn.Module):
         return x + torch.einsum("bi,eij->bj", x, self.experts.to(x.dtype)) * 0.1
 
 
+QUANTISED = ["*.up.weight", "*.down.weight", "*.experts"]
+
+
 def build(codec="nf4", dequantise="group", layers=2):
     torch.manual_seed(3)
     model = nn.Sequential(*(Layer() for _ in range(layers)))
@@ -30,7 +33,7 @@ def build(codec="nf4", dequantise="group", layers=2):
     for layer in model:
         layer.adapter.weight.requires_grad_(True)
     if codec:
-        quantize_(model, codec, where=["*.up.weight", "*.down.weight", "*.experts"], dequantise=dequantise)
+        quantize_(model, codec, where=QUANTISED, dequantise=dequantise)
     return model
 
 

@@ -18,10 +18,10 @@ from shardwright import (
     stats,
     stream_state_dict,
 )
-from shardwright.errors import InputError
+from shardwright.errors import InputError, StageError
 from tests.ranks.models import full, train_on_parts
 from tests.ranks.pool import run_ranks
-from tests.ranks.quantised import COLS, ROWS, build, shard
+from tests.ranks.quantised import COLS, QUANTISED, ROWS, build, shard
 
 WORLDS = [1, 2, 3, 4]
 
@@ -46,6 +46,71 @@ def parity(rank, world, codec, dequantise):
 @pytest.mark.parametrize(("codec", "dequantise"), [("nf4", "group"), ("nf4", "layer"), ("int8", "group")])
 def test_a_quantised_base_trains_alike_on_any_number_of_ranks(world, codec, dequantise):
     run_ranks(world, parity, codec, dequantise)
+
+
+def afterwards(rank, world, codec, dequantise):
+    reference, model = build(codec, dequantise), build(codec=None)
+    fully_shard(model[0].up)  # a layer that is a group of its own, and an FSDPModule itself
+    shard(model)
+    early = torch.optim.SGD(model.parameters(), lr=1)
+    x = torch.randn(4, COLS)
+    plain = model(x)
+    assert quantize_(model, codec, QUANTISED, dequantise) == [
+        f"{layer}.{name}" for layer in "01" for name in ("experts", "up.weight", "down.weight")
+    ]
+    for name, value in model.state_dict().items():
+        assert torch.equal(full(value), reference.state_dict()[name]), name
+    assert stats(model).at_rest_nbytes < 0.45 * 4 * stats(model).param_numel / world + 3000
+    with pytest.raises(StageError, match="or quantize_"):
+        early.step()
+    assert torch.equal(model(x), reference(x))
+    assert not torch.equal(model(x), plain)
+    twin = copy.deepcopy(model)
+    expected = train_on_parts(reference, 0, 1, COLS, lr=0.1)
+    for each in (model, twin):
+        assert train_on_parts(each, rank, world, COLS, lr=0.1) == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("codec", "dequantise"), [("nf4", "group"), ("nf4", "layer"), ("nf4-double", "group")]
+)
+@pytest.mark.parametrize("world", [1, 3])
+def test_a_sharded_model_is_quantised_to_the_same_bits_and_trains_alike(world, codec, dequantise):
+    run_ranks(world, afterwards, codec, dequantise)
+
+
+def afterwards_cut(rank, world, dim):
+    plain = nn.Linear(COLS, 2)
+    model = fully_shard(copy.deepcopy(plain), shard_placement_fn=lambda p: Shard(dim % p.ndim))
+    with torch.device("meta"):
+        empty = fully_shard(nn.Linear(COLS, 2))
+    for each in (plain, model, empty):
+        quantize_(each)
+    assert empty.weight_absmax.shape == (2, 2)
+    x = torch.randn(3, COLS)
+    assert torch.equal(model(x), plain(x))
+    for name, value in plain.state_dict().items():
+        assert torch.equal(full(model.state_dict()[name]), value), name
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_ranks_without_rows_and_columns_cut_inside_a_block_are_quantised_alike(dim):
+    run_ranks(4, afterwards_cut, dim)
+
+
+def afterwards_refused(rank, world):
+    model = shard(build(codec=None))
+    before = {name: full(value).clone() for name, value in model.state_dict().items()}
+    with pytest.raises(InputError, match=r"'0.up.bias' is torch.float32 of shape \[37\]"):
+        quantize_(model, where=["*.up.weight", "*.bias"])
+    assert all(torch.equal(full(value), before[name]) for name, value in model.state_dict().items())
+    model[0].register_forward_hook(lambda *_: quantize_(model))
+    with pytest.raises(StageError, match="between steps"):
+        model(torch.randn(2, COLS))
+
+
+def test_what_cant_be_quantised_leaves_a_sharded_model_as_it_was():
+    run_ranks(2, afterwards_refused)
 
 
 def wire(rank, world):

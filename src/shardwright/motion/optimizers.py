@@ -24,9 +24,9 @@ class OptimizerGuard:
         stale = [found.fqn for found in map(sharded_from, params) if found is not None]
         if stale:
             raise StageError(
-                f"{type(optimizer).__name__} holds {len(stale)} parameters that fully_shard has replaced "
-                f"({', '.join(stale[:3])}{', ...' if len(stale) > 3 else ''}): stepping it would train "
-                "nothing. Build the optimizer after fully_shard, from model.parameters()"
+                f"{type(optimizer).__name__} holds {len(stale)} parameters that fully_shard has replaced, "
+                f"or quantize_ ({', '.join(stale[:3])}{', ...' if len(stale) > 3 else ''}): stepping it "
+                "would train nothing. Build the optimizer after both, from model.parameters()"
             )
         self._checked[optimizer] = len(params)
         _choose_foreach(optimizer)

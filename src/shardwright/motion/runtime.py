@@ -32,6 +32,7 @@ from shardwright.plan.schedule import (
 )
 from shardwright.policy import SchedulePolicy
 from shardwright.state.group import ParamGroup, Stage
+from shardwright.state.param import ShardedParam
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,12 @@ class Runtime:
         self.table.absorb(other.table)
         self._book = Book()
         other.successor = self
+
+    def regroup(self, group: ParamGroup, params: Sequence[ShardedParam]) -> None:
+        """Give ``group`` other parameters; all at rest. Forgets the schedule."""
+        group.regroup(params)
+        self.table.compare_again()
+        self._book = Book()
 
     def set_facts(self, group: ParamGroup, **changes: Any) -> None:
         """Replace fields of what the planner knows of ``group``, from the next pass on."""

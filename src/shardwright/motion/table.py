@@ -41,10 +41,14 @@ class GroupTable:
 
     def add(self, group: ParamGroup, facts: GroupFacts) -> None:
         """Number one more group."""
-        self._compared.clear()
+        self.compare_again()
         self._index[group] = len(self.groups)
         self.groups.append(group)
         self._settings.append(facts)
+
+    def compare_again(self) -> None:
+        """Groups are others than before: ask anew whether all ranks hold the same."""
+        self._compared.clear()
 
     def absorb(self, other: "GroupTable") -> None:
         """Number the groups of another table after those of this one."""

@@ -56,7 +56,8 @@ def _decode_int8(
 
 NF4 = Codec("nf4", "absmax", nf4.quantize, nf4.dequantize)
 INT8 = Codec("int8", "scale", _encode_int8, _decode_int8)
-CODECS = {codec.name: codec for codec in (NF4, INT8)}
+NF4_DOUBLE = Codec("nf4-double", "scales", nf4.quantize_double, nf4.dequantize_double)
+CODECS = {codec.name: codec for codec in (NF4, NF4_DOUBLE, INT8)}
 
 
 def codec_of(name: str) -> Codec:

@@ -5,6 +5,7 @@ gathering     ``wire``: codes and scales of all ranks
 unsharded     ``dense``: the decoded weights, which modules show; ``wire`` is freed
 """
 
+import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -12,12 +13,12 @@ import torch
 from torch import nn
 
 from shardwright.errors import InputError
-from shardwright.plan.layout import GroupLayout, pack
+from shardwright.plan.layout import GroupLayout, ParamLayout, pack
 from shardwright.policy import MixedPrecisionPolicy
 from shardwright.state.buffer import Buffer
 from shardwright.state.codec import Encoding
 from shardwright.state.encoded import encodings, scales_name, set_compute_dtype
-from shardwright.state.param import ShardedParam
+from shardwright.state.param import ShardedParam, Slot
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,30 @@ class EncodedPair:
     def parts(self) -> tuple[ShardedParam, ShardedParam]:
         """Codes and scales."""
         return self.codes, self.scales
+
+
+def encode_sharded(param: ShardedParam, encoding: Encoding) -> ShardedParam:
+    """Make ``param``, at rest, the codes of its weight, in place; returns the parameter of its scales.
+
+    Every rank encodes its own rows. Blocks of a codec run along the last dim: a weight that is sharded on
+    that one is collected first, and every rank of its mesh calls this then.
+    """
+    dim, encode = param.layout.dim, encoding.codec.encode
+    shapes = [tuple(part.shape) for part in encode(torch.empty(encoding.shape, device="meta"))]
+    scales = copy.copy(param)
+    scales.fqn = scales_name(param.fqn, encoding.codec)
+    scales.slots = [Slot(slot.module, scales_name(slot.name, encoding.codec)) for slot in param.slots]
+    if dim is None or dim == len(encoding.shape) - 1:
+        whole = encode(param.sharded.detach().full_tensor())  # type: ignore[attr-defined]
+        ranges = [ParamLayout(s, param.axis.world, dim).row_range(param.axis.rank) for s in shapes]
+        parts = [
+            part[..., start:stop].contiguous() for part, (start, stop) in zip(whole, ranges, strict=True)
+        ]
+    else:
+        parts = list(encode(param.local.detach()))
+    for made, shape, rows in zip((param, scales), shapes, parts, strict=True):
+        made.become(shape, rows.to(param.local.device))
+    return scales
 
 
 def pairs_in(params: Iterable[ShardedParam]) -> list[EncodedPair]:

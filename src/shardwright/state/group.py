@@ -73,6 +73,14 @@ class ParamGroup:
 
     # ---- parameters
 
+    def regroup(self, params: Sequence[ShardedParam]) -> None:
+        """Hold ``params`` from now on; at rest."""
+        self.params = self.reducer.params = tuple(params)
+        self.decoding = Decoding(self.params, self.policy, self.axis.device)
+        self.near = self.near and Near(self.near.comm, self.params)
+        self.buffer = None
+        self._gathered_versions = ()
+
     def _follow(self) -> None:
         """Follow what was done to the parameters at rest: replaced, frozen or unfrozen, cast."""
         for param in self.params:

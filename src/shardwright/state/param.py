@@ -107,6 +107,18 @@ class ShardedParam:
         twin.show(twin.sharded)
         return twin
 
+    def become(self, shape: tuple[int, ...], rows: torch.Tensor) -> None:
+        """From now on be a frozen parameter of the local shape ``shape``, never cast; at rest.
+
+        rows: this rank's shard of it, on the device of the shards. Cut on the same dim over the same ranks.
+        """
+        self.layout = ParamLayout(shape, self.axis.world, self.layout.dim)
+        self.spec = self._spec(torch.empty(shape, dtype=rows.dtype, device="meta"))
+        self.accumulated = self._unsharded = None
+        self.kept_dtype = True
+        self.sharded = nn.Parameter(self.dtensor(rows), requires_grad=False)
+        self.show(self.sharded)
+
     def __getstate__(self) -> dict[str, Any]:
         """For pickling: what ``twin`` needs; the shard itself is pickled with the module that shows it."""
         if self.inner is not None:
@@ -200,7 +212,7 @@ class ShardedParam:
                 whole = whole.narrow(sharding.dim, start, stop - start)
         return self.rows_of(whole)
 
-    def _spec(self, param: nn.Parameter) -> DTensorSpec:
+    def _spec(self, param: torch.Tensor) -> DTensorSpec:
         """Where the shards lie. Tensor parallelism that cuts the same dim has cut it first (strided)."""
         axis, dim = self.axis, self.layout.dim
         meta = TensorMeta(param.shape, torch.empty(param.shape, device="meta").stride(), param.dtype)

@@ -26,8 +26,9 @@ Grads = list[tuple[ShardedParam, torch.Tensor]]
 class Reducer:
     """The gradients of one group.
 
-    policy: replaced as a whole by setters. hook: called with the group's reduced gradients, one flat tensor
-        for each dtype, before they are added to the shards'; stream: where it runs (CUDA).
+    params: the group's. policy: replaced as a whole by setters.
+    hook: called with the group's reduced gradients, one flat tensor for each dtype, before they are added to
+        the shards'; stream: where it runs (CUDA).
     done: whether this backward has reduced them.
     """
 
@@ -40,7 +41,7 @@ class Reducer:
         self.stream: Any = None
         self.done = False
         self.name = name
-        self._params = params
+        self.params = params
         self._axis = axis
         self._precision = precision
         self._held: Grads | None = None
@@ -70,10 +71,10 @@ class Reducer:
         self.done = True
         self._held = []
         if not self.policy.reduce:
-            for param in self._params:
+            for param in self.params:
                 param.accumulate_grad(self._precision)
             return
-        taken = [(param, param.take_grad()) for param in self._params if param.trainable]
+        taken = [(param, param.take_grad()) for param in self.params if param.trainable]
         if self.policy.unused_params:
             taken = [(p, p.zero_grad(self._precision) if grad is None else grad) for p, grad in taken]
         self._held = [(param, grad) for param, grad in taken if grad is not None]
@@ -147,7 +148,7 @@ class Reducer:
 
     def rehearse(self) -> None:
         """Reduce zeros in place of gradients and forget the result: to time the collectives alone."""
-        zeros = [(p, p.zero_grad(self._precision)) for p in self._params if p.trainable]
+        zeros = [(p, p.zero_grad(self._precision)) for p in self.params if p.trainable]
         totals = self.comm.reduce_scatter(*self.inputs(zeros), f"rehearsal {self.name}").wait()
         if self._axis.replicate is not None:
             AllReduce(self._axis.replicate, totals, f"rehearsal {self.name}").wait()
