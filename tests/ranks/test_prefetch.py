@@ -17,8 +17,8 @@ from shardwright.plan.soundness import check
 from shardwright.state.group import ParamGroup
 from shardwright.state.reducer import Reducer
 from shardwright.train.config import ModelConfig, Recipe, ScheduleConfig
-from shardwright.train.loop import build_model
-from shardwright.train.ranks import Place
+from shardwright.train.eager import build_model
+from shardwright.train.ranks import RankPlace
 from tests.ranks.models import Run, assert_same, batches, build, loss_of, shard_decoder
 from tests.ranks.pool import run_ranks
 
@@ -286,7 +286,7 @@ def train_recipe(rank, world, schedule):
     """The first losses of ``shardwright train``'s model under a recipe's schedule."""
     size = ModelConfig(num_layers=2, dim=16, num_heads=2, hidden_dim=24)
     recipe = Recipe(model=size, schedule=ScheduleConfig(**schedule))
-    place = Place(rank, world, torch.device("cpu"), init_device_mesh("cpu", (world,)))
+    place = RankPlace(rank, world, torch.device("cpu"), init_device_mesh("cpu", (world,)))
     model = build_model(recipe, place)
     assert unit_of(model).runtime.policy == recipe.schedule.policy()
     run, losses = Run.of(model), []

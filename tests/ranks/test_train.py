@@ -13,9 +13,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from shardwright.cli import main
 from shardwright.errors import DataError
 from shardwright.train.data import heldout_windows, read_corpus
-from shardwright.train.loop import heldout_loss
+from shardwright.train.eager import heldout_loss
 from shardwright.train.models import Transformer
 from shardwright.train.sample import load_run
 
@@ -47,14 +48,14 @@ timeout_s = 30.0
 BREAK = """
 import os
 if os.environ.get("RANK") == "1":
-    from shardwright.train import loop
+    from shardwright.train import eager
 
     def broken(config, step, steps):
         if step == 3:
             raise RuntimeError("broken on purpose")
         return 1e-3
 
-    loop.learning_rate = broken
+    eager.learning_rate = broken
 """
 
 
@@ -281,3 +282,10 @@ def test_a_second_run_moves_the_first_aside(place, whole):
     assert code == 0, err
     assert "is now in runs/tiny.1" in out, out
     assert (place / "runs" / "tiny.1" / "metrics.jsonl").read_text() == before
+
+
+def test_the_xla_backend_without_its_extra_is_refused_before_anything_starts(place, monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.delenv("RANK", raising=False)
+    assert main(["train", str(place / "tiny.toml"), "--backend", "xla"]) == 2
+    assert 'pip install "shardwright[xla]"' in capsys.readouterr().err

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from shardwright import xla
+from shardwright.errors import InputError
 from tests.xla.models import MODELS, UNITS, batch, difference, loss_fn, optimizers, reference_step
 
 STEPS = 3
@@ -40,6 +41,39 @@ def test_training_equals_plain_torch(kind, optimizer, world):
     loss, state = train(kind, optimizer, world)
     assert loss < 5e-6  # of about 2: a few units in the last place
     assert state < 1e-6
+
+
+def decay_of_matrices(name, shape):
+    return len(shape) > 1
+
+
+def test_decay_may_be_for_some_parameters_and_the_norm_is_told():
+    model = MODELS["mlp"]()
+    plain = copy.deepcopy(model)
+    parameters = list(plain.parameters())
+    decayed = [[p for p in parameters if (p.ndim > 1) is kind] for kind in (True, False)]
+    groups = [{"params": decayed[0], "weight_decay": 0.5}, {"params": decayed[1], "weight_decay": 0.0}]
+    theirs = torch.optim.AdamW(groups, lr=1e-2, eps=1e-3)
+    xla.fully_shard(model, 2, UNITS["mlp"])
+    ours = xla.AdamW(1e-2, weight_decay=0.5, eps=1e-3, decayed=decay_of_matrices)
+    step = xla.make_train_step(model, loss_fn, ours, clip_norm=0.1)
+    torch.manual_seed(1)
+    for _ in range(STEPS):
+        rows = batch("mlp")
+        step(*rows)
+        plain.zero_grad()
+        torch.stack([loss_fn(plain, *(t.chunk(2)[i] for t in rows)) for i in range(2)]).mean().backward()
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        theirs.step()
+        assert float(step.grad_norm) == pytest.approx(norm.item(), rel=1e-5)
+    assert difference(xla.full_state_dict(model), plain) < 1e-6
+
+
+def test_one_flat_array_is_decayed_as_a_whole_or_not():
+    model = xla.fully_shard(MODELS["mlp"](), 2, flatten_parameters=True)
+    step = xla.make_train_step(model, loss_fn, xla.AdamW(decayed=decay_of_matrices))
+    with pytest.raises(InputError, match="flatten_parameters"):
+        step(*batch("mlp"))
 
 
 OPTIONS = {

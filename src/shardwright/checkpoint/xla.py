@@ -18,16 +18,10 @@ from shardwright.checkpoint.load import Restored, load
 from shardwright.checkpoint.save import save
 from shardwright.checkpoint.sources import locate, open_source
 from shardwright.errors import CheckpointError
-from shardwright.xla.checkpoint import hyper_parameters, named_state, optimizer_state
+from shardwright.xla.checkpoint import named_state, optimizer_state, option_groups
 from shardwright.xla.home import home_of
-from shardwright.xla.state import (
-    full_state_dict,
-    is_first_process,
-    load_full_state_dict,
-    random_state,
-    set_random_state,
-    wait_for_all,
-)
+from shardwright.xla.processes import is_first_process, wait_for_all
+from shardwright.xla.state import full_state_dict, load_full_state_dict, random_state, set_random_state
 from shardwright.xla.step import TrainStep
 
 
@@ -36,19 +30,20 @@ def save_xla(
     *,
     model: nn.Module,
     train_step: TrainStep | None = None,
+    extra: Mapping[str, Any] | None = None,
     step: int,
     keep: int | Keep | None = None,
 ) -> Path:
     """Publish an XLA model as ``path/step-000123``; returns that folder. Every process must call it.
 
     train_step: saves its optimizer's state too, under the names of ``torch.optim``, so that an eager run
-    can go on from it. step, keep: as ``shardwright.checkpoint.save``.
+    can go on from it. extra (its key ``xla`` is taken), step, keep: as ``shardwright.checkpoint.save``.
     Raises: CheckpointError, on the first process; InputError for a model that isn't sharded, or an optimizer
         that isn't ``xla.SGD`` or ``xla.AdamW``; StageError if the model has no values.
     """
     whole = Whole(full_state_dict(model))
     optimizer = None if train_step is None else _torch_optimizer(train_step, whole)
-    extra = {"xla": {"key": random_state(model)}}
+    extra = {**(extra or {}), "xla": {"key": random_state(model)}}
     try:
         if is_first_process():
             save(path, model=whole, optimizer=optimizer, extra=extra, step=step, keep=keep)
@@ -90,14 +85,17 @@ def _under_all_names(groups: Any, named: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _torch_optimizer(train_step: TrainStep, whole: Whole) -> Optimizer:
-    """A ``torch.optim`` optimizer of whole tensors with the state of the step."""
-    parameters = {}
-    for names in train_step.home.names.values():
-        parameter = nn.Parameter(whole.tensors[names[0]], requires_grad=False)
-        parameters |= dict.fromkeys(names, parameter)
+    """A ``torch.optim`` optimizer of whole tensors with the state of the step, in its groups."""
+    parameters: dict[str, nn.Parameter] = {}
+    groups = []
+    for members, options in option_groups(train_step):
+        names = [train_step.home.names[leaf] for stored in members for leaf in stored.leaves]
+        made = [nn.Parameter(whole.tensors[same[0]], requires_grad=False) for same in names]
+        for same, parameter in zip(names, made, strict=True):
+            parameters |= dict.fromkeys(same, parameter)
+        groups.append({"params": made, **options})
     whole.tensors |= parameters
-    kind, options = hyper_parameters(train_step)
-    optimizer = {"SGD": SGD, "AdamW": AdamW}[kind](list(dict.fromkeys(parameters.values())), **options)
+    optimizer = {"SGD": SGD, "AdamW": AdamW}[type(train_step.optimizer).__name__](groups)
     for name, key, value in named_state(train_step):
         optimizer.state[parameters[name]][key] = value
     return optimizer
@@ -108,7 +106,7 @@ def _like_saved(path: str | Path, train_step: TrainStep, whole: Whole) -> Optimi
     folder, _ = locate(Path(path))
     manifest = open_source(folder, set(whole.tensors)).manifest
     saved = manifest.state.get("optimizer")
-    kind, options = hyper_parameters(train_step)
+    kind, (_, options) = type(train_step.optimizer).__name__, option_groups(train_step)[0]
     if saved is None or saved["kind"] != kind:
         found = "no optimizer state" if saved is None else f"state of {saved['kind']}"
         raise CheckpointError(

@@ -1,6 +1,6 @@
 """``shardwright train`` and ``shardwright sample``.
 
-shardwright train RECIPE.toml [--resume] [--section.key VALUE ...]
+shardwright train RECIPE.toml [--backend eager|xla] [--resume] [--section.key VALUE ...]
 shardwright sample RUN [--prompt TEXT] [--num-bytes N] [--temperature T] [--seed S]
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from shardwright.errors import ConfigError
 from shardwright.train.config import Recipe
-from shardwright.train.launch import is_rank, launch
+from shardwright.train.launch import is_rank, launch, xla_environment
 from shardwright.train.ranks import choose_device
 from shardwright.train.resolve import resolve
 from shardwright.train.run import train_rank
@@ -20,13 +20,16 @@ from shardwright.train.sample import generate, load_run, readable
 
 def run_train(known: argparse.Namespace, rest: list[str], given: list[str]) -> int:
     """Train as one rank under a launcher, else start local ranks with the arguments ``given``."""
-    resolved = resolve(known.recipe, _overrides(rest))
+    backend = [] if known.backend is None else [("launch.backend", known.backend)]
+    resolved = resolve(known.recipe, [*backend, *_overrides(rest)])
+    config = resolved.recipe.launch
     if is_rank():
         train_rank(resolved, resume=known.resume)
+    elif config.backend == "xla":
+        launch(given, 1, xla_environment(config.ranks))
     else:
-        ranks = resolved.recipe.launch.ranks
-        choose_device(resolved.recipe.launch, ranks)
-        launch(given, ranks)
+        choose_device(config, config.ranks)
+        launch(given, config.ranks)
     return 0
 
 
@@ -67,6 +70,11 @@ def add_commands(commands: Any) -> None:
         allow_abbrev=False,
     )
     train.add_argument("recipe", metavar="RECIPE.toml", help="the recipe")
+    train.add_argument(
+        "--backend",
+        choices=["eager", "xla"],
+        help="short for --launch.backend: a process per rank, or one XLA program (needs the extra [xla])",
+    )
     train.add_argument("--resume", action="store_true", help="continue from the run's last checkpoint")
     sample = commands.add_parser("sample", help="let a trained model write", allow_abbrev=False)
     sample.add_argument("run", metavar="RUN", help="the folder of a finished run, as runs/quickstart")

@@ -126,6 +126,10 @@ class LaunchConfig(Section):
     """Ranks that the command starts itself; under torchrun it takes the ranks that it is given."""
 
     ranks: int = Field(default=2, ge=1, description="local ranks to start (not read under torchrun)")
+    backend: Literal["eager", "xla"] = Field(
+        default="eager",
+        description="eager: a process per rank; xla: one compiled program, a device per rank",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto",
         description="auto: a CUDA device for each local rank if there are enough, else the CPU",

@@ -13,6 +13,7 @@ after
 Ranks meet through a file, so that no port has to be free, and talk over the loopback interface.
 """
 
+import importlib.util
 import json
 import os
 import signal
@@ -20,12 +21,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from shardwright.errors import LaunchError
+from shardwright.errors import ConfigError, LaunchError
 
 STORE_VARIABLE = "SHARDWRIGHT_STORE"
 """Set for ranks that this launcher starts: the file through which they meet."""
@@ -62,8 +63,28 @@ def is_rank() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def launch(arguments: Sequence[str], ranks: int) -> None:
+def xla_environment(ranks: int) -> dict[str, str]:
+    """Variables for one process that is to have ``ranks`` CPU devices, which XLA reads when it starts.
+
+    What the user has set wins; of other kinds there are as many as there are.
+
+    Raises: ConfigError where the extra is missing.
+    """
+    missing = [name for name in ("jax", "optax", "torchax") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f'launch.backend = "xla" needs {", ".join(missing)}: pip install "shardwright[xla]", or '
+            'set it to "eager"'
+        )
+    # XLA's CPU compiler drops barriers and then merges the all-gather of the backward with the forward's.
+    flags = f"--xla_force_host_platform_device_count={ranks} --xla_disable_hlo_passes=cse_barrier_expander"
+    return {"XLA_FLAGS": os.environ.get("XLA_FLAGS", flags)}
+
+
+def launch(arguments: Sequence[str], ranks: int, variables: Mapping[str, str] | None = None) -> None:
     """Run ``python -m shardwright <arguments>`` as ``ranks`` local ranks; return when all have ended well.
+
+    variables: of the ranks' environment, over those of this process.
 
     Raises:
         LaunchError: a rank failed; the message holds its traceback. No rank is left running.
@@ -72,7 +93,9 @@ def launch(arguments: Sequence[str], ranks: int) -> None:
         # Blocked while ranks start: they inherit the mask and lift it once they can save and leave, so that a
         # Ctrl-C during the seconds of importing torch is neither lost nor answered with a traceback.
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-        processes = [_start(arguments, rank, ranks, Path(scratch)) for rank in range(ranks)]
+        processes = [
+            _start(arguments, (rank, ranks), Path(scratch), variables or {}) for rank in range(ranks)
+        ]
         previous = [signal.signal(number, _PassOn(processes)) for number in STOP_SIGNALS]
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         try:
@@ -97,13 +120,17 @@ class _PassOn:
                 process.send_signal(number if self._seen == 1 else signal.SIGKILL)
 
 
-def _start(arguments: Sequence[str], rank: int, ranks: int, scratch: Path) -> subprocess.Popen[bytes]:
+def _start(
+    arguments: Sequence[str], place: tuple[int, int], scratch: Path, variables: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    rank, ranks = place
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     environment = {
         # Kept if set: threads beyond a rank's cores, or another interface, are a choice that one may make.
         "OMP_NUM_THREADS": str(max(1, cores // ranks)),
         "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
         **os.environ,
+        **variables,
         "RANK": str(rank),
         "WORLD_SIZE": str(ranks),
         "LOCAL_RANK": str(rank),

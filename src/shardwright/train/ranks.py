@@ -1,6 +1,6 @@
 """A rank's place in the job, and the few words that ranks exchange besides parameters and gradients.
 
-The collectives of the training loop are here and in ``StopRequest``. They move scalars over the CPU side of
+All collectives of the training loop are here. They move scalars over the CPU side of
 the default process group, so that agreeing to stop never waits for a GPU, and never queues behind the bulk
 traffic (which has groups of its own).
 """
@@ -24,12 +24,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from shardwright.checkpoint import StopRequest
 from shardwright.errors import CheckpointError, ConfigError, DataError, InputError
 from shardwright.train.config import LaunchConfig
+from shardwright.train.data import Share
 from shardwright.train.launch import FAILURE_VARIABLE, STOP_SIGNALS, STORE_VARIABLE, Failure
 
 
 @dataclass(frozen=True)
-class Place:
-    """Which rank this process is, on which device, and the 1-D mesh of all ranks."""
+class RankPlace:
+    """A ``Place`` that is one rank: which one, on which device, and the 1-D mesh of all ranks."""
 
     rank: int
     world: int
@@ -37,9 +38,18 @@ class Place:
     mesh: DeviceMesh
 
     @property
+    def device_type(self) -> str:
+        """``cpu`` or ``cuda``."""
+        return self.device.type
+
+    @property
     def is_first(self) -> bool:
         """Whether this is rank 0, the one that prints and writes the whole files."""
         return self.rank == 0
+
+    def shares(self, batch_size: int) -> list[Share]:
+        """The one share of this rank."""
+        return [Share(self.rank, self.world, batch_size)]
 
     def total(self, *values: float) -> list[float]:
         """The sums over all ranks of each value. Every rank calls."""
@@ -90,7 +100,7 @@ def choose_device(config: LaunchConfig, local_ranks: int) -> str:
 
 
 @contextmanager
-def joined(config: LaunchConfig) -> Iterator[Place]:
+def joined(config: LaunchConfig) -> Iterator[RankPlace]:
     """Join the other ranks for the length of the block (every rank enters), under ``timeout_s``."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
@@ -107,7 +117,7 @@ def joined(config: LaunchConfig) -> Iterator[Place]:
         timeout=timedelta(seconds=config.timeout_s),
     )
     try:
-        yield Place(rank, world, device, init_device_mesh(kind, (world,), mesh_dim_names=("shard",)))
+        yield RankPlace(rank, world, device, init_device_mesh(kind, (world,), mesh_dim_names=("shard",)))
     finally:
         dist.destroy_process_group()
 

@@ -73,10 +73,11 @@ class Screen:
 def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     at_rest, full = summary["at_rest_nbytes"], summary["full_nbytes"]
     hidden, speed = summary["communication_hidden_share"], summary["tokens_per_s"]
+    peak = summary["peak_unsharded_nbytes"]
     return [
         ("parameters", f"{summary['parameters']:,}"),
         ("at rest, per rank", f"{in_words(at_rest)} of {in_words(full)} unsharded ({at_rest / full:.1%})"),
-        ("peak unsharded", f"{in_words(summary['peak_unsharded_nbytes'])} at once"),
+        ("peak unsharded", "not measured" if peak is None else f"{in_words(peak)} at once"),
         ("speed", "no step was made" if speed is None else f"{speed:,.0f} tokens/s (a token is a byte)"),
         (
             "communication hidden",

@@ -1,6 +1,7 @@
-"""One rank of one training run, from the recipe to the table at the end.
+"""One process of one training run, from the recipe to the table at the end.
 
-    join -> folder -> corpus -> sharded model, optimizer -> (resume) -> loop -> whole model, summary, sample
+    join -> folder -> corpus -> engine: sharded model, optimizer -> (resume) -> loop -> whole model, summary,
+    sample
 
 ``summary.json``: parameters, ranks, steps, at_rest_nbytes (the largest rank's shards), full_nbytes (all
 parameters unsharded), peak_unsharded_nbytes (the largest rank's), tokens_per_s (all ranks, evaluation and
@@ -11,22 +12,25 @@ is near 0 and small all the same), communication_share_of_step (exposed_s over t
 and unigram_entropy (nats per byte), corpus_sha256, trained_s, sample.
 """
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
+from importlib import import_module
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwright.api import communication_s, full_state_dict, stats
-from shardwright.checkpoint import StopRequest, load, save
+from shardwright.checkpoint import StopRequest
 from shardwright.errors import CheckpointError, ConfigError
-from shardwright.train.config import Recipe
-from shardwright.train.data import Corpus, Share, TrainBatches, heldout_windows, read_corpus
+from shardwright.train.config import LaunchConfig, Recipe
+from shardwright.train.data import Corpus, TrainBatches, heldout_windows, read_corpus
+from shardwright.train.engine import Engine, Place
 from shardwright.train.folder import RunFolder
-from shardwright.train.loop import Listener, Loop, Progress, StepReport, build_model, heldout_loss
+from shardwright.train.loop import Listener, Loop, Progress, StepReport
 from shardwright.train.models import Transformer
-from shardwright.train.ranks import LaunchedStop, Place, joined, life_of_a_rank
+from shardwright.train.ranks import LaunchedStop, life_of_a_rank
 from shardwright.train.report import Screen
 from shardwright.train.resolve import Resolved
 from shardwright.train.sample import generate, readable
@@ -39,7 +43,7 @@ def train_rank(resolved: Resolved, *, resume: bool) -> None:
     """
     with life_of_a_rank():
         stop = LaunchedStop()
-        with joined(resolved.recipe.launch) as place:
+        with _joined(resolved.recipe.launch) as place:
             screen = Screen(resolved.recipe.training.steps, shown=place.is_first)
             try:
                 _train(resolved, place, screen, stop, resume)
@@ -47,16 +51,30 @@ def train_rank(resolved: Resolved, *, resume: bool) -> None:
                 screen.stop()
 
 
+def _joined(config: LaunchConfig) -> AbstractContextManager[Place]:
+    """The ranks of the backend, joined. Only the backend's own modules are imported."""
+    if config.backend == "xla":
+        return import_module("shardwright.train.devices").joined(config)
+    return import_module("shardwright.train.ranks").joined(config)
+
+
+def _engine(recipe: Recipe, place: Place, batches: Sequence[TrainBatches]) -> Engine:
+    if recipe.launch.backend == "xla":
+        return import_module("shardwright.train.compiled").CompiledEngine(recipe, place, batches)
+    return import_module("shardwright.train.eager").EagerEngine(recipe, place, batches)
+
+
 def _train(resolved: Resolved, place: Place, screen: Screen, stop: StopRequest, resume: bool) -> None:
     recipe, folder = resolved.recipe, RunFolder(resolved.folder)
     training = recipe.training
     corpus = read_corpus(recipe.data)
-    share = Share(place.rank, place.world, training.batch_size)
-    batches = TrainBatches(corpus.train, training.sequence_length, share, recipe.run.seed)
+    batches = [
+        TrainBatches(corpus.train, training.sequence_length, share, recipe.run.seed)
+        for share in place.shares(training.batch_size)
+    ]
     windows = heldout_windows(corpus.heldout, training.sequence_length, recipe.heldout.num_windows)
-    _announce(screen, recipe, place, corpus, batches)
-    model = build_model(recipe, place)
-    loop = Loop(recipe, place, model, batches)
+    _announce(screen, recipe, place, corpus, batches[0])
+    loop = Loop(recipe, _engine(recipe, place, batches))
     identity = _identity(recipe, corpus)
     if resume:
         _restore(folder, loop, screen, identity)
@@ -94,7 +112,7 @@ def _announce(screen: Screen, recipe: Recipe, place: Place, corpus: Corpus, batc
     )
     global_batch = place.world * training.batch_size * training.accumulation
     screen.say(
-        f"ranks: {place.world} on {place.device.type}, {torch.get_num_threads()} thread(s) each; global "
+        f"ranks: {place.world} on {place.device_type}, {torch.get_num_threads()} thread(s) each; global "
         f"batch: {place.world} ranks x {training.batch_size} x {training.accumulation} microbatch(es) = "
         f"{global_batch} sequences of {training.sequence_length}; an epoch is "
         f"{batches.num_windows / global_batch:.0f} steps"
@@ -117,7 +135,7 @@ def _restore(folder: RunFolder, loop: Loop, screen: Screen, identity: dict[str, 
             f"{folder.root} has no checkpoint to go on from: start without --resume, or give the folder of "
             "the run with --run.folder"
         )
-    restored = load(folder.checkpoint, model=loop.model, optimizer=loop.optimizer)
+    restored = loop.engine.restore(folder.checkpoint)
     before = restored.extra["identity"]
     changed = [
         f"  - {key}: was {before[key]!r}, is {identity[key]!r}"
@@ -137,7 +155,7 @@ def _restore(folder: RunFolder, loop: Loop, screen: Screen, identity: dict[str, 
 
 
 def _listener(folder: RunFolder, loop: Loop, screen: Screen, identity: dict[str, Any]) -> Listener:
-    first = loop.place.is_first
+    first = loop.engine.place.is_first
 
     def stepped(report: StepReport) -> None:
         if first:
@@ -152,27 +170,19 @@ def _listener(folder: RunFolder, loop: Loop, screen: Screen, identity: dict[str,
             screen.say(f"step {step}  held-out loss {loss:.3f} nats per byte")
 
     def save_progress(progress: Progress) -> None:
-        save(
-            folder.checkpoint,
-            model=loop.model,
-            optimizer=loop.optimizer,
-            extra={"position": progress.position, "identity": identity},
-            step=progress.step,
-            keep=loop.recipe.checkpoint.keep,
-        )
+        extra = {"position": progress.position, "identity": identity}
+        loop.engine.save(folder.checkpoint, extra, progress.step)
 
     return Listener(stepped, evaluated, save_progress)
 
 
 def _finish(folder: RunFolder, loop: Loop, corpus: Corpus, windows: Tensor, screen: Screen) -> None:
-    """Write the whole model and the summary; every rank calls."""
-    recipe, place, progress, model = loop.recipe, loop.place, loop.progress, loop.model
-    loss = heldout_loss(model, windows, recipe.training.batch_size, place)
-    alone_s = communication_s(model)
-    measured = stats(model)
-    at_rest, peak, alone_s = place.largest(measured.at_rest_nbytes, measured.peak_unsharded_nbytes, alone_s)
+    """Write the whole model and the summary; every process calls."""
+    recipe, engine, progress = loop.recipe, loop.engine, loop.progress
+    place = engine.place
+    loss, sizes = engine.heldout_loss(windows), engine.sizes()
     exposed_s = place.total(median(progress.exposed_s or [0.0]))[0] / place.world
-    tensors = full_state_dict(model)
+    tensors = engine.full_state_dict()
     place.wait_for_all()
     if not place.is_first:  # no rank waits, under a time limit, for what only rank 0 does from here
         return
@@ -180,18 +190,19 @@ def _finish(folder: RunFolder, loop: Loop, corpus: Corpus, windows: Tensor, scre
     whole = Transformer(recipe.model)
     whole.load_state_dict(tensors)
     text = generate(whole, recipe.sample, recipe.training.sequence_length, recipe.run.seed)
-    known = place.world > 1 and alone_s > 0 and progress.exposed_s and measured.exposed_s is not None
+    alone_s = sizes.communication_s
+    known = alone_s if place.world > 1 and progress.exposed_s and sizes.exposed_is_known else None
     summary = {
-        "parameters": measured.param_numel,
+        "parameters": sizes.parameters,
         "ranks": place.world,
         "steps": progress.step,
-        "at_rest_nbytes": int(at_rest),
-        "full_nbytes": measured.full_nbytes,
-        "peak_unsharded_nbytes": int(peak),
+        "at_rest_nbytes": sizes.at_rest_nbytes,
+        "full_nbytes": sizes.full_nbytes,
+        "peak_unsharded_nbytes": sizes.peak_unsharded_nbytes,
         "tokens_per_s": progress.tokens / progress.trained_s if progress.tokens else None,
         "communication_s": alone_s,
-        "exposed_s": exposed_s,
-        "communication_hidden_share": min(1.0, max(0.0, 1 - exposed_s / alone_s)) if known else None,
+        "exposed_s": exposed_s if sizes.exposed_is_known else None,
+        "communication_hidden_share": min(1.0, max(0.0, 1 - exposed_s / known)) if known else None,
         "communication_share_of_step": exposed_s / median(progress.step_s) if known else None,
         "heldout_loss": loss,
         "unigram_entropy": corpus.unigram_entropy,

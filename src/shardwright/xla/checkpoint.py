@@ -18,7 +18,7 @@ from shardwright.xla.optim import Optimizer
 from shardwright.xla.state import load_full_state_dict
 from shardwright.xla.step import TrainStep
 from shardwright.xla.torch_bridge import from_numpy
-from shardwright.xla.unit import Leaf, Unit
+from shardwright.xla.unit import Leaf, Stored, Unit
 
 
 def save_rank_files(ckpt_prefix: str, model: nn.Module, step: TrainStep | None = None) -> list[Path]:
@@ -92,18 +92,25 @@ def named_state(step: TrainStep) -> Iterator[tuple[str, str, torch.Tensor]]:
                 yield step.home.names[leaf][0], key, tensor.float() if key == "step" else tensor
 
 
-def hyper_parameters(step: TrainStep) -> tuple[str, dict[str, Any]]:
-    """``(class, options)`` of the ``torch.optim`` optimizer that equals the step's; of a schedule, its value
-    now.
+def option_groups(step: TrainStep) -> list[tuple[list[Stored], dict[str, Any]]]:
+    """The parameter groups of the ``torch.optim`` optimizer that equals the step's: arrays, frozen ones too,
+    and their options; of a schedule, its value now.
 
     Raises: InputError for an optimizer that isn't ``xla.SGD`` or ``xla.AdamW``.
     """
     if not isinstance(step.optimizer, Optimizer):
         raise InputError("only the state of xla.SGD and xla.AdamW can be saved by torch's names")
     options: dict[str, Any] = dict(vars(step.optimizer))
+    del options["decayed"]
     if callable(options["lr"]):
         options["lr"] = float(options["lr"](step.count()))  # type: ignore[arg-type]
-    return type(step.optimizer).__name__, options
+    groups: dict[bool, list[Stored]] = {}
+    for stored in step.home.stored:
+        groups.setdefault(step.is_decayed(stored), []).append(stored)
+    return [
+        (members, options if decayed else {**options, "weight_decay": 0.0})
+        for decayed, members in groups.items()
+    ]
 
 
 def optimizer_state(
@@ -151,7 +158,7 @@ def _part(tree: Any) -> Any:
 
 
 def _torch_state(step: TrainStep, tree: Any) -> dict[str, Any]:
-    hyper_parameters(step)  # refuses an optimizer that isn't ours
+    option_groups(step)  # refuses an optimizer that isn't ours
     part = _part(tree)
     if part is None:
         return {}
@@ -272,5 +279,9 @@ def _optimizer_of_rank(step: TrainStep, device: Any) -> dict[str, Any]:
                 key: from_numpy(np.asarray(a)).float() if a.ndim == 0 else _shard(a, device)
                 for key, a in arrays.items()
             }
-    _, options = hyper_parameters(step)
-    return {"state": found, "param_groups": [{**options, "params": list(range(len(numbered)))}]}
+    number = {id(stored): i for i, stored in enumerate(numbered)}
+    groups = [
+        {**options, "params": sorted(number[id(stored)] for stored in members)}
+        for members, options in option_groups(step)
+    ]
+    return {"state": found, "param_groups": groups}

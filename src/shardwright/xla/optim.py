@@ -17,6 +17,10 @@ LearningRate = float | Callable[[Any], Any]
 """A number, or a function from the count of steps done (a jax int32) to one, such as optax's schedules."""
 
 
+Decayed = Callable[[str, tuple[int, ...]], bool]
+"""``decayed(name, shape)``: whether the weight decay is for that parameter; None in its place: for all."""
+
+
 def _check(owner: str, **numbers: Any) -> None:
     for name, value in numbers.items():
         if not callable(value) and not value >= 0:
@@ -34,6 +38,7 @@ class SGD:
     momentum: float = 0.0
     weight_decay: float = 0.0
     nesterov: bool = False
+    decayed: Decayed | None = None
 
     state_names = {"momentum_buffer": "trace"}  # noqa: RUF012 (not a field)
 
@@ -42,9 +47,10 @@ class SGD:
         if self.nesterov and not self.momentum:
             raise InputError("SGD(nesterov=True) needs a momentum above 0")
 
-    def transform(self) -> optax.GradientTransformation:
+    def transform(self, decayed: bool = True) -> optax.GradientTransformation:
+        """For one array, that is to be decayed or not."""
         parts = []
-        if self.weight_decay:
+        if self.weight_decay and decayed:
             parts.append(optax.add_decayed_weights(self.weight_decay))
         if self.momentum:
             parts.append(optax.trace(self.momentum, self.nesterov))
@@ -62,6 +68,7 @@ class AdamW:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 1e-2
+    decayed: Decayed | None = None
 
     state_names = {"exp_avg": "mu", "exp_avg_sq": "nu", "step": "count"}  # noqa: RUF012 (not a field)
 
@@ -70,10 +77,11 @@ class AdamW:
         if not all(0 <= beta < 1 for beta in self.betas):
             raise InputError(f"AdamW(betas={self.betas}): each must be at least 0 and below 1")
 
-    def transform(self) -> optax.GradientTransformation:
+    def transform(self, decayed: bool = True) -> optax.GradientTransformation:
+        """For one array, that is to be decayed or not."""
         return optax.chain(
             optax.scale_by_adam(*self.betas, self.eps),
-            optax.add_decayed_weights(self.weight_decay),
+            optax.add_decayed_weights(self.weight_decay if decayed else 0.0),
             optax.scale_by_learning_rate(self.lr),
         )
 

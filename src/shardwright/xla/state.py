@@ -4,10 +4,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import jax
 import numpy as np
 import torch
-from jax.experimental import multihost_utils
 from torch import nn
 
 from shardwright.errors import InputError
@@ -122,17 +120,6 @@ def set_random_state(model: nn.Module, key: torch.Tensor) -> None:
     """Go on from what ``random_state`` returned. Every process must call it with the same key."""
     home = home_of(model)
     home.key = home.place(to_numpy(key))
-
-
-def is_first_process() -> bool:
-    """Whether this process is the one that writes what all have."""
-    return jax.process_index() == 0
-
-
-def wait_for_all(name: str) -> None:
-    """Return when every process has called it."""
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(name)
 
 
 def materialize(model: nn.Module) -> None:

@@ -63,6 +63,9 @@ class TrainStep:
     for it. Parameters, buffers and the optimizer's state are updated in place (their memory is donated). A
     unit that the forward doesn't call is left alone by the optimizer. Compiled once for each shape of batch
     and each combination of ``module.training``.
+
+    grad_norm: the gradient's global norm in the last step, before clipping; a 0-d jax array, None without
+    ``clip_norm``.
     """
 
     def __init__(self, home: Home, loss_fn: LossFn, optimizer: Any, options: tuple[Any, int, bool]) -> None:
@@ -70,8 +73,7 @@ class TrainStep:
         self.loss_fn = loss_fn
         self.optimizer = optimizer
         self.clip_norm, self.accumulation, self.sync_buffers = options
-        made = isinstance(optimizer, Optimizer)
-        self.transform: optax.GradientTransformation = optimizer.transform() if made else optimizer
+        self.grad_norm: Any = None
         self.state: list[Any] | None = None
         self._compiled: dict[Any, Any] = {}
 
@@ -82,11 +84,12 @@ class TrainStep:
         if self.state is None:
             self.state = self.initial_state()
         trained, frozen = ([s.array for s in part] for part in (home.trained, home.frozen))
-        trained, home.buffers, self.state, home.key, loss = self._function(spec)(
+        trained, home.buffers, self.state, home.key, loss, norm = self._function(spec)(
             trained, home.buffers, self.state, home.key, frozen, arrays
         )
         for stored, array in zip(home.trained, trained, strict=True):
             stored.array = array
+        self.grad_norm = None if self.clip_norm is None else norm
         return loss
 
     def lower(self, *batch: Any) -> Any:
@@ -109,7 +112,7 @@ class TrainStep:
         found = []
         for stored in self.home.trained:
             shardings = jax.tree.map(lambda leaf: leaf.sharding, self._abstract_state(stored))
-            found.append(jax.jit(self.transform.init, out_shardings=shardings)(stored.array))
+            found.append(jax.jit(self.transform(stored).init, out_shardings=shardings)(stored.array))
         return found
 
     def count(self) -> int:
@@ -121,13 +124,36 @@ class TrainStep:
         ]
         return max(map(int, counts), default=0)
 
+    def is_decayed(self, stored: Stored) -> bool:
+        """Whether the optimizer's weight decay is for an array.
+
+        Raises: InputError for one that holds parameters of both kinds (``flatten_parameters``).
+        """
+        decayed = self.optimizer.decayed if isinstance(self.optimizer, Optimizer) else None
+        if decayed is None:
+            return True
+        names = self.home.names
+        found = {bool(decayed(names[leaf][0], leaf.shape)) for leaf in stored.leaves}
+        if len(found) > 1:
+            raise InputError(
+                f"{[names[leaf][0] for leaf in stored.leaves][:5]} are one array at rest, but not all "
+                "of them are to be decayed; shard them without flatten_parameters"
+            )
+        return found.pop()
+
+    def transform(self, stored: Stored) -> optax.GradientTransformation:
+        """What the optimizer does to an array."""
+        if isinstance(self.optimizer, Optimizer):
+            return self.optimizer.transform(self.is_decayed(stored))
+        return self.optimizer
+
     def _abstract_state(self, stored: Stored) -> Any:
         axes = self.home.axes
         return jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(
                 leaf.shape, leaf.dtype, sharding=axes.sharded() if leaf.ndim else axes.replicated()
             ),
-            jax.eval_shape(self.transform.init, stored.abstract()),
+            jax.eval_shape(self.transform(stored).init, stored.abstract()),
         )
 
     def _function(self, spec: Any) -> Any:
@@ -142,7 +168,7 @@ class TrainStep:
                 lambda *args: self._local(spec, *args),
                 mesh=axes.mesh,
                 in_specs=(axes.shard_spec, axes.batch_spec, state, whole, axes.shard_spec, axes.batch_spec),
-                out_specs=(axes.shard_spec, axes.batch_spec, state, whole, whole),
+                out_specs=(axes.shard_spec, axes.batch_spec, state, whole, whole, whole),
                 check_vma=False,
             )
             self._compiled[key] = jax.jit(local, donate_argnums=(0, 1, 2, 3))
@@ -155,7 +181,7 @@ class TrainStep:
         buffers = [buffer[0] for buffer in buffers]
         key = device_key(axes, key_data)
         loss, grads, buffers, entered = self._accumulate(trained, buffers, key, frozen, (leaves, spec))
-        grads = self._reduced(grads)
+        grads, norm = self._reduced(grads)
         loss = jax.lax.pmean(loss, axes.names)
         if self.sync_buffers:
             buffers = [
@@ -164,12 +190,12 @@ class TrainStep:
         new, new_state = [], []
         for stored, param, grad, old in zip(self.home.trained, trained, grads, state, strict=True):
             if stored in entered:
-                updates, old = self.transform.update(grad, old, param)
+                updates, old = self.transform(stored).update(grad, old, param)
                 param = optax.apply_updates(param, updates)
             new.append(param)
             new_state.append(old)
         next_key = jax.random.key_data(jax.random.split(jax.random.wrap_key_data(key_data))[0])
-        return new, [buffer[None] for buffer in buffers], new_state, next_key, loss
+        return new, [buffer[None] for buffer in buffers], new_state, next_key, loss, norm
 
     def _accumulate(
         self,
@@ -210,15 +236,16 @@ class TrainStep:
         carry, _ = jax.lax.scan(microbatch, (jnp.float32(0), zeros, buffers, key), parts)
         return carry[0] / self.accumulation, carry[1], carry[2], entered
 
-    def _reduced(self, grads: Sequence[Any]) -> list[Any]:
-        """Gradients averaged over all devices and microbatches, and clipped."""
+    def _reduced(self, grads: Sequence[Any]) -> tuple[list[Any], Any]:
+        """Gradients averaged over all devices and microbatches, and clipped; their norm before (0: not
+        asked for)."""
         axes = self.home.axes
         if axes.replicate is not None:
             grads = [jax.lax.psum(grad, axes.replicate) for grad in grads]
         grads = [grad / np.float32(axes.num_devices * self.accumulation).astype(grad.dtype) for grad in grads]
         if self.clip_norm is None:
-            return grads
+            return grads, jnp.float32(0)
         squares = sum((jnp.sum(jnp.square(grad.astype(jnp.float32))) for grad in grads), jnp.float32(0))
         norm = jnp.sqrt(jax.lax.psum(squares, axes.shard))
         scale = jnp.minimum(1.0, self.clip_norm / (norm + 1e-6))
-        return [grad * scale.astype(grad.dtype) for grad in grads]
+        return [grad * scale.astype(grad.dtype) for grad in grads], norm

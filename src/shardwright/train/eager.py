@@ -1,0 +1,157 @@
+"""The engine of PyTorch's own execution: one process per rank, each with its shards.
+
+step:  [microbatch: forward, backward] x accumulation -> clip -> AdamW -> zero
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardwright.api import communication_s, full_state_dict, fully_shard, stats
+from shardwright.checkpoint import Restored, load, save
+from shardwright.comm.mesh import set_transport
+from shardwright.module import FSDPModule
+from shardwright.policy import MixedPrecisionPolicy
+from shardwright.train.config import OptimizerConfig, Recipe
+from shardwright.train.data import TrainBatches, split_targets
+from shardwright.train.engine import Reading, Sizes
+from shardwright.train.loop import learning_rate
+from shardwright.train.models import Transformer, loss_of
+from shardwright.train.ranks import RankPlace
+
+
+def build_model(recipe: Recipe, place: RankPlace) -> Transformer:
+    """The sharded model with its initial weights; every rank calls, none ever holds the whole of it.
+
+    A group per block, one for the embedding, one for norm and head; with a tied embedding these three are the
+    root's own group, because the root multiplies by the embedding's weight.
+    """
+    with torch.device("meta"):
+        model = Transformer(recipe.model, activation_checkpointing=recipe.training.activation_checkpointing)
+    param_dtype = torch.bfloat16 if recipe.training.dtype == "bf16" else None
+    policy = MixedPrecisionPolicy(
+        param_dtype=param_dtype, reduce_dtype=torch.float32 if param_dtype else None
+    )
+    set_transport(recipe.schedule.transport)
+    for block in model.blocks:
+        fully_shard(block, mesh=place.mesh, mp_policy=policy)
+    if model.head is not None:
+        fully_shard(model.embedding, mesh=place.mesh, mp_policy=policy)
+        fully_shard([model.norm, model.head], mesh=place.mesh, mp_policy=policy)
+    fully_shard(model, mesh=place.mesh, mp_policy=policy)
+    assert isinstance(model, FSDPModule)
+    model.set_schedule_policy(recipe.schedule.policy())
+    model.to_empty(device=place.device)
+    model.reset_parameters(recipe.run.seed)
+    return model
+
+
+def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.AdamW:
+    """AdamW over the (sharded) parameters; matrices are decayed, vectors are not."""
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
+
+
+@torch.no_grad()
+def heldout_loss(model: nn.Module, windows: Tensor, batch_size: int, place: RankPlace | None = None) -> float:
+    """Mean nats per byte over ``windows`` (n, sequence_length + 1), dealt out in batches to the ranks.
+
+    Every rank calls and makes the same number of forwards (a sharded forward needs all ranks); one that has
+    no window left repeats an old one with weight 0. Without ``place``: one process does them all.
+    """
+    rank, world = (place.rank, place.world) if place else (0, 1)
+    device = place.device if place else torch.device("cpu")
+    was_training = model.training
+    model.eval()
+    loss_sum, count = 0.0, 0
+    for first in range(0, len(windows), batch_size * world):
+        start = first + rank * batch_size
+        batch = windows[start : start + batch_size]
+        own = len(batch)
+        inputs, targets = split_targets((batch if own else windows[:1]).to(device))
+        loss = loss_of(model(inputs), targets).item()
+        loss_sum, count = loss_sum + loss * own, count + own
+    model.train(was_training)
+    if place:
+        loss_sum, count = place.total(loss_sum, count)
+    return loss_sum / count
+
+
+class EagerEngine:
+    """See ``Engine``. ``model`` is sharded over the ranks of ``place``, ``batches`` are this rank's."""
+
+    def __init__(self, recipe: Recipe, place: RankPlace, batches: Sequence[TrainBatches]) -> None:
+        self.recipe = recipe
+        self.place = place
+        self.model = build_model(recipe, place)
+        self.optimizer = build_optimizer(recipe.optimizer, self.model)
+        (self._batches,) = batches
+
+    @property
+    def exposed_s(self) -> float:
+        """See ``Engine``; on CUDA a stream waits, not the host."""
+        return stats(self.model).exposed_s or 0.0
+
+    def step(self, number: int, position: int) -> Reading:
+        """See ``Engine``."""
+        recipe = self.recipe
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(recipe.optimizer, number, recipe.training.steps)
+        # As a function of the step, random numbers need no state in the checkpoint, and none per rank.
+        torch.manual_seed((recipe.run.seed * 1_000_003 + number) * 65_537 + self.place.rank)
+        loss = self._gradients(position)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), recipe.optimizer.clip_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return lambda: (
+            self.place.total(loss.item())[0] / self.place.world,
+            float(norm.full_tensor() if isinstance(norm, DTensor) else norm),
+        )
+
+    def _gradients(self, position: int) -> Tensor:
+        """Forward and backward of each microbatch; the last reduces the gradients. Returns the mean loss."""
+        training, device = self.recipe.training, self.place.device
+        total = torch.zeros((), device=device)
+        assert isinstance(self.model, FSDPModule)
+        for microbatch in range(training.accumulation):
+            self.model.set_requires_gradient_sync(microbatch == training.accumulation - 1)
+            first = position + microbatch * self._batches.share.num_windows
+            inputs, targets = (part.to(device) for part in self._batches.at(first))
+            loss = loss_of(self.model(inputs), targets) / training.accumulation
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    def heldout_loss(self, windows: Tensor) -> float:
+        """See ``Engine``."""
+        return heldout_loss(self.model, windows, self.recipe.training.batch_size, self.place)
+
+    def save(self, path: Path, extra: dict[str, Any], step: int) -> None:
+        """See ``Engine``."""
+        keep = self.recipe.checkpoint.keep
+        save(path, model=self.model, optimizer=self.optimizer, extra=extra, step=step, keep=keep)
+
+    def restore(self, path: Path) -> Restored:
+        """See ``Engine``."""
+        return load(path, model=self.model, optimizer=self.optimizer)
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """See ``Engine``."""
+        return full_state_dict(self.model)
+
+    def sizes(self) -> Sizes:
+        """See ``Engine``."""
+        alone_s, measured = communication_s(self.model), stats(self.model)
+        at_rest, peak, alone_s = self.place.largest(
+            measured.at_rest_nbytes, measured.peak_unsharded_nbytes, alone_s
+        )
+        known = measured.exposed_s is not None
+        return Sizes(measured.param_numel, int(at_rest), measured.full_nbytes, int(peak), alone_s, known)
