@@ -100,7 +100,9 @@ def test_prefetch_and_reductions_stay_within_their_limits(step, policy):
     schedule = plan(orders, policy, facts.__getitem__)
     for phases in ((Phase.EVALUATION,), (Phase.FORWARD, Phase.BACKWARD)):
         reducing: list[tuple[int, ...]] = []
-        in_flight: dict[int, Action] = {}
+        in_flight: dict[int, int] = {}  # group, not waited for -> number of its all-gather
+        landed: set[int | None] = set()  # all-gathers of which a group has been waited for
+        number = 0
         for phase, (event, actions) in ((p, stop) for p in phases for stop in schedule.phases[p]):
             issued = [a for a in actions if a.kind is ActionKind.UNSHARD and a.group != event.group]
             listed = facts[event.group].ahead_in_backward if phase is Phase.BACKWARD else None
@@ -116,13 +118,15 @@ def test_prefetch_and_reductions_stay_within_their_limits(step, policy):
                 assert not issued or policy.forward_prefetch
             for action in actions:
                 if action.kind is ActionKind.UNSHARD:
-                    in_flight |= dict.fromkeys(action.groups, action)
+                    number += 1
+                    in_flight |= dict.fromkeys(action.groups, number)
                     if action.group != event.group:
                         held = sum(facts[g].nbytes for g in in_flight.keys() - {event.group})
                         assert policy.budget_nbytes is None or held <= policy.budget_nbytes
-                        assert policy.max_gathers is None or len({*in_flight.values()}) <= policy.max_gathers
+                        flying = {*in_flight.values()} - landed
+                        assert policy.max_gathers is None or len(flying) <= policy.max_gathers
                 elif action.kind in (ActionKind.WAIT, ActionKind.RESHARD):
-                    in_flight.pop(action.group, None)
+                    landed.add(in_flight.pop(action.group, None))
                 elif action.kind is ActionKind.REDUCE:
                     reducing.append(action.groups)
                     assert len(reducing) <= policy.max_reductions
