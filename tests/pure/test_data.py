@@ -77,7 +77,7 @@ def test_a_corpus_smaller_than_a_batch_is_refused_with_the_numbers():
         heldout_windows(np.zeros(10, dtype=np.uint8), 10, 4)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     world=st.integers(1, 4), batch_size=st.integers(1, 3), length=st.integers(1, 5), extra=st.integers(0, 40)
 )

@@ -52,7 +52,7 @@ def test_int8_of_gaussian_weights_is_off_by_at_most_0_01():
 
 
 @CODECS
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 9), st.integers(1, 200), st.integers(1, 4), st.sampled_from([0.0, 1e-30, 1.0, 1e30]))
 def test_rows_encoded_by_themselves_are_those_of_the_whole_to_the_bit(codec, rows, cols, world, scale):
     weight = gaussian(rows, cols) * scale
@@ -62,7 +62,7 @@ def test_rows_encoded_by_themselves_are_those_of_the_whole_to_the_bit(codec, row
         assert torch.equal(torch.cat([chunk[part] for chunk in chunks]), together)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 5), st.integers(1, 200), st.sampled_from([torch.bfloat16, torch.float32]))
 def test_decoding_and_encoding_again_changes_no_bit(rows, cols, dtype):
     weight = gaussian(rows, cols)

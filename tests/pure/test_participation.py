@@ -312,7 +312,7 @@ def worlds(draw):
     return plan, draw(POLICIES), facts
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(worlds())
 def test_any_routes_are_exact_and_launched_alike(case):
     plan, policy, facts = case

@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.errors import InputError
@@ -75,7 +75,6 @@ def steps(draw) -> tuple[dict, tuple[GroupFacts, ...]]:
     return orders, tuple(draw(st.lists(facts, min_size=num_groups + 1, max_size=num_groups + 1)))
 
 
-@settings(deadline=None)  # other work on the machine is no fault of a plan
 @given(steps(), POLICIES)
 def test_any_plan_is_sound_and_has_an_end(step, policy):
     orders, facts = step
@@ -85,7 +84,6 @@ def test_any_plan_is_sound_and_has_an_end(step, policy):
         assert tuple(stop.event for stop in schedule.phases[phase]) == order
 
 
-@settings(deadline=None)  # other work on the machine is no fault of a plan
 @given(steps(), POLICIES)
 def test_a_schedule_prints_as_text_that_parses_back(step, policy):
     orders, facts = step
@@ -93,7 +91,6 @@ def test_a_schedule_prints_as_text_that_parses_back(step, policy):
     assert Schedule.parse(str(schedule)) == schedule
 
 
-@settings(deadline=None)  # other work on the machine is no fault of a plan
 @given(steps(), POLICIES)
 def test_prefetch_and_reductions_stay_within_their_limits(step, policy):
     orders, facts = step
@@ -134,7 +131,6 @@ def test_prefetch_and_reductions_stay_within_their_limits(step, policy):
                     reducing.remove(action.groups)
 
 
-@settings(deadline=None)  # other work on the machine is no fault of a plan
 @given(steps(), POLICIES)
 def test_what_shares_a_collective_is_small_and_of_one_lane(step, policy):
     orders, facts = step
@@ -152,7 +148,6 @@ def test_what_shares_a_collective_is_small_and_of_one_lane(step, policy):
                 assert facts[action.group].lane is not None
 
 
-@settings(deadline=None)  # other work on the machine is no fault of a plan
 @given(steps(), POLICIES, st.data())
 def test_a_step_that_departs_in_its_middle_is_sound_too(step, policy, data):
     """The planner goes on from what the first part of the plan left: live, held, being reduced."""
