@@ -3,6 +3,8 @@
     safetensors   a folder of plain safetensors (``consolidate``)
     torch         one file that ``torch.load(..., weights_only=True)`` opens
     dcp           a folder of ``torch.distributed.checkpoint``
+    fairscale     a folder of per-rank files, as its FullyShardedDataParallel saves them
+    xla           the same, as XlaFullyShardedDataParallel does
     shardwright   a folder of checkpoints, with this one in it
 
 One process; host memory: one tensor. What needs all tensors at once gets them as files that are mapped.
@@ -11,6 +13,7 @@ One process; host memory: one tensor. What needs all tensors at once gets them a
 import os
 import tempfile
 import warnings
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 
@@ -19,12 +22,14 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 from shardwright.checkpoint.folder import published, step_folder
+from shardwright.checkpoint.format import Manifest
 from shardwright.checkpoint.live import Whole
+from shardwright.checkpoint.rankfiles import write_rank_files
 from shardwright.checkpoint.save import save
 from shardwright.checkpoint.shardfile import TORCH_DTYPE, Reader, bits_of, write_all
 from shardwright.checkpoint.sources import Source, open_source
 from shardwright.checkpoint.tools import Progress, consolidate, open_checkpoint, read_tensor
-from shardwright.errors import CheckpointError
+from shardwright.errors import CheckpointError, InputError
 
 
 class Format(StrEnum):
@@ -34,19 +39,30 @@ class Format(StrEnum):
     SAFETENSORS = "safetensors"
     DCP = "dcp"
     TORCH = "torch"
+    FAIRSCALE = "fairscale"
+    XLA = "xla"
 
 
-def convert(src: str | Path, dst: str | Path, to: Format, *, progress: Progress | None = None) -> Path:
+PER_RANK = (Format.FAIRSCALE, Format.XLA)
+
+
+def convert(
+    src: str | Path, dst: str | Path, to: Format, *, ranks: int = 1, progress: Progress | None = None
+) -> Path:
     """Write the model's weights in ``src`` (whatever ``load`` takes) as ``to``; returns what was written.
 
     ``dst`` must not exist yet; it appears when it is complete, and its weights were read again and equal
     those of ``src`` bit by bit. Names and dtypes stay. Tied weights are stored once in ``shardwright``,
-    ``safetensors`` and ``torch``, under each name in ``dcp``. Temporary files beside ``dst`` take as much
+    ``safetensors``, ``torch`` and ``fairscale``, under each name in ``dcp`` and ``xla``. ``ranks``: how many
+    files there are, where each is one rank's. Temporary files beside ``dst`` take as much
     disk as the model. ``progress`` counts the bytes read.
 
     Raises:
         CheckpointError: damaged, no weights, ``dst`` exists or can't be written.
+        InputError: less than one rank, or more in a format that has no files per rank.
     """
+    if ranks < 1 or (ranks > 1 and to not in PER_RANK):
+        raise InputError(f"ranks is {ranks}, expected 1, or more with {' or '.join(PER_RANK)}")
     dst = Path(dst)
     if to is Format.SAFETENSORS:
         consolidate(src, dst, progress=progress)
@@ -59,6 +75,9 @@ def convert(src: str | Path, dst: str | Path, to: Format, *, progress: Progress 
             with open(torn, "xb") as file:
                 torch.save(tensors, file)
                 os.fsync(file.fileno())
+        elif to in PER_RANK:
+            torn.mkdir()
+            write_rank_files(torn, tensors, str(to), ranks, _buffers(source.manifest, tensors))
         elif to is Format.DCP:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is meant
@@ -67,6 +86,14 @@ def convert(src: str | Path, dst: str | Path, to: Format, *, progress: Progress 
             written = save(torn, model=Whole(tensors), step=source.manifest.step)
         _compare(tensors, open_source(written))
     return dst if to is not Format.SHARDWRIGHT else step_folder(dst, source.manifest.step)
+
+
+def _buffers(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> set[str]:
+    """Names of what is no parameter, as far as a checkpoint tells: integers, what is whole beside shards."""
+    stored = {name: manifest.tensors[key] for name, key in manifest.keys_of("model/").items()}
+    any_sharded = any(entry.sharded for entry in stored.values())
+    whole = {name for name in tensors if any_sharded and not stored[f"model/{name}"].sharded}
+    return whole | {name for name, tensor in tensors.items() if not tensor.is_floating_point()}
 
 
 def _mapped(source: Source, scratch: Path, progress: Progress | None) -> dict[str, torch.Tensor]:

@@ -3,7 +3,8 @@
     Hugging Face     a folder of *.safetensors (with or without an index), or one such file; a folder of
                      pytorch_model*.bin
     torch DCP        a folder with .metadata and *.distcp files
-    torch.save       one file with a state dict, or with one inside of it
+    torch.save       one file with a state dict, or with one inside of it (``torchfile``)
+    per-rank files   of fairscale and XlaFullyShardedDataParallel, by their metadata (``rankfiles``)
 
 Only weights are taken. They have no checksums, so the first read makes them; the live state is proved against
 these. Nothing is unpickled freely: torch's restricted loader reads state dicts, and ``.metadata`` may name
@@ -20,12 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint import filesystem, metadata
 
 from shardwright.checkpoint.folder import find, read_manifest
 from shardwright.checkpoint.format import MANIFEST, Manifest, Piece, TensorEntry, prove
+from shardwright.checkpoint.rankfiles import rank_entries, rank_files
 from shardwright.checkpoint.shardfile import DTYPE_NAME
+from shardwright.checkpoint.torchfile import fake_load, piece_of, torch_entries
 from shardwright.errors import CheckpointError
 
 _DCP = ".metadata"
@@ -47,7 +49,7 @@ def locate(path: Path) -> tuple[Path, tuple[str, ...]]:
     Raises:
         CheckpointError: there is none.
     """
-    if path.is_file() or (path / _DCP).is_file() or _weight_files(path):
+    if path.is_file() or (path / _DCP).is_file() or _weight_files(path) or rank_files(path):
         return path, ()
     folder, skipped = find(path)
     return folder, tuple(skipped)
@@ -65,15 +67,17 @@ def open_source(path: Path, names: Collection[str] = ()) -> Source:
     elif path.is_file() and path.suffix == ".safetensors":
         path, manifest = path.parent, _manifest(_safetensors_entries(path), names)
     elif path.is_file():
-        path, manifest = path.parent, _manifest(_torch_entries(path), names)
+        path, manifest = path.parent, _manifest(torch_entries(path), names)
     elif (path / _DCP).is_file():
         manifest = _manifest(_dcp_entries(path, names), names)
     elif files := _weight_files(path):
         entries: dict[str, TensorEntry] = {}
         for file in files:
             safe = file.suffix == ".safetensors"
-            entries.update(_safetensors_entries(file) if safe else _torch_entries(file))
+            entries.update(_safetensors_entries(file) if safe else torch_entries(file))
         manifest = _manifest(entries, names)
+    elif files := rank_files(path):
+        path, manifest = files[0].parent, _manifest(rank_entries(files, str(path)), names)
     else:
         manifest = read_manifest(path)  # raises, naming what is missing
     prove(manifest)
@@ -150,55 +154,6 @@ def _safetensors_entries(path: Path) -> dict[str, TensorEntry]:
         raise CheckpointError(f"{path}: not a readable safetensors file ({error})") from error
 
 
-# ---- torch.save
-
-
-def _torch_entries(path: Path) -> dict[str, TensorEntry]:
-    with open(path, "rb") as file:
-        loaded = _fake_load(file, str(path))
-    tensors = _flat(loaded)
-    if not tensors:
-        raise CheckpointError(f"{path}: holds no tensors ({type(loaded).__name__})")
-    return {name: _torch_entry(path, name, tensor, 0) for name, tensor in tensors.items()}
-
-
-def _fake_load(file: Any, where: str) -> Any:
-    """The structure of a torch.save file, its tensors without their data."""
-    try:
-        with FakeTensorMode():
-            return torch.load(file, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-        raise CheckpointError(
-            f"{where}: torch.load can't read it with weights_only=True ({error})"
-        ) from error
-
-
-def _flat(value: Any, prefix: str = "") -> dict[str, torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return {prefix[:-1]: value}
-    if not isinstance(value, Mapping):
-        return {}
-    return {name: t for k, v in value.items() for name, t in _flat(v, f"{prefix}{k}.").items()}
-
-
-def _torch_entry(path: Path, name: str, tensor: torch.Tensor, base: int) -> TensorEntry:
-    shape = tuple(tensor.shape)
-    piece = _torch_piece(path, name, tensor, base, (0,) * len(shape))
-    return TensorEntry(shape, DTYPE_NAME[tensor.dtype], (piece,) if tensor.numel() else ())
-
-
-def _torch_piece(path: Path, name: str, tensor: torch.Tensor, base: int, offset: tuple[int, ...]) -> Piece:
-    if not tensor.is_contiguous() or tensor.dtype not in DTYPE_NAME:
-        raise CheckpointError(
-            f"{path}: {name} is stored with stride {tensor.stride()} as {tensor.dtype}; only contiguous "
-            "plain dtypes can be read in ranges: save it again with tensor.contiguous()"
-        )
-    storage: Any = tensor.untyped_storage()  # under FakeTensorMode torch.load notes where the data lies
-    start = base + storage._checkpoint_offset + tensor.storage_offset() * tensor.element_size()
-    nbytes = tensor.numel() * tensor.element_size()
-    return Piece(path.name, start, nbytes, None, offset, tuple(tensor.shape))
-
-
 # ---- torch.distributed.checkpoint
 
 
@@ -252,10 +207,10 @@ def _dcp_piece(path: Path, index: Any, info: Any) -> Piece:
     file_path = path / info.relative_path
     try:
         with open(file_path, "rb") as file:
-            tensor = _fake_load(_Slice(file, info.offset, info.length), f"{file_path}: {index.fqn}")
+            tensor = fake_load(_Slice(file, info.offset, info.length), f"{file_path}: {index.fqn}")
     except OSError as error:
         raise CheckpointError(f"{file_path}: can't read {index.fqn}: {error.strerror}") from error
-    return _torch_piece(file_path, index.fqn, tensor, info.offset, tuple(index.offset))
+    return piece_of(file_path, index.fqn, tensor, info.offset, tuple(index.offset))
 
 
 class _Slice(io.RawIOBase):

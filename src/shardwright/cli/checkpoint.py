@@ -4,7 +4,7 @@
     shardwright checkpoint verify PATH
     shardwright checkpoint diff A B
     shardwright checkpoint consolidate PATH OUT [--dtype bfloat16] [--max-file-bytes N] [--tied-copies]
-    shardwright checkpoint convert SRC DST --to {shardwright,safetensors,dcp,torch}
+    shardwright checkpoint convert SRC DST --to FORMAT [--ranks N]
     shardwright checkpoint consolidate --ckpt-prefix PREFIX [--ckpt-suffix SUFFIX] [--save-path FILE]
 
 The last one joins the per-rank files of XlaFullyShardedDataParallel, optimizer state included.
@@ -45,6 +45,7 @@ def add_commands(commands: Any) -> None:
     convert.add_argument("src", metavar="SRC")
     convert.add_argument("dst", metavar="DST", help="a folder, or a file for torch, that doesn't exist yet")
     convert.add_argument("--to", required=True, choices=[str(to) for to in Format])
+    convert.add_argument("--ranks", type=int, default=1, help="number of per-rank files (fairscale, xla)")
     consolidate = verbs.add_parser("consolidate", help="write the weights as plain safetensors")
     consolidate.add_argument("path", metavar="PATH", nargs="?")
     consolidate.add_argument("out", metavar="OUT", nargs="?", help="a folder that doesn't exist yet")
@@ -80,7 +81,11 @@ def run(known: argparse.Namespace) -> int:
         with Progress(console=console, transient=True) as bar:
             task = bar.add_task("converting")
             out = convert(
-                known.src, known.dst, Format(known.to), progress=lambda a, b: _advance(bar, task, a, b)
+                known.src,
+                known.dst,
+                Format(known.to),
+                ranks=known.ranks,
+                progress=lambda done, total: _advance(bar, task, done, total),
             )
         _lines(console, [str(out)])
         return 0

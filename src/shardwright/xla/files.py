@@ -77,7 +77,8 @@ def read(ckpt_prefix: str, ckpt_suffix: str = "*.pth") -> Consolidated:
     paths = sorted(Path(path) for path in glob(pattern) if not path.endswith(CONSOLIDATED))
     if not paths:
         raise CheckpointError(f"no file matches {pattern} (ckpt_prefix and ckpt_suffix, joined)")
-    files = _in_order({path: _load(path) for path in paths}, pattern)
+    contents = {path: _load(path) for path in paths}
+    files = [contents[path] for path in in_order(contents, pattern)]
     models = [file["model"] for file in files]
     metadata = files[0]["shard_metadata"]
     model: Names = {}
@@ -97,6 +98,12 @@ def _load(path: Path) -> Mapping[str, Any]:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
         raise CheckpointError(f"{path}: can't be read: {str(error).splitlines()[0]}") from error
+    check(path, content)
+    return content
+
+
+def check(path: Path, content: Any) -> None:
+    """Raises CheckpointError unless ``content`` is that of a file of one rank."""
     keys = {"model", "shard_metadata"}
     if not isinstance(content, Mapping) or not keys <= content.keys():
         raise CheckpointError(
@@ -106,10 +113,10 @@ def _load(path: Path) -> Mapping[str, Any]:
     missing = {"shard_info", "flatten_info", "world_size", "rank"} - content["shard_metadata"].keys()
     if missing:
         raise CheckpointError(f"{path}: shard_metadata lacks {', '.join(sorted(missing))}")
-    return content
 
 
-def _in_order(files: Mapping[Path, Mapping[str, Any]], pattern: str) -> list[Mapping[str, Any]]:
+def in_order(files: Mapping[Path, Mapping[str, Any]], pattern: str) -> list[Path]:
+    """The files by rank. Raises: CheckpointError for files of several runs, ranks missing or there twice."""
     world = {path: file["shard_metadata"]["world_size"] for path, file in files.items()}
     expected = next(iter(world.values()))
     by_rank: dict[int, Path] = {}
@@ -137,7 +144,7 @@ def _in_order(files: Mapping[Path, Mapping[str, Any]], pattern: str) -> list[Map
         other = sorted(keys ^ set(files[by_rank[rank]]["model"]))
         if other:
             raise CheckpointError(f"{by_rank[rank]}: rank {rank} has other tensors than rank 0: {other[:5]}")
-    return [files[by_rank[rank]] for rank in range(expected)]
+    return [by_rank[rank] for rank in range(expected)]
 
 
 def plain_name(name: str) -> str:
@@ -156,21 +163,34 @@ def _whole(
     key: str, models: Sequence[Names], metadata: Mapping[str, Any]
 ) -> tuple[Names, list[tuple[str, torch.Size]]]:
     """``(tensors by name, names and shapes of what the parameter holds)``; the latter empty for a buffer."""
-    where = _split(key)
-    if where is None:
+    stored = stored_in(key, metadata)
+    if stored is None:
         casts = {plain_name(name): info for name, info in metadata.get("buffer_info", {}).items()}
         info = casts.get(plain_name(key))
         buffer = models[0][key]
         return {plain_name(key): buffer.to(info["_orig_dtype"]) if info else buffer}, []
+    size, pieces = stored
+    joined = join(key, [model[key] for model in models], size)
+    flat = joined.reshape(-1).split([prod(shape) for _, shape in pieces])
+    return {n: part.reshape(shape).clone() for (n, shape), part in zip(pieces, flat, strict=True)}, pieces
+
+
+def stored_in(
+    key: str, metadata: Mapping[str, Any]
+) -> tuple[torch.Size, list[tuple[str, torch.Size]]] | None:
+    """Size of the stored parameter ``key``, names and shapes of the parameters in it; None for a buffer.
+
+    Raises: CheckpointError where the metadata doesn't know it.
+    """
+    where = _split(key)
+    if where is None:
+        return None
     unit, shard = where
     info = metadata["shard_info"].get(unit, {}).get(shard)
     if info is None:
         raise CheckpointError(f"shard_info says nothing of {key}")
     name, size = ".".join(filter(None, (unit, info["_orig_name"]))), torch.Size(info["_orig_size"])
-    pieces = _pieces(name, size, metadata)
-    joined = join(key, [model[key] for model in models], size)
-    flat = joined.reshape(-1).split([prod(shape) for _, shape in pieces])
-    return {n: part.reshape(shape).clone() for (n, shape), part in zip(pieces, flat, strict=True)}, pieces
+    return size, _pieces(name, size, metadata)
 
 
 def _pieces(name: str, size: torch.Size, metadata: Mapping[str, Any]) -> list[tuple[str, torch.Size]]:
@@ -190,6 +210,14 @@ def join(key: str, parts: Sequence[torch.Tensor], size: torch.Size) -> torch.Ten
 
     Raises: CheckpointError for parts of different shapes, or that hold too little.
     """
+    check_parts(key, parts, size)
+    rows = parts[0].dim() != 1
+    joined = torch.cat(list(parts))[: size[0] if rows and size else prod(size)]
+    return joined if rows else joined.view(size)
+
+
+def check_parts(key: str, parts: Sequence[torch.Tensor], size: torch.Size) -> None:
+    """Raises CheckpointError unless the padded parts of all ranks make up a tensor of ``size``."""
     shapes = {tuple(part.shape) for part in parts}
     rows = parts[0].dim() != 1
     whole = prod(size) if not rows else (size[0] if size else 0)
@@ -202,8 +230,6 @@ def join(key: str, parts: Sequence[torch.Tensor], size: torch.Size) -> torch.Ten
             f"{key}: parts of shape {', '.join(map(str, map(list, sorted(shapes))))} on {len(parts)} ranks "
             f"don't make up a tensor of {list(size)}"
         )
-    joined = torch.cat(list(parts))[:whole]
-    return joined if rows else joined.view(size)
 
 
 def _optimizer(
