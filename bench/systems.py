@@ -160,7 +160,11 @@ class Shardwright(System):
     ) -> None:
         shardwright.set_transport(transport)
         if split:
-            shardwright.fully_shard([model.embedding, model.position])
+            if policy is not None and policy.row_wise:  # only a group that is one lookup can
+                shardwright.fully_shard(model.embedding)
+                shardwright.fully_shard(model.position)
+            else:
+                shardwright.fully_shard([model.embedding, model.position])
             shardwright.fully_shard([model.norm, model.head], reshard_after_forward=False)
         for module in [*model.blocks, model]:
             shardwright.fully_shard(module)
@@ -210,6 +214,9 @@ SYSTEMS = {
     "shardwright-none": lambda model: Shardwright(model, split=True, policy=AT_ONCE),
     "shardwright-post": lambda model: Shardwright(
         model, split=True, policy=replace(AT_ONCE, backward_prefetch="post", forward_prefetch=True)
+    ),
+    "shardwright-rows": lambda model: Shardwright(
+        model, split=True, policy=shardwright.SchedulePolicy(row_wise=True)
     ),
     "shardwright-pre": lambda model: Shardwright(model, split=True, policy=shardwright.SchedulePolicy()),
 }

@@ -80,6 +80,9 @@ class SchedulePolicy:
     bucket_cap_mb: MiB of small groups that share a collective with another one: all-gathers ahead of their
         use, and gradients, which are held back until then. What shares one counts as one group above. 0: each
         group has collectives of its own.
+    row_wise: a group that is one ``nn.Embedding`` moves only rows in use: the all-gather those that any rank
+        looks up, the reduce-scatter those that any rank has a gradient of. Same bits, as long as nothing but
+        the lookup reads the weight inside of its forward (hooks of others make it move whole).
 
     The defaults are those that gave the shortest step for the memory of two groups (docs/performance.md).
     Raises: InputError for a value outside of these.
@@ -94,6 +97,7 @@ class SchedulePolicy:
     keep_last: int = 1
     keep_nbytes: int = 0
     bucket_cap_mb: float = 1.0
+    row_wise: bool = False
 
     @property
     def bucket_cap_nbytes(self) -> int:

@@ -69,6 +69,7 @@ def steps(draw) -> tuple[dict, tuple[GroupFacts, ...]]:
         nbytes=st.integers(1, 20),
         grad_nbytes=st.integers(0, 20),
         lane=st.sampled_from([None, 7, 7, 8]),
+        on_use=st.sampled_from([False, False, True]),
         ahead_in_forward=listed,
         ahead_in_backward=listed,
     )
@@ -102,6 +103,7 @@ def test_prefetch_and_reductions_stay_within_their_limits(step, policy):
         number = 0
         for phase, (event, actions) in ((p, stop) for p in phases for stop in schedule.phases[p]):
             issued = [a for a in actions if a.kind is ActionKind.UNSHARD and a.group != event.group]
+            assert not any(facts[group].on_use for action in issued for group in action.groups)
             listed = facts[event.group].ahead_in_backward if phase is Phase.BACKWARD else None
             listed = facts[event.group].ahead_in_forward if phase is not Phase.BACKWARD else listed
             assert len(issued) <= (policy.depth if listed is None else len(listed))

@@ -41,6 +41,6 @@ def _lines(group: ParamGroup) -> list[str]:
         layout = param.layout
         lines.append(
             f"parameter {param.fqn} of group {group.name}: shape {list(layout.shape)}, sharded on dim "
-            f"{layout.dim}, {param.sharded.dtype}"
+            f"{layout.dim}, {param.sharded.dtype}{'' if param.rows is None else ', rows in use'}"
         )
     return lines

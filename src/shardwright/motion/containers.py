@@ -66,14 +66,3 @@ def _inside(leaf: Any) -> list[Any]:
 def _slot_names(cls: type) -> tuple[str, ...]:
     names = cls.__dict__.get("__slots__", ())
     return (names,) if isinstance(names, str) else tuple(names)
-
-
-def is_lookup(module: nn.Module, output: Any) -> bool:
-    """Whether a module has done nothing but look up rows of its weight, and that is its output.
-
-    Its class has the forward of ``nn.Embedding`` (one of its own may use the weight in ways that the output
-    doesn't show), and no hook has changed the output since.
-    """
-    node = output.grad_fn if isinstance(output, torch.Tensor) else None
-    own = type(module).forward is nn.Embedding.forward
-    return own and node is not None and node.name() == "EmbeddingBackward0"

@@ -25,7 +25,8 @@ from torch.autograd import Variable
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from shardwright.motion.containers import cast_floating, is_lookup, map_tensors, opaque_tensors_in, tensors_in
+from shardwright.motion.containers import cast_floating, map_tensors, opaque_tensors_in, tensors_in
+from shardwright.motion.lookups import is_lookup, wanted_rows
 from shardwright.motion.optimizers import OptimizerGuard
 from shardwright.motion.runtime import Runtime
 from shardwright.motion.uncompiled import uncompiled
@@ -232,7 +233,8 @@ class ModuleHooks:
             for group in _needed(unit):
                 unit.runtime.at(EventKind.RECOMPUTE, group)
         else:
-            self._enter(call)
+            with wanted_rows(unit.group, module, args, kwargs):
+                self._enter(call)
         for owner in unit.owners:
             self._watch_grads(owner)
         if unit.device is not None and unit.runtime.depth == 1 and unit.device.type != "cpu":

@@ -99,6 +99,7 @@ class Runtime:
     def set_policy(self, policy: SchedulePolicy) -> None:
         """Follow another policy, from the next pass on."""
         self.policy = policy
+        self.table.chosen = False
         self._replan()
 
     def set_ahead(self, group: ParamGroup, phase: Phase, ahead: Sequence[ParamGroup] | None) -> None:
@@ -237,6 +238,9 @@ class Runtime:
             self.step.optimizer_event.wait()
             self.step = replace(self.step, optimizer_event=None)
         self.table.forget_stale()
+        if not self.table.chosen:
+            self.table.choose_row_wise(self.policy)
+            self._replan()
 
     def _actions(self, current: Pass, event: Event) -> tuple[Action, ...]:
         if current.planner is None:

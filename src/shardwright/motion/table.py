@@ -5,6 +5,7 @@ from typing import Any
 
 from shardwright.comm.base import Comm
 from shardwright.motion.census import check_same_model
+from shardwright.motion.lookups import choose_row_wise
 from shardwright.plan.planner import Planner
 from shardwright.plan.schedule import Action, ActionKind, GroupFacts
 from shardwright.policy import SchedulePolicy
@@ -29,12 +30,14 @@ class GroupTable:
     """``groups`` in the order in which they were sharded; a group's number is its place there.
 
     root: the groups of the outermost module, which stay unsharded between forward and backward by default.
+    chosen: whether it is up to date which groups move rows in use only.
     """
 
     def __init__(self) -> None:
         self.groups: list[ParamGroup] = []
         self.root: tuple[ParamGroup, ...] = ()
         self.memory = Memory()
+        self.chosen = False
         self._settings: list[GroupFacts] = []
         self._index: dict[ParamGroup, int] = {}
         self._compared: set[int] = set()  # ids of transports on which all ranks hold the same groups
@@ -42,6 +45,7 @@ class GroupTable:
     def add(self, group: ParamGroup, facts: GroupFacts) -> None:
         """Number one more group."""
         self.compare_again()
+        self.chosen = False
         self._index[group] = len(self.groups)
         self.groups.append(group)
         self._settings.append(facts)
@@ -75,13 +79,20 @@ class GroupTable:
         group, facts = self.groups[index], self._settings[index]
         root_stays = facts.reshard_after_forward is None and group in self.root
         reshard = False if root_stays else facts.reshard_after_forward
+        on_use = group.rows is not None
         return replace(
             facts,
-            reshard_after_forward=reshard,
+            reshard_after_forward=on_use or reshard,
             nbytes=group.unsharded_nbytes,
             grad_nbytes=group.grad_nbytes,
-            lane=id(group.comm) if group.near is None else None,
+            lane=id(group.comm) if group.near is None and not on_use else None,
+            on_use=on_use,
         )
+
+    def choose_row_wise(self, policy: SchedulePolicy) -> None:
+        """Have the groups of lookups move rows in use only, where ``policy`` says so and they can."""
+        choose_row_wise(self.groups, self.facts, policy)
+        self.chosen = True
 
     def planner(self, policy: SchedulePolicy) -> Planner:
         """A planner that knows what is live, held and being reduced at this moment."""

@@ -186,7 +186,7 @@ class Planner:
         ahead: set[int] = set()
         batches: list[list[int]] = []
         for group in following:
-            if group in seen:
+            if group in seen or self.facts(group).on_use:
                 continue
             seen.add(group)
             if group in self.live:

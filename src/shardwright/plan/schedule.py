@@ -107,6 +107,7 @@ class GroupFacts:
     nbytes: bytes of its unsharded parameters. grad_nbytes: of those that are trained.
     lane: groups of one lane may share collectives (those on one transport); None: it shares none.
     ahead_in_forward, ahead_in_backward: groups to gather when it begins, instead of the next ones.
+    on_use: gathered when it is used, never ahead: what is to be gathered is known only then.
     reshard_after_backward: False keeps it unsharded into the next forward. unshard_in_backward: False says
         that its backward doesn't read its parameters (``check`` takes both for True).
     """
@@ -115,6 +116,7 @@ class GroupFacts:
     nbytes: int = 0
     grad_nbytes: int = 0
     lane: int | None = None
+    on_use: bool = False
     ahead_in_forward: tuple[int, ...] | None = None
     ahead_in_backward: tuple[int, ...] | None = None
     reshard_after_backward: bool = True

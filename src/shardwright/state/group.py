@@ -24,6 +24,7 @@ from shardwright.state.decoding import Decoding
 from shardwright.state.near import Near
 from shardwright.state.param import ShardedParam
 from shardwright.state.reducer import Reducer
+from shardwright.state.rows import Rows
 
 
 class Stage(StrEnum):
@@ -70,6 +71,15 @@ class ParamGroup:
     def rename(self, name: str) -> None:
         """Another name for messages: its group became part of a larger model."""
         self.name = self.reducer.name = name
+
+    @property
+    def rows(self) -> Rows | None:
+        """What moves only rows in use: of the one weight of a lookup, where the schedule's policy says so."""
+        return self.params[0].rows
+
+    @rows.setter
+    def rows(self, rows: Rows | None) -> None:
+        self.params[0].rows = rows
 
     # ---- parameters
 
@@ -133,7 +143,7 @@ class ParamGroup:
     def fill(self) -> list[Piece] | None:
         """Take the buffer and fill this rank's part; what an all-gather has to move, for ``receive``.
 
-        None where the group's neighbours have it all, whose all-gather is issued here.
+        None where an all-gather of another kind is issued here: among neighbours, or of rows in use.
         """
         self._move(Stage.GATHERING)
         assert self.buffer is not None
@@ -143,6 +153,12 @@ class ParamGroup:
         if self.near is not None and self.near.holds(self._gathered_versions):
             self.receive(self.near.gather(f"all-gather {self.name} nearby"))
             return None
+        if self.rows is not None:
+            region = self.params[0].gather_piece().flat
+            gather = self.rows.gather(self.comm, self.params[0].local, region, f"all-gather {self.name}")
+            if gather is not None:
+                self.receive(gather)
+                return None
         with torch.no_grad():
             for param in self.params:
                 param.own.copy_(param.local, non_blocking=True)

@@ -32,6 +32,7 @@ from shardwright.policy import (
     OffloadPolicy,
 )
 from shardwright.state.buffer import Buffer
+from shardwright.state.rows import Rows
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,7 @@ class ShardedParam:
         rank's local tensor.
     accumulated: unsharded gradient of earlier microbatches in the reduce dtype, or None.
     kept_dtype: it is never cast (codes and scales of a quantised weight).
+    rows: the ranks move only rows in use of it (a lookup's weight), or None.
     """
 
     def __init__(self, fqn: str, slots: list[Slot], param: nn.Parameter, split: Split) -> None:
@@ -91,6 +93,7 @@ class ShardedParam:
         self.spec = self._spec(param)
         self.accumulated: torch.Tensor | None = None
         self.kept_dtype = False
+        self.rows: Rows | None = None
         self._unsharded: _Unsharded | None = None
         self.sharded = self._shard(whole.detach(), param.requires_grad)
         self.show(self.sharded)
@@ -100,7 +103,7 @@ class ShardedParam:
         twin = copy.copy(self)
         twin.slots = slots
         twin.accumulated = None
-        twin._unsharded = None
+        twin._unsharded = twin.rows = None
         shard = slots[0].module._parameters[slots[0].name]
         assert shard is not None
         twin.sharded = nn.Parameter(self.dtensor(shard.detach()), requires_grad=shard.requires_grad)
@@ -126,7 +129,7 @@ class ShardedParam:
                 f"parameter {self.fqn!r} is split by tensor parallelism too, which a pickle can't restore; "
                 "save the model's state_dict() with a checkpoint instead"
             )
-        state = dict.fromkeys(("accumulated", "_unsharded", "sharded"))
+        state = dict.fromkeys(("accumulated", "rows", "_unsharded", "sharded"))
         meta = self.spec.tensor_meta
         return {**self.__dict__, **state, "slots": [], "spec": (self.spec.placements, meta)}
 

@@ -91,7 +91,12 @@ class Reducer:
 
     def issue(self, grads: Grads) -> None:
         """Issue a reduce-scatter of ``grads`` alone."""
-        reduction = self.comm.reduce_scatter(*self.inputs(grads), f"reduce-scatter {self.name}")
+        (pieces, dtypes), key = self.inputs(grads), f"reduce-scatter {self.name}"
+        rows = grads[0][0].rows
+        if rows is None:
+            reduction = self.comm.reduce_scatter(pieces, dtypes, key)
+        else:
+            reduction = rows.reduce(self.comm, pieces[0], dtypes[0], key)
         self.send(reduction, [param for param, _ in grads])
 
     def send(self, reduction: Reduction, params: list[ShardedParam]) -> None:

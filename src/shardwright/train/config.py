@@ -164,6 +164,9 @@ class ScheduleConfig(Section):
         ge=0.0,
         description="MiB of small groups that share a collective with another; 0: each has its own",
     )
+    row_wise: bool = Field(
+        default=False, description="move only those rows of an embedding that are in use; same bits"
+    )
     transport: Literal["auto", "sockets", "collectives"] = Field(
         default="auto", description="how bytes move; auto: shared memory between CPU ranks of one host"
     )
