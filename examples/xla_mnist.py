@@ -1,7 +1,9 @@
 """MNIST on XLA devices: nested units split in rows, per-rank checkpoints, and the consolidated one evaluated.
 
     XLA_FLAGS=--xla_force_host_platform_device_count=4 python examples/xla_mnist.py --fake-data
-    python examples/xla_mnist.py --data FOLDER        with the files of MNIST, as train-images-idx3-ubyte
+    python examples/xla_mnist.py --data FOLDER
+
+FOLDER has the files of MNIST, as train-images-idx3-ubyte(.gz); of the t10k files alone, 2,000 are held out.
 
 The last two lines compare the sharded model with the consolidated file in plain torch. They are equal up to
 rounding; with --no-sync-buffers the file has the BatchNorm statistics of the first device only, while the
@@ -9,6 +11,7 @@ sharded model has those of each.
 """
 
 import argparse
+import gzip
 import tempfile
 from pathlib import Path
 
@@ -37,7 +40,7 @@ class Net(nn.Module):
 
 def read_idx(path: Path) -> torch.Tensor:
     """A file of MNIST: bytes, after a header that ends with its shape."""
-    data = path.read_bytes()
+    data = path.read_bytes() if path.exists() else gzip.decompress(Path(f"{path}.gz").read_bytes())
     num_dims = data[3]
     shape = np.frombuffer(data, ">i4", num_dims, 4)
     return torch.from_numpy(np.frombuffer(data, np.uint8, offset=4 + 4 * num_dims).reshape(shape).copy())
@@ -76,6 +79,7 @@ def main() -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--data", type=Path, help="folder with the files of MNIST")
     source.add_argument("--fake-data", action="store_true", help="noisy patterns of the same shapes")
+    parser.add_argument("--images", type=int, default=2048, help="of fake data, to train on")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--rows", type=int, default=64, help="rows of a batch, over all devices")
     parser.add_argument("--lr", type=float, default=0.01)
@@ -84,8 +88,13 @@ def main() -> None:
     options = parser.parse_args()
 
     torch.manual_seed(42)
-    train = load_mnist(options.data, "train") if options.data else fake_mnist(2048)
-    test = load_mnist(options.data, "t10k") if options.data else fake_mnist(1024)
+    if options.fake_data:
+        train, test = fake_mnist(options.images), fake_mnist(1024)
+    elif list(options.data.glob("train-images*")):
+        train, test = load_mnist(options.data, "train"), load_mnist(options.data, "t10k")
+    else:
+        images, labels = load_mnist(options.data, "t10k")
+        train, test = (images[:8000], labels[:8000]), (images[8000:], labels[8000:])
     model = Net()
     for part in (model.conv1, model.conv2, model.fc1, model.fc2):
         xla.fully_shard(part, shard_param_on_dim_0=True, flatten_parameters=options.flatten_parameters)

@@ -53,14 +53,16 @@ class Position(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """Images [rows, 3, size, size] -> logits of 1000 classes."""
+    """Images [rows, 3, image, image] -> logits [rows, classes]."""
 
-    def __init__(self, width: int, layers: int, heads: int, image: int, patch: int) -> None:
+    def __init__(
+        self, width: int, layers: int, heads: int, image: int, patch: int, classes: int = 1000
+    ) -> None:
         super().__init__()
         self.patches = nn.Conv2d(3, width, patch, patch)
         self.position = Position((image // patch) ** 2, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 1000)
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, classes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.position(self.patches(x).flatten(2).transpose(1, 2))

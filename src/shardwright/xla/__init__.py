@@ -12,6 +12,8 @@ It needs the extra ``shardwright[xla]``. This package imports neither jax nor to
 is used; ``shardwright.xla.files`` (the files of XlaFullyShardedDataParallel) never does.
 """
 
+import os
+import re
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +52,21 @@ __all__ = [
     "size_based_policy",
     "stats",
 ]
+
+
+def _give_threads() -> None:
+    """Have XLA's CPU client start more threads than it has virtual devices; where it can't any more, no-op.
+
+    A device that waits in a collective holds its thread, and the others run on what is left. With a thread
+    per core, two devices on two cores hung for good after some hundred steps of a convnet (XLA then ends
+    the process: "Expected 2 threads to join the rendezvous"). The client reads the number when it is made.
+    """
+    devices = re.search(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    if devices and int(devices[1]) > 1:
+        os.environ.setdefault("NPROC", str((os.cpu_count() or 1) + 8 * int(devices[1])))
+
+
+_give_threads()
 
 
 def __getattr__(name: str) -> Any:
