@@ -78,8 +78,7 @@ class ShardedParam:
     inner: the placement that tensor parallelism has given it, or None; what is split here is then this
         rank's local tensor.
     accumulated: unsharded gradient of earlier microbatches in the reduce dtype, or None.
-    kept_dtype: it is never cast (codes and scales of a quantised weight).
-    rows: the ranks move only rows in use of it (a lookup's weight), or None.
+    kept_dtype: it is never cast (codes, scales). rows: ranks move only those in use (a lookup's), or None.
     """
 
     def __init__(self, fqn: str, slots: list[Slot], param: nn.Parameter, split: Split) -> None:
