@@ -13,9 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.api import fully_shard
 from shardwright.checkpoint.agree import ranks
+from shardwright.checkpoint.install import install
 from shardwright.checkpoint.load import fill
 from shardwright.checkpoint.shardfile import Reader
-from shardwright.checkpoint.target import Plan, Target, install, plan
+from shardwright.checkpoint.target import Plan, allocated, plan
 from shardwright.errors import InputError
 from shardwright.hf import library
 from shardwright.hf.weights import open_folder, under_model_names
@@ -104,7 +105,7 @@ def read_weights(model: nn.Module, folder: str | Path) -> WeightsRead:
 
     group.together(what, prepare)
     source_folder, todo = prepared[0]
-    filled: dict[str, Target] = {target.key: target.allocated() for target in todo.targets}
+    filled = allocated(todo.targets)
     with Reader(source_folder) as reader:
         group.together(what, lambda: fill(reader, filled.values()))
         nbytes = reader.nbytes
