@@ -1,12 +1,13 @@
 """Fresh buffers lie in huge pages where the kernel gives them on request."""
 
+import mmap
 import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from shardwright.comm.pages import HUGE_PAGE_NBYTES, take_bytes
+from shardwright.comm.pages import HUGE_PAGE_NBYTES, Pool, take_bytes
 from shardwright.state.buffer import Buffer
 
 CHOICE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -47,3 +48,19 @@ def test_small_and_empty_memory_is_left_alone():
     buffer = Buffer(0, torch.device("cpu"))
     buffer.alloc()
     assert buffer.allocated_nbytes == 0
+
+
+def test_memory_is_used_again_when_the_last_tensor_over_it_dies():
+    pool = Pool()
+    taken = pool.take(3 << 20)
+    address, view = taken.data_ptr(), taken[4:8].view(torch.float32)
+    del taken
+    assert pool.take(3 << 20).data_ptr() != address  # the view still reads it
+    assert pool.held_nbytes == 8 << 20  # two blocks of whole huge pages
+    assert pool.free_nbytes == 4 << 20
+    del view
+    assert pool.free_nbytes == pool.held_nbytes
+    assert pool.take(2 << 20).data_ptr() % mmap.PAGESIZE == 0  # half of a free block is enough to take it
+    assert pool.held_nbytes == 8 << 20
+    assert pool.take(1 << 20).numel() == 1 << 20  # less than half of one would waste it
+    assert pool.held_nbytes == 9 << 20

@@ -305,4 +305,4 @@ def test_a_recipe_chooses_schedule_and_transport_and_no_loss_changes():
     others = run_ranks(2, train_recipe, {**least, "transport": "sockets"})
     assert [losses for losses, _ in others] == [losses for losses, _ in default]
     assert {comm for _, comm in default} == {"ShmComm"}
-    assert {comm for _, comm in others} == {"GlooComm"}
+    assert {comm for _, comm in others} == {"SocketComm"}

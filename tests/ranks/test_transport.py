@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from shardwright import fully_shard, set_transport
-from shardwright.comm.gloo import GlooComm
 from shardwright.comm.shm import ShmComm
+from shardwright.comm.sockets import SocketComm
 from shardwright.errors import CommError, InputError
 from shardwright.motion.unit import unit_of
 from tests.ranks.models import batches, build, loss_of, shard_decoder
@@ -24,7 +24,7 @@ def chosen(rank, world, transport):
 
 def test_ranks_of_one_host_share_memory_unless_told_otherwise():
     assert set(run_ranks(2, chosen, "auto")) == {ShmComm.__name__}
-    assert set(run_ranks(2, chosen, "sockets")) == {GlooComm.__name__}
+    assert set(run_ranks(2, chosen, "sockets")) == {SocketComm.__name__}
 
 
 def one_rank_cannot(rank, world):
@@ -38,11 +38,11 @@ def one_rank_cannot(rank, world):
 
 
 def test_all_ranks_take_sockets_where_one_cannot_share_memory():
-    assert set(run_ranks(3, one_rank_cannot)) == {GlooComm.__name__}
+    assert set(run_ranks(3, one_rank_cannot)) == {SocketComm.__name__}
 
 
 def test_an_unknown_transport_is_refused():
-    with pytest.raises(InputError, match="'auto', 'sockets', 'collectives', got 'pigeon'"):
+    with pytest.raises(InputError, match="'auto', 'sockets', 'gloo', 'collectives', got 'pigeon'"):
         set_transport("pigeon")
 
 

@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 
+from shardwright.comm.pages import take_bytes
 from shardwright.plan.layout import pack
 
 
@@ -71,12 +72,15 @@ def spread(joined: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
 def sum_in_rank_order(parts: Sequence[torch.Tensor], dtype: torch.dtype, scratch: int | None) -> torch.Tensor:
     """``parts[0] + parts[1] + ...`` in ``dtype``, rank by rank, so that the bits don't depend on arrival.
 
-    scratch: 0 or 1: the part that the sum may overwrite (the first two commute); None: a fresh tensor.
+    parts: of two or more ranks, on the host. scratch: 0 or 1: the part that the sum may overwrite (the first
+        two commute); None: the sum lies in memory of its own.
     """
-    if len(parts) == 1:
-        return parts[0].to(dtype)
     first, second = (parts[1], parts[0]) if scratch == 1 else (parts[0], parts[1])
-    total = first.to(dtype, copy=scratch is None).add_(second)
+    if scratch is None:
+        place = take_bytes(first.numel() * dtype.itemsize).view(dtype)
+        total = torch.add(first.to(dtype), second.to(dtype), out=place)
+    else:
+        total = first.to(dtype).add_(second)
     for part in parts[2:]:
         total.add_(part)
     return total

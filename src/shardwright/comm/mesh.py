@@ -23,8 +23,10 @@ from shardwright.comm import presence
 from shardwright.comm.base import Comm
 from shardwright.comm.gloo import GlooComm
 from shardwright.comm.launches import LaunchLog
+from shardwright.comm.meeting import open_wire
 from shardwright.comm.nccl import NcclComm
 from shardwright.comm.shm import ShmComm, open_arena
+from shardwright.comm.sockets import SocketComm
 from shardwright.errors import InputError
 from shardwright.policy import DataParallelMeshDims
 
@@ -93,11 +95,13 @@ class Transport(StrEnum):
     """How the ranks of an axis move bytes between hosts' memories.
 
     AUTO: NCCL collectives on CUDA; on CPU shared memory where all ranks are on one host, else sockets.
-    SOCKETS: Gloo point-to-point messages, also on one host. COLLECTIVES: the backend's own collectives.
+    SOCKETS: TCP connections of our own, also on one host; where ranks can't reach each other so, as GLOO.
+    GLOO: Gloo's point-to-point messages. COLLECTIVES: the backend's own collectives.
     """
 
     AUTO = "auto"
     SOCKETS = "sockets"
+    GLOO = "gloo"
     COLLECTIVES = "collectives"
 
 
@@ -280,8 +284,12 @@ def _make_comm(ranks: list[int], device_type: str, within: ProcessGroup) -> Comm
     log = LaunchLog(ranks, device_type, (gather_group, reduce_group))
     if backend != "gloo" or _transport is Transport.COLLECTIVES:
         return NcclComm(gather_group, reduce_group, log, coalesce=backend != "gloo")
-    arena = open_arena(gather_group, timeout.total_seconds(), log) if _transport is Transport.AUTO else None
-    return GlooComm(gather_group, reduce_group, log) if arena is None else ShmComm(arena, len(ranks))
+    if _transport is Transport.AUTO:
+        arena = open_arena(gather_group, timeout.total_seconds(), log)
+        if arena is not None:
+            return ShmComm(arena, len(ranks))
+    opened = None if _transport is Transport.GLOO else open_wire(gather_group, timeout.total_seconds(), log)
+    return GlooComm(gather_group, reduce_group, log) if opened is None else SocketComm(*opened)
 
 
 def _timeout_of(group: ProcessGroup) -> datetime.timedelta:

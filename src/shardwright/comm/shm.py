@@ -95,7 +95,7 @@ class ShmComm:
     def reduce_scatter(
         self, pieces: Sequence[Piece], dtypes: Sequence[torch.dtype], key: str
     ) -> "_ShmReduction":
-        """See ``Comm.reduce_scatter``. Gradients may be freed at once: what is still needed is copied."""
+        """See ``Comm.reduce_scatter``."""
         start = time.perf_counter()
         parts = [piece.part_bytes(r) for r in range(self.world) if r != self.rank for piece in pieces]
         launch = self._publish(parts, key)
@@ -157,12 +157,7 @@ class _ShmReduction:
         self, comm: ShmComm, inputs: tuple[Sequence[Piece], Sequence[torch.dtype]], launch: Launch
     ) -> None:
         self._comm = comm
-        self._spans = [piece.spans for piece in inputs[0]]
-        self._itemsizes = [piece.flat.element_size() for piece in inputs[0]]
-        self._wire_dtypes = [piece.flat.dtype for piece in inputs[0]]
-        self._dtypes = inputs[1]
-        copy = comm.world > 1
-        self._own = [p.part(comm.rank).to(dtype, copy=copy) for p, dtype in zip(*inputs, strict=True)]
+        self._pieces, self._dtypes = inputs
         self._launch = launch
 
     def wait(self) -> list[torch.Tensor]:
@@ -170,30 +165,29 @@ class _ShmReduction:
         start = time.perf_counter()
         comm = self._comm
         received = {peer: self._received(peer) for peer in comm.peers}
-        scratch = comm.rank if comm.rank < 2 else None
         sums = []
-        for index, (own, dtype) in enumerate(zip(self._own, self._dtypes, strict=True)):
-            parts = [own if r == comm.rank else received[r][index] for r in range(comm.world)]
-            sums.append(sum_in_rank_order(parts, dtype, scratch))
+        for index, (piece, dtype) in enumerate(zip(self._pieces, self._dtypes, strict=True)):
+            own = piece.part(comm.rank)
+            if comm.peers and own.numel():
+                parts = [own if r == comm.rank else received[r][index] for r in range(comm.world)]
+                own = sum_in_rank_order(parts, dtype, scratch=None)
+            sums.append(own.to(dtype, copy=not own.numel()))  # an empty view would hold the whole gradient
         for peer in comm.peers:
             comm.arena.done(peer, self._launch.number)
+        self._pieces = ()
         comm.spent(start)
         return sums
 
     def _received(self, peer: int) -> list[torch.Tensor]:
         """The peer's parts for this rank: after those for the ranks before it."""
         joined = self._comm.arena.read(peer, self._launch)
-        sizes = [
-            _len(spans[rank]) * itemsize
-            for rank in range(self._comm.world)
-            if rank != peer
-            for spans, itemsize in zip(self._spans, self._itemsizes, strict=True)
-        ]
+        ranks = [rank for rank in range(self._comm.world) if rank != peer]
+        sizes = [piece.part_nbytes(rank) for rank in ranks for piece in self._pieces]
         offsets, _ = pack(sizes)
-        first = (self._comm.rank - (peer < self._comm.rank)) * len(self._own)
+        first = ranks.index(self._comm.rank) * len(self._pieces)
         return [
-            joined[offsets[first + i] : offsets[first + i] + sizes[first + i]].view(dtype)
-            for i, dtype in enumerate(self._wire_dtypes)
+            joined[offsets[first + i] : offsets[first + i] + sizes[first + i]].view(piece.flat.dtype)
+            for i, piece in enumerate(self._pieces)
         ]
 
 

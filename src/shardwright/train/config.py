@@ -167,7 +167,7 @@ class ScheduleConfig(Section):
     row_wise: bool = Field(
         default=False, description="move only those rows of an embedding that are in use; same bits"
     )
-    transport: Literal["auto", "sockets", "collectives"] = Field(
+    transport: Literal["auto", "sockets", "gloo", "collectives"] = Field(
         default="auto", description="how bytes move; auto: shared memory between CPU ranks of one host"
     )
 

@@ -1,0 +1,112 @@
+"""Lines between two ends in one process: whatever arrives early, in pieces or wrongly is dealt with."""
+
+import socket
+import time
+
+import pytest
+import torch
+
+from shardwright.comm.launches import Launch, LaunchLog
+from shardwright.comm.lines import Line, Side, Transfer, views_of
+from shardwright.comm.wire import Wire
+from shardwright.errors import CommError
+
+
+class End:
+    """One end: a wire with a single line to the other one."""
+
+    def __init__(self, rank, connection, takes_memory, timeout_s=5.0):
+        side = Side(rank, timeout_s, LaunchLog((0, 1)))
+        self.line = Line(side, connection, 1 - rank, takes_memory)
+        self.wire = Wire(side, [self.line])
+
+    def send(self, number, parts, key="key"):
+        transfer = Transfer(self.wire.side, Launch(number, key, "", 0), list(parts))
+        self.line.send(transfer, views_of(parts))
+        self.wire.go()
+        return transfer
+
+    def receive(self, number, places, key="key", nbytes=None):
+        transfer = Transfer(self.wire.side, Launch(number, key, "", 0), list(places))
+        self.line.receive(transfer, nbytes or sum(p.nbytes for p in places), views_of(places))
+        self.wire.go()
+        return transfer
+
+
+@pytest.fixture(params=[False, True], ids=["places", "takes memory"])
+def ends(request):
+    pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    ends = [End(rank, end, request.param) for rank, end in enumerate(pair)]
+    yield ends
+    for end in ends:
+        end.wire.stop()
+
+
+def arrived(transfer, places):
+    """What has arrived, wherever the line put it."""
+    transfer.wait_received()
+    joined = [transfer.slots[peer] for peer in sorted(transfer.slots)]
+    return torch.cat(joined or [place.view(torch.uint8) for place in places])
+
+
+SIZES = ([1], [5, 100_003], [3] * 700, [4 << 20, 7])
+
+
+@pytest.mark.parametrize("expected_first", [True, False])
+def test_messages_of_any_size_arrive_in_order_whoever_comes_first(ends, expected_first):
+    sender, receiver = ends
+    messages = [[torch.randint(256, (n,), dtype=torch.uint8) for n in sizes] for sizes in SIZES]
+    places = [[torch.empty(n, dtype=torch.uint8) for n in sizes] for sizes in SIZES]
+    receives = []
+    if expected_first:
+        receives = [receiver.receive(number, into) for number, into in enumerate(places)]
+    sends = [sender.send(number, parts) for number, parts in enumerate(messages)]
+    if not expected_first:
+        time.sleep(0.1)  # what can arrive before it is expected has done so
+        receives = [receiver.receive(number, into) for number, into in enumerate(places)]
+    for transfer, into, parts in zip(receives, places, messages, strict=True):
+        assert torch.equal(arrived(transfer, into), torch.cat(parts))
+    for transfer in sends:
+        transfer.wait_sent()
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize(
+    ("number", "nbytes", "key"), [(2, 8, "all-gather 1"), (1, 9, "all-gather 1"), (1, 8, "all-gather 2")]
+)
+def test_another_collective_is_told_from_the_head(ends, early, number, nbytes, key):
+    sender, receiver = ends
+    place = torch.zeros(8, dtype=torch.uint8)
+    if early:
+        sender.send(number, [torch.ones(nbytes, dtype=torch.uint8)], key)
+        time.sleep(0.05)
+    transfer = receiver.receive(1, [place], "all-gather 1")
+    if not early:
+        sender.send(number, [torch.ones(nbytes, dtype=torch.uint8)], key)
+    with pytest.raises(CommError, match="ranks are in different collectives") as error:
+        transfer.wait_received()
+    for told in (
+        "rank 1 is in 'all-gather 1' (number 1",
+        f"rank 0 is in {key!r} (number {number}, {nbytes} bytes)",
+    ):
+        assert told in str(error.value)
+    assert not place.any()
+
+
+def test_an_end_that_goes_away_is_named_at_once_and_only_to_who_waits(ends):
+    sender, receiver = ends
+    sender.send(1, [torch.ones(8, dtype=torch.uint8)]).wait_sent()
+    sender.wire.stop()
+    place = torch.zeros(8, dtype=torch.uint8)
+    assert arrived(receiver.receive(1, [place]), [place]).sum() == 8
+    with pytest.raises(CommError, match=r"rank 0 has ended, or left the mesh.*\(rank 1 was in 'next'\)"):
+        receiver.receive(2, [place], "next").wait_received()
+
+
+def test_an_end_that_says_nothing_is_named_after_the_timeout():
+    ends = [End(rank, end, False, 0.2) for rank, end in enumerate(socket.socketpair())]
+    place = torch.zeros(8, dtype=torch.uint8)
+    with pytest.raises(CommError, match="rank 1 waited 0 s for rank 0 in 'key'; the connection is open"):
+        ends[1].receive(1, [place]).wait_received()
+    for end in ends:
+        end.wire.stop()
