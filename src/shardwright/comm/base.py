@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from shardwright.comm.pages import take_bytes
+from shardwright.comm.streams import Streams
 from shardwright.plan.layout import pack
 
 
@@ -95,9 +96,11 @@ class Comm(Protocol):
         where waiting is done by a device stream and the host doesn't know.
     reads_in_place: whether a reduce-scatter reads each rank's part where it lies. Else the backend takes one
         tensor of equal parts, and pieces that aren't such a tensor are copied into one.
+    streams: the side streams that it works on, where it moves device memory; else None.
     """
 
     reads_in_place: bool
+    streams: Streams | None
     world: int
     rank: int
     sent_nbytes: int

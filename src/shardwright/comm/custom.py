@@ -13,12 +13,14 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from shardwright.comm.base import Comm, Gather, Piece, Reduction
+from shardwright.comm.streams import Streams
 
 
 class CustomComm:
     """``inner``, with one or both collectives replaced by the caller's."""
 
     reads_in_place = False
+    streams: Streams | None = None
 
     def __init__(self, inner: Comm, group: ProcessGroup, all_gather: Any, reduce_scatter: Any) -> None:
         self.inner = inner

@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup, Work
 from shardwright.comm.base import Piece, join, spread, sum_in_rank_order
 from shardwright.comm.launches import Launch, LaunchLog
 from shardwright.comm.pages import take_bytes
+from shardwright.comm.streams import Streams
 from shardwright.plan.layout import pack
 
 PACK_NBYTES = 64 * 1024  # a message costs about 50 us of Python and epoll; 64 KiB travel in less than that
@@ -88,6 +89,7 @@ class GlooComm:
     """
 
     reads_in_place = True
+    streams: Streams | None = None
 
     def __init__(self, gather_group: ProcessGroup, reduce_group: ProcessGroup, log: LaunchLog) -> None:
         self.world = gather_group.size()

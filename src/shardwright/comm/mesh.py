@@ -27,6 +27,7 @@ from shardwright.comm.meeting import open_wire
 from shardwright.comm.nccl import NcclComm
 from shardwright.comm.shm import ShmComm, open_arena
 from shardwright.comm.sockets import SocketComm
+from shardwright.comm.streams import Streams
 from shardwright.errors import InputError
 from shardwright.policy import DataParallelMeshDims
 
@@ -283,7 +284,8 @@ def _make_comm(ranks: list[int], device_type: str, within: ProcessGroup) -> Comm
     assert isinstance(reduce_group, ProcessGroup)
     log = LaunchLog(ranks, device_type, (gather_group, reduce_group))
     if backend != "gloo" or _transport is Transport.COLLECTIVES:
-        return NcclComm(gather_group, reduce_group, log, coalesce=backend != "gloo")
+        streams = None if backend == "gloo" else Streams.of(_device(device_type))
+        return NcclComm(gather_group, reduce_group, log, streams)
     if _transport is Transport.AUTO:
         arena = open_arena(gather_group, timeout.total_seconds(), log)
         if arena is not None:

@@ -1,9 +1,8 @@
 """NCCL transport: one coalesced collective per group, straight between the places of use.
 
-NCCL runs collectives on its own side streams: a call made on the compute stream waits, on the device, for
-what that stream has queued so far, and ``wait`` makes the compute stream wait for the collective. So
-buffers that are allocated and freed on the compute stream are never touched too early or too late, without
-``record_stream`` (which would keep freed memory from being reused until the host catches up).
+NCCL runs collectives on streams of its own: a launch waits, on the device, for what the current stream has
+queued so far, and ``wait`` makes the current stream wait for the collective. What is current here, and when
+memory may be used again, is settled in ``comm/streams.py``.
 
 The same code runs over any backend that has ``all_gather_single`` and ``reduce_scatter_single``; without
 coalescing (``coalesce=False``) that includes Gloo, which is how its layout logic is tested without a GPU.
@@ -20,6 +19,7 @@ from torch.distributed import ProcessGroup
 
 from shardwright.comm.base import Piece
 from shardwright.comm.launches import Launch, LaunchLog
+from shardwright.comm.streams import Due, Streams
 
 
 class NcclComm:
@@ -31,8 +31,9 @@ class NcclComm:
     reads_in_place = False
 
     def __init__(
-        self, gather_group: ProcessGroup, reduce_group: ProcessGroup, log: LaunchLog, coalesce: bool = True
+        self, gather_group: ProcessGroup, reduce_group: ProcessGroup, log: LaunchLog, streams: Streams | None
     ) -> None:
+        """streams: None over Gloo, which coalesces nothing and waits for the current stream by itself."""
         self.world = gather_group.size()
         self.rank = gather_group.rank()
         self.log = log
@@ -40,11 +41,21 @@ class NcclComm:
         self.exposed_s: float | None = None
         self._gather_group = gather_group
         self._reduce_group = reduce_group
-        self._coalesce = coalesce
+        self._coalesce = streams is not None
+        self.streams = streams
 
     def all_gather(self, pieces: Sequence[Piece], key: str) -> "_NcclGather":
         """See ``Comm.all_gather``. In place: each rank's input is its own span of the output."""
         flight = _Flight(self.log, self.log.launch(key), [])
+        if self.streams is None:
+            self._launch_gather(flight, pieces)
+            return _NcclGather(flight, None, None)
+        with self.streams.gathering(piece.flat for piece in pieces):
+            due = self.streams.gathered()
+            self._launch_gather(flight, pieces)
+        return _NcclGather(flight, self.streams, due)
+
+    def _launch_gather(self, flight: "_Flight", pieces: Sequence[Piece]) -> None:
         for members in _by_dtype(pieces).values() if self.world > 1 else ():
             outputs = [pieces[i].flat for i in members]
             inputs = [flat.view(self.world, -1)[self.rank] for flat in outputs]
@@ -59,7 +70,6 @@ class NcclComm:
                     dist.all_gather_single(full, shard, self._gather_group, async_op=True)
                     for full, shard in zip(outputs, inputs, strict=True)
                 )
-        return _NcclGather(flight)
 
     def reduce_scatter(
         self, pieces: Sequence[Piece], dtypes: Sequence[torch.dtype], key: str
@@ -67,9 +77,22 @@ class NcclComm:
         """See ``Comm.reduce_scatter``. Sums in NCCL's order: repeatable for one world, not a fixed one."""
         flight = _Flight(self.log, self.log.launch(key), [])
         owned = [stop - start for start, stop in (piece.spans[self.rank] for piece in pieces)]
+        if self.streams is None or self.world == 1:  # alone there is nothing to run beside
+            inputs, outputs = self._launch_reduction(flight, pieces, dtypes)
+            return _NcclReduction(flight, (inputs, outputs, owned), None, None)
+        with self.streams.reducing():
+            inputs, outputs = self._launch_reduction(flight, pieces, dtypes)
+            due = self.streams.reduced()
+        kept = [*inputs, *(piece.flat for piece in pieces)]
+        return _NcclReduction(flight, (kept, outputs, owned), self.streams, due)
+
+    def _launch_reduction(
+        self, flight: "_Flight", pieces: Sequence[Piece], dtypes: Sequence[torch.dtype]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """What is read, and the sums."""
         inputs = [self._padded(piece, dtype) for piece, dtype in zip(pieces, dtypes, strict=True)]
         if self.world == 1:
-            return _NcclReduction(flight, inputs, inputs, owned)
+            return inputs, inputs
         outputs = [flat.new_empty(flat.numel() // self.world) for flat in inputs]
         for members in _by_dtype(Piece(flat, ()) for flat in inputs).values():
             self.sent_nbytes += sum(outputs[i].nbytes for i in members) * (self.world - 1)
@@ -87,7 +110,7 @@ class NcclComm:
                     dist.reduce_scatter_single(outputs[i], inputs[i], group=self._reduce_group, async_op=True)
                     for i in members
                 )
-        return _NcclReduction(flight, inputs, outputs, owned)
+        return inputs, outputs
 
     def gather(self, shard: torch.Tensor, spans: Sequence[tuple[int, int]], dst: int) -> torch.Tensor | None:
         """See ``Comm.gather``."""
@@ -131,29 +154,42 @@ class _Flight(NamedTuple):
 
 
 class _NcclGather:
-    """An all-gather in flight."""
+    """An all-gather in flight; ``due``: the copy-in before it, where it ran on a side stream."""
 
-    def __init__(self, flight: _Flight) -> None:
+    def __init__(self, flight: _Flight, streams: Streams | None, due: Due | None) -> None:
         self._flight = flight
+        self._streams = streams
+        self._due = due
 
     def wait(self) -> None:
         """Make the current stream wait for it."""
+        if self._streams is not None and self._due is not None:
+            self._streams.land(self._due)
         self._flight.wait()
 
 
 class _NcclReduction:
-    """A reduce-scatter in flight; holds its inputs until the current stream waits for it."""
+    """A reduce-scatter in flight; holds its inputs until the current stream waits for it.
+
+    tensors: inputs, sums with padding, and elements of each sum. due: casts and padding, on a side stream.
+    """
 
     def __init__(
-        self, flight: _Flight, inputs: list[torch.Tensor], outputs: list[torch.Tensor], owned: list[int]
+        self,
+        flight: _Flight,
+        tensors: tuple[list[torch.Tensor], list[torch.Tensor], list[int]],
+        streams: Streams | None,
+        due: Due | None,
     ) -> None:
         self._flight = flight
-        self._inputs = inputs
-        self._outputs = outputs
-        self._owned = owned
+        self._inputs, self._outputs, self._owned = tensors
+        self._streams = streams
+        self._due = due
 
     def wait(self) -> list[torch.Tensor]:
         """Make the current stream wait for it; the sums, without padding."""
+        if self._streams is not None and self._due is not None:
+            self._streams.land(self._due)
         self._flight.wait()
         self._inputs = []
         return [total[:numel] for total, numel in zip(self._outputs, self._owned, strict=True)]

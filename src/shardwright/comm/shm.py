@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 from shardwright.comm.arena import RESERVED_NBYTES, Arena, Host, Segment, this_host
 from shardwright.comm.base import Piece, join, spread, sum_in_rank_order
 from shardwright.comm.launches import Launch, LaunchLog
+from shardwright.comm.streams import Streams
 from shardwright.plan.layout import pack
 
 
@@ -75,6 +76,7 @@ class ShmComm:
     """
 
     reads_in_place = True
+    streams: Streams | None = None
 
     def __init__(self, arena: Arena, world: int) -> None:
         self.world = world

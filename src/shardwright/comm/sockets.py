@@ -18,6 +18,7 @@ import torch
 
 from shardwright.comm.base import Piece, sum_in_rank_order
 from shardwright.comm.lines import Line, Transfer, views_of
+from shardwright.comm.streams import Streams
 from shardwright.comm.wire import Wire
 
 
@@ -25,6 +26,7 @@ class SocketComm:
     """Collectives of one mesh axis over TCP lines to every peer (see ``open_wire``)."""
 
     reads_in_place = True
+    streams: Streams | None = None
 
     def __init__(self, wire: Wire, lines: Sequence[dict[int, Line]]) -> None:
         self._gather_lines, self._reduce_lines = lines

@@ -164,6 +164,7 @@ class GroupTable:
                 group.near.forget()
             if group.stage is Stage.UNSHARDED and group.is_stale:
                 self.take(Action(ActionKind.RESHARD, index))
+            group.forget_versions()
 
     def comms(self) -> list[Comm]:
         """The transports in use, each once."""

@@ -110,6 +110,11 @@ class ParamGroup:
         """Whether a shard has changed since the group was unsharded (an optimizer step, a load)."""
         return self.stage is not Stage.SHARDED and self._versions() != self._gathered_versions
 
+    def forget_versions(self) -> None:
+        """A group at rest: shards may be written in a way that leaves no mark (an edit of ``.data``)."""
+        if self.stage is Stage.SHARDED:
+            self._gathered_versions = ()
+
     def _versions(self) -> tuple[tuple[int, int], ...]:
         return tuple((id(param.local), param.local._version) for param in self.params)
 
@@ -146,23 +151,36 @@ class ParamGroup:
         None where an all-gather of another kind is issued here: among neighbours, or of rows in use.
         """
         self._move(Stage.GATHERING)
-        assert self.buffer is not None
-        self._gathered_versions = self._versions()
-        self.buffer.alloc()
-        self.decoding.wire.alloc()
+        before, self._gathered_versions = self._gathered_versions, self._versions()
         if self.near is not None and self.near.holds(self._gathered_versions):
+            self._copy_in(())
             self.receive(self.near.gather(f"all-gather {self.name} nearby"))
             return None
         if self.rows is not None:
+            self._copy_in(())
             region = self.params[0].gather_piece().flat
             gather = self.rows.gather(self.comm, self.params[0].local, region, f"all-gather {self.name}")
             if gather is not None:
                 self.receive(gather)
                 return None
+        streams = self.comm.streams
+        if streams is None:
+            return self._copy_in(self.params)
+        # Of rows the buffer is memory of compute already, and waits for it.
+        with streams.filling(changed=before != self._gathered_versions or self.rows is not None):
+            pieces = self._copy_in(self.params)
+        streams.filled(piece.flat for piece in pieces)
+        return pieces
+
+    def _copy_in(self, params: Sequence[ShardedParam]) -> list[Piece]:
+        """Take the buffer, and fill this rank's part of ``params``; what of them is to be gathered."""
+        assert self.buffer is not None
+        self.buffer.alloc()
+        self.decoding.wire.alloc()
         with torch.no_grad():
-            for param in self.params:
+            for param in params:
                 param.own.copy_(param.local, non_blocking=True)
-        return [param.gather_piece() for param in self.params if param.layout.dim is not None]
+        return [param.gather_piece() for param in params if param.layout.dim is not None]
 
     def receive(self, gather: Gather) -> None:
         """The all-gather in flight that ``wait`` waits for."""
@@ -195,6 +213,8 @@ class ParamGroup:
             param.show(param.sharded)
         self.buffer.free()
         self.decoding.free()
+        if self.comm.streams is not None:
+            self.comm.streams.release()
 
     @property
     def logical_numel(self) -> int:

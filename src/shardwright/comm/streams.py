@@ -1,0 +1,112 @@
+"""Which stream of a device moves what, and when memory may be used again: every rule in one place.
+
+    compute   the caller's: forwards, backwards, optimizer
+    gather    takes a group's buffer, copies the own shard in, launches its all-gather
+    reduce    casts and pads gradients, launches their reduce-scatter into memory of its own
+
+Device memory belongs to the stream that it was taken on: given back, it is handed out there again at once, in
+the order of that stream. ``record_stream`` would make that safe for other streams by holding freed memory
+until the host looks again, so that peaks depend on timing. It isn't used; instead:
+
+1. Shards that may have changed (a first gather, an optimizer step, a load) are read by gather after all that
+   compute had queued. Unchanged ones (the gather for a backward) wait for nothing but rule 2, so that the
+   copy and the all-gather run beside computations that were queued long before.
+2. A buffer that compute gives back is written again by gather only after what compute had queued by then.
+   So the buffers of a step form a ring: as many as the schedule has live at once, handed on when released.
+3. Before compute reads a buffer it waits for gather once; before it reads a sum, for reduce once.
+4. Gradients are read by reduce after what compute had queued, and are held until compute has waited for that:
+   from then on compute may have their memory again. The sums are memory of reduce; it takes memory only after
+   what compute had queued by then, so after every reader of a sum that was dropped.
+
+An event is recorded where one of these begins and waited for exactly once. tests/pure/test_streams.py lets
+streams run as far apart as events allow and finds every race, also that each rule is needed.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+class Due:
+    """What another stream has queued so far, for a stream to wait for: once, and not again."""
+
+    def __init__(self, stream: Any) -> None:
+        self._event: Any = stream.record_event()
+
+    def wait(self, stream: Any) -> None:
+        """Make ``stream`` wait, where that hasn't been done."""
+        if self._event is not None:
+            stream.wait_event(self._event)
+            self._event = None
+
+
+class Streams:
+    """The side streams of one transport.
+
+    make: makes a stream. current: gives the one that is current now; outside of this class' blocks, compute.
+    """
+
+    def __init__(self, make: Callable[[], Any], current: Callable[[], Any]) -> None:
+        self._gather = make()
+        self._reduce = make()
+        self._current = current
+        self._released: Due | None = None
+        self._filled: set[int] = set()
+
+    @classmethod
+    def of(cls, device: torch.device) -> "Streams | None":
+        """Those for tensors on ``device``; None on the host."""
+        if device.type == "cpu":
+            return None
+        return cls(lambda: torch.Stream(device), lambda: torch.accelerator.current_stream(device))
+
+    @contextmanager
+    def filling(self, changed: bool) -> Iterator[None]:
+        """Take a buffer and copy the own shard in inside (rules 1 and 2); then say ``filled``.
+
+        changed: whether the shards may have been written since they were last gathered.
+        """
+        if changed or self._released is None:
+            self._released = Due(self._current())
+        self._released.wait(self._gather)
+        with self._gather:
+            yield
+
+    def filled(self, flats: Iterable[torch.Tensor]) -> None:
+        """What was filled so, and needn't wait for compute when it is gathered."""
+        self._filled.update(flat.data_ptr() for flat in flats)
+
+    def release(self) -> None:
+        """Compute has given a buffer back, or will read it no more (rule 2)."""
+        self._released = Due(self._current())
+
+    @contextmanager
+    def gathering(self, flats: Iterable[torch.Tensor]) -> Iterator[None]:
+        """Launch an all-gather inside. What isn't ``filled`` may come from compute, and waits for it."""
+        places = {flat.data_ptr() for flat in flats}
+        if not places <= self._filled:
+            Due(self._current()).wait(self._gather)
+        self._filled -= places
+        with self._gather:
+            yield
+
+    def gathered(self) -> Due:
+        """What gather has queued: for compute to wait for (rule 3)."""
+        return Due(self._gather)
+
+    @contextmanager
+    def reducing(self) -> Iterator[None]:
+        """Take memory for sums, cast, pad and launch a reduce-scatter inside (rule 4)."""
+        Due(self._current()).wait(self._reduce)
+        with self._reduce:
+            yield
+
+    def reduced(self) -> Due:
+        """What reduce has queued: for compute to wait for (rules 3 and 4)."""
+        return Due(self._reduce)
+
+    def land(self, due: Due) -> None:
+        """Make compute wait."""
+        due.wait(self._current())

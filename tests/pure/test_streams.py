@@ -1,0 +1,207 @@
+"""The rules for streams, on streams that are only lists: no device, every race found.
+
+A fake stream remembers what was queued on it. Each operation knows which operations come before it for
+certain: those queued earlier on its stream, and those behind the events that its stream has waited for. Two
+operations on the same memory, one of them writing, race where neither comes before the other.
+"""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+
+from shardwright.comm.streams import Due, Streams
+
+
+class FakeStream:
+    """before: operations that everything queued from now on comes after."""
+
+    def __init__(self, device):
+        self.device, self.before = device, frozenset()
+
+    def record_event(self):
+        self.device.num_events += 1
+        return SimpleNamespace(before=self.before)
+
+    def wait_event(self, event):
+        assert not hasattr(event, "waited"), "an event is waited for once"
+        event.waited = True
+        self.before |= event.before
+
+    def __enter__(self):
+        self.device.current.append(self)
+
+    def __exit__(self, *_):
+        self.device.current.pop()
+
+
+class Device:
+    """Streams, and an allocator that hands memory out again at once, to the stream that it was taken on."""
+
+    def __init__(self):
+        self.num_events = self.num_ops = self.num_places = 0
+        self.touched, self.free, self.owner = {}, {}, {}
+        self.races = []
+        self.compute = FakeStream(self)
+        self.current = [self.compute]
+
+    def take(self):
+        stream = self.current[-1]
+        place = self.free[stream].pop() if self.free.get(stream) else self.num_places
+        self.num_places = max(self.num_places, place + 1)
+        self.owner[place] = stream
+        return place
+
+    def give_back(self, place):
+        self.free.setdefault(self.owner[place], []).append(place)
+
+    def run(self, name, reads=(), writes=()):
+        stream, op = self.current[-1], self.num_ops
+        self.num_ops += 1
+        for place in (*reads, *writes):
+            for other, wrote, what in self.touched.get(place, ()):
+                if (wrote or place in writes) and other not in stream.before:
+                    self.races.append((what, name))
+            self.touched.setdefault(place, []).append((op, place in writes, name))
+        stream.before |= {op}
+
+
+def flat(place):
+    return SimpleNamespace(data_ptr=lambda: place)
+
+
+class Model:
+    """Trains a few groups as the runtime does, one gathered ahead."""
+
+    def __init__(self, rules=Streams, num_groups=4):
+        self.device = Device()
+        self.streams = rules(lambda: FakeStream(self.device), lambda: self.device.current[-1])
+        self.shards = [self.device.take() for _ in range(num_groups)]
+        self.sums = {}
+        for shard in self.shards:
+            self.device.run("initialise", writes=[shard])
+
+    def unshard(self, group, changed):
+        with self.streams.filling(changed):
+            place = self.device.take()
+            self.device.run("copy in", [self.shards[group]], [place])
+        self.streams.filled([flat(place)])
+        with self.streams.gathering([flat(place)]):
+            self.device.run("all-gather", writes=[place])
+            return place, self.streams.gathered()
+
+    def use(self, gathering, name):
+        place, due = gathering
+        self.streams.land(due)
+        self.device.run(name, reads=[place])
+        self.device.give_back(place)
+        self.streams.release()
+
+    def reduce(self, group):
+        gradient = self.device.take()
+        self.device.run("gradient", writes=[gradient])
+        with self.streams.reducing():
+            total = self.device.take()
+            self.device.run("reduce-scatter", [gradient], [total])
+        return group, gradient, total, self.streams.reduced()
+
+    def land(self, reduction):
+        group, gradient, total, due = reduction
+        self.streams.land(due)
+        self.device.give_back(gradient)
+        self.device.run("divide", writes=[total])
+        self.sums[group] = total
+
+    def step(self):
+        for total in self.sums.values():  # zero_grad
+            self.device.give_back(total)
+        self.sums = {}
+        order = range(len(self.shards))
+        for name, groups, changed in (("forward", order, True), ("backward", order[::-1], False)):
+            ahead, reductions = self.unshard(groups[0], changed), []
+            for group, following in zip(groups, [*groups[1:], None], strict=True):
+                gathering, ahead = ahead, None if following is None else self.unshard(following, changed)
+                self.use(gathering, name)
+                if name == "backward":
+                    reductions.append(self.reduce(group))
+                    if len(reductions) > 1:
+                        self.land(reductions.pop(0))
+            for reduction in reductions:
+                self.land(reduction)
+        for shard, total in zip(self.shards, self.sums.values(), strict=True):
+            self.device.run("optimizer", [total], [shard])
+
+
+def test_steps_have_no_race_and_a_fixed_number_of_buffers():
+    model = Model()
+    model.step()
+    places = model.device.num_places
+    for _ in range(3):
+        model.step()
+    assert model.device.races == []
+    assert model.device.num_places == places
+
+
+class NoRule1(Streams):
+    def filling(self, changed):
+        return super().filling(False)
+
+
+class NoRule2(Streams):
+    def release(self):
+        pass
+
+
+class NoRule3(Streams):
+    def gathered(self):
+        return Due(FakeStream(Device()))
+
+
+class NoRule4(Streams):
+    def reducing(self):
+        return self._reduce or nullcontext()
+
+
+@pytest.mark.parametrize(
+    ("rules", "race"),
+    [
+        (NoRule1, ("optimizer", "copy in")),
+        (NoRule2, ("backward", "copy in")),
+        (NoRule3, ("all-gather", "forward")),
+        (NoRule4, ("gradient", "reduce-scatter")),
+    ],
+)
+def test_each_rule_is_needed(rules, race):
+    model = Model(rules)
+    for _ in range(3):
+        model.step()
+    assert race in model.device.races
+
+
+def test_a_gather_for_the_backward_does_not_wait_for_computations_queued_after_the_last_release():
+    model = Model()
+    model.step()
+    model.streams.release()
+    model.device.run("long computation")
+    model.unshard(0, changed=False)
+    long = model.device.num_ops - 3
+    assert long not in model.streams._gather.before
+    model.unshard(1, changed=True)
+    assert long in model.streams._gather.before
+
+
+def test_what_was_not_filled_on_the_gather_stream_waits_for_compute():
+    model = Model()
+    place = model.device.take()
+    model.device.run("fill", writes=[place])
+    with model.streams.gathering([flat(place)]):
+        model.device.run("all-gather", writes=[place])
+    assert model.device.races == []
+
+
+def test_a_due_is_waited_for_once():
+    device = Device()
+    due, other = Due(device.compute), FakeStream(device)
+    due.wait(other)
+    due.wait(other)
+    assert device.num_events == 1
