@@ -22,7 +22,7 @@ def trained(rank, world, transport):
     set_transport(transport)
     model = shard_decoder(build(), fully_shard)
     comm = unit_of(model).group.axis.comm
-    for step in range(8):
+    for step in range(16):
         loss_of(model, batches(step, world)[rank]).backward()
         model.zero_grad()
     assert here.phase == ""
@@ -40,7 +40,7 @@ def test_all_ranks_write_down_the_same_launches_and_keep_the_last(transport):
     assert [launch.number for launch in ring] == list(range(launched - RING + 1, launched + 1))
     assert {launch.phase for launch in ring} >= {"forward", "backward"}
     assert ring[-1].key.startswith("reduce-scatter")
-    assert ring[-1].step == 8
+    assert ring[-1].step == 16
 
 
 def late(rank, world, transport):
