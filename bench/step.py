@@ -77,7 +77,11 @@ def parse(arguments: list[str]) -> Options:
     """Options from the command line; exits with the message and the usage if they can't be used."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--link", choices=list(LINKS), default="loopback")
-    parser.add_argument("--systems", default="local,ddp,fsdp2,shardwright", help=f"of {', '.join(SYSTEMS)}")
+    parser.add_argument(
+        "--systems",
+        default="local,ddp,fsdp2,shardwright",
+        help=f"all, or of {', '.join([*SYSTEMS, *OPTIONAL])}",
+    )
     parser.add_argument("--world", type=int, default=2, help="number of ranks, 1 to 8")
     parser.add_argument("--blocks", type=int, default=6, help="measured pairs of blocks per system")
     parser.add_argument("--steps", type=int, default=3, help="steps per block")
@@ -94,7 +98,9 @@ def parse(arguments: list[str]) -> Options:
         size = Size(**{name: given.pop(name) for name in asdict(Size())})
         if given.pop("short"):
             given |= {"blocks": 2, "steps": 2}
-        systems = tuple(name.strip() for name in given.pop("systems").split(",") if name.strip())
+        named = given.pop("systems")
+        names = [*SYSTEMS, *OPTIONAL] if named == "all" else named.split(",")
+        systems = tuple(name.strip() for name in names if name.strip())
         return Options(systems=systems, size=size, **given)
     except ValueError as error:
         parser.error(str(error))

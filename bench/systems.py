@@ -149,6 +149,7 @@ class Shardwright(System):
     ``split``: what would be the root's is two groups in the order of execution: the embedding's, which its
     backward doesn't read, and the head's, kept after forward as the root is.
     ``transport``: see ``set_transport``. ``policy``: see ``SchedulePolicy``.
+    ``keep``: every group stays unsharded from its forward to its backward, so that it is gathered once.
     """
 
     def __init__(
@@ -157,6 +158,7 @@ class Shardwright(System):
         split: bool,
         transport: str = "auto",
         policy: shardwright.SchedulePolicy | None = None,
+        keep: bool = False,
     ) -> None:
         shardwright.set_transport(transport)
         if split:
@@ -164,10 +166,10 @@ class Shardwright(System):
                 shardwright.fully_shard(model.embedding)
                 shardwright.fully_shard(model.position)
             else:
-                shardwright.fully_shard([model.embedding, model.position])
+                shardwright.fully_shard([model.embedding, model.position], reshard_after_forward=not keep)
             shardwright.fully_shard([model.norm, model.head], reshard_after_forward=False)
         for module in [*model.blocks, model]:
-            shardwright.fully_shard(module)
+            shardwright.fully_shard(module, reshard_after_forward=False if keep else None)
         if policy is not None:
             model.set_schedule_policy(policy)  # type: ignore[operator]
         super().__init__(model)
@@ -209,8 +211,10 @@ SYSTEMS = {
     "fsdp2-async": lambda model: FSDP2(model, prefetching=True),
     "shardwright": lambda model: Shardwright(model, split=False),
     "shardwright-sockets": lambda model: Shardwright(model, split=False, transport="sockets"),
+    "shardwright-gloo": lambda model: Shardwright(model, split=False, transport="gloo"),
     "shardwright-wrapper": ShardwrightWrapper,
     "shardwright-split": lambda model: Shardwright(model, split=True),
+    "shardwright-keep": lambda model: Shardwright(model, split=True, keep=True),
     "shardwright-none": lambda model: Shardwright(model, split=True, policy=AT_ONCE),
     "shardwright-post": lambda model: Shardwright(
         model, split=True, policy=replace(AT_ONCE, backward_prefetch="post", forward_prefetch=True)

@@ -55,3 +55,28 @@ def test_an_optimizer_steps_shards_with_foreach_by_default(nccl):
     loss_of(model, batches(0, 1)[0].cuda()).backward()
     optimizer.step()
     assert optimizer.param_groups[0]["foreach"] is True
+
+
+def test_no_memory_is_held_by_record_stream(nccl, monkeypatch):
+    def refuse(*_):
+        raise AssertionError("record_stream holds memory until the host looks again")
+
+    monkeypatch.setattr(torch.Tensor, "record_stream", refuse)
+    run = Run.of(shard_decoder(build(), fully_shard, mesh=nccl))
+    for step in range(2):
+        loss_of(run.model, batches(step, 1)[0].cuda()).backward()
+        run.step()
+
+
+def test_a_compute_stream_that_lags_far_behind_changes_nothing(nccl):
+    model, reference = shard_decoder(build(), fully_shard, mesh=nccl), build().cuda()
+    ours, theirs = Run.of(model), Run.of(reference)
+    for block in model.blocks:  # the host runs ahead: copy-ins and casts are launched long before their turn
+        block.register_forward_pre_hook(lambda *_: torch.cuda._sleep(20_000_000))
+    for step in range(3):
+        tokens = batches(step, 1)[0].cuda()
+        for run in (ours, theirs):
+            loss_of(run.model, tokens).backward()
+            torch.cuda._sleep(20_000_000)
+            run.step()
+        assert_same(model, reference, 1e-5)

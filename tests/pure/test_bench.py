@@ -6,6 +6,7 @@ import pytest
 
 from bench import links, report, step
 from bench.model import Size, build, tokens
+from bench.systems import OPTIONAL, SYSTEMS
 
 
 def paired(step_s, local_s, exposed_s=None):
@@ -130,6 +131,10 @@ def test_a_bad_argument_is_named_before_anything_starts(arguments, message, caps
     with pytest.raises(SystemExit):
         step.parse(["--systems", "ddp", *arguments])
     assert message in capsys.readouterr().err
+
+
+def test_all_systems_are_measured_where_all_are_asked_for():
+    assert step.parse(["--systems", "all"]).systems == (*SYSTEMS, *OPTIONAL)
 
 
 def test_the_short_form_measures_less():

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from bench import links
 from bench.links import PREFIX, LinkError, Place, places
 from bench.model import Size
 from bench.rank import Job
@@ -90,6 +91,23 @@ def test_a_shaped_link_is_made_and_removed_also_after_an_error(world):
     except LinkError as error:
         pytest.skip(f"no namespaces here: {error}")
     except KeyboardInterrupt:
+        pass
+    assert f"{PREFIX}-{os.getpid()}-" not in namespaces()
+
+
+@pytest.mark.skipif(
+    bool(links._lacking()) or not links._can_make_namespaces(), reason="needs root and iproute2"
+)
+def test_a_delay_that_the_kernel_cannot_make_is_refused_and_leaves_nothing(monkeypatch):
+    def without_netem(home, device, *words):
+        if "netem" in words:
+            raise LinkError("Specified qdisc kind is unknown.")
+
+    monkeypatch.setattr(links, "_tc", without_netem)
+    with (
+        pytest.raises(LinkError, match="needs the kernel's netem queue"),
+        places("1gbit+0.5ms", 2),
+    ):
         pass
     assert f"{PREFIX}-{os.getpid()}-" not in namespaces()
 
