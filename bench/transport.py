@@ -1,0 +1,108 @@
+"""What moving bytes costs alone, by transport: wall time, CPU time and wakeups of its collectives.
+
+    python bench/transport.py --link 1gbit --transports gloo,sockets
+
+Every round gathers and reduces ``--num`` pieces of ``--mib`` MiB, two collectives in flight, without any
+compute. CPU time and context switches are those of a rank's whole process; a busy step has to find that time.
+"""
+
+import argparse
+import resource
+import sys
+import time
+from pathlib import Path
+from statistics import median
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))  # this checkout, not one installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.distributed as dist
+
+from bench.launch import launch
+from bench.links import LINKS, LinkError
+from shardwright import set_transport
+from shardwright.comm.base import Comm, Piece
+from shardwright.comm.mesh import comm_of
+from shardwright.plan.layout import ParamLayout
+
+
+def one_round(comm: Comm, pieces: list[Piece]) -> None:
+    """Gather and reduce every piece, each collective waited for when the next but one is issued."""
+    for gathers in (True, False):
+        flying = []
+        for index, piece in enumerate(pieces):
+            if gathers:
+                flying.append(comm.all_gather([piece], f"all-gather {index}"))
+            else:
+                flying.append(comm.reduce_scatter([piece], [piece.flat.dtype], f"reduce-scatter {index}"))
+            if len(flying) == 2:
+                flying.pop(0).wait()
+        for each in flying:
+            each.wait()
+
+
+def cost(comm: Comm, pieces: list[Piece]) -> tuple[float, float, float, float]:
+    """Wall ms, CPU ms, context switches and fresh pages of one round, on this rank."""
+    dist.barrier()
+    before, start = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
+    one_round(comm, pieces)
+    wall = time.perf_counter() - start
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    switches = after.ru_nvcsw + after.ru_nivcsw - before.ru_nvcsw - before.ru_nivcsw
+    return 1e3 * wall, 1e3 * cpu, switches, after.ru_minflt - before.ru_minflt
+
+
+def measure(options: argparse.Namespace) -> None:
+    """One rank: every transport's rounds; rank 0 prints the table."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(options.store, options.world)
+    dist.init_process_group("gloo", store=store, rank=options.rank, world_size=options.world)
+    layout = ParamLayout((int(options.mib * 2**20) // 4,), options.world)
+    pieces = [Piece(torch.ones(layout.padded_numel), layout.spans) for _ in range(options.num)]
+    comms = {}
+    for name in options.transports.split(","):
+        set_transport(name)
+        comms[name] = comm_of(dist.new_group(), "cpu")
+    found: dict[str, list[tuple[float, ...]]] = {name: [] for name in comms}
+    for _ in range(options.rounds + 1):
+        for name, comm in comms.items():
+            found[name].append(cost(comm, pieces))
+    if options.rank == 0:
+        print(
+            f"{options.link}, world {options.world}, {options.num} x {options.mib:g} MiB gathered and reduced"
+        )
+        for name, rounds in found.items():
+            wall, cpu, switches, faults = (median(column) for column in zip(*rounds[1:], strict=True))
+            print(
+                f"{name:>12} {wall:7.0f} ms, CPU {cpu:5.0f} ms, {switches:5.0f} switches, {faults:.0f} faults"
+            )
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Parse, then measure as a rank or launch the ranks."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--link", choices=list(LINKS), default="loopback")
+    parser.add_argument("--world", type=int, default=2)
+    parser.add_argument("--transports", default="gloo,sockets", help="see set_transport")
+    parser.add_argument("--num", type=int, default=8, help="pieces")
+    parser.add_argument("--mib", type=float, default=12.0, help="of one piece")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--limit-s", type=float, default=120.0, help="longest time for all of it")
+    parser.add_argument("--rank", type=int, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--store", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank is not None:
+        measure(options)
+        return
+    try:
+        launch(options.link, options.world, __file__, options.limit_s)
+    except LinkError as error:
+        sys.exit(f"bench: {error}")
+
+
+if __name__ == "__main__":
+    main()
