@@ -6,6 +6,7 @@
     |-- DataError (ValueError)         a corpus that is missing, empty or too small
     |-- StageError (RuntimeError)      a call that is illegal in the stage that a group is in
     |-- CommError (RuntimeError)       ranks in different collectives, or a rank that ended or never came
+    |   `-- Diverged                   ranks wait for each other in different places: proven, not timed
     |-- CheckpointError (RuntimeError) a checkpoint that is missing, damaged or doesn't fit
     `-- LaunchError (RuntimeError)     ranks that could not be started, or that ended early
 
@@ -36,6 +37,10 @@ class StageError(ShardwrightError, RuntimeError):
 
 class CommError(ShardwrightError, RuntimeError):
     """Ranks that are in different collectives, or a rank that ended or never came."""
+
+
+class Diverged(CommError):
+    """Ranks that wait for each other in different places, or launched different collectives."""
 
 
 class CheckpointError(ShardwrightError, RuntimeError):

@@ -90,6 +90,15 @@ class FSDPModule:
             )
         reset_step(unit.runtime)
 
+    def join_evaluations(self) -> None:
+        """Take part in the other ranks' evaluations, until every rank has called this.
+
+        For ranks that evaluate different numbers of batches, before what comes next if that is neither a
+        training forward nor an evaluation of this model: a save, a reduction of losses. Every rank of the
+        mesh calls it, between steps.
+        """
+        self._unit().runtime.join_evaluations()
+
     # ---- gradients
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:

@@ -4,6 +4,8 @@ A policy never changes: a setter replaces the whole object (``dataclasses.replac
 planned from it can tell by identity whether it is still the one in force.
 """
 
+import dataclasses
+import os
 from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
@@ -63,6 +65,27 @@ class BackwardPrefetch(StrEnum):
     NONE = "none"
 
 
+class Agreement(StrEnum):
+    """Whether ranks agree on what they launch.
+
+    STRICT: every rank launches the same collectives in the same order, whichever groups it uses; they
+        exchange a few words at the begin of each forward and backward and at the end of a backward.
+    OFF: a rank launches what its own modules need, so all must run the same modules in the same order.
+    """
+
+    STRICT = "strict"
+    OFF = "off"
+
+
+def _agreement() -> Agreement:
+    asked = os.environ.get("SHARDWRIGHT_AGREEMENT", Agreement.OFF)
+    if asked not in list(Agreement):
+        raise InputError(
+            f'the environment variable SHARDWRIGHT_AGREEMENT must be "strict" or "off", got {asked!r}'
+        )
+    return Agreement(asked)
+
+
 @dataclass(frozen=True)
 class SchedulePolicy:
     """When collectives are issued, and how many may be outstanding. Counts are groups.
@@ -83,6 +106,8 @@ class SchedulePolicy:
     row_wise: a group that is one ``nn.Embedding`` moves only rows in use: the all-gather those that any rank
         looks up, the reduce-scatter those that any rank has a gradient of. Same bits, as long as nothing but
         the lookup reads the weight inside of its forward (hooks of others make it move whole).
+    agreement: see ``Agreement``; its value or its name. Left out: that of the environment variable
+        ``SHARDWRIGHT_AGREEMENT``, else off; alike on all ranks.
 
     The defaults are those that gave the shortest step for the memory of two groups (docs/performance.md).
     Raises: InputError for a value outside of these.
@@ -98,6 +123,7 @@ class SchedulePolicy:
     keep_nbytes: int = 0
     bucket_cap_mb: float = 1.0
     row_wise: bool = False
+    agreement: Agreement = dataclasses.field(default_factory=_agreement)
 
     @property
     def bucket_cap_nbytes(self) -> int:
@@ -105,14 +131,13 @@ class SchedulePolicy:
         return int(self.bucket_cap_mb * 2**20)
 
     def __post_init__(self) -> None:
-        try:
-            mode = BackwardPrefetch(str(self.backward_prefetch).lower())
-        except ValueError:
-            raise InputError(
-                'SchedulePolicy.backward_prefetch must be "pre", "post" or "none", '
-                f"got {self.backward_prefetch!r}"
-            ) from None
-        object.__setattr__(self, "backward_prefetch", mode)
+        for name, kind in (("backward_prefetch", BackwardPrefetch), ("agreement", Agreement)):
+            value = getattr(self, name)
+            try:
+                object.__setattr__(self, name, kind(str(value).lower()))
+            except ValueError:
+                choices = ", ".join(f'"{choice}"' for choice in kind)
+                raise InputError(f"SchedulePolicy.{name} must be one of {choices}, got {value!r}") from None
         least = {"depth": 0, "budget_nbytes": 0, "max_gathers": 1, "max_reductions": 1, "keep_last": 0}
         least["keep_nbytes"] = 0
         for field, bound in least.items():

@@ -49,11 +49,11 @@ EXCEPTIONS: dict[tuple[str, str, str], tuple[int, str]] = {
         "one parameter: both its faces, its copies, its codes",
     ),
     ("state/group.py", "class lines", "ParamGroup"): (
-        270,
+        285,
         "the stages of one group, whatever it is gathered by",
     ),
     ("state/group.py", "attributes", "ParamGroup"): (13, "what it moves, with what, and where that stands"),
-    ("state/reducer.py", "attributes", "Reducer"): (13, "what it reduces, how, and where that stands"),
+    ("state/reducer.py", "attributes", "Reducer"): (14, "what it reduces, how, and where that stands"),
     ("wrapper/door.py", "parameters", "__init__"): (16, "torch's signature, so that calls carry over"),
     ("wrapper/door.py", "function lines", "__init__"): (75, "sixteen arguments, each named once"),
     ("xla/shard.py", "parameters", "fully_shard"): (13, "options of XlaFullyShardedDataParallel, by name"),

@@ -169,6 +169,7 @@ def test_every_schedule_policy_is_reachable_from_a_recipe(tmp_path):
         keep_nbytes=7,
         bucket_cap_mb=2.5,
         row_wise=True,
+        agreement="strict",
     )
     changed = {key: value for key, value in asdict(wanted).items() if value != getattr(SchedulePolicy(), key)}
     assert changed == asdict(wanted)  # none is left at its default, so none can be forgotten below

@@ -98,11 +98,11 @@ class RankHands:
         self.result: dict[int, frozenset] = {}
         self.brought = 0
 
-    def meet(self, call: Call, entry: int) -> Said:
+    def meet(self, call: Call, entry: int, used: int) -> Said:
         assert self.participant is not None
         quiet = call is Call.DEVIATES
         missing = bits(g for g in range(self.num_groups) if g not in self.held)
-        word = (call, 0 if quiet else missing, 0 if quiet else self.participant.used, self.brought)
+        word = (call, 0 if quiet else missing, used, self.brought)
         words = self.world.exchange(self.rank, (word, self.participant.orders.digest))
         assert quiet or len({digest for _, digest in words}) == 1
         calls, missing, used, brought = ([word[i] for word, _ in words] for i in range(4))
@@ -118,7 +118,7 @@ class RankHands:
     def tell(self, order):
         return sorted({told for told in self.world.exchange(self.rank, order) if told is not None})
 
-    def diverged(self, call: Call):
+    def diverged(self, call: Call, entry: int):
         raise AssertionError(f"ranks are in different calls; this one in {call}")
 
     def unshard(self, groups, near) -> None:

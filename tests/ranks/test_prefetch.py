@@ -187,7 +187,7 @@ def count_collectives(comm, counts):
         inner = getattr(comm, kind)
 
         def counted(*args, kind=kind, inner=inner):
-            counts[kind] += 1
+            counts[kind] += not args[-1].startswith("agree on ")
             return inner(*args)
 
         setattr(comm, kind, counted)

@@ -252,7 +252,7 @@ class ModuleHooks:
             backward_of(runtime).forget()
             runtime.abandon()  # an exception ended that pass: its end never came
         if runtime.depth == 0:
-            runtime.begin(Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION)
+            runtime.begin(Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION, unit.entry)
         if unit.pass_number != runtime.pass_number:
             self._calls.clear()
         unit.enter_pass()

@@ -1,17 +1,20 @@
-"""What is seen to before an optimizer's first step: that it holds shards, and steps them fast."""
+"""What is seen to before an optimizer's step: that its gradients are those of all ranks, and before its first
+one that it holds shards and steps them fast."""
 
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from shardwright.errors import StageError
+from shardwright.motion.together import unsettled
 from shardwright.motion.unit import sharded_from
 
 
 class OptimizerGuard:
-    """Checks each optimizer once, before its first step."""
+    """Checks each optimizer once, before its first step; and each step against a backward cut short."""
 
     def __init__(self) -> None:
         self.handle: Any = None
@@ -19,6 +22,8 @@ class OptimizerGuard:
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         params = [param for group in optimizer.param_groups for param in group["params"]]
+        if unsettled and torch._C._current_graph_task_id() == -1:  # else it steps from inside the backward
+            _check_settled(optimizer, params)
         if self._checked.get(optimizer) == len(params):
             return
         stale = [found.fqn for found in map(sharded_from, params) if found is not None]
@@ -30,6 +35,15 @@ class OptimizerGuard:
             )
         self._checked[optimizer] = len(params)
         _choose_foreach(optimizer)
+
+
+def _check_settled(optimizer: Optimizer, params: list[Any]) -> None:
+    if any(model.holds_any(params) for model in tuple(unsettled)):
+        raise StageError(
+            f"{type(optimizer).__name__} would step with gradients of a backward that didn't end on all "
+            "ranks: parameters would differ between them. Leave the step out where backward() raised; the "
+            "next forward starts afresh"
+        )
 
 
 def _choose_foreach(optimizer: Optimizer) -> None:

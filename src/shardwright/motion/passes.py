@@ -1,12 +1,15 @@
-"""Phases as they run, and what was recorded and planned of them."""
+"""Phases as they run, and what a caller has said of the step."""
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from shardwright.observe.trace import TraceEntry
 from shardwright.plan.planner import Planner
-from shardwright.plan.schedule import Event, Phase, Schedule
+from shardwright.plan.schedule import Event, Phase, Schedule, Stop
+from shardwright.policy import SchedulePolicy
+from shardwright.state.group import ParamGroup
 
 
 @dataclass(frozen=True)
@@ -21,23 +24,56 @@ class StepPolicy:
     optimizer_event: Any = None
 
 
+class Entry(NamedTuple):
+    """The outermost module that runs: its name, and what lists the groups that it and its children need."""
+
+    name: str = ""
+    groups: Callable[[], Sequence[ParamGroup]] = tuple
+
+
+NO_ENTRY = Entry()
+
+
 @dataclass
 class Pass:
-    """A phase as it runs. ``planner`` decides once the events have left the schedule."""
+    """A phase as it runs, and the way that its collectives are decided on.
+
+    planner: decides once the events have left the schedule (``Alone``).
+    """
 
     phase: Phase
-    order: list[Event]
-    trace: list[TraceEntry]
-    planner: Planner | None
+    way: "Way"
     nested: bool
+    order: list[Event] = field(default_factory=list)
+    trace: list[TraceEntry] = field(default_factory=list)
+    planner: Planner | None = None
     began_s: float = field(default_factory=time.perf_counter)
 
 
-@dataclass
-class Book:
-    """What was recorded and what was planned from it. ``said``: a departure has been logged."""
+class Way(Protocol):
+    """How the collectives of a pass are decided on: by each rank for itself, or by all together."""
 
-    orders: dict[Phase, tuple[Event, ...]] = field(default_factory=dict)
-    traces: dict[Phase, tuple[TraceEntry, ...]] = field(default_factory=dict)
-    schedule: Schedule = field(default_factory=Schedule)
-    said: bool = False
+    def begin(self, current: Pass, entry: Entry) -> None:
+        """The pass begins."""
+        ...
+
+    def at(self, current: Pass, event: Event, step: StepPolicy) -> Sequence[Stop]:
+        """Take an event's actions; after a begin event the group is unsharded. Returns what was taken."""
+        ...
+
+    def end(self, current: Pass, failed: bool) -> Sequence[Stop]:
+        """The pass has ended, or was cut short by an exception. Returns what was taken."""
+        ...
+
+    def abandon(self) -> None:
+        """Forget what an exception has cut short."""
+        ...
+
+    def replan(self, policy: SchedulePolicy) -> None:
+        """Plan anew: the policy or what is known of a group has changed."""
+        ...
+
+    @property
+    def schedule(self) -> Schedule:
+        """Planned from the passes so far; empty before one."""
+        ...

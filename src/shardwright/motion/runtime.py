@@ -1,12 +1,11 @@
-"""The runtime of a model: follows the schedule, event by event. The only mutable whole-model object.
+"""The runtime of a model: every event of a step goes through it. The only mutable whole-model object.
 
-A *pass* is one phase as it runs: a forward, an evaluation, a backward. Its events are recorded as they
-come. While they are those that the schedule foretells, the schedule's actions are taken; from the first
-that isn't, the same planner decides without looking ahead (unshard on demand), which is always exact. A
-pass that went another way than the schedule replaces it.
+A *pass* is one phase as it runs: a forward, an evaluation, a backward. What is launched at its events is
+decided in one of three ways: by all ranks ``Together`` (where agreement is strict), by each rank
+``Alone`` (a world of one, or where agreement is off), or not at all, where the caller has unsharded all that
+a forward needs (``Private``).
 """
 
-import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,26 +14,17 @@ from typing import Any
 from shardwright.comm.base import Comm
 from shardwright.comm.launches import here
 from shardwright.errors import StageError
+from shardwright.motion.accord import channel_of
+from shardwright.motion.alone import Alone
 from shardwright.motion.costs import Stats, communication_s, stats
-from shardwright.motion.passes import Book, Pass, StepPolicy
+from shardwright.motion.passes import NO_ENTRY, Entry, Pass, StepPolicy, Way
 from shardwright.motion.table import GroupTable
+from shardwright.motion.together import Private, Together
 from shardwright.observe.trace import Trace, TraceEntry
-from shardwright.plan.planner import Planner, plan
-from shardwright.plan.schedule import (
-    BEGINS,
-    Action,
-    ActionKind,
-    Event,
-    EventKind,
-    GroupFacts,
-    Phase,
-    Schedule,
-)
-from shardwright.policy import SchedulePolicy
+from shardwright.plan.schedule import Action, ActionKind, Event, EventKind, GroupFacts, Phase, Schedule, Stop
+from shardwright.policy import Agreement, SchedulePolicy
 from shardwright.state.group import ParamGroup, Stage
 from shardwright.state.param import ShardedParam
-
-logger = logging.getLogger(__name__)
 
 
 class Runtime:
@@ -52,7 +42,8 @@ class Runtime:
         self.successor: Runtime | None = None
         self.step = StepPolicy()
         self._passes: list[Pass] = []
-        self._book = Book()
+        self._way: Way | None = None
+        self._traces: dict[Phase, tuple[TraceEntry, ...]] = {}
 
     # ---- groups
 
@@ -64,20 +55,20 @@ class Runtime:
     def add(self, group: ParamGroup, reshard_after_forward: bool | None) -> None:
         """Take a group into the model. Forgets the schedule: the next step records a new one."""
         self.table.add(group, GroupFacts(reshard_after_forward))
-        self._book = Book()
+        self._forget()
 
     def absorb(self, other: "Runtime") -> None:
         """Take in the groups of a model that became part of this one; both at rest."""
         other.rest()
         self.table.absorb(other.table)
-        self._book = Book()
+        self._forget()
         other.successor = self
 
     def regroup(self, group: ParamGroup, params: Sequence[ShardedParam]) -> None:
         """Give ``group`` other parameters; all at rest. Forgets the schedule."""
         group.regroup(params)
         self.table.compare_again()
-        self._book = Book()
+        self._forget()
 
     def set_facts(self, group: ParamGroup, **changes: Any) -> None:
         """Replace fields of what the planner knows of ``group``, from the next pass on."""
@@ -94,10 +85,17 @@ class Runtime:
 
     def do(self, kind: ActionKind, group: ParamGroup) -> None:
         """Take an action that the caller asks for; what is already so is left so."""
-        self._take(Action(kind, self.table.number(group)))
+        index = self.table.number(group)
+        self._take(Action(kind, index))
+        if isinstance(self._way, Together) and self._passes:
+            self._way.note(kind, index)
+        elif kind is ActionKind.UNSHARD:
+            self.table.asked.add(index)
 
     def set_policy(self, policy: SchedulePolicy) -> None:
         """Follow another policy, from the next pass on."""
+        if policy.agreement is not self.policy.agreement:
+            self._forget()
         self.policy = policy
         self.table.chosen = False
         self._replan()
@@ -111,12 +109,12 @@ class Runtime:
     @property
     def schedule(self) -> Schedule:
         """Planned from the last recorded step; empty before one."""
-        return self._book.schedule
+        return Schedule() if self._way is None else self._way.schedule
 
     @property
     def trace(self) -> Trace:
         """What did happen in the last pass of each phase."""
-        return Trace(dict(self._book.traces))
+        return Trace(dict(self._traces))
 
     def comms(self) -> list[Comm]:
         """The transports in use, each once."""
@@ -134,7 +132,12 @@ class Runtime:
         return communication_s(self.table)
 
     def _replan(self) -> None:
-        self._book.schedule = plan(self._book.orders, self.policy, self.table.facts)
+        if self._way is not None:
+            self._way.replan(self.policy)
+
+    def _forget(self) -> None:
+        self._way = None
+        self._traces = {}
 
     # ---- passes
 
@@ -143,79 +146,91 @@ class Runtime:
         """The phase that is running, or None between phases."""
         return self._passes[-1].phase if self._passes else None
 
-    def begin(self, phase: Phase) -> None:
-        """Enter a phase. Inside another one (a backward within a forward) it unshards on demand."""
+    def begin(self, phase: Phase, entry: Entry = NO_ENTRY) -> None:
+        """Enter a phase, by the outermost module ``entry``; maybe inside another (a backward in a forward).
+
+        Where ranks agree every rank of the model's meshes calls it. Raises: Diverged where others have
+        called something else.
+        """
         self.pass_number += phase is not Phase.BACKWARD
         nested = bool(self._passes)
-        planner = None
-        if nested:
-            planner = Planner(self.policy, self.table.facts)
-        elif phase is not Phase.BACKWARD:
+        if not nested and phase is not Phase.BACKWARD:
             self._start_afresh()
-        self._passes.append(Pass(phase, [], [], planner, nested))
+        current = Pass(phase, self._choose_way(phase, entry), nested)
+        self._passes.append(current)
         self._say_where()
+        try:
+            current.way.begin(current, entry)
+        except BaseException:
+            self._passes.pop()
+            self._say_where()
+            raise
+
+    def _choose_way(self, phase: Phase, entry: Entry) -> Way:
+        if self._way is None:
+            agrees = self.policy.agreement is Agreement.STRICT
+            channel = channel_of([group.axis for group in self.groups]) if agrees else None
+            if channel is None:
+                self._way = Alone(self.table, self.policy)
+            else:
+                self._way = Together(self.table, channel, self.policy)
+        if isinstance(self._way, Together) and phase is not Phase.BACKWARD and self.table.asked:
+            needed = {self.table.number(group) for group in entry.groups()}
+            if needed <= self.table.asked:
+                return Private(self._way)
+        return self._way
 
     def at(self, kind: EventKind, group: ParamGroup | None = None) -> None:
         """Take the actions of an event. After a begin event the group is unsharded, whatever was planned."""
         current = self._passes[-1]
         event = Event(kind, self.table.number(group) if group is not None else -1)
-        actions = self._actions(current, event)
-        if kind is EventKind.STEP_END and not self.step.is_last_backward:
-            actions = tuple(action for action in actions if action.kind is not ActionKind.WAIT_REDUCE)
         start = time.perf_counter()
-        for action in actions:
-            self._take(action)
-        if kind is EventKind.STEP_END and self.step.is_last_backward:
-            self.table.settle()
-        if kind in BEGINS and (
-            kind is not EventKind.BACKWARD_BEGIN or self.table.facts(event.group).unshard_in_backward
-        ):
-            # The plan can be wrong about what other phases left behind; the weights must be there.
-            self._take(Action(ActionKind.UNSHARD, event.group))
-            self._take(Action(ActionKind.WAIT, event.group))
-        took_s = time.perf_counter() - start
+        taken = current.way.at(current, event, self.step)
         current.order.append(event)
-        current.trace.append(TraceEntry(event, actions, start - current.began_s, took_s))
+        self._write_down(current, taken, start)
+
+    def _write_down(self, current: Pass, taken: Sequence[Stop], start: float) -> None:
+        """Into the trace; events that this rank left out were passed in no time of their own."""
+        took_s = time.perf_counter() - start
+        for stop in taken:
+            last = stop is taken[-1]
+            entry = TraceEntry(stop.event, stop.actions, start - current.began_s, took_s if last else 0.0)
+            current.trace.append(entry)
 
     def end(self, failed: bool = False) -> None:
-        """Leave the phase; a pass that departed from the schedule replaces it.
+        """Leave the phase.
 
         failed: the pass was cut short by an exception. Nothing is waited for then, since the ranks that
         would have to take part may be gone: what is in flight stays so until its group is next used.
         """
         current = self._passes.pop()
         self._say_where()
+        start = time.perf_counter()
+        taken = current.way.end(current, failed)
         if failed:
             if not self._passes:
                 self._reshard_unsharded()
-            return
-        departed = tuple(current.order) != self._book.orders.get(current.phase)
-        if current.phase is not Phase.BACKWARD and (departed or current.planner is not None):
-            planner = current.planner or self.table.planner(self.policy)
-            for action in planner.end_forward(current.phase):
-                self._take(action)
-        if current.nested:
-            return
-        self._book.traces[current.phase] = tuple(current.trace)
-        if departed:
-            if current.phase in self._book.orders and not self._book.said:
-                self._book.said = True
-                logger.info(
-                    "%s ran its groups in another order than the step before; it unsharded on demand "
-                    "and the schedule is planned anew (said once)",
-                    current.phase,
-                )
-            self._book.orders[current.phase] = tuple(current.order)
-            self._replan()
+        elif not current.nested:
+            self._write_down(current, taken, start)
+            self._traces[current.phase] = tuple(current.trace)
 
     def _say_where(self) -> None:
         """Tell the launch log which phase is running."""
         here.enter(self.phase or "", self.pass_number)
 
+    def join_evaluations(self) -> None:
+        """Take part in the evaluations of other ranks until all ranks have called it."""
+        way = self._choose_way(Phase.BACKWARD, NO_ENTRY)
+        if isinstance(way, Together):
+            self._start_afresh()
+            way.participant.rest()
+
     def abandon(self) -> None:
         """Forget a step that an exception ended: its passes, its unreduced gradients."""
         self._passes.clear()
         self._say_where()
+        if self._way is not None:
+            self._way.abandon()
         self.depth = 0
         for group in self.groups:
             group.drop_grads()
@@ -241,15 +256,6 @@ class Runtime:
         if not self.table.chosen:
             self.table.choose_row_wise(self.policy)
             self._replan()
-
-    def _actions(self, current: Pass, event: Event) -> tuple[Action, ...]:
-        if current.planner is None:
-            stops = self.schedule.phases.get(current.phase, ())
-            place = len(current.order)
-            if place < len(stops) and stops[place].event == event:
-                return stops[place].actions
-            current.planner = self.table.planner(self.policy)
-        return current.planner.at(current.phase, event)
 
     def _take(self, action: Action) -> None:
         self.table.take(action, nearby=self.phase is Phase.FORWARD)

@@ -1,5 +1,7 @@
 """The groups of one model by number: what the planner knows of each, and the actions taken on them."""
 
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +33,7 @@ class GroupTable:
 
     root: the groups of the outermost module, which stay unsharded between forward and backward by default.
     chosen: whether it is up to date which groups move rows in use only.
+    asked: groups that the caller has unsharded, and nobody resharded since.
     """
 
     def __init__(self) -> None:
@@ -38,6 +41,7 @@ class GroupTable:
         self.root: tuple[ParamGroup, ...] = ()
         self.memory = Memory()
         self.chosen = False
+        self.asked: set[int] = set()
         self._settings: list[GroupFacts] = []
         self._index: dict[ParamGroup, int] = {}
         self._compared: set[int] = set()  # ids of transports on which all ranks hold the same groups
@@ -74,19 +78,23 @@ class GroupTable:
         index = self._index[group]
         self._settings[index] = replace(self._settings[index], **changes)
 
-    def facts(self, index: int) -> GroupFacts:
-        """What the planner knows of a group: its settings, with what follows for the root."""
+    def wishes(self, index: int) -> GroupFacts:
+        """What was asked of a group, with what follows for the root; without its bytes."""
         group, facts = self.groups[index], self._settings[index]
         root_stays = facts.reshard_after_forward is None and group in self.root
-        reshard = False if root_stays else facts.reshard_after_forward
         on_use = group.rows is not None
+        if not root_stays and not on_use:
+            return facts
+        return replace(facts, reshard_after_forward=on_use, on_use=on_use)
+
+    def facts(self, index: int) -> GroupFacts:
+        """What the planner knows of a group: ``wishes``, its bytes, what it may share collectives with."""
+        group = self.groups[index]
         return replace(
-            facts,
-            reshard_after_forward=on_use or reshard,
+            self.wishes(index),
             nbytes=group.unsharded_nbytes,
             grad_nbytes=group.grad_nbytes,
-            lane=id(group.comm) if group.near is None and not on_use else None,
-            on_use=on_use,
+            lane=id(group.comm) if group.near is None and group.rows is None else None,
         )
 
     def choose_row_wise(self, policy: SchedulePolicy) -> None:
@@ -114,32 +122,60 @@ class GroupTable:
 
         nearby: a reshard keeps shards over a smaller world, where the group has one.
         """
-        groups = [self.groups[index] for index in action.groups]
-        held_nbytes = sum(group.held_nbytes for group in groups)
         if action.kind is ActionKind.UNSHARD:
-            self._unshard([group for group in groups if group.stage is Stage.SHARDED])
+            at_rest = [i for i in action.groups if self.groups[i].stage is Stage.SHARDED]
+            self.unshard(at_rest)
         elif action.kind is ActionKind.REDUCE:
-            self._settle([group for group in groups if not group.reducer.holds])
-            together.reduce([group.reducer for group in groups])
+            self.reduce(action.groups)
+        elif action.kind is ActionKind.HOLD:
+            self.hold(action.groups)
         elif action.kind is ActionKind.WAIT_REDUCE:
-            together.land([group.reducer for group in groups])
-        for group in groups:
-            if action.kind is ActionKind.WAIT:
-                if group.stage is Stage.GATHERING:
-                    group.wait()
-            elif action.kind is ActionKind.RESHARD:
-                if group.stage is not Stage.SHARDED:
-                    group.reshard(nearby)
-            elif action.kind is ActionKind.HOLD and not group.reducer.holds:
-                self._settle([group])
-                group.reducer.hold()
-        self.memory.take(sum(group.held_nbytes for group in groups) - held_nbytes)
+            together.land([self.groups[index].reducer for index in action.groups])
+        else:
+            for index in action.groups:
+                self._wait_or_reshard(action.kind, index, nearby)
 
-    def _unshard(self, groups: list[ParamGroup]) -> None:
+    def _wait_or_reshard(self, kind: ActionKind, index: int, nearby: bool) -> None:
+        group = self.groups[index]
+        held_nbytes = group.held_nbytes
+        if kind is ActionKind.WAIT:
+            if group.stage is Stage.GATHERING:
+                group.wait()
+        else:
+            self.asked.discard(index)
+            if group.stage is not Stage.SHARDED:
+                group.reshard(nearby)
+        self.memory.take(group.held_nbytes - held_nbytes)
+
+    def unshard(self, indices: Sequence[int], near: AbstractSet[int] | None = None) -> None:
+        """Issue the all-gather of groups together; those that aren't at rest are gathered aside, for others.
+
+        near: those that are gathered among neighbours; None: what this rank has kept nearby.
+        """
+        groups = [self.groups[index] for index in indices]
         for comm in dict.fromkeys(group.axis.comm for group in groups):
             self._compare(comm)
+        held_nbytes = sum(group.held_nbytes for group in groups)
         if groups:
-            together.unshard(groups)
+            together.unshard(groups, None if near is None else {self.groups[index] for index in near})
+        self.memory.take(sum(group.held_nbytes for group in groups) - held_nbytes)
+
+    def hold(self, indices: Sequence[int], join: bool = False, widen: int = 0) -> None:
+        """Take gradients, where that isn't done; join and widen (bits of groups): see ``Reducer.hold``."""
+        missing = [index for index in indices if not self.groups[index].reducer.holds]
+        self._settle([self.groups[index] for index in missing])
+        for index in missing:
+            self.groups[index].reducer.hold(join, bool(widen >> index & 1))
+
+    def reduce(self, indices: Sequence[int], join: bool = False, widen: int = 0) -> None:
+        """Issue the reduce-scatter of groups together, of what was taken before or is there now."""
+        self.hold(indices, join, widen)
+        together.reduce([self.groups[index].reducer for index in indices])
+
+    def compare(self) -> None:
+        """Do the ranks of every axis hold the same groups? Asked once, by every rank of all axes."""
+        for group in self.groups:
+            self._compare(group.axis.comm)
 
     def _compare(self, comm: Comm) -> None:
         """Before the first all-gather on an axis, which needs the same ranks: do they hold the same model?"""

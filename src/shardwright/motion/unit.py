@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwright.errors import InputError
+from shardwright.motion.passes import Entry
 from shardwright.motion.runtime import Runtime
 from shardwright.policy import MixedPrecisionPolicy
 from shardwright.state.group import ParamGroup
@@ -53,6 +54,17 @@ class Unit:
     def groups(self) -> list[ParamGroup]:
         """The groups that this unit made."""
         return [unit.group for unit in (self, *self.parts) if unit.group is not None]
+
+    @property
+    def entry(self) -> Entry:
+        """It as the outermost one of a pass."""
+        return Entry(self.name, self._groups_needed)
+
+    def _groups_needed(self) -> list[ParamGroup]:
+        """The groups that these modules and those inside them need, each once."""
+        units = (unit for module in self.modules for unit in units_in(module))
+        owners = (owner for unit in units for owner in unit.owners)
+        return list(dict.fromkeys(owner.group for owner in owners if owner.group is not None))
 
     @property
     def device(self) -> torch.device | None:

@@ -46,8 +46,11 @@ class Said:
 class Hands(Protocol):
     """What is done for the :class:`Participant` of one rank."""
 
-    def meet(self, call: Call, entry: int) -> Said:
-        """Say what this rank comes for and how its groups stand; every rank does."""
+    def meet(self, call: Call, entry: int, used: int) -> Said:
+        """Say what this rank comes for, which groups it has used, and how they stand; every rank does.
+
+        Raises: where ranks came for the same but have agreed on something else (see ``diverged``).
+        """
         ...
 
     def least(self, code: int) -> int:
@@ -58,7 +61,7 @@ class Hands(Protocol):
         """The orders that ranks have to tell, each once and in the same sequence on all."""
         ...
 
-    def diverged(self, call: Call) -> NoReturn:
+    def diverged(self, call: Call, entry: int) -> NoReturn:
         """Ranks came for different things: every rank raises, with the calls of all."""
         ...
 

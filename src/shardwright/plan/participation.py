@@ -95,7 +95,7 @@ class Participant:
             return []
         passed = self._pass_rest(leg)
         self._finish_asking(leg)
-        for group in self._groups():
+        for group in self._holding():
             if group not in self.live and not keeps(self.hands.facts(group), leg.phase):
                 self._reshard(leg, group)
         return passed
@@ -107,26 +107,27 @@ class Participant:
     def abandon(self) -> None:
         """Forget the phases that an exception ended."""
         self.legs.clear()
+        self.reductions = Reductions(self.hands)
 
     # ---- meeting
 
     def _meet(self, call: Call, entry: int) -> Said:
         while True:
-            said = self.hands.meet(call, entry)
+            said = self.hands.meet(call, entry, self.used)
             if Call.DEVIATES in said.calls:
                 self._ask(None)
                 self.orders.widen(self.hands.tell(None))
             elif said.calls == call:
                 return said
             elif Call.EVALUATION not in said.calls or said.calls & (Call.BACKWARD | Call.SETTLE):
-                self.hands.diverged(call)
+                self.hands.diverged(call, entry)
             elif call is Call.EVALUATION:
                 return said
             else:
                 self._shadow(said)
 
     def _start(self, said: Said, phase: Phase, entry: int) -> Leg:
-        groups = self._groups()
+        groups = range(self.orders.num_groups)
         self.live = {group for group in groups if not said.missing >> group & 1}
         self.near = {group for group in groups if not said.far >> group & 1}
         self.reductions.used = said.used
@@ -138,8 +139,8 @@ class Participant:
         self._start(said, Phase.EVALUATION, said.entry)
         self.end()
 
-    def _groups(self) -> range:
-        return range(self.orders.num_groups)
+    def _holding(self) -> list[int]:
+        return [group for group in range(self.orders.num_groups) if self.hands.holds(group)]
 
     # ---- following
 
@@ -212,7 +213,7 @@ class Participant:
         self._pass_rest(leg)
         leg.asking = True
         self.live.clear()  # what is left of it is this rank's own, from here on
-        self.hands.meet(Call.DEVIATES, 0)
+        self.hands.meet(Call.DEVIATES, 0, 0)
 
     def _ask(self, need: Action | None) -> None:
         """Launch what ranks need, smallest first, until it was this rank's need; None: until none has any."""
@@ -251,7 +252,7 @@ class Participant:
                 self.reductions.finish(said.brought)
         else:
             self.reductions.finish(None)
-        for group in self._groups():
+        for group in self._holding():
             if not keeps(self.hands.facts(group), Phase.BACKWARD):
                 leg.busy.discard(group)
                 self.live.discard(group)

@@ -49,6 +49,7 @@ class ParamGroup:
     comm: the axis' transport, or a caller's own. reducer: what becomes of the gradients.
     near: where its parameters are kept between forward and backward, if over a smaller world.
     decoding: its quantised weights, which travel as codes and scales.
+    trainable: bits of the parameters that ask for a gradient, as of the last unshard.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class ParamGroup:
         self.decoding = Decoding(self.params, policy, axis.device)
         self.stage = Stage.SHARDED
         self.buffer: Buffer | None = None
-        self.num_trainable = 0
+        self.trainable = 0
         self._gathered_versions: tuple[tuple[int, int], ...] = ()
         self._gather: Gather | None = None
 
@@ -103,7 +104,17 @@ class ParamGroup:
         for param in self.params:
             if param.unsharded.requires_grad != param.trainable:
                 param.unsharded.requires_grad_(param.trainable)
-        self.num_trainable = sum(param.trainable for param in self.params)
+        self.trainable = sum(param.trainable << place for place, param in enumerate(self.params))
+
+    @property
+    def num_trainable(self) -> int:
+        """How many of its parameters ask for a gradient."""
+        return self.trainable.bit_count()
+
+    @property
+    def is_near(self) -> bool:
+        """Whether neighbours keep what the next unshard needs."""
+        return self.near is not None and self.near.holds(self._versions())
 
     @property
     def is_stale(self) -> bool:
@@ -145,14 +156,15 @@ class ParamGroup:
         self._follow()
         self._check_materialised()
 
-    def fill(self) -> list[Piece] | None:
+    def fill(self, nearby: bool | None = None) -> list[Piece] | None:
         """Take the buffer and fill this rank's part; what an all-gather has to move, for ``receive``.
 
-        None where an all-gather of another kind is issued here: among neighbours, or of rows in use.
+        None where an all-gather of another kind is issued here: among neighbours, or of rows in use. nearby:
+        whether neighbours have it, where ranks agreed on that; None: whether this rank has kept its part.
         """
         self._move(Stage.GATHERING)
         before, self._gathered_versions = self._gathered_versions, self._versions()
-        if self.near is not None and self.near.holds(self._gathered_versions):
+        if self.near is not None and (self.is_near if nearby is None else nearby):
             self._copy_in(())
             self.receive(self.near.gather(f"all-gather {self.name} nearby"))
             return None
@@ -182,6 +194,11 @@ class ParamGroup:
                 param.own.copy_(param.local, non_blocking=True)
         return [param.gather_piece() for param in params if param.layout.dim is not None]
 
+    def keep_near(self) -> None:
+        """Keep shards over the smaller world of what is unsharded."""
+        if self.near is not None:
+            self.near.keep(self._gathered_versions)
+
     def receive(self, gather: Gather) -> None:
         """The all-gather in flight that ``wait`` waits for."""
         self._gather = gather
@@ -206,8 +223,8 @@ class ParamGroup:
         assert self.buffer is not None
         if self.stage is Stage.GATHERING:
             self.wait()
-        if nearby and self.near is not None:
-            self.near.keep(self._gathered_versions)
+        if nearby:
+            self.keep_near()
         self._move(Stage.SHARDED)
         for param in self.params:
             param.show(param.sharded)

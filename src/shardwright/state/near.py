@@ -49,6 +49,10 @@ class Near:
             [param.gather_piece(layout) for param, layout in pieces if layout.dim is not None], key
         )
 
+    def kept(self) -> list[tuple[ShardedParam, ParamLayout, torch.Tensor]]:
+        """Each parameter with its layout over the smaller world and the shard that is kept."""
+        return list(zip(self._params, self._layouts, self._shards, strict=True))
+
     def forget(self) -> None:
         """Free the shards."""
         self._versions = None

@@ -4,8 +4,12 @@
     reduce()   issue the reduce-scatter of that
     wait()     wait for it; issue the all-reduce over copies, where the mesh has them
     settle()   wait for that; divide, and add to the gradients of the shards
+    decide()   add what was reduced for others, or drop it
 
-Between ``wait`` and ``settle`` the all-reduce runs beside the rest of the backward.
+Between ``wait`` and ``settle`` the all-reduce runs beside the rest of the backward. Where ranks *join* each
+other's reductions, one that has no gradient of a parameter reduces zeros; whether anybody had one it learns
+at the end of the backward, and what it has got for the parameter is put aside until then. A parameter that
+nobody used so keeps ``grad = None``, as in one process.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +20,9 @@ import torch
 from shardwright.comm.all_reduce import AllReduce
 from shardwright.comm.base import Comm, Piece, Reduction
 from shardwright.comm.mesh import Axis
+from shardwright.errors import StageError
 from shardwright.policy import MixedPrecisionPolicy, ReductionPolicy
+from shardwright.state.joined import Joined
 from shardwright.state.param import ShardedParam
 
 Hook = Callable[[torch.Tensor], None]
@@ -29,7 +35,7 @@ class Reducer:
     params: the group's. policy: replaced as a whole by setters.
     hook: called with the group's reduced gradients, one flat tensor for each dtype, before they are added to
         the shards'; stream: where it runs (CUDA).
-    done: whether this backward has reduced them.
+    done: whether this backward has reduced them. joined: what is reduced for other ranks' sake.
     """
 
     def __init__(
@@ -40,6 +46,7 @@ class Reducer:
         self.hook: Hook | None = None
         self.stream: Any = None
         self.done = False
+        self.joined = Joined()
         self.name = name
         self.params = params
         self._axis = axis
@@ -61,23 +68,44 @@ class Reducer:
         """Whether gradients were taken by ``hold`` and not reduced since."""
         return self._held is not None
 
-    def hold(self) -> None:
+    def hold(self, join: bool = False, widen: bool = False) -> None:
         """Take the gradients that this backward has brought, for ``release``.
 
         While accumulating they stay here, unsharded, to be reduced with later ones.
+        join: other ranks may have gradients where this one has none: those are zeros here. widen: they travel
+        in the reduce dtype, as those of earlier microbatches do, which another rank may have.
         """
         assert self._held is None, f"{self.name}: gradients are held already"
         assert self._reduction is None and self._all_reduce is None, f"{self.name}: wait and settle first"
+        if self.done and join:
+            self._refuse_optimizer_inside()
         self.done = True
         self._held = []
-        if not self.policy.reduce:
+        self.joined.keeps = not self.policy.reduce
+        if self.joined.keeps:
             for param in self.params:
                 param.accumulate_grad(self._precision)
             return
-        taken = [(param, param.take_grad()) for param in self.params if param.trainable]
-        if self.policy.unused_params:
-            taken = [(p, p.zero_grad(self._precision) if grad is None else grad) for p, grad in taken]
-        self._held = [(param, grad) for param, grad in taken if grad is not None]
+        for param in self.params:
+            if not param.trainable:
+                continue
+            grad = param.take_grad()
+            if grad is not None or self.policy.unused_params:
+                self.joined.brought.add(param)
+            if grad is None and (join or self.policy.unused_params):
+                grad = param.zero_grad(self._precision)
+            if grad is not None:
+                self._held.append((param, grad.to(param.reduce_dtype(self._precision)) if widen else grad))
+
+    def _refuse_optimizer_inside(self) -> None:
+        """Raises: StageError where a hook waits for the gradients of a group that is reduced once more."""
+        hooked = [p.fqn for p in self.params if getattr(p.sharded, "_post_accumulate_grad_hooks", None)]
+        if hooked:
+            raise StageError(
+                f"group {self.name!r} is reduced twice in one backward (ranks ran it in different "
+                f"orders, or it ran twice), but {hooked[0]!r} has a hook that takes each gradient for the "
+                "whole one: an optimizer inside of the backward; step after the backward instead"
+            )
 
     def release(self) -> Grads:
         """What is held; the caller reduces it. Empty where this backward has brought none."""
@@ -151,6 +179,19 @@ class Reducer:
             if params:
                 self._finish(totals, params)
 
+    @property
+    def brought(self) -> int:
+        """Bits of the parameters that this rank has had a gradient of, since the last ``decide``."""
+        brought = self.joined.brought
+        if len(brought) == len(self.params):
+            return (1 << len(self.params)) - 1
+        return sum((param in brought) << place for place, param in enumerate(self.params))
+
+    def decide(self, brought: int) -> None:
+        """Add or drop what was put aside; ``brought``: bits of the parameters that somebody used."""
+        places = {param: place for place, param in enumerate(self.params)}
+        self.joined.decide(lambda param: bool(brought >> places[param] & 1), again=bool(self._partial))
+
     def rehearse(self) -> None:
         """Reduce zeros in place of gradients and forget the result: to time the collectives alone."""
         zeros = [(p, p.zero_grad(self._precision)) for p in self.params if p.trainable]
@@ -162,6 +203,7 @@ class Reducer:
         """Forget the gradients of a backward that failed; what is in flight ends unseen."""
         self._partial = {}
         self._held = None
+        self.joined.drop()
         self.done = False
         if self._reduction is not None:
             self._reduction = (self._reduction[0], [])
@@ -175,7 +217,7 @@ class Reducer:
         if self.hook is not None:
             self._call(self.hook, totals)
         for param, total in zip(params, totals, strict=True):
-            param.add_sharded_grad(total)
+            self.joined.add(param, total)
 
     def _call(self, hook: Hook, totals: list[torch.Tensor]) -> None:
         """Show the caller's hook one flat tensor of each dtype, and take over what it makes of it."""

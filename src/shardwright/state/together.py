@@ -1,34 +1,50 @@
 """Several groups in one collective: small ones, whose own would cost its latency and little else."""
 
 from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from typing import TypeVar
 
 from shardwright.comm.all_reduce import AllReduce
-from shardwright.comm.base import Comm
+from shardwright.comm.base import Comm, Piece
 from shardwright.comm.shared import SharedGather, SharedReduction
-from shardwright.state.group import ParamGroup
+from shardwright.state.aside import fill_aside
+from shardwright.state.group import ParamGroup, Stage
 from shardwright.state.reducer import Reducer
 
 Member = TypeVar("Member")
 
 
-def unshard(groups: Sequence[ParamGroup]) -> None:
-    """Issue the all-gathers of groups at rest, one for each transport that they use.
+def unshard(groups: Sequence[ParamGroup], near: AbstractSet[ParamGroup] | None = None) -> None:
+    """Issue the all-gathers of groups, one for each transport that they use.
 
+    Those that aren't at rest take part for others, with memory that is dropped. near: the groups whose
+    neighbours have them; None: each rank sees by itself.
     Raises: StageError, before anything was issued (see ``ParamGroup.unshard``).
     """
-    if len(groups) == 1:
-        groups[0].unshard()
-        return
-    for group in groups:
+    at_rest = [group for group in groups if group.stage is Stage.SHARDED]
+    for group in at_rest:
         group.prepare()
-    filled = [(group, group.fill()) for group in groups]
-    pieces = {group: own for group, own in filled if own is not None}
+    pieces: dict[ParamGroup, list[Piece]] = {}
+    for group in groups:
+        nearby = None if near is None else group in near
+        own = group.fill(nearby) if group in at_rest else fill_aside(group, bool(nearby))
+        if own is not None:
+            pieces[group] = own
     for comm, members in _by_comm(pieces, lambda group: group.comm):
         gather = comm.all_gather([p for g in members for p in pieces[g]], _key("all-gather", members))
         shared = gather if len(members) == 1 else SharedGather(gather)
-        for group in members:
+        waiting = [group for group in members if group in at_rest]
+        for group in waiting:
             group.receive(shared)
+        if not waiting:
+            shared.wait()
+
+
+def join(group: ParamGroup, nearby: bool) -> None:
+    """Take part in a group's all-gather for others, and drop what it brings."""
+    pieces = fill_aside(group, nearby)
+    if pieces is not None:
+        group.comm.all_gather(pieces, _key("all-gather", [group])).wait()
 
 
 def reduce(reducers: Sequence[Reducer]) -> None:

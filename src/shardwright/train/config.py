@@ -167,6 +167,9 @@ class ScheduleConfig(Section):
     row_wise: bool = Field(
         default=False, description="move only those rows of an embedding that are in use; same bits"
     )
+    agreement: Literal["strict", "off"] = Field(
+        default="off", description="whether ranks agree on what they launch; off: all must run alike"
+    )
     transport: Literal["auto", "sockets", "gloo", "collectives"] = Field(
         default="auto", description="how bytes move; auto: shared memory between CPU ranks of one host"
     )

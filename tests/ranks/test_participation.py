@@ -1,0 +1,321 @@
+"""Ranks that use different parts of a model train as one process does, and launch the same collectives."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from shardwright import MixedPrecisionPolicy, SchedulePolicy, fully_shard
+from shardwright.errors import Diverged, InputError, StageError
+from shardwright.motion.accord import TableHands
+from shardwright.motion.unit import unit_of
+from shardwright.plan.hands import Call
+from shardwright.wrapper import FSDP, ModuleWrapPolicy
+from tests.ranks.models import Run, full
+from tests.ranks.pool import run_ranks
+from tests.ranks.routes import Log, Part, Step, built, inputs, loss_of, train_beside_one_process
+
+STEPS = 6
+ALL = ("a", "b", "c")
+
+
+def same(rank, world, step):
+    return Step((ALL,))
+
+
+def skips_in_turn(rank, world, step):
+    return Step((("a", "c") if (step + rank) % world == 0 else ALL,))
+
+
+def nobody(rank, world, step):
+    return Step((ALL if step % 3 == 0 else ("a", "c"),))
+
+
+def any_subset(rank, world, step):
+    draw = random.Random(100 * step + rank)
+    return Step((tuple(name for name in ALL if draw.random() < 0.5),))
+
+
+def late(rank, world, step):
+    return Step((ALL if step >= 3 and (step + rank) % 2 else ("a", "c"),))
+
+
+def other_order(rank, world, step):
+    return Step((ALL if rank % 2 == 0 else ALL[::-1],))
+
+
+def shared_layers(rank, world, step):
+    return Step((("a", "b", "a", "b") if rank % 2 == 0 else ("a", "c", "b"),))
+
+
+def detached(rank, world, step):
+    return Step((ALL,), detached=("b",) if (step + rank) % 2 else ())
+
+
+def own_parameter(rank, world, step):
+    return Step((("a", "b+" if step % 3 != 0 and rank == step % world else "b"),))
+
+
+def everything(rank, world, step):
+    draw = random.Random(100 * step + rank)
+    routes = [tuple(draw.sample(ALL, draw.randint(0, 3))) for _ in range(4)]
+    return Step(tuple(routes[:2]), tuple(routes[2:] * 2)[: 2 + rank], tuple(draw.sample(ALL, 1)))
+
+
+PLANS = (
+    same,
+    skips_in_turn,
+    nobody,
+    any_subset,
+    late,
+    other_order,
+    shared_layers,
+    detached,
+    own_parameter,
+    everything,
+)
+STRICT = SchedulePolicy(agreement="strict")
+PREFETCH = {
+    "none": replace(STRICT, backward_prefetch="none", forward_prefetch=False, keep_last=0, bucket_cap_mb=0),
+    "pre": STRICT,
+    "post": replace(STRICT, backward_prefetch="post", depth=2, bucket_cap_mb=0),
+}
+
+
+def by_fully_shard(**options):
+    model = built()
+    for part in model.parts.values():
+        fully_shard(part, **options)
+    fully_shard(model, **options).set_schedule_policy(STRICT)
+    return model
+
+
+def by_wrapper():
+    return FSDP(built(), auto_wrap_policy=ModuleWrapPolicy({Part}))
+
+
+def exactness(rank, world, make, prefetch, plans=PLANS):
+    for plan in plans:
+        model = make()
+        model.set_schedule_policy(PREFETCH[prefetch])
+        asked = train_beside_one_process(model, plan, rank, world, STEPS)
+        assert asked[0] > 0, plan.__name__
+        if plan not in (any_subset, everything):  # those may go a new way in any step
+            assert asked[-1] == 0, f"{plan.__name__}: {asked}"
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("prefetch", PREFETCH)
+def test_every_way_to_skip_is_exact(prefetch, world):
+    run_ranks(world, exactness, by_fully_shard, prefetch)
+
+
+@pytest.mark.parametrize(("world", "prefetch"), [(2, "none"), (2, "post"), (3, "pre")])
+def test_every_way_to_skip_is_exact_under_the_wrapper(world, prefetch):
+    run_ranks(world, exactness, by_wrapper, prefetch)
+
+
+def test_four_ranks_that_skip_are_exact():
+    run_ranks(4, exactness, by_fully_shard, "pre", (any_subset, other_order, everything))
+
+
+def on_four(rank, world):
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+    for plan in (skips_in_turn, any_subset, other_order):
+        for options in ({"mesh": grid}, {"reshard_after_forward": 2}, {"reshard_after_forward": False}):
+            train_beside_one_process(by_fully_shard(**options), plan, rank, world, STEPS)
+
+
+def test_copies_nearby_shards_and_kept_weights_are_exact_under_skips():
+    run_ranks(4, on_four)
+
+
+def recomputed(rank, world):
+    for plan in (skips_in_turn, any_subset, shared_layers):
+        model = by_fully_shard()
+        model.recomputes = True
+        train_beside_one_process(model, plan, rank, world, STEPS)
+
+
+def test_recomputation_is_exact_under_skips():
+    run_ranks(2, recomputed)
+
+
+class Experts(nn.Module):
+    """Each row of the input goes to one expert; one that gets none doesn't run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(7, 7) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = (x[:, 0] > 0).long() + (x[:, 0] > 1).long()
+        rows = [
+            expert(x[chosen == number])
+            for number, expert in enumerate(self.experts)
+            if (chosen == number).any()
+        ]
+        return torch.cat(rows)
+
+
+def experts(rank, world):
+    torch.manual_seed(3)
+    reference = Experts().double()
+    model = Experts().double()
+    model.load_state_dict(reference.state_dict())
+    for expert in model.experts:
+        fully_shard(expert)
+    fully_shard(model).set_schedule_policy(STRICT)
+    ours, theirs = Run.of(model), Run.of(reference)
+    for step in range(STEPS):
+        ours.model(inputs(rank, step)).square().sum().backward()
+        sums = [theirs.model(inputs(r, step)).square().sum() for r in range(world)]
+        torch.stack(sums).mean().backward()
+        ours.step()
+        theirs.step()
+    for param, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(full(param), other, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_an_expert_without_tokens_on_some_ranks_is_exact(world):
+    run_ranks(world, experts)
+
+
+def accumulated(rank, world, precision, tolerance):
+    model = by_fully_shard(mp_policy=precision)
+    reference = built()
+    routes = [[("a", "b"), ("a",)], [("c",), ("a",)]][rank]  # the second time nobody uses b or c
+    for step in range(2):
+        for number in range(2):
+            model.set_requires_gradient_sync(number == 1)
+            loss_of(model, Step((routes[number],)), rank, 10 * step + number).backward()
+    for step in range(2):
+        for number in range(2):
+            for r, route in enumerate([[("a", "b"), ("a",)], [("c",), ("a",)]]):
+                plan = Step((route[number],))
+                (loss_of(reference, plan, r, 10 * step + number) / world).backward()
+    for (name, param), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert (param.grad is None) == (other.grad is None), name
+        if other.grad is not None:
+            torch.testing.assert_close(full(param.grad), other.grad, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("precision", "tolerance"),
+    [(MixedPrecisionPolicy(), 1e-12), (MixedPrecisionPolicy(torch.bfloat16, torch.float32), 5e-2)],
+    ids=["float64", "bf16 reduced in fp32"],
+)
+def test_what_some_ranks_accumulated_is_reduced_by_all(precision, tolerance):
+    run_ranks(2, accumulated, precision, tolerance)
+
+
+def evaluated(rank, world):
+    model = by_fully_shard()
+    loss_of(model, Step((ALL,)), rank, 0).backward()
+    log, total = Log.of(model), torch.zeros(())
+    with torch.no_grad():
+        for number in range(2 + 2 * rank):
+            total += model(inputs(rank, number), ALL).sum()
+    model.join_evaluations()
+    dist.all_reduce(total)  # a collective of the caller's own: all ranks are here
+    expected = sum(built()(inputs(r, number), ALL).sum() for r in range(world) for number in range(2 + 2 * r))
+    torch.testing.assert_close(total.double(), expected.detach(), atol=1e-5, rtol=1e-5)
+    log.assert_same_on_all_ranks()
+    loss_of(model, Step((ALL,)), rank, 1).backward()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_may_evaluate_different_numbers_of_batches(world):
+    run_ranks(world, evaluated)
+
+
+def diverges(rank, world, how):
+    model = by_fully_shard()
+    loss_of(model, Step((ALL,)), rank, 0).backward()
+    loss = loss_of(model, Step((ALL,)), rank, 1)
+    if how == "sync":
+        model.set_requires_gradient_sync(rank == 0)
+    elif how == "policy":
+        model.set_schedule_policy(replace(STRICT, depth=2 + rank))
+    elif how == "frozen":
+        loss.backward()
+        model.parts["a"].requires_grad_(rank == 0)
+        loss = loss_of(model, Step((ALL,)), rank, 1)
+    with pytest.raises(Diverged, match="different calls") as error:
+        if how == "no backward" and rank == 1:
+            model(inputs(rank, 2), ALL)
+        elif how == "end" and rank == 1:
+            model.join_evaluations()
+        else:
+            loss.backward()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("how", ["no backward", "end", "sync", "policy", "frozen"])
+def test_ranks_in_different_calls_are_told_which_and_where(how):
+    first, second = run_ranks(2, diverges, how)
+    assert first == second
+    lines = first.splitlines()
+    assert lines[1].startswith("  rank 0: the backward")
+    assert lines[2].startswith("  rank 1: ")
+    assert all("test_participation.py:" in line for line in lines[1:3])
+    theirs = {"no backward": "the forward of ", "end": "join_evaluations"}.get(how, "the backward")
+    assert theirs in lines[2]
+
+
+def cut_short(rank, world):
+    model = by_fully_shard()
+    run = Run.of(model)
+    with pytest.MonkeyPatch.context() as patch:
+        meet = TableHands.meet
+
+        def failing(self, call, *args):
+            if call is Call.SETTLE:
+                raise RuntimeError("the network is gone")
+            return meet(self, call, *args)
+
+        patch.setattr(TableHands, "meet", failing)
+        with pytest.raises(RuntimeError, match="network is gone"):
+            loss_of(model, Step((ALL,)), rank, 0).backward()
+    params = run.optimizer.param_groups[0]["params"]
+    before = [p.detach().to_local().clone() for p in params]
+    with pytest.raises(StageError, match="didn't end on all ranks"):
+        run.optimizer.step()
+    assert all(torch.equal(p.to_local(), old) for p, old in zip(params, before, strict=True))
+    loss_of(model, Step((ALL,)), rank, 0).backward()  # afresh
+    run.step()
+
+
+def test_no_optimizer_steps_with_a_backward_that_did_not_end_on_all_ranks():
+    run_ranks(2, cut_short)
+
+
+def exchanges(rank, world, agreement):
+    model = by_fully_shard()
+    model.set_schedule_policy(SchedulePolicy(agreement=agreement))
+    loss_of(model, Step((ALL,)), rank, 0).backward()
+    log = Log.of(model)
+    for step in range(2):
+        loss_of(model, Step((ALL,)), rank, step).backward()
+    return len(log.agreed), unit_of(model).runtime.schedule
+
+
+def test_the_environment_says_what_policies_leave_out(monkeypatch):
+    monkeypatch.setenv("SHARDWRIGHT_AGREEMENT", "off")
+    assert SchedulePolicy().agreement == "off"
+    assert SchedulePolicy(agreement="strict").agreement == "strict"
+    monkeypatch.setenv("SHARDWRIGHT_AGREEMENT", "maybe")
+    with pytest.raises(InputError, match='"strict" or "off", got \'maybe\''):
+        SchedulePolicy()
+
+
+def test_a_step_exchanges_words_three_times_and_none_alone_or_where_it_is_off():
+    assert [count for count, _ in run_ranks(2, exchanges, "strict")] == [6, 6]
+    alone, off = run_ranks(1, exchanges, "strict"), run_ranks(2, exchanges, "off")
+    assert alone[0][0] == off[0][0] == 0
+    assert run_ranks(2, exchanges, "strict")[0][1] == off[0][1]  # and the plan is the same
