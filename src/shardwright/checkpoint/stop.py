@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwright.comm.mesh import TIMEOUT
 from shardwright.errors import InputError
 
 
@@ -45,7 +46,7 @@ class StopRequest:
         if not dist.is_initialized():
             return bool(self.reason)
         if self._group is None:
-            group = dist.new_group(backend="gloo")
+            group = dist.new_group(backend="gloo", timeout=TIMEOUT)
             assert isinstance(group, dist.ProcessGroup)
             self._group = group
         asked = torch.tensor([bool(self.reason)], dtype=torch.int32)
