@@ -77,6 +77,11 @@ def quantize_(
     return [places[0][0] for places in picked.values()]
 
 
+def quantisable(model: nn.Module, where: Where | None = None) -> list[str]:
+    """Names of the parameters that ``quantize_`` would take. Local."""
+    return [places[0][0] for param, places in _shown(model).items() if _matches(where, param, places)]
+
+
 def _owners(model: nn.Module) -> Owners:
     """What is sharded: parameter at rest -> where it belongs. Everything is at rest afterwards."""
     owners: Owners = {}

@@ -10,9 +10,10 @@ pytest.importorskip("transformers", reason="needs the extra: pip install 'shardw
 import torch
 from safetensors.torch import load_file, save_file
 
-from shardwright import hf
+from shardwright import hf, nf4
 from shardwright.errors import CheckpointError, InputError
 from shardwright.hf import library
+from shardwright.train.lora import Lora
 from tests.hf import models
 from tests.ranks.pool import run_ranks
 
@@ -192,3 +193,48 @@ def test_an_export_never_overwrites(folders):
     before = sorted(p.name for p in folders["llama"].parent.iterdir())
     run_ranks(2, _saves_over, folders["llama"])
     assert sorted(p.name for p in folders["llama"].parent.iterdir()) == before
+
+
+def _finetune(rank, world, folder, options):
+    model = hf.load(folder, **options)
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    whole = {name: p.full_tensor().detach().clone() for name, p in model.named_parameters()}
+    adapters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(adapters, lr=0.5, momentum=0.9)
+    model.train()
+    losses = []
+    for _ in range(3):
+        batch = models.tokens(0)  # the same on each rank: the mean over ranks is one process's gradient
+        loss = model(batch, labels=batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return names, whole, losses
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_a_quantised_base_with_adapters_is_read_alike_by_every_number_of_ranks(folders, kind):
+    options = {"quantise": "nf4", "lora": Lora(("q_proj", "v_proj"), rank=4)}
+    found = [run_ranks(world, _finetune, folders[kind], options)[0] for world in (1, 2, 3)]
+    names, whole, losses = found[0]
+    assert names
+    assert all(".lora_" in name for name in names)
+    codes = [name for name, value in whole.items() if value.dtype == torch.uint8]
+    assert any(name.endswith("q_proj.weight") for name in codes)
+    assert not any("lm_head" in name or "embed" in name for name in codes)
+    plain = models.whole(folders[kind]).state_dict()
+    for name in codes:
+        expected, scales = nf4.quantize(plain[name])
+        assert torch.equal(whole[name], expected), name
+        assert torch.equal(whole[f"{name}_absmax"], scales), name
+    for other_names, other, other_losses in found[1:]:
+        assert other_names == names
+        assert all(torch.equal(value, other[name]) for name, value in whole.items())
+        assert other_losses == pytest.approx(losses, abs=1e-4)
+    assert losses[-1] < losses[0]
+
+
+def test_targets_that_match_nothing_are_refused_before_anything_is_read(folders):
+    with pytest.raises(InputError, match="w_proj"):
+        hf.load(folders["llama"], lora=Lora(("w_proj",)))

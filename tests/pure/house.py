@@ -13,12 +13,12 @@ from dataclasses import dataclass
 PACKAGE = "shardwright"
 
 FLOORS = {
-    "__main__": 12,
-    "cli": 11,
-    "": 10,  # the package itself: re-exports the public names
+    "__main__": 13,
+    "cli": 12,
+    "": 11,  # the package itself: re-exports the public names
+    "hf": 10,
     "train": 9,
     "wrapper": 9,
-    "hf": 9,
     "api": 8,
     "module": 7,
     "explain": 7,

@@ -1,7 +1,7 @@
 """Where a checkpoint's tensors go: the plan of a load, and what doesn't fit."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -126,8 +126,9 @@ class _Planner:
                 device = self.device
             self.targets[key] = Target(key, entry, whole, _boxes_of(key, whole), live, device)
 
-    def plan_model(self) -> None:
+    def plan_model(self, left_out: Collection[str] = ()) -> None:
         named, aliases = model_tensors(self.model)
+        named = {name: value for name, value in named.items() if name not in left_out}
         stored_of = self.stored_of
         used: set[str] = set()
         for name, value in named.items():
@@ -294,14 +295,16 @@ def plan(
     optimizer: Optimizer | None,
     extra: Mapping[str, Any] | None,
     rank: int,
+    left_out: Collection[str] = (),
 ) -> Plan:
     """Match a checkpoint with the live state. Local; nothing is changed.
 
+    left_out: names of the model's tensors that are not to be loaded, and may be missing.
     Raises:
         CheckpointError: listing everything that doesn't fit.
     """
     planner = _Planner(manifest, model)
-    planner.plan_model()
+    planner.plan_model(left_out)
     groups = planner.plan_optimizer(optimizer) if optimizer is not None else ()
     planner.plan_extra(extra or {})
     planner.small += keys_in(manifest.state.get("model", {}))

@@ -3,7 +3,7 @@
 config.json -> model on the meta device -> groups from its hints -> shards -> each rank's slices of the files
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from shardwright.hf.weights import open_folder, under_model_names
 from shardwright.motion.unit import unit_of
 from shardwright.plan.grouping import groups_from_hints
 from shardwright.policy import DEFAULT_PRECISION, MixedPrecisionPolicy
+from shardwright.quantize import quantisable, quantize_
+from shardwright.train.lora import Lora, adapter_names, add_lora, reset_adapters
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,8 @@ def load(
     mesh: DeviceMesh | None = None,
     dtype: torch.dtype | None = None,
     mp_policy: MixedPrecisionPolicy = DEFAULT_PRECISION,
+    quantise: str | None = None,
+    lora: Lora | None = None,
 ) -> Any:
     """The model of a local folder, sharded over ``mesh``; every rank of the job must call it.
 
@@ -49,9 +53,13 @@ def load(
     folder: as ``save_pretrained`` writes it, or ``hf download`` fetches it; nothing is downloaded here.
     mesh: as for ``fully_shard``; None: all ranks. dtype: of the parameters at rest; None: what the
         configuration says.
-    Host memory: this rank's shards and a buffer of 2 MiB (seen: 167 MiB for shards of 154, two ranks).
-    Raises: InputError for a folder without a model; CheckpointError, on every rank, for weights that are
-        missing, damaged or of another shape.
+    quantise: codec of its matrices, as for ``quantize_``: each is encoded as soon as it is read. The head and
+        what isn't a matrix stay as they are; what is encoded is frozen.
+    lora: adapters; the base is then frozen. Their A is drawn from the layer's name, B is zeros.
+    Host memory: this rank's shards and a buffer of 2 MiB (seen: 167 MiB for shards of 154, two ranks); with
+        ``quantise`` one matrix's shard besides.
+    Raises: InputError for a folder without a model, or targets that match nothing; CheckpointError, on every
+        rank, for weights that are missing, damaged or of another shape.
     """
     path = Path(folder)
     if not (path / library.CONFIG).is_file():
@@ -60,8 +68,10 @@ def load(
             "(hf download NAME --local-dir FOLDER) and give that folder"
         )
     model: Any = library.build(path, dtype)
+    if lora is not None:
+        add_lora(model, lora)
     shard(model, mesh=mesh, mp_policy=mp_policy)
-    read_weights(model, path)
+    read_weights(model, path, quantise=quantise)
     return model.eval()
 
 
@@ -81,13 +91,13 @@ def shard(
     return fully_shard(model, mesh=mesh, mp_policy=mp_policy)
 
 
-def read_weights(model: nn.Module, folder: str | Path) -> WeightsRead:
+def read_weights(model: nn.Module, folder: str | Path, *, quantise: str | None = None) -> WeightsRead:
     """Fill a sharded model from the safetensors files of ``folder``; every rank of the job must call it.
 
     Each rank reads the byte ranges of its own slices, once. Names and layouts of files that the model's class
     converts (experts stored one by one) are followed where they are stacked or concatenated.
     Parameters on the meta device are allocated, and so are buffers that no file has; these are computed from
-    the configuration.
+    the configuration. Adapters (``add_lora``) are in no file, and initialised. quantise: as for ``load``.
     Raises: CheckpointError on every rank, listing all that is missing, unexpected, misshapen or unreadable.
         Before anything is written, unless a file can't be read to its end.
     """
@@ -101,15 +111,30 @@ def read_weights(model: nn.Module, folder: str | Path) -> WeightsRead:
         names = [key.removeprefix("model/") for key in source.manifest.tensors]
         manifest = under_model_names(source.manifest, library.places(model, names))
         library.rebuild_buffers(model, unit_of(model).runtime.groups[0].axis.device)
-        prepared.append((source.folder, plan(manifest, model, None, None, group.rank)))
+        prepared.append((source.folder, plan(manifest, model, None, None, group.rank, adapter_names(model))))
 
     group.together(what, prepare)
     source_folder, todo = prepared[0]
-    filled = allocated(todo.targets)
+    head = f"{library.hints_of(model).head}.weight"
+    chosen = frozenset(quantisable(model)) - {head} if quantise else frozenset()
     with Reader(source_folder) as reader:
-        group.together(what, lambda: fill(reader, filled.values()))
+        group.together(what, lambda: _fill_and_encode(todo, reader, quantise, chosen))
         nbytes = reader.nbytes
-    install(todo, filled, {})
+    reset_adapters(model)
     for param in model.parameters():
         param._is_hf_initialized = True  # type: ignore[attr-defined]
-    return WeightsRead(nbytes, len(filled), tuple(t.key for t in filled.values() if t.casts))
+    return WeightsRead(nbytes, len(todo.targets), tuple(t.key for t in todo.targets if t.casts))
+
+
+def _fill_and_encode(todo: Plan, reader: Reader, codec: str | None, chosen: frozenset[str]) -> None:
+    """Fill and install: what isn't to be encoded at once, then one tensor after another."""
+    one_by_one = [target for target in todo.targets if target.key.removeprefix("model/") in chosen]
+    others = [target for target in todo.targets if target.key.removeprefix("model/") not in chosen]
+    for targets in (others, *([target] for target in one_by_one)):
+        filled = allocated(targets)
+        fill(reader, filled.values())
+        replaced = {tensor: key for tensor, key in todo.replaced.items() if key in filled}
+        install(replace(todo, replaced=replaced), filled, {})
+        names = {target.key.removeprefix("model/") for target in targets} & chosen
+        if codec is not None and names:
+            quantize_(todo.model, codec, where=lambda name, _: name in names)  # noqa: B023 (called at once)

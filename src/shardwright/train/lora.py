@@ -6,6 +6,7 @@ The layer keeps its name and its weight's; ``lora_A`` and ``lora_B`` are modules
 as before and a base that ``quantize_`` has encoded works the same. Files are peft's.
 """
 
+import hashlib
 import json
 import math
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
 
 from shardwright.errors import CheckpointError, InputError
@@ -132,6 +133,33 @@ def merge_lora(model: nn.Module, requantise: bool = False) -> None:
 def adapters_in(model: nn.Module) -> dict[str, LoraLinear]:
     """The layers with an adapter, by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
+
+
+def adapter_names(model: nn.Module) -> set[str]:
+    """Names of the adapters' own parameters, as state dicts have them."""
+    return {f"{name}.{part}.weight" for name in adapters_in(model) for part in ("lora_A", "lora_B")}
+
+
+def reset_adapters(model: nn.Module) -> None:
+    """Give adapters that are on the meta device memory and their first values; sharded or not.
+
+    A is drawn as ``nn.Linear`` draws, from the layer's name alone, so that it is the same at every number of
+    ranks; B is zeros. Local: every rank calls it, between steps.
+    """
+    for name, layer in adapters_in(model).items():
+        for part in (layer.lora_A, layer.lora_B):
+            old = part.weight
+            if not old.is_meta:
+                continue
+            full = torch.zeros(old.shape, dtype=old.dtype)
+            if part is layer.lora_A:
+                digest = hashlib.sha256(name.encode()).digest()
+                generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+                nn.init.kaiming_uniform_(full, a=math.sqrt(5), generator=generator)
+            if isinstance(old, DTensor):
+                full = distribute_tensor(full, old.device_mesh, old.placements, src_data_rank=None)
+            part._parameters["weight"] = nn.Parameter(full, requires_grad=old.requires_grad)
+    model._apply(lambda tensor: tensor)  # sharded modules look up their parameters again after an _apply
 
 
 def save_adapter(folder: str | Path, model: nn.Module, base: str | None = None) -> None:
