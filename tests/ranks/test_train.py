@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -121,6 +122,14 @@ def whole(place):
     return place / "runs" / "tiny", out
 
 
+@pytest.fixture(scope="module")
+def undropped(place):
+    """The folder of a run on two ranks without dropout: its numbers don't depend on who takes which rows."""
+    code, _, err = run(place, "--run.folder", "undropped", "--model.dropout=0")
+    assert code == 0, err
+    return place / "undropped"
+
+
 def check_files(folder, ranks):
     """Every file is there with its keys, and the model file alone gives the held-out loss of the run."""
     names = {"config.toml", "metrics.jsonl", "summary.json", "model.safetensors", "checkpoint"}
@@ -218,6 +227,27 @@ def test_a_run_that_is_stopped_and_resumed_twice_is_bit_equal_to_one_that_was_no
     keys = ("step", "loss", "lr", "grad_norm", "heldout_loss")
     assert rows(folder, *keys) == rows(whole[0], *keys)
     assert (folder / "model.safetensors").read_bytes() == (whole[0] / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_run_goes_on_with_the_same_global_batches_on_another_number_of_ranks(place, undropped, ranks):
+    """From the last checkpoint that is whole; the newer one, which isn't, is in nobody's way."""
+    folder = place / f"on{ranks}"
+    shutil.copytree(undropped, folder)
+    os.truncate(folder / "checkpoint" / "step-000040" / "shard-00001.safetensors", 100)
+    options = ("--run.folder", folder.name, "--model.dropout=0", f"--launch.ranks={ranks}")
+    code, out, err = run(place, *options, "--resume")
+    assert code == 0, err
+    assert "passed over a newer checkpoint: step-000040" in out
+    assert "goes on after step 30 of 40" in out
+    assert "= 4 sequences of 16" in out
+    for (step, loss), (other, expected) in zip(
+        rows(folder, "step", "loss"), rows(undropped, "step", "loss"), strict=True
+    ):
+        assert step == other
+        assert loss == (expected if expected is None else pytest.approx(expected, abs=1e-5)), step
+    names = {path.name for path in (folder / "checkpoint").glob("*step-000040*")}
+    assert names == {"step-000040", "damaged-step-000040"}
 
 
 def test_ranks_save_and_leave_when_the_launcher_is_killed(place):

@@ -5,10 +5,12 @@ runs/
     step-000200/
     latest            the text "step-000200"; moves last
     .lock             held by the one writer (flock: a killed writer frees it)
+    damaged-step-000300/  was incomplete when a save of that step came; kept for whoever wants to look at it
     .torn-1f3a/       being written, or left by a writer that was killed; removed by the next one
 """
 
 import fcntl
+import itertools
 import os
 import re
 import shutil
@@ -68,7 +70,7 @@ class Writer:
             path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
             self._take_lock()
-            if self.final.exists():
+            if self.final.exists() and is_complete(self.final):
                 raise CheckpointError(
                     f"{self.final} exists already; nothing was overwritten: remove it, or use another folder"
                 )
@@ -103,6 +105,9 @@ class Writer:
         try:
             _write_synced(self.torn / MANIFEST, manifest_text)
             sync_folder(self.torn)
+            read_manifest(self.torn)  # every shard file is here, as large as its writer says
+            if self.final.exists():  # a damaged one: a run that went back before it comes by here again
+                os.rename(self.final, _unused(self.path / f"damaged-{self.final.name}"))
             os.rename(self.torn, self.final)  # fails, and loses nothing, if it came to exist meanwhile
             sync_folder(self.path)
             temporary = self.path / f"{_TORN}latest"
@@ -131,6 +136,12 @@ class Writer:
                 shutil.rmtree(torn, ignore_errors=True)
             os.close(self._lock)
             self._lock = -1
+
+
+def _unused(path: Path) -> Path:
+    """``path``, or with the first number behind it that no file has."""
+    numbered = (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))
+    return next(p for p in (path, *itertools.islice(numbered, 1000)) if not p.exists())
 
 
 def _write_synced(path: Path, text: str) -> None:
@@ -197,6 +208,15 @@ def read_manifest(folder: Path) -> Manifest:
     if faults:
         raise CheckpointError("the checkpoint is incomplete: " + "; ".join(faults))
     return manifest
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether ``read_manifest`` reads the checkpoint in ``folder``."""
+    try:
+        read_manifest(folder)
+    except CheckpointError:
+        return False
+    return True
 
 
 def _held(manifest: Manifest, file: str) -> str:

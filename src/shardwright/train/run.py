@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from shardwright.checkpoint import StopRequest
-from shardwright.errors import CheckpointError, ConfigError
 from shardwright.train.config import LaunchConfig, Recipe
 from shardwright.train.data import Corpus, TrainBatches, heldout_windows, read_corpus
 from shardwright.train.engine import Engine, Place
@@ -33,6 +32,7 @@ from shardwright.train.models import Transformer
 from shardwright.train.ranks import LaunchedStop, life_of_a_rank
 from shardwright.train.report import Screen
 from shardwright.train.resolve import Resolved
+from shardwright.train.resume import batch_of, identity_of, restore, with_saved_batch
 from shardwright.train.sample import generate, readable
 
 
@@ -65,7 +65,8 @@ def _engine(recipe: Recipe, place: Place, batches: Sequence[TrainBatches]) -> En
 
 
 def _train(resolved: Resolved, place: Place, screen: Screen, stop: StopRequest, resume: bool) -> None:
-    recipe, folder = resolved.recipe, RunFolder(resolved.folder)
+    folder = RunFolder(resolved.folder)
+    recipe = with_saved_batch(resolved.recipe, folder, place.world) if resume else resolved.recipe
     training = recipe.training
     corpus = read_corpus(recipe.data)
     batches = [
@@ -75,9 +76,10 @@ def _train(resolved: Resolved, place: Place, screen: Screen, stop: StopRequest, 
     windows = heldout_windows(corpus.heldout, training.sequence_length, recipe.heldout.num_windows)
     _announce(screen, recipe, place, corpus, batches[0])
     loop = Loop(recipe, _engine(recipe, place, batches))
-    identity = _identity(recipe, corpus)
+    identity = identity_of(recipe, corpus)
+    kept = {"identity": identity, "batch": batch_of(recipe, resolved.recipe, place.world)}
     if resume:
-        _restore(folder, loop, screen, identity)
+        restore(folder, loop, screen, identity)
         if loop.progress.step >= training.steps and folder.summary.exists():
             screen.say(
                 f"{folder.root} is at step {loop.progress.step} of {training.steps}: nothing is left to do"
@@ -94,7 +96,7 @@ def _train(resolved: Resolved, place: Place, screen: Screen, stop: StopRequest, 
         folder.write_config(resolved.to_toml())
     place.wait_for_all()
     screen.start(loop.progress.step)
-    finished = loop.run(windows, _listener(folder, loop, screen, identity), stop)
+    finished = loop.run(windows, _listener(folder, loop, screen, kept), stop)
     screen.stop()
     if not finished:
         screen.say(
@@ -119,42 +121,7 @@ def _announce(screen: Screen, recipe: Recipe, place: Place, corpus: Corpus, batc
     )
 
 
-def _identity(recipe: Recipe, corpus: Corpus) -> dict[str, Any]:
-    """What must not change between the parts of one run, by the name that an error gives it."""
-    return {
-        "model": recipe.model.model_dump(mode="json"),
-        "run.seed": recipe.run.seed,
-        "training.sequence_length": recipe.training.sequence_length,
-        "the corpus (sha256)": corpus.sha256,
-    }
-
-
-def _restore(folder: RunFolder, loop: Loop, screen: Screen, identity: dict[str, Any]) -> None:
-    if not folder.checkpoint.is_dir():
-        raise CheckpointError(
-            f"{folder.root} has no checkpoint to go on from: start without --resume, or give the folder of "
-            "the run with --run.folder"
-        )
-    restored = loop.engine.restore(folder.checkpoint)
-    before = restored.extra["identity"]
-    changed = [
-        f"  - {key}: was {before[key]!r}, is {identity[key]!r}"
-        for key in identity
-        if before[key] != identity[key]
-    ]
-    if changed:
-        listed = "\n".join(changed)
-        raise ConfigError(
-            f"{folder.root} was begun with other settings, and would not be the same run:\n{listed}\n"
-            "set them back, or begin a new run without --resume"
-        )
-    for reason in restored.skipped:
-        screen.say(f"passed over a newer checkpoint: {reason}")
-    loop.progress.step = loop.progress.saved_step = restored.step
-    loop.progress.position = restored.extra["position"]
-
-
-def _listener(folder: RunFolder, loop: Loop, screen: Screen, identity: dict[str, Any]) -> Listener:
+def _listener(folder: RunFolder, loop: Loop, screen: Screen, kept: dict[str, Any]) -> Listener:
     first = loop.engine.place.is_first
 
     def stepped(report: StepReport) -> None:
@@ -170,7 +137,7 @@ def _listener(folder: RunFolder, loop: Loop, screen: Screen, identity: dict[str,
             screen.say(f"step {step}  held-out loss {loss:.3f} nats per byte")
 
     def save_progress(progress: Progress) -> None:
-        extra = {"position": progress.position, "identity": identity}
+        extra = {"position": progress.position, **kept}
         loop.engine.save(folder.checkpoint, extra, progress.step)
 
     return Listener(stepped, evaluated, save_progress)
