@@ -2,10 +2,12 @@
 peak RSS.
 
     python bench/checkpoint.py --gb 1 --ranks 2 --rounds 3 --folder /tmp
+    python bench/checkpoint.py --gb 1 --steps 3      the step after a background save, too
 
 The state is an fp32 model with AdamW, 12 bytes per parameter. Both libraries save the same tensors with
 fsync and load them in place, in turn, ``rounds`` times; medians are printed. Files are in the page cache
 when they are loaded, for both. Checksums are on in ours, and the live state is verified after the load.
+``--steps N``: medians of N training steps without a save, and of those that began while one was written.
 """
 
 import argparse
@@ -126,7 +128,7 @@ def one_rank(rank: int, args: argparse.Namespace, folder: str) -> None:
     figures: dict[str, dict[str, list[float]]] = {library.name: {} for library in libraries}
     for i in range(args.rounds + 1):  # the first round warms up and is not counted, but for its first stall
         for library in libraries if i % 2 else libraries[::-1]:
-            found = one_round(library, 2 * i + 1)
+            found = one_round(library, 2 * i + 1, args.steps)
             for key, value in found.items():
                 figures[library.name].setdefault(key if i else f"first {key}", []).append(value)
     if rank == 0:
@@ -134,12 +136,47 @@ def one_rank(rank: int, args: argparse.Namespace, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def one_round(library: Peer, step: int) -> dict[str, float]:
-    """Save, load, and save in the background, once."""
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+    """Seconds of one step, of the slowest rank."""
+    begin = time.perf_counter()
+    model(torch.ones(64, DIM)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    took = torch.tensor(time.perf_counter() - begin)
+    dist.all_reduce(took, dist.ReduceOp.MAX)
+    return took.item()
+
+
+def steps_beside(library: Peer, step: int, count: int) -> dict[str, float]:
+    """A step without a save, and beside one: the first after it was begun, and all that it lasts."""
+    before = [train(library.model, library.optimizer) for _ in range(count + 1)][1:]
+    pending, beside = library.start_save(step), list[float]()
+    while not beside or not everywhere(pending.done()):
+        beside.append(train(library.model, library.optimizer))
+    library.end_save(pending)
+    alone = statistics.median(before)
+    return {
+        "step_s": alone,
+        "step_after/step": beside[0] / alone,
+        "steps_beside/step": statistics.mean(beside) / alone,
+        "num_steps_beside": len(beside),
+    }
+
+
+def everywhere(done: bool) -> bool:
+    """Whether it is so on all ranks."""
+    flag = torch.tensor(int(done))
+    dist.all_reduce(flag, dist.ReduceOp.MIN)
+    return bool(flag)
+
+
+def one_round(library: Peer, step: int, num_steps: int) -> dict[str, float]:
+    """Save, load, and save in the background, once; ``num_steps``: and train beside another one."""
     save_s, save_rss, _ = measure(lambda: library.save(step))
     load_s, load_rss, _ = measure(lambda: library.load(step))
     stall_s, _, pending = measure(lambda: library.start_save(step + 1))
     finish_s, _, _ = measure(lambda: library.end_save(pending))
+    steps = steps_beside(library, step + 100, num_steps) if num_steps else {}
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(library.folder)
@@ -151,6 +188,7 @@ def one_round(library: Peer, step: int) -> dict[str, float]:
         "background_s": stall_s + finish_s,
         "save_extra_rss_mb": save_rss / 1e6,
         "load_extra_rss_mb": load_rss / 1e6,
+        **steps,
     }
 
 
@@ -179,6 +217,7 @@ def main() -> None:
     parser.add_argument("--gb", type=float, default=1.0, help="size of the state in 1e9 bytes")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=0, help="training steps to compare with; 0: none")
     parser.add_argument(
         "--folder", default=tempfile.gettempdir(), help="where to write; its disk is what is measured"
     )

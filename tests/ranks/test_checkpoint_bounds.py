@@ -1,6 +1,8 @@
-"""A load writes every element of what it allocates, and reads no byte that another rank owns."""
+"""A load writes every element that it allocates, reads no byte that another rank owns, and needs no room."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -65,3 +67,50 @@ def test_integer_codes_and_their_scales_consolidate_as_they_are(tmp_path: Path) 
         assert from_file[name].dtype == before[name].dtype
         assert torch.equal(from_file[name], before[name])
     assert torch.equal(from_file["scales"], before["scales"].half())
+
+
+class Large(nn.Module):
+    """Four tensors of 8 MiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(1024, 2048, bias=False) for _ in range(4))
+
+
+MIB = 1 << 20
+
+
+def grown(work: Callable[[], Any]) -> int:
+    """By how many bytes this process was larger, at most, while it did ``work``."""
+
+    def resident(field: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+    before = resident("VmRSS")
+    work()
+    return resident("VmHWM") - before
+
+
+def save_and_load_large(rank: int, world: int, path: str) -> tuple[int, int, int]:
+    model = Large()
+    for layer in model.layers:
+        fully_shard(layer)
+    save(f"{path}/first", model=model, step=0)  # imports, threads and groups are made once
+    saving = grown(lambda: save(path, model=model, step=1))
+    with torch.device("meta"):
+        empty = Large()
+    for layer in empty.layers:
+        fully_shard(layer)
+    loading = grown(lambda: load(path, model=empty))
+    again = grown(lambda: load(path, model=model))
+    return saving, loading, again
+
+
+def test_saving_needs_no_memory_and_loading_a_shard_and_less_than_a_tensor(tmp_path: Path) -> None:
+    shard, tensor = 16 * MIB, 8 * MIB
+    for saving, loading, again in run_ranks(2, save_and_load_large, str(tmp_path)):
+        assert saving < tensor  # of chunks of 2 MiB; a model twice as large needs no more
+        assert shard / 2 < loading < shard + tensor
+        assert again < tensor

@@ -5,7 +5,9 @@ import os
 import resource
 import signal
 import subprocess
+import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,8 +17,12 @@ from torch import nn
 from shardwright import fully_shard
 from shardwright.checkpoint import agree, load, save
 from shardwright.checkpoint.folder import Writer, find, read_manifest
+from shardwright.checkpoint.shardfile import Item
 from shardwright.errors import CheckpointError
 from tests.ranks.pool import run_ranks
+
+# The package has functions of these names.
+save_module, load_module = (sys.modules[f"shardwright.checkpoint.{name}"] for name in ("save", "load"))
 
 
 def build(fill: float, width: int = 8) -> nn.Module:
@@ -236,6 +242,62 @@ def test_all_that_does_not_fit_is_listed_at_once_and_nothing_is_loaded(tmp_path:
         assert "unexpected model/0.bias: [8]" in message
         assert "unexpected model/1.weight: [5, 8]" in message
         assert untouched
+
+
+def save_without(rank: int, world: int, path: str, lost: str) -> str:
+    """The error of a save in which something of rank 1 gets lost on the way to the disk, unnoticed there."""
+    write = save_module.write_shard
+
+    def losing(file: Path, items: Sequence[Item]):
+        kept = items if lost == "file" else [item for item in items if item.key != lost]
+        written = write(file, kept)
+        if lost == "file":
+            file.unlink()
+        return written
+
+    if rank == 1:
+        save_module.write_shard = losing
+    with pytest.raises(CheckpointError) as caught:
+        save(path, model=fully_shard(build(2.0)), step=2)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("lost", "said"),
+    [
+        ("model/0.weight", "model/0.weight: 32 of 64 elements are stored"),
+        ("file", "shard-00001.safetensors is missing (it holds model/0.bias, model/0.weight, "),
+    ],
+)
+def test_what_gets_lost_while_writing_is_never_published(tmp_path: Path, lost: str, said: str) -> None:
+    run_ranks(2, save_steps, str(tmp_path), (1,))
+    for message in run_ranks(2, save_without, str(tmp_path), lost):
+        assert said in message
+    assert find(tmp_path) == (tmp_path / "step-000001", ())
+    assert (tmp_path / "latest").read_text() == "step-000001\n"
+    assert not list(tmp_path.glob(".torn-*"))
+
+
+def load_with_a_changed_element(rank: int, world: int, path: str) -> str:
+    """The error of a load after whose copy one live element of rank 1 is not what was read."""
+    model, fill = fully_shard(build(-1.0)), load_module.fill
+
+    def changing(reader, targets):
+        fill(reader, targets)
+        if targets and rank == 1:
+            model[0].weight.detach().to_local()[1, 2] += 1
+
+    load_module.fill = changing
+    with pytest.raises(CheckpointError) as caught:
+        load(path, model=model)
+    return str(caught.value)
+
+
+def test_live_state_that_is_not_what_was_read_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    run_ranks(2, save_steps, str(tmp_path), (1,))
+    for message in run_ranks(2, load_with_a_changed_element, str(tmp_path)):
+        assert "the live state differs from what was read" in message
+        assert "model/0.weight is damaged" in message
 
 
 # ---- kills

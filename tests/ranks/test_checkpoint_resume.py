@@ -1,5 +1,7 @@
 """A resumed run is the run that was never interrupted, and a restored model is the restored one in use."""
 
+import os
+import threading
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils.checkpoint import checkpoint
 
 from shardwright import fully_shard
-from shardwright.checkpoint import Keep, async_save, load, save
+from shardwright.checkpoint import Keep, async_save, background, load, save
 from shardwright.errors import CheckpointError
 from tests.ranks.pool import run_ranks
 
@@ -292,6 +294,25 @@ def in_the_background(rank: int, world: int, path: str) -> None:
 def test_a_save_in_the_background_is_of_the_moment_it_was_called(tmp_path: Path) -> None:
     run_ranks(2, in_the_background, str(tmp_path))
     assert {p.name for p in tmp_path.glob("step-*")} == {f"step-00000{i}" for i in (2, 3, 4, 5)}
+
+
+def priority() -> int:
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+
+def test_a_save_in_the_background_takes_what_training_leaves_of_the_processor(tmp_path: Path) -> None:
+    before, seen = priority(), list[int]()
+
+    def work() -> Path:
+        seen.append(priority())
+        inner = threading.Thread(target=lambda: seen.append(priority()))
+        inner.start()
+        inner.join()
+        return tmp_path
+
+    background.start(work).wait()
+    assert seen == [19, 19]
+    assert priority() == before
 
 
 class Average:

@@ -1,6 +1,8 @@
 """The one save that may be running in the background, and its errors, which must not get lost."""
 
 import atexit
+import contextlib
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -21,6 +23,7 @@ class Pending:
         self._thread.start()
 
     def _run(self) -> None:
+        _yield_to_training()
         try:
             self._path = self._work()
         except BaseException as error:  # raised again in the thread that waits
@@ -44,6 +47,18 @@ class Pending:
             raise self._error
         assert self._path is not None
         return self._path
+
+
+def _yield_to_training() -> None:
+    """Give this thread, and those that it starts, only what the processor has left over from training.
+
+    Linux keeps a priority for each thread; elsewhere it is the process's, which stays as it is. A step that
+    the machine's cores are busy with goes on as if nothing was saved; a save that somebody waits for has a
+    core to itself.
+    """
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
 class _Slot:

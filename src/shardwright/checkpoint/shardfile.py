@@ -164,11 +164,9 @@ class Reader:
             os.close(fd)
         self._files.clear()
 
-    def bits_of(
-        self, key: str, entry: TensorEntry, piece: Piece, box: Box, into: np.ndarray | None = None
-    ) -> np.ndarray:
+    def bits_of(self, key: str, entry: TensorEntry, piece: Piece, box: Box) -> np.ndarray:
         """The elements of ``box`` (inside of ``piece``, at most one chunk) as unsigned integers, shaped
-        ``box.shape``: in ``into`` (contiguous) if given, else in memory that the next call uses again.
+        ``box.shape``, in memory that the next call uses again.
 
         Raises:
             CheckpointError: the file is missing, unreadable or too short; names file and tensor ``key``.
@@ -178,7 +176,7 @@ class Reader:
         nbytes = box.numel * item
         self.nbytes += nbytes
         first = first_of_run(box, piece.box)
-        out = self._buffer[:nbytes] if into is None else into.reshape(-1).view(np.uint8)
+        out = self._buffer[:nbytes]
         try:
             if piece.file not in self._files:
                 self._files[piece.file] = os.open(path, os.O_RDONLY)
