@@ -63,6 +63,30 @@ def test_consolidate_writes_plain_safetensors(folder):
     assert all(t.dtype == torch.bfloat16 for t in weights.values())
 
 
+def test_convert_writes_the_files_of_ranks_and_refuses_to_overwrite(folder, capsys):
+    command = ["checkpoint", "convert", str(folder / "run"), str(folder / "out"), "--to", "fairscale"]
+    assert main([*command, "--ranks", "3"]) == 0
+    assert len(list((folder / "out").iterdir())) == 3
+    assert main(["checkpoint", "inspect", str(folder / "out")]) == 0
+    assert main(command) == 1
+    assert "exists already" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as refused:
+        main([*command[:-1], "no such format"])
+    assert refused.value.code == 2
+
+
+def test_nan_and_damage_exit_with_1(folder, capsys):
+    bad = nn.Linear(2, 2)
+    nn.init.constant_(bad.weight, float("nan"))
+    save(folder / "bad", model=bad, step=1)
+    assert main(["checkpoint", "inspect", str(folder / "bad")]) == 1
+    assert main(["checkpoint", "inspect", str(folder / "bad"), "--no-values"]) == 0
+    (folder / "bad" / "step-000001" / "shard-00000.safetensors").unlink()
+    for verb in ("inspect", "verify"):
+        assert main(["checkpoint", verb, str(folder / "bad")]) == 1
+        assert "shard-00000.safetensors is missing" in capsys.readouterr().err
+
+
 def test_what_cannot_be_opened_is_told_and_exits_with_1(tmp_path, capsys):
     assert main(["checkpoint", "inspect", str(tmp_path / "nothing")]) == 1
     assert "nothing" in capsys.readouterr().err

@@ -47,7 +47,7 @@ class Ranks:
 
         Raises:
             CheckpointError: some ranks did not arrive within ``ARRIVAL_TIMEOUT_S``, made another call, or
-                their processes (of this host) have ended, which is seen within 2 s.
+                their processes (of this host) have ended, which is looked for each second.
         """
         if self.world == 1:
             return
