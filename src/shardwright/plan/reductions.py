@@ -52,9 +52,8 @@ class Reductions:
                 self.hands.take(Action(ActionKind.WAIT_REDUCE, together[0], together[1:]))
 
     def release(self) -> None:
-        """Launch what is held back."""
-        for group in tuple(self.held):
-            self.reduce([group])
+        """Launch what is held back, together."""
+        self.reduce(tuple(self.held))
 
     def finish(self, brought: int | None) -> None:
         """Wait for all in flight, and settle (see ``Hands.settle``)."""
