@@ -19,6 +19,7 @@ from shardwright.lockstep import lockstep
 from shardwright.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from shardwright.motion.build import ShardPlacementResult
 from shardwright.motion.costs import Stats
+from shardwright.motion.stepping import StepInBackward
 from shardwright.policy import (
     BackwardPrefetch,
     CPUOffloadPolicy,
@@ -44,6 +45,7 @@ __all__ = [
     "SchedulePolicy",
     "ShardPlacementResult",
     "Stats",
+    "StepInBackward",
     "UnshardHandle",
     "clip_grad_norm_",
     "communication_s",

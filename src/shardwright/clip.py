@@ -8,7 +8,8 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from shardwright.errors import InputError
+from shardwright.errors import InputError, StageError
+from shardwright.motion.stepping import steps_in_backward
 
 
 @torch.no_grad()
@@ -25,12 +26,17 @@ def clip_grad_norm_(
     would compute it (any ``norm_type``, infinity included). Gradients are scaled in place so that it is at
     most ``max_norm``. Plain gradients must be equal on all ranks.
     Returns the norm before clipping: 0-d, plain, the same on every rank.
-    Raises: InputError for a norm_type below 0; RuntimeError where the norm isn't finite and
-        ``error_if_nonfinite`` asks for it.
+    Raises: InputError for a norm_type below 0; StageError for parameters that ``StepInBackward`` steps;
+        RuntimeError where the norm isn't finite and ``error_if_nonfinite`` asks for it.
     """
     if norm_type <= 0:
         raise InputError(f"clip_grad_norm_: norm_type must be above 0, got {norm_type}")
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    if any(steps_in_backward(param) for param in given):
+        raise StageError(
+            "clip_grad_norm_: StepInBackward has stepped these parameters already, before their total norm "
+            "was known; to clip, remove() it and step a plain optimizer after clipping"
+        )
     alike: dict[Any, list[torch.Tensor]] = {}
     for param in given:
         if param.grad is not None:

@@ -16,7 +16,8 @@ from torch import nn
 from shardwright.comm.custom import CustomComm
 from shardwright.errors import InputError, StageError
 from shardwright.motion.clone import Blueprint, deep_copy, pack, rebuild
-from shardwright.motion.hooks import reset_step, run_as_forward
+from shardwright.motion.hooks import reset_step
+from shardwright.motion.methods import run_as_forward
 from shardwright.motion.unit import Unit, unit_of, units_in
 from shardwright.observe.trace import Trace
 from shardwright.plan.schedule import ActionKind, Phase, Schedule

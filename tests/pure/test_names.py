@@ -18,6 +18,7 @@ NAMES = [
     "SchedulePolicy",
     "ShardPlacementResult",
     "Stats",
+    "StepInBackward",
     "UnshardHandle",
     "clip_grad_norm_",
     "communication_s",

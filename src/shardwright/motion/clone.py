@@ -18,7 +18,8 @@ from torch import nn
 from shardwright.comm.custom import CustomComm
 from shardwright.comm.mesh import Axis, smaller_world
 from shardwright.errors import InputError, StageError
-from shardwright.motion.hooks import ModuleHooks, hooks_of, methods_run_as_forward, run_as_forward
+from shardwright.motion.hooks import ModuleHooks, hooks_of
+from shardwright.motion.methods import methods_run_as_forward, run_as_forward
 from shardwright.motion.runtime import Runtime
 from shardwright.motion.unit import Unit, mark, unit_of, units_in, unmark
 from shardwright.plan.schedule import GroupFacts

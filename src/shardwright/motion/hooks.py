@@ -12,7 +12,6 @@ Inputs that need a gradient are passed on as aliases (``view_as``), so that the 
 own share of the gradient is done, however else the caller uses the tensor.
 """
 
-import functools
 import sys
 import weakref
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from torch import nn
 from torch.autograd import Variable
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.hooks import RemovableHandle
 
 from shardwright.motion.containers import cast_floating, map_tensors, opaque_tensors_in, tensors_in
 from shardwright.motion.lookups import is_lookup, wanted_rows
@@ -101,10 +101,16 @@ _watches: WeakKeyDictionary[ParamGroup, _GradWatch] = WeakKeyDictionary()
 
 
 class Backward:
-    """The backward of one model: begins with the first hook that fires, ends with autograd's callback."""
+    """The backward of one model: begins with the first hook that fires, ends with autograd's callback.
+
+    number: how many have begun. partial: the one before wasn't the last of its step, so that reductions of
+        it may land in this one.
+    """
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = weakref.ref(runtime)  # kept in a table by its runtime
+        self.number = 0
+        self.partial = False
         self._active: dict[Unit, set[_Call]] = {}
 
     @property
@@ -117,6 +123,7 @@ class Backward:
     def begin(self) -> None:
         """Enter the backward, once per backward."""
         if self.runtime.phase is not Phase.BACKWARD:
+            self.number += 1
             self.runtime.begin(Phase.BACKWARD)
             for group in self.runtime.groups:
                 group.reducer.done = False
@@ -163,6 +170,7 @@ class Backward:
 
     def forget(self) -> None:
         """Drop the calls of a backward that an exception ended."""
+        self.partial = False
         self._active.clear()
 
     def _is_active(self, owner: Unit) -> bool:
@@ -180,6 +188,7 @@ class Backward:
             if group.has_grads or others_may:
                 self.runtime.at(EventKind.GRADS_READY, group)
         self.runtime.at(EventKind.STEP_END)
+        self.partial = not self.runtime.step.is_last_backward
         self.runtime.end()
 
 
@@ -349,34 +358,6 @@ def hooks_of(module: nn.Module) -> ModuleHooks:
     return next(owner for owner in owners if isinstance(owner, ModuleHooks))
 
 
-_WRAPPED = "_runs_as_forward"
-
-
-def run_as_forward(module: nn.Module, name: str) -> None:
-    """From now on do around another method of a sharded module what is done around its forward."""
-    method = getattr(module, name)
-
-    @functools.wraps(method)
-    def around(*args: Any, **kwargs: Any) -> Any:
-        hooks = hooks_of(module)
-        args, kwargs = hooks.before(module, args, kwargs)
-        try:
-            output = method(*args, **kwargs)
-        except BaseException:
-            hooks.after(module, args, None)
-            raise
-        changed = hooks.after(module, args, output)
-        return output if changed is None else changed
-
-    setattr(around, _WRAPPED, True)
-    setattr(module, name, around)
-
-
-def methods_run_as_forward(module: nn.Module) -> list[str]:
-    """Names of the methods for which ``run_as_forward`` was called."""
-    return [name for name, value in module.__dict__.items() if getattr(value, _WRAPPED, False)]
-
-
 def reset_step(runtime: Runtime) -> None:
     """Forget a step that was cut short, after what is in flight has ended."""
     backward_of(runtime).forget()
@@ -385,6 +366,11 @@ def reset_step(runtime: Runtime) -> None:
     for group in runtime.groups:
         group.reducer.wait()
         group.reducer.settle()
+
+
+def watch_sharded_grad(param: torch.Tensor, call: Callable[[torch.Tensor], None]) -> RemovableHandle:
+    """Call ``call(param)`` whenever a gradient was reduced and added to a sharded parameter's."""
+    return param.register_post_accumulate_grad_hook(call)
 
 
 def guard_optimizers() -> None:

@@ -1,0 +1,127 @@
+"""Stepping inside of the backward is stepping after it, bit for bit, or is refused."""
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+from shardwright import SchedulePolicy, StepInBackward, clip_grad_norm_, fully_shard
+from shardwright.errors import InputError, StageError
+from shardwright.motion.unit import unit_of
+from shardwright.plan.schedule import Phase
+from tests.ranks.models import batches, build, loss_of, shard_decoder
+from tests.ranks.pool import run_ranks
+
+OPTIMIZERS = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.1),
+}
+
+
+def trained(rank, world, name, in_backward, shape=None, accumulate=""):
+    """Shards after three steps, of one or of two microbatches."""
+    mesh = None if shape is None else init_device_mesh("cpu", shape, mesh_dim_names=("copies", "shards"))
+    model = shard_decoder(build(), fully_shard, mesh=mesh)
+    if in_backward:
+        StepInBackward(model, OPTIMIZERS[name])
+    plain = None if in_backward else OPTIMIZERS[name](model.parameters())
+    for step in range(6):
+        last = not accumulate or step % 2 == 1
+        if accumulate:
+            model.set_requires_gradient_sync(last)
+        loss_of(model, batches(step, world)[rank]).backward()
+        if plain is not None and last:
+            plain.step()
+            plain.zero_grad()
+        assert not last or all(param.grad is None for param in model.parameters())
+    return [param.detach().to_local().numpy().tobytes() for param in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("world", "name", "shape", "accumulate"),
+    [
+        (1, "adamw", None, ""),
+        (2, "adamw", None, ""),
+        (2, "sgd", None, "unsharded"),
+        (3, "sgd", None, ""),
+        (4, "sgd", (2, 2), "unsharded"),
+    ],
+)
+def test_stepping_in_the_backward_equals_stepping_after_it_bit_for_bit(world, name, shape, accumulate):
+    after, inside = (run_ranks(world, trained, name, way, shape, accumulate) for way in (False, True))
+    assert after == inside
+
+
+def early(rank, world):
+    """Where the backward stands as each parameter steps, and that nothing steps any more after remove()."""
+    model = shard_decoder(build(), fully_shard)
+    model.set_schedule_policy(SchedulePolicy(bucket_cap_mb=0, max_reductions=1))
+    left = []
+
+    class Noted(torch.optim.SGD):
+        def step(self, closure=None):
+            left.append(sum(group.has_grads for group in unit_of(model).runtime.groups))
+            assert unit_of(model).runtime.phase is Phase.BACKWARD
+            return super().step(closure)
+
+    stepping = StepInBackward(model, lambda params: Noted(params, lr=0.1))
+    assert list(stepping.optimizers) == [name for name, _ in model.named_parameters()]
+    loss_of(model, batches(0, world)[rank]).backward()
+    assert len(left) == len(stepping.optimizers)
+    with pytest.raises(InputError, match="stepped in the backward already"):
+        StepInBackward(model, OPTIMIZERS["sgd"])
+    with pytest.raises(StageError, match="stepped these parameters already"):
+        clip_grad_norm_(model.parameters(), 1.0)
+    stepping.remove()
+    loss_of(model, batches(1, world)[rank]).backward()
+    assert len(left) == len(stepping.optimizers)
+    assert clip_grad_norm_(model.parameters(), 1.0) > 0
+    # One reduction in flight: two blocks have stepped while the root, whose embedding comes last, holds some.
+    early_ones = left[: sum(len(list(block.parameters())) for block in model.blocks[1:])]
+    assert min(early_ones) >= 1
+    assert left[-1] == 0
+
+
+def test_a_parameter_steps_as_soon_as_its_reduction_has_landed():
+    run_ranks(2, early)
+
+
+class Shared(torch.nn.Module):
+    """A layer that two reentrant checkpoints share: its gradient comes in two parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(5, 5)
+
+    def forward(self, x):
+        for _ in range(2):
+            x = checkpoint(self.layer, x, use_reentrant=True)
+        return x
+
+
+def reduced_twice(rank, world):
+    model = Shared()
+    fully_shard(model.layer)
+    fully_shard(model)
+    StepInBackward(model, OPTIMIZERS["sgd"])
+    with pytest.raises(StageError, match="reduced twice in one backward"):
+        model(torch.ones(2, 5, requires_grad=True)).sum().backward()
+
+
+def reduced_in_two_backwards(rank, world, max_reductions):
+    """Refused before anything is stepped, whether a part lands in the first backward or in the second one."""
+    model = shard_decoder(build(), fully_shard)
+    model.set_schedule_policy(SchedulePolicy(bucket_cap_mb=0, max_reductions=max_reductions))
+    before = [param.detach().to_local().clone() for param in model.parameters()]
+    StepInBackward(model, OPTIMIZERS["sgd"])
+    with pytest.raises(StageError, match="accumulate with set_requires_gradient_sync"):
+        for last in (False, True):
+            model.set_is_last_backward(last)
+            loss_of(model, batches(0, world)[rank]).backward()
+    assert all(torch.equal(p.to_local(), q) for p, q in zip(model.parameters(), before, strict=True))
+
+
+def test_a_gradient_that_comes_in_two_parts_is_refused():
+    run_ranks(2, reduced_twice)
+    run_ranks(2, reduced_in_two_backwards, 1)
+    run_ranks(2, reduced_in_two_backwards, 8)
