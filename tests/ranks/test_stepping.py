@@ -118,6 +118,7 @@ def reduced_in_two_backwards(rank, world, max_reductions):
         for last in (False, True):
             model.set_is_last_backward(last)
             loss_of(model, batches(0, world)[rank]).backward()
+    model.reset_iter_state()
     assert all(torch.equal(p.to_local(), q) for p, q in zip(model.parameters(), before, strict=True))
 
 
