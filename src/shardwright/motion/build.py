@@ -24,6 +24,7 @@ from shardwright.motion.unit import (
     units_in,
 )
 from shardwright.policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from shardwright.state.extended import ExtendedParam, is_extended
 from shardwright.state.group import ParamGroup
 from shardwright.state.near import Near
 from shardwright.state.param import ShardedParam, Slot, Split
@@ -170,7 +171,7 @@ def _reshards(options: Options, world: int | None, axis: Axis) -> bool | None:
 def _make_group(name: str, params: Sequence[ShardedParam], options: Options, world: int | None) -> ParamGroup:
     axis = params[0].axis
     group = ParamGroup(name, params, axis, options.precision)
-    if world is not None and 1 < world < axis.world:
+    if world is not None and 1 < world < axis.world and not group.decoding.extended:
         group.near = Near(smaller_world(axis, world), group.params)
     return group
 
@@ -200,6 +201,11 @@ def _split(fqn: str, param: nn.Parameter, axis: Axis, options: Options) -> Split
     if ndim and not -ndim <= dim < ndim:
         raise InputError(f"can't shard dim {dim} of parameter {fqn!r} of shape {list(param.shape)}")
     _check_composes(fqn, param, axis, options.dims)
+    if is_extended(param) and (dim % max(ndim, 1) or not ndim or isinstance(param, DTensor)):
+        raise InputError(
+            f"parameter {fqn!r} is a {type(param).__name__} of shape {list(param.shape)} with extensions of "
+            "the all-gather, which are for dim 0 of plain parameters of one dim or more"
+        )
     return Split(axis, dim % ndim if ndim else None, options.offload, options.dims)
 
 
@@ -269,7 +275,8 @@ def _shard_params(
             sharded.show(sharded.sharded)
             lenders[owner] = None
             continue
-        sharded = ShardedParam(fqn, slots, param, splits[param])
+        kind = ExtendedParam if is_extended(param) else ShardedParam
+        sharded = kind(fqn, slots, param, splits[param])
         remember_replaced(param, unit, sharded)
         params.append(sharded)
     return params, tuple(lenders)

@@ -1,5 +1,6 @@
 """What a sharded model costs on this rank: bytes held and sent, seconds of its collectives."""
 
+import math
 import time
 from dataclasses import dataclass
 
@@ -7,6 +8,7 @@ import torch
 
 from shardwright.motion.table import GroupTable
 from shardwright.plan.schedule import Action, ActionKind
+from shardwright.state.group import ParamGroup
 
 
 @dataclass(frozen=True)
@@ -33,17 +35,26 @@ class Stats:
 def stats(table: GroupTable) -> Stats:
     """Bytes and seconds so far; no communication."""
     params = [param for group in table.groups for param in group.params]
+    logical = [each for group in table.groups for each in _logical(group)]
     exposed = [comm.exposed_s for comm in table.comms()]
     return Stats(
         num_groups=len(table.groups),
-        param_numel=sum(group.logical_numel for group in table.groups),
-        full_nbytes=sum(group.logical_nbytes for group in table.groups),
+        param_numel=sum(math.prod(shape) for shape, _ in logical),
+        full_nbytes=sum(math.prod(shape) * dtype.itemsize for shape, dtype in logical),
         at_rest_nbytes=sum(param.local.nbytes for param in params),
         unsharded_nbytes=table.memory.now_nbytes,
         peak_unsharded_nbytes=table.memory.peak_nbytes,
         sent_nbytes=sum(comm.sent_nbytes for comm in table.comms()),
         exposed_s=None if None in exposed else sum(value for value in exposed if value is not None),
     )
+
+
+def _logical(group: ParamGroup) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shapes and dtypes of its parameters; of a quantised weight, those before it was quantised."""
+    pairs = group.decoding.frozen
+    parts = {part for pair in pairs for part in pair.parts}
+    plain = [(p.layout.shape, p.sharded.dtype) for p in group.params if p not in parts]
+    return plain + [(pair.encoding.shape, pair.encoding.dtype) for pair in pairs]
 
 
 def communication_s(table: GroupTable) -> float:

@@ -68,6 +68,8 @@ def _why_not(group: ParamGroup, stays: bool, policy: SchedulePolicy) -> str:
         return "its forward changes the weight (max_norm)"
     if param.layout.dim != 0 or param.inner is not None or param.split.on_host:
         return "its weight isn't sharded by rows on this device"
+    if group.decoding.extended:
+        return "its weight is a tensor subclass that says itself what is gathered"
     if group.near is not None or group.comm is not group.axis.comm:
         return "its collectives were replaced, or it is resharded to a smaller world"
     if param.layout.numel * param.local.element_size() <= policy.bucket_cap_nbytes:

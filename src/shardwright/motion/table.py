@@ -27,6 +27,11 @@ class Memory:
         self.now_nbytes += nbytes
         self.peak_nbytes = max(self.peak_nbytes, self.now_nbytes)
 
+    def touch(self, nbytes: int) -> None:
+        """Count ``nbytes`` more that were held for a moment."""
+        self.take(nbytes)
+        self.now_nbytes -= nbytes
+
 
 class GroupTable:
     """``groups`` in the order in which they were sharded; a group's number is its place there.
@@ -140,7 +145,7 @@ class GroupTable:
         held_nbytes = group.held_nbytes
         if kind is ActionKind.WAIT:
             if group.stage is Stage.GATHERING:
-                group.wait()
+                self.memory.touch(group.wait() - held_nbytes)
         else:
             self.asked.discard(index)
             if group.stage is not Stage.SHARDED:

@@ -3,6 +3,8 @@
 at rest       codes and scales, this rank's rows
 gathering     ``wire``: codes and scales of all ranks
 unsharded     ``dense``: the decoded weights, which modules show; ``wire`` is freed
+
+Beside them the group's parameters of tensor subclasses that encode themselves (``extended``).
 """
 
 import copy
@@ -12,12 +14,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from shardwright.comm.base import Piece
 from shardwright.errors import InputError
 from shardwright.plan.layout import GroupLayout, ParamLayout, pack
 from shardwright.policy import MixedPrecisionPolicy
 from shardwright.state.buffer import Buffer
 from shardwright.state.codec import Encoding
 from shardwright.state.encoded import encodings, scales_name, set_compute_dtype
+from shardwright.state.extended import ExtendedParam
 from shardwright.state.param import ShardedParam, Slot
 
 
@@ -114,6 +118,8 @@ class Decoding:
             for slot in pair.codes.slots:
                 set_compute_dtype(slot.module, slot.name, policy.param_dtype or pair.encoding.dtype)
         self.frozen = every
+        self.extended = [param for param in params if isinstance(param, ExtendedParam)]
+        self._policy = policy
         self.pairs = [pair for pair in every if not pair.encoding.per_use]
         self.parts = {part for pair in self.pairs for part in pair.parts}
         self.faces: dict[ShardedParam, nn.Parameter] = {}
@@ -124,6 +130,8 @@ class Decoding:
 
     def bind(self) -> None:
         """Lay out both buffers, once."""
+        for param in self.extended:
+            param.unbind(param.compute_dtype(self._policy))
         if self.faces or not self.pairs:
             return
         parts = [part for pair in self.pairs for part in pair.parts]
@@ -145,15 +153,27 @@ class Decoding:
             self._filled[pair.codes] = filled  # of its own, so that filling is no in-place change of a weight
         self.dense.free()
 
-    def arrive(self, keep_wire: bool) -> None:
-        """Decode what was gathered. ``keep_wire``: the codes are still needed while unsharded."""
+    def fill(self) -> list[Piece]:
+        """Take the wire's memory; what extended parameters have to gather."""
+        self.wire.alloc()
+        return [piece for param in self.extended for piece in param.fill(self._policy)]
+
+    def arrive(self, keep_wire: bool) -> int:
+        """Decode what was gathered; returns the bytes that were held meanwhile.
+
+        keep_wire: the codes are still needed while unsharded.
+        """
         self.dense.alloc()
         with torch.no_grad():
             for pair in self.pairs:
                 codes, scales = (part.unsharded.detach() for part in pair.parts)
                 pair.encoding.decode(codes, scales, out=self._filled[pair.codes])
+            for param in self.extended:
+                param.arrive(self._policy)
+        held_nbytes = self.held_nbytes
         if not keep_wire:
             self.wire.free()
+        return held_nbytes
 
     def show(self) -> None:
         """Modules show the decoded weights."""
@@ -161,14 +181,17 @@ class Decoding:
             codes.show(face)
 
     def free(self) -> None:
-        """Give the memory of both buffers back."""
+        """Give the memory of both buffers back, and that of extended parameters."""
         self.wire.free()
         self.dense.free()
+        for param in self.extended:
+            param.free()
 
     @property
     def held_nbytes(self) -> int:
-        """Bytes of both buffers now."""
-        return self.wire.allocated_nbytes + self.dense.allocated_nbytes
+        """Bytes of both buffers and of extended parameters now."""
+        own = sum(param.held_nbytes for param in self.extended)
+        return own + self.wire.allocated_nbytes + self.dense.allocated_nbytes
 
     def versions(self) -> list[int]:
         """How often each decoded weight has been changed in place."""

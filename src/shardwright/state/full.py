@@ -7,6 +7,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardwright.state.decoding import EncodedPair, pairs_in
+from shardwright.state.extended import ExtendedParam
 from shardwright.state.param import ShardedParam
 
 
@@ -51,7 +52,7 @@ def _decoded(
 
 
 def _whole(value: torch.Tensor, param: ShardedParam | None, dst: int) -> torch.Tensor | None:
-    if param is None or param.inner is not None:
+    if param is None or param.inner is not None or isinstance(param, ExtendedParam):
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         return whole.detach().to("cpu", copy=True)
     layout, axis = param.layout, param.axis

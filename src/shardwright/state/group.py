@@ -8,7 +8,6 @@
 A group knows nothing of its neighbours, of the order they run in, or of hooks.
 """
 
-import math
 from collections.abc import Sequence
 from enum import StrEnum
 
@@ -21,6 +20,7 @@ from shardwright.plan.layout import GroupLayout
 from shardwright.policy import MixedPrecisionPolicy
 from shardwright.state.buffer import Buffer
 from shardwright.state.decoding import Decoding
+from shardwright.state.extended import ExtendedParam
 from shardwright.state.near import Near
 from shardwright.state.param import ShardedParam
 from shardwright.state.reducer import Reducer
@@ -86,6 +86,7 @@ class ParamGroup:
 
     def regroup(self, params: Sequence[ShardedParam]) -> None:
         """Hold ``params`` from now on; at rest."""
+        self.params[0].rows = None
         self.params = self.reducer.params = tuple(params)
         self.decoding = Decoding(self.params, self.policy, self.axis.device)
         self.near = self.near and Near(self.near.comm, self.params)
@@ -98,8 +99,8 @@ class ParamGroup:
             param.adopt()
         for pair in self.decoding.frozen:
             pair.check_frozen()
-        dtypes = tuple(param.compute_dtype(self.policy) for param in self.params)
-        if self.buffer is None or dtypes != tuple(param.unsharded.dtype for param in self.params):
+        dtypes = tuple(param.compute_dtype(self.policy) for param in self._buffered)
+        if self.buffer is None or dtypes != tuple(param.unsharded.dtype for param in self._buffered):
             self._bind(dtypes)
         for param in self.params:
             if param.unsharded.requires_grad != param.trainable:
@@ -117,6 +118,11 @@ class ParamGroup:
         return self.near is not None and self.near.holds(self._versions())
 
     @property
+    def _buffered(self) -> list[ShardedParam]:
+        """The parameters that are gathered in the group's buffers."""
+        return [param for param in self.params if param not in self.decoding.extended]
+
+    @property
     def is_stale(self) -> bool:
         """Whether a shard has changed since the group was unsharded (an optimizer step, a load)."""
         return self.stage is not Stage.SHARDED and self._versions() != self._gathered_versions
@@ -131,7 +137,7 @@ class ParamGroup:
 
     def _bind(self, dtypes: tuple[torch.dtype, ...]) -> None:
         self.decoding.bind()
-        bound = [pair for pair in zip(self.params, dtypes, strict=True) if pair[0] not in self.decoding.parts]
+        bound = [b for b in zip(self._buffered, dtypes, strict=True) if b[0] not in self.decoding.parts]
         layout = GroupLayout(tuple(p.layout for p, _ in bound), tuple(d.itemsize for _, d in bound))
         self.buffer = Buffer(layout.nbytes, self.axis.device)
         self.buffer.alloc()
@@ -188,11 +194,14 @@ class ParamGroup:
         """Take the buffer, and fill this rank's part of ``params``; what of them is to be gathered."""
         assert self.buffer is not None
         self.buffer.alloc()
-        self.decoding.wire.alloc()
         with torch.no_grad():
+            pieces = self.decoding.fill()
             for param in params:
-                param.own.copy_(param.local, non_blocking=True)
-        return [param.gather_piece() for param in params if param.layout.dim is not None]
+                if param not in self.decoding.extended:
+                    param.own.copy_(param.local, non_blocking=True)
+                    if param.layout.dim is not None:
+                        pieces.append(param.gather_piece())
+        return pieces
 
     def keep_near(self) -> None:
         """Keep shards over the smaller world of what is unsharded."""
@@ -203,17 +212,22 @@ class ParamGroup:
         """The all-gather in flight that ``wait`` waits for."""
         self._gather = gather
 
-    def wait(self) -> None:
-        """Wait for the all-gather; from now on modules show the unsharded parameters."""
+    def wait(self) -> int:
+        """Wait for the all-gather; from now on modules show the unsharded parameters.
+
+        Returns the bytes of buffers that it held at most: while decoding, codes and decoded weights.
+        """
         assert self._gather is not None
         self._gather.wait()
         self._gather = None
-        self.decoding.arrive(keep_wire=self.near is not None)
+        held_nbytes = self.held_nbytes - self.decoding.held_nbytes
+        held_nbytes += self.decoding.arrive(keep_wire=self.near is not None)
         self._move(Stage.UNSHARDED)
         for param in self.params:
             if param not in self.decoding.parts:
                 param.show(param.unsharded)
         self.decoding.show()
+        return held_nbytes
 
     def reshard(self, nearby: bool = False) -> None:
         """Modules show the shards again; the buffer's memory is freed.
@@ -232,22 +246,6 @@ class ParamGroup:
         self.decoding.free()
         if self.comm.streams is not None:
             self.comm.streams.release()
-
-    @property
-    def logical_numel(self) -> int:
-        """Elements of all its parameters; of a quantised weight, those before it was quantised."""
-        return sum(math.prod(shape) for shape, _ in self._logical())
-
-    @property
-    def logical_nbytes(self) -> int:
-        """Their bytes, in the dtypes that they were given in."""
-        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._logical())
-
-    def _logical(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        pairs = self.decoding.frozen
-        parts = {part for pair in pairs for part in pair.parts}
-        plain = [(p.layout.shape, p.sharded.dtype) for p in self.params if p not in parts]
-        return plain + [(pair.encoding.shape, pair.encoding.dtype) for pair in pairs]
 
     @property
     def grad_nbytes(self) -> int:
@@ -299,7 +297,10 @@ class ParamGroup:
             for param, version in zip(self.params, before, strict=False):
                 if param in self.decoding.parts:
                     continue
-                if param.own.dtype == param.local.dtype or param.unsharded._version != version:
+                if isinstance(param, ExtendedParam):
+                    if param.unsharded._version != version:
+                        param.write_back()
+                elif param.own.dtype == param.local.dtype or param.unsharded._version != version:
                     param.local.copy_(param.own)
 
     # ---- stages

@@ -44,7 +44,7 @@ class Slot:
 
 
 @dataclass
-class _Unsharded:
+class Unsharded:
     """The unsharded face, bound to a buffer: the parameter that modules see, and the region it lies in."""
 
     param: nn.Parameter
@@ -93,7 +93,7 @@ class ShardedParam:
         self.accumulated: torch.Tensor | None = None
         self.kept_dtype = False
         self.rows: Rows | None = None
-        self._unsharded: _Unsharded | None = None
+        self._unsharded: Unsharded | None = None
         self.sharded = self._shard(whole.detach(), param.requires_grad)
         self.show(self.sharded)
 
@@ -299,7 +299,7 @@ class ShardedParam:
             meta = TensorMeta(self.spec.shape, self.spec.stride, dtype)
             spec = DTensorSpec(self.inner.mesh, self.inner.placements, meta)
             whole = DTensor(whole, spec, requires_grad=False)  # type: ignore[call-arg]
-        self._unsharded = _Unsharded(nn.Parameter(whole, requires_grad=self.trainable), region, own)
+        self._unsharded = Unsharded(nn.Parameter(whole, requires_grad=self.trainable), region, own)
 
     @property
     def own(self) -> torch.Tensor:

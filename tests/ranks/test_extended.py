@@ -1,0 +1,165 @@
+"""Tensor subclasses that say themselves what is gathered, as torch's fully_shard takes them, beside it."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed.fsdp as torch_fsdp
+from torch import nn
+from torch.distributed.tensor import Shard
+from torch.utils import _pytree as pytree
+
+from shardwright import MixedPrecisionPolicy, fully_shard, set_transport, stats
+from shardwright.errors import InputError
+from tests.ranks.models import train_on_parts
+from tests.ranks.pool import run_ranks
+
+WIDTH = 12
+
+
+class Bf16Gathered(torch.Tensor):
+    """float32 at rest, bfloat16 on the wire, float32 again in compute."""
+
+    pads = False
+
+    @staticmethod
+    def __new__(cls, data):
+        return torch.Tensor._make_wrapper_subclass(
+            cls, data.shape, data.stride(), data.storage_offset(), dtype=data.dtype, device=data.device
+        )
+
+    def __init__(self, data):
+        self.data_ = data
+
+    def __tensor_flatten__(self):
+        return ["data_"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        inner = pytree.tree_map_only(cls, lambda t: t.data_, (args, kwargs or {}))
+        out = func(*inner[0], **inner[1])
+        if func is torch.ops.aten.copy_.default:
+            return args[0]
+        return pytree.tree_map_only(torch.Tensor, cls, out)
+
+    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
+        assert mesh.ndim == 1
+        assert isinstance(module, nn.Linear)
+        sent = self.data_.to(torch.bfloat16)
+        chunk = -(-outer_size[0] // mesh.size())
+        if self.pads:
+            sent = nn.functional.pad(sent, (0, 0, 0, chunk - len(sent)))
+        return (sent,), outer_size[0]
+
+    def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
+        (gathered,) = outputs
+        assert gathered.dtype == torch.bfloat16
+        assert metadata <= len(gathered)
+        if out is None:
+            whole = gathered.to(param_dtype)
+            return whole, (gathered, whole)
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
+            out.copy_(gathered[: len(out)])
+        return None
+
+
+class PaddedGathered(Bf16Gathered):
+    pads = True
+
+
+class ScaledInt8(Bf16Gathered):
+    """int8 and a scale of each rank on the wire: two inputs, one of them without dims, and the older call."""
+
+    def fsdp_pre_all_gather(self, mesh):
+        scale = self.data_.abs().amax() / 127
+        return ((self.data_ / scale).round().to(torch.int8), scale), None
+
+    def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
+        codes, scales = outputs
+        whole = (codes.unflatten(0, (len(scales), -1)) * scales.view(-1, 1, 1)).flatten(0, 1).to(param_dtype)
+        if out is None:
+            return whole, (whole,)
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
+            out.copy_(whole)
+        return None
+
+
+def build(kind, rows=WIDTH):
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(WIDTH, rows), nn.Tanh(), nn.Linear(rows, WIDTH))
+    for layer in model[::2] if kind else ():
+        layer.weight = nn.Parameter(kind(layer.weight.detach()))
+    return model
+
+
+def shard(model, shards, **options):
+    shards(model[0], **options)
+    return shards(model, **options)
+
+
+def beside_torch(rank, world, kind, rows):
+    ours = shard(build(kind, rows), fully_shard)
+    theirs = shard(build(kind, rows), torch_fsdp.fully_shard)
+    plain = shard(build(None, rows), fully_shard)
+    twin = copy.deepcopy(ours)
+    assert type(ours[0].weight.to_local()) is kind
+    expected = train_on_parts(theirs, rank, world, WIDTH, lr=0.1)
+    assert train_on_parts(ours, rank, world, WIDTH, lr=0.1) == pytest.approx(expected, abs=1e-6)
+    assert train_on_parts(twin, rank, world, WIDTH, lr=0.1) == pytest.approx(expected, abs=1e-6)
+    assert train_on_parts(plain, rank, world, WIDTH, lr=0.1) != pytest.approx(expected, abs=1e-6)
+    for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        one, other = (getattr(p.to_local(), "data_", p.to_local()) for p in (a, b))
+        assert torch.allclose(one, other, atol=1e-6), name
+    assert stats(ours).unsharded_nbytes == 0
+    with ours.unsharded(), torch.no_grad():
+        ours[0].weight.zero_()
+    assert not ours[0].weight.to_local().data_.any()
+
+
+@pytest.mark.parametrize(
+    ("world", "kind", "rows"),
+    [(1, Bf16Gathered, 12), (2, Bf16Gathered, 12), (2, ScaledInt8, 12), (3, PaddedGathered, 13)],
+)
+def test_extensions_train_as_under_torchs_fully_shard(world, kind, rows):
+    run_ranks(world, beside_torch, kind, rows)
+
+
+def uneven_and_bytes(rank, world):
+    set_transport("sockets")  # ranks of one host share memory otherwise, and send nothing
+    sent = {}
+    for kind in (None, Bf16Gathered):
+        model = shard(build(kind, rows=61), fully_shard, mp_policy=MixedPrecisionPolicy(torch.float32))
+        rounded = build(None, rows=61)
+        for layer in rounded[::2] if kind else ():
+            layer.weight.data = layer.weight.data.bfloat16().float()
+        x, before = torch.randn(2, WIDTH), stats(model).sent_nbytes
+        assert torch.equal(model(x), rounded(x))
+        sent[kind] = stats(model).sent_nbytes - before
+    return sent
+
+
+def test_rows_that_need_no_padding_are_gathered_in_half_the_bytes():
+    for sent in run_ranks(3, uneven_and_bytes):
+        assert 0 < sent[Bf16Gathered] < 0.6 * sent[None]
+
+
+def refused(rank, world):
+    class Half(Bf16Gathered):
+        fsdp_post_all_gather = property()
+
+    class Three(Bf16Gathered):
+        def fsdp_pre_all_gather(self, mesh, size, stride):
+            raise AssertionError
+
+    with pytest.raises(
+        InputError, match="Both fsdp_pre_all_gather and fsdp_post_all_gather should be defined"
+    ):
+        fully_shard(build(Half))
+    with pytest.raises(InputError, match="Invalid fsdp_pre_all_gather"):
+        fully_shard(build(Three))(torch.randn(2, WIDTH))
+    with pytest.raises(InputError, match="dim 0"):
+        fully_shard(build(Bf16Gathered), shard_placement_fn=lambda p: Shard(p.ndim - 1))
+
+
+def test_extensions_that_are_not_as_torch_takes_them_are_refused():
+    run_ranks(1, refused)
