@@ -9,9 +9,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwright.errors import InputError, StageError
+from shardwright.interchange import from_nf4_tensor, is_nf4_tensor
 from shardwright.module import FSDPModule, become_fsdp_module, original_class
 from shardwright.motion.unit import Unit, remember_replaced, units_in
-from shardwright.state.codec import Encoding, codec_of
+from shardwright.state.codec import NF4, Encoding, codec_of
 from shardwright.state.decoding import encode_sharded
 from shardwright.state.encoded import encodings, set_encoded
 from shardwright.state.group import ParamGroup
@@ -38,7 +39,8 @@ def quantize_(
     with ``blocks = ceil(cols / 64)``. ``load_state_dict`` takes the plain weight too, and quantises it. Every
     rank's rows are those of the whole, to the bit, without communication, unless a weight is sharded on its
     last dim, along which blocks run: then it is collected first, one weight at a time. The memory of the
-    plain weights is freed; an optimizer that holds one must be built anew.
+    plain weights is freed; an optimizer that holds one must be built anew. Of a weight that is torchao's
+    ``NF4Tensor`` the codes are taken over as they are.
 
     Reading ``module.weight`` of a model that isn't sharded decodes it; what is written into that is lost.
 
@@ -60,8 +62,11 @@ def quantize_(
             f"where={where!r} matches no parameter that can be quantised; the model has, for example, "
             f"{[places[0][0] for places in shown.values()][:5]}"
         )
+    unpacked: dict[nn.Parameter, tuple[torch.Tensor, torch.Tensor]] = {}
     for param, places in picked.items():
         _check(param, places[0][0], owners.get(param))
+        if chosen is NF4 and is_nf4_tensor(param):
+            unpacked[param] = from_nf4_tensor(param, places[0][0])
     changed: dict[ParamGroup, tuple[Unit, dict[ShardedParam, ShardedParam]]] = {}
     for param, places in picked.items():
         encoding = Encoding(chosen, tuple(param.shape), param.dtype, param.dtype, per_use)
@@ -70,7 +75,7 @@ def quantize_(
             scales = _encode_sharded(sharded, unit, encoding)
             changed.setdefault(group, (unit, {}))[1][sharded] = scales
         else:
-            _encode(param, places, encoding)
+            _encode(param, places, encoding, unpacked.pop(param, None))
     for group, (unit, scales) in changed.items():
         params = [part for p in group.params for part in ((p, scales[p]) if p in scales else (p,))]
         unit.runtime.regroup(group, params)
@@ -140,9 +145,15 @@ def _matches(where: Any, param: nn.Parameter, places: list[tuple[str, nn.Module,
     return any(fnmatchcase(name, pattern) for name, _, _ in places for pattern in patterns)
 
 
-def _encode(param: nn.Parameter, places: Sequence[tuple[str, nn.Module, str]], encoding: Encoding) -> None:
+def _encode(
+    param: nn.Parameter,
+    places: Sequence[tuple[str, nn.Module, str]],
+    encoding: Encoding,
+    parts: tuple[torch.Tensor, torch.Tensor] | None,
+) -> None:
     with torch.no_grad():
-        codes, scales = (nn.Parameter(part, requires_grad=False) for part in encoding.codec.encode(param))
+        parts = encoding.codec.encode(param) if parts is None else parts
+        codes, scales = (nn.Parameter(part, requires_grad=False) for part in parts)
     for _, module, name in places:
         set_encoded(module, name, encoding, (codes, scales))
 

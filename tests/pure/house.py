@@ -33,6 +33,7 @@ FLOORS = {
     "observe": 4,
     "xla": 4,
     "plan": 3,
+    "interchange": 3,
     "nf4": 2,
     "policy": 2,
     "errors": 1,

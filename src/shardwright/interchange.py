@@ -1,0 +1,115 @@
+"""4-bit weights of other libraries: the codes are ours, bit for bit; the scales are kept otherwise.
+
+bitsandbytes (the state dict of a ``Linear4bit``), each under the weight's name::
+
+    weight                                uint8 [numel / 2, 1]: the codes of the flattened weight
+    weight.absmax                         float32 [blocks], or uint8 where the scales are quantised again
+    weight.nested_absmax, .nested_quant_map   then: the scales of 256 scales, and what the bytes mean
+    weight.quant_map                      float32 [16]: the levels
+    weight.quant_state.bitsandbytes__nf4  uint8: block size, dtype, shape, ... as JSON
+
+torchao (an ``NF4Tensor``): ``quantized_data``, and scales in int8 with a factor for each 256 and one mean.
+
+Their blocks run over the flattened weight. Rows of a multiple of 64 elements have whole blocks, and only such
+weights are taken; for others decode with the library that made them, and quantise.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from shardwright import nf4
+from shardwright.errors import InputError
+
+_STATE = ".quant_state.bitsandbytes__nf4"
+_PARTS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", _STATE)
+
+
+def from_bitsandbytes(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A state dict for a model that ``quantize_(model, "nf4")`` has encoded; other entries as they are.
+
+    Scales are rounded to bfloat16; the codes stay what they are.
+    Raises: InputError for a weight with other levels, rows that blocks cross, or blocks that aren't a
+        multiple of 64 elements; named.
+    """
+    names = [key.removesuffix(_STATE) for key in state if key.endswith(_STATE)]
+    parts = {name + part for name in names for part in ("", *_PARTS)}
+    ours = {key: value for key, value in state.items() if key not in parts}
+    for name in names:
+        facts = json.loads(bytes(state[name + _STATE].tolist()))
+        shape, block = tuple(facts["shape"]), facts["blocksize"]
+        absmax = state[name + ".absmax"]
+        if absmax.dtype == torch.uint8:
+            nested = state[name + ".nested_absmax"].repeat_interleave(facts["nested_blocksize"])
+            levels = state[name + ".nested_quant_map"][absmax.int()]
+            absmax = levels * nested[: absmax.numel()] + facts["nested_offset"]
+        _check(name, shape, block, state[name + ".quant_map"])
+        ours[name], ours[f"{name}_absmax"] = _in_rows(state[name], absmax, shape, block)
+    return ours
+
+
+def to_bitsandbytes(
+    state: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.bfloat16
+) -> dict[str, torch.Tensor]:
+    """The reverse: a whole state dict with NF4 weights as bitsandbytes keeps it. dtype: what it decodes to.
+
+    Raises: InputError for a weight whose rows are no multiple of 64 elements, or codes without scales.
+    """
+    theirs = dict(state)
+    for name in [key for key in state if f"{key}_absmax" in state]:
+        codes, absmax = state[name], theirs.pop(f"{name}_absmax")
+        shape = (*codes.shape[:-1], 2 * codes.shape[-1])
+        if shape[-1] != nf4.BLOCK * absmax.shape[-1]:
+            raise InputError(_uneven(name, shape))
+        facts = {
+            "quant_type": "nf4",
+            "blocksize": nf4.BLOCK,
+            "dtype": str(dtype).removeprefix("torch."),
+            "shape": list(shape),
+        }
+        theirs[name] = codes.reshape(-1, 1)
+        theirs[name + ".absmax"] = absmax.float().flatten()
+        theirs[name + ".quant_map"] = torch.tensor(nf4.LEVELS)
+        theirs[name + _STATE] = torch.tensor(list(json.dumps(facts).encode()), dtype=torch.uint8)
+    return theirs
+
+
+def is_nf4_tensor(weight: Any) -> bool:
+    """Whether a tensor is torchao's ``NF4Tensor``, wherever the class lives in its version."""
+    return all(hasattr(weight, name) for name in ("quantized_data", "quantized_scalers", "scaler_mean"))
+
+
+def from_nf4_tensor(weight: Any, name: str = "weight") -> tuple[torch.Tensor, torch.Tensor]:
+    """``(codes, absmax)`` of torchao's ``NF4Tensor``; its codes, and its scales rounded to bfloat16.
+
+    Raises: InputError as ``from_bitsandbytes``; ``name`` is for that.
+    """
+    _check(name, tuple(weight.shape), weight.block_size, weight.nf4)
+    scalers = weight.quantized_scalers.float().view(-1, weight.scaler_block_size)
+    absmax = scalers / weight.quantization_factor.float().unsqueeze(-1) + weight.scaler_mean.float()
+    return _in_rows(weight.quantized_data, absmax.flatten(), tuple(weight.shape), weight.block_size)
+
+
+def _in_rows(
+    codes: torch.Tensor, absmax: torch.Tensor, shape: tuple[int, ...], block: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    *lead, cols = shape
+    scales = absmax.float().repeat_interleave(block // nf4.BLOCK).to(torch.bfloat16)
+    return codes.reshape(*lead, cols // 2), scales.reshape(*lead, cols // nf4.BLOCK)
+
+
+def _check(name: str, shape: tuple[int, ...], block: int, levels: torch.Tensor) -> None:
+    # torchao has them with four decimals.
+    if not torch.allclose(levels.float().cpu(), torch.tensor(nf4.LEVELS), atol=1e-4):
+        raise InputError(f"{name!r} has other levels than NF4's: {levels.tolist()}")
+    if block % nf4.BLOCK or shape[-1] % block:
+        raise InputError(_uneven(name, shape, block))
+
+
+def _uneven(name: str, shape: tuple[int, ...], block: int = nf4.BLOCK) -> str:
+    return (
+        f"{name!r} of shape {list(shape)} in blocks of {block} can't be exchanged: blocks must be a multiple "
+        f"of {nf4.BLOCK} and rows of whole blocks. Decode it with the library that made it, and quantise it"
+    )
