@@ -1,8 +1,6 @@
 """Adapters on a frozen base, plain or quantised, on any number of ranks; peft's files."""
 
 import copy
-import importlib
-import importlib.util
 import json
 
 import pytest
@@ -10,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwright import fully_shard, quantize_
+from shardwright import checkpoint, fully_shard, quantize_, stats
 from shardwright.errors import CheckpointError, InputError
 from shardwright.train.lora import Lora, add_lora, load_adapter, merge_lora, read_lora, save_adapter
 from tests.ranks.models import full, train_on_parts
@@ -45,8 +43,15 @@ def shard(model):
     return fully_shard(model)
 
 
+def save_base(rank, world, folder, codec):
+    checkpoint.save(f"{folder}/base", model=shard(build(codec)), step=0)
+
+
 def on_ranks(rank, world, folder, codec):
     model = shard(build(codec))
+    for p in model.parameters():
+        p.detach().zero_()
+    checkpoint.load(f"{folder}/base", model=model)
     base = {name: full(p).clone() for name, p in model.named_parameters() if "lora" not in name}
     losses = train_on_parts(model, rank, world, width=70, lr=3.0, steps=4, target=2.0)
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
@@ -64,6 +69,7 @@ def on_ranks(rank, world, folder, codec):
 
 @pytest.mark.parametrize("codec", [None, "nf4"])
 def test_qlora_has_the_same_losses_on_1_to_4_ranks_and_its_adapter_loads_anywhere(tmp_path, codec):
+    run_ranks(2, save_base, str(tmp_path), codec)
     expected = run_ranks(1, on_ranks, str(tmp_path), codec)[0]
     assert expected[-1] < 0.98 * expected[0]
     for world in (2, 3, 4):
@@ -81,11 +87,20 @@ def perturb(model):
         for name, p in model.named_parameters():
             if "lora_B" in name:
                 p.normal_(std=0.1)
+            elif "magnitude" in name:
+                p.mul_(1.5)
     return model
 
 
-def test_merging_into_a_plain_base_changes_no_output_and_leaves_plain_layers():
-    model = perturb(build(None, Lora(("up", "down"), 4, rslora=True)))
+@pytest.mark.parametrize("options", [{"rslora": True}, {"dora": True}])
+def test_merging_into_a_plain_base_changes_no_output_and_leaves_plain_layers(options):
+    model = build(None, Lora(("up", "down"), 4, **options))
+    torch.manual_seed(1)
+    base = nn.Sequential(Block(), Block(), nn.LayerNorm(70))
+    y = torch.randn(2, 70)
+    assert torch.allclose(model(y), base(y), atol=1e-6)  # at first nothing changes
+    perturb(model)
+    assert not torch.allclose(model(y), base(y), atol=1e-2)
     x = torch.randn(5, 70)
     expected = model(x)
     merge_lora(model)
@@ -122,19 +137,47 @@ def test_bad_adapters_are_refused_before_anything_changes(tmp_path):
     assert json.loads((tmp_path / "adapter_config.json").read_text())["peft_type"] == "LORA"
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("peft"), reason="peft is not installed")
-def test_peft_reads_our_adapters_and_we_read_its(tmp_path):
-    peft = importlib.import_module("peft")
-    ours = perturb(build(None))
-    save_adapter(tmp_path / "ours", ours)
-    torch.manual_seed(1)
-    base = nn.Sequential(Block(), Block(), nn.LayerNorm(70))
-    theirs = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "ours")
-    x = torch.randn(4, 70)
-    assert torch.allclose(theirs(x), ours(x), atol=1e-6)
-    made = peft.get_peft_model(base, peft.LoraConfig(r=3, lora_alpha=6, target_modules=["up", "down"]))
-    perturb(made)
-    made.save_pretrained(tmp_path / "theirs")
-    model = build(None, read_lora(tmp_path / "theirs"))
-    load_adapter(tmp_path / "theirs", model)
-    assert torch.allclose(model(x), made(x), atol=1e-6)
+class Language(nn.Module):
+    """Embedding, blocks, and norm and output that share a group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 70)
+        self.layers = nn.ModuleList([Block(), Block()])
+        self.norm = nn.LayerNorm(70)
+        self.output = nn.Linear(70, 11, bias=False)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.output(self.norm(x))
+
+
+def norm_and_output(rank, world, dora):
+    torch.manual_seed(rank // world)  # the same on all
+    plain = Language()
+    quantize_(plain, where="layers.*.weight")
+    add_lora(plain, Lora(("up", "down", "output"), rank=2, dora=dora))
+    model = copy.deepcopy(plain)
+    for part in (model.embedding, *model.layers, [model.norm, model.output], model):
+        fully_shard(part)
+    assert stats(model).num_groups == 4
+    tokens = torch.arange(6).view(2, 3)
+    runs = [(m, torch.optim.AdamW([p for p in m.parameters() if p.requires_grad])) for m in (plain, model)]
+    for _ in range(3):
+        losses = []
+        for each, optimizer in runs:
+            loss = each(tokens).square().mean()
+            loss.backward()
+            assert all((p.grad is None) != p.requires_grad for p in each.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    assert len(runs[1][1].state) == (15 if dora else 10)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_norm_and_output_share_a_group_and_only_adapters_have_gradients_and_state(dora):
+    run_ranks(2, norm_and_output, dora)

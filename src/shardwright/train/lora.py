@@ -2,6 +2,11 @@
 
     y = x W^T + b + scaling * dropout(x) A^T B^T        A [rank, in], B [out, rank] (zeros at first)
 
+With ``dora`` (Liu et al., arXiv:2402.09353) the sum of weight and product has the lengths of its rows from a
+trainable vector, at first those of the weight::
+
+    y = x W'^T + b          W' = magnitude * (W + scaling * B A) / |W + scaling * B A|
+
 The layer keeps its name and its weight's; ``lora_A`` and ``lora_B`` are modules inside of it, so a base loads
 as before and a base that ``quantize_`` has encoded works the same. Files are peft's.
 """
@@ -37,6 +42,7 @@ class Lora:
     targets: which layers get one: their name, its last parts (``"q_proj"``), or a pattern (``"*.mlp.*"``).
     rank: columns of A and B. alpha: the product is scaled by ``alpha / rank``, or by ``alpha / sqrt(rank)``
         with ``rslora`` (Kalajdzievski, arXiv:2312.03732). dropout: probability, of the adapter's input.
+    dora: train the lengths of the rows too.
     Raises: InputError for values out of range.
     """
 
@@ -45,6 +51,7 @@ class Lora:
     alpha: float = 16
     dropout: float = 0.0
     rslora: bool = False
+    dora: bool = False
 
     def __post_init__(self) -> None:
         targets = (self.targets,) if isinstance(self.targets, str) else tuple(self.targets)
@@ -75,12 +82,19 @@ class LoraLinear(nn.Linear):
     lora: Lora
     lora_A: nn.Linear
     lora_B: nn.Linear
+    lora_magnitude_vector: nn.Parameter  # [out], with ``dora``
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """``[..., in] -> [..., out]``, in the dtype of the layer; the adapter computes in its own."""
         output = super().forward(input)
-        dropped = F.dropout(input, self.lora.dropout, self.training).to(self.lora_A.weight.dtype)
-        return output + (self.lora_B(self.lora_A(dropped)) * self.lora.scaling).to(output.dtype)
+        dropped = F.dropout(input, self.lora.dropout, self.training)
+        product = self.lora_B(self.lora_A(dropped.to(self.lora_A.weight.dtype))) * self.lora.scaling
+        if not self.lora.dora:
+            return output + product.to(output.dtype)
+        # The lengths are constants to the gradient: the paper's 4.3, as peft has it.
+        factor = self.lora_magnitude_vector / _lengths(self).to(product.dtype)
+        plain = F.linear(dropped, self.weight)
+        return output + ((factor - 1) * plain + factor * product).to(output.dtype)
 
 
 def add_lora(model: nn.Module, lora: Lora, dtype: torch.dtype | None = None) -> list[str]:
@@ -88,7 +102,8 @@ def add_lora(model: nn.Module, lora: Lora, dtype: torch.dtype | None = None) -> 
 
     Before ``fully_shard``; before or after ``quantize_``. dtype: of the adapters; None: of a layer's bias or
     weight before it was quantised. A is drawn as ``nn.Linear`` is, B is zeros: at first nothing changes.
-    Raises: InputError where a target matches nothing, or the model is sharded. Nothing is changed then.
+    Raises: InputError where a target matches nothing, the model is sharded, or ``dora`` is asked of weights
+        on the meta device, whose lengths aren't known. Nothing is changed then.
     """
     if units_in(model):
         raise InputError("the model is sharded already; call add_lora before fully_shard")
@@ -100,6 +115,11 @@ def add_lora(model: nn.Module, lora: Lora, dtype: torch.dtype | None = None) -> 
                 f"{sorted({name.rpartition('.')[2] for name in layers})[:10]}"
             )
     chosen = {name: layer for name, layer in layers.items() if lora.matches(name)}
+    unknown = [name for name, layer in chosen.items() if _stored(layer).is_meta]
+    if lora.dora and unknown:
+        raise InputError(
+            f"dora needs the weights' lengths, but {unknown[0]!r} is on the meta device: load first"
+        )
     model.requires_grad_(False)
     for layer in chosen.values():
         _adapt(layer, lora, dtype)
@@ -173,11 +193,7 @@ def save_adapter(folder: str | Path, model: nn.Module, base: str | None = None) 
         raise InputError(f"{type(model).__name__} has no adapters to save; call add_lora first")
     for unit in units_in(model):
         unit.runtime.rest()
-    tensors = {
-        f"{_PREFIX}{name}.{part}.weight": _whole(getattr(layer, part).weight)
-        for name, layer in layers.items()
-        for part in ("lora_A", "lora_B")
-    }
+    tensors = {_PREFIX + name: _whole(param) for name, param in _parts(layers).items()}
     if dist.is_initialized() and dist.get_rank():
         return
     lora = next(iter(layers.values())).lora
@@ -188,6 +204,7 @@ def save_adapter(folder: str | Path, model: nn.Module, base: str | None = None) 
         "lora_alpha": lora.alpha,
         "lora_dropout": lora.dropout,
         "use_rslora": lora.rslora,
+        "use_dora": lora.dora,
         "target_modules": sorted(layers),
         "bias": "none",
         "fan_in_fan_out": False,
@@ -211,13 +228,13 @@ def read_lora(folder: str | Path) -> Lora:
         rank, alpha = config["r"], config["lora_alpha"]
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{path}: not a readable adapter ({type(error).__name__}: {error})") from error
-    other = [k for k in ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save") if config.get(k)]
+    other = [k for k in ("rank_pattern", "alpha_pattern", "modules_to_save") if config.get(k)]
     if config.get("peft_type") != "LORA" or config.get("bias", "none") != "none" or other:
         raise CheckpointError(f"{path}: only plain LoRA can be read, this has {other or config}")
     if isinstance(targets, str):
         raise CheckpointError(f"{path}: target_modules is a regular expression ({targets!r}); list the names")
     dropout, rslora = config.get("lora_dropout", 0.0), config.get("use_rslora", False)
-    return Lora(tuple(targets), rank, alpha, dropout, rslora)
+    return Lora(tuple(targets), rank, alpha, dropout, rslora, bool(config.get("use_dora", False)))
 
 
 def load_adapter(folder: str | Path, model: nn.Module) -> None:
@@ -230,11 +247,7 @@ def load_adapter(folder: str | Path, model: nn.Module) -> None:
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file; an adapter is {_CONFIG} and {_WEIGHTS}")
     tensors = {name.removeprefix(_PREFIX): tensor for name, tensor in load_file(path).items()}
-    expected = {
-        f"{name}.{part}.weight": tuple(getattr(layer, part).weight.shape)
-        for name, layer in layers.items()
-        for part in ("lora_A", "lora_B")
-    }
+    expected = {name: tuple(param.shape) for name, param in _parts(layers).items()}
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     differing = sorted(n for n in {*found, *expected} if found.get(n) != expected.get(n))
     if differing:
@@ -248,6 +261,29 @@ def load_adapter(folder: str | Path, model: nn.Module) -> None:
     model.load_state_dict(tensors, strict=False)
 
 
+def _parts(layers: dict[str, LoraLinear]) -> dict[str, nn.Parameter]:
+    """What is trained, under peft's names."""
+    found = {}
+    for name, layer in layers.items():
+        found |= {f"{name}.{part}.weight": getattr(layer, part).weight for part in ("lora_A", "lora_B")}
+        if layer.lora.dora:
+            found[f"{name}.lora_magnitude_vector"] = layer.lora_magnitude_vector
+    return found
+
+
+def _sum(layer: LoraLinear) -> torch.Tensor:
+    """Weight and product, float32 [out, in]."""
+    return (
+        layer.weight.float() + layer.lora_B.weight.float() @ layer.lora_A.weight.float() * layer.lora.scaling
+    )
+
+
+def _lengths(layer: LoraLinear) -> torch.Tensor:
+    """Of the rows of that sum, float32 [out]; constants to the gradient."""
+    with torch.no_grad():
+        return _sum(layer).norm(dim=1)
+
+
 def _linears(model: nn.Module) -> dict[str, nn.Module]:
     return {name: m for name, m in model.named_modules() if own_class(type(m)) is nn.Linear}
 
@@ -257,8 +293,15 @@ def _become(layer: nn.Module, cls: type) -> None:
     layer.__class__ = encoded_class(cls, names) if names else cls
 
 
+def _stored(layer: nn.Module) -> torch.Tensor:
+    """The weight, or its codes."""
+    weight = layer._parameters["weight"]
+    assert weight is not None
+    return weight
+
+
 def _adapt(layer: Any, lora: Lora, dtype: torch.dtype | None) -> None:
-    encoding, stored = encodings(layer).get("weight"), layer._parameters["weight"]
+    encoding, stored = encodings(layer).get("weight"), _stored(layer)
     dtype = dtype or (stored.dtype if encoding is None else encoding.dtype)
     options: dict[str, Any] = {"bias": False, "device": stored.device, "dtype": dtype}
     layer.lora = lora
@@ -266,20 +309,24 @@ def _adapt(layer: Any, lora: Lora, dtype: torch.dtype | None) -> None:
     layer.lora_B = nn.Linear(lora.rank, layer.out_features, **options)
     nn.init.zeros_(layer.lora_B.weight)
     _become(layer, LoraLinear)
+    if lora.dora:
+        layer.lora_magnitude_vector = nn.Parameter(_lengths(layer).to(dtype))
 
 
 def _merge(layer: LoraLinear) -> None:
     with torch.no_grad():
-        delta = layer.lora_B.weight.float() @ layer.lora_A.weight.float() * layer.lora.scaling
-        merged = layer.weight.float() + delta
-        encoding, stored = encodings(layer).get("weight"), layer._parameters["weight"]
-        assert stored is not None
+        merged = _sum(layer)
+        if layer.lora.dora:
+            merged *= (layer.lora_magnitude_vector.float() / merged.norm(dim=1)).unsqueeze(1)
+        encoding, stored = encodings(layer).get("weight"), _stored(layer)
         if encoding is None:
             stored.copy_(merged)
         else:
             codes, scales = encoding.codec.encode(merged)
             stored.copy_(codes)
             layer.get_parameter(f"weight_{encoding.codec.scales}").copy_(scales)
+    if layer.lora.dora:
+        del layer.lora_magnitude_vector
     del layer.lora_A, layer.lora_B, layer.lora
     _become(layer, nn.Linear)
 
