@@ -1,5 +1,6 @@
 """``explain(model)``: how a model is sharded, one row for each group, as data and as text."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -8,13 +9,15 @@ from torch import nn
 from shardwright.errors import InputError
 from shardwright.motion.unit import Unit, units_in
 from shardwright.policy import CPUOffloadPolicy, MixedPrecisionPolicy, ReductionPolicy
+from shardwright.state.codec import Encoding
 from shardwright.state.group import ParamGroup
 
 
 @dataclass(frozen=True)
 class ParamRow:
     """One parameter. ``shape`` is the logical one; dtypes at rest (also of its gradient and the optimizer),
-    in compute (also on the wire), and in which its gradient is summed."""
+    in compute (also on the wire), and in which its gradient is summed. codec: of a quantised weight's codes,
+    what they decode to."""
 
     name: str
     shape: tuple[int, ...]
@@ -23,6 +26,7 @@ class ParamRow:
     compute_dtype: torch.dtype
     reduce_dtype: torch.dtype
     trainable: bool
+    codec: str = ""
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,8 @@ class GroupRow:
     """One group: what is gathered and reduced together.
 
     modules: names in the model. axis: its mesh. at_rest_nbytes: bytes of this rank's shards.
-    unsharded_nbytes: bytes of all its parameters unsharded, without padding. resharded: when they are freed.
+    unsharded_nbytes: bytes of all its parameters unsharded, without padding (of weights that are decoded
+    then, the decoded ones). resharded: when they are freed.
     gradients: how they are reduced. changed: what differs from the defaults.
     """
 
@@ -67,6 +72,7 @@ class Explanation:
                     f"      {param.name:<{width}}  {list(param.shape)!s:<14}  {param.placements:<12}  "
                     + " -> ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
                     + ("" if param.trainable else "  frozen")
+                    + (f"  {param.codec}" if param.codec else "")
                 )
         at_rest = sum(group.at_rest_nbytes for group in self.groups)
         whole = sum(group.unsharded_nbytes for group in self.groups)
@@ -105,6 +111,7 @@ def explain(model: nn.Module) -> Explanation:
 
 
 def _row(unit: Unit, group: ParamGroup, names: dict[int, str]) -> GroupRow:
+    codecs = {pair.codes: _codec(pair.encoding) for pair in group.decoding.frozen}
     params = []
     for param in group.params:
         place = names.get(id(param.slots[0].module), "")
@@ -117,6 +124,7 @@ def _row(unit: Unit, group: ParamGroup, names: dict[int, str]) -> GroupRow:
                 param.compute_dtype(group.policy),
                 param.reduce_dtype(group.policy),
                 param.trainable,
+                codecs.get(param, ""),
             )
         )
     mesh = group.axis.mesh
@@ -127,11 +135,26 @@ def _row(unit: Unit, group: ParamGroup, names: dict[int, str]) -> GroupRow:
         f"{mesh.device_type} [{sizes}]",
         tuple(params),
         sum(param.local.nbytes for param in group.params),
-        sum(param.layout.numel * param.compute_dtype(group.policy).itemsize for param in group.params),
+        _unsharded_nbytes(group),
         _resharded(unit, group),
         _gradients(group),
         tuple(_changes(unit, group)),
     )
+
+
+def _codec(encoding: Encoding) -> str:
+    when = "where it is read" if encoding.per_use else "when unsharded"
+    dtype = str(encoding.compute_dtype).removeprefix("torch.")
+    return f"{encoding.codec.name} of {list(encoding.shape)}, decoded to {dtype} {when}"
+
+
+def _unsharded_nbytes(group: ParamGroup) -> int:
+    decoded = sum(
+        math.prod(e.shape) * e.compute_dtype.itemsize
+        for e in (pair.encoding for pair in group.decoding.pairs)
+    )
+    shown = [param for param in group.params if param not in group.decoding.parts]
+    return decoded + sum(p.layout.numel * p.compute_dtype(group.policy).itemsize for p in shown)
 
 
 def _resharded(unit: Unit, group: ParamGroup) -> str:

@@ -12,9 +12,11 @@ from torch.distributed.tensor import Shard
 
 from shardwright import (
     MixedPrecisionPolicy,
+    explain,
     full_state_dict,
     fully_shard,
     quantize_,
+    set_transport,
     stats,
     stream_state_dict,
 )
@@ -114,6 +116,7 @@ def test_what_cant_be_quantised_leaves_a_sharded_model_as_it_was():
 
 
 def wire(rank, world):
+    set_transport("sockets")  # ranks of one host share memory otherwise, and send nothing
     sent = {}
     for codec in (None, "nf4", "int8"):
         torch.manual_seed(0)
@@ -132,7 +135,9 @@ def wire(rank, world):
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_the_all_gather_carries_codes_in_at_most_0_30_of_the_bytes_of_bf16(world):
-    for sent in run_ranks(world, wire):
+    of_ranks = run_ranks(world, wire)
+    assert sum(sent[None] for sent in of_ranks) >= 2 * 2 * 512 * 256 * (world - 1)
+    for sent in of_ranks:
         assert sent["nf4"] <= 0.30 * sent[None]
         assert sent["int8"] <= 0.52 * sent[None]
 
@@ -148,15 +153,19 @@ def held(rank, world, dequantise):
     model[0].unshard()
     at_use = stats(model).unsharded_nbytes
     model[0].reshard()
+    row = explain(model).groups[0]
+    assert abs(row.unsharded_nbytes - at_use) < 1024  # padding
+    assert f"nf4 of [{ROWS}, {COLS}], decoded to bfloat16" in str(explain(model))
     assert stats(model).unsharded_nbytes == 0
-    return peak, at_use, dense
+    codes = sum(p.numel() * p.itemsize for p in model.parameters() if p.dtype is torch.uint8)
+    return peak, at_use, dense, codes
 
 
 def test_decoding_per_use_holds_codes_only_and_nothing_is_left_after_reshard():
-    for peak, at_use, dense in run_ranks(2, held, "layer"):
-        assert at_use <= peak < 0.7 * dense
-    for peak, at_use, dense in run_ranks(2, held, "group"):
-        assert dense <= at_use <= peak
+    for peak, at_use, dense, codes in run_ranks(2, held, "layer"):
+        assert codes <= at_use <= peak < 0.7 * dense
+    for peak, at_use, dense, codes in run_ranks(2, held, "group"):
+        assert dense <= at_use < dense + codes <= peak  # both are there while it decodes
 
 
 def states(rank, world):
