@@ -1,5 +1,6 @@
 """What README.md shows is what works."""
 
+import os
 import re
 import shlex
 from pathlib import Path
@@ -20,13 +21,22 @@ COMMANDS = [
     for block in re.findall(r"```console\n(.*?)```", README, re.DOTALL)
     for line in block.splitlines()
 ]
-EXAMPLE = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[0]
+EXAMPLE, FINE_TUNING = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return torch.tanh(self.proj(x))
 
 
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3))
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.last = nn.Linear(6, 2)
 
     def forward(self, x):
@@ -61,6 +71,33 @@ def test_the_example_trains_and_gives_the_whole_model():
         name: w.shape for name, w in Model().state_dict().items()
     }
     assert second[2] == {}
+
+
+def follow_fine_tuning(rank: int, world: int, folder: str) -> tuple[float, float]:
+    torch.manual_seed(1)
+    os.chdir(folder)
+    model, losses = Model(), []
+    x, y = torch.randn(8, 6), torch.randn(8, 2)
+
+    def loss_of(output, target):
+        loss = nn.functional.mse_loss(output, target)
+        losses.append(loss.item())
+        return loss
+
+    exec(FINE_TUNING, {"torch": torch, "model": model, "batches": [(x, y)] * 30, "loss_of": loss_of})
+    assert {name for name, p in model.named_parameters() if p.requires_grad} == {
+        f"blocks.{block}.proj.lora_{part}.weight" for block in range(3) for part in "AB"
+    }
+    return losses[0], losses[-1]
+
+
+def test_the_fine_tuning_example_trains_adapters_and_leaves_their_files(tmp_path):
+    first, last = run_ranks(2, follow_fine_tuning, str(tmp_path))[0]
+    assert last < first
+    assert {path.name for path in (tmp_path / "adapter").iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
 
 
 def test_the_example_is_as_short_as_it_is_said_to_be():
