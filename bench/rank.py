@@ -99,7 +99,7 @@ def perform(job: Job) -> None:
     torch.set_num_threads(1)
     if job.pin:
         os.sched_setaffinity(0, {job.rank % (os.cpu_count() or 1)})
-    base_nbytes = _memory_nbytes("VmRSS")
+    base_nbytes = memory_nbytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts here, not during the imports
     os.environ["GLOO_SOCKET_IFNAME"] = job.interface
     store = dist.FileStore(f"{job.folder}/{job.system}-{job.mode}-store", job.world)
@@ -151,7 +151,7 @@ def solo(job: Job, base_nbytes: int) -> dict[str, float | list[float] | None]:
     system = build_system(job.system, build(job.size))
     losses = [system.step(tokens(job.size, job.rank, step)) for step in range(SOLO_STEPS)]
     system.flush()
-    peak_nbytes = _memory_nbytes("VmHWM") - base_nbytes
+    peak_nbytes = memory_nbytes("VmHWM") - base_nbytes
     mean = torch.stack(losses)
     dist.all_reduce(mean)
     return {
@@ -177,7 +177,7 @@ def _sent_nbytes(job: Job) -> float:
     return int(Path(f"/sys/class/net/{job.interface}/statistics/tx_bytes").read_text()) / job.num_sharing
 
 
-def _memory_nbytes(field_name: str) -> int:
+def memory_nbytes(field_name: str) -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field_name}:"):
             return int(line.split()[1]) * 1024
