@@ -157,6 +157,7 @@ def solo(job: Job, base_nbytes: int) -> dict[str, float | list[float] | None]:
     return {
         "peak_nbytes": peak_nbytes,
         "unsharded_nbytes": system.unsharded_nbytes(),
+        "at_rest_nbytes": system.at_rest_nbytes(),
         "losses": (mean / job.world).tolist(),
         "communication_s": system.communication_s() if job.world > 1 else None,
     }

@@ -6,6 +6,7 @@ python bench/report.py FILE...      the Markdown table of one or more result fil
 import json
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, median
@@ -35,6 +36,7 @@ class Row:
     communication_ms: float | None
     overlap: float | None
     losses: list[float]
+    at_rest_mib: float | None = None
 
 
 def summarise(system: str, paired: list[dict[str, list[float]]], solo: list[dict[str, Any]]) -> Row:
@@ -48,7 +50,7 @@ def summarise(system: str, paired: list[dict[str, list[float]]], solo: list[dict
     step_ms, local_ms = _median_ms(paired, "step_s"), _median_ms(paired, "local_step_s")
     alone = [rank["communication_s"] for rank in solo]
     exposed_ms = _median_ms(paired, "exposed_s")
-    unsharded = [rank["unsharded_nbytes"] for rank in solo]
+    unsharded, at_rest = ([rank[key] for rank in solo] for key in ("unsharded_nbytes", "at_rest_nbytes"))
     communication_ms = None if None in alone else 1e3 * fmean(alone)
     return Row(
         system=system,
@@ -66,6 +68,7 @@ def summarise(system: str, paired: list[dict[str, list[float]]], solo: list[dict
         communication_ms=communication_ms,
         overlap=overlap(local_ms, communication_ms, step_ms),
         losses=solo[0]["losses"],
+        at_rest_mib=None if None in at_rest else fmean(at_rest) / 2**20,
     )
 
 
@@ -158,10 +161,48 @@ def screen_table(machine: dict[str, Any], options: dict[str, Any], rows: list[Ro
 
 
 def markdown(text: str) -> str:
-    """The Markdown table of one result file, its heading above it."""
+    """The Markdown table of one result file, its heading above it; then the trade of time for memory."""
     machine, options, rows = loads(text)
-    lines = [COLUMNS, ["---", *["---:"] * (len(COLUMNS) - 1)], *(cells(row) for row in rows)]
-    return "\n".join([f"{heading(machine, options)}:", "", *(f"| {' | '.join(line)} |" for line in lines)])
+    parts = [f"{heading(machine, options)}:", _markdown(COLUMNS, [cells(row) for row in rows])]
+    traded = trade(rows)
+    return "\n\n".join([*parts, *([_markdown(TRADE_COLUMNS, traded)] if len(traded) > 1 else [])])
+
+
+def _markdown(columns: Sequence[str], rows: list[list[str]]) -> str:
+    lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+TRADE_COLUMNS = (
+    "system",
+    "step ms",
+    "over the first",
+    "exposed ms",
+    "unsharded MiB",
+    "with shards, gradients and Adam's state",
+    "over the first",
+)
+
+
+def trade(rows: list[Row]) -> list[list[str]]:
+    """Time against memory that the runtime counts, of the rows that count it, each over the first of them."""
+    counted = [row for row in rows if row.unsharded_mib is not None and row.at_rest_mib is not None]
+    lines = []
+    for row in counted:
+        first, held = counted[0], (row.unsharded_mib or 0) + (row.at_rest_mib or 0)
+        before = (first.unsharded_mib or 0) + (first.at_rest_mib or 0)
+        lines.append(
+            [
+                row.system,
+                f"{row.step_ms:.0f}",
+                f"{row.step_ms / first.step_ms - 1:+.0%}",
+                "-" if row.exposed_ms is None else f"{row.exposed_ms:.0f}",
+                f"{row.unsharded_mib:.1f}",
+                f"{held:.0f}",
+                f"{held / before - 1:+.1%}",
+            ]
+        )
+    return lines
 
 
 def _divided(ours: list[float], theirs: list[float]) -> list[float]:

@@ -53,6 +53,10 @@ class System(ABC):
         """Most bytes that unsharded parameters have taken at once; None: it isn't counted."""
         return None
 
+    def at_rest_nbytes(self) -> int | None:
+        """Bytes of this rank's shards, their gradients and AdamW's two states; None: it isn't counted."""
+        return None
+
     @abstractmethod
     def communication_s(self) -> float | None:
         """Seconds that one step's collectives take alone, without compute; None: it doesn't communicate."""
@@ -179,6 +183,9 @@ class Shardwright(System):
 
     def unsharded_nbytes(self) -> int:
         return shardwright.stats(self.module).peak_unsharded_nbytes
+
+    def at_rest_nbytes(self) -> int:
+        return 4 * shardwright.stats(self.module).at_rest_nbytes
 
     def communication_s(self) -> float:
         return shardwright.communication_s(self.module)

@@ -1,6 +1,7 @@
 """The bench's arithmetic, tables and argument checks; what needs ranks is in tests/ranks/test_bench.py."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -28,6 +29,7 @@ def solo(communication_s, losses=(3.0, 2.0)):
     return {
         "peak_nbytes": 3 * 2**20,
         "unsharded_nbytes": None,
+        "at_rest_nbytes": None,
         "communication_s": communication_s,
         "losses": list(losses),
     }
@@ -94,6 +96,18 @@ def test_the_markdown_table_has_a_line_per_system_and_names_the_machine():
     assert len(table) == 4 and len({line.count("|") for line in table}) == 1
     assert table[3].startswith("| ddp | 1.250 | 1.20-2.00 | 1500 | 1250 |")
     assert table[2].endswith("| - | - |")
+
+
+def test_time_and_memory_are_shown_over_those_of_the_first_system_that_counts_them():
+    none = replace(row("none"), step_ms=4000.0, unsharded_mib=20.0, at_rest_mib=180.0, exposed_ms=1600.0)
+    pre = replace(none, system="pre", step_ms=3000.0, unsharded_mib=40.0)
+    expected = [
+        ["none", "4000", "+0%", "1600", "20.0", "200", "+0.0%"],
+        ["pre", "3000", "-25%", "1600", "40.0", "220", "+10.0%"],
+    ]
+    assert report.trade([row("ddp"), none, pre]) == expected
+    text = report.markdown(report.dumps(MACHINE, OPTIONS, [none, pre]))
+    assert "| pre | 3000 | -25% | 1600 | 40.0 | 220 | +10.0% |" in text
 
 
 def test_the_screen_table_has_the_same_cells():
