@@ -3,6 +3,7 @@ peak RSS.
 
     python bench/checkpoint.py --gb 1 --ranks 2 --rounds 3 --folder /tmp
     python bench/checkpoint.py --gb 1 --steps 3      the step after a background save, too
+    python bench/checkpoint.py --gb 1 --cost         what the checksums of a load cost, in one process
 
 The state is an fp32 model with AdamW, 12 bytes per parameter. Both libraries save the same tensors with
 fsync and load them in place, in turn, ``rounds`` times; medians are printed. Files are in the page cache
@@ -30,17 +31,24 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from shardwright import fully_shard
 from shardwright.checkpoint import async_save, load, save
+from shardwright.checkpoint.agree import ranks
+from shardwright.checkpoint.load import fill
+from shardwright.checkpoint.shardfile import Reader
+from shardwright.checkpoint.sources import open_source
+from shardwright.checkpoint.target import allocated, plan
+from shardwright.checkpoint.verify import Verifier
 
 DIM = 2048
 
 
-def build(gb: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+def build(gb: float, sharded: bool = True) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A stack of square layers with AdamW state, ``gb`` gigabytes in all."""
     num_layers = max(2, round(gb * 1e9 / 12 / DIM**2))
     model = nn.Sequential(*(nn.Linear(DIM, DIM, bias=False) for _ in range(num_layers)))
-    for layer in model:
-        fully_shard(layer)
-    fully_shard(model)
+    if sharded:
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters())
     for p in model.parameters():
         p.grad = torch.ones_like(p)
@@ -192,6 +200,36 @@ def one_round(library: Peer, step: int, num_steps: int) -> dict[str, float]:
     }
 
 
+def cost(gb: float, folder: str) -> None:
+    """Print the processor's time of each part of a load, per GiB; the least of five."""
+    model, optimizer = build(gb, sharded=False)
+    source = open_source(save(folder, model=model, optimizer=optimizer, step=1))
+    targets = allocated(plan(source.manifest, model, optimizer, None, 0).targets)
+    wanted = [(t.key, t.entry, box) for t in targets.values() for box in t.boxes]
+    verifier = Verifier(ranks())
+    with Reader(source.folder) as reader:
+        parts: dict[str, Callable[[], Any]] = {
+            "read and checksum, before anything is touched": lambda: verifier.checksums(
+                wanted, reader.bits_of
+            ),
+            "read and copy": lambda: fill(reader, targets.values()),
+            "checksum the live state": lambda: verifier.checksums(
+                wanted, lambda key, entry, piece, box: targets[key].bits(box)
+            ),
+        }
+        for what, part in parts.items():
+            print(
+                f"{what:48}{min(seconds(part) for _ in range(5)) / source.manifest.nbytes * 2**30:8.3f} s/GiB"
+            )
+
+
+def seconds(work: Callable[[], Any]) -> float:
+    """The processor's time for ``work``."""
+    begin = time.process_time()
+    work()
+    return time.process_time() - begin
+
+
 def report(figures: dict[str, dict[str, list[float]]], nbytes: int, args: argparse.Namespace) -> None:
     medians = {name: {k: statistics.median(v) for k, v in found.items()} for name, found in figures.items()}
     for found in medians.values():
@@ -221,9 +259,13 @@ def main() -> None:
     parser.add_argument(
         "--folder", default=tempfile.gettempdir(), help="where to write; its disk is what is measured"
     )
+    parser.add_argument("--cost", action="store_true", help="only what the parts of a load cost")
     parser.add_argument("--json", default="", help="also write the figures to this file")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        if args.cost:
+            cost(args.gb, folder)
+            return
         mp.spawn(one_rank, (args, folder), nprocs=args.ranks)
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -276,6 +277,23 @@ def test_what_gets_lost_while_writing_is_never_published(tmp_path: Path, lost: s
     assert find(tmp_path) == (tmp_path / "step-000001", ())
     assert (tmp_path / "latest").read_text() == "step-000001\n"
     assert not list(tmp_path.glob(".torn-*"))
+
+
+def save_to_a_slow_disk(rank: int, world: int, path: str) -> None:
+    agree._GROUP_TIMEOUT = timedelta(seconds=4)
+    write = save_module.write_shard
+
+    def slow(file: Path, items: Sequence[Item]):
+        time.sleep(5.0 if rank == 1 else 0.0)
+        return write(file, items)
+
+    save_module.write_shard = slow
+    save(path, model=fully_shard(build(2.0)), step=2)
+
+
+def test_a_disk_slower_than_the_time_limit_of_every_group_is_waited_for(tmp_path: Path) -> None:
+    run_ranks(2, save_to_a_slow_disk, str(tmp_path), timeout_s=4.0)
+    assert find(tmp_path) == (tmp_path / "step-000002", ())
 
 
 def load_with_a_changed_element(rank: int, world: int, path: str) -> str:
