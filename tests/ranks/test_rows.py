@@ -1,6 +1,7 @@
 """Moving only rows in use of an embedding gives the same bits as moving all of it, or moves all of it."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from shardwright import MixedPrecisionPolicy, SchedulePolicy, fully_shard, set_transport, stats
 from shardwright.motion.unit import unit_of
 from shardwright.plan.soundness import check
+from shardwright.policy import Agreement
 from tests.ranks.models import Run
 from tests.ranks.pool import run_ranks
 
@@ -152,6 +154,40 @@ def odd_steps(rank, world, policy):
 @pytest.mark.parametrize("world", [2, 3])
 def test_steps_of_every_shape_give_the_same_bits(world):
     assert run_ranks(world, odd_steps, DENSE) == run_ranks(world, odd_steps, ROWS)
+
+
+class Choosing(nn.Module):
+    """Looks up in one of two embeddings, as its caller says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(12)
+        self.words, self.codes = nn.Embedding(VOCAB, WIDTH), nn.Embedding(VOCAB, WIDTH)
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, tokens, words):
+        return self.head((self.words if words else self.codes)(tokens))
+
+
+def skipped(rank, world, row_wise):
+    """Losses and shards where some ranks skip a lookup in some steps, and all have agreed to help them."""
+    model = Choosing()
+    for module in (model.words, model.codes, model):
+        fully_shard(module)
+    model.set_schedule_policy(replace(DENSE, row_wise=row_wise, agreement=Agreement.STRICT))
+    run, losses = Run.of(model), []
+    for step in range(6):
+        words = (False, True, rank == 0, rank != 0, False, rank == 0)[step]
+        loss = model(tokens_of(step, rank), words).square().sum()
+        loss.backward()
+        run.step()
+        losses.append(loss.item())
+    return losses, bits(model)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_that_skip_a_lookup_get_the_same_bits(world):
+    assert run_ranks(world, skipped, False) == run_ranks(world, skipped, True)
 
 
 def read_by_a_hook(rank, world, policy):
