@@ -3,6 +3,7 @@
 import torch
 
 from shardwright.comm.base import Piece
+from shardwright.errors import StageError
 from shardwright.plan.layout import ParamLayout
 from shardwright.state.group import ParamGroup, Stage
 from shardwright.state.near import Near
@@ -13,7 +14,13 @@ def fill_aside(group: ParamGroup, nearby: bool) -> list[Piece] | None:
     """As ``ParamGroup.fill``, whatever stage the group is in; it stays so.
 
     None where an all-gather of another kind was issued, and dropped: among neighbours, or of rows in use.
+    Raises: StageError for parameters that say themselves what is gathered: nobody else can fill in for them.
     """
+    if group.decoding.extended:
+        raise StageError(
+            f"group {group.name!r} has {group.decoding.extended[0].fqn!r}, whose class says itself what is "
+            "gathered; every rank must use such a group in every step"
+        )
     if group.stage is Stage.SHARDED:
         group.prepare()
     key = f"all-gather {group.name}"
