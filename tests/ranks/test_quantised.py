@@ -153,8 +153,8 @@ def held(rank, world, dequantise):
     model[0].unshard()
     at_use = stats(model).unsharded_nbytes
     model[0].reshard()
-    row = explain(model).groups[0]
-    assert abs(row.unsharded_nbytes - at_use) < 1024  # padding
+    said = explain(model).groups[0].unsharded_nbytes
+    assert 0 <= at_use - said < (1024 if dequantise == "group" else 6000)  # padding: experts, of codes only
     assert f"nf4 of [{ROWS}, {COLS}], decoded to bfloat16" in str(explain(model))
     assert stats(model).unsharded_nbytes == 0
     codes = sum(p.numel() * p.itemsize for p in model.parameters() if p.dtype is torch.uint8)
@@ -165,7 +165,8 @@ def test_decoding_per_use_holds_codes_only_and_nothing_is_left_after_reshard():
     for peak, at_use, dense, codes in run_ranks(2, held, "layer"):
         assert codes <= at_use <= peak < 0.7 * dense
     for peak, at_use, dense, codes in run_ranks(2, held, "group"):
-        assert dense <= at_use < dense + codes <= peak  # both are there while it decodes
+        assert dense <= at_use
+        assert at_use + codes <= peak  # both are there while it decodes
 
 
 def states(rank, world):
