@@ -1,6 +1,6 @@
 """``fully_shard``: the door shaped like ``torch.distributed.fsdp.fully_shard``, onto our own runtime."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, TypeVar, overload
 
 import torch
@@ -105,12 +105,18 @@ def fully_shard(
             )
         return module
     modules = check_modules(list(module) if isinstance(module, (list, tuple)) else [module])
+    shard_as(modules, mesh, options, ignored_params or ())
+    return module
+
+
+def shard_as(
+    modules: Sequence[nn.Module], mesh: DeviceMesh | None, options: Options, ignored: Iterable[nn.Parameter]
+) -> None:
+    """Shard modules that were checked, as one group: what every door ends in. Raises: InputError."""
     options.check()
-    ignored = {id(param) for param in ignored_params or ()}
-    for m in shard_modules(modules, mesh, options, ignored):
+    for m in shard_modules(modules, mesh, options, {id(param) for param in ignored}):
         become_fsdp_module(m)
     guard_optimizers()
-    return module
 
 
 def stats(model: nn.Module) -> Stats:

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.errors import InputError
+from shardwright.plan.flat import FlatLayout
 from shardwright.plan.layout import ALIGNMENT_NBYTES, GroupLayout, ParamLayout, pack
 
 SHAPES = st.lists(st.integers(0, 9), min_size=1, max_size=4).map(tuple)
@@ -56,6 +57,21 @@ def test_every_span_fits_its_equal_share_of_the_padded_region(layout):
     for rank, (start, stop) in enumerate(layout.spans):
         assert stop - start <= share
         assert start == stop or start == rank * share
+
+
+@given(st.lists(SHAPES, min_size=1, max_size=6), WORLDS, st.sampled_from([1, 2, 128]))
+def test_a_flat_parameter_is_cut_evenly_whatever_the_borders(shapes, world, multiple):
+    flat = FlatLayout.of([(str(number), shape) for number, shape in enumerate(shapes)])
+    layout = flat.over(world, multiple)
+    share = layout.padded_numel // world
+    assert share % multiple == 0
+    assert flat.numel <= layout.padded_numel < flat.numel + world * multiple + (flat.numel == 0)
+    seen = torch.zeros(flat.numel, dtype=torch.int64)
+    for rank in range(world):
+        for entry in flat.entries:
+            first, stop = entry.held(rank * share, (rank + 1) * share)
+            seen[entry.start + first : entry.start + stop] += 1
+    assert (seen == 1).all()
 
 
 @given(st.lists(st.tuples(SHAPES, st.sampled_from([1, 2, 4, 8])), max_size=8), WORLDS)

@@ -1,7 +1,7 @@
 """What ``fully_shard`` is made of: checks, then parameters, groups, unit and hooks."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ from shardwright.motion.unit import (
 )
 from shardwright.policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from shardwright.state.extended import ExtendedParam, is_extended
+from shardwright.state.flat import NAME as FLAT_NAME
+from shardwright.state.flat import FlatParam, check_flat
 from shardwright.state.group import ParamGroup
 from shardwright.state.near import Near
 from shardwright.state.param import ShardedParam, Slot, Split
@@ -47,13 +49,14 @@ class ShardPlacementResult:
 
 @dataclass(frozen=True)
 class Options:
-    """What ``fully_shard`` was told of the group."""
+    """What ``fully_shard`` was told of the group. ``flat``: its parameters lie in a ``FlatParam``."""
 
     reshard_after_forward: bool | int | None
     placement_fn: PlacementFunction | None
     precision: MixedPrecisionPolicy
     offload: OffloadPolicy
     dims: DataParallelMeshDims | None = None
+    flat: bool = False
 
     def check(self) -> None:
         """Raises: InputError for what isn't of its type."""
@@ -123,6 +126,7 @@ def shard_modules(
     """Shard the parameters that no nested call has taken, and set the hooks. Returns the modules."""
     axis = resolve(mesh, options.dims)
     found = _find_params(modules, ignored)
+    _check_flat(found, options.flat)
     splits = {param: _split(fqn, param, axis, options) for param, (fqn, _) in found.items()}
     worlds = {split.axis: options.world_nearby(split.axis) for split in splits.values()}
     options.world_nearby(axis)
@@ -133,7 +137,10 @@ def shard_modules(
         "+".join(type(m).__name__ for m in modules), tuple(modules), None, (), options.precision, runtime
     )
     _move_buffers(modules, axis.device, ignored)
-    params, unit.lenders = _shard_params(found, splits, unit)
+    if options.flat:
+        params = _flatten(found, splits, unit)
+    else:
+        params, unit.lenders = _shard_params(found, splits, unit)
     for inner in (*nested, *unit.lenders):
         if inner.runtime is not runtime:
             runtime.absorb(inner.runtime)
@@ -280,6 +287,33 @@ def _shard_params(
         remember_replaced(param, unit, sharded)
         params.append(sharded)
     return params, tuple(lenders)
+
+
+def _check_flat(found: Found, flat: bool) -> None:
+    """Raises: InputError for a parameter that can't lie in a flat one, or that lies in another unit's."""
+    if flat:
+        check_flat(found)
+    for param, (fqn, _) in found.items():
+        owner = owner_of(param)
+        if owner is not None and (flat or isinstance(sharded_from(param), FlatParam)):
+            raise InputError(
+                f"use_orig_params=False: {fqn!r} is shared with {owner.name!r}, which was wrapped before; "
+                "wrap the module that holds both as one, or leave the argument out"
+            )
+
+
+def _flatten(found: Found, splits: dict[nn.Parameter, Split], unit: Unit) -> list[ShardedParam]:
+    """One flat parameter for all that is found; one for each dtype, and apart for frozen ones."""
+    kinds: dict[Any, Found] = {}
+    for param, places in found.items():
+        kinds.setdefault((param.dtype, param.requires_grad), {})[param] = places
+    flats: list[ShardedParam] = []
+    for place, members in enumerate(kinds.values()):
+        slot = Slot(unit.modules[0], f"{FLAT_NAME}_{place}" if place else FLAT_NAME)
+        flats.append(FlatParam(slot, members, replace(splits[next(iter(members))], dim=0)))
+        for param in members:
+            remember_replaced(param, unit, flats[-1])
+    return flats
 
 
 def _move_buffers(modules: Sequence[nn.Module], device: torch.device, ignored: set[int]) -> None:

@@ -10,6 +10,7 @@ from itertools import zip_longest
 from shardwright.comm.agreement import compare
 from shardwright.comm.base import Comm
 from shardwright.errors import CommError
+from shardwright.state.flat import FlatParam
 from shardwright.state.group import ParamGroup
 
 
@@ -43,4 +44,8 @@ def _lines(group: ParamGroup) -> list[str]:
             f"parameter {param.fqn} of group {group.name}: shape {list(layout.shape)}, sharded on dim "
             f"{layout.dim}, {param.sharded.dtype}{'' if param.rows is None else ', rows in use'}"
         )
+        if isinstance(param, FlatParam):
+            lines += [
+                f"  its member {member.names[0]}: shape {list(member.shape)}" for member in param.members
+            ]
     return lines

@@ -24,6 +24,7 @@ from shardwright.motion.runtime import Runtime
 from shardwright.motion.unit import Unit, mark, unit_of, units_in, unmark
 from shardwright.plan.schedule import GroupFacts
 from shardwright.policy import MixedPrecisionPolicy, ReductionPolicy, SchedulePolicy
+from shardwright.state.flat import places_of
 from shardwright.state.group import ParamGroup
 from shardwright.state.near import Near
 from shardwright.state.param import ShardedParam, Slot
@@ -31,11 +32,11 @@ from shardwright.state.param import ShardedParam, Slot
 
 @dataclass(frozen=True)
 class GroupPrint:
-    """How one group was made. ``slots``: for each parameter (name of the module, name in it)."""
+    """How one group was made. ``places``: for each parameter lists of (name of the module, name in it)."""
 
     order: int
     params: tuple[ShardedParam, ...]
-    slots: tuple[tuple[tuple[str, str], ...], ...]
+    places: tuple[tuple[tuple[tuple[str, str], ...], ...], ...]
     axis: Axis
     facts: GroupFacts
     reduction: ReductionPolicy
@@ -202,15 +203,18 @@ def _draw_group(group: ParamGroup, runtime: Runtime, names: dict[int, str], whol
     facts = runtime.settings(group)
     if not whole:  # the lists name groups by number, which are other ones in a part of the model
         facts = replace(facts, ahead_in_forward=None, ahead_in_backward=None)
-    slots = tuple(
-        tuple((names[id(slot.module)], slot.name) for slot in param.slots if id(slot.module) in names)
+    places = tuple(
+        tuple(
+            tuple((names[id(slot.module)], slot.name) for slot in slots if id(slot.module) in names)
+            for slots in places_of(param)
+        )
         for param in group.params
     )
     comm = group.comm
     return GroupPrint(
         runtime.groups.index(group),
         group.params,
-        slots,
+        places,
         group.axis,
         facts,
         group.reducer.policy,
@@ -222,8 +226,8 @@ def _draw_group(group: ParamGroup, runtime: Runtime, names: dict[int, str], whol
 
 def _build_group(unit: Unit, made: GroupPrint, modules: dict[str, nn.Module]) -> ParamGroup:
     params = [
-        source.twin([Slot(modules[name], attribute) for name, attribute in slots])
-        for source, slots in zip(made.params, made.slots, strict=True)
+        source.twin(*([Slot(modules[name], attribute) for name, attribute in slots] for slots in places))
+        for source, places in zip(made.params, made.places, strict=True)
     ]
     group = ParamGroup(unit.name, params, made.axis, unit.policy)
     group.reducer.policy = made.reduction

@@ -225,9 +225,9 @@ class ModuleHooks:
     def _at_rest(self, *_: Any) -> None:
         self.unit.runtime.rest()
 
-    def _before_load(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    def _before_load(self, module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
         self.unit.runtime.rest()
-        shard_plain_entries(module, state, prefix, [p for group in self.unit.groups for p in group.params])
+        shard_plain_entries(module, state, prefix, self.unit.params, missing=rest[2], errors=rest[4])
 
     # ---- before the forward
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from shardwright.plan.schedule import GroupFacts
 from shardwright.policy import SchedulePolicy
+from shardwright.state.flat import FlatParam
 from shardwright.state.group import ParamGroup
 from shardwright.state.rows import Rows, rows_in
 
@@ -40,7 +41,8 @@ def choose_row_wise(
     """
     for index, group in enumerate(groups):
         group.rows = None
-        lookups = any(_looks_up(slot.module) for param in group.params for slot in param.slots)
+        by_rows = (param for param in group.params if not isinstance(param, FlatParam))
+        lookups = any(_looks_up(slot.module) for param in by_rows for slot in param.slots)
         if not policy.row_wise or not lookups or group.axis.world == 1:
             continue
         why = _why_not(group, facts(index).reshard_after_forward is False, policy)

@@ -56,6 +56,11 @@ class Unit:
         return [unit.group for unit in (self, *self.parts) if unit.group is not None]
 
     @property
+    def params(self) -> list[ShardedParam]:
+        """The parameters of its groups."""
+        return [param for group in self.groups for param in group.params]
+
+    @property
     def entry(self) -> Entry:
         """It as the outermost one of a pass."""
         return Entry(self.name, self._groups_needed)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from math import prod
 
 from shardwright.errors import InputError
+from shardwright.plan.layout import ParamLayout
 
 
 @dataclass(frozen=True)
@@ -69,3 +70,12 @@ class FlatLayout:
     def numel(self) -> int:
         """Elements up to the end of the last tensor."""
         return max((entry.start + entry.numel for entry in self.entries), default=0)
+
+    def over(self, world: int, multiple: int = 1) -> ParamLayout:
+        """How it is cut over ``world`` ranks: evenly, whatever the borders of its tensors.
+
+        multiple: the part of a rank is a multiple of so many elements, padding included.
+        """
+        if multiple == 1:
+            return ParamLayout((self.numel,), world)
+        return ParamLayout((-(-self.numel // multiple), multiple), world)

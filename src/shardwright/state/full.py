@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.state.decoding import EncodedPair, pairs_in
 from shardwright.state.extended import ExtendedParam
+from shardwright.state.flat import FlatParam
 from shardwright.state.param import ShardedParam
 
 
@@ -23,6 +24,7 @@ def stream_full(
         iterates to the end. params: what is sharded, by the id of its parameter.
     A tensor that several names show is collected once and yielded under each. Device memory: one whole
     parameter on ``dst``. The dtype is the one at rest.
+    The members of a flat parameter come one after another, under their own names.
     decoded: yield quantised weights decoded to this dtype, under their names, in place of codes and scales.
     """
     pairs = [] if decoded is None else pairs_in(params.values())
@@ -38,7 +40,10 @@ def stream_full(
                 whole = _decoded(scales[id(value)], whole, dst, decoded)
             collected[id(value)] = whole
         whole = collected[id(value)]
-        if whole is not None:
+        param = params.get(id(value))
+        if whole is not None and isinstance(param, FlatParam):
+            yield from param.entries(name, whole)
+        elif whole is not None:
             yield name, whole
 
 

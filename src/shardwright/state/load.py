@@ -8,23 +8,34 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwright.state.encoded import encode_entries
+from shardwright.state.flat import FlatParam
 from shardwright.state.param import ShardedParam
 
 WRAPPED = "_fsdp_wrapped_module"  # what torch, and so our wrapper, calls the module inside of it
 
 
 def shard_plain_entries(
-    module: nn.Module, state: dict[str, Any], prefix: str, params: Sequence[ShardedParam]
+    module: nn.Module,
+    state: dict[str, Any],
+    prefix: str,
+    params: Sequence[ShardedParam],
+    missing: list[str],
+    errors: list[str],
 ) -> None:
     """Replace plain tensors of a parameter's logical shape in ``state`` by this rank's shard of them.
 
     module: the one being loaded; ``prefix`` is its name in ``state``. Other entries (shards, other shapes)
-    are left for ``load_state_dict`` to take or to complain of. No communication: every rank has the whole.
+    are left for ``load_state_dict`` to take or to complain of. No communication: every rank has the whole;
+    but for shards of the members of a flat parameter, which are gathered one at a time.
+    missing, errors: what ``load_state_dict`` will say.
     """
     names = {id(child): f"{name}." if name else "" for name, child in module.named_modules()}
     for child in module.modules():
         encode_entries(child, state, prefix + names[id(child)])
     for param in params:
+        if isinstance(param, FlatParam) and f"{prefix}{param.slots[0].name}" not in state:
+            _flatten_entries(param, state, prefix, missing, errors)
+            continue
         for slot in param.slots:
             if id(slot.module) not in names:
                 continue
@@ -37,3 +48,25 @@ def shard_plain_entries(
                 shard = param.shard_of(value.detach())
                 # A copy: with assign=True it becomes the parameter, and the whole tensor must be let go.
                 state[key] = param.dtensor(shard.to(param.local.device, copy=True).contiguous())
+
+
+def _flatten_entries(
+    param: FlatParam, state: dict[str, Any], prefix: str, missing: list[str], errors: list[str]
+) -> None:
+    """Take the members of a flat parameter out of ``state``; put this rank's part of it in their place."""
+    shard = param.local.detach()
+    local = torch.zeros_like(shard, device=param.axis.device) if shard.is_meta else shard.clone()
+    for index, member in enumerate(param.members):
+        values = [state.pop(prefix + name) for name in member.names if prefix + name in state]
+        shown = f"{prefix}{member.names[0]}".replace(f"{WRAPPED}.", "")
+        if not values:
+            missing.append(shown)
+        elif tuple(values[0].shape) != member.shape:
+            errors.append(
+                f"size mismatch for {shown}: the state dict has shape {list(values[0].shape)}, the model "
+                f"{list(member.shape)}"
+            )
+        else:
+            value = values[0].full_tensor() if isinstance(values[0], DTensor) else values[0]
+            param.fill(local, index, value)
+    state[f"{prefix}{param.slots[0].name}"] = param.dtensor(local)

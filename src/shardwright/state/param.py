@@ -97,14 +97,13 @@ class ShardedParam:
         self.sharded = self._shard(whole.detach(), param.requires_grad)
         self.show(self.sharded)
 
-    def twin(self, slots: list[Slot]) -> "ShardedParam":
-        """Another parameter split alike, whose shard is what ``slots`` show now: a plain parameter."""
+    def twin(self, *places: list[Slot]) -> "ShardedParam":
+        """Another parameter split alike, whose shard is what ``places`` show now: a plain parameter."""
         twin = copy.copy(self)
-        twin.slots = slots
+        twin.slots = slots = places[0]
         twin.accumulated = None
         twin._unsharded = twin.rows = None
-        shard = slots[0].module._parameters[slots[0].name]
-        assert shard is not None
+        shard: Any = slots[0].module._parameters[slots[0].name]
         twin.sharded = nn.Parameter(self.dtensor(shard.detach()), requires_grad=shard.requires_grad)
         twin.show(twin.sharded)
         return twin

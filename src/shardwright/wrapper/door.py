@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright.api import fully_shard
+from shardwright.api import shard_as
 from shardwright.clip import clip_grad_norm_
 from shardwright.errors import InputError, StageError
 from shardwright.module import FSDPModule
-from shardwright.motion.build import has_no_forward
+from shardwright.motion.build import Options, check_modules, has_no_forward
 from shardwright.motion.containers import map_tensors
 from shardwright.motion.unit import unit_of, units_in
 from shardwright.policy import DEFAULT_OFFLOAD, DEFAULT_PRECISION, CPUOffloadPolicy
@@ -50,8 +50,11 @@ class FullyShardedDataParallel(StatefulWrapper):
     forward_prefetch: accepted; the next group is always gathered ahead in forward here.
     limit_all_gathers: at most two all-gathers in flight. device_id: only its type is read; a CUDA process
         uses its current device.
-    Raises: InputError for arguments that don't fit, and for ``use_orig_params=False``: parameters are always
-        the original ones here, with their names and logical shapes.
+    use_orig_params: False: the parameters of this wrapper lie in one flat DTensor, ``_flat_param``, cut
+        evenly over ranks whatever their borders (``_flat_param_1``, ... for other dtypes, and frozen ones).
+        It is what ``parameters()`` gives; modules show views of it in forward and backward. State dicts have
+        the original names either way. Not for parameters that several wrappers share.
+    Raises: InputError for arguments that don't fit.
     """
 
     def __init__(
@@ -74,11 +77,9 @@ class FullyShardedDataParallel(StatefulWrapper):
         device_mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
-        if not use_orig_params:
-            raise InputError(
-                "use_orig_params=False (one FlatParameter per group) is not supported: parameters keep their "
-                "names and shapes here; leave the argument out, and build the optimizer from parameters()"
-            )
+        check_modules([module])
+        if has_no_forward(module):
+            raise InputError(f"{type(module).__name__} has no forward of its own; wrap its children instead")
         self.sharding_strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
         self.cpu_offload = cpu_offload or CPUOffload()
         self.backward_prefetch = backward_prefetch
@@ -88,7 +89,7 @@ class FullyShardedDataParallel(StatefulWrapper):
         device_type = torch.device(device_id).type if device_id is not None else None
         mesh = mesh_for(self.sharding_strategy, process_group, device_mesh, device_type)
         if auto_wrap_policy is not None:
-            options = {
+            arguments = {
                 "process_group": process_group,
                 "sharding_strategy": sharding_strategy,
                 "cpu_offload": cpu_offload,
@@ -100,26 +101,27 @@ class FullyShardedDataParallel(StatefulWrapper):
                 "sync_module_states": sync_module_states,
                 "forward_prefetch": forward_prefetch,
                 "limit_all_gathers": limit_all_gathers,
+                "use_orig_params": use_orig_params,
                 "ignored_states": params,
                 "device_mesh": device_mesh,
             }
-            _wrap_inside(module, auto_wrap_policy, modules, options)
+            _wrap_inside(module, auto_wrap_policy, modules, arguments)
         nested = self.fsdp_modules(module)
         own = prepare.own_modules(module, [*nested, *modules])
         prepare.materialise(own, param_init_fn, torch.device(mesh.device_type))
         if sync_module_states:
             prepare.broadcast(own, mesh)
         ignored = [*params, *(param for each in modules for param in each.parameters())]
-        inner = fully_shard(
-            module,
-            mesh=mesh,
+        options = Options(
             reshard_after_forward=self.sharding_strategy.reshard_after_forward,
-            mp_policy=self.mixed_precision.policy if mixed_precision else DEFAULT_PRECISION,
-            offload_policy=CPUOffloadPolicy() if self.cpu_offload.offload_params else DEFAULT_OFFLOAD,
-            ignored_params=ignored,
+            placement_fn=None,
+            precision=self.mixed_precision.policy if mixed_precision else DEFAULT_PRECISION,
+            offload=CPUOffloadPolicy() if self.cpu_offload.offload_params else DEFAULT_OFFLOAD,
+            flat=not use_orig_params,
         )
-        cast(FSDPModule, inner).set_schedule_policy(schedule)
-        self._fsdp_wrapped_module = inner
+        shard_as([module], mesh, options, ignored)
+        cast(FSDPModule, module).set_schedule_policy(schedule)
+        self._fsdp_wrapped_module = module
         before = prepare.cast_buffers(own, self.mixed_precision.buffer_dtype)
         self._buffer_dtypes = {name: before[id(b)] for name, b in self.named_buffers() if id(b) in before}
         self._is_root = True

@@ -9,8 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwright.errors import InputError
-from shardwright.state.full import stream_full
-from shardwright.wrapper import states
+from shardwright.wrapper import optim_states, states
 from shardwright.wrapper.options import (
     OptimStateDictConfig,
     OptimStateKeyType,
@@ -105,23 +104,18 @@ class StatefulWrapper(nn.Module):
             if isinstance(each, StatefulWrapper)
             for name, dtype in each._buffer_dtypes.items()
         }
-        on_host = getattr(config, "offload_to_cpu", False)
-        only_first = getattr(config, "rank0_only", False)
-        converted: dict[int, Any] = {}
-        first = True
-        if only_first:
-            params = {id(p.sharded): p for p in states.params_in(self)}
-            first = all(p.is_first for p in params.values())
-            sharded = {key: live[key] for key in keys if isinstance(live[key], DTensor)}
-            converted = {id(sharded[key]): whole for key, whole in stream_full(sharded, params)}
-        for key in keys:
-            value = live[key]
-            if not first:
-                del live[key]
-                continue
-            if id(value) not in converted:
-                converted[id(value)] = states.convert(value, settings.state_dict_type, on_host)
-            live[key] = converted[id(value)].to(dtypes[key]) if key in dtypes else converted[id(value)]
+        params = states.params_by_id(self)
+        first = not getattr(config, "rank0_only", False) or all(p.is_first for p in params.values())
+        values = [(key, live.pop(key)) for key in keys]
+        converted: dict[int, dict[str, Any]] = {}
+        for key, value in values:
+            found = converted.get(id(value))
+            if found is None:
+                found = converted[id(value)] = states.entries(key, value, params, settings)
+            elif found:  # a tied tensor, converted under its first name
+                found = {key: next(iter(found.values()))}
+            for name, entry in found.items() if first else ():
+                live[name] = entry.to(dtypes[key]) if key in dtypes else entry
         return live
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
@@ -132,9 +126,10 @@ class StatefulWrapper(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Load whole tensors, DTensors, or (``LOCAL_STATE_DICT``) this rank's shards. No communication."""
+        """Load whole tensors, DTensors, or (``LOCAL_STATE_DICT``) this rank's shards. No communication, but
+        for DTensors into flat parameters: those are gathered one at a time."""
         if self._settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
-            params = {id(param.sharded): param for param in states.params_in(self)}
+            params = states.params_by_id(self)
             live = self.state_dict(keep_vars=True)
             state_dict = {
                 key: states.sharded_like(value, params[id(live[key])])
@@ -154,7 +149,7 @@ class StatefulWrapper(nn.Module):
         full one; ``rank0_only``: {} on the others. group: accepted; the parameters know their mesh."""
         settings = StatefulWrapper.get_state_dict_type(model)
         given = optim.state_dict() if optim_state_dict is None else optim_state_dict
-        state = states.optim_state(model, given, optim, settings)
+        state = optim_states.optim_state(model, given, optim, settings)
         only_first = getattr(settings.optim_state_dict_config, "rank0_only", False)
         return {} if only_first and not all(p.is_first for p in states.params_in(model)) else state
 
@@ -171,7 +166,7 @@ class StatefulWrapper(nn.Module):
 
         Every rank has the whole or its shards; no communication. load_directly: load it too.
         """
-        ready = states.optim_state_to_load(model, optim, optim_state_dict)
+        ready = optim_states.optim_state_to_load(model, optim, optim_state_dict)
         if load_directly:
             optim.load_state_dict(ready)
         return ready
@@ -185,7 +180,7 @@ class StatefulWrapper(nn.Module):
         group: Any = None,
     ) -> dict[str, Any]:
         """``optim_state_dict`` with whole tensors on the host, on rank 0 or on all. Every rank calls it."""
-        state = states.optim_state(model, optim.state_dict(), optim, StateDictSettings())
+        state = optim_states.optim_state(model, optim.state_dict(), optim, StateDictSettings())
         return {} if rank0_only and not all(p.is_first for p in states.params_in(model)) else state
 
     @staticmethod
@@ -193,14 +188,14 @@ class StatefulWrapper(nn.Module):
         full_optim_state_dict: Any, model: nn.Module, optim_input: Any = None, optim: Any = None
     ) -> dict[str, Any]:
         """What ``optim.load_state_dict`` takes, from a full one that every rank has."""
-        return states.optim_state_to_load(model, optim, full_optim_state_dict)
+        return optim_states.optim_state_to_load(model, optim, full_optim_state_dict)
 
     @staticmethod
     def rekey_optim_state_dict(
         optim_state_dict: Any, optim_state_key_type: OptimStateKeyType, model: nn.Module
     ) -> dict[str, Any]:
         """The same state with names in place of numbers, or back: between a wrapped run and a plain one."""
-        return states.rekey(optim_state_dict, optim_state_key_type, model)
+        return optim_states.rekey(optim_state_dict, optim_state_key_type, model)
 
 
 def wrappers_in(module: nn.Module) -> list[StatefulWrapper]:

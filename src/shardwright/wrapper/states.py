@@ -10,12 +10,14 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.errors import InputError
 from shardwright.motion.unit import units_in
+from shardwright.state.flat import FlatParam
+from shardwright.state.full import stream_full
 from shardwright.state.load import WRAPPED
 from shardwright.state.param import ShardedParam
-from shardwright.wrapper.options import OptimStateKeyType, StateDictSettings, StateDictType
+from shardwright.wrapper.options import StateDictSettings, StateDictType
 
 INNER = WRAPPED
-Whole = tuple[ShardedParam, nn.Parameter]
+Params = Mapping[int, ShardedParam]
 
 
 def clean(name: str) -> str:
@@ -23,9 +25,19 @@ def clean(name: str) -> str:
     return name.replace(f"{INNER}.", "").removesuffix(f".{INNER}")
 
 
+def names_of(model: nn.Module) -> dict[int, str]:
+    """The clean name of each parameter, by identity; of tied ones the first."""
+    return {id(param): clean(name) for name, param in model.named_parameters()}
+
+
 def params_in(model: nn.Module) -> list[ShardedParam]:
     """Every sharded parameter of a tree."""
     return [param for unit in units_in(model) for group in unit.groups for param in group.params]
+
+
+def params_by_id(model: nn.Module) -> dict[int, ShardedParam]:
+    """Every sharded parameter of a tree, by the identity of what modules show at rest."""
+    return {id(param.sharded): param for param in params_in(model)}
 
 
 def convert(value: Any, kind: StateDictType, on_host: bool) -> Any:
@@ -40,6 +52,32 @@ def convert(value: Any, kind: StateDictType, on_host: bool) -> Any:
     elif isinstance(value, DTensor) and kind is StateDictType.LOCAL_STATE_DICT:
         value = value.to_local()
     return value.cpu() if on_host else value
+
+
+def entries(key: str, value: Any, params: Params, settings: StateDictSettings) -> dict[str, Any]:
+    """What a state dict has in the place of one live entry: itself converted, or the members of a flat
+    parameter. Every rank calls it for whole tensors."""
+    config, kind = settings.state_dict_config, settings.state_dict_type
+    if isinstance(value, DTensor) and getattr(config, "rank0_only", False):
+        return dict(stream_full({key: value}, params))
+    param = params.get(id(value))
+    if isinstance(param, FlatParam):
+        return split(param, key, value, kind, config.offload_to_cpu)
+    return {key: convert(value, kind, config.offload_to_cpu)}
+
+
+def split(
+    param: FlatParam, key: str, value: torch.Tensor, kind: StateDictType, on_host: bool
+) -> dict[str, Any]:
+    """The members of a flat parameter, or of a tensor that lies like it: whole, or cut by rows. Local state
+    has them as they lie, in one. Every rank calls it."""
+    if kind is StateDictType.LOCAL_STATE_DICT:
+        return {key: convert(value, kind, on_host)}
+    whole = convert(value, StateDictType.FULL_STATE_DICT, on_host)
+    parts = param.entries(key, whole)
+    if kind is StateDictType.FULL_STATE_DICT:
+        return dict(parts)
+    return {name: param.cut(part) for name, part in parts}
 
 
 def sharded_like(value: torch.Tensor, param: ShardedParam) -> DTensor:
@@ -70,17 +108,28 @@ def shown_whole(
         whole = _whole(param.sharded, on_host)
         grad = _whole(param.sharded.grad, on_host) if with_grads and param.sharded.grad is not None else None
         if is_shown:
-            wholes.append((param, nn.Parameter(whole, requires_grad=param.trainable)))
-            wholes[-1][1].grad = grad
-    for param, whole in wholes:
-        param.show(whole)
+            wholes.append((param, whole, grad))
+    shown = [(param, _show_whole(param, whole, grad)) for param, whole, grad in wholes]
     try:
         yield
     finally:
-        for param, whole in wholes:
+        for param, parts in shown:
             if writeback:
-                _write_back(param, whole, with_grads)
+                _write_back(param, parts, with_grads)
             param.show(param.sharded)
+
+
+def _show_whole(param: ShardedParam, whole: torch.Tensor, grad: torch.Tensor | None) -> list[nn.Parameter]:
+    if isinstance(param, FlatParam):
+        return param.show_whole(whole, grad)
+    shown = nn.Parameter(whole, requires_grad=param.trainable)
+    shown.grad = grad
+    param.show(shown)
+    return [shown]
+
+
+def _joined(param: ShardedParam, parts: list[Any]) -> torch.Tensor:
+    return param.join(parts) if isinstance(param, FlatParam) else parts[0].detach()
 
 
 def _whole(value: Any, on_host: bool) -> torch.Tensor:
@@ -90,84 +139,8 @@ def _whole(value: Any, on_host: bool) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _write_back(param: ShardedParam, whole: nn.Parameter, with_grads: bool) -> None:
-    param.local.copy_(param.shard_of(whole.detach()))
-    if with_grads and whole.grad is not None:
-        param.sharded.grad = sharded_like(whole.grad, param)  # type: ignore[assignment]
-
-
-# ---- optimizers
-
-
-def names_of(model: nn.Module) -> dict[int, str]:
-    """The clean name of each parameter, by identity; of tied ones the first."""
-    return {id(param): clean(name) for name, param in model.named_parameters()}
-
-
-def optim_state(
-    model: nn.Module, state: Mapping[str, Any], optim: Any, settings: StateDictSettings
-) -> dict[str, Any]:
-    """The optimizer's state dict by parameter names. Every rank calls it where it is a full one."""
-    names = [_name(names_of(model), p) for group in optim.param_groups for p in group["params"]]
-    on_host, kind = settings.optim_state_dict_config.offload_to_cpu, settings.state_dict_type
-    converted = {
-        names[index]: {key: convert(value, kind, on_host) for key, value in entry.items()}
-        for index, entry in state["state"].items()
-    }
-    groups = [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]]
-    return {"state": converted, "param_groups": groups}
-
-
-def optim_state_to_load(model: nn.Module, optim: Any, state: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``optim.load_state_dict`` takes, from a state dict by names with whole, sharded or local tensors.
-
-    Local; no communication. Raises: InputError for a parameter that the state dict doesn't have.
-    """
-    names = names_of(model)
-    params = {id(param.sharded): param for param in params_in(model)}
-    index, groups, entries = 0, [], {}
-    for number, group in enumerate(optim.param_groups):
-        members = [_name(names, p) for p in group["params"]]
-        fits = [saved for saved in state["param_groups"] if set(saved["params"]) == set(members)]
-        if not fits:
-            raise InputError(f"optimizer group {number} has other parameters than any in the state dict")
-        places = list(range(index, index + len(members)))
-        groups.append({**fits[0], "params": places})
-        for place, name, p in zip(places, members, group["params"], strict=True):
-            if name in state["state"]:
-                entries[place] = {
-                    key: _to_shard(key, value, params.get(id(p)))
-                    for key, value in state["state"][name].items()
-                }
-        index += len(members)
-    return {"state": entries, "param_groups": groups}
-
-
-# State of torch's optimizers that is a number per parameter, not a tensor like it: plain on every rank.
-_NUMBERS = {"step", "mu_product", "eta", "mu"}
-
-
-def _to_shard(key: str, value: Any, param: ShardedParam | None) -> Any:
-    if param is None or key in _NUMBERS or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
-        return value
-    fits = value.shape in (param.spec.shape, param.local.shape)
-    return sharded_like(value, param) if fits else value
-
-
-def _name(names: Mapping[int, str], param: torch.Tensor) -> str:
-    if id(param) not in names:
-        raise InputError(
-            f"the optimizer has a parameter of shape {list(param.shape)} that is not the model's; build it "
-            "from model.parameters(), after wrapping"
-        )
-    return names[id(param)]
-
-
-def rekey(state: Mapping[str, Any], to: OptimStateKeyType, model: nn.Module) -> dict[str, Any]:
-    """The same optimizer state with names in place of numbers, or numbers in place of names."""
-    names = [clean(name) for name, _ in model.named_parameters()]
-    table: dict[Any, Any] = dict(enumerate(names))
-    if to is OptimStateKeyType.PARAM_ID:
-        table = {name: number for number, name in table.items()}
-    groups = [{**g, "params": [table.get(key, key) for key in g["params"]]} for g in state["param_groups"]]
-    return {"state": {table.get(k, k): v for k, v in state["state"].items()}, "param_groups": groups}
+def _write_back(param: ShardedParam, parts: list[nn.Parameter], with_grads: bool) -> None:
+    param.local.copy_(param.shard_of(_joined(param, parts)))
+    grads = [part.grad for part in parts if part.grad is not None]
+    if with_grads and len(grads) == len(parts):
+        param.sharded.grad = sharded_like(_joined(param, grads), param)  # type: ignore[assignment]

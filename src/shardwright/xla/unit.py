@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from shardwright.errors import InputError, StageError
+from shardwright.plan.flat import FlatLayout
 from shardwright.plan.layout import ParamLayout
 from shardwright.xla.mesh import Axes
 from shardwright.xla.options import Options
@@ -64,9 +65,9 @@ class Stored:
     def dtype(self) -> torch.dtype:
         return self.leaves[0].placeholder.dtype
 
-    @cached_property
+    @property
     def numel(self) -> int:
-        return sum(leaf.numel for leaf in self.leaves)
+        return self.flat.numel
 
     @cached_property
     def by_rows(self) -> bool:
@@ -75,12 +76,16 @@ class Stored:
         return options.shard_param_on_dim_0 and not options.flatten_parameters and bool(self.leaves[0].shape)
 
     @cached_property
+    def flat(self) -> FlatLayout:
+        """The parameters one after another."""
+        return FlatLayout.of([("", leaf.shape) for leaf in self.leaves])
+
+    @cached_property
     def layout(self) -> ParamLayout:
-        """Flat arrays are rows of ``pad_multiple`` numbers, so that the last rank pads to whole rows."""
+        """Cut in rows of the parameter, or of ``pad_multiple`` numbers: the last rank pads to whole rows."""
         if self.by_rows:
             return ParamLayout(self.leaves[0].shape, self.axes.world)
-        width = self.options.pad_multiple
-        return ParamLayout((-(-self.numel // width), width), self.axes.world)
+        return self.flat.over(self.axes.world, self.options.pad_multiple)
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
@@ -109,11 +114,9 @@ class Stored:
     def place(self, values: Sequence[torch.Tensor]) -> Any:
         """The array that holds ``values``, one per leaf, on the host. Each process places its own parts."""
         padded = np.zeros(self.layout.padded_numel, jax_dtype(self.dtype))
-        start = 0
-        for leaf, value in zip(self.leaves, values, strict=True):
-            assert tuple(value.shape) == leaf.shape
-            padded[start : start + leaf.numel] = to_numpy(value).reshape(-1)
-            start += leaf.numel
+        for entry, value in zip(self.flat.entries, values, strict=True):
+            assert tuple(value.shape) == entry.shape
+            padded[entry.start : entry.start + entry.numel] = to_numpy(value).reshape(-1)
         padded = padded.reshape(self.shape)
         return jax.make_array_from_callback(self.shape, self.axes.sharded(), lambda index: padded[index])
 
@@ -129,15 +132,8 @@ class Stored:
             )
         flat = np.asarray(_replicate(self.axes)(array)).reshape(-1)
         return [
-            flat[start : start + leaf.numel].reshape(leaf.shape)
-            for leaf, start in zip(self.leaves, self.starts, strict=True)
+            flat[entry.start : entry.start + entry.numel].reshape(entry.shape) for entry in self.flat.entries
         ]
-
-    @cached_property
-    def starts(self) -> tuple[int, ...]:
-        """Where each leaf begins in the unsharded array."""
-        sizes = [0, *(leaf.numel for leaf in self.leaves)]
-        return tuple(int(n) for n in np.cumsum(sizes)[:-1])
 
 
 UNIT = "_shardwright_xla_unit"
@@ -210,9 +206,9 @@ class Unit:
                 whole[i] = gathered[:, start:stop].reshape(-1)
                 start = stop
         return [
-            whole[i][start : start + leaf.numel].reshape(leaf.shape)
+            whole[i][entry.start : entry.start + entry.numel].reshape(entry.shape)
             for i, stored in enumerate(self.stored)
-            for leaf, start in zip(stored.leaves, stored.starts, strict=True)
+            for entry in stored.flat.entries
         ]
 
     def _all_gather(self, part: Any, dtype: torch.dtype) -> Any:
