@@ -9,10 +9,12 @@ otherwise) and nothing else: no thread, no process group, no memory of another s
 ``<stem>.json`` and ``<stem>.log``; then its exit status is a line on the standard output.
 """
 
+import ctypes
 import json
 import math
 import os
 import resource
+import signal
 import sys
 import time
 import traceback
@@ -70,12 +72,20 @@ class Job:
 
 def serve() -> None:
     """Measures job after job until the standard input ends."""
+    _end_with_parent()
     for line in sys.stdin:
         job = Job.loads(line)
         pid = os.fork()
         if pid == 0:
+            _end_with_parent()
             _measure_in_fork(job)
         print(os.waitpid(pid, 0)[1], flush=True)
+
+
+def _end_with_parent() -> None:
+    """Be killed when the parent ends, however it does: ranks of a bench that was killed measured on."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def _measure_in_fork(job: Job) -> NoReturn:

@@ -135,6 +135,28 @@ def test_ending_the_bench_early_leaves_nothing_behind(num_started):
     assert f"{PREFIX}-{bench.pid}-" not in namespaces()
 
 
+def test_a_bench_that_is_killed_takes_its_ranks_and_their_jobs_along():
+    words = [sys.executable, "bench/step.py", *TINY, "--blocks", "100000", "--systems", "ddp"]
+    bench = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    measuring: list[int] = []
+    try:
+        deadline = time.monotonic() + 90
+        while len(measuring) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+            measuring = [job for rank in children(bench.pid) for job in children(rank)]
+        ranks = children(bench.pid)
+        assert len(measuring) == 2
+    finally:
+        bench.kill()
+        bench.wait()
+    deadline = time.monotonic() + 30
+    while any(Path("/proc", str(pid)).exists() for pid in ranks + measuring) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(Path("/proc", str(pid)).exists() for pid in ranks + measuring)
+    links._remove_leftovers()  # as the next bench does
+    assert f"{PREFIX}-{bench.pid}-" not in namespaces()
+
+
 def children(pid: int) -> list[int]:
     """Process ids of the ranks that the bench has started."""
     found = Path(f"/proc/{pid}/task/{pid}/children")
