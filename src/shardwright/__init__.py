@@ -20,6 +20,7 @@ from shardwright.module import FSDPModule, UnshardHandle, register_fsdp_forward_
 from shardwright.motion.build import ShardPlacementResult
 from shardwright.motion.costs import Stats
 from shardwright.motion.stepping import StepInBackward
+from shardwright.observe.life import set_watch
 from shardwright.policy import (
     BackwardPrefetch,
     CPUOffloadPolicy,
@@ -27,6 +28,7 @@ from shardwright.policy import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     SchedulePolicy,
+    WatchPolicy,
 )
 from shardwright.quantize import quantize_
 from shardwright.wrapper import FullyShardedDataParallel
@@ -47,6 +49,7 @@ __all__ = [
     "Stats",
     "StepInBackward",
     "UnshardHandle",
+    "WatchPolicy",
     "clip_grad_norm_",
     "communication_s",
     "explain",
@@ -59,6 +62,7 @@ __all__ = [
     "register_fsdp_forward_method",
     "scattered",
     "set_transport",
+    "set_watch",
     "share_comm_ctx",
     "stats",
     "stream_state_dict",

@@ -6,7 +6,10 @@
     |-- DataError (ValueError)         a corpus that is missing, empty or too small
     |-- StageError (RuntimeError)      a call that is illegal in the stage that a group is in
     |-- CommError (RuntimeError)       ranks in different collectives, or a rank that ended or never came
-    |   `-- Diverged                   ranks wait for each other in different places: proven, not timed
+    |   |-- Diverged                   ranks wait for each other in different places: proven, not timed
+    |   |-- RankFailed                 a rank raised an exception, or left, while others needed it
+    |   |-- RankLost                   a rank's process ended without a word, or its host is gone
+    |   `-- Stalled                    a rank has done nothing for as long as ``stall_s``
     |-- CheckpointError (RuntimeError) a checkpoint that is missing, damaged or doesn't fit
     `-- LaunchError (RuntimeError)     ranks that could not be started, or that ended early
 
@@ -41,6 +44,18 @@ class CommError(ShardwrightError, RuntimeError):
 
 class Diverged(CommError):
     """Ranks that wait for each other in different places, or launched different collectives."""
+
+
+class RankFailed(CommError):
+    """A rank raised an exception, or left, while others needed it; its own error comes first."""
+
+
+class RankLost(CommError):
+    """A rank whose process ended without a word, or whose host can't be reached."""
+
+
+class Stalled(CommError):
+    """A rank that has done nothing for as long as ``WatchPolicy.stall_s``, while others waited."""
 
 
 class CheckpointError(ShardwrightError, RuntimeError):

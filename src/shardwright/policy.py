@@ -221,3 +221,58 @@ class DataParallelMeshDims:
 
 def _as_names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return () if names is None else (names,) if isinstance(names, str) else tuple(names)
+
+
+@dataclass(frozen=True)
+class WatchPolicy:
+    """When a rank that waits becomes suspicious, and what is an error then. Alike on all ranks; seconds.
+
+    on: False starts no thread and sends nothing; a rank that never comes is then found by the time limit.
+    suspect_s: a rank that has waited so long asks all others what they do.
+    answer_s: how long it waits for their answers.
+    lost_s: a rank that hasn't answered for so long, though its process or connection seems alive, is lost.
+    stall_s: a rank that others wait for, and that has neither computed nor waited for so long, is an error;
+        None: it is reported and waited for, since a program may sleep. 600 suits most jobs.
+
+    Raises: InputError for a value that isn't positive.
+    """
+
+    on: bool = True
+    suspect_s: float = 1.0
+    answer_s: float = 0.7
+    lost_s: float = 30.0
+    stall_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.on, bool):
+            raise InputError(f"WatchPolicy.on must be True or False, got {self.on!r}")
+        for field in ("suspect_s", "answer_s", "lost_s", "stall_s"):
+            value = getattr(self, field)
+            if field == "stall_s" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+                raise InputError(f"WatchPolicy.{field} must be a positive number of seconds, got {value!r}")
+
+    @classmethod
+    def from_text(cls, text: str) -> "WatchPolicy":
+        """``"off"``, or fields as ``"suspect_s=2,stall_s=600"``; "" is the default.
+
+        Raises: InputError for anything else.
+        """
+        if text.strip() in ("", "on"):
+            return cls()
+        if text.strip() == "off":
+            return cls(on=False)
+        values: dict[str, float] = {}
+        for part in text.split(","):
+            name, _, value = (word.strip() for word in part.partition("="))
+            try:
+                if name not in ("suspect_s", "answer_s", "lost_s", "stall_s"):
+                    raise ValueError
+                values[name] = float(value)
+            except ValueError:
+                raise InputError(
+                    f'can\'t read the watch policy {text!r} at {part!r}: expected "off", or some of '
+                    'suspect_s, answer_s, lost_s and stall_s, as "suspect_s=2,stall_s=600"'
+                ) from None
+        return cls(**values)  # type: ignore[arg-type]

@@ -30,7 +30,7 @@ FLOORS = {
     "checkpoint": 6,
     "state": 5,
     "comm": 4,
-    "observe": 4,
+    "observe": 5,
     "xla": 4,
     "plan": 3,
     "interchange": 3,
@@ -207,6 +207,21 @@ def stray_hooks(package: dict[str, str]) -> list[str]:
                 complaints.append(
                     f"{path}:{getattr(node, 'lineno', 0)}: {name}; only {HOOKS_FILE} sets hooks"
                 )
+    return complaints
+
+
+def unbounded_groups(package: dict[str, str]) -> list[str]:
+    """Process groups made without a time limit: torch's own is 10 or 30 minutes, whatever the job's is."""
+    complaints = []
+    for path, source in package.items():
+        for node in ast.walk(ast.parse(source)):
+            if not isinstance(node, ast.Call):
+                continue
+            name = ast.unparse(node.func).rpartition(".")[2]
+            given = {keyword.arg for keyword in node.keywords}
+            positional = len(node.args) > 1 and name == "new_group"
+            if name in ("new_group", "init_process_group") and "timeout" not in given and not positional:
+                complaints.append(f"{path}:{node.lineno}: {name} without a timeout")
     return complaints
 
 

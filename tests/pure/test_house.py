@@ -21,6 +21,7 @@ RULES = [
     house.bad_names,
     house.foreign_runtime,
     house.stray_hooks,
+    house.unbounded_groups,
     over_budget,
 ]
 
@@ -65,6 +66,8 @@ BAD = [
     (house.stray_hooks, {"api.py": "from torch.autograd import Function"}),
     (house.stray_hooks, {"api.py": "from torch.autograd.graph import register_multi_grad_hook"}),
     (house.stray_hooks, {"api.py": "getattr(m, 'register_forward_hook')(f)"}),
+    (house.unbounded_groups, {"api.py": "group = dist.new_group([0, 1], backend='gloo')"}),
+    (house.unbounded_groups, {"api.py": "init_process_group('gloo', rank=0)"}),
     (over_budget, {"api.py": "x = 1\n" * 401}),
     (over_budget, {"api.py": "def f():\n" + lines(60)}),
     (over_budget, {"api.py": "def f(a, b, c, d, e, *f, g): pass"}),
@@ -87,6 +90,7 @@ GOOD = {
     "api.py": '"""Doc."""\nfrom .motion import hooks\nfrom shardwright import errors\n',
     "motion/hooks.py": "m.register_forward_hook(f)\nclass F(torch.autograd.Function): pass",
     "motion/runtime.py": "from shardwright.plan.layout import X\nimport torch.distributed as dist",
+    "comm/mesh.py": "dist.new_group(ranks, T)\ninit_process_group(timeout=T)",
     "plan/layout.py": "from shardwright.errors import InputError\n\ndef f(a, b, c, d, e, f):\n" + lines(59),
     "plan/schedule.py": "from .layout import X\n\nclass A:\n    def f(self, a, b, c, d, e, g): pass",
     "errors.py": 'def f():\n    """' + "doc\n" * 80 + '"""\n',

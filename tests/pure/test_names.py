@@ -20,6 +20,7 @@ NAMES = [
     "Stats",
     "StepInBackward",
     "UnshardHandle",
+    "WatchPolicy",
     "clip_grad_norm_",
     "communication_s",
     "explain",
@@ -33,6 +34,7 @@ NAMES = [
     "scattered",
     "share_comm_ctx",
     "set_transport",
+    "set_watch",
     "stats",
     "stream_state_dict",
 ]

@@ -22,13 +22,14 @@ from torch._C._distributed_c10d import Store
 from torch.distributed.distributed_c10d import _get_default_store  # no public way to the job's store
 
 from shardwright.comm import presence
+from shardwright.comm.launches import LaunchLog, here
 from shardwright.errors import CheckpointError
 
 T = TypeVar("T")
 
 ARRIVAL_TIMEOUT_S = 60.0
 """How long the first rank waits for the last one to call save or load, while all their processes live."""
-_LOOK_S = 1.0  # between looks whether the missing ranks' processes have ended
+_LOOK_S = 0.5  # between looks whether the missing ranks' processes have ended
 _POLL_S = 0.1
 _GROUP_TIMEOUT = timedelta(seconds=300)  # for one exchange of an integer between living ranks
 
@@ -41,6 +42,7 @@ class Ranks:
         self.world = world
         self.calls = 0
         self.cpu_group: dist.ProcessGroup | None = None
+        self._log = LaunchLog(range(world), "checkpoint")
 
     def arrive(self, call: str) -> None:
         """Every rank calls this first; returns when all have.
@@ -48,13 +50,16 @@ class Ranks:
         Raises:
             CheckpointError: some ranks did not arrive within ``ARRIVAL_TIMEOUT_S``, made another call, or
                 their processes (of this host) have ended, which is looked for each second.
+            CommError: the watch has found that the others can't come.
         """
         if self.world == 1:
             return
         store = _get_default_store()
         keys = [f"shardwright/checkpoint/{self.calls}/{rank}" for rank in range(self.world)]
         store.set(keys[self.rank], call)
-        self._wait_for_arrival(store, keys, call)
+        launch = self._log.launch(call)
+        with self._log.waiting(launch):
+            self._wait_for_arrival(store, keys, call)
         calls = [store.get(key).decode() for key in keys]
         self.calls += 1
         if self.calls > 1:
@@ -67,6 +72,7 @@ class Ranks:
             group = dist.new_group(backend="gloo", timeout=_GROUP_TIMEOUT)
             assert isinstance(group, dist.ProcessGroup)
             self.cpu_group = group
+            self._log.groups = (group,)
 
     def _wait_for_arrival(self, store: Store, keys: list[str], call: str) -> None:
         began, looks, pause = time.monotonic(), 0, 0.001
@@ -78,15 +84,19 @@ class Ranks:
                 missing = [rank for rank in range(self.world) if not store.check([keys[rank]])]
                 lost = presence.ended(missing)
             if late or lost:
+                if here.look is not None:  # a rank that told us why may have ended since
+                    here.look()
+                    here.raise_verdict()
                 if not lost:
                     store.delete_key(keys[self.rank])  # so that a late rank does not take us for waiting
-                here = sorted({*range(self.world)} - {*missing})
+                arrived = sorted({*range(self.world)} - {*missing})
                 why = f": the processes of ranks {lost} have ended" if lost else ""
                 raise CheckpointError(
-                    f"{call} was entered by ranks {here}, not by ranks {missing} within "
+                    f"{call} was entered by ranks {arrived}, not by ranks {missing} within "
                     f"{min(waited_s, ARRIVAL_TIMEOUT_S):.3g} s{why}; "
                     "every rank must call it (it writes or reads the pieces that the rank owns)"
                 )
+            here.raise_verdict()
             time.sleep(pause)
             pause = min(2 * pause, _POLL_S)
 

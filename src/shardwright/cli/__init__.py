@@ -8,7 +8,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from shardwright.cli import checkpoint, train
+from shardwright.cli import checkpoint, top, train
 from shardwright.errors import ConfigError, ShardwrightError
 
 
@@ -19,6 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     train.add_commands(commands)
     checkpoint.add_commands(commands)
+    top.add_command(commands)
     known, rest = parser.parse_known_args(given)
     try:
         if known.command == "train":
@@ -28,6 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"shardwright {known.command}: unknown argument(s) {' '.join(rest)}; "
                 f"see: shardwright {known.command} --help"
             )
+        if known.command == "top":
+            return top.run_top(known)
         return train.run_sample(known) if known.command == "sample" else checkpoint.run(known)
     except ShardwrightError as error:
         print(f"shardwright: {error}", file=sys.stderr)

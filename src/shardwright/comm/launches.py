@@ -11,9 +11,11 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
-from weakref import WeakSet
+from weakref import ref
 
 from torch.distributed import ProcessGroup
+
+from shardwright.errors import CheckpointError
 
 RING = 64
 """Launches of a transport that are remembered: more than any schedule has between two waits."""
@@ -40,29 +42,49 @@ class Here:
     """This process as its transports and its watch see it.
 
     phase, step: what the runtime runs now ("" between phases), and the number of its forward.
-    thread: the one that trains. waits: by thread id. logs: of all transports that are alive.
+    thread: the one that trains. waits: by thread id.
+    moved_s: when a phase last began or ended. caught: the last exception that went through a forward, and
+        the number of that.
     verdict: what the watch found to be wrong for good; every wait and launch raises it from then on.
-    explain: set by the watch; makes the error to raise of one that a transport met.
+    explain, look: set by the watch. The error to raise in place of one that a transport met; and a look,
+        now, whether there is a verdict.
     """
 
     def __init__(self) -> None:
         self.phase = ""
         self.step = 0
         self.waits: dict[int, Wait] = {}
-        self.logs: WeakSet[LaunchLog] = WeakSet()
+        self._logs: list[ref[LaunchLog]] = []
+        self.moved_s = time.monotonic()
+        self.caught = ""
+        self.caught_step = 0
         self.verdict: Exception | None = None
         self.delivered = False
         self.explain: Callable[[Exception], Exception] | None = None
+        self.look: Callable[[], None] | None = None
         self.thread = threading.get_ident()
+
+    @property
+    def logs(self) -> list["LaunchLog"]:
+        """Of all transports that are alive; any thread may ask."""
+        return [log for made in tuple(self._logs) if (log := made()) is not None]
+
+    def add(self, log: "LaunchLog") -> None:
+        """Remember a transport's log for as long as the transport lives."""
+        self._logs = [made for made in self._logs if made() is not None] + [ref(log)]
 
     def enter(self, phase: str, step: int) -> None:
         """The runtime begins a phase, or goes back to the one around it ("": none)."""
-        self.phase, self.step = phase, step
+        self.phase, self.step, self.moved_s = phase, step, time.monotonic()
         if phase != "backward":  # its hooks may run in threads of autograd's
             self.thread = threading.get_ident()
 
+    def failed(self, error: BaseException | None) -> None:
+        """An exception went through a whole forward; the caller may go on without it."""
+        self.caught, self.caught_step = f"{type(error).__name__}: {error}"[:200], self.step
+
     def raise_verdict(self) -> None:
-        """Raise what the watch found, if it has found anything."""
+        """Raise what the watch has found, if it has found anything."""
         if self.verdict is not None:
             self.delivered = True
             raise self.verdict
@@ -88,7 +110,7 @@ class LaunchLog:
         self.name = f"{kind}{_made[self.ranks, kind]} of {','.join(map(str, self.ranks))}"
         self.launched = 0
         self.ring: deque[Launch] = deque(maxlen=RING)
-        here.logs.add(self)
+        here.add(self)
 
     def launch(self, key: str) -> Launch:
         """Write down one more collective. Raises: the watch's verdict, where there is one."""
@@ -121,12 +143,12 @@ class _Waiting:
         here.waits[self._thread] = self._wait
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, RuntimeError) and error is not here.verdict:
-            try:
+        try:
+            explained = isinstance(error, CheckpointError) or error is here.verdict
+            if isinstance(error, RuntimeError) and not explained:
                 here.raise_verdict()
                 better = error if here.explain is None else here.explain(error)
                 if better is not error:
-                    raise better from error
-            finally:
-                here.waits.pop(self._thread, None)
-        here.waits.pop(self._thread, None)
+                    raise better from None  # it says more than what this transport saw
+        finally:
+            here.waits.pop(self._thread, None)

@@ -276,7 +276,7 @@ def _device(device_type: str) -> torch.device:
 
 def _make_comm(ranks: list[int], device_type: str, within: ProcessGroup) -> Comm:
     backend = "gloo" if device_type == "cpu" else dist.get_default_backend_for_device(device_type)
-    timeout = min(TIMEOUT, _timeout_of(within))
+    timeout = min(TIMEOUT, timeout_of(within))
     gather_group, reduce_group = (
         dist.new_group(ranks, timeout, backend, use_local_synchronization=True) for _ in range(2)
     )
@@ -294,6 +294,7 @@ def _make_comm(ranks: list[int], device_type: str, within: ProcessGroup) -> Comm
     return GlooComm(gather_group, reduce_group, log) if opened is None else SocketComm(*opened)
 
 
-def _timeout_of(group: ProcessGroup) -> datetime.timedelta:
+def timeout_of(group: ProcessGroup) -> datetime.timedelta:
+    """How long a wait in a process group may take."""
     device = torch.device("cpu" if dist.get_backend(group) == "gloo" else "cuda")
     return group._get_backend(device).options._timeout

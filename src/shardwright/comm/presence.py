@@ -12,31 +12,34 @@ from torch.distributed.distributed_c10d import _get_default_store  # no public w
 
 def announce() -> None:
     """Leave this process' identity in the job's store. No collective; without ``/proc`` nothing is left."""
-    identity = _identity(os.getpid())
-    if identity is not None:
-        _get_default_store().set(_key(dist.get_rank()), identity)
+    own = identity()
+    if own is not None:
+        _get_default_store().set(_key(dist.get_rank()), own)
 
 
 def ended(ranks: list[int]) -> list[int]:
     """Those of ``ranks`` whose processes are known to have ended: gone, or a zombie."""
     store = _get_default_store()
-    return [
-        rank for rank in ranks if store.check([_key(rank)]) and _has_ended(store.get(_key(rank)).decode())
-    ]
+    return [rank for rank in ranks if store.check([_key(rank)]) and has_ended(store.get(_key(rank)).decode())]
 
 
 def _key(rank: int) -> str:
     return f"shardwright/process/{rank}"
 
 
-def _has_ended(identity: str) -> bool:
-    own = _identity(os.getpid())
-    host, pid, _ = identity.rsplit(" ", 2)
-    return own is not None and own.rsplit(" ", 2)[0] == host and _identity(int(pid)) != identity
+def has_ended(told: str) -> bool:
+    """Whether the process with this identity is known to have ended; False for one of another host."""
+    own = identity()
+    host, pid, _ = told.rsplit(" ", 2)
+    return own is not None and own.rsplit(" ", 2)[0] == host and identity(int(pid)) != told
 
 
-def _identity(pid: int) -> str | None:
-    """Host, process id and start time of a living process (ids are used again, pairs with a time are not)."""
+def identity(pid: int | None = None) -> str | None:
+    """Host, id and start time of a living process, this one by default; None for one that has ended.
+
+    (Ids are used again, pairs with a time are not.)
+    """
+    pid = os.getpid() if pid is None else pid
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()

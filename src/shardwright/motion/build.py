@@ -23,6 +23,7 @@ from shardwright.motion.unit import (
     unit_of,
     units_in,
 )
+from shardwright.observe.life import keep_watch
 from shardwright.policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from shardwright.state.extended import ExtendedParam, is_extended
 from shardwright.state.flat import NAME as FLAT_NAME
@@ -125,6 +126,7 @@ def shard_modules(
 ) -> Sequence[nn.Module]:
     """Shard the parameters that no nested call has taken, and set the hooks. Returns the modules."""
     axis = resolve(mesh, options.dims)
+    keep_watch()
     found = _find_params(modules, ignored)
     _check_flat(found, options.flat)
     splits = {param: _split(fqn, param, axis, options) for param, (fqn, _) in found.items()}

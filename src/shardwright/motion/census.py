@@ -9,7 +9,7 @@ from itertools import zip_longest
 
 from shardwright.comm.agreement import compare
 from shardwright.comm.base import Comm
-from shardwright.errors import CommError
+from shardwright.errors import Diverged
 from shardwright.state.flat import FlatParam
 from shardwright.state.group import ParamGroup
 
@@ -18,7 +18,7 @@ def check_same_model(comm: Comm, groups: Sequence[ParamGroup]) -> None:
     """Every rank of the axis calls it with its groups that use ``comm``; one exchange of 16 bytes.
 
     Compares names, shapes, sharded dims, dtypes and precision policies, in order.
-    Raises: CommError on every rank of the axis where they differ, with both sides of the first difference.
+    Raises: Diverged on every rank of the axis where they differ, with both sides of the first difference.
     """
     lines = [line for group in groups for line in _lines(group)]
     texts = compare(comm, "\n".join(lines), groups[0].axis.device, "compare models")
@@ -29,7 +29,7 @@ def check_same_model(comm: Comm, groups: Sequence[ParamGroup]) -> None:
     nothing = "nothing: its model ends before"
     pairs = zip_longest(sides[0], sides[other], fillvalue=nothing)
     first, second = next(pair for pair in pairs if pair[0] != pair[1])
-    raise CommError(
+    raise Diverged(
         f"ranks have sharded different models, first seen between ranks 0 and {other} of the mesh:\n"
         f"  rank 0: {first}\n  rank {other}: {second}\n"
         "Build the same model on every rank, and call fully_shard on the same modules in the same order"

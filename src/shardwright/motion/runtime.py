@@ -6,6 +6,7 @@ decided in one of three ways: by all ranks ``Together`` (where agreement is stri
 a forward needs (``Private``).
 """
 
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -206,6 +207,8 @@ class Runtime:
         current = self._passes.pop()
         self._say_where()
         start = time.perf_counter()
+        if failed:
+            here.failed(sys.exc_info()[1])
         taken = current.way.end(current, failed)
         if failed:
             if not self._passes:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from shardwright.policy import SchedulePolicy
+from shardwright.policy import SchedulePolicy, WatchPolicy
 
 
 class Section(BaseModel):
@@ -182,6 +182,22 @@ class ScheduleConfig(Section):
         return SchedulePolicy(**values)
 
 
+class WatchConfig(Section):
+    """When a rank that waits asks the others what they do: see ``WatchPolicy``."""
+
+    on: bool = Field(default=True, description="off: no thread, and the time limit finds what never comes")
+    suspect_s: float = Field(default=1.0, gt=0.0, description="seconds of waiting before it asks")
+    answer_s: float = Field(default=0.7, gt=0.0, description="seconds that it waits for answers")
+    lost_s: float = Field(default=30.0, gt=0.0, description="seconds of silence before a rank is lost")
+    stall_s: float = Field(
+        default=0.0, ge=0.0, description="seconds of doing nothing before it is an error; 0: never"
+    )
+
+    def policy(self) -> WatchPolicy:
+        """The same as the library's policy."""
+        return WatchPolicy(**{**self.model_dump(), "stall_s": self.stall_s or None})
+
+
 class SampleConfig(Section):
     """The text that the model writes at the end."""
 
@@ -202,4 +218,5 @@ class Recipe(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     launch: LaunchConfig = LaunchConfig()
     schedule: ScheduleConfig = ScheduleConfig()
+    watch: WatchConfig = WatchConfig()
     sample: SampleConfig = SampleConfig()

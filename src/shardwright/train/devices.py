@@ -26,6 +26,11 @@ class DevicePlace:
         """Whether this is process 0."""
         return processes.is_first_process()
 
+    @property
+    def store_address(self) -> str:
+        """Nowhere: the ranks are devices of one program."""
+        return ""
+
     def shares(self, batch_size: int) -> list[Share]:
         """A share for each device of this process."""
         return [Share(device, self.world, batch_size) for device in self._own]

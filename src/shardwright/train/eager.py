@@ -15,6 +15,7 @@ from shardwright.api import communication_s, full_state_dict, fully_shard, stats
 from shardwright.checkpoint import Restored, load, save
 from shardwright.comm.mesh import set_transport
 from shardwright.module import FSDPModule
+from shardwright.observe.life import set_watch
 from shardwright.policy import MixedPrecisionPolicy
 from shardwright.train.config import OptimizerConfig, Recipe
 from shardwright.train.data import TrainBatches, split_targets
@@ -37,6 +38,7 @@ def build_model(recipe: Recipe, place: RankPlace) -> Transformer:
         param_dtype=param_dtype, reduce_dtype=torch.float32 if param_dtype else None
     )
     set_transport(recipe.schedule.transport)
+    set_watch(recipe.watch.policy())
     for block in model.blocks:
         fully_shard(block, mesh=place.mesh, mp_policy=policy)
     if model.head is not None:

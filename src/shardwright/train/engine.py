@@ -36,6 +36,11 @@ class Place(Protocol):
         """Whether this process prints, and writes the whole files."""
         ...
 
+    @property
+    def store_address(self) -> str:
+        """Where ``shardwright top`` can ask the ranks; "" where nobody can be asked."""
+        ...
+
     def shares(self, batch_size: int) -> Sequence[Share]:
         """The parts of every microbatch that this process feeds."""
         ...

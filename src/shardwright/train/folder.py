@@ -4,6 +4,7 @@
                     metrics.jsonl       one object per logged step, and per evaluation
                     checkpoint/         resumable, sharded
                     model.safetensors   the whole model, plain names         } written at the end
+                    job.json            where the job's store is, for `shardwright top`: while it trains
                     summary.json        what the run came to, one key each   }
 
 Each is written whole or not at all, by rank 0.
@@ -11,7 +12,8 @@ Each is written whole or not at all, by rank 0.
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shardwright.errors import InputError
+
+JOB_FILE = "job.json"
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,18 @@ class RunFolder:
     def write_config(self, text: str) -> None:
         """Write ``config.toml``."""
         _write(self.config, text)
+
+    @contextmanager
+    def open_to_top(self, store: str) -> Iterator[None]:
+        """``job.json`` says, for the length of the block, where the job's store is; nothing for ""."""
+        file = self.root / JOB_FILE
+        if store:
+            _write(file, json.dumps({"store": store}) + "\n")
+        try:
+            yield
+        finally:
+            if store:
+                file.unlink(missing_ok=True)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write ``summary.json``."""

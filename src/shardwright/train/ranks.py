@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwright.checkpoint import StopRequest
 from shardwright.errors import CheckpointError, ConfigError, DataError, InputError
+from shardwright.observe.life import leave, store_address
 from shardwright.train.config import LaunchConfig
 from shardwright.train.data import Share
 from shardwright.train.launch import FAILURE_VARIABLE, STOP_SIGNALS, STORE_VARIABLE, Failure
@@ -46,6 +47,11 @@ class RankPlace:
     def is_first(self) -> bool:
         """Whether this is rank 0, the one that prints and writes the whole files."""
         return self.rank == 0
+
+    @property
+    def store_address(self) -> str:
+        """Where the job's store can be reached; "" for a rank that is alone."""
+        return store_address() if self.world > 1 else ""
 
     def shares(self, batch_size: int) -> list[Share]:
         """The one share of this rank."""
@@ -118,6 +124,11 @@ def joined(config: LaunchConfig) -> Iterator[RankPlace]:
     )
     try:
         yield RankPlace(rank, world, device, init_device_mesh(kind, (world,), mesh_dim_names=("shard",)))
+    except BaseException as error:
+        leave(error)  # while the store is there for a note
+        raise
+    else:
+        leave()
     finally:
         dist.destroy_process_group()
 

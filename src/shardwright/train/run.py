@@ -96,7 +96,8 @@ def _train(resolved: Resolved, place: Place, screen: Screen, stop: StopRequest, 
         folder.write_config(resolved.to_toml())
     place.wait_for_all()
     screen.start(loop.progress.step)
-    finished = loop.run(windows, _listener(folder, loop, screen, kept), stop)
+    with folder.open_to_top(place.store_address if place.is_first else ""):
+        finished = loop.run(windows, _listener(folder, loop, screen, kept), stop)
     screen.stop()
     if not finished:
         screen.say(

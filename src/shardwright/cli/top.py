@@ -1,0 +1,89 @@
+"""``shardwright top``: what every rank of a running job waits for, or does, live.
+
+shardwright top RUN | HOST:PORT | FILE [--once]
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from shardwright.errors import CommError, ConfigError
+from shardwright.observe.rollcall import Roll, find_roll, store_at
+from shardwright.observe.verdict import judge, tell
+from shardwright.policy import WatchPolicy
+from shardwright.train.folder import JOB_FILE
+
+_ANSWER_S = 1.0
+_PAUSE_S = 1.0
+
+
+def add_command(commands: Any) -> None:
+    """Add it to the subparsers of the command."""
+    top = commands.add_parser(
+        "top",
+        help="what the ranks of a running job wait for, or do",
+        description="Ask the ranks of a running job what they wait for, or do, again and again (Ctrl-C ends "
+        "it). It joins no collective, and runs anywhere from where the job's store can be reached.",
+        allow_abbrev=False,
+    )
+    top.add_argument(
+        "job",
+        metavar="JOB",
+        help="the folder of a run of `shardwright train`; or the job's store: HOST:PORT (torchrun's "
+        "--rdzv-endpoint or MASTER_ADDR:MASTER_PORT), or the path of its file",
+    )
+    top.add_argument("--once", action="store_true", help="print one table and leave")
+
+
+def run_top(known: argparse.Namespace) -> int:
+    """Ask and show, until Ctrl-C or the job's end.
+
+    Raises:
+        ConfigError: nothing is at JOB. CommError: no job is watched there, or it has ended.
+    """
+    roll, console = _roll(known.job), Console()
+    try:
+        if known.once:
+            console.print(_table(roll), soft_wrap=True)
+            return 0
+        with Live(_table(roll), console=console, auto_refresh=False) as live:
+            while True:
+                time.sleep(_PAUSE_S)
+                live.update(_table(roll), refresh=True)
+    except KeyboardInterrupt:
+        return 0
+    except RuntimeError as error:
+        raise CommError(f"the job at {known.job} can't be asked any more, it has ended ({error})") from error
+
+
+def _table(roll: Roll) -> Text:
+    found = roll.call(_ANSWER_S)
+    return Text(tell(judge(found, WatchPolicy()), found), no_wrap=True, overflow="ellipsis")
+
+
+def _roll(job: str) -> Roll:
+    address = job
+    if Path(job).is_dir():
+        file = Path(job, JOB_FILE)
+        if not file.exists():
+            raise ConfigError(
+                f"{job} has no {JOB_FILE}: no run of `shardwright train` on several ranks trains there"
+            )
+        address = json.loads(file.read_text(encoding="utf-8"))["store"]
+    if ":" not in address and not Path(address).exists():
+        raise ConfigError(f"no store is at {address}: the job has ended, or runs on another host")
+    try:
+        roll = find_roll(store_at(address))
+    except RuntimeError as error:
+        raise CommError(f"no job's store answers at {address}: {error}") from error
+    if roll is None:
+        raise CommError(
+            f"the store at {address} knows of no watched job: no model is sharded yet, or its watch is off"
+        )
+    return roll

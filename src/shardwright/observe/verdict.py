@@ -1,0 +1,384 @@
+"""From what the ranks say of themselves to what is wrong. Pure: no store, no clock, no process.
+
+Judged in this order; the first that holds is the verdict:
+
+    failed     a rank left a note: it raised an exception, or its program ended
+    lost       a rank's process has ended without one, its connection is closed, or it is silent for lost_s
+    diverged   two ranks launched different collectives under one number; or ranks wait for each other in a
+               circle; or all wait, some in the caller's own collectives, and no wait can end
+    stalled    a rank that others wait for has done nothing for stall_s
+    slow       none of these: a log line, never an error
+
+A wait can end once every rank of its transport has launched what is waited for. So divergence is proven by
+what was launched, never by how long it takes: a rank that computes, sleeps or is stopped is slow.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from shardwright.errors import CommError, Diverged, RankFailed, RankLost, Stalled
+from shardwright.policy import WatchPolicy
+
+FOREIGN_S = 2.0
+"""How long a rank must have been in a collective of the caller's own, that all its ranks enter, to count as
+unable to end. Other calls (a receive, a broadcast) may be a long transfer: ``lost_s`` for those."""
+
+_ALL_ENTER = ("barrier", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "monitored_barrier")
+
+
+class Fault(StrEnum):
+    """The class of what is wrong."""
+
+    FAILED = "failed"
+    LOST = "lost"
+    DIVERGED = "diverged"
+    STALLED = "stalled"
+    SLOW = "slow"
+
+
+ERRORS: dict[Fault, type[CommError]] = {
+    Fault.FAILED: RankFailed,
+    Fault.LOST: RankLost,
+    Fault.DIVERGED: Diverged,
+    Fault.STALLED: Stalled,
+}
+
+
+@dataclass(frozen=True)
+class Waits:
+    """What a rank waits for: number ``number`` of the transport ``log``, ``key``, for ``since_s`` seconds."""
+
+    log: str
+    number: int
+    key: str
+    since_s: float
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A transport's launches on one rank: its ranks, how many there were, the keys of the last ones."""
+
+    ranks: tuple[int, ...]
+    count: int
+    keys: tuple[str, ...]
+
+    def key(self, number: int) -> str | None:
+        """What was launched under ``number``; None where that is not known (any more, or yet)."""
+        index = number - 1 - (self.count - len(self.keys))
+        return self.keys[index] if 0 <= index < len(self.keys) else None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a rank says of itself.
+
+    place: the phase it is in, in words. line: the user's file, line and function. does: what it does while
+    it doesn't wait, for since_s seconds. idle_s: how long no thread of it has run. foreign: the name of the
+    ``torch.distributed`` call that it is in, for foreign_s. caught: an exception that went through a forward
+    of this step or the last, and was caught.
+    """
+
+    rank: int
+    place: str
+    line: str
+    waits: Waits | None = None
+    does: str = "computes"
+    since_s: float = 0.0
+    idle_s: float = 0.0
+    foreign: str = ""
+    foreign_s: float = 0.0
+    caught: str = ""
+    logs: Mapping[str, Launched] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Note:
+    """What a rank left behind: ``raised`` is "ValueError: bad batch", or "" where its program just ended.
+
+    held_store: the job's store was in that process, and has ended with it.
+    """
+
+    rank: int
+    raised: str
+    line: str
+    at_s: float
+    held_store: bool = False
+
+    def __str__(self) -> str:
+        where = f" in {self.line}" if self.line else ""
+        return f"raised {self.raised}{where}" if self.raised else f"ended its program{where}"
+
+
+@dataclass(frozen=True)
+class Findings:
+    """All that one roll call has brought.
+
+    ended: ranks whose process or connection is known to be gone. silent: seconds since a rank last answered,
+    of those that did not. took_s: how long answers were waited for.
+    """
+
+    world: int
+    answers: Mapping[int, Answer]
+    notes: Sequence[Note] = ()
+    ended: frozenset[int] = frozenset()
+    silent: Mapping[int, float] = field(default_factory=dict)
+    took_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is wrong, in words: a sentence, and what to do. ranks: those at fault, or all that disagree."""
+
+    fault: Fault
+    ranks: tuple[int, ...]
+    sentence: str
+    remedy: str
+
+    @property
+    def is_error(self) -> bool:
+        """Whether the step can't go on."""
+        return self.fault is not Fault.SLOW
+
+    def error(self, text: str) -> CommError:
+        """The exception that says ``text``."""
+        return ERRORS[self.fault](text)
+
+
+def judge(found: Findings, policy: WatchPolicy) -> Verdict:
+    """The verdict on what a roll call has brought."""
+    return (
+        _failed(found)
+        or _lost(found, policy)
+        or _different_launches(found)
+        or _circle(found)
+        or _nobody_can_go_on(found, policy)
+        or _stalled(found, policy)
+        or _slow(found)
+    )
+
+
+def spans(ranks: Sequence[int]) -> str:
+    """Ranks in words: "rank 1", "ranks 0, 2-5"."""
+    ordered, parts = sorted(ranks), list[list[int]]()
+    for rank in ordered:
+        if parts and parts[-1][-1] == rank - 1:
+            parts[-1].append(rank)
+        else:
+            parts.append([rank])
+    words = [str(p[0]) if len(p) == 1 else f"{p[0]}{'-' if len(p) > 2 else ', '}{p[-1]}" for p in parts]
+    return f"rank{'s' if len(ordered) != 1 else ''} {', '.join(words)}"
+
+
+def _failed(found: Findings) -> Verdict | None:
+    if not found.notes:
+        return None
+    # What was raised caused the rest; a program that ends first is the cause only where nothing was raised.
+    first = min(found.notes, key=lambda note: (not note.raised, note.at_s))
+    remedy = (
+        f"Mend what rank {first.rank} raised (its own output has the traceback); the others waited for it."
+    )
+    if not first.raised:
+        remedy = (
+            f"Let every rank make as many steps: rank {first.rank} ended while others needed it "
+            "(data of different lengths: shardwright.lockstep)."
+        )
+    also = [f"{spans([note.rank])} {note}" for note in found.notes if note.raised and note is not first]
+    sentence = "; then ".join([f"rank {first.rank} {first}", *also])
+    return Verdict(Fault.FAILED, (first.rank,), sentence, remedy)
+
+
+def _lost(found: Findings, policy: WatchPolicy) -> Verdict | None:
+    silent = [rank for rank, seconds in found.silent.items() if seconds > policy.lost_s]
+    ranks = sorted({*found.ended, *silent})
+    if not ranks:
+        return None
+    how = "ended without a word" if found.ended else f"has not answered for {policy.lost_s:g} s"
+    return Verdict(
+        Fault.LOST,
+        tuple(ranks),
+        f"{spans(ranks)} {'is' if len(ranks) == 1 else 'are'} lost: the process {how}",
+        f"Look for what ended {spans(ranks)}: the out-of-memory killer, a crash in native code, a scheduler, "
+        "its host.",
+    )
+
+
+_DIVERGED = (
+    "Every rank must make the same calls in the same order: look at the lines above for a call under "
+    "`if rank == 0`, data of different lengths (shardwright.lockstep), or an exception that was caught."
+)
+
+
+def _different_launches(found: Findings) -> Verdict | None:
+    """Two ranks launched different collectives under the same number of one transport."""
+    for name in dict.fromkeys(name for answer in found.answers.values() for name in answer.logs):
+        logs = {rank: answer.logs[name] for rank, answer in found.answers.items() if name in answer.logs}
+        first = max(log.count - len(log.keys) for log in logs.values()) + 1
+        for number in range(first, max(log.count for log in logs.values()) + 1):
+            sides: dict[str, list[int]] = {}
+            for rank, log in logs.items():
+                key = log.key(number)
+                if key is not None:
+                    sides.setdefault(key, []).append(rank)
+            if len(sides) > 1:
+                said = ", ".join(f"{spans(ranks)} launched {key!r}" for key, ranks in sides.items())
+                ranks = sorted(rank for side in sides.values() for rank in side)
+                sentence = f"ranks are in different collectives: as number {number}, {said}"
+                return Verdict(Fault.DIVERGED, tuple(ranks), sentence, _DIVERGED)
+    return None
+
+
+def _missing(found: Findings, answer: Answer) -> list[int]:
+    """The ranks that have answered and not launched what ``answer``'s rank waits for."""
+    waits = answer.waits
+    if waits is None or waits.log not in answer.logs:
+        return []
+    missing = []
+    for rank in answer.logs[waits.log].ranks:
+        other = found.answers.get(rank)
+        log = other.logs.get(waits.log) if other is not None else None
+        if other is not None and (log.count if log is not None else 0) < waits.number:
+            missing.append(rank)
+    return missing
+
+
+def _is_steady(found: Findings, answer: Answer) -> bool:
+    """Whether the rank was in its wait when the roll was called, so that answers describe one moment."""
+    return answer.waits is not None and answer.waits.since_s > found.took_s
+
+
+def _circle(found: Findings) -> Verdict | None:
+    """Ranks of which each waits for one that waits, in the end, for the first: none can go on."""
+    needs = {
+        rank: [peer for peer in _missing(found, answer) if peer != rank]
+        for rank, answer in found.answers.items()
+        if _is_steady(found, answer)
+    }
+    for start in needs:
+        trail, reached = [start], set[int]()
+        while trail:
+            for peer in needs.get(trail.pop(), ()):
+                if peer == start:
+                    return _divergence(found, [rank for rank in found.answers if rank in needs])
+                if peer not in reached:
+                    reached.add(peer)
+                    trail.append(peer)
+    return None
+
+
+def _nobody_can_go_on(found: Findings, policy: WatchPolicy) -> Verdict | None:
+    """Every rank waits, here or in a collective of the caller's own, and no wait of ours can end."""
+    if len(found.answers) < found.world:
+        return None
+    answers = found.answers.values()
+    ours = [answer for answer in answers if _is_steady(found, answer) and _missing(found, answer)]
+    foreign = [answer for answer in answers if answer.waits is None and _is_stuck(answer, policy)]
+    if not ours or not foreign or len(ours) + len(foreign) < found.world:
+        return None
+    return _divergence(found, sorted(found.answers))
+
+
+def _is_stuck(answer: Answer, policy: WatchPolicy) -> bool:
+    """Whether a rank has been in a collective of the caller's own for longer than that can take."""
+    enough_s = FOREIGN_S if answer.foreign.startswith(_ALL_ENTER) else max(policy.lost_s, FOREIGN_S)
+    return bool(answer.foreign) and answer.foreign_s >= enough_s
+
+
+def _divergence(found: Findings, ranks: Sequence[int]) -> Verdict:
+    sides: dict[str, list[int]] = {}
+    for rank in ranks:
+        sides.setdefault(doing(found.answers[rank]), []).append(rank)
+    said = ", ".join(
+        f"{spans(side)} {'is' if len(side) == 1 else 'are'} in {what}" for what, side in sides.items()
+    )
+    return Verdict(
+        Fault.DIVERGED, tuple(ranks), f"ranks wait for each other in different places: {said}", _DIVERGED
+    )
+
+
+def _stalled(found: Findings, policy: WatchPolicy) -> Verdict | None:
+    if policy.stall_s is None:
+        return None
+    stalled = [
+        answer
+        for answer in found.answers.values()
+        if answer.waits is None and not answer.foreign and answer.idle_s > policy.stall_s
+    ]
+    if not stalled or not any(answer.waits for answer in found.answers.values()):
+        return None
+    ranks = tuple(answer.rank for answer in stalled)
+    lines = ", ".join(dict.fromkeys(answer.line for answer in stalled))
+    return Verdict(
+        Fault.STALLED,
+        ranks,
+        f"{spans(ranks)} {'has' if len(ranks) == 1 else 'have'} done nothing for "
+        f"{max(answer.idle_s for answer in stalled):.1f} s, at {lines}",
+        f"Mend what {spans(ranks)} waits for there, or raise stall_s ({policy.stall_s:g} s).",
+    )
+
+
+def _slow(found: Findings) -> Verdict:
+    waiting = [answer for answer in found.answers.values() if answer.waits]
+    late = sorted({rank for answer in waiting for rank in _missing(found, answer)} | found.silent.keys())
+    if not waiting:
+        return Verdict(Fault.SLOW, (), "no rank waits for another", "Nothing is wrong.")
+    longest = max(waiting, key=lambda answer: answer.waits.since_s if answer.waits else 0.0)
+    assert longest.waits is not None
+    waited = f"rank {longest.rank} has waited {longest.waits.since_s:.1f} s in {doing(longest)}"
+    if not late:
+        return Verdict(Fault.SLOW, (), f"{waited}, which all ranks have launched", "The network is slow.")
+    said = []
+    for rank in late:
+        answer = found.answers.get(rank)
+        what = f"{doing(answer)} at {answer.line}" if answer else "does not answer, but has not ended"
+        said.append(f"rank {rank}: {what}")
+    return Verdict(
+        Fault.SLOW,
+        tuple(late),
+        f"{waited} for {spans(late)} ({'; '.join(said[:4])}{'; ...' if len(said) > 4 else ''})",
+        "Nothing is wrong if that is meant to take so long.",
+    )
+
+
+def doing(answer: Answer) -> str:
+    """What a rank waits for, or does, in words."""
+    if answer.waits is not None:
+        return f"{answer.waits.key} ({answer.place})" if answer.place else answer.waits.key
+    what = f"torch.distributed.{answer.foreign}" if answer.foreign else answer.does
+    return f"{what} ({answer.place})" if answer.place else what
+
+
+def table(found: Findings) -> str:
+    """A row for each rank, those that say the same joined: rank, what it waits for or does, since, where."""
+    rows: dict[tuple[str, str], list[tuple[int, float]]] = {}
+    for rank in range(found.world):
+        what, line, since_s = _row(found, rank)
+        rows.setdefault((what, line), []).append((rank, since_s))
+    cells = [("rank", "waits for or does", "since", "in")]
+    for (what, line), members in rows.items():
+        ranks = spans([rank for rank, _ in members]).partition(" ")[2]
+        cells.append((ranks, what, f"{max(since_s for _, since_s in members):.1f} s", line))
+    widths = [max(len(row[column]) for row in cells) for column in range(3)]
+    return "\n".join(
+        f"  {rank:<{widths[0]}}  {what:<{widths[1]}}  {since:>{widths[2]}}  {line}".rstrip()
+        for rank, what, since, line in cells
+    )
+
+
+def _row(found: Findings, rank: int) -> tuple[str, str, float]:
+    note = next((note for note in found.notes if note.rank == rank), None)
+    if note is not None:
+        return (f"raised {note.raised}" if note.raised else "ended its program"), note.line, 0.0
+    answer = found.answers.get(rank)
+    if rank in found.ended or answer is None:
+        silent = "process has ended" if rank in found.ended else "does not answer"
+        return silent, "", found.silent.get(rank, 0.0)
+    after = f", after {answer.caught}" if answer.caught else ""
+    waits = answer.waits
+    what = f"waits in {doing(answer)}, number {waits.number}" if waits is not None else doing(answer)
+    return what + after, answer.line, waits.since_s if waits is not None else answer.since_s
+
+
+def tell(verdict: Verdict, found: Findings) -> str:
+    """The whole verdict: class and sentence, the table, the remedy."""
+    return f"{verdict.fault}: {verdict.sentence}\n{table(found)}\n{verdict.remedy}"

@@ -1,0 +1,195 @@
+"""The judge: from what ranks say of themselves to what is wrong. No ranks, no clock."""
+
+import dataclasses
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwright.errors import CommError, InputError
+from shardwright.observe.rollcall import _answer
+from shardwright.observe.verdict import (
+    Answer,
+    Fault,
+    Findings,
+    Launched,
+    Note,
+    Waits,
+    judge,
+    spans,
+    table,
+    tell,
+)
+from shardwright.policy import WatchPolicy
+
+POLICY = WatchPolicy()
+ALL = (0, 1, 2)
+
+
+def says(rank, keys, waits=None, since_s=2.0, ranks=ALL, **more):
+    """A rank that has launched ``keys`` on one transport and waits for the last but ``waits`` (None: not)."""
+    log = Launched(ranks, len(keys), tuple(keys))
+    wait = None if waits is None else Waits("axis", waits, keys[waits - 1], since_s)
+    return Answer(rank, "forward of pass 3", f"train.py:{rank} in main", wait, logs={"axis": log}, **more)
+
+
+def found(*answers, world=3, **more):
+    return Findings(world, {answer.rank: answer for answer in answers}, **more)
+
+
+def test_a_computing_rank_is_slow_and_named_with_its_line():
+    verdict = judge(found(says(0, "ab", 2), says(1, "a"), says(2, "ab", 2)), POLICY)
+    assert verdict.fault is Fault.SLOW
+    assert verdict.ranks == (1,)
+    assert "train.py:1 in main" in verdict.sentence
+    assert not verdict.is_error
+
+
+def test_all_waiting_for_what_all_have_launched_is_a_slow_network():
+    verdict = judge(found(*(says(rank, "ab", 2, since_s=60) for rank in ALL)), POLICY)
+    assert verdict.fault is Fault.SLOW
+    assert "network" in verdict.remedy
+
+
+def test_other_collectives_under_one_number_are_a_divergence_whoever_waits():
+    verdict = judge(found(says(0, "ab", 2), says(1, "abc"), says(2, "ac")), POLICY)
+    assert verdict.fault is Fault.DIVERGED
+    assert "number 2" in verdict.sentence
+    assert "ranks 0, 1 launched 'b'" in verdict.sentence
+    assert "rank 2 launched 'c'" in verdict.sentence
+
+
+def test_only_launches_that_both_remember_are_compared():
+    old = dataclasses.replace(says(1, "yz"), logs={"axis": Launched(ALL, 64, tuple("yz"))})
+    assert judge(found(says(0, "ab", 2), old, says(2, "ab", 2)), POLICY).fault is Fault.SLOW
+
+
+def test_ranks_that_wait_for_each_other_have_diverged_even_while_a_third_computes():
+    first = says(0, "ab", 2)
+    second = dataclasses.replace(
+        says(1, "a"),
+        waits=Waits("save", 1, "save(step=3)", 2.0),
+        logs={"axis": Launched(ALL, 1, ("a",)), "save": Launched(ALL, 1, ("save(step=3)",))},
+    )
+    verdict = judge(found(first, second, says(2, "ab")), POLICY)
+    assert verdict.fault is Fault.DIVERGED
+    assert "save(step=3)" in verdict.sentence
+
+
+def test_a_wait_that_began_after_the_roll_was_called_proves_nothing():
+    first = says(0, "ab", 2)
+    second = dataclasses.replace(says(1, "a"), waits=Waits("save", 1, "save", 0.1))
+    assert judge(found(first, second, says(2, "ab"), took_s=0.3), POLICY).fault is Fault.SLOW
+
+
+@pytest.mark.parametrize(
+    ("call", "seconds", "fault"),
+    [
+        ("barrier", 2.5, Fault.DIVERGED),
+        ("barrier", 1.5, Fault.SLOW),
+        ("recv", 20.0, Fault.SLOW),  # may be a long transfer
+        ("recv", 31.0, Fault.DIVERGED),
+    ],
+)
+def test_a_collective_of_the_callers_own_counts_once_it_cannot_end(call, seconds, fault):
+    foreign = says(1, "a", foreign=call, foreign_s=seconds)
+    verdict = judge(found(says(0, "ab", 2), foreign, says(2, "ab", 2)), POLICY)
+    assert verdict.fault is fault
+    if fault is Fault.DIVERGED:
+        assert f"torch.distributed.{call}" in verdict.sentence
+
+
+def test_ranks_that_are_all_in_a_collective_of_the_callers_own_are_left_alone():
+    answers = [says(rank, "a", foreign="barrier", foreign_s=100) for rank in ALL]
+    assert judge(found(*answers), POLICY).fault is Fault.SLOW
+
+
+def test_what_was_raised_comes_before_everything_and_before_who_merely_left():
+    notes = [Note(2, "", "", 1.0), Note(1, "ValueError: bad", "train.py:7 in main", 2.0)]
+    verdict = judge(found(says(0, "ab", 2), notes=notes, ended=frozenset({1, 2})), POLICY)
+    assert verdict.fault is Fault.FAILED
+    assert verdict.ranks == (1,)
+    assert "rank 1 raised ValueError: bad in train.py:7 in main" in verdict.sentence
+
+
+def test_a_process_that_ended_without_a_word_is_lost():
+    verdict = judge(found(says(0, "ab", 2), says(2, "ab", 2), ended=frozenset({1})), POLICY)
+    assert (verdict.fault, verdict.ranks) == (Fault.LOST, (1,))
+
+
+def test_silence_is_slow_until_lost_s():
+    slow = found(says(0, "ab", 2), says(2, "ab", 2), silent={1: 29.0})
+    assert judge(slow, POLICY).fault is Fault.SLOW
+    assert judge(dataclasses.replace(slow, silent={1: 31.0}), POLICY).fault is Fault.LOST
+
+
+def test_idling_is_an_error_only_beyond_stall_s():
+    answers = found(says(0, "ab", 2), says(1, "a", idle_s=5.0), says(2, "ab", 2))
+    assert judge(answers, POLICY).fault is Fault.SLOW
+    assert judge(answers, WatchPolicy(stall_s=6.0)).fault is Fault.SLOW
+    stalled = judge(answers, WatchPolicy(stall_s=2.0))
+    assert (stalled.fault, stalled.ranks) == (Fault.STALLED, (1,))
+    assert "train.py:1" in stalled.sentence
+
+
+def test_nobody_waiting_is_nothing_wrong():
+    assert "no rank waits" in judge(found(says(0, "a"), says(1, "a"), says(2, "a")), POLICY).sentence
+
+
+counts = st.lists(st.tuples(st.integers(1, 70), st.booleans()), min_size=2, max_size=6)
+
+
+@given(counts)
+def test_ranks_that_follow_one_order_are_never_accused(ranks):
+    """However far each has come, and whoever waits: equal launches never make an error."""
+    order = [f"op {number}" for number in range(100)]
+    answers = {}
+    for rank, (count, waiting) in enumerate(ranks):
+        keys = tuple(order[:count][-64:])
+        wait = Waits("axis", count, order[count - 1], 50.0) if waiting else None
+        log = Launched(tuple(range(len(ranks))), count, keys)
+        answers[rank] = Answer(rank, "forward", "x.py:1", wait, logs={"axis": log})
+    verdict = judge(Findings(len(ranks), answers), POLICY)
+    assert verdict.fault is Fault.SLOW
+
+
+def test_the_table_has_a_row_for_each_thing_that_ranks_do():
+    answers = [says(rank, "ab", 2, ranks=tuple(range(64))) for rank in range(62)]
+    same = [dataclasses.replace(answer, line="train.py:40 in main") for answer in answers]
+    rows = table(found(*same, says(62, "a"), world=64)).splitlines()
+    assert len(rows) == 4  # the head, 0-61, 62, 63
+    assert rows[1].split()[:4] == ["0-61", "waits", "in", "b"]
+    assert "train.py:40 in main" in rows[1]
+    assert "does not answer" in rows[3]
+
+
+def test_every_error_names_its_class_the_table_and_a_remedy():
+    findings = found(says(0, "ab", 2), says(1, "ac", 2), says(2, "a", caught="ValueError: bad"))
+    verdict = judge(findings, POLICY)
+    text = tell(verdict, findings)
+    assert text.startswith("diverged: ")
+    assert "after ValueError: bad" in text
+    assert "same order" in text.splitlines()[-1]
+    assert issubclass(type(verdict.error(text)), CommError)
+
+
+def test_an_answer_survives_the_store():
+    answer = says(1, "abc", 2, caught="ValueError: x", foreign="", idle_s=1.5)
+    assert _answer(json.loads(json.dumps(dataclasses.asdict(answer)))) == answer
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"), [((1,), "rank 1"), ((0, 1), "ranks 0, 1"), ((0, 2, 3, 4, 9), "ranks 0, 2-4, 9")]
+)
+def test_ranks_in_words(ranks, words):
+    assert spans(ranks) == words
+
+
+def test_the_policy_reads_its_text_form():
+    assert WatchPolicy.from_text("") == WatchPolicy()
+    assert WatchPolicy.from_text("off") == WatchPolicy(on=False)
+    assert WatchPolicy.from_text("suspect_s=2, stall_s=600") == WatchPolicy(suspect_s=2.0, stall_s=600.0)
+    for bad in ("suspect=2", "stall_s=soon", "stall_s=-1", "no"):
+        with pytest.raises(InputError, match=r"stall_s|suspect_s"):
+            WatchPolicy.from_text(bad)

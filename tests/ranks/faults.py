@@ -1,0 +1,422 @@
+"""What can go wrong between ranks, a function each, and what the ranks must say of it.
+
+``python -m tests.ranks.faults [NAME ...]`` runs them and prints the table of docs/watch.md.
+"""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+from shardwright import SchedulePolicy, fully_shard, set_transport
+from shardwright.checkpoint import save
+from shardwright.observe.rollcall import Roll
+from tests.ranks.scripts import fault, run_scripts
+
+STEP = 2  # the step in which the fault comes
+LONG_S = 3.0  # what a rank may take without being accused of anything
+
+
+class Layer(nn.Module):
+    """A linear layer that does ``act()`` in its forward, once that is set."""
+
+    def __init__(self, dim: int = 8) -> None:
+        super().__init__()
+        self.linear = nn.Linear(dim, dim)
+        self.act: Callable[[], Any] | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.act is not None:
+            self.act()
+        return self.linear(x)
+
+
+def built(dim: int = 8) -> nn.Sequential:
+    """Three sharded layers, nested in a sharded root."""
+    layers = [fully_shard(Layer(dim)) for _ in range(3)]
+    return fully_shard(nn.Sequential(*layers, nn.Linear(dim, dim)))
+
+
+def step(model: nn.Module, skip_backward: bool = False) -> None:
+    """One training step without an optimizer."""
+    loss = model(torch.ones(2, 8)).sum()
+    if not skip_backward:
+        loss.backward()
+
+
+def until_fault() -> nn.Sequential:
+    """A model that has trained up to the step of the fault."""
+    model = built()
+    for _ in range(STEP):
+        step(model)
+    fault()
+    return model
+
+
+def on(model: nn.Sequential, act: Callable[[], Any]) -> None:
+    """From now on the second layer's forward does ``act()`` first."""
+    model[1].act = act
+
+
+def rest(model: nn.Module) -> None:
+    """The steps after the fault."""
+    for _ in range(3):
+        step(model)
+
+
+def bad_batch() -> None:
+    """Raise what a user's code raises."""
+    raise ValueError("bad batch")
+
+
+# ---- ranks that fail, leave or die
+
+
+def raises_in_forward(rank: int, world: int) -> None:
+    model = until_fault()
+    if rank == 1:
+        on(model, bad_batch)
+    rest(model)
+
+
+def raises_in_backward(rank: int, world: int) -> None:
+    model = until_fault()
+    x = torch.ones(2, 8)
+    out = model[1](model[0](x))
+    if rank == 1:
+        out.register_hook(lambda grad: bad_batch())
+    model[2](out).sum().backward()
+    rest(model)
+
+
+def two_fail(rank: int, world: int) -> None:
+    model = until_fault()
+    if rank == 1:
+        on(model, bad_batch)
+    if rank == 2:
+        on(model, lambda: time.sleep(0.3) or bad_batch())
+    rest(model)
+
+
+def exits(rank: int, world: int) -> None:
+    model = until_fault()
+    if rank == 1:
+        on(model, lambda: sys.exit(3))
+    rest(model)
+
+
+def ends_early(rank: int, world: int) -> None:
+    model = until_fault()
+    if rank == 1:
+        return
+    rest(model)
+
+
+def killed(rank: int, world: int) -> None:
+    model = until_fault()
+    if rank == 1:
+        on(model, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    rest(model)
+
+
+def store_host_killed(rank: int, world: int) -> None:
+    model = until_fault()
+    if rank == 0:
+        on(model, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    rest(model)
+
+
+def store_host_raises(rank: int, world: int) -> None:
+    model = until_fault()
+    if rank == 0:
+        on(model, bad_batch)
+    rest(model)
+
+
+def caller_dies(rank: int, world: int) -> None:
+    """Rank 1 computes; rank 2 has called the roll, and is killed."""
+    model = until_fault()
+    if rank == 1:
+        on(model, lambda: time.sleep(2.5))
+    if rank == 2:
+        on(model, lambda: time.sleep(1.2) or os.kill(os.getpid(), signal.SIGKILL))
+    rest(model)
+
+
+# ---- ranks that diverge
+
+
+def catches_unagreed(rank: int, world: int) -> None:
+    catches(rank, world, agreement="off")
+
+
+def catches(rank: int, world: int, agreement: str = "strict") -> None:
+    model = until_fault()
+    model.set_schedule_policy(SchedulePolicy(agreement=agreement))
+    if rank == 1:
+        on(model, bad_batch)
+        try:
+            step(model)
+        except ValueError:
+            model[1].act = None
+    rest(model)
+
+
+def saves_alone(rank: int, world: int) -> None:
+    model = until_fault()
+    if rank == 0:
+        with tempfile.TemporaryDirectory() as folder:
+            save(folder, model=model, step=STEP)
+    rest(model)
+
+
+def skips_backward(rank: int, world: int) -> None:
+    model = until_fault()
+    step(model, skip_backward=rank == 1)
+    rest(model)
+
+
+def barrier_alone(rank: int, world: int) -> None:
+    model = until_fault()
+    if rank == 1:
+        dist.barrier()
+    rest(model)
+
+
+def other_shapes(rank: int, world: int) -> None:
+    fault()
+    model = built(8 if rank == 0 else 16)
+    model(torch.ones(2, 8 if rank == 0 else 16))
+
+
+def other_order(rank: int, world: int) -> None:
+    """An error only where ranks don't agree on what to launch."""
+    model = until_fault()
+    model.set_schedule_policy(SchedulePolicy(agreement="off"))
+    x = torch.ones(2, 8)
+    for layer in (0, 1, 2) if rank != 1 else (1, 0, 2):
+        x = model[layer](x)
+    x.sum().backward()
+    rest(model)
+
+
+def _hybrid(rank: int, act: Callable[[nn.Sequential], None]) -> None:
+    """Copies on two pairs of ranks: what rank 3 does concerns rank 2 at once, and the others in the end."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+    layers = [fully_shard(Layer(), mesh=mesh) for _ in range(3)]
+    model = fully_shard(nn.Sequential(*layers, nn.Linear(8, 8)), mesh=mesh)
+    for _ in range(STEP):
+        step(model)
+    fault()
+    if rank == 3:
+        act(model)
+    rest(model)
+
+
+def raises_under_copies(rank: int, world: int) -> None:
+    _hybrid(rank, lambda model: on(model, bad_batch))
+
+
+def diverges_under_copies(rank: int, world: int) -> None:
+    _hybrid(rank, lambda model: step(model, skip_backward=True))
+
+
+def without_a_shard(rank: int, world: int) -> None:
+    """One row over two ranks: rank 1 holds none of it, and takes part all the same."""
+    model = fully_shard(nn.Sequential(Layer(8), fully_shard(nn.Linear(8, 1))))
+    step(model)
+    fault()
+    if rank == 1:
+        bad_batch()
+    rest(model)
+
+
+def recomputes(rank: int, world: int) -> None:
+    """Rank 1 raises in the recomputation of a checkpointed layer, in the backward."""
+    model = until_fault()
+    x = model[0](torch.ones(2, 8))
+    x = checkpoint(model[1], x, use_reentrant=False)
+    if rank == 1:
+        on(model, bad_batch)
+    x.sum().backward()
+    rest(model)
+
+
+def accumulates(rank: int, world: int) -> None:
+    """Rank 1 takes one microbatch more before it lets its gradients be reduced."""
+    model = until_fault()
+    for _ in range(3 if rank == 1 else 2):
+        model.set_requires_gradient_sync(False)
+        step(model)
+    model.set_requires_gradient_sync(True)
+    rest(model)
+
+
+def slow_store(rank: int, world: int) -> None:
+    """Every look into the store takes 0.1 s."""
+    latest, roll = Roll.latest, Roll
+    roll.latest = lambda self: time.sleep(0.1) or latest(self)
+    raises_in_forward(rank, world)
+
+
+# ---- ranks that take their time
+
+
+def stalls(rank: int, world: int) -> None:
+    model = until_fault()
+    if rank == 1:
+        on(model, lambda: time.sleep(1e4))
+    rest(model)
+
+
+def computes(rank: int, world: int) -> None:
+    def long() -> None:
+        end, x = time.monotonic() + LONG_S, torch.ones(64, 64)
+        while time.monotonic() < end:
+            x = (x @ x).clamp(0, 1)
+
+    model = until_fault()
+    if rank == 1:
+        model[1].act = long
+    step(model)
+    model[1].act = None
+    rest(model)
+
+
+def _once(rank: int, act: Callable[[], Any]) -> None:
+    model = until_fault()
+    if rank == 1:
+        on(model, act)
+    step(model)
+    model[1].act = None
+    rest(model)
+
+
+def sleeps(rank: int, world: int) -> None:
+    _once(rank, lambda: time.sleep(LONG_S))
+
+
+def holds_the_gil(rank: int, world: int) -> None:
+    _once(rank, lambda: ctypes.PyDLL(None).usleep(int(LONG_S * 1e6)))
+
+
+def stopped(rank: int, world: int) -> None:
+    def stop() -> None:
+        subprocess.Popen(["sh", "-c", f"sleep {LONG_S}; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    _once(rank, stop)
+
+
+def well(rank: int, world: int) -> None:
+    rest(until_fault())
+
+
+@dataclass(frozen=True)
+class Case:
+    """A fault: what the survivors raise ("": nothing) and what that says, under which policy and store."""
+
+    run: Callable[[int, int], None]
+    error: str = ""
+    says: tuple[str, ...] = ()
+    culprits: tuple[int, ...] = (1,)
+    policy: str = ""
+    store: str = "tcp"
+    world: int = 2
+    transport: str = "auto"
+
+    def __call__(self, rank: int, world: int) -> None:
+        set_transport(self.transport)
+        self.run(rank, world)
+
+
+BAD = ("rank 1 raised ValueError: bad batch", "faults.py:", "in bad_batch")
+PLACES = ("rank 0", "rank 1", "of pass", "faults.py:")
+CASES = {
+    "raise in forward": Case(raises_in_forward, "RankFailed", BAD),
+    "raise in forward, sockets": Case(raises_in_forward, "RankFailed", BAD, transport="sockets"),
+    "raise in forward, Gloo": Case(raises_in_forward, "RankFailed", BAD, transport="gloo"),
+    "raise in forward, file store": Case(raises_in_forward, "RankFailed", BAD, store="file"),
+    "raise in backward": Case(raises_in_backward, "RankFailed", BAD),
+    "raise in forward, slow store": Case(slow_store, "RankFailed", BAD),
+    "raise in recomputation": Case(recomputes, "RankFailed", BAD),
+    "raise on a rank without a shard": Case(without_a_shard, "RankFailed", BAD),
+    "raise on a 2 x 2 mesh": Case(
+        raises_under_copies, "RankFailed", ("rank 3 raised ValueError: bad batch",), (3,), world=4
+    ),
+    "raise on the rank that holds the store": Case(
+        store_host_raises, "RankFailed", ("rank 0 raised ValueError: bad batch",), (0,)
+    ),
+    "two ranks raise": Case(two_fail, "RankFailed", BAD, (1, 2), world=3),
+    "sys.exit in forward": Case(exits, "RankFailed", ("rank 1 ended its program",)),
+    "data end early, program ends": Case(ends_early, "RankFailed", ("rank 1 ended its program", "lockstep")),
+    "SIGKILL": Case(killed, "RankLost", ("rank 1 is lost",)),
+    "SIGKILL, Gloo": Case(killed, "RankLost", ("rank 1 is lost",), transport="gloo", world=3),
+    "SIGKILL of the rank that holds the store": Case(store_host_killed, "RankLost", ("store",), (0,)),
+    "SIGKILL of a rank that has called the roll": Case(
+        caller_dies, "RankLost", ("rank 2 is lost",), (2,), world=3
+    ),
+    "exception caught, next step, agreement strict": Case(catches, "Diverged", PLACES, culprits=()),
+    "exception caught, next step, agreement off, Gloo": Case(
+        catches_unagreed, "Diverged", (*PLACES, "after ValueError: bad batch"), culprits=(), transport="gloo"
+    ),
+    "exception caught, next step, agreement off, sockets": Case(
+        catches_unagreed,
+        "Diverged",
+        (*PLACES, "after ValueError: bad batch"),
+        culprits=(),
+        transport="sockets",
+    ),
+    "save on rank 0 alone": Case(saves_alone, "Diverged", (*PLACES, "save("), culprits=()),
+    "backward skipped": Case(skips_backward, "Diverged", PLACES, culprits=()),
+    "backward skipped, Gloo": Case(skips_backward, "Diverged", PLACES, culprits=(), transport="gloo"),
+    "backward skipped on a 2 x 2 mesh": Case(
+        diverges_under_copies, "Diverged", ("rank 3", "of pass", "faults.py:"), culprits=(), world=4
+    ),
+    "one microbatch more": Case(accumulates, "Diverged", PLACES, culprits=()),
+    "barrier on rank 1 alone": Case(barrier_alone, "Diverged", (*PLACES, "torch.distributed.barrier")),
+    "other order, agreement off": Case(
+        other_order, "Diverged", ("ranks 0, 2 launched", "rank 1 launched"), culprits=(), world=3
+    ),
+    "other shapes": Case(other_shapes, "Diverged", ("[8, 8]", "[16, 16]"), culprits=()),
+    "sleeps for ever, stall_s=2": Case(
+        stalls, "Stalled", ("rank 1 has done nothing", "faults.py:"), culprits=(), policy="stall_s=2"
+    ),
+    "computes 3 s, stall_s=1": Case(computes, policy="stall_s=1"),
+    "sleeps 3 s": Case(sleeps),
+    "holds the GIL 3 s": Case(holds_the_gil),
+    "stopped 3 s": Case(stopped),
+    "stopped 3 s, Gloo": Case(stopped, transport="gloo"),
+    "nothing": Case(well, world=3),
+}
+
+
+def main(names: list[str]) -> None:
+    """Run the faults and print what the ranks said, and after how many seconds."""
+    print("| fault | said by the others | after, s | the rank itself |\n|---|---|---:|---|")
+    for name in names or CASES:
+        case = CASES[name]
+        outcomes = run_scripts(case.world, case, case.policy, case.store)
+        others = [o for rank, o in enumerate(outcomes) if rank not in case.culprits or not case.error]
+        said = ", ".join(dict.fromkeys(o.error or f"nothing (exit code {o.code})" for o in others))
+        own = ", ".join(dict.fromkeys(o.error or f"exit code {o.code}" for o in outcomes if o not in others))
+        print(f"| {name} | {said} | {max(o.took_s for o in others):.1f} | {own} |", flush=True)
+        if os.environ.get("VERBOSE"):
+            for rank, o in enumerate(outcomes):
+                print(f"--- rank {rank}: {o.code} {o.error} {o.took_s:.1f} s {o.threads}\n{o.stderr}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

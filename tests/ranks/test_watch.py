@@ -1,0 +1,190 @@
+"""What the ranks say when one of them doesn't come: each fault of faults.py is named, on all others, in time.
+
+Faults mostly wait, so several run at once; each test then looks at its own.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+
+from shardwright import WatchPolicy, fully_shard, set_watch
+from shardwright.comm import presence
+from shardwright.comm.launches import here
+from shardwright.errors import RankLost
+from shardwright.observe.life import store_address
+from tests.ranks.faults import CASES, built, step
+from tests.ranks.pool import run_ranks
+from tests.ranks.scripts import Outcome, fault, run_scripts
+
+AT_ONCE = 5
+
+
+@pytest.fixture(scope="module")
+def outcomes(request):
+    """The outcomes of all the faults that are asked for, as they come."""
+    names = [item.callspec.params["name"] for item in request.session.items if "name" in _params(item)]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        futures: dict[str, Future[list[Outcome]]] = {}
+        for name in names:
+            case = CASES[name]
+            futures[name] = pool.submit(run_scripts, case.world, case, case.policy, case.store)
+        yield futures
+
+
+def _params(item):
+    return getattr(getattr(item, "callspec", None), "params", {})
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.error])
+def test_every_other_rank_names_the_fault_and_ends_clean(outcomes, name):
+    case = CASES[name]
+    for rank, outcome in enumerate(outcomes[name].result()):
+        if rank in case.culprits:
+            assert outcome.code != 0 or "ends" in name
+            continue
+        assert outcome.error == case.error, (rank, outcome)
+        for words in case.says:
+            assert words in outcome.text, outcome.text
+        assert outcome.code == 1
+        assert "shardwright-watch" not in outcome.threads
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.error])
+def test_ranks_that_only_take_their_time_are_accused_of_nothing(outcomes, name):
+    for outcome in outcomes[name].result():
+        assert outcome.code == 0, outcome
+        assert "shardwright-watch" not in outcome.threads
+
+
+@pytest.mark.parametrize("name", ["raise in forward"])
+def test_the_first_exception_is_told_once_and_without_a_verdict_of_its_own(outcomes, name):
+    other, culprit = outcomes[name].result()
+    assert culprit.error == "ValueError"
+    assert "RankFailed" not in culprit.stderr
+    assert other.stderr.count("RankFailed") == 1
+
+
+@pytest.mark.parametrize("name", ["barrier on rank 1 alone"])
+def test_a_rank_that_is_let_go_from_its_own_barrier_is_told_why(outcomes, name):
+    culprit = outcomes[name].result()[1]
+    assert "diverged:" in culprit.stderr
+    assert "torch.distributed.barrier" in culprit.stderr
+
+
+@pytest.mark.parametrize("name", ["sleeps 3 s"])
+def test_a_slow_rank_is_one_line_of_the_log_with_its_place(outcomes, name):
+    lines = [line for line in outcomes[name].result()[0].stderr.splitlines() if "slow: " in line]
+    assert 1 <= len(lines) <= 2
+    assert re.search(r"rank 0 has waited .* for rank 1 \(rank 1: .* at .*faults.py:\d+ in", lines[0])
+
+
+def switched_off(rank, world):
+    set_watch(WatchPolicy(on=False))
+    model = built()
+    step(model)
+    return here.explain, store_address() != "", dist.distributed_c10d._get_default_store().check(["x"])
+
+
+def test_off_starts_nothing():
+    for explain, has_store, _ in run_ranks(2, switched_off):
+        assert explain is None
+        assert has_store
+
+
+def far_away(rank, world):
+    """Nothing is known of processes, as on other hosts: only the connection tells."""
+    set_watch(WatchPolicy(suspect_s=0.5, answer_s=0.3))
+    presence.has_ended = lambda identity: False
+    model = built()
+    step(model)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RankLost, match="rank 1 is lost"):
+        step(model)
+    return True
+
+
+def test_a_rank_of_another_host_is_lost_once_its_connection_is_closed():
+    with pytest.raises(AssertionError) as error:
+        run_ranks(2, far_away, limit_s=20.0)
+    assert "rank 0 of 2" not in str(error.value)
+
+
+def silent(rank, world):
+    set_watch(WatchPolicy(suspect_s=0.3, answer_s=0.3, lost_s=1.0))
+    model = built()
+    step(model)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)  # ended by the pool
+    with pytest.raises(RankLost, match="has not answered for 1 s"):
+        step(model)
+
+
+def test_a_rank_that_is_silent_for_lost_s_is_lost():
+    with pytest.raises(AssertionError) as error:
+        run_ranks(2, silent, limit_s=8.0)
+    assert "rank 0 of 2" not in str(error.value)
+
+
+def asked(rank, world):
+    model = built()
+    step(model)
+    fault()
+    if rank == 1:
+        time.sleep(0.3)
+        os.kill(int(_pid_of(0)), signal.SIGUSR1)
+        subprocess.run(
+            [sys.executable, "-m", "shardwright", "top", store_address(), "--once"], check=True, stdout=2
+        )
+    step(model)
+
+
+def _pid_of(rank):
+    store = dist.distributed_c10d._get_default_store()
+    return store.get(f"shardwright/process/{rank}").decode().split()[-2]
+
+
+def test_sigusr1_and_top_show_the_table_of_a_running_job():
+    first, second = run_scripts(2, asked, limit_s=40.0)
+    for outcome in (first, second):  # the one by the signal, the other by the command
+        assert outcome.code == 0, outcome
+        assert "TCPStore.cpp" not in outcome.stderr  # nobody asks a store that is gone
+        assert re.search(r"^  0 +waits in all-gather .* in step$", outcome.stderr, re.MULTILINE), (
+            outcome.stderr
+        )
+        assert re.search(r"^  1 .* in asked$", outcome.stderr, re.MULTILINE), outcome.stderr
+
+
+def with_timeout(rank, world):
+    set_watch(WatchPolicy(stall_s=600))
+    fully_shard(nn.Linear(2, 2))
+
+
+def test_a_time_limit_below_stall_s_is_said():
+    for outcome in run_scripts(2, with_timeout)[:1]:
+        assert "gives up after 60 s" in outcome.stderr
+        assert "stall_s" in outcome.stderr
+
+
+def two_models(rank, world):
+    """Other groups, a second root, and a rank that was slow: nothing is left of the first wait."""
+    first, second = built(), built()
+    for _ in range(2):
+        step(first)
+        step(second)
+    if rank == 1:
+        time.sleep(1.5)
+    step(second)
+    return here.verdict is None and not here.waits
+
+
+def test_two_models_and_a_late_rank_go_on():
+    assert run_ranks(2, two_models) == [True, True]
