@@ -16,6 +16,7 @@ from shardwright.comm.mesh import set_transport
 from shardwright.explain import Explanation, explain
 from shardwright.gather import gathered, scattered
 from shardwright.lockstep import lockstep
+from shardwright.loss import loss_weights
 from shardwright.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from shardwright.motion.build import ShardPlacementResult
 from shardwright.motion.costs import Stats
@@ -25,8 +26,11 @@ from shardwright.policy import (
     BackwardPrefetch,
     CPUOffloadPolicy,
     DataParallelMeshDims,
+    DiskOffloadPolicy,
+    Grouping,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    OptimizerOffloadPolicy,
     SchedulePolicy,
     WatchPolicy,
 )
@@ -37,11 +41,14 @@ __all__ = [
     "BackwardPrefetch",
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
+    "DiskOffloadPolicy",
     "Explanation",
     "FSDPModule",
     "FullyShardedDataParallel",
+    "Grouping",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "OptimizerOffloadPolicy",
     "ReduceScatterBucketer",
     "ReduceScatterHandle",
     "SchedulePolicy",
@@ -57,6 +64,7 @@ __all__ = [
     "fully_shard",
     "gathered",
     "lockstep",
+    "loss_weights",
     "nf4",
     "quantize_",
     "register_fsdp_forward_method",

@@ -1,6 +1,7 @@
 """``fully_shard``: the door shaped like ``torch.distributed.fsdp.fully_shard``, onto our own runtime."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeVar, overload
 
 import torch
@@ -8,7 +9,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.errors import InputError
-from shardwright.module import become_fsdp_module
+from shardwright.grouped import Groups, shard_groups
+from shardwright.module import FSDPModule, become_fsdp_module
 from shardwright.motion.build import Options, PlacementFunction, check_modules, has_no_forward, shard_modules
 from shardwright.motion.costs import Stats
 from shardwright.motion.hooks import guard_optimizers
@@ -36,6 +38,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = DEFAULT_OFFLOAD,
     ignored_params: Collection[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
+    groups: Groups | None = None,
 ) -> M: ...
 @overload
 def fully_shard(
@@ -59,6 +62,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = DEFAULT_OFFLOAD,
     ignored_params: Collection[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
+    groups: Groups | None = None,
 ) -> Any:
     """Shard the parameters of a module (or of several, as one group) over the ranks of a mesh.
 
@@ -85,11 +89,19 @@ def fully_shard(
     ignored_params: left as they are: neither sharded nor moved, their gradients not reduced.
     dp_mesh_dims: names the data-parallel axes of a larger ``mesh``, on which the parameters are DTensors
         already, replicated along those axes.
+    groups: of one model, make all its groups at once: lists of names or modules inside it, a group each, or
+        "auto" or a ``Grouping`` to choose them. What they leave becomes groups of neighbours, in the order
+        of definition, so that the model itself owns nothing that another module can hold.
     Returns the argument.
     Raises: InputError for a module that is sharded already, a mesh of the wrong shape or without this rank,
         or an option that doesn't fit. Nothing is changed then.
     """
     options = Options(reshard_after_forward, shard_placement_fn, mp_policy, offload_policy, dp_mesh_dims)
+    ignored = {id(param) for param in ignored_params or ()}
+    if groups is not None:
+        options.check()
+        shard_groups(module, groups, ignored, partial(_shard, mesh, options))
+        return module
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and has_no_forward(module):
         check_modules(list(module.children()))
         for child in module.children():
@@ -114,8 +126,16 @@ def shard_as(
 ) -> None:
     """Shard modules that were checked, as one group: what every door ends in. Raises: InputError."""
     options.check()
-    for m in shard_modules(modules, mesh, options, {id(param) for param in ignored}):
-        become_fsdp_module(m)
+    _shard(mesh, options, modules, {id(param) for param in ignored})
+
+
+def _shard(
+    mesh: DeviceMesh | None, options: Options, modules: Sequence[nn.Module], ignored: set[int]
+) -> None:
+    """Make one group of what nested calls have left of ``modules``."""
+    for m in shard_modules(modules, mesh, options, ignored):
+        if not isinstance(m, FSDPModule):
+            become_fsdp_module(m)
     guard_optimizers()
 
 

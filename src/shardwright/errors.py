@@ -2,6 +2,7 @@
 
     ShardwrightError
     |-- InputError (ValueError)        an argument, a module or a mesh that can't be sharded as asked
+    |   `-- MisuseError (also AssertionError)  where torch's ``fully_shard`` raises an AssertionError
     |-- ConfigError (ValueError)       a configuration file or command line; lists everything wrong at once
     |-- DataError (ValueError)         a corpus that is missing, empty or too small
     |-- StageError (RuntimeError)      a call that is illegal in the stage that a group is in
@@ -24,6 +25,10 @@ class ShardwrightError(Exception):
 
 class InputError(ShardwrightError, ValueError):
     """An argument, a module or a mesh that can't be sharded as asked."""
+
+
+class MisuseError(InputError, AssertionError):
+    """An input that torch's ``fully_shard`` refuses by an AssertionError; code for that one catches this."""
 
 
 class ConfigError(ShardwrightError, ValueError):

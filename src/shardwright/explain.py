@@ -174,6 +174,8 @@ def _gradients(group: ParamGroup) -> str:
     policy, ranks = group.reducer.policy, group.axis.world * group.axis.num_copies
     if not policy.reduce:
         return "kept unsharded and added up (set_requires_gradient_sync(False))"
+    if policy.weighted:
+        return f"summed over {ranks} ranks, each loss weighted by its share of the step (loss_weights)"
     if policy.divide_factor is None:
         return f"averaged over {ranks} ranks"
     if policy.divide_factor == 1:

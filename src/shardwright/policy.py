@@ -9,6 +9,7 @@ import os
 from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
+from pathlib import Path
 
 import torch
 
@@ -153,6 +154,28 @@ class SchedulePolicy:
 
 
 @dataclass(frozen=True)
+class Grouping:
+    """How ``fully_shard(model, groups=...)`` chooses groups by itself.
+
+    classes: every module of one of these classes is a group, subclasses included. Empty: what the model says
+        of itself (``_fsdp_plan`` and ``_no_split_modules`` of transformers); where it says nothing, the
+        members of every list of at least two modules of one class.
+    least_nbytes: neighbours that hold less than this, unsharded, share a group.
+    Raises: InputError for anything else.
+    """
+
+    classes: tuple[type, ...] = ()
+    least_nbytes: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "classes", tuple(self.classes))
+        if not all(isinstance(cls, type) for cls in self.classes):
+            raise InputError(f"Grouping.classes must be classes of modules, got {self.classes!r}")
+        if not isinstance(self.least_nbytes, int) or self.least_nbytes < 0:
+            raise InputError(f"Grouping.least_nbytes must be an int >= 0, got {self.least_nbytes!r}")
+
+
+@dataclass(frozen=True)
 class ReductionPolicy:
     """How unsharded gradients become the gradients of the shards; ``FSDPModule``'s setters replace it.
 
@@ -162,12 +185,18 @@ class ReductionPolicy:
     divide_factor: the sum over ranks is divided by it; None: by the number of ranks (the average).
     unused_params: parameters that got no gradient on this rank take part with zeros, because other ranks
         may have used them.
+    weighted: each loss carries its share of the step (``loss_weights``), so sums are left as they are.
     """
 
     reduce: bool = True
     all_reduce: bool = True
     divide_factor: float | None = None
     unused_params: bool = False
+    weighted: bool = False
+
+    def divisor(self, ranks: int) -> float:
+        """What the sum over so many ranks is divided by."""
+        return 1.0 if self.weighted else self.divide_factor or ranks
 
     def __post_init__(self) -> None:
         if self.divide_factor is not None and not self.divide_factor > 0:
@@ -188,6 +217,27 @@ class CPUOffloadPolicy(OffloadPolicy):
     """
 
     pin_memory: bool = True
+
+
+@dataclass(frozen=True)
+class OptimizerOffloadPolicy(CPUOffloadPolicy):
+    """The optimizer's part on the host as with ``CPUOffloadPolicy``; the device keeps the shards in the dtype
+    that they are gathered in, so a shard is copied to it once a step and not at every all-gather."""
+
+
+@dataclass(frozen=True)
+class DiskOffloadPolicy(CPUOffloadPolicy):
+    """As ``CPUOffloadPolicy``, with this rank's shards in files that the host maps and may drop from memory.
+
+    folder: an existing folder on a local disk. The files have no names there and end with the process.
+    Gradients and the optimizer's state are in the host's memory. Raises: InputError without such a folder.
+    """
+
+    folder: str | Path = ""
+
+    def __post_init__(self) -> None:
+        if not self.folder or not Path(self.folder).is_dir():
+            raise InputError(f"DiskOffloadPolicy.folder must be an existing folder, got {str(self.folder)!r}")
 
 
 DEFAULT_OFFLOAD = OffloadPolicy()

@@ -1,6 +1,8 @@
 """Groups from what a model says of itself."""
 
-from shardwright.plan.grouping import Hints, groups_from_hints
+import pytest
+
+from shardwright.plan.grouping import Hints, Node, groups_from_hints, joined, leftovers, repeated
 
 LLAMA = {
     "model": "LlamaModel", "model.embed_tokens": "Embedding", "model.layers": "ModuleList",
@@ -39,3 +41,48 @@ def test_a_star_stands_for_one_part_of_a_name():
 def test_inner_modules_come_before_those_around_them():
     classes = {"a": "Outer", "a.b": "Mid", "a.b.c": "Inner"}
     assert groups_from_hints(classes, Hints({"Outer", "Inner"}, {})).apart == ("a.b.c", "a")
+
+
+def list_of(name, kinds, nbytes=10):
+    members = tuple(Node(f"{name}.{i}", kind, nbytes, True) for i, kind in enumerate(kinds))
+    return Node(name, "ModuleList", nbytes * len(kinds), False, members)
+
+
+def test_the_members_of_a_list_of_one_class_are_groups_the_outermost_lists_only():
+    inner = Node("h.0", "Block", 10, True, (list_of("h.0.experts", ["Expert", "Expert"]),))
+    outer = Node("h", "ModuleList", 20, False, (inner, Node("h.1", "Block", 10, True)))
+    mixed = Node(
+        "mlp", "Sequential", 20, True, (Node("mlp.0", "Linear", 9, True), Node("mlp.1", "ReLU", 0, True))
+    )
+    assert repeated(Node("", "Model", 60, True, (mixed, outer))) == ["h.0", "h.1"]
+    assert repeated(list_of("", ["Block"])) == []
+
+
+def test_leftovers_are_runs_of_neighbours_that_a_grouped_module_ends():
+    root = Node(
+        "",
+        "Model",
+        99,
+        True,
+        (
+            Node("embedding", "Embedding", 5, True),
+            Node("dropout", "Dropout", 0, True),
+            Node("positions", "Embedding", 5, True),
+            list_of("h", ["Block", "Block"]),
+            list_of("extra", ["Norm", "Scale"]),
+            Node("head", "Linear", 5, True, (Node("head.inner", "Linear", 5, True),)),
+        ),
+    )
+    runs = [[node.name for node in run] for run in leftovers(root, {"h.0", "h.1"})]
+    assert runs == [["embedding", "positions"], ["extra.0", "extra.1", "head"]]
+    # Around a grouped module only what lies beside it is left: its parent's own forward reads the rest.
+    runs = [[node.name for node in run] for run in leftovers(root, {"h.1", "head.inner"})]
+    assert runs == [["embedding", "positions", "h.0"], ["extra.0", "extra.1"]]
+
+
+@pytest.mark.parametrize(
+    ("least", "expected"), [(0, ["a", "b", "c", "d"]), (15, ["ab", "cd"]), (25, ["abcd"]), (99, ["abcd"])]
+)
+def test_small_neighbours_are_joined_until_they_are_large_enough(least, expected):
+    nodes = [Node(name, "Block", 10, True) for name in "abcd"]
+    assert ["".join(group) for group in joined(nodes, least)] == expected

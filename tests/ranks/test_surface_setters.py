@@ -55,7 +55,8 @@ PUBLIC = [
 def test_every_public_name_of_torch_is_here_with_its_parameters_and_defaults(name):
     ours, theirs = getattr(shardwright, name), getattr(fsdp, name)
     if name != "FSDPModule":
-        assert parameters(ours) == parameters(theirs)
+        # ``groups`` is ours alone, by name, and left out it changes nothing.
+        assert [p for p in parameters(ours) if p[0] != "groups"] == parameters(theirs)
         return
     for method, function in inspect.getmembers(theirs, inspect.isfunction):
         if not method.startswith("_"):
@@ -330,8 +331,7 @@ def other_setters(rank, world):
         model.set_reduce_scatter_max_input_buffers(0)
     model.set_reduce_scatter_max_input_buffers(1)
     assert unit_of(model).runtime.policy.max_reductions == 1
-    with pytest.raises(NotImplementedError, match="no staging buffers"):
-        model.set_allocate_memory_from_process_group_for_comm(True)
+    model.set_allocate_memory_from_process_group_for_comm(True)
     model.set_allocate_memory_from_process_group_for_comm(False)
     with pytest.raises(NotImplementedError, match="symmetric memory"):
         model.set_symm_mem_for_comm()

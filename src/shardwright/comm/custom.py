@@ -42,8 +42,8 @@ class CustomComm:
         rows = [piece.flat.view(self.world, -1).view(dtype) for piece in pieces]
         size, device = sum(row.shape[1] for row in rows), pieces[0].flat.device
         comm = self.custom_all_gather
-        sent = comm.allocate((size,), dtype=dtype, device=device)
         received = comm.allocate((size * self.world,), dtype=dtype, device=device)
+        sent = received.view(self.world, -1)[self.rank]
         torch.cat([row[self.rank] for row in rows], out=sent)
         work = comm(output_tensor=received, input_tensor=sent, group=self.group, async_op=True)
         return _CustomGather(work, received.view(self.world, -1), rows)

@@ -202,7 +202,7 @@ def _data_parallel(mesh: DeviceMesh, dims: DataParallelMeshDims) -> tuple[Device
     """The data-parallel part of a larger mesh, and which of its axes shard."""
     names = mesh.mesh_dim_names
     if names is None:
-        raise InputError("dp_mesh_dims names axes, but the mesh has no mesh_dim_names; name its axes")
+        raise InputError("mesh must have mesh_dim_names when dp_mesh_dims is provided: they name its axes")
     missing = [name for name in (*dims.shard_names, *dims.replicate_names) if name not in names]
     if missing:
         raise InputError(f"Mesh dim name {missing[0]!r} not found in mesh.mesh_dim_names {names}")

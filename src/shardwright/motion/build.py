@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardwright.comm.mesh import Axis, resolve, smaller_world
-from shardwright.errors import InputError
+from shardwright.errors import InputError, MisuseError
 from shardwright.motion.hooks import ModuleHooks
 from shardwright.motion.runtime import Runtime
 from shardwright.motion.unit import (
@@ -30,7 +30,8 @@ from shardwright.state.flat import NAME as FLAT_NAME
 from shardwright.state.flat import FlatParam, check_flat
 from shardwright.state.group import ParamGroup
 from shardwright.state.near import Near
-from shardwright.state.param import ShardedParam, Slot, Split
+from shardwright.state.param import ShardedParam, Slot
+from shardwright.state.place import Split
 
 PlacementFunction = Callable[[nn.Parameter], Any]
 Found = dict[nn.Parameter, tuple[str, list[Slot]]]
@@ -99,14 +100,9 @@ def check_modules(modules: Sequence[Any]) -> Sequence[nn.Module]:
         if not isinstance(m, nn.Module):
             raise InputError(f"fully_shard takes an nn.Module or a list of them, got {kind}")
         if is_sharded(m):
-            raise InputError(
-                f"fully_shard has already been applied to the following module: {kind} is sharded already; "
-                "call fully_shard once on each, children first"
-            )
-        if has_no_forward(m) and isinstance(m, (nn.ParameterList, nn.ParameterDict)):
-            raise InputError(
-                f"{kind} has no forward of its own, so there is no moment to gather its parameters at; "
-                "call fully_shard on the module that reads them instead"
+            raise MisuseError(
+                "Each distinct composable distributed API can only be applied to a module once. fully_shard "
+                f"has already been applied to the following module: {kind}. Call it once on each, inner first"
             )
     for m in modules:
         for other in modules:
@@ -124,7 +120,10 @@ def shard_modules(
     options: Options,
     ignored: set[int],
 ) -> Sequence[nn.Module]:
-    """Shard the parameters that no nested call has taken, and set the hooks. Returns the modules."""
+    """Shard the parameters that no nested call has taken, and set the hooks. Returns the modules.
+
+    Around those that are sharded already (by another group of theirs) the new group is unsharded too.
+    """
     axis = resolve(mesh, options.dims)
     keep_watch()
     found = _find_params(modules, ignored)
@@ -135,9 +134,8 @@ def shard_modules(
     # From here on nothing is refused any more.
     runtime = Runtime()
     nested = list(dict.fromkeys(unit for m in modules for unit in units_in(m)))
-    unit = Unit(
-        "+".join(type(m).__name__ for m in modules), tuple(modules), None, (), options.precision, runtime
-    )
+    fresh = tuple(m for m in modules if not is_sharded(m))
+    unit = Unit("+".join(type(m).__name__ for m in modules), fresh, None, (), options.precision, runtime)
     _move_buffers(modules, axis.device, ignored)
     if options.flat:
         params = _flatten(found, splits, unit)
@@ -152,10 +150,24 @@ def shard_modules(
         runtime.add(own.group, _reshards(options, worlds[members[0].axis], members[0].axis))
         unit.parts = (*unit.parts, own) if place else ()
     runtime.table.root = tuple(unit.groups)
+    _join(unit, list(dict.fromkeys(unit_of(m) for m in modules if m not in fresh)))
     mark(unit)
     _name_by_path(modules)
     ModuleHooks(unit)
     return modules
+
+
+def _join(unit: Unit, others: list[Unit]) -> None:
+    """Have ``unit``'s groups unsharded around the modules of other units too, which share these with it.
+
+    One without modules of its own becomes a part of the first, whose modules then hold its groups.
+    """
+    if others and not unit.modules:
+        others[0].parts = (*others[0].parts, *(owner for owner in (unit, *unit.parts) if owner.group))
+        others[0].lenders = (*others[0].lenders, *unit.lenders)
+        others = others[1:]
+    for other in others:
+        other.lenders = (*other.lenders, *unit.owners)
 
 
 def _name_by_path(modules: Sequence[nn.Module]) -> None:
@@ -199,7 +211,7 @@ def _split(fqn: str, param: nn.Parameter, axis: Axis, options: Options) -> Split
     if wanted is not None and not isinstance(wanted, Shard):
         if not hasattr(wanted, "mesh_info"):
             raise InputError(
-                f"Invalid shard_placement_fn result for {fqn!r}: {wanted!r}; expected None, Shard(dim) or "
+                f"Invalid shard_placement_fn result: {wanted!r} for {fqn!r}; expected None, Shard(dim) or "
                 "ShardPlacementResult"
             )
         info = wanted.mesh_info
@@ -208,7 +220,9 @@ def _split(fqn: str, param: nn.Parameter, axis: Axis, options: Options) -> Split
     ndim = param.ndim
     dim = 0 if wanted is None else wanted.dim
     if ndim and not -ndim <= dim < ndim:
-        raise InputError(f"can't shard dim {dim} of parameter {fqn!r} of shape {list(param.shape)}")
+        raise MisuseError(
+            f"Shard dim {dim} is invalid for {ndim}D tensor: {param.shape}, which is parameter {fqn!r}"
+        )
     _check_composes(fqn, param, axis, options.dims)
     if is_extended(param) and (dim % max(ndim, 1) or not ndim or isinstance(param, DTensor)):
         raise InputError(
@@ -223,8 +237,8 @@ def _check_composes(fqn: str, param: nn.Parameter, axis: Axis, dims: DataParalle
     if not isinstance(param, DTensor):
         if dims is not None:
             raise InputError(
-                f"with dp_mesh_dims every parameter must be a DTensor on the whole mesh, but {fqn!r} is a "
-                "plain one; distribute it with distribute_tensor, or leave dp_mesh_dims out"
+                "When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD mesh (e.g. "
+                f"via distribute_module). Got plain tensor for parameter {fqn!r}; else leave dp_mesh_dims out"
             )
         return
     mesh, names = param.device_mesh, param.device_mesh.mesh_dim_names or ()
@@ -239,8 +253,8 @@ def _check_composes(fqn: str, param: nn.Parameter, axis: Axis, dims: DataParalle
     for name in (*dims.shard_names, *dims.replicate_names) if dims is not None else ():
         if name not in names or param.placements[names.index(name)] != Replicate():
             raise InputError(
-                f"parameter {fqn!r} must be replicated over the data-parallel axis {name!r}, but is placed "
-                f"{param.placements} on {mesh}"
+                f"Expected Replicate() on the data-parallel axis {name!r} of parameter {fqn!r}, but it is "
+                f"placed {param.placements} on {mesh}"
             )
 
 

@@ -97,7 +97,7 @@ def plain(model: nn.Module) -> Iterator[Blueprint]:
                 unmark(module)
             undo.enter_context(_without(hooks_of(unit.modules[0])))
         for module in (m for unit in top for m in unit.modules):
-            module.__class__ = type(module).__mro__[2]
+            module.__class__ = type(module).__bases__[1]
         yield blueprint
 
 

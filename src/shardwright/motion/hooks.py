@@ -29,6 +29,7 @@ from shardwright.motion.containers import cast_floating, map_tensors, opaque_ten
 from shardwright.motion.lookups import is_lookup, wanted_rows
 from shardwright.motion.optimizers import OptimizerGuard
 from shardwright.motion.runtime import Runtime
+from shardwright.motion.transforms import beneath_transforms
 from shardwright.motion.uncompiled import uncompiled
 from shardwright.motion.unit import Unit
 from shardwright.plan.schedule import EventKind, Phase
@@ -78,8 +79,9 @@ class _GradWatch:
             if unsharded.is_floating_point() or unsharded.is_complex():
                 # A hook can only be set on a parameter that asks for a gradient; it may be unfrozen later.
                 trainable = unsharded.requires_grad
-                unsharded.requires_grad_(True).register_post_accumulate_grad_hook(self._arrive)
-                unsharded.requires_grad_(trainable)
+                with beneath_transforms():
+                    unsharded.requires_grad_(True).register_post_accumulate_grad_hook(self._arrive)
+                    unsharded.requires_grad_(trainable)
 
     def reset(self) -> None:
         """Count anew."""
@@ -100,6 +102,17 @@ class _GradWatch:
 _watches: WeakKeyDictionary[ParamGroup, _GradWatch] = WeakKeyDictionary()
 
 
+class _Ending:
+    """What autograd calls at the end of a backward. Only autograd holds it, until then or until an exception
+    ended the backward: so whether it lives tells whether that backward, or one around this, still runs."""
+
+    def __init__(self, backward: "Backward") -> None:
+        self._backward = backward
+
+    def __call__(self) -> None:
+        self._backward.end()
+
+
 class Backward:
     """The backward of one model: begins with the first hook that fires, ends with autograd's callback.
 
@@ -112,6 +125,7 @@ class Backward:
         self.number = 0
         self.partial = False
         self._active: dict[Unit, set[_Call]] = {}
+        self._ending: Callable[[], _Ending | None] = lambda: None
 
     @property
     def runtime(self) -> Runtime:
@@ -122,12 +136,18 @@ class Backward:
 
     def begin(self) -> None:
         """Enter the backward, once per backward."""
-        if self.runtime.phase is not Phase.BACKWARD:
-            self.number += 1
-            self.runtime.begin(Phase.BACKWARD)
-            for group in self.runtime.groups:
-                group.reducer.done = False
-            Variable._execution_engine.queue_callback(self._end)
+        if self.runtime.phase is Phase.BACKWARD:
+            if self._ending() is not None:
+                return
+            self.forget()
+            self.runtime.abandon()  # an exception ended that backward, and this one follows it at once
+        self.number += 1
+        self.runtime.begin(Phase.BACKWARD)
+        for group in self.runtime.groups:
+            group.reducer.done = False
+        ending = _Ending(self)
+        self._ending = weakref.ref(ending)
+        Variable._execution_engine.queue_callback(ending)
 
     def enter(self, unit: Unit, call: _Call) -> None:
         """The gradient of one of the call's outputs is there: its backward begins."""
@@ -169,20 +189,22 @@ class Backward:
         self.runtime.at(EventKind.GRADS_READY, group)
 
     def forget(self) -> None:
-        """Drop the calls of a backward that an exception ended."""
+        """Drop the calls of a backward that an exception ended, and the gradients that it had counted."""
         self.partial = False
-        self._active.clear()
-
-    def _is_active(self, owner: Unit) -> bool:
-        return any(calls and owner in unit.owners for unit, calls in self._active.items())
-
-    def _end(self) -> None:
-        if self.runtime.phase is not Phase.BACKWARD:
-            return
         self._active.clear()
         for group in self.runtime.groups:
             if group in _watches:
                 _watches[group].reset()
+
+    def _is_active(self, owner: Unit) -> bool:
+        return any(calls and owner in unit.owners for unit, calls in self._active.items())
+
+    def end(self) -> None:
+        """Autograd has ended it: reduce what is left, and wait."""
+        if self.runtime.phase is not Phase.BACKWARD:
+            return
+        self.forget()
+        for group in self.runtime.groups:
             reducer = group.reducer
             others_may = reducer.policy.unused_params and not reducer.done and group.buffer is not None
             if group.has_grads or others_may:
@@ -300,7 +322,13 @@ class ModuleHooks:
         return tree_unflatten(leaves, spec) if call.num_inputs else (args, kwargs)
 
     def _input_hook(self, call: _Call) -> Callable[[torch.Tensor], None]:
-        return lambda _: backward_of(self.unit.runtime).input_done(self.unit, call)
+        def arrived(grad: torch.Tensor) -> None:
+            if grad.requires_grad:
+                # With create_graph: a backward through this gradient reads the same weights again.
+                grad.register_hook(lambda _: backward_of(self.unit.runtime).enter(self.unit, call))
+            backward_of(self.unit.runtime).input_done(self.unit, call)
+
+        return arrived
 
     # ---- after the forward
 
@@ -323,7 +351,7 @@ class ModuleHooks:
             call.reads_weights = not is_lookup(module, output)
             for tensor in hooked:
                 self._watch_output(call, tensor)
-            if hooked and call.num_inputs and len(self.unit.modules) > 1:
+            if hooked and len(self.unit.modules) > 1:
                 self.unit.calls.append(call)
         return output if dtype is not None else None
 

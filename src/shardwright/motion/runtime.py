@@ -21,8 +21,19 @@ from shardwright.motion.costs import Stats, communication_s, stats
 from shardwright.motion.passes import NO_ENTRY, Entry, Pass, StepPolicy, Way
 from shardwright.motion.table import GroupTable
 from shardwright.motion.together import Private, Together
+from shardwright.motion.transforms import beneath_transforms
 from shardwright.observe.trace import Trace, TraceEntry
-from shardwright.plan.schedule import Action, ActionKind, Event, EventKind, GroupFacts, Phase, Schedule, Stop
+from shardwright.plan.schedule import (
+    BEGINS,
+    Action,
+    ActionKind,
+    Event,
+    EventKind,
+    GroupFacts,
+    Phase,
+    Schedule,
+    Stop,
+)
 from shardwright.policy import Agreement, SchedulePolicy
 from shardwright.state.group import ParamGroup, Stage
 from shardwright.state.param import ShardedParam
@@ -161,7 +172,8 @@ class Runtime:
         self._passes.append(current)
         self._say_where()
         try:
-            current.way.begin(current, entry)
+            with beneath_transforms():
+                current.way.begin(current, entry)
         except BaseException:
             self._passes.pop()
             self._say_where()
@@ -186,7 +198,12 @@ class Runtime:
         current = self._passes[-1]
         event = Event(kind, self.table.number(group) if group is not None else -1)
         start = time.perf_counter()
-        taken = current.way.at(current, event, self.step)
+        with beneath_transforms():
+            taken = current.way.at(current, event, self.step)
+        if kind is EventKind.FORWARD_END:
+            self.table.cover(event.group)
+        elif kind in BEGINS:
+            self.groups[event.group].uncover()
         current.order.append(event)
         self._write_down(current, taken, start)
 
@@ -209,7 +226,8 @@ class Runtime:
         start = time.perf_counter()
         if failed:
             here.failed(sys.exc_info()[1])
-        taken = current.way.end(current, failed)
+        with beneath_transforms():
+            taken = current.way.end(current, failed)
         if failed:
             if not self._passes:
                 self._reshard_unsharded()

@@ -128,6 +128,8 @@ class GroupTable:
         nearby: a reshard keeps shards over a smaller world, where the group has one.
         """
         if action.kind is ActionKind.UNSHARD:
+            for index in action.groups:
+                self.groups[index].uncover()
             at_rest = [i for i in action.groups if self.groups[i].stage is Stage.SHARDED]
             self.unshard(at_rest)
         elif action.kind is ActionKind.REDUCE:
@@ -181,6 +183,12 @@ class GroupTable:
         """Do the ranks of every axis hold the same groups? Asked once, by every rank of all axes."""
         for group in self.groups:
             self._compare(group.axis.comm)
+
+    def cover(self, index: int) -> None:
+        """After its forward a group shows its shards, also where the planner chose to keep it: what the
+        caller sees between forward and backward doesn't depend on the plan."""
+        if self.facts(index).reshard_after_forward is None:
+            self.groups[index].cover()
 
     def _compare(self, comm: Comm) -> None:
         """Before the first all-gather on an axis, which needs the same ranks: do they hold the same model?"""

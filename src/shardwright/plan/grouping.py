@@ -1,7 +1,7 @@
 """Which modules become groups, from what a model says of itself: names and classes in, names out."""
 
 import fnmatch
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 KEEP = "keep_full_weight"
@@ -61,3 +61,66 @@ def _strategy(name: str, plan: Mapping[str, str]) -> str | None:
         if name.count(".") == pattern.count(".") and fnmatch.fnmatchcase(name, pattern):
             return strategy
     return None
+
+
+@dataclass(frozen=True)
+class Node:
+    """A module as the grouping sees it. ``nbytes``: of the parameters in its tree that no group has yet.
+
+    runs: it has a forward of its own, so that there is a moment to unshard its parameters at.
+    """
+
+    name: str
+    kind: str
+    nbytes: int
+    runs: bool
+    children: tuple["Node", ...] = ()
+
+
+def repeated(node: Node) -> list[str]:
+    """The members of every list (or sequence) of at least two modules of one class, the outermost only."""
+    members = node.children
+    is_list = not node.runs or node.kind == "Sequential"
+    if is_list and len(members) > 1 and len({member.kind for member in members}) == 1:
+        return [member.name for member in members if member.nbytes and member.runs]
+    return [name for member in members for name in repeated(member)]
+
+
+def leftovers(root: Node, grouped: Collection[str]) -> list[list[Node]]:
+    """What no group has, as runs of neighbours in the order of definition: a grouped module ends a run.
+
+    A member is the outermost module that holds no grouped one and runs by itself. Parameters that lie right
+    in a module around grouped ones are in no run: only that module's own forward reads them.
+    """
+    runs: list[list[Node]] = [[]]
+
+    def walk(node: Node, is_root: bool) -> bool:
+        """Whether ``node`` holds a grouped module."""
+        if node.name in grouped and not is_root:
+            runs.append([])
+            return True
+        inside = [name for name in grouped if name.startswith(f"{node.name}." if node.name else "")]
+        if not is_root and node.runs and not inside:
+            if node.nbytes:
+                runs[-1].append(node)
+            return False
+        for child in node.children:
+            walk(child, False)
+        return bool(inside)
+
+    walk(root, True)
+    return [run for run in runs if run]
+
+
+def joined(nodes: Sequence[Node], least_nbytes: int) -> list[list[str]]:
+    """Neighbours together until they hold ``least_nbytes``; a rest that is too small joins the one before."""
+    groups: list[list[Node]] = []
+    for node in nodes:
+        if groups and sum(member.nbytes for member in groups[-1]) < least_nbytes:
+            groups[-1].append(node)
+        else:
+            groups.append([node])
+    if len(groups) > 1 and sum(member.nbytes for member in groups[-1]) < least_nbytes:
+        rest = groups.pop()
+        groups[-1] += rest
+    return [[node.name for node in group] for group in groups]

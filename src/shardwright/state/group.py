@@ -15,13 +15,13 @@ import torch
 
 from shardwright.comm.base import Comm, Gather, Piece
 from shardwright.comm.mesh import Axis
+from shardwright.comm.watched import Collective, tell
 from shardwright.errors import StageError
 from shardwright.plan.layout import GroupLayout
 from shardwright.policy import MixedPrecisionPolicy
 from shardwright.state.buffer import Buffer
 from shardwright.state.decoding import Decoding
-from shardwright.state.extended import ExtendedParam
-from shardwright.state.near import Near
+from shardwright.state.near import Near, Versions
 from shardwright.state.param import ShardedParam
 from shardwright.state.reducer import Reducer
 from shardwright.state.rows import Rows
@@ -66,7 +66,7 @@ class ParamGroup:
         self.stage = Stage.SHARDED
         self.buffer: Buffer | None = None
         self.trainable = 0
-        self._gathered_versions: tuple[tuple[int, int], ...] = ()
+        self._gathered_versions: Versions = ()
         self._gather: Gather | None = None
 
     def rename(self, name: str) -> None:
@@ -103,7 +103,7 @@ class ParamGroup:
         if self.buffer is None or dtypes != tuple(param.unsharded.dtype for param in self._buffered):
             self._bind(dtypes)
         for param in self.params:
-            if param.unsharded.requires_grad != param.trainable:
+            if param.is_bound and param.unsharded.requires_grad != param.trainable:
                 param.unsharded.requires_grad_(param.trainable)
         self.trainable = sum(param.trainable << place for place, param in enumerate(self.params))
 
@@ -132,8 +132,8 @@ class ParamGroup:
         if self.stage is Stage.SHARDED:
             self._gathered_versions = ()
 
-    def _versions(self) -> tuple[tuple[int, int], ...]:
-        return tuple((id(param.local), param.local._version) for param in self.params)
+    def _versions(self) -> Versions:
+        return tuple((id(param.local), param.version) for param in self.params)
 
     def _bind(self, dtypes: tuple[torch.dtype, ...]) -> None:
         self.decoding.bind()
@@ -160,7 +160,7 @@ class ParamGroup:
     def prepare(self) -> None:
         """Follow the parameters at rest, before ``fill``. Raises: StageError as ``unshard``."""
         self._follow()
-        self._check_materialised()
+        _check_materialised(self)
 
     def fill(self, nearby: bool | None = None) -> list[Piece] | None:
         """Take the buffer and fill this rank's part; what an all-gather has to move, for ``receive``.
@@ -172,8 +172,10 @@ class ParamGroup:
         before, self._gathered_versions = self._gathered_versions, self._versions()
         if self.near is not None and (self.is_near if nearby is None else nearby):
             self._copy_in(())
+            tell(self.near.comm, Collective.ALL_GATHER)
             self.receive(self.near.gather(f"all-gather {self.name} nearby"))
             return None
+        tell(self.comm, Collective.ALL_GATHER)
         if self.rows is not None:
             self._copy_in(())
             region = self.params[0].gather_piece().flat
@@ -198,7 +200,7 @@ class ParamGroup:
             pieces = self.decoding.fill()
             for param in params:
                 if param not in self.decoding.extended:
-                    param.own.copy_(param.local, non_blocking=True)
+                    param.copy_in()
                     if param.layout.dim is not None:
                         pieces.append(param.gather_piece())
         return pieces
@@ -229,6 +231,20 @@ class ParamGroup:
         self.decoding.show()
         return held_nbytes
 
+    def cover(self) -> None:
+        """Modules show the shards while the unsharded parameters are kept for the backward: between the two
+        everything is as it would be after a reshard, but that memory."""
+        if self.stage is Stage.UNSHARDED and not self.decoding.frozen:
+            for param in self.params:
+                param.show(param.sharded)
+
+    def uncover(self) -> None:
+        """Modules show the unsharded parameters again, where they were covered."""
+        slot = self.params[0].slots[0]
+        if self.stage is Stage.UNSHARDED and slot.module._parameters.get(slot.name) is self.params[0].sharded:
+            for param in self.params:
+                param.show(param.unsharded)
+
     def reshard(self, nearby: bool = False) -> None:
         """Modules show the shards again; the buffer's memory is freed.
 
@@ -250,9 +266,7 @@ class ParamGroup:
     @property
     def grad_nbytes(self) -> int:
         """Bytes of the gradients that a backward brings now, of unsharded parameters in the dtype at rest."""
-        return sum(
-            param.local.element_size() * param.layout.numel for param in self.params if param.trainable
-        )
+        return sum(p.local.element_size() * p.layout.numel for p in self.params if p.trainable)
 
     @property
     def unsharded_nbytes(self) -> int:
@@ -268,40 +282,15 @@ class ParamGroup:
     @property
     def has_grads(self) -> bool:
         """Whether a backward has brought gradients that are not reduced yet."""
-        return self.buffer is not None and any(param.unsharded.grad is not None for param in self.params)
+        return any(param.is_bound and param.unsharded.grad is not None for param in self.params)
 
     def drop_grads(self) -> None:
         """Forget the gradients of a backward that failed; a reduction in flight ends unseen."""
         self.reducer.drop()
         for param in self.params:
             param.accumulated = None
-            if self.buffer is not None:
+            if param.is_bound:
                 param.unsharded.grad = None
-
-    # ---- edits while unsharded
-
-    def unsharded_versions(self) -> list[int]:
-        """How often each unsharded parameter has been changed in place; for ``write_back``."""
-        return [param.unsharded._version for param in self.params] + self.decoding.versions()
-
-    def write_back(self, before: Sequence[int]) -> None:
-        """Copy this rank's rows of the unsharded parameters into the shards, where they may have changed.
-
-        Where the dtype is that of the shards all are copied, since an edit of ``.data`` leaves no mark;
-        else those whose version isn't the one ``before``, so that nothing is rounded without need.
-        """
-        if self.stage is not Stage.UNSHARDED:
-            return
-        with torch.no_grad():
-            self.decoding.write_back(before[len(self.params) :])
-            for param, version in zip(self.params, before, strict=False):
-                if param in self.decoding.parts:
-                    continue
-                if isinstance(param, ExtendedParam):
-                    if param.unsharded._version != version:
-                        param.write_back()
-                elif param.own.dtype == param.local.dtype or param.unsharded._version != version:
-                    param.local.copy_(param.own)
 
     # ---- stages
 
@@ -313,17 +302,18 @@ class ParamGroup:
             )
         self.stage = to
 
-    def _check_materialised(self) -> None:
-        names = [param.fqn for param in self.params if param.local.device.type == "meta"]
-        if names:
+
+def _check_materialised(group: ParamGroup) -> None:
+    names = [param.fqn for param in group.params if param.local.device.type == "meta"]
+    if names:
+        raise StageError(
+            "FSDP parameters should be materialized from meta device before training, but the following "
+            f"were still on meta device: {names} of group {group.name!r}. Before the first forward call "
+            'model.to_empty(device="cpu" or "cuda"), and initialise or load every parameter'
+        )
+    for param in group.params:
+        if param.split.on_host and param.local.device.type != "cpu":
             raise StageError(
-                "FSDP parameters should be materialized from meta device before training, but the following "
-                f"of group {self.name!r} were still on meta device: {names}. Before the first forward call "
-                'model.to_empty(device="cpu" or "cuda"), and initialise or load every parameter'
+                f"Expected param to be on CPU: {param.fqn!r} is offloaded to the host but was moved to "
+                f"{param.local.device}; leave out the .to() after sharding, or the offload"
             )
-        for param in self.params:
-            if param.split.on_host and param.local.device.type != "cpu":
-                raise StageError(
-                    f"Expected param to be on CPU: {param.fqn!r} is offloaded to the host but was moved to "
-                    f"{param.local.device}; leave out the .to() after sharding, or the offload"
-                )

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 
+from shardwright.state.grads import add_sharded_grad
 from shardwright.state.param import ShardedParam
 
 
@@ -21,9 +22,9 @@ class Joined:
         self._aside: dict[ShardedParam, torch.Tensor] = {}
 
     def add(self, param: ShardedParam, total: torch.Tensor) -> None:
-        """Add a reduced gradient to the shard's, or put it aside (see ``ShardedParam.add_sharded_grad``)."""
+        """Add a reduced gradient to the shard's, or put it aside (see ``add_sharded_grad``)."""
         if param in self.brought:
-            param.add_sharded_grad(total)
+            add_sharded_grad(param, total)
         else:
             earlier = self._aside.get(param)
             self._aside[param] = total if earlier is None else earlier.add_(total)
@@ -36,7 +37,7 @@ class Joined:
         aside, self._aside = self._aside, {}
         for param, total in aside.items():
             if brought(param):
-                param.add_sharded_grad(total)
+                add_sharded_grad(param, total)
         if not again:
             self.brought.clear()
 

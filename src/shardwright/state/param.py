@@ -9,29 +9,22 @@ second); sharding swaps which of them the module shows, never their identity.
 """
 
 import copy
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from shardwright.comm.base import Piece
 from shardwright.comm.mesh import Axis
 from shardwright.errors import InputError, StageError
 from shardwright.plan.layout import ParamLayout
-from shardwright.policy import (
-    DEFAULT_OFFLOAD,
-    CPUOffloadPolicy,
-    DataParallelMeshDims,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-)
+from shardwright.policy import DiskOffloadPolicy, MixedPrecisionPolicy, OptimizerOffloadPolicy
 from shardwright.state.buffer import Buffer
+from shardwright.state.host import DeviceCopy, mapped, placed
+from shardwright.state.place import Place, Split
 from shardwright.state.rows import Rows
 
 
@@ -52,31 +45,11 @@ class Unsharded:
     own: torch.Tensor  # this rank's part of the region, in the shape of the local shard
 
 
-@dataclass(frozen=True)
-class Split:
-    """How a parameter is to be sharded.
-
-    dim: the dim that is cut (None: kept whole). offload: where its shard lies.
-    dims: the data-parallel axes, where the parameter is a DTensor on a mesh that has them already.
-    """
-
-    axis: Axis
-    dim: int | None
-    offload: OffloadPolicy = DEFAULT_OFFLOAD
-    dims: DataParallelMeshDims | None = None
-
-    @property
-    def on_host(self) -> bool:
-        """Whether shard and gradient lie on the host."""
-        return isinstance(self.offload, CPUOffloadPolicy)
-
-
 class ShardedParam:
     """A parameter split over an axis. ``fqn`` is its name in the module that ``fully_shard`` was called on.
 
     slots: every place that shows it (more than one where modules share it).
-    inner: the placement that tensor parallelism has given it, or None; what is split here is then this
-        rank's local tensor.
+    place: where its shards lie.
     accumulated: unsharded gradient of earlier microbatches in the reduce dtype, or None.
     kept_dtype: it is never cast (codes, scales). rows: ranks move only those in use (a lookup's), or None.
     """
@@ -85,15 +58,15 @@ class ShardedParam:
         """Split ``param``, or take it over where it is a DTensor that was split like that before."""
         self.fqn = fqn
         self.slots = slots
-        self.split = split
-        self.inner = param._spec if isinstance(param, DTensor) else None
+        inner = param._spec if isinstance(param, DTensor) else None
         whole = param._local_tensor if isinstance(param, DTensor) else param
-        self.layout = ParamLayout(tuple(whole.shape), split.axis.world, split.dim)
-        self.spec = self._spec(param)
+        self.place = Place(split, ParamLayout(tuple(whole.shape), split.axis.world, split.dim), inner)
+        self.spec = self.place.spec(param)
         self.accumulated: torch.Tensor | None = None
         self.kept_dtype = False
         self.rows: Rows | None = None
         self._unsharded: Unsharded | None = None
+        self._device_copy = DeviceCopy()
         self.sharded = self._shard(whole.detach(), param.requires_grad)
         self.show(self.sharded)
 
@@ -103,6 +76,7 @@ class ShardedParam:
         twin.slots = slots = places[0]
         twin.accumulated = None
         twin._unsharded = twin.rows = None
+        twin._device_copy = DeviceCopy()
         shard: Any = slots[0].module._parameters[slots[0].name]
         twin.sharded = nn.Parameter(self.dtensor(shard.detach()), requires_grad=shard.requires_grad)
         twin.show(twin.sharded)
@@ -113,8 +87,9 @@ class ShardedParam:
 
         rows: this rank's shard of it, on the device of the shards. Cut on the same dim over the same ranks.
         """
-        self.layout = ParamLayout(shape, self.axis.world, self.layout.dim)
-        self.spec = self._spec(torch.empty(shape, dtype=rows.dtype, device="meta"))
+        layout = ParamLayout(shape, self.axis.world, self.layout.dim)
+        self.place = Place(self.split, layout, self.inner)
+        self.spec = self.place.spec(torch.empty(shape, dtype=rows.dtype, device="meta"))
         self.accumulated = self._unsharded = None
         self.kept_dtype = True
         self.sharded = nn.Parameter(self.dtensor(rows), requires_grad=False)
@@ -129,7 +104,13 @@ class ShardedParam:
             )
         state = dict.fromkeys(("accumulated", "rows", "_unsharded", "sharded"))
         meta = self.spec.tensor_meta
-        return {**self.__dict__, **state, "slots": [], "spec": (self.spec.placements, meta)}
+        return {
+            **self.__dict__,
+            **state,
+            "_device_copy": DeviceCopy(),
+            "slots": [],
+            "spec": (self.spec.placements, meta),
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -139,6 +120,21 @@ class ShardedParam:
     def is_first(self) -> bool:
         """Whether this is the first of all ranks that hold a part of it."""
         return not any(self.spec.mesh.get_coordinate() or ())
+
+    @property
+    def split(self) -> Split:
+        """How it is sharded."""
+        return self.place.split
+
+    @property
+    def layout(self) -> ParamLayout:
+        """The spans that it is cut into."""
+        return self.place.layout
+
+    @property
+    def inner(self) -> DTensorSpec | None:
+        """Its placement under tensor parallelism; what is split is then this rank's local tensor."""
+        return self.place.inner
 
     @property
     def axis(self) -> Axis:
@@ -181,6 +177,9 @@ class ShardedParam:
                 "load_state_dict or shardwright.checkpoint.load"
             )
         self.sharded = shown  # type: ignore[assignment]
+        if isinstance(self.split.offload, DiskOffloadPolicy):
+            with torch.no_grad():
+                self.local.set_(mapped(self.local, self.split.offload))  # type: ignore[arg-type]
         self.show(self.sharded)
 
     def show(self, param: nn.Parameter) -> None:
@@ -201,54 +200,11 @@ class ShardedParam:
 
     def rows_of(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's rows of a whole parameter (of the local one, under tensor parallelism): a view."""
-        start, stop = self.layout.row_range(self.axis.rank)
-        return whole if self.layout.dim is None else whole.narrow(self.layout.dim, start, stop - start)
+        return self.place.rows_of(whole)
 
     def shard_of(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's shard of a plain tensor of the logical shape: a view."""
-        for mesh, sharding in self._other_axes():
-            if isinstance(sharding, Shard):
-                layout = ParamLayout(tuple(whole.shape), mesh.size(), sharding.dim)
-                start, stop = layout.row_range(mesh.get_local_rank())
-                whole = whole.narrow(sharding.dim, start, stop - start)
-        return self.rows_of(whole)
-
-    def _spec(self, param: torch.Tensor) -> DTensorSpec:
-        """Where the shards lie. Tensor parallelism that cuts the same dim has cut it first (strided)."""
-        axis, dim = self.axis, self.layout.dim
-        meta = TensorMeta(param.shape, torch.empty(param.shape, device="meta").stride(), param.dtype)
-        placement: Placement = Replicate() if dim is None else Shard(dim)
-        others = self._other_axes()
-        cuts = [mesh.size() for mesh, sharding in others if sharding.is_shard(dim)]
-        if cuts and dim is not None:
-            placement = _StridedShard(dim, split_factor=math.prod(cuts))
-        mesh = axis.mesh
-        if others:
-            mesh = DeviceMesh._concatenate([mesh, *(other for other, _ in others)])
-        return DTensorSpec(mesh, (*axis.placements(placement), *(p for _, p in others)), meta)
-
-    def _other_axes(self) -> list[tuple[DeviceMesh, Placement]]:
-        """The axes that aren't data parallel, on which the parameter was a DTensor before."""
-        if self.inner is None:
-            return []
-        mesh, dims = self.inner.mesh, self.split.dims
-        if mesh.ndim == 1 and dims is None:
-            return [(mesh, self.inner.placements[0])]
-        ours = () if dims is None else (*dims.shard_names, *dims.replicate_names)
-        placed = zip(mesh.mesh_dim_names or (), self.inner.placements, strict=True)
-        return [(mesh[name], placement) for name, placement in placed if name not in ours]
-
-    def _local_grad(self, grad: DTensor) -> torch.Tensor:
-        """This rank's part of an unsharded gradient: placed like the parameter on all but the data-parallel
-        axes, over which it is reduced later."""
-        assert self.inner is not None
-        dims, names = self.split.dims, self.inner.mesh.mesh_dim_names or ()
-        ours = () if dims is None else (*dims.shard_names, *dims.replicate_names)
-        wanted = tuple(
-            grad.placements[place] if names[place : place + 1] and names[place] in ours else placement
-            for place, placement in enumerate(self.inner.placements)
-        )
-        return grad.redistribute(placements=wanted).to_local()
+        return self.place.shard_of(whole)
 
     def _shard(self, whole: torch.Tensor, trainable: bool) -> nn.Parameter:
         if whole.device.type != "meta":
@@ -257,9 +213,7 @@ class ShardedParam:
         if self.axis.world > 1 or not rows.is_contiguous():
             # A copy, so that the whole parameter's memory can go.
             rows = rows.clone(memory_format=torch.contiguous_format)
-        offload = self.split.offload
-        if isinstance(offload, CPUOffloadPolicy) and offload.pin_memory and self.axis.device.type != "cpu":
-            rows = rows.pin_memory()
+        rows = placed(rows, self.split.offload, self.axis.device)
         return nn.Parameter(self.dtensor(rows), requires_grad=trainable)
 
     # ---- dtypes
@@ -281,6 +235,11 @@ class ShardedParam:
         """The parameter that modules see while unsharded; at rest its memory may be freed."""
         assert self._unsharded is not None, "bind() first"
         return self._unsharded.param
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether there is an unsharded face: it is made before the first all-gather, or by it."""
+        return self._unsharded is not None
 
     def bind(self, buffer: Buffer, offset_nbytes: int, dtype: torch.dtype) -> None:
         """Lay the unsharded face at ``offset_nbytes`` of ``buffer`` (which must hold its memory)."""
@@ -306,67 +265,21 @@ class ShardedParam:
         assert self._unsharded is not None, "bind() first"
         return self._unsharded.own
 
+    def copy_in(self) -> None:
+        """Copy the shard to this rank's part of the buffer."""
+        source = self.local
+        if isinstance(self.split.offload, OptimizerOffloadPolicy):
+            source = self._device_copy.of(source, self.version, self.own)
+        self.own.copy_(source, non_blocking=True)
+
+    @property
+    def version(self) -> int:
+        """How often the shard was changed in place: an operation on a DTensor counts on it alone, one on its
+        local tensor on that alone."""
+        return self.local._version + self.sharded._version
+
     def gather_piece(self, layout: ParamLayout | None = None) -> Piece:
         """Its part in the group's all-gather; ``layout``: over another world, at most as large."""
         assert self._unsharded is not None, "bind() first"
         layout = layout or self.layout
         return Piece(self._unsharded.region[: layout.padded_numel], layout.spans)
-
-    # ---- gradients
-
-    def take_grad(self) -> torch.Tensor | None:
-        """The unsharded gradient so far, earlier microbatches included; the parameter forgets it."""
-        grad, self.unsharded.grad = self.unsharded.grad, None
-        if isinstance(grad, DTensor):
-            grad = self._local_grad(grad)
-        if grad is not None and grad.layout is not torch.strided:
-            grad = grad.to_dense()  # nn.Embedding(sparse=True)
-        if self.accumulated is not None:
-            grad = self.accumulated if grad is None else self.accumulated.add_(grad)
-            self.accumulated = None
-        return grad
-
-    def zero_grad(self, policy: MixedPrecisionPolicy) -> torch.Tensor:
-        """A gradient of zeros, for a rank that has none."""
-        return torch.zeros(self.layout.shape, dtype=self.compute_dtype(policy), device=self.axis.device)
-
-    def accumulate_grad(self, policy: MixedPrecisionPolicy) -> None:
-        """Keep this microbatch's gradient unsharded, in the reduce dtype, for a later reduction."""
-        grad = self.take_grad()
-        if grad is not None:
-            self.accumulated = grad.to(self.reduce_dtype(policy))
-
-    def reduce_piece(self, grad: torch.Tensor, policy: MixedPrecisionPolicy) -> Piece:
-        """The gradient's part in the group's reduce-scatter.
-
-        It travels in the narrower of its own dtype and the reduce dtype: widening on arrival gives the same
-        sum as widening before, for half the bytes.
-        """
-        reduce_dtype = self.reduce_dtype(policy)
-        if torch.promote_types(grad.dtype, reduce_dtype) != reduce_dtype:
-            grad = grad.to(reduce_dtype)
-        layout = self.layout
-        if layout.dim is None:
-            # Kept whole: every rank's span is a copy, so the reduce-scatter gives every rank the sum.
-            flat = grad.reshape(-1).repeat(layout.world)
-            numel = layout.numel
-            return Piece(flat, tuple((r * numel, (r + 1) * numel) for r in range(layout.world)))
-        return Piece(grad.movedim(layout.dim, 0).contiguous().view(-1), layout.spans)
-
-    def add_sharded_grad(self, total: torch.Tensor) -> None:
-        """Add a reduced gradient, 1-D in storage order, to ``sharded.grad`` (in the dtype at rest)."""
-        layout = self.layout
-        local = total.to(self.sharded.dtype).as_strided(layout.shard_shape(self.axis.rank), layout.strides)
-        local = local.contiguous().to(self.local.device)
-        grad = self.sharded.grad
-        if grad is None:
-            self.sharded.grad = self.dtensor(local)
-        elif isinstance(grad, DTensor):
-            grad._local_tensor.add_(local)
-        else:
-            raise InputError(
-                f"the gradient of sharded parameter {self.fqn!r} was set to a {type(grad).__name__}; "
-                "set it to a DTensor like the parameter, or to None"
-            )
-        for hook in tuple((getattr(self.sharded, "_post_accumulate_grad_hooks", None) or {}).values()):
-            hook(self.sharded)

@@ -20,8 +20,10 @@ import torch
 from shardwright.comm.all_reduce import AllReduce
 from shardwright.comm.base import Comm, Piece, Reduction
 from shardwright.comm.mesh import Axis
+from shardwright.comm.watched import Collective, tell
 from shardwright.errors import StageError
 from shardwright.policy import MixedPrecisionPolicy, ReductionPolicy
+from shardwright.state.grads import accumulate_grad, reduce_piece, take_grad, zero_grad
 from shardwright.state.joined import Joined
 from shardwright.state.param import ShardedParam
 
@@ -84,16 +86,16 @@ class Reducer:
         self.joined.keeps = not self.policy.reduce
         if self.joined.keeps:
             for param in self.params:
-                param.accumulate_grad(self._precision)
+                accumulate_grad(param, self._precision)
             return
         for param in self.params:
             if not param.trainable:
                 continue
-            grad = param.take_grad()
+            grad = take_grad(param)
             if grad is not None or self.policy.unused_params:
                 self.joined.brought.add(param)
             if grad is None and (join or self.policy.unused_params):
-                grad = param.zero_grad(self._precision)
+                grad = zero_grad(param, self._precision)
             if grad is not None:
                 self._held.append((param, grad.to(param.reduce_dtype(self._precision)) if widen else grad))
 
@@ -114,7 +116,7 @@ class Reducer:
 
     def inputs(self, grads: Grads) -> tuple[list[Piece], list[torch.dtype]]:
         """What a reduce-scatter of ``grads`` takes."""
-        pieces = [param.reduce_piece(grad, self._precision) for param, grad in grads]
+        pieces = [reduce_piece(param, grad, self._precision) for param, grad in grads]
         return pieces, [param.reduce_dtype(self._precision) for param, _ in grads]
 
     def issue(self, grads: Grads) -> None:
@@ -129,6 +131,7 @@ class Reducer:
 
     def send(self, reduction: Reduction, params: list[ShardedParam]) -> None:
         """From here on the gradients of ``params`` are in flight."""
+        tell(self.comm, Collective.REDUCE_SCATTER)
         self._reduction = reduction, params
 
     def wait(self) -> None:
@@ -168,6 +171,7 @@ class Reducer:
 
     def send_copies(self, all_reduce: Reduction, params: list[ShardedParam]) -> None:
         """From here on the sums of ``params`` are in flight over the copies."""
+        tell(self.copies, Collective.ALL_REDUCE)
         self._all_reduce = all_reduce, params
 
     def settle(self) -> None:
@@ -194,7 +198,7 @@ class Reducer:
 
     def rehearse(self) -> None:
         """Reduce zeros in place of gradients and forget the result: to time the collectives alone."""
-        zeros = [(p, p.zero_grad(self._precision)) for p in self.params if p.trainable]
+        zeros = [(p, zero_grad(p, self._precision)) for p in self.params if p.trainable]
         totals = self.comm.reduce_scatter(*self.inputs(zeros), f"rehearsal {self.name}").wait()
         if self._axis.replicate is not None:
             AllReduce(self._axis.replicate, totals, f"rehearsal {self.name}").wait()
@@ -211,7 +215,7 @@ class Reducer:
             self._all_reduce = (self._all_reduce[0], [])
 
     def _finish(self, totals: list[torch.Tensor], params: Sequence[ShardedParam]) -> None:
-        divisor = self.policy.divide_factor or self._axis.world * self._axis.num_copies
+        divisor = self.policy.divisor(self._axis.world * self._axis.num_copies)
         if divisor != 1:
             torch._foreach_div_(totals, divisor)  # pyright: ignore[reportPrivateImportUsage]
         if self.hook is not None:

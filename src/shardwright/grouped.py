@@ -1,0 +1,136 @@
+"""``fully_shard(model, groups=...)``: groups named by hand or chosen, and a root that owns nothing.
+
+groups       the caller's lists of names or modules, or those that the model's hints or its lists give
+leftovers    runs of neighbours between them, a group each
+root         parameters that lie right in modules around groups; most often none
+"""
+
+import difflib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from shardwright.errors import InputError
+from shardwright.motion.build import check_modules, has_no_forward
+from shardwright.motion.unit import is_sharded
+from shardwright.plan.grouping import Hints, Node, groups_from_hints, joined, leftovers, repeated
+from shardwright.policy import Grouping
+
+Entry = str | nn.Module
+Groups = str | Grouping | Sequence[Sequence[Entry]]
+Shard = Callable[[list[nn.Module], set[int]], None]
+
+
+def shard_groups(model: Any, groups: Groups, ignored: set[int], shard: Shard) -> None:
+    """Call ``shard(modules, ignored)`` for each group, inner ones first, then for the model itself.
+
+    Raises: InputError for a name that the model doesn't have or one listed twice. Nothing is changed then.
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"groups= takes one model, got {type(model).__name__}; shard each model by itself")
+    if isinstance(groups, str | Grouping):
+        listed = [list(group) for group in chosen(model, groups, ignored)]
+    else:
+        listed = [[_named(model, entry) for entry in group] for group in groups]
+    entries = [name for group in listed for name in group]
+    twice = [name for name in dict.fromkeys(entries) if entries.count(name) > 1]
+    if twice or not all(listed):
+        raise InputError(f"groups= has {twice or 'an empty list'} more than once; list each in one group")
+    params = dict(model.named_parameters(remove_duplicate=False))
+    for group in listed:
+        check_modules(_modules_of(model, group, params))
+    nested = {name for name, module in model.named_modules() if is_sharded(module)}
+    done = {*(name.rpartition(".")[0] if name in params else name for name in entries), *nested}
+    runs = leftovers(_node(model, "", ignored), done)
+    for group in sorted(listed, key=lambda group: -max(name.count(".") for name in group)):
+        modules = _modules_of(model, group, params)
+        mine = {id(params[name]) for name in group if name in params}
+        whole = {
+            id(p) for name in group if name not in params for p in model.get_submodule(name).parameters()
+        }
+        others = {id(p) for m in modules for p in m.parameters()} - mine - whole if mine else set()
+        shard(modules, ignored | others)
+    for run in runs:
+        shard([model.get_submodule(node.name) for node in run], ignored)
+    shard([model], ignored)
+
+
+def chosen(model: nn.Module, groups: str | Grouping, ignored: set[int]) -> list[list[str]]:
+    """The groups that ``"auto"`` or a ``Grouping`` chooses: names of modules. Raises: InputError."""
+    if isinstance(groups, str) and groups != "auto":
+        raise InputError(f'groups= must be "auto", a Grouping or lists of names, got {groups!r}')
+    policy = groups if isinstance(groups, Grouping) else Grouping()
+    root, hints = _node(model, "", ignored), hints_of(model)
+    classes = {name: type(module).__name__ for name, module in model.named_modules() if name}
+    last: tuple[str, ...] = ()
+    if policy.classes:
+        names = [name for name, m in model.named_modules() if name and isinstance(m, policy.classes)]
+    elif hints is not None:
+        by_hints = groups_from_hints(classes, hints)
+        names, last = list(by_hints.apart), by_hints.last
+    else:
+        names = repeated(root)
+    nodes = {node.name: node for node in _walk(root)}
+    found = [nodes[name] for name in classes if name in names and nodes[name].nbytes and nodes[name].runs]
+    if not found:
+        raise InputError(
+            f"nothing in {type(model).__name__} says how to group it: it has no _no_split_modules and no "
+            "list of modules of one class; pass Grouping(classes=[...]) or lists of names"
+        )
+    grouped = joined(found, policy.least_nbytes) if policy.least_nbytes else [[node.name] for node in found]
+    return grouped + ([list(last)] if last else [])
+
+
+def hints_of(model: nn.Module) -> Hints | None:
+    """What a model of transformers says of itself; None for any other."""
+    no_split, plan = getattr(model, "_no_split_modules", None), getattr(model, "_fsdp_plan", None)
+    if not no_split and not plan:
+        return None
+    names = {id(module): name for name, module in model.named_modules()}
+    ends = []
+    for getter in ("get_input_embeddings", "get_output_embeddings"):
+        end = getattr(model, getter)() if hasattr(model, getter) else None
+        ends.append(names.get(id(end)) if end is not None else None)
+    return Hints(frozenset(no_split or ()), plan or {}, *ends)
+
+
+def _named(model: nn.Module, entry: Any) -> str:
+    """The name of an entry in the model. Raises: InputError for what isn't in it."""
+    modules = dict(model.named_modules())
+    if isinstance(entry, nn.Module):
+        for name, module in modules.items():
+            if module is entry and name:
+                return name
+        raise InputError(f"groups= has a {type(entry).__name__} that is not inside {type(model).__name__}")
+    known = [name for name in (*modules, *dict(model.named_parameters(remove_duplicate=False))) if name]
+    if entry in known:
+        return entry
+    near = difflib.get_close_matches(str(entry), known, 3)
+    raise InputError(
+        f"{type(model).__name__} has no module or parameter {entry!r}, which groups= names"
+        + (f"; did you mean {' or '.join(map(repr, near))}?" if near else "")
+    )
+
+
+def _modules_of(model: nn.Module, group: Sequence[str], params: dict[str, nn.Parameter]) -> list[nn.Module]:
+    """The modules around whose forwards a group is unsharded: the listed ones, and owners of parameters."""
+    names = [name.rpartition(".")[0] if name in params else name for name in group]
+    return [model.get_submodule(name) for name in dict.fromkeys(names)]
+
+
+def _node(module: nn.Module, name: str, ignored: set[int]) -> Node:
+    prefix = f"{name}." if name else ""
+    return Node(
+        name,
+        type(module).__name__,
+        sum(param.nbytes for param in module.parameters() if id(param) not in ignored),
+        not has_no_forward(module),
+        tuple(_node(child, prefix + label, ignored) for label, child in module.named_children()),
+    )
+
+
+def _walk(node: Node) -> Iterator[Node]:
+    yield node
+    for child in node.children:
+        yield from _walk(child)

@@ -1,0 +1,126 @@
+"""What autograd and torch.func do with a sharded model: gradients of gradients, retries, transforms."""
+
+import pytest
+import torch
+from torch import nn
+from torch.func import grad, jvp, vjp, vmap
+
+from shardwright import fully_shard, stats
+from tests.ranks.models import Run, assert_same, full
+from tests.ranks.pool import run_ranks
+
+WIDTH = 7
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(7)
+    block = [nn.Sequential(nn.Linear(WIDTH, 11), nn.Tanh(), nn.Linear(11, WIDTH)) for _ in range(3)]
+    return nn.Sequential(*block)
+
+
+def sharded() -> nn.Sequential:
+    model = network()
+    for block in model:
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def rows(step: int, world: int) -> torch.Tensor:
+    """Inputs of all ranks: [world, 4, WIDTH]."""
+    return torch.randn(world, 4, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def penalised(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    """A loss with the norm of its own gradient, and another forward between the two backwards."""
+    inputs = inputs.clone().requires_grad_(True)
+    slope = torch.autograd.grad(model(inputs).pow(2).sum(), inputs, create_graph=True)[0]
+    return slope.pow(2).sum() + model(inputs * 2).sum()
+
+
+def penalty(rank, world):
+    model, reference = sharded(), network()
+    ours, theirs = Run.of(model, lr=1e-3, momentum=0.9), Run.of(reference, lr=1e-3, momentum=0.9)
+    for step in range(3):
+        inputs = rows(step, world)
+        penalised(model, inputs[rank]).backward()
+        torch.stack([penalised(reference, each) for each in inputs]).mean().backward()
+        assert stats(model).unsharded_nbytes == 0
+        ours.step()
+        theirs.step()
+        assert_same(model, reference)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_a_gradient_penalty_equals_one_process(world):
+    run_ranks(world, penalty)
+
+
+def hessians(rank, world):
+    model, reference = sharded(), network()
+    inputs = rows(0, 1)[0, 0]
+    ours, theirs = (
+        torch.autograd.functional.hessian(lambda x, m=m: m(x).pow(2).sum(), inputs)
+        for m in (model, reference)
+    )
+    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(
+        torch.autograd.functional.jacobian(model, inputs),
+        torch.autograd.functional.jacobian(reference, inputs),
+    )
+
+
+def test_a_hessian_with_respect_to_the_inputs_equals_one_process():
+    run_ranks(2, hessians)
+
+
+def retried(rank, world):
+    model, reference = sharded(), network()
+    fails = [True]
+
+    def fail(gradient):
+        if fails[0]:
+            raise KeyError("a failure of the caller's")
+
+    inputs = rows(0, world)
+    middle = model[0](inputs[rank])
+    middle.register_hook(fail)
+    loss = model[2](model[1](middle)).sum()
+    for _ in range(2):
+        with pytest.raises(KeyError):
+            loss.backward(retain_graph=True)
+        assert all(param.grad is None for param in model[0].parameters())
+    fails[0] = False
+    model.zero_grad()  # the last groups had their gradients already
+    loss.backward()  # at once: no forward has told the failed backward's end
+    torch.stack([reference(each).sum() for each in inputs]).mean().backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(full(ours.grad), theirs.grad)
+    assert stats(model).unsharded_nbytes == 0
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_backward_that_failed_may_be_tried_again_on_its_graph(world):
+    run_ranks(world, retried)
+
+
+def transformed(rank, world):
+    model, reference = sharded(), network()
+    inputs, tangents = rows(0, 1)[0], rows(1, 1)[0]
+
+    def each(call):
+        ours, theirs = call(model), call(reference)
+        torch.testing.assert_close(ours, theirs)
+
+    for _ in range(2):  # the second time by the plan
+        each(lambda m: grad(lambda x: m(x).pow(2).sum())(inputs))
+        each(lambda m: vjp(m, inputs)[1](tangents)[0])
+        each(lambda m: jvp(m, (inputs,), (tangents,)))
+        each(lambda m: vmap(m)(rows(2, 3)))
+    model(inputs).sum().backward()
+    reference(inputs).sum().backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(full(ours.grad), theirs.grad)
+
+
+def test_transforms_of_torch_func_over_the_inputs_equal_one_process():
+    run_ranks(2, transformed)

@@ -1,0 +1,81 @@
+"""Gradients are averaged, summed, or weighted by what each loss stands for, and ``explain`` says which."""
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+
+from shardwright import explain, fully_shard, loss_weights
+from shardwright.errors import InputError
+from tests.ranks.models import VOCAB, Run, assert_same, build, full, loss_of, shard_decoder
+from tests.ranks.pool import run_ranks
+
+
+def uneven(step: int, world: int) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Inputs and targets of two microbatches of each rank; as many targets count (are not -100) as may be."""
+    generator = torch.Generator().manual_seed(step)
+    made = []
+    for rank in range(world):
+        for micro in range(2):
+            tokens = torch.randint(0, VOCAB, (2 + rank, 6), generator=generator)
+            targets = torch.randint(0, VOCAB, (2 + rank, 6), generator=generator)
+            targets[:, : (rank + 2 * micro + step) % 5] = -100
+            made.append((tokens, targets))
+    return [made[2 * rank : 2 * rank + 2] for rank in range(world)]
+
+
+def loss(model, tokens, targets, reduction="mean"):
+    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), reduction=reduction)
+
+
+def weighted(rank, world, copies):
+    mesh = init_device_mesh("cpu", (copies, world // copies)) if copies > 1 else None
+    model, reference = shard_decoder(build(), fully_shard, mesh=mesh), build()
+    ours, theirs = Run.of(model), Run.of(reference)
+    for step in range(3):
+        everywhere = uneven(step, world)
+        counts = [(targets != -100).sum().item() for _, targets in everywhere[rank]]
+        model.set_requires_gradient_sync(True)
+        for number, (batch, share) in enumerate(
+            zip(everywhere[rank], loss_weights(model, counts), strict=True)
+        ):
+            model.set_requires_gradient_sync(step == 1 or number == 1)  # reduced once, or each time
+            (loss(model, *batch) * share).backward()
+        batches = [batch for own in everywhere for batch in own]
+        total = sum((targets != -100).sum() for _, targets in batches)
+        (sum(loss(reference, *batch, reduction="sum") for batch in batches) / total).backward()
+        ours.step()
+        theirs.step()
+        assert_same(model, reference)
+    assert "each loss weighted by its share of the step" in str(explain(model))
+
+
+@pytest.mark.parametrize(("world", "copies"), [(1, 1), (2, 1), (3, 1), (4, 2)])
+def test_losses_weighted_by_their_targets_equal_one_process_over_uneven_batches(world, copies):
+    run_ranks(world, weighted, copies)
+
+
+def summed(rank, world):
+    model, reference = shard_decoder(build(), fully_shard), build()
+    tokens = torch.arange(world * 12).view(world, 2, 6) % VOCAB
+    torch.stack([loss_of(reference, rows) for rows in tokens]).sum().backward()
+    for averaging, scale, said in (("sum", 1, "summed over"), ("average", world, "averaged over")):
+        model.set_gradient_averaging(averaging)
+        assert said in str(explain(model))
+        model.zero_grad()
+        loss_of(model, tokens[rank]).backward()
+        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(full(ours.grad) * scale, theirs.grad)
+    with pytest.raises(InputError, match='must be "average" or "sum"'):
+        model.set_gradient_averaging("mean")
+    with pytest.raises(InputError, match="at least 0"):
+        loss_weights(model, [3, -1])
+    with pytest.raises(InputError, match="0 on all ranks"):
+        loss_weights(model, [0, 0])
+    with pytest.raises(InputError, match="no sharded parameters"):
+        loss_weights(build(), [1])
+    assert "averaged over" in str(explain(model))  # what was refused has changed nothing
+
+
+def test_gradients_are_summed_or_averaged_as_asked():
+    run_ranks(2, summed)

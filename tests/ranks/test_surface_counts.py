@@ -1,0 +1,144 @@
+"""How many collectives a step takes and how many bytes it sends, as torch's CommDebugMode counts them."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+from shardwright import fully_shard, set_transport, stats
+from tests.ranks.pool import run_ranks
+
+GATHER = torch.ops.c10d._allgather_base_
+REDUCE = torch.ops.c10d._reduce_scatter_base_
+ALL_REDUCE = torch.ops.c10d.allreduce_
+WIDTH = 48
+NBYTES = 3 * WIDTH * WIDTH * 4  # of all blocks' weights
+
+
+def blocks(**options) -> nn.Sequential:
+    """Three groups and a root that owns nothing."""
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)))
+    for block in model:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def counted(model: nn.Module, step: Callable[[], None]) -> tuple[int, int, int, int]:
+    """All-gathers, reduce-scatters, all-reduces and bytes sent by this rank in ``step`` (one forward)."""
+    before = stats(model).sent_nbytes
+    with CommDebugMode() as mode:
+        step()
+    counts = mode.get_comm_counts()
+    return counts[GATHER], counts[REDUCE], counts[ALL_REDUCE], stats(model).sent_nbytes - before
+
+
+def train(model: nn.Module) -> Callable[[], None]:
+    return lambda: model(torch.ones(2, WIDTH)).sum().backward()
+
+
+def of_each_kind(rank, world):
+    set_transport("sockets")  # shared memory sends nothing
+    part = NBYTES * (world - 1) // world  # one collective over all groups, at its optimum
+    model = blocks(reshard_after_forward=True)
+    train(model)()  # records the order, and compares the ranks' models: 16 bytes each
+    assert counted(model, train(model)) == (6, 3, 0, 3 * part)
+    model.set_reshard_after_forward(False)
+    assert counted(model, train(model)) == (3, 3, 0, 2 * part)
+    # By default the group that the backward needs first is kept: one of three is not gathered again.
+    model = blocks()
+    train(model)()
+    assert counted(model, train(model)) == (5, 3, 0, 3 * part - part // 3)
+    with torch.no_grad():
+        assert counted(model, lambda: model(torch.ones(2, WIDTH))) == (3, 0, 0, part)
+
+
+def test_a_step_takes_one_gather_before_each_use_and_one_reduction_of_each_group():
+    run_ranks(2, of_each_kind)
+
+
+def accumulation(rank, world):
+    set_transport("sockets")
+    part = NBYTES * (world - 1) // world
+    model = blocks(reshard_after_forward=True)
+    train(model)()
+    shards = list(model.parameters())
+    model.set_requires_gradient_sync(False)
+    for _ in range(2):
+        assert counted(model, train(model)) == (6, 0, 0, 2 * part)
+    model.set_requires_gradient_sync(True)
+    assert counted(model, train(model)) == (6, 3, 0, 3 * part)
+    model.set_reshard_after_backward(False)
+    model.set_reshard_after_forward(False)
+    train(model)()
+    assert counted(model, train(model)) == (0, 3, 0, part)  # nothing was resharded since
+    with torch.no_grad():
+        for shard in shards:
+            shard.mul_(1.5)  # an optimizer's step: what was kept is not what the shards are now
+    assert counted(model, train(model)) == (3, 3, 0, 2 * part)
+
+
+def test_accumulation_reduces_once_and_may_gather_once():
+    run_ranks(2, accumulation)
+
+
+def hybrid(rank, world):
+    set_transport("sockets")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shard"))
+    model = blocks(mesh=mesh, reshard_after_forward=True)
+    train(model)()
+    half = NBYTES // 2  # over two shards; the copies all-reduce those halves
+    assert counted(model, train(model)) == (6, 3, 3, 3 * half + half)
+    model.set_requires_all_reduce(False)
+    for _ in range(2):
+        assert counted(model, train(model)) == (6, 3, 0, 3 * half)
+    model.set_requires_all_reduce(True)
+    assert counted(model, train(model)) == (6, 3, 3, 3 * half + half)
+
+
+def test_hybrid_sharding_all_reduces_each_group_once_and_only_where_asked():
+    run_ranks(4, hybrid)
+
+
+def neighbours(rank, world):
+    set_transport("sockets")
+    model = blocks(reshard_after_forward=2)
+    train(model)()
+    # Gathered over four ranks in forward, over two in backward; reduced over four.
+    assert counted(model, train(model)) == (6, 3, 0, 2 * NBYTES * 3 // 4 + NBYTES // 2)
+    together = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)))
+    fully_shard([together[0], together[1]], reshard_after_forward=True)
+    fully_shard(together[2], reshard_after_forward=True)
+    fully_shard(together)
+    train(together)()
+    assert counted(together, train(together)) == (4, 2, 0, 3 * NBYTES * 3 // 4)
+
+
+def test_a_smaller_world_and_several_modules_in_a_group_take_the_collectives_they_say():
+    run_ranks(4, neighbours)
+
+
+def kinds(model: nn.Module) -> list[bool]:
+    """Of each parameter whether it is shown as its shard."""
+    return [isinstance(param, DTensor) for param in model.parameters()]
+
+
+def shown(rank, world):
+    model = blocks()
+    for _ in range(3):
+        loss = model(torch.ones(2, WIDTH)).sum()
+        assert kinds(model) == [True] * 3  # also of the group that is kept for the backward
+        assert stats(model).unsharded_nbytes in (0, NBYTES // 3)
+        loss.backward()
+        assert kinds(model) == [True] * 3
+        assert stats(model).unsharded_nbytes == 0
+    loss = model(torch.ones(2, WIDTH)).sum()
+    model[2].unshard()  # by hand: what was kept is shown
+    assert kinds(model) == [True, True, False]
+    model[2].reshard()
+
+
+def test_between_forward_and_backward_modules_show_shards_whatever_the_plan_keeps():
+    run_ranks(2, shown)

@@ -1,0 +1,138 @@
+"""Groups given as lists, or chosen: the model itself owns nothing that another module can hold."""
+
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+from shardwright import Grouping, explain, fully_shard, stats
+from shardwright.errors import InputError
+from tests.ranks.models import Block, Decoder, Run, build, train_beside
+from tests.ranks.pool import run_ranks
+
+
+def groups_of(model: nn.Module) -> list[list[str]]:
+    """Names of the parameters of each group."""
+    return [[param.name for param in row.params] for row in explain(model).groups]
+
+
+def block(number: int) -> list[str]:
+    parts = ["scale", "norm.weight", "norm.bias", "up.weight", "up.bias", "down.weight", "down.bias"]
+    return [f"blocks.{number}.{part}" for part in parts]
+
+
+ENDS = ["norm.weight", "norm.bias", "head.weight"]
+
+
+def chosen(rank, world, tied, groups, expected):
+    model = build(tied=tied)
+    assert fully_shard(model, groups=groups) is model
+    assert sorted(map(sorted, groups_of(model))) == sorted(map(sorted, expected))
+    train_beside(Run.of(model), Run.of(build(tied=tied)), rank, world)
+    assert stats(model).unsharded_nbytes == 0
+
+
+AUTO = [block(0), block(1), block(2), ["embedding.weight"], ENDS]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_groups_chosen_by_the_lists_of_a_model_equal_one_process(world):
+    run_ranks(world, chosen, False, "auto", AUTO)
+
+
+@pytest.mark.parametrize(
+    ("tied", "groups", "expected"),
+    [
+        (True, "auto", [*AUTO[:4], ENDS[:2]]),
+        (False, Grouping(classes=(Block,)), AUTO),
+        (False, Grouping(least_nbytes=4000), [block(0) + block(1) + block(2), *AUTO[3:]]),
+        (
+            False,
+            [["head.weight"], ["blocks.1.up.weight", "embedding"], ["blocks.0", "blocks.1"]],
+            [
+                ["embedding.weight", "blocks.1.up.weight"],
+                block(0) + [name for name in block(1) if "up.weight" not in name],
+                ["head.weight"],
+                block(2) + ENDS[:2],
+            ],
+        ),
+        (
+            # One module's parameters in two groups: both are unsharded around it.
+            False,
+            [["head.weight", "norm.weight", "norm.bias"], ["blocks.0.up.weight"], ["blocks.0.up.bias"]],
+            None,
+        ),
+    ],
+)
+def test_groups_given_by_name_size_or_class_equal_one_process(tied, groups, expected):
+    run_ranks(2, listed, tied, groups, expected)
+
+
+def listed(rank, world, tied, groups, expected):
+    model = build(tied=tied)
+    fully_shard(model, groups=groups)
+    if expected is not None:
+        assert sorted(map(sorted, groups_of(model))) == sorted(map(sorted, expected))
+    train_beside(Run.of(model), Run.of(build(tied=tied)), rank, world)
+
+
+class Hinted(Decoder):
+    """A decoder that says of itself what models of transformers say, and owns a parameter itself."""
+
+    _no_split_modules = ("Block",)
+    _fsdp_plan: ClassVar = {"norm": "keep_full_weight", "head": "keep_full_weight"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(2.0))
+
+    def get_input_embeddings(self):
+        return self.embedding
+
+    def get_output_embeddings(self):
+        return self.head
+
+    def forward(self, tokens):
+        return super().forward(tokens) / self.temperature
+
+
+def hinted(rank, world):
+    torch.manual_seed(7)
+    reference = Hinted()
+    torch.manual_seed(7)
+    model = fully_shard(Hinted(), groups="auto")
+    assert sorted(map(sorted, groups_of(model))) == sorted(map(sorted, [*AUTO, ["temperature"]]))
+    train_beside(Run.of(model), Run.of(reference), rank, world)
+
+
+def test_groups_chosen_by_a_models_own_hints_equal_one_process():
+    run_ranks(2, hinted)
+
+
+def refused(rank, world):
+    model = build()
+    cases = [
+        (
+            ["blocks.0.upp.weight"],
+            "no module or parameter 'blocks.0.upp.weight'.*did you mean 'blocks.0.up.weight'",
+        ),
+        ([nn.Linear(2, 2)], "a Linear that is not inside Decoder"),
+        (["head", "head"], r"\['head'\] more than once"),
+        ([], "an empty list"),
+        (["blocks.0", "blocks.0.up"], "inside another of its modules"),
+    ]
+    for group, message in cases:
+        with pytest.raises(InputError, match=message):
+            fully_shard(model, groups=[["embedding"], group])
+    with pytest.raises(InputError, match="nothing in Linear says how to group it"):
+        fully_shard(nn.Linear(2, 2), groups="auto")
+    with pytest.raises(InputError, match='must be "auto"'):
+        fully_shard(model, groups="automatic")
+    with pytest.raises(InputError, match="takes one model, got list"):
+        fully_shard([model], groups="auto")
+    assert not any(hasattr(param, "placements") for param in model.parameters())  # nothing is half done
+
+
+def test_groups_that_cannot_be_are_refused_before_anything_is_sharded():
+    run_ranks(1, refused)

@@ -1,0 +1,73 @@
+"""Where shards lie between uses: by group, with a copy on the device, or in files."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwright import (
+    CPUOffloadPolicy,
+    DiskOffloadPolicy,
+    MixedPrecisionPolicy,
+    OptimizerOffloadPolicy,
+    explain,
+    fully_shard,
+)
+from shardwright.errors import InputError
+from shardwright.motion.unit import unit_of
+from tests.ranks.models import Run, batches, build, full, loss_of, shard_decoder, train_beside
+from tests.ranks.pool import run_ranks
+
+
+def by_group(rank, world, folder):
+    model = build()
+    policies = [CPUOffloadPolicy(False), OptimizerOffloadPolicy(False), DiskOffloadPolicy(folder=folder)]
+    for block, policy in zip(model.blocks, policies, strict=True):
+        fully_shard(block, offload_policy=policy)
+    fully_shard(model)
+    train_beside(Run.of(model), Run.of(build()), rank, world)
+    said = str(explain(model))
+    assert all(f"{type(policy).__name__}(pin_memory=" in said for policy in policies)
+    assert os.listdir(folder) == []  # the files have no names, and end with the process
+    maps = Path("/proc/self/maps").read_text()
+    owned = sum(param.to_local().numel() > 0 for param in model.blocks[2].parameters())
+    assert maps.count(f"{folder}/") >= owned
+    state = model.state_dict()
+    model.load_state_dict({name: value.clone() for name, value in state.items()}, assign=True)
+    loss_of(model, batches(0, world)[rank]).backward()  # what was assigned is mapped too
+    assert Path("/proc/self/maps").read_text().count(f"{folder}/") >= owned
+
+
+def test_groups_offload_to_the_host_keep_a_copy_or_lie_in_files_and_equal_one_process(tmp_path):
+    run_ranks(2, by_group, str(tmp_path))
+
+
+def copies(rank, world):
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    model = shard_decoder(
+        build(), fully_shard, offload_policy=OptimizerOffloadPolicy(False), mp_policy=policy
+    )
+    run = Run.of(model)
+    param = unit_of(model.blocks[0]).groups[0].params[1]
+    made = []
+    for step in range(3):
+        loss_of(model, batches(step, world)[rank]).backward()
+        first = param._device_copy.of(param.local, param.version, param.own)
+        loss_of(model, batches(step, world)[rank]).backward()
+        assert param._device_copy.of(param.local, param.version, param.own) is first  # gathered from again
+        assert first.dtype == torch.bfloat16
+        made.append(first)
+        torch.testing.assert_close(first, param.local.bfloat16())
+        run.step()
+    assert len({id(copy) for copy in made}) == 3  # and made anew by each optimizer step
+    assert full(model.blocks[0].norm.weight).dtype == torch.float32
+
+
+def test_the_copy_on_the_device_is_made_once_after_each_change_of_the_shard():
+    run_ranks(2, copies)
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(InputError, match="existing folder"):
+        DiskOffloadPolicy(folder=tmp_path / "none")
