@@ -8,6 +8,7 @@ every call gets *new* ranks: no process group, cache, memory peak or half-finish
 reach another, and a rank that hangs is ended by its pid without harm to the next call.
 """
 
+import contextlib
 import ctypes
 import faulthandler
 import multiprocessing
@@ -143,8 +144,9 @@ class _Rank:
 
     def give_up(self, reason: str) -> None:
         """Takes the stack of a rank that doesn't end and counts it as failed."""
-        os.kill(self.process.pid, signal.SIGUSR1)
-        time.sleep(0.3)
+        with contextlib.suppress(ProcessLookupError):  # killed; its own fork holds the pipe
+            os.kill(self.process.pid, signal.SIGUSR1)
+            time.sleep(0.3)
         stack = self.job.stack_file.read_text() if self.job.stack_file.exists() else ""
         self.failed_at = time.monotonic()
         self.failure = f"{reason}; its stack:\n{stack or '(none: it was stopped before it could start)'}"
