@@ -43,6 +43,8 @@ num_windows = 5
 every = 15
 [sample]
 num_bytes = 20
+[schedule]
+bucket_cap_mb = 0.0  # else all of so small a model is gathered at once
 [launch]
 timeout_s = 30.0
 """
