@@ -11,6 +11,7 @@ import argparse
 import copy
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -18,11 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))  # this che
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-import torch.distributed as dist
-from torch import nn
 
-from bench.launch import launch
-from bench.links import LINKS, LinkError
+from bench.launch import arguments, run, slowest_s
+from bench.layers import build_layers, step_s
 from shardwright import SchedulePolicy, fully_shard, set_transport
 from shardwright.comm.mesh import resolve
 from shardwright.motion.accord import channel_of
@@ -31,36 +30,10 @@ WARM_UP_STEPS = 3
 NUM_EXCHANGES = 400
 
 
-def build(num: int, width: int) -> nn.Sequential:
-    """``num`` layers of ``width * (width + 1)`` parameters."""
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(num)))
-
-
-def step_s(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor) -> float:
-    """Seconds of one training step."""
-    start = time.perf_counter()
-    model(inputs).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return time.perf_counter() - start
-
-
-def slowest_s(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor) -> float:
-    """Seconds of a step that all ranks begin together, of the slowest of them."""
-    dist.barrier()
-    took = torch.tensor(step_s(model, optimizer, inputs))
-    dist.all_reduce(took, dist.ReduceOp.MAX)
-    return took.item()
-
-
-def measure(rank: int, options: argparse.Namespace, store: str) -> None:
+def measure(options: argparse.Namespace) -> None:
     """One rank: every length of a step; rank 0 prints the table."""
-    torch.set_num_threads(1)
-    files = dist.FileStore(store, options.world)
-    dist.init_process_group("gloo", store=files, rank=rank, world_size=options.world)
     set_transport(options.transport)
-    local = build(options.num, options.width)
+    local = build_layers(options.num, options.width)
     models = {}
     for agreement in ("off", "strict"):
         model = copy.deepcopy(local)
@@ -68,20 +41,20 @@ def measure(rank: int, options: argparse.Namespace, store: str) -> None:
             fully_shard(layer)
         fully_shard(model).set_schedule_policy(SchedulePolicy(agreement=agreement))
         models[agreement] = model, torch.optim.SGD(model.parameters(), 1e-3)
-    if rank == 0:
+    if options.rank == 0:
         print(f"{options.num} groups, world {options.world}, {options.link}, {options.transport}")
     for wanted_ms in options.step_ms:
         rows = options.rows
         for _ in range(6):  # towards the wanted length, by the step without agreement
             inputs = torch.randn(rows, options.width)
-            took_ms = median(slowest_s(*models["off"], inputs) for _ in range(3)) * 1e3
+            took_ms = median(slowest_s(partial(step_s, *models["off"], inputs)) for _ in range(3)) * 1e3
             rows = max(1, int(rows * wanted_ms / took_ms))
         times: dict[str, list[float]] = {name: [] for name in models}
         for number in range(options.steps + WARM_UP_STEPS):
             for name in sorted(models, reverse=bool(number % 2)):
-                times[name].append(slowest_s(*models[name], inputs) * 1e3)
+                times[name].append(slowest_s(partial(step_s, *models[name], inputs)) * 1e3)
         off, strict = (times[name][WARM_UP_STEPS:] for name in ("off", "strict"))
-        if rank == 0:
+        if options.rank == 0:
             added = median(b - a for a, b in zip(off, strict, strict=True))
             print(
                 f"  {wanted_ms:5.0f} ms step: {median(off):.2f} without, {median(strict):.2f} with, "
@@ -94,37 +67,23 @@ def measure(rank: int, options: argparse.Namespace, store: str) -> None:
             start = time.perf_counter()
             channel.exchange([1] * 20)
             took_us.append((time.perf_counter() - start) * 1e6)
-        if rank == 0:
+        if options.rank == 0:
             took_us.sort()
             print(
                 f"  one exchange: median {median(took_us):.0f} us, p95 {took_us[-len(took_us) // 20]:.0f} us"
             )
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def main() -> None:
     """Parse, then measure as a rank or launch the ranks."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--link", choices=list(LINKS), default="loopback")
-    parser.add_argument("--world", type=int, default=2)
+    parser = arguments(__doc__, limit_s=300.0)
     parser.add_argument("--transport", default="auto", help="see set_transport")
     parser.add_argument("--num", type=int, default=12, help="number of groups")
     parser.add_argument("--width", type=int, default=512, help="a group has width * (width + 1) parameters")
     parser.add_argument("--rows", type=int, default=256, help="of each rank's input, to begin with")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--step-ms", type=float, nargs="+", default=[200.0, 60.0])
-    parser.add_argument("--limit-s", type=float, default=300.0, help="longest time for all of it")
-    parser.add_argument("--rank", type=int, default=None, help=argparse.SUPPRESS)
-    parser.add_argument("--store", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.rank is not None:
-        measure(options.rank, options, options.store)
-        return
-    try:
-        launch(options.link, options.world, __file__, options.limit_s)
-    except LinkError as error:
-        sys.exit(f"bench: {error}")
+    run(parser, measure, __file__)
 
 
 if __name__ == "__main__":

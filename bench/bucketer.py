@@ -25,8 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bench.launch import launch
-from bench.links import LINKS, LinkError
+from bench.launch import arguments, run, slowest_s
 from shardwright import ReduceScatterBucketer
 
 try:
@@ -112,51 +111,29 @@ def systems(grads: list[list[Tensor]]) -> dict[str, Callable[[], float]]:
     return found | {"ddp": lambda: by_ddp(model, alone)}
 
 
-def measure(rank: int, options: argparse.Namespace, store: str) -> None:
+def measure(options: argparse.Namespace) -> None:
     """One rank: every system's rounds; rank 0 prints the table."""
-    torch.set_num_threads(1)
-    files = dist.FileStore(store, options.world)
-    dist.init_process_group("gloo", store=files, rank=rank, world_size=options.world)
     grads = gradients(options.num, options.world)
     part_nbytes = sum(parts[0].nbytes for parts in grads)
     rows = []
     for name, round_s in systems(grads).items():
-        times = []
-        for _ in range(options.rounds + 1):
-            dist.barrier()
-            slowest = torch.tensor(round_s())
-            dist.all_reduce(slowest, dist.ReduceOp.MAX)
-            times.append(slowest.item())
+        times = [slowest_s(round_s) for _ in range(options.rounds + 1)]
         rows.append((name, median(times[1:])))
-    if rank == 0:
+    if options.rank == 0:
         print(f"{options.num} gradients, world {options.world}, {options.link}: ", end="")
         print(f"{part_nbytes * options.world / 2**20:.1f} MiB per rank")
         if options.link in BITS_PER_S:
             rows.append(("bound", part_nbytes * (options.world - 1) * 8 / BITS_PER_S[options.link]))
         for name, took_s in rows:
             print(f"  {name:20} {took_s * 1e3:9.1f} ms   {took_s / rows[0][1]:6.2f}x shardwright")
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def main() -> None:
     """Parse, then measure as a rank or launch the ranks."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--link", choices=list(LINKS), default="loopback")
-    parser.add_argument("--world", type=int, default=2)
+    parser = arguments(__doc__, limit_s=200.0)
     parser.add_argument("--num", type=int, default=2000, help="number of gradients")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--limit-s", type=float, default=200.0, help="longest time for all systems")
-    parser.add_argument("--rank", type=int, default=None, help=argparse.SUPPRESS)
-    parser.add_argument("--store", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.rank is not None:
-        measure(options.rank, options, options.store)
-        return
-    try:
-        launch(options.link, options.world, __file__, options.limit_s)
-    except LinkError as error:
-        sys.exit(f"bench: {error}")
+    run(parser, measure, __file__)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ steps, in ms; ``local`` is the step without communication.
 import argparse
 import copy
 import sys
-import time
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -18,30 +18,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))  # this che
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from bench.launch import launch
-from bench.links import LINKS, LinkError
+from bench.launch import arguments, run, slowest_s
+from bench.layers import build_layers, step_s
 from shardwright import SchedulePolicy, fully_shard, set_transport, stats
 from shardwright.plan.schedule import ActionKind
 
 WARM_UP_STEPS = 2
-
-
-def build(num: int, width: int) -> nn.Sequential:
-    """``num`` layers of ``width * (width + 1)`` parameters."""
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(num)))
-
-
-def step_s(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor) -> float:
-    """Seconds of one training step."""
-    start = time.perf_counter()
-    model(inputs).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return time.perf_counter() - start
 
 
 def collectives(model: nn.Module) -> tuple[int, int]:
@@ -51,13 +35,10 @@ def collectives(model: nn.Module) -> tuple[int, int]:
     return kinds.count(ActionKind.UNSHARD), kinds.count(ActionKind.REDUCE)
 
 
-def measure(rank: int, options: argparse.Namespace, store: str) -> None:
+def measure(options: argparse.Namespace) -> None:
     """One rank: every variant's steps; rank 0 prints the table."""
-    torch.set_num_threads(1)
-    files = dist.FileStore(store, options.world)
-    dist.init_process_group("gloo", store=files, rank=rank, world_size=options.world)
     set_transport(options.transport)
-    local = build(options.num, options.width)
+    local = build_layers(options.num, options.width)
     models: dict[str, nn.Module] = {"local": copy.deepcopy(local)}
     for cap in options.caps:
         model = models[f"{cap:g} MiB"] = copy.deepcopy(local)
@@ -65,15 +46,12 @@ def measure(rank: int, options: argparse.Namespace, store: str) -> None:
             fully_shard(layer)
         fully_shard(model).set_schedule_policy(SchedulePolicy(bucket_cap_mb=cap))
     optimizers = {name: torch.optim.SGD(model.parameters(), 1e-3) for name, model in models.items()}
-    inputs = torch.randn(options.batch, options.width, generator=torch.Generator().manual_seed(rank))
+    inputs = torch.randn(options.batch, options.width, generator=torch.Generator().manual_seed(options.rank))
     times: dict[str, list[float]] = {name: [] for name in models}
     for _ in range(options.steps + WARM_UP_STEPS):
         for name, model in models.items():
-            dist.barrier()
-            slowest = torch.tensor(step_s(model, optimizers[name], inputs))
-            dist.all_reduce(slowest, dist.ReduceOp.MAX)
-            times[name].append(slowest.item())
-    if rank == 0:
+            times[name].append(slowest_s(partial(step_s, model, optimizers[name], inputs)))
+    if options.rank == 0:
         nbytes = sum(p.nbytes for p in local.parameters())
         print(f"{options.num} groups, {nbytes / 2**20:.1f} MiB, world {options.world}, {options.link}")
         for name, model in models.items():
@@ -84,32 +62,18 @@ def measure(rank: int, options: argparse.Namespace, store: str) -> None:
                 peak = stats(model).peak_unsharded_nbytes / 2**20
                 line += f"  {gathers} all-gathers, {reductions} reduce-scatters, {peak:.1f} MiB unsharded"
             print(line)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def main() -> None:
     """Parse, then measure as a rank or launch the ranks."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--link", choices=list(LINKS), default="loopback")
-    parser.add_argument("--world", type=int, default=2)
+    parser = arguments(__doc__, limit_s=300.0)
     parser.add_argument("--transport", default="auto", help="see set_transport")
     parser.add_argument("--num", type=int, default=1000, help="number of groups")
     parser.add_argument("--width", type=int, default=32, help="a group has width * (width + 1) parameters")
     parser.add_argument("--batch", type=int, default=64, help="rows of each rank's input")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--caps", type=float, nargs="+", default=[0, 0.25, 1, 4], help="MiB, each measured")
-    parser.add_argument("--limit-s", type=float, default=300.0, help="longest time for all of it")
-    parser.add_argument("--rank", type=int, default=None, help=argparse.SUPPRESS)
-    parser.add_argument("--store", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.rank is not None:
-        measure(options.rank, options, options.store)
-        return
-    try:
-        launch(options.link, options.world, __file__, options.limit_s)
-    except LinkError as error:
-        sys.exit(f"bench: {error}")
+    run(parser, measure, __file__)
 
 
 if __name__ == "__main__":

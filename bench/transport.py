@@ -19,8 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import torch.distributed as dist
 
-from bench.launch import launch
-from bench.links import LINKS, LinkError
+from bench.launch import arguments, run
 from shardwright import set_transport
 from shardwright.comm.base import Comm, Piece
 from shardwright.comm.mesh import comm_of
@@ -56,9 +55,6 @@ def cost(comm: Comm, pieces: list[Piece]) -> tuple[float, float, float, float]:
 
 def measure(options: argparse.Namespace) -> None:
     """One rank: every transport's rounds; rank 0 prints the table."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(options.store, options.world)
-    dist.init_process_group("gloo", store=store, rank=options.rank, world_size=options.world)
     layout = ParamLayout((int(options.mib * 2**20) // 4,), options.world)
     pieces = [Piece(torch.ones(layout.padded_numel), layout.spans) for _ in range(options.num)]
     comms = {}
@@ -78,30 +74,16 @@ def measure(options: argparse.Namespace) -> None:
             print(
                 f"{name:>12} {wall:7.0f} ms, CPU {cpu:5.0f} ms, {switches:5.0f} switches, {faults:.0f} faults"
             )
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def main() -> None:
     """Parse, then measure as a rank or launch the ranks."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--link", choices=list(LINKS), default="loopback")
-    parser.add_argument("--world", type=int, default=2)
+    parser = arguments(__doc__, limit_s=120.0)
     parser.add_argument("--transports", default="gloo,sockets", help="see set_transport")
     parser.add_argument("--num", type=int, default=8, help="pieces")
     parser.add_argument("--mib", type=float, default=12.0, help="of one piece")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--limit-s", type=float, default=120.0, help="longest time for all of it")
-    parser.add_argument("--rank", type=int, default=None, help=argparse.SUPPRESS)
-    parser.add_argument("--store", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.rank is not None:
-        measure(options)
-        return
-    try:
-        launch(options.link, options.world, __file__, options.limit_s)
-    except LinkError as error:
-        sys.exit(f"bench: {error}")
+    run(parser, measure, __file__)
 
 
 if __name__ == "__main__":
