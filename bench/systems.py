@@ -154,6 +154,8 @@ class Shardwright(System):
     backward doesn't read, and the head's, kept after forward as the root is.
     ``transport``: see ``set_transport``. ``policy``: see ``SchedulePolicy``.
     ``keep``: every group stays unsharded from its forward to its backward, so that it is gathered once.
+    ``ends``: the two halves of the first block are groups too. Its all-gather begins a step and its
+    reduce-scatter ends one, where nothing hides them; so half of each hides behind the other half's compute.
     """
 
     def __init__(
@@ -163,6 +165,7 @@ class Shardwright(System):
         transport: str = "auto",
         policy: shardwright.SchedulePolicy | None = None,
         keep: bool = False,
+        ends: bool = False,
     ) -> None:
         shardwright.set_transport(transport)
         if split:
@@ -172,6 +175,10 @@ class Shardwright(System):
             else:
                 shardwright.fully_shard([model.embedding, model.position], reshard_after_forward=not keep)
             shardwright.fully_shard([model.norm, model.head], reshard_after_forward=False)
+        if ends:
+            first = model.blocks[0]
+            shardwright.fully_shard([first.attention_norm, first.qkv, first.project])
+            shardwright.fully_shard([first.feed_norm, first.expand, first.contract])
         for module in [*model.blocks, model]:
             shardwright.fully_shard(module, reshard_after_forward=False if keep else None)
         if policy is not None:
@@ -189,6 +196,23 @@ class Shardwright(System):
 
     def communication_s(self) -> float:
         return shardwright.communication_s(self.module)
+
+
+class ShardwrightGoal(Shardwright):
+    """Everything that is exact and optional: ``ends``, rows of the embedding in use, one more block kept for
+    the backward, and an optimizer that steps as gradients land."""
+
+    def __init__(self, model: Transformer) -> None:
+        policy = shardwright.SchedulePolicy(row_wise=True, keep_last=2)
+        super().__init__(model, split=True, policy=policy, ends=True)
+        self.stepper = shardwright.StepInBackward(
+            model, lambda params: torch.optim.AdamW(params, lr=1e-3, foreach=True)
+        )
+
+    def step(self, tokens: Tensor) -> Tensor:
+        loss = self.module(tokens)
+        loss.backward()
+        return loss.detach()
 
 
 class ShardwrightWrapper(System):
@@ -229,6 +253,8 @@ SYSTEMS = {
     "shardwright-rows": lambda model: Shardwright(
         model, split=True, policy=shardwright.SchedulePolicy(row_wise=True)
     ),
+    "shardwright-ends": lambda model: Shardwright(model, split=True, ends=True),
+    "shardwright-goal": ShardwrightGoal,
     "shardwright-pre": lambda model: Shardwright(model, split=True, policy=shardwright.SchedulePolicy()),
 }
 """Name -> what makes that system of a model (see ``build_system``)."""
