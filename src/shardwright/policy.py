@@ -6,10 +6,12 @@ planned from it can tell by identity whether it is still the one in force.
 
 import dataclasses
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -104,6 +106,9 @@ class SchedulePolicy:
     bucket_cap_mb: MiB of small groups that share a collective with another one: all-gathers ahead of their
         use, and gradients, which are held back until then. What shares one counts as one group above. 0: each
         group has collectives of its own.
+    ahead: phase ("forward", "backward") -> group -> the groups to gather when it begins there, in order,
+        instead of the next ``depth`` ones; by the paths of their modules ("blocks.0", "norm+head"). What
+        ``set_modules_to_forward_prefetch`` and ``set_modules_to_backward_prefetch`` list goes before it.
     row_wise: a group that is one ``nn.Embedding`` moves only rows in use: the all-gather those that any rank
         looks up, the reduce-scatter those that any rank has a gradient of. Same bits, as long as nothing but
         the lookup reads the weight inside of its forward (hooks of others make it move whole).
@@ -123,6 +128,7 @@ class SchedulePolicy:
     keep_last: int = 1
     keep_nbytes: int = 0
     bucket_cap_mb: float = 1.0
+    ahead: Mapping[str, Mapping[str, Sequence[str]]] = dataclasses.field(default_factory=dict)
     row_wise: bool = False
     agreement: Agreement = dataclasses.field(default_factory=_agreement)
 
@@ -151,6 +157,25 @@ class SchedulePolicy:
             raise InputError(
                 f"SchedulePolicy.bucket_cap_mb must be a number of MiB >= 0, got {self.bucket_cap_mb!r}"
             )
+        object.__setattr__(self, "ahead", _lists(self.ahead))
+
+
+def _lists(ahead: Any) -> dict[str, dict[str, tuple[str, ...]]]:
+    """Phase -> name -> names. Raises: InputError for anything else."""
+
+    def are_names(names: Any) -> bool:
+        return isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
+
+    def are_lists(lists: Any) -> bool:
+        return isinstance(lists, Mapping) and are_names([*lists]) and all(map(are_names, lists.values()))
+
+    is_phases = isinstance(ahead, Mapping) and {*ahead} <= {"forward", "backward"}
+    if not is_phases or not all(map(are_lists, ahead.values())):
+        raise InputError(
+            "SchedulePolicy.ahead must map a phase, and in it a group's name, to a list of names, got "
+            f'{ahead!r}; for instance {{"forward": {{"blocks.0": ["blocks.1", "blocks.2"]}}}}'
+        )
+    return {phase: {key: (*names,) for key, names in lists.items()} for phase, lists in ahead.items()}
 
 
 @dataclass(frozen=True)

@@ -168,10 +168,13 @@ def test_every_schedule_policy_is_reachable_from_a_recipe(tmp_path):
         keep_last=0,
         keep_nbytes=7,
         bucket_cap_mb=2.5,
+        ahead={"forward": {"blocks.0": ["blocks.1", "blocks.2"]}, "backward": {"blocks.2": ["blocks.0"]}},
         row_wise=True,
         agreement="strict",
     )
     changed = {key: value for key, value in asdict(wanted).items() if value != getattr(SchedulePolicy(), key)}
     assert changed == asdict(wanted)  # none is left at its default, so none can be forgotten below
-    path = write(tmp_path, "[schedule]\n" + tomli_w.dumps(changed))
-    assert resolve(path).recipe.schedule.policy() == wanted
+    path = write(tmp_path, tomli_w.dumps({"schedule": changed}))
+    resolved = resolve(path)
+    assert resolved.recipe.schedule.policy() == wanted
+    assert resolve(write(tmp_path, resolved.to_toml())).recipe == resolved.recipe

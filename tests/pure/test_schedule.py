@@ -346,6 +346,9 @@ def test_a_stop_prints_its_event_and_actions():
         {"bucket_cap_mb": -1},
         {"bucket_cap_mb": float("nan")},
         {"bucket_cap_mb": "1"},
+        {"ahead": {"forward": {"blocks.0": "blocks.1"}}},
+        {"ahead": {"blocks.0": ["blocks.1"]}},
+        {"ahead": ["blocks.0"]},
     ],
 )
 def test_a_policy_refuses_what_makes_no_sense(options):

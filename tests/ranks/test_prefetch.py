@@ -3,6 +3,7 @@
 import copy
 import time
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from shardwright import SchedulePolicy, fully_shard, set_transport, stats
+from shardwright.errors import InputError
 from shardwright.motion.unit import unit_of
 from shardwright.plan.schedule import ActionKind, EventKind, Phase
 from shardwright.plan.soundness import check
@@ -86,12 +88,24 @@ def test_a_late_rank_changes_nothing(place, transport):
     assert run_ranks(2, delayed, place, transport) == expected
 
 
-def explicit_lists(rank, world):
+def explicit_lists(rank, world, by_policy):
     model = shard_decoder(build(num_blocks=4), fully_shard)
-    model.set_schedule_policy(SchedulePolicy(bucket_cap_mb=0))
+    apart = SchedulePolicy(bucket_cap_mb=0)
+    model.set_schedule_policy(apart)
     first, second, third, fourth = model.blocks
-    first.set_modules_to_forward_prefetch([second, third])
-    fourth.set_modules_to_backward_prefetch([second])
+    if by_policy:
+        model.set_schedule_policy(
+            replace(
+                apart,
+                ahead={
+                    "forward": {"blocks.0": ["blocks.1", "blocks.2"]},
+                    "backward": {"blocks.3": ["blocks.1"]},
+                },
+            )
+        )
+    else:
+        first.set_modules_to_forward_prefetch([second, third])
+        fourth.set_modules_to_backward_prefetch([second])
     run = Run.of(model)
     for step in range(2):
         loss_of(model, batches(step, world)[rank]).backward()
@@ -107,13 +121,22 @@ def explicit_lists(rank, world):
 
     assert issued(Phase.FORWARD, EventKind.FORWARD_BEGIN, first) == [index[second], index[third]]
     assert issued(Phase.BACKWARD, EventKind.BACKWARD_BEGIN, fourth) == [index[second]]
-    first.set_modules_to_forward_prefetch([])
+    if by_policy:
+        with pytest.raises(
+            InputError, match=r"names groups that the model hasn't: \['block.0'\]; it has .*'blocks.0'"
+        ):
+            model.set_schedule_policy(replace(apart, ahead={"forward": {"blocks.1": ["block.0"]}}))
+        assert model.schedule() == schedule
+        model.set_schedule_policy(apart)
+    else:
+        first.set_modules_to_forward_prefetch([])
     schedule = model.schedule()
     assert issued(Phase.FORWARD, EventKind.FORWARD_BEGIN, first) == [index[second]]
 
 
-def test_listed_modules_are_gathered_ahead_instead_of_the_next():
-    run_ranks(2, explicit_lists)
+@pytest.mark.parametrize("by_policy", [False, True])
+def test_listed_modules_are_gathered_ahead_instead_of_the_next(by_policy):
+    run_ranks(2, explicit_lists, by_policy)
 
 
 def loss_with_penalty(model, tokens):

@@ -105,7 +105,8 @@ class Runtime:
             self.table.asked.add(index)
 
     def set_policy(self, policy: SchedulePolicy) -> None:
-        """Follow another policy, from the next pass on."""
+        """Follow another policy, from the next pass on. Raises: InputError for a name of no group."""
+        self.table.list_ahead(policy)
         if policy.agreement is not self.policy.agreement:
             self._forget()
         self.policy = policy

@@ -143,7 +143,10 @@ class MotionSetters(Owner):
         self._set_ahead(Phase.BACKWARD, modules)
 
     def set_schedule_policy(self, policy: SchedulePolicy) -> None:
-        """How far ahead collectives are issued, for the whole model, from the next forward or backward on."""
+        """How far ahead collectives are issued, for the whole model, from the next forward or backward on.
+
+        Raises: InputError where it names a group that the model hasn't.
+        """
         self._unit().runtime.set_policy(policy)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwright.comm.base import Comm
+from shardwright.errors import InputError
 from shardwright.motion.census import check_same_model
 from shardwright.motion.lookups import choose_row_wise
 from shardwright.plan.planner import Planner
@@ -39,6 +40,7 @@ class GroupTable:
     root: the groups of the outermost module, which stay unsharded between forward and backward by default.
     chosen: whether it is up to date which groups move rows in use only.
     asked: groups that the caller has unsharded, and nobody resharded since.
+    listed: what the policy has gathered ahead of a group: field of ``GroupFacts`` -> group -> groups.
     """
 
     def __init__(self) -> None:
@@ -47,6 +49,7 @@ class GroupTable:
         self.memory = Memory()
         self.chosen = False
         self.asked: set[int] = set()
+        self.listed: dict[str, dict[int, tuple[int, ...]]] = {}
         self._settings: list[GroupFacts] = []
         self._index: dict[ParamGroup, int] = {}
         self._compared: set[int] = set()  # ids of transports on which all ranks hold the same groups
@@ -86,6 +89,9 @@ class GroupTable:
     def wishes(self, index: int) -> GroupFacts:
         """What was asked of a group, with what follows for the root; without its bytes."""
         group, facts = self.groups[index], self._settings[index]
+        for field, ahead in self.listed.items():
+            if index in ahead and getattr(facts, field) is None:
+                facts = replace(facts, **{field: ahead[index]})
         root_stays = facts.reshard_after_forward is None and group in self.root
         on_use = group.rows is not None
         if not root_stays and not on_use:
@@ -101,6 +107,25 @@ class GroupTable:
             grad_nbytes=group.grad_nbytes,
             lane=id(group.comm) if group.near is None and group.rows is None else None,
         )
+
+    def list_ahead(self, policy: SchedulePolicy) -> None:
+        """Take over the policy's lists of groups to gather ahead. Raises: InputError for a name of no group,
+        before anything has changed."""
+        numbers = {group.name: index for index, group in enumerate(self.groups)}
+        named = {
+            name for lists in policy.ahead.values() for item in lists.items() for name in (item[0], *item[1])
+        }
+        unknown = sorted(named - numbers.keys())
+        if unknown:
+            raise InputError(
+                f"SchedulePolicy.ahead names groups that the model hasn't: {unknown}; it has {[*numbers]}"
+            )
+        self.listed = {
+            f"ahead_in_{phase}": {
+                numbers[key]: tuple(map(numbers.__getitem__, names)) for key, names in lists.items()
+            }
+            for phase, lists in policy.ahead.items()
+        }
 
     def choose_row_wise(self, policy: SchedulePolicy) -> None:
         """Have the groups of lookups move rows in use only, where ``policy`` says so and they can."""

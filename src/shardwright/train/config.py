@@ -164,6 +164,10 @@ class ScheduleConfig(Section):
         ge=0.0,
         description="MiB of small groups that share a collective with another; 0: each has its own",
     )
+    ahead: dict[Literal["forward", "backward"], dict[str, list[str]]] = Field(
+        default={},
+        description="phase, group = [groups to gather when it begins there, instead of the next depth ones]",
+    )
     row_wise: bool = Field(
         default=False, description="move only those rows of an embedding that are in use; same bits"
     )

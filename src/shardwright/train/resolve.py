@@ -9,6 +9,7 @@ Pure: reads one file, starts nothing.
 """
 
 import difflib
+import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -49,12 +50,17 @@ class Resolved:
         for name, section in self.recipe.model_dump(mode="json").items():
             lines += ["", f"[{name}]"]
             for key, value in section.items():
-                entry = tomli_w.dumps({key: value}, multiline_strings=False).strip()
-                lines.append(
-                    f"{' '.join(entry.split()) if isinstance(value, list) else entry}"
-                    f"  # {self.origins[f'{name}.{key}']}"
-                )
+                lines.append(f"{_entry(key, value)}  # {self.origins[f'{name}.{key}']}")
         return "\n".join(lines) + "\n"
+
+
+def _entry(key: str, value: Any) -> str:
+    """``key = value`` on one line of TOML."""
+    if isinstance(value, dict):
+        return f"{key} = {{{', '.join(_entry(json.dumps(name), inner) for name, inner in value.items())}}}"
+    key_and_value = tomli_w.dumps({"value": value}, multiline_strings=False).strip()
+    shown = key_and_value.removeprefix("value = ")
+    return f"{key} = {' '.join(shown.split()) if isinstance(value, list) else shown}"
 
 
 def resolve(path: str | Path, overrides: Sequence[tuple[str, str]] = ()) -> Resolved:
