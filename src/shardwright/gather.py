@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
 
 from shardwright.errors import InputError
 from shardwright.plan.layout import ParamLayout
+from shardwright.state.place import cuts_of
 
 
 def gathered(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -41,7 +41,7 @@ def scattered(like: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     if not isinstance(like, DTensor):
         return whole
     local = whole.detach()
-    for dim, placement in _outermost_cut_first(like.placements):
+    for dim, placement in cuts_of(like.placements):
         cut = ParamLayout(tuple(local.shape), like.device_mesh.size(dim), placement.dim)
         start, stop = cut.row_range(like.device_mesh.get_local_rank(dim))
         local = local.narrow(placement.dim, start, stop - start)
@@ -49,9 +49,3 @@ def scattered(like: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     return DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
-
-
-def _outermost_cut_first(placements: Sequence[Placement]) -> list[tuple[int, Shard | _StridedShard]]:
-    """Mesh axes that cut, in the order in which they did: tensor parallelism first where both cut one dim."""
-    cuts = [(axis, p) for axis, p in enumerate(placements) if isinstance(p, (Shard, _StridedShard))]
-    return sorted(cuts, key=lambda cut: isinstance(cut[1], _StridedShard))

@@ -14,6 +14,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardwright.checkpoint.crc import crc32
 from shardwright.checkpoint.flat import boxes_of_range
@@ -32,6 +34,7 @@ from shardwright.checkpoint.format import (
     part_crc32,
     prove,
 )
+from shardwright.checkpoint.live import box_at
 from shardwright.checkpoint.shardfile import CHUNK_NBYTES, chunks_of
 from shardwright.checkpoint.tree import decode, encode, keys_in
 from shardwright.errors import CheckpointError, InputError
@@ -241,3 +244,18 @@ def test_the_fast_checksum_is_that_of_zlib(size):
     for begin in (0, 1, 0xFFFFFFFF):
         assert crc32(data, begin) == zlib.crc32(data, begin)
         assert crc32(memoryview(data)[1:], begin) == zlib.crc32(data[1:], begin)
+
+
+def test_rows_cut_by_tensor_and_by_data_parallelism_are_boxes_that_tile_the_tensor():
+    strided = _StridedShard(0, split_factor=2)
+    found = [box_at("w", (7, 3), (strided, Shard(0)), (2, 2), (dp, tp)) for tp in range(2) for dp in range(2)]
+    rows = [(box.offset[0], box.shape[0]) for box in found]
+    assert rows == [(0, 2), (2, 2), (4, 2), (6, 1)]  # tensor parallelism first: rows 0 to 3, and 4 to 6
+    for placements in (
+        (_StridedShard(0, split_factor=4), Shard(0)),  # not what cut before
+        (Shard(0), strided),
+        (strided, strided),
+        (strided, Replicate()),
+    ):
+        with pytest.raises(CheckpointError, match=r"w: placement .* can't be saved"):
+            box_at("w", (7, 3), placements, (2, 2), (0, 0))

@@ -4,12 +4,14 @@ holds."""
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Optimizer
 
 from shardwright.checkpoint.flat import FlatSlice, Saved, home_of, is_like, layout_of, views_of
@@ -17,6 +19,7 @@ from shardwright.checkpoint.format import Box, chunk
 from shardwright.checkpoint.shardfile import DTYPE_NAME
 from shardwright.checkpoint.tree import Tensors, encode
 from shardwright.errors import CheckpointError
+from shardwright.state.place import cuts_of
 
 
 @runtime_checkable
@@ -102,17 +105,30 @@ def box_at(
     key: str, shape: tuple[int, ...], placements: Any, mesh_shape: tuple[int, ...], at: tuple[int, ...]
 ) -> Box:
     """The box of a tensor held at coordinate ``at`` of a mesh: each ``Shard`` cuts as torch.chunk does, in
-    mesh order."""
-    offset, size = [0] * len(shape), list(shape)
-    for placement, num, index in zip(placements, mesh_shape, at, strict=True):
-        if type(placement) is Shard:
-            start, size[placement.dim] = chunk(size[placement.dim], num, index)
-            offset[placement.dim] += start
-        elif not isinstance(placement, Replicate):
+    mesh order; then those that data parallelism cut out of what tensor parallelism had left (strided).
+
+    Raises: CheckpointError for other placements.
+    """
+    for axis, placement in enumerate(placements):
+        if not _has_boxes(axis, placements, mesh_shape):
             raise CheckpointError(
                 f"{key}: placement {placement} can't be saved; redistribute it to Shard or Replicate"
             )
+    offset, size = [0] * len(shape), list(shape)
+    for axis, placement in cuts_of(placements):
+        start, size[placement.dim] = chunk(size[placement.dim], mesh_shape[axis], at[axis])
+        offset[placement.dim] += start
     return Box(tuple(offset), tuple(size))
+
+
+def _has_boxes(axis: int, placements: Any, mesh_shape: tuple[int, ...]) -> bool:
+    """Whether a rank holds a box: a strided cut must be of what the plain cuts of its dim have left."""
+    placement = placements[axis]
+    if not isinstance(placement, _StridedShard):
+        return isinstance(placement, (Shard, Replicate))
+    others = [(a, p) for a, p in cuts_of(placements) if a != axis and p.dim == placement.dim]
+    before = prod(mesh_shape[a] for a, _ in others if a > axis)
+    return placement.split_factor == before and all(isinstance(p, Shard) for _, p in others)
 
 
 @dataclass(frozen=True)

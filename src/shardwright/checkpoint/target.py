@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from shardwright.checkpoint.flat import FlatSlice, Saved, home_of, is_like, views_of
@@ -18,6 +18,7 @@ from shardwright.checkpoint.live import Stateful, box_at, box_of, model_tensors
 from shardwright.checkpoint.shardfile import TORCH_DTYPE, bits_of
 from shardwright.checkpoint.tree import Tensors, encode, keys_in
 from shardwright.errors import CheckpointError
+from shardwright.state.place import Cut
 
 
 @dataclass(frozen=True)
@@ -265,7 +266,7 @@ class _Planner:
             return torch.empty(entry.shape, dtype=dtype, device="meta")
         placements = [
             q
-            if isinstance(q, Shard) and entry.shape[q.dim : q.dim + 1] == tuple(p.shape[q.dim : q.dim + 1])
+            if isinstance(q, Cut) and entry.shape[q.dim : q.dim + 1] == tuple(p.shape[q.dim : q.dim + 1])
             else Replicate()
             for q in p.placements
         ]

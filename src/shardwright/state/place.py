@@ -1,6 +1,7 @@
 """Where the shards of a parameter lie: how it is cut, over which ranks, and beside which other placements."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -95,3 +96,12 @@ class Place:
             for place, placement in enumerate(self.inner.placements)
         )
         return grad.redistribute(placements=wanted).to_local()
+
+
+Cut = Shard | _StridedShard
+
+
+def cuts_of(placements: Sequence[Placement]) -> list[tuple[int, Cut]]:
+    """Mesh axes that cut, in the order in which they did: tensor parallelism first where both cut one dim."""
+    cuts = [(axis, p) for axis, p in enumerate(placements) if isinstance(p, Cut)]
+    return sorted(cuts, key=lambda cut: isinstance(cut[1], _StridedShard))
