@@ -5,7 +5,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from shardwright.errors import InputError, StageError
@@ -73,8 +74,9 @@ def _norm(grads: list[torch.Tensor], where: Any, norm_type: float, foreach: bool
         return norm
     mesh, placements = where
     infinite = math.isinf(norm_type)
-    part = Partial("max" if infinite else "sum")
-    spread = [placed if isinstance(placed, Replicate) else part for placed in placements]
-    share = norm if infinite else norm**norm_type
-    total = DTensor.from_local(share.to(mesh.device_type), mesh, spread, run_check=False).full_tensor()
+    total = (norm if infinite else norm**norm_type).to(mesh.device_type)
+    for axis, placed in enumerate(placements):
+        if not isinstance(placed, Replicate):
+            operation = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
+            dist.all_reduce(total, operation, group=mesh.get_group(axis))
     return total if infinite else total ** (1 / norm_type)
