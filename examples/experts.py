@@ -1,0 +1,243 @@
+"""Routed experts on several ranks: each token goes to its top-k experts, wherever they are.
+
+    torchrun --nproc-per-node 2 examples/experts.py                   2 ranks with half of the experts each
+    torchrun --nproc-per-node 4 examples/experts.py                   the same, each half sharded over 2 ranks
+    torchrun --nproc-per-node 2 examples/experts.py --door wrapper    with FullyShardedDataParallel
+
+A model of bytes learns this file. Its experts lie expert-parallel on the axis "ep" of a mesh, as DTensors,
+and are sharded over the axis "dp"; all other weights are sharded over all ranks. The last two lines are the
+loss of the ranks, and of one process with the whole model: the same.
+"""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn import functional as F
+
+from shardwright import clip_grad_norm_, full_state_dict, fully_shard
+from shardwright.wrapper import FSDP, CustomPolicy
+
+
+class Experts(nn.Module):
+    """Feed-forward experts, stacked: weights of shape [experts, in, out].
+
+    forward: rows [n, width], those of the first expert first, and how many each has -> [n, width]. An expert
+    without rows computes on none: its weights get a gradient of zeros, and no collective is left out.
+    """
+
+    def __init__(self, num: int, width: int, hidden: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(num, width, hidden) / width**0.5)
+        self.down = nn.Parameter(torch.randn(num, hidden, width) / hidden**0.5)
+
+    def forward(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        # Expert-parallel weights are DTensors: this rank's experts are the local tensor.
+        up, down = (w.to_local() if isinstance(w, DTensor) else w for w in (self.up, self.down))
+        parts = zip(rows.split(counts), up.unbind(), down.unbind(), strict=True)
+        return torch.cat([torch.relu(part @ u) @ d for part, u, d in parts])
+
+
+class RoutedExperts(nn.Module):
+    """Sends each token of [..., width] to its ``top_k`` experts and adds up what they say, by their scores.
+
+    bias: added to the scores where experts are chosen, and only there, to keep them evenly used.
+    load: how many tokens went to each expert in the last forward.
+    group: the ranks that have the experts, in order; None: all are here.
+    """
+
+    bias: torch.Tensor
+
+    def __init__(self, num: int, width: int, hidden: int, top_k: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, num, bias=False)
+        self.experts = Experts(num, width, hidden)
+        self.register_buffer("bias", torch.zeros(num))
+        self.top_k = top_k
+        self.load = torch.zeros(num)
+        self.group: ProcessGroup | None = None
+
+    def spread(self, mesh: DeviceMesh) -> None:
+        """Leave each rank of a 1-D mesh its part of the experts. All have the same weights before."""
+        if len(self.bias) % mesh.size():
+            raise ValueError(f"{len(self.bias)} experts can't be shared evenly by {mesh.size()} ranks")
+        self.group = mesh.get_group()
+        for name, param in self.experts.named_parameters():
+            mine = distribute_tensor(param.detach(), mesh, [Shard(0)], src_data_rank=None)
+            setattr(self.experts, name, nn.Parameter(mine))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.flatten(0, -2)
+        scores = self.router(tokens).softmax(-1)
+        chosen = (scores + self.bias).topk(self.top_k).indices
+        order = chosen.flatten().argsort(stable=True)  # by expert
+        token = order // self.top_k
+        load = chosen.flatten().bincount(minlength=len(self.bias))
+        self.load = load.to(self.bias.dtype)
+        said = self.ask(tokens[token], load) * scores.gather(1, chosen).flatten()[order].unsqueeze(1)
+        return torch.zeros_like(tokens).index_add(0, token, said).view_as(x)
+
+    def ask(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """What the experts say to rows that are sorted by expert; ``counts``: how many each expert gets."""
+        if self.group is None:
+            return self.experts(rows, counts.tolist())
+        world = self.group.size()
+        coming = torch.empty_like(counts)
+        dist.all_to_all_single(coming, counts, group=self.group)
+        by_rank = coming.view(world, -1)  # [from rank, my expert]
+        sent, received = counts.view(world, -1).sum(1).tolist(), by_rank.sum(1).tolist()
+        arrived = all_to_all_single_autograd(rows, received, sent, self.group)
+        order = torch.arange(by_rank.shape[1]).repeat(world).repeat_interleave(coming).argsort(stable=True)
+        said = self.experts(arrived[order], by_rank.sum(0).tolist())
+        return all_to_all_single_autograd(said[order.argsort()], sent, received, self.group)
+
+
+class Block(nn.Module):
+    """A look at the byte before, then routed experts."""
+
+    def __init__(self, width: int, num: int, top_k: int) -> None:
+        super().__init__()
+        self.mix = nn.Linear(2 * width, width)
+        self.norm = nn.LayerNorm(width)
+        self.routed = RoutedExperts(num, width, 2 * width, top_k)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = F.pad(x, (0, 0, 1, 0))[:, :-1]
+        x = x + torch.tanh(self.mix(torch.cat([x, before], -1)))
+        return x + self.routed(self.norm(x))
+
+
+class Model(nn.Module):
+    """Of bytes: int64 [rows, length] -> logits [rows, length, 256]."""
+
+    def __init__(self, width: int = 32, num: int = 8, top_k: int = 2, num_blocks: int = 2) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(256, width)
+        self.blocks = nn.ModuleList(Block(width, num, top_k) for _ in range(num_blocks))
+        self.head = nn.Linear(width, 256)
+
+    def forward(self, text: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(text)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def by_fully_shard(model: Model, mesh: DeviceMesh) -> nn.Module:
+    """Experts over the mesh's axes "ep" and "dp", the rest over all ranks."""
+    for block in model.blocks:
+        block.routed.spread(mesh["ep"])
+        fully_shard(block.routed.experts, mesh=mesh["dp"])
+        fully_shard(block)
+    fully_shard(model)
+    return _averaged_over_all(model, mesh)
+
+
+def by_wrapper(model: Model, mesh: DeviceMesh) -> nn.Module:
+    """The same through ``FullyShardedDataParallel``."""
+    for block in model.blocks:
+        block.routed.spread(mesh["ep"])
+
+    def wraps(module: nn.Module) -> bool | dict:
+        return {"device_mesh": mesh["dp"]} if isinstance(module, Experts) else isinstance(module, Block)
+
+    return _averaged_over_all(FSDP(model, auto_wrap_policy=CustomPolicy(wraps)), mesh)
+
+
+def _averaged_over_all(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    # An expert's gradient comes from the tokens of all ranks, though only those of "dp" reduce it. All other
+    # gradients are means over all ranks, so this one is divided by as many.
+    for block in model.blocks:  # type: ignore[union-attr]
+        block.routed.experts.set_gradient_divide_factor(mesh.size())
+    return model
+
+
+DOORS: dict[str, Callable[[Model, DeviceMesh], nn.Module]] = {
+    "fully_shard": by_fully_shard,
+    "wrapper": by_wrapper,
+}
+
+
+@torch.no_grad()
+def balance(model: nn.Module, rate: float) -> None:
+    """Make experts that got less than their share likelier to be chosen. Every rank calls it."""
+    for block in model.blocks:  # type: ignore[union-attr]
+        load = block.routed.load
+        dist.all_reduce(load)
+        block.routed.bias.add_(rate * torch.sign(load.mean() - load))
+
+
+def loss_of(model: nn.Module, text: torch.Tensor) -> torch.Tensor:
+    """Of the next byte, in nats."""
+    return F.cross_entropy(model(text)[:, :-1].flatten(0, 1), text[:, 1:].flatten())
+
+
+def train(model: nn.Module, text: torch.Tensor, options: argparse.Namespace) -> None:
+    """Train on this rank's parts of ``text``."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
+    for step in range(options.steps):
+        generator = torch.Generator().manual_seed(step)
+        starts = torch.randint(0, len(text) - options.length, (world, options.rows), generator=generator)
+        batch = torch.stack([text[start : start + options.length] for start in starts[rank].tolist()])
+        loss = loss_of(model, batch)
+        loss.backward()
+        norm = clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        balance(model, rate=0.001)
+        if rank == 0 and (step + 1) % 20 == 0:
+            print(f"step {step + 1}  loss {loss.item():.4f}  norm {norm.item():.3f}")
+
+
+def run(options: argparse.Namespace) -> tuple[float, float]:
+    """Train and collect; losses of the sharded model and, on rank 0, of the whole one."""
+    world = dist.get_world_size()
+    experts = options.ep or min(world, 2)
+    mesh = init_device_mesh("cpu", (world // experts, experts), mesh_dim_names=("dp", "ep"))
+    torch.manual_seed(0)  # the same experts on every rank, before each keeps its own
+    model = DOORS[options.door](Model(), mesh)
+    text = torch.tensor(list(Path(__file__).read_bytes()))
+    train(model, text, options)
+    seen = text[: 8 * options.length].view(8, -1)
+    with torch.no_grad():
+        sharded = loss_of(model, seen).item()
+    weights = full_state_dict(model)  # on rank 0: every expert, under its plain name
+    if not weights:
+        return sharded, sharded
+    plain = Model()
+    plain.load_state_dict(weights)
+    with torch.no_grad():
+        return sharded, loss_of(plain, seen).item()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--door", choices=list(DOORS), default="fully_shard")
+    parser.add_argument("--ep", type=int, help="ranks that share the experts; default: 2")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--rows", type=int, default=8, help="rows of a batch on each rank")
+    parser.add_argument("--length", type=int, default=64, help="bytes of a row")
+    parser.add_argument("--lr", type=float, default=0.01)
+    options = parser.parse_args()
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    sharded, plain = run(options)
+    if dist.get_rank() == 0:
+        print(f"sharded  loss {sharded:.4f}")
+        print(f"whole    loss {plain:.4f}")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""Top-k routed experts, expert-parallel over a mesh axis: examples/experts.py beside one process."""
+
+import argparse
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint as recompute
+
+from examples import experts as example
+from shardwright import SchedulePolicy, checkpoint, clip_grad_norm_, full_state_dict
+from shardwright.wrapper import FSDP
+from tests.ranks.models import Run, full, mean_over_ranks
+from tests.ranks.pool import run_ranks
+
+STEPS = 4
+TOLERANCE = 1e-12
+
+
+def build(num=6) -> example.Model:
+    torch.manual_seed(3)
+    return example.Model(width=5, num=num).double()
+
+
+def sharded_on(shape, door, make=build) -> nn.Module:
+    """A model whose experts are sharded over the first axis of a mesh, and spread over its second."""
+    return example.DOORS[door](make(), init_device_mesh("cpu", shape, mesh_dim_names=("dp", "ep")))
+
+
+def texts(step, world):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(0, 256, (world, 2, 7), generator=generator)
+
+
+def send_to_the_first(model, only_first):
+    """Choose the first two experts for every token, or leave it to the router."""
+    for block in model.blocks:
+        block.routed.bias.zero_()
+        block.routed.bias[:2] = 2.0 * only_first
+
+
+class Received:
+    """How many rows came to this rank's experts, call by call."""
+
+    def __init__(self, model):
+        self.rows = []
+        for block in model.blocks:
+            block.routed.experts.register_forward_pre_hook(lambda _, args: self.rows.append(len(args[0])))
+
+
+def train_beside(ours, theirs, rank, world, steps=range(STEPS)):
+    """Losses, norms and weights equal those of one process that sees all ranks' texts."""
+    model, reference = ours.model, theirs.model
+    for step in steps:
+        for each in (model, reference):
+            send_to_the_first(each, only_first=step % 2)
+        text = texts(step, world)
+        loss = example.loss_of(model, text[rank])
+        loss.backward()
+        expected = torch.stack([example.loss_of(reference, rows) for rows in text]).mean()
+        expected.backward()
+        torch.testing.assert_close(mean_over_ranks(loss), expected.detach(), atol=TOLERANCE, rtol=TOLERANCE)
+        norm = clip_grad_norm_(model.parameters(), 0.1)
+        norm_of_one = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+        torch.testing.assert_close(norm, norm_of_one, atol=TOLERANCE, rtol=TOLERANCE)
+        ours.step()
+        theirs.step()
+        for (name, param), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(
+                full(param).detach(), other.detach(), atol=TOLERANCE, rtol=TOLERANCE, msg=name
+            )
+
+
+def trains(rank, world, shape, door, agreement):
+    model, reference = sharded_on(shape, door), build()
+    getattr(model, "module", model).set_schedule_policy(SchedulePolicy(agreement=agreement))
+    received = Received(model)
+    train_beside(Run.of(model), Run.of(reference), rank, world)
+    # In steps 1 and 3 all tokens are for the rank that has the first two experts, and its copies.
+    without = [rows == 0 for rows in received.rows]
+    assert without == [step % 2 == 1 and rank % shape[1] > 0 for step in range(STEPS) for _ in range(2)]
+    weights = full_state_dict(model)
+    assert bool(weights) == (rank == 0)
+    for name, value in weights.items():
+        torch.testing.assert_close(value, reference.state_dict()[name], atol=TOLERANCE, rtol=TOLERANCE)
+    return model.blocks[0].routed.experts.up.to_local().shape[0]
+
+
+@pytest.mark.parametrize("agreement", ["off", "strict"])
+@pytest.mark.parametrize("door", list(example.DOORS))
+@pytest.mark.parametrize("shape", [(1, 2), (1, 3), (2, 2)], ids=str)
+def test_routed_experts_train_as_in_one_process_also_where_a_rank_gets_no_tokens(shape, door, agreement):
+    held = run_ranks(shape[0] * shape[1], trains, shape, door, agreement)
+    assert sum(held) == 6, "every expert is on one rank"
+
+
+def recomputed(rank, world, door):
+    model = sharded_on((2, 2), door)
+    for block in model.blocks:
+        inner = getattr(block, "module", block)
+        inner.routed.forward = partial(recompute, inner.routed.forward, use_reentrant=False)
+    train_beside(Run.of(model), Run.of(build()), rank, world)
+
+
+@pytest.mark.parametrize("door", list(example.DOORS))
+def test_recomputed_experts_exchange_their_tokens_again_in_the_same_order_on_all_ranks(door):
+    run_ranks(4, recomputed, door)
+
+
+def saves(rank, world, folder, door):
+    ours, theirs = Run.of(sharded_on((2, 2), door)), Run.of(build())
+    train_beside(ours, theirs, rank, world, range(2))
+    checkpoint.save(folder, model=ours.model, optimizer=ours.optimizer, step=2)
+    return theirs.model.state_dict(), theirs.optimizer.state_dict()
+
+
+def resumes(rank, world, folder, shape, door, saved):
+    ours, theirs = Run.of(sharded_on(shape, door)), Run.of(build())
+    checkpoint.load(folder, model=ours.model, optimizer=ours.optimizer)
+    theirs.model.load_state_dict(saved[0])
+    theirs.optimizer.load_state_dict(saved[1])
+    train_beside(ours, theirs, rank, world, range(2, 4))
+
+
+@pytest.mark.parametrize("door", list(example.DOORS))
+def test_a_checkpoint_of_experts_is_resumed_by_ranks_that_share_them_otherwise(door, tmp_path):
+    saved = run_ranks(4, saves, tmp_path, door)[0]
+    for shape in ((1, 3), (3, 1), (1, 1)):
+        run_ranks(shape[0] * shape[1], resumes, tmp_path, shape, door, saved)
+
+
+def whole_states(rank, world):
+    ours, theirs = Run.of(sharded_on((2, 2), "wrapper")), Run.of(build())
+    train_beside(ours, theirs, rank, world, range(2))
+    state, moments = ours.model.state_dict(), FSDP.optim_state_dict(ours.model, ours.optimizer)["state"]
+    names = [name for name, _ in theirs.model.named_parameters()]
+    for number, name in enumerate(names):
+        for found, expected in (
+            (state[name], theirs.model.state_dict()[name]),
+            (
+                moments[name]["momentum_buffer"],
+                theirs.optimizer.state_dict()["state"][number]["momentum_buffer"],
+            ),
+        ):
+            torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=TOLERANCE, msg=name)
+    other = Run.of(sharded_on((1, 4), "wrapper", partial(build, num=8)))
+    ours = Run.of(sharded_on((2, 2), "wrapper", partial(build, num=8)))
+    ours.model.load_state_dict(other.model.state_dict())
+    for one, two in zip(ours.model.parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(full(one), full(two))
+
+
+def test_whole_state_dicts_of_the_wrapper_have_every_expert_and_load_into_another_mesh():
+    run_ranks(4, whole_states)
+
+
+def runs_example(rank, world, door):
+    return example.run(argparse.Namespace(door=door, ep=None, steps=60, rows=4, length=32, lr=0.01))
+
+
+@pytest.mark.parametrize("door", list(example.DOORS))
+def test_the_example_learns_and_the_collected_model_has_the_loss_of_the_ranks(door):
+    (sharded, plain), (other, _) = run_ranks(2, runs_example, door)
+    assert sharded == pytest.approx(plain, abs=1e-5)
+    assert sharded == pytest.approx(other, abs=1e-5)
+    assert sharded < 3.0, "an untrained model has 5.5"
