@@ -1,7 +1,8 @@
 """A model whose parts run in any order, or not at all, per rank and step; and one process beside it."""
 
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -54,11 +55,15 @@ class Routed(nn.Module):
 
 @dataclass(frozen=True)
 class Step:
-    """What one rank does in a step: evaluations, then forwards, then one backward through all of them."""
+    """What one rank does in a step: evaluations, then forwards, then one backward through all of them.
+
+    pause_s: how long it sleeps before each of them.
+    """
 
     forwards: tuple[Route, ...]
     evaluations: tuple[Route, ...] = ()
     detached: Route = ()
+    pause_s: float = 0.0
 
 
 Plan = Callable[[int, int, int], Step]
@@ -79,13 +84,15 @@ def inputs(rank: int, step: int, number: int = 0) -> torch.Tensor:
 
 def loss_of(model: nn.Module, plan: Step, rank: int, step: int) -> torch.Tensor:
     """The loss of a rank's step; what it evaluates first leaves no trace."""
-    with torch.no_grad():
-        for number, route in enumerate(plan.evaluations):
+    for number, route in enumerate(plan.evaluations):
+        time.sleep(plan.pause_s)
+        with torch.no_grad():
             model(inputs(rank, step, 5 + number), route)
-    losses = [
-        model(inputs(rank, step, number), route, plan.detached).square().mean()
-        for number, route in enumerate(plan.forwards)
-    ]
+    losses = []
+    for number, route in enumerate(plan.forwards):
+        time.sleep(plan.pause_s)
+        losses.append(model(inputs(rank, step, number), route, plan.detached).square().mean())
+    time.sleep(plan.pause_s)
     return torch.stack(losses).sum()
 
 
@@ -100,8 +107,9 @@ class Log:
     def of(cls, model: nn.Module) -> "Log":
         log = cls()
         for number, comm in enumerate(unit_of(units_in(model)[0].modules[0]).runtime.comms()):
-            for name in ("all_gather", "reduce_scatter"):
-                setattr(comm, name, log._noting(getattr(comm, name), number))
+            for name in ("all_gather", "reduce_scatter", "exchange"):
+                if hasattr(comm, name):
+                    setattr(comm, name, log._noting(getattr(comm, name), number))
         return log
 
     def _noting(self, launch: Callable, number: int) -> Callable:
@@ -131,7 +139,8 @@ def train_beside_one_process(sharded: nn.Module, plan: Plan, rank: int, world: i
     asked = []
     for step in range(steps):
         loss_of(sharded, plan(rank, world, step), rank, step).backward()
-        losses = [loss_of(theirs.model, plan(r, world, step), r, step) for r in range(world)]
+        plans = [replace(plan(r, world, step), pause_s=0.0) for r in range(world)]
+        losses = [loss_of(theirs.model, its, r, step) for r, its in enumerate(plans)]
         torch.stack(losses).mean().backward()
         for (name, param), other in zip(sharded.named_parameters(), theirs.model.parameters(), strict=True):
             assert (param.grad is None) == (other.grad is None), f"{plan.__name__}, step {step}: {name}"

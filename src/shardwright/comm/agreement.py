@@ -9,6 +9,7 @@ import hashlib
 import torch
 
 from shardwright.comm.base import Comm, Piece
+from shardwright.comm.shm import ShmComm
 
 
 def exchange(comm: Comm, words: list[int], device: torch.device, key: str) -> list[list[int]]:
@@ -19,6 +20,8 @@ def exchange(comm: Comm, words: list[int], device: torch.device, key: str) -> li
     """
     if comm.world == 1:
         return [words]
+    if isinstance(comm, ShmComm):
+        return comm.exchange(words, key)
     sent_nbytes = comm.sent_nbytes
     table = torch.zeros(comm.world, len(words), dtype=torch.int64, device=device)
     table[comm.rank] = torch.tensor(words, dtype=torch.int64, device=device)

@@ -20,7 +20,8 @@ import os
 import platform
 import select
 import time
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -64,7 +65,8 @@ class Segment:
     def __init__(self, fd: int, world: int) -> None:
         self._map = mmap.mmap(fd, RESERVED_NBYTES, flags=mmap.MAP_SHARED | _MAP_NORESERVE)
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._words = memoryview(self._map)[: header_nbytes(world)].cast("q")
+        self._view = memoryview(self._map)
+        self._words = self._view[: header_nbytes(world)].cast("q")
         self._reads = NUM_RECORDS * _RECORD_NBYTES // 8
 
     def write_record(self, number: int, offset: int, nbytes: int, key: str) -> None:
@@ -80,12 +82,24 @@ class Segment:
         """Whether the operation has been announced."""
         return self._words[number % NUM_RECORDS * _RECORD_NBYTES // 8] == number
 
-    def record(self, number: int) -> tuple[torch.Tensor, str]:
-        """The bytes and the key of an announced operation."""
+    def key(self, number: int) -> str:
+        """The key of an announced operation."""
         place = number % NUM_RECORDS * _RECORD_NBYTES
-        offset, nbytes = self._words[place // 8 + 1], self._words[place // 8 + 2]
-        key = self._map[place + 32 : place + _RECORD_NBYTES].rstrip(b"\0").decode(errors="replace")
-        return self.bytes[offset : offset + nbytes], key
+        return self._map[place + 32 : place + _RECORD_NBYTES].rstrip(b"\0").decode(errors="replace")
+
+    def span(self, number: int) -> slice:
+        """Where the bytes of an announced operation are."""
+        place = number % NUM_RECORDS * _RECORD_NBYTES // 8
+        offset = self._words[place + 1]
+        return slice(offset, offset + self._words[place + 2])
+
+    def write_words(self, offset: int, words: Sequence[int]) -> None:
+        """Fill the bytes from ``offset`` on with int64."""
+        self._view[offset : offset + 8 * len(words)] = array("q", words).tobytes()
+
+    def words(self, number: int) -> list[int]:
+        """The int64 of an announced operation."""
+        return self._view[self.span(number)].cast("q").tolist()
 
     def mark_read(self, owner: int, number: int) -> None:
         """Say (in one's own segment) that ``owner``'s operation has been read."""
@@ -127,11 +141,33 @@ class Arena:
         self._held: dict[int, tuple[int, int]] = {}  # operation -> (offset, end) in the own segment
         self._ends = [os.pidfd_open(pid) for pid in pids]
 
+    def exchange(self, words: Sequence[int], key: str) -> list[list[int]]:
+        """Every rank's ``words`` (int64, as many on each), in rank order: an operation of its own.
+
+        Raises: as ``read``.
+        """
+        number, span = self._reserve(8 * len(words))
+        self._segments[self.rank].write_words(span.start, words)
+        launch = self.publish(number, 8 * len(words), key)
+        rows = []
+        for peer, segment in enumerate(self._segments):
+            if peer != self.rank:
+                self._await(peer, launch)
+                rows.append(segment.words(number))
+                self.done(peer, number)
+            else:
+                rows.append(list(words))
+        return rows
+
     def reserve(self, nbytes: int) -> tuple[int, torch.Tensor]:
         """A new operation's number, and the bytes of the own segment that it may fill.
 
         Raises: CommError where a peer has not read the operation of 256 ago within the timeout.
         """
+        number, span = self._reserve(nbytes)
+        return number, self._segments[self.rank].bytes[span]
+
+    def _reserve(self, nbytes: int) -> tuple[int, slice]:
         self._number += 1
         oldest = self._number - NUM_RECORDS
         if oldest in self._held:
@@ -140,7 +176,7 @@ class Arena:
         self._free_read()
         offset = self._first_fit(nbytes)
         self._held[self._number] = (offset, offset + align(nbytes))
-        return self._number, self._segments[self.rank].bytes[offset : offset + nbytes]
+        return self._number, slice(offset, offset + nbytes)
 
     def publish(self, number: int, nbytes: int, key: str) -> Launch:
         """Announce an operation whose bytes are in place."""
@@ -155,10 +191,16 @@ class Arena:
         Raises: CommError where the peer is in another operation, has ended, or doesn't come in time; the
             watch's verdict, where there is one.
         """
+        self._await(peer, launch)
+        segment = self._segments[peer]
+        return segment.bytes[segment.span(launch.number)]
+
+    def _await(self, peer: int, launch: Launch) -> None:
+        """Until ``peer`` has announced the operation, and it is the same."""
         number, key = launch.number, launch.key
         if not self._segments[peer].has(number):
             self._wait(lambda p: p != peer or self._segments[peer].has(number), launch)
-        data, theirs = self._segments[peer].record(number)
+        theirs = self._segments[peer].key(number)
         if theirs != key[:_KEY_NBYTES]:
             with self.log.waiting(launch):
                 raise CommError(
@@ -166,7 +208,6 @@ class Arena:
                     f"{self.log.ranks[self.rank]} is in {key!r}, rank {self.log.ranks[peer]} in {theirs!r}. "
                     "Every rank must run the same modules in the same order"
                 )
-        return data
 
     def done(self, peer: int, number: int) -> None:
         """The peer may write over its bytes of an operation."""

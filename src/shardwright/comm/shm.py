@@ -120,6 +120,11 @@ class ShmComm:
             self.arena.done(peer, launch.number)
         return whole
 
+    def exchange(self, words: Sequence[int], key: str) -> list[list[int]]:
+        """Every rank's ``words`` (int64, as many on each), in rank order: a small all-gather without tensors,
+        which take longer than its bytes. Raises: as the wait of an all-gather."""
+        return self.arena.exchange(words, key)
+
     def spent(self, start: float) -> None:
         """Count the time since ``start`` as exposed: the host thread itself moves the bytes."""
         assert self.exposed_s is not None
