@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 VOCAB, WIDTH = 17, 13  # odd sizes: every shard of every world is uneven
@@ -60,6 +61,11 @@ def batches(step: int, world: int, rows: int = 4) -> torch.Tensor:
 def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     """Next-token cross entropy of one rank's tokens, averaged."""
     return F.cross_entropy(model(tokens)[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def fresh_mesh(world: int) -> DeviceMesh:
+    """All ranks, on a process group that nothing was sharded over before: so a transport is chosen for it."""
+    return DeviceMesh.from_group(dist.new_group(range(world)), "cpu")
 
 
 @dataclass

@@ -5,14 +5,21 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardwright import set_transport
 from shardwright.comm.channel import NOTHING, AxisChannel, JointChannel, tell
+from shardwright.comm.gloo import GlooComm
 from shardwright.comm.mesh import resolve
+from shardwright.comm.nccl import NcclComm
+from shardwright.comm.shm import ShmComm
+from shardwright.comm.sockets import SocketComm
+from tests.ranks.models import fresh_mesh
 from tests.ranks.pool import run_ranks
 
 
 def combined(rank, world):
-    for transport in ("auto", "sockets", "collectives"):
+    kinds = {"auto": ShmComm, "sockets": SocketComm, "gloo": GlooComm, "collectives": NcclComm}
+    for transport, kind in kinds.items():
         set_transport(transport)
-        axis = resolve(init_device_mesh("cpu", (world,)))
+        axis = resolve(fresh_mesh(world))
+        assert isinstance(axis.comm, kind)
         channel = AxisChannel(axis.comm, axis.device)
         assert channel.exchange([1 << rank, ~0, 0]) == [2**world - 1, -1, 0]
         assert channel.exchange([rank + 3, -(2**62) + rank, NOTHING], "min") == [3, -(2**62), NOTHING]
@@ -22,6 +29,21 @@ def combined(rank, world):
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_words_are_combined_alike_on_every_rank_and_transport(world):
     run_ranks(world, combined)
+
+
+def in_hops(rank, world):
+    combined(rank, world)
+    set_transport("sockets")
+    axis = resolve(fresh_mesh(world))
+    channel = AxisChannel(axis.comm, axis.device)
+    before = axis.comm.log.launched
+    assert channel.exchange([1 << rank] * 40) == [2**world - 1] * 40
+    return axis.comm.log.launched - before
+
+
+@pytest.mark.parametrize(("world", "hops"), [(4, 1), (5, 3), (8, 3)])
+def test_words_of_many_ranks_travel_as_many_hops_as_doubling_takes(world, hops):
+    assert run_ranks(world, in_hops) == [hops] * world
 
 
 def on_two_axes(rank, world):

@@ -8,11 +8,13 @@ import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 
 from shardwright.comm.agreement import exchange
 from shardwright.comm.base import Comm
+from shardwright.comm.sockets import SocketComm
 
 Combine = Literal["or", "min"]
 
@@ -34,16 +36,39 @@ class Channel(Protocol):
         ...
 
 
+_used: WeakKeyDictionary[Comm, int] = WeakKeyDictionary()  # channels that have been used on each transport
+
+_MOST_AT_ONCE = 4
+"""Ranks of several hosts that send their words to each other directly; more of them pass words on."""
+
+
 class AxisChannel:
-    """The ranks of one mesh axis, over the transport that moves its parameters."""
+    """The ranks of one mesh axis, over the transport that moves its parameters.
+
+    Ranks that share memory read each other's words there. Many ranks of several hosts pass words on, each
+    time to one that is twice as far: in log2(ranks) hops all reach all, with a message of each rank per hop.
+    Each channel has a number on its transport, so that words of two are never taken for each other's.
+    """
 
     def __init__(self, comm: Comm, device: torch.device) -> None:
         self._comm = comm
         self._device = device
+        self._number = 0
 
     def exchange(self, words: list[int], combine: Combine = "or") -> list[int]:
         """See ``Channel.exchange``."""
-        rows = exchange(self._comm, words, self._device, f"agree on {len(words)} words")
+        comm = self._comm
+        if not self._number:  # all ranks are here for the first time; one of them may have made it earlier
+            self._number = _used[comm] = _used.get(comm, 0) + 1
+        key = f"agree on {len(words)} words ({self._number})"
+        if isinstance(comm, SocketComm) and comm.world > _MOST_AT_ONCE:
+            hop = 1
+            while hop < comm.world:
+                to, source = (comm.rank + hop) % comm.world, (comm.rank - hop) % comm.world
+                words = list(map(COMBINE[combine], words, comm.pass_on(words, to, source, key)))
+                hop *= 2
+            return words
+        rows = exchange(comm, words, self._device, key)
         return [functools.reduce(COMBINE[combine], column) for column in zip(*rows, strict=True)]
 
 

@@ -93,6 +93,18 @@ class SocketComm:
         self.spent(start)
         return whole
 
+    def pass_on(self, words: Sequence[int], to: int, source: int, key: str) -> list[int]:
+        """Send int64 to one peer, and return those that come from another one: as many. A launch of its own,
+        which every rank makes; not counted in ``sent_nbytes``. Raises: as the wait of an all-gather."""
+        sent, place = torch.tensor(words), torch.empty(len(words), dtype=torch.int64)
+        transfer = Transfer(self._wire.side, self.log.launch(key), [sent])
+        self._gather_lines[source].receive(transfer, place.nbytes, views_of([place]))
+        self._gather_lines[to].send(transfer, views_of([sent]))
+        self._wire.go()
+        transfer.wait_received()
+        transfer.wait_sent()
+        return place.tolist()
+
     def spent(self, start: float) -> None:
         """Count the time since ``start`` as exposed."""
         assert self.exposed_s is not None
