@@ -60,7 +60,8 @@ class RankLost(CommError):
 
 
 class Stalled(CommError):
-    """A rank that has done nothing for as long as ``WatchPolicy.stall_s``, while others waited."""
+    """A rank that has done nothing for as long as ``WatchPolicy.stall_s``, while others waited; or a
+    collective that all ranks have launched, and that hasn't ended for ``WatchPolicy.collective_s``."""
 
 
 class CheckpointError(ShardwrightError, RuntimeError):

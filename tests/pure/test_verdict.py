@@ -133,6 +133,29 @@ def test_idling_is_an_error_only_beyond_stall_s():
     assert "train.py:1" in stalled.sentence
 
 
+@pytest.mark.parametrize(
+    ("since_s", "bound_s", "fault"),
+    [
+        ((60, 60, 60), None, Fault.SLOW),  # a slow link may take that long
+        ((60, 60, 60), 90.0, Fault.SLOW),
+        ((60, 60, 60), 30.0, Fault.STALLED),
+        ((60, 60, 1), 30.0, Fault.SLOW),  # the last one has only just launched it
+    ],
+)
+def test_what_all_have_launched_is_an_error_only_beyond_collective_s(since_s, bound_s, fault):
+    answers = [says(rank, "ab", 2, since_s=since_s[rank]) for rank in ALL]
+    verdict = judge(found(*answers), WatchPolicy(collective_s=bound_s))
+    assert verdict.fault is fault
+    if fault is Fault.STALLED:
+        assert verdict.ranks == ALL
+        assert "b (forward of pass 3) has not ended for 30 s" in verdict.sentence
+
+
+def test_a_rank_that_has_not_launched_is_never_called_a_stuck_collective():
+    answers = [says(0, "ab", 2, since_s=60), says(1, "a"), says(2, "ab", 2, since_s=60)]
+    assert judge(found(*answers), WatchPolicy(collective_s=30.0)).fault is Fault.SLOW
+
+
 def test_nobody_waiting_is_nothing_wrong():
     assert "no rank waits" in judge(found(says(0, "a"), says(1, "a"), says(2, "a")), POLICY).sentence
 

@@ -6,7 +6,8 @@ Judged in this order; the first that holds is the verdict:
     lost       a rank's process has ended without one, its connection is closed, or it is silent for lost_s
     diverged   two ranks launched different collectives under one number; or ranks wait for each other in a
                circle; or all wait, some in the caller's own collectives, and no wait can end
-    stalled    a rank that others wait for has done nothing for stall_s
+    stalled    a rank that others wait for has done nothing for stall_s; or a collective that all its ranks
+               have launched hasn't ended for collective_s
     slow       none of these: a log line, never an error
 
 A wait can end once every rank of its transport has launched what is waited for. So divergence is proven by
@@ -154,6 +155,7 @@ def judge(found: Findings, policy: WatchPolicy) -> Verdict:
         or _circle(found)
         or _nobody_can_go_on(found, policy)
         or _stalled(found, policy)
+        or _stuck(found, policy)
         or _slow(found)
     )
 
@@ -315,6 +317,22 @@ def _stalled(found: Findings, policy: WatchPolicy) -> Verdict | None:
         f"{max(answer.idle_s for answer in stalled):.1f} s, at {lines}",
         f"Mend what {spans(ranks)} waits for there, or raise stall_s ({policy.stall_s:g} s).",
     )
+
+
+def _stuck(found: Findings, policy: WatchPolicy) -> Verdict | None:
+    """All wait, and what one waits for all have launched: what moves the bytes has stopped, or crawls."""
+    for answer in found.answers.values():
+        log = answer.waits and answer.logs.get(answer.waits.log)
+        if policy.collective_s is None or not log or _missing(found, answer):
+            continue
+        waits = [found.answers[rank].waits for rank in log.ranks if rank in found.answers]
+        if len(waits) == len(log.ranks) and all(w and w.since_s > policy.collective_s for w in waits):
+            sentence = (
+                f"{doing(answer)} has not ended for {policy.collective_s:g} s, though all have launched it"
+            )
+            remedy = f"Look at the network between {spans(log.ranks)}, or raise collective_s."
+            return Verdict(Fault.STALLED, log.ranks, sentence, remedy)
+    return None
 
 
 def _slow(found: Findings) -> Verdict:
