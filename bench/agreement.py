@@ -2,9 +2,10 @@
 
     python bench/agreement.py --world 2 --step-ms 200 60
 
-Two copies of one model train side by side, one with ``agreement="strict"`` and one with ``"off"``, for each
+Three copies of one model train side by side, one with ``agreement="strict"`` and two with ``"off"``, for each
 length of a step (the batch is chosen for it). Prints the medians in ms and what is added, for each step
-paired with its neighbour; then the median of one exchange of as many words as the model needs, in us.
+paired with its neighbours; beside it what the second copy with "off" adds to the first, which is the noise;
+then the median of one exchange of as many words as the model needs, in us.
 """
 
 import argparse
@@ -35,12 +36,12 @@ def measure(options: argparse.Namespace) -> None:
     set_transport(options.transport)
     local = build_layers(options.num, options.width)
     models = {}
-    for agreement in ("off", "strict"):
+    for name in ("off", "strict", "off again"):
         model = copy.deepcopy(local)
         for layer in model:
             fully_shard(layer)
-        fully_shard(model).set_schedule_policy(SchedulePolicy(agreement=agreement))
-        models[agreement] = model, torch.optim.SGD(model.parameters(), 1e-3)
+        fully_shard(model).set_schedule_policy(SchedulePolicy(agreement=name.split()[0]))
+        models[name] = model, torch.optim.SGD(model.parameters(), 1e-3)
     if options.rank == 0:
         print(f"{options.num} groups, world {options.world}, {options.link}, {options.transport}")
     for wanted_ms in options.step_ms:
@@ -51,14 +52,17 @@ def measure(options: argparse.Namespace) -> None:
             rows = max(1, int(rows * wanted_ms / took_ms))
         times: dict[str, list[float]] = {name: [] for name in models}
         for number in range(options.steps + WARM_UP_STEPS):
-            for name in sorted(models, reverse=bool(number % 2)):
+            for turn in range(len(models)):  # each goes first, second and last equally often
+                name = list(models)[(number + turn) % len(models)]
                 times[name].append(slowest_s(partial(step_s, *models[name], inputs)) * 1e3)
-        off, strict = (times[name][WARM_UP_STEPS:] for name in ("off", "strict"))
+        off, strict, again = (times[name][WARM_UP_STEPS:] for name in models)
         if options.rank == 0:
-            added = median(b - a for a, b in zip(off, strict, strict=True))
+            added = median(b - (a + c) / 2 for a, b, c in zip(off, strict, again, strict=True))
+            noise = median(c - a for a, c in zip(off, again, strict=True))
             print(
-                f"  {wanted_ms:5.0f} ms step: {median(off):.2f} without, {median(strict):.2f} with, "
-                f"{added:+.3f} ms paired ({100 * added / median(off):+.2f} %)"
+                f"  {wanted_ms:5.0f} ms step: {median(off + again):.2f} without, {median(strict):.2f} with, "
+                f"{added:+.3f} ms paired ({100 * added / median(off):+.2f} %); "
+                f"the same twice {100 * noise / median(off):+.2f} %"
             )
     channel = channel_of([resolve(None)])
     if channel is not None:
@@ -81,7 +85,7 @@ def main() -> None:
     parser.add_argument("--num", type=int, default=12, help="number of groups")
     parser.add_argument("--width", type=int, default=512, help="a group has width * (width + 1) parameters")
     parser.add_argument("--rows", type=int, default=256, help="of each rank's input, to begin with")
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--step-ms", type=float, nargs="+", default=[200.0, 60.0])
     run(parser, measure, __file__)
 

@@ -73,7 +73,8 @@ class Agreement(StrEnum):
 
     STRICT: every rank launches the same collectives in the same order, whichever groups it uses; they
         exchange a few words at the begin of each forward and backward and at the end of a backward.
-    OFF: a rank launches what its own modules need, so all must run the same modules in the same order.
+    OFF: a rank launches what its own modules need, so all must run the same modules in the same order; no
+        words are exchanged.
     """
 
     STRICT = "strict"
@@ -81,7 +82,7 @@ class Agreement(StrEnum):
 
 
 def _agreement() -> Agreement:
-    asked = os.environ.get("SHARDWRIGHT_AGREEMENT", Agreement.OFF)
+    asked = os.environ.get("SHARDWRIGHT_AGREEMENT", Agreement.STRICT)
     if asked not in list(Agreement):
         raise InputError(
             f'the environment variable SHARDWRIGHT_AGREEMENT must be "strict" or "off", got {asked!r}'
@@ -112,8 +113,12 @@ class SchedulePolicy:
     row_wise: a group that is one ``nn.Embedding`` moves only rows in use: the all-gather those that any rank
         looks up, the reduce-scatter those that any rank has a gradient of. Same bits, as long as nothing but
         the lookup reads the weight inside of its forward (hooks of others make it move whole).
+    forget_after: where ranks agree: backwards after which a group that no rank has used since leaves the
+        schedule of forwards and backwards, so that its bytes no longer move. Its next use is agreed on as a
+        first one is.
     agreement: see ``Agreement``; its value or its name. Left out: that of the environment variable
-        ``SHARDWRIGHT_AGREEMENT``, else off; alike on all ranks.
+        ``SHARDWRIGHT_AGREEMENT``, else strict. Ranks that differ in it are told so before their first
+        all-gather.
 
     The defaults are those that gave the shortest step for the memory of two groups (docs/performance.md).
     Raises: InputError for a value outside of these.
@@ -130,6 +135,7 @@ class SchedulePolicy:
     bucket_cap_mb: float = 1.0
     ahead: Mapping[str, Mapping[str, Sequence[str]]] = dataclasses.field(default_factory=dict)
     row_wise: bool = False
+    forget_after: int = 100
     agreement: Agreement = dataclasses.field(default_factory=_agreement)
 
     @property
@@ -146,7 +152,7 @@ class SchedulePolicy:
                 choices = ", ".join(f'"{choice}"' for choice in kind)
                 raise InputError(f"SchedulePolicy.{name} must be one of {choices}, got {value!r}") from None
         least = {"depth": 0, "budget_nbytes": 0, "max_gathers": 1, "max_reductions": 1, "keep_last": 0}
-        least["keep_nbytes"] = 0
+        least |= {"keep_nbytes": 0, "forget_after": 1}
         for field, bound in least.items():
             value = getattr(self, field)
             if value is None and field in ("budget_nbytes", "max_gathers"):
@@ -298,6 +304,9 @@ def _as_names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return () if names is None else (names,) if isinstance(names, str) else tuple(names)
 
 
+_WATCH_SECONDS = ("suspect_s", "answer_s", "lost_s", "stall_s", "collective_s")
+
+
 @dataclass(frozen=True)
 class WatchPolicy:
     """When a rank that waits becomes suspicious, and what is an error then. Alike on all ranks; seconds.
@@ -308,6 +317,8 @@ class WatchPolicy:
     lost_s: a rank that hasn't answered for so long, though its process or connection seems alive, is lost.
     stall_s: a rank that others wait for, and that has neither computed nor waited for so long, is an error;
         None: it is reported and waited for, since a program may sleep. 600 suits most jobs.
+    collective_s: a collective that all its ranks have launched, and that hasn't ended for so long, is an
+        error; None: the network is called slow, and waited for.
 
     Raises: InputError for a value that isn't positive.
     """
@@ -317,13 +328,14 @@ class WatchPolicy:
     answer_s: float = 0.7
     lost_s: float = 30.0
     stall_s: float | None = None
+    collective_s: float | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.on, bool):
             raise InputError(f"WatchPolicy.on must be True or False, got {self.on!r}")
-        for field in ("suspect_s", "answer_s", "lost_s", "stall_s"):
+        for field in _WATCH_SECONDS:
             value = getattr(self, field)
-            if field == "stall_s" and value is None:
+            if field in ("stall_s", "collective_s") and value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
                 raise InputError(f"WatchPolicy.{field} must be a positive number of seconds, got {value!r}")
@@ -342,12 +354,12 @@ class WatchPolicy:
         for part in text.split(","):
             name, _, value = (word.strip() for word in part.partition("="))
             try:
-                if name not in ("suspect_s", "answer_s", "lost_s", "stall_s"):
+                if name not in _WATCH_SECONDS:
                     raise ValueError
                 values[name] = float(value)
             except ValueError:
                 raise InputError(
                     f'can\'t read the watch policy {text!r} at {part!r}: expected "off", or some of '
-                    'suspect_s, answer_s, lost_s and stall_s, as "suspect_s=2,stall_s=600"'
+                    f'{", ".join(_WATCH_SECONDS)}, as "suspect_s=2,stall_s=600"'
                 ) from None
         return cls(**values)  # type: ignore[arg-type]

@@ -369,6 +369,19 @@ def test_ranks_stop_asking_once_the_schedule_has_all_their_orders(name):
         assert counts[-1] == 0
 
 
+def test_a_group_that_nobody_uses_any_more_is_gathered_until_it_is_forgotten():
+    steps = [same(A, B, C), *[same(A, C)] * 6, same(A, B, C), same(A, B, C)]
+    world, outcomes = run_world(
+        rounds_of, [steps] * 3, SchedulePolicy(forget_after=4, bucket_cap_mb=0), FACTS
+    )
+    check_exact(world, [history for _, history in outcomes])
+    for counts, _ in outcomes:
+        assert [count > 0 for count in counts] == [True, *[False] * 6, True, False]
+    with_b = [kind for kind, groups in world.logs[0] if B in groups and kind == "all-gather"]
+    a_step = [kind for kind, groups in world.logs[0] if A in groups and kind == "all-gather"]
+    assert len(a_step) - len(with_b) == 2 * 2  # two steps without it, in forward and backward
+
+
 def resharded_between(participant, hands, steps):
     """One rank reshards all between forward and backward; how often it asked in the last step."""
     asked = []

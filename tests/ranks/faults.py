@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwright import SchedulePolicy, fully_shard, set_transport
 from shardwright.checkpoint import save
+from shardwright.comm.lines import Line
 from shardwright.observe.rollcall import Roll
 from tests.ranks.scripts import fault, run_scripts
 
@@ -212,6 +213,15 @@ def other_order(rank: int, world: int) -> None:
     rest(model)
 
 
+def other_root(rank: int, world: int) -> None:
+    """Rank 1 alone calls a model that isn't a child of the one around it."""
+    other = built()
+    model = until_fault()
+    if rank == 1:
+        on(model, lambda: other(torch.ones(2, 8)))
+    rest(model)
+
+
 def _hybrid(rank: int, act: Callable[[nn.Sequential], None]) -> None:
     """Copies on two pairs of ranks: what rank 3 does concerns rank 2 at once, and the others in the end."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
@@ -304,6 +314,32 @@ def _once(rank: int, act: Callable[[], Any]) -> None:
     rest(model)
 
 
+def loads(rank: int, world: int) -> None:
+    """Rank 1 takes long between two steps, where the others wait to begin the next one."""
+    model = until_fault()
+    if rank == 1:
+        time.sleep(LONG_S)
+    rest(model)
+
+
+def slow_backward(rank: int, world: int) -> None:
+    model = until_fault()
+    out = model[1](model[0](torch.ones(2, 8)))
+    if rank == 1:
+        out.register_hook(lambda grad: time.sleep(LONG_S))
+    model[2](out).sum().backward()
+    rest(model)
+
+
+def comes_late_to_a_barrier(rank: int, world: int) -> None:
+    """All others are in a collective of the caller's own, that rank 1 comes to in the end."""
+    model = until_fault()
+    if rank == 1:
+        time.sleep(LONG_S)
+    dist.barrier()
+    rest(model)
+
+
 def sleeps(rank: int, world: int) -> None:
     _once(rank, lambda: time.sleep(LONG_S))
 
@@ -318,6 +354,22 @@ def stopped(rank: int, world: int) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
 
     _once(rank, stop)
+
+
+def slow_bytes(rank: int, world: int) -> None:
+    """Every rank has launched the all-gather; rank 1's bytes take their time."""
+    model = until_fault()
+    write = Line._write
+
+    def late(line: Line) -> None:
+        if line._out and line._out[0].transfer.launch.key.startswith("all-gather"):
+            Line._write = write
+            time.sleep(LONG_S)
+        write(line)
+
+    if rank == 1:
+        Line._write = late
+    rest(model)
 
 
 def well(rank: int, world: int) -> None:
@@ -349,6 +401,7 @@ CASES = {
     "raise in forward, sockets": Case(raises_in_forward, "RankFailed", BAD, transport="sockets"),
     "raise in forward, Gloo": Case(raises_in_forward, "RankFailed", BAD, transport="gloo"),
     "raise in forward, file store": Case(raises_in_forward, "RankFailed", BAD, store="file"),
+    "raise in forward, 4 ranks": Case(raises_in_forward, "RankFailed", BAD, world=4),
     "raise in backward": Case(raises_in_backward, "RankFailed", BAD),
     "raise in forward, slow store": Case(slow_store, "RankFailed", BAD),
     "raise in recomputation": Case(recomputes, "RankFailed", BAD),
@@ -363,6 +416,7 @@ CASES = {
     "sys.exit in forward": Case(exits, "RankFailed", ("rank 1 ended its program",)),
     "data end early, program ends": Case(ends_early, "RankFailed", ("rank 1 ended its program", "lockstep")),
     "SIGKILL": Case(killed, "RankLost", ("rank 1 is lost",)),
+    "SIGKILL, 4 ranks": Case(killed, "RankLost", ("rank 1 is lost",), world=4),
     "SIGKILL, Gloo": Case(killed, "RankLost", ("rank 1 is lost",), transport="gloo", world=3),
     "SIGKILL of the rank that holds the store": Case(store_host_killed, "RankLost", ("store",), (0,)),
     "SIGKILL of a rank that has called the roll": Case(
@@ -381,6 +435,7 @@ CASES = {
     ),
     "save on rank 0 alone": Case(saves_alone, "Diverged", (*PLACES, "save("), culprits=()),
     "backward skipped": Case(skips_backward, "Diverged", PLACES, culprits=()),
+    "backward skipped, 4 ranks": Case(skips_backward, "Diverged", PLACES, culprits=(), world=4),
     "backward skipped, Gloo": Case(skips_backward, "Diverged", PLACES, culprits=(), transport="gloo"),
     "backward skipped on a 2 x 2 mesh": Case(
         diverges_under_copies, "Diverged", ("rank 3", "of pass", "faults.py:"), culprits=(), world=4
@@ -390,15 +445,29 @@ CASES = {
     "other order, agreement off": Case(
         other_order, "Diverged", ("ranks 0, 2 launched", "rank 1 launched"), culprits=(), world=3
     ),
+    "a root of its own on rank 1 alone": Case(other_root, "Diverged", PLACES, culprits=()),
     "other shapes": Case(other_shapes, "Diverged", ("[8, 8]", "[16, 16]"), culprits=()),
     "sleeps for ever, stall_s=2": Case(
         stalls, "Stalled", ("rank 1 has done nothing", "faults.py:"), culprits=(), policy="stall_s=2"
     ),
     "computes 3 s, stall_s=1": Case(computes, policy="stall_s=1"),
     "sleeps 3 s": Case(sleeps),
+    "sleeps 3 s, 4 ranks": Case(sleeps, world=4),
+    "loads data for 3 s": Case(loads, world=3),
+    "sleeps 3 s in backward": Case(slow_backward, world=3),
+    "comes 3 s late to a barrier": Case(comes_late_to_a_barrier, world=3),
     "holds the GIL 3 s": Case(holds_the_gil),
     "stopped 3 s": Case(stopped),
     "stopped 3 s, Gloo": Case(stopped, transport="gloo"),
+    "bytes take 3 s": Case(slow_bytes, transport="sockets"),
+    "bytes take 3 s, collective_s=1": Case(
+        slow_bytes,
+        "Stalled",
+        ("all-gather", "has not ended for 1 s", "rank", "collective_s"),
+        culprits=(),
+        policy="collective_s=1",
+        transport="sockets",
+    ),
     "nothing": Case(well, world=3),
 }
 

@@ -5,20 +5,20 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardwright import MixedPrecisionPolicy, fully_shard, lockstep, set_transport, stats
+from shardwright import MixedPrecisionPolicy, SchedulePolicy, fully_shard, lockstep, set_transport, stats
 from shardwright.comm.agreement import compare, exchange
 from shardwright.comm.mesh import resolve
-from shardwright.errors import CommError, DataError, InputError
-from tests.ranks.models import Run, assert_same, batches, build, loss_of, shard_decoder
+from shardwright.errors import CommError, DataError, Diverged, InputError
+from tests.ranks.models import Run, assert_same, batches, build, fresh_mesh, loss_of, shard_decoder
 from tests.ranks.pool import run_ranks
 
-TRANSPORTS = ("auto", "sockets", "collectives")
+TRANSPORTS = ("auto", "sockets", "gloo", "collectives")
 
 
 def exchanged(rank, world):
     for transport in TRANSPORTS:
         set_transport(transport)
-        axis = resolve(init_device_mesh("cpu", (world,)))
+        axis = resolve(fresh_mesh(world))
         assert exchange(axis.comm, [rank, -(2**62)], axis.device, "k") == [
             [r, -(2**62)] for r in range(world)
         ]
@@ -53,7 +53,7 @@ def differs(rank, world):
     }
     for transport in TRANSPORTS:
         set_transport(transport)
-        mesh = init_device_mesh("cpu", (world,))
+        mesh = fresh_mesh(world)
         for make, options, theirs, ours in models.values():
             model = fully_shard(make(), mesh=mesh, **options)
             dtype = model.weight.dtype
@@ -73,12 +73,38 @@ def test_different_models_are_an_error_on_every_rank_that_shows_both_sides(world
     run_ranks(world, differs)
 
 
+def differs_in_agreement(rank, world, off):
+    for transport in TRANSPORTS:
+        set_transport(transport)
+        flat = fresh_mesh(world)
+        meshes = [flat]
+        if world == 4:  # the copies differ, which share no all-gather; then ranks that only hold copies
+            meshes += [
+                init_device_mesh("cpu", shape, mesh_dim_names=("copies", "shards"))
+                for shape in ((2, 2), (4, 1))
+            ]
+        for mesh in meshes:
+            model = fully_shard(nn.Linear(4, 4), mesh=mesh)
+            model.set_schedule_policy(SchedulePolicy(agreement="off" if rank in off else "strict"))
+            with pytest.raises(Diverged, match=r'agreement="strict" on rank 0.*agreement="off" on rank'):
+                model(torch.ones(1, 4)).sum().backward()
+
+
+@pytest.mark.parametrize(("world", "off"), [(2, (1,)), (3, (2,)), (4, (2, 3))])
+def test_ranks_that_differ_in_the_option_are_told_so_before_anything_moves(world, off):
+    run_ranks(world, differs_in_agreement, off)
+
+
+def _noting(launch, keys):
+    return lambda what, key: (keys.append(key), launch(what, key))[1]
+
+
 def asked_once(rank, world):
     from_comm = []
     model = shard_decoder(build(), fully_shard)
     comm = resolve(None).comm
-    inner = comm.all_gather
-    comm.all_gather = lambda pieces, key: (from_comm.append(key), inner(pieces, key))[1]
+    for name in ("all_gather", "exchange"):
+        setattr(comm, name, _noting(getattr(comm, name), from_comm))
     for step in range(3):
         loss_of(model, batches(step, world)[rank]).backward()
     assert from_comm[0] == "compare models"

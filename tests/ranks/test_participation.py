@@ -63,7 +63,8 @@ def own_parameter(rank, world, step):
 def everything(rank, world, step):
     draw = random.Random(100 * step + rank)
     routes = [tuple(draw.sample(ALL, draw.randint(0, 3))) for _ in range(4)]
-    return Step(tuple(routes[:2]), tuple(routes[2:] * 2)[: 2 + rank], tuple(draw.sample(ALL, 1)))
+    detached = tuple(draw.sample(ALL, 1))
+    return Step(tuple(routes[:2]), tuple(routes[2:] * 2)[: 2 + rank], detached, draw.random() * 2e-3)
 
 
 PLANS = (
@@ -108,19 +109,11 @@ def exactness(rank, world, make, prefetch, plans=PLANS):
             assert asked[-1] == 0, f"{plan.__name__}: {asked}"
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("make", [by_fully_shard, by_wrapper])
+@pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("prefetch", PREFETCH)
-def test_every_way_to_skip_is_exact(prefetch, world):
-    run_ranks(world, exactness, by_fully_shard, prefetch)
-
-
-@pytest.mark.parametrize(("world", "prefetch"), [(2, "none"), (2, "post"), (3, "pre")])
-def test_every_way_to_skip_is_exact_under_the_wrapper(world, prefetch):
-    run_ranks(world, exactness, by_wrapper, prefetch)
-
-
-def test_four_ranks_that_skip_are_exact():
-    run_ranks(4, exactness, by_fully_shard, "pre", (any_subset, other_order, everything))
+def test_every_way_to_skip_is_exact(prefetch, world, make):
+    run_ranks(world, exactness, make, prefetch)
 
 
 def on_four(rank, world):
@@ -132,6 +125,90 @@ def on_four(rank, world):
 
 def test_copies_nearby_shards_and_kept_weights_are_exact_under_skips():
     run_ranks(4, on_four)
+
+
+def on_two_meshes(rank, world):
+    flat = init_device_mesh("cpu", (4,))
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+    for plan in (skips_in_turn, any_subset, other_order):
+        model = built()
+        for part, mesh in zip(model.parts.values(), (flat, grid, flat), strict=True):
+            fully_shard(part, mesh=mesh)
+        fully_shard(model, mesh=grid).set_schedule_policy(STRICT)
+        train_beside_one_process(model, plan, rank, world, STEPS)
+
+
+def test_groups_on_two_meshes_are_exact_under_skips():
+    run_ranks(4, on_two_meshes)
+
+
+def nested(rank, world):
+    for plan in (any_subset, other_order, own_parameter, shared_layers):
+        for recomputes in (False, True):
+            model = built()
+            model.recomputes = recomputes
+            for part in model.parts.values():
+                fully_shard(
+                    part.linear
+                )  # runs where its part does; what is left of that is used by "b+" only
+                fully_shard(part)
+            fully_shard(model).set_schedule_policy(STRICT)
+            train_beside_one_process(model, plan, rank, world, STEPS)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_groups_inside_of_a_part_that_ranks_skip_are_exact(world):
+    run_ranks(world, nested)
+
+
+class Around(nn.Module):
+    """Calls a model that isn't its child, as one calls a teacher or a reward model."""
+
+    def __init__(self, other: nn.Module) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2).double()
+        self.other = [other]
+
+    def forward(self, x: torch.Tensor, route: tuple[str, ...]) -> torch.Tensor:
+        return self.linear(self.other[0](x, route))
+
+
+class Taught(Around):
+    """The other model has no backward."""
+
+    def forward(self, x: torch.Tensor, route: tuple[str, ...]) -> torch.Tensor:
+        with torch.no_grad():
+            taught = self.other[0](x, route)
+        return self.linear(taught)
+
+
+def in_turn(rank, world, step):
+    return Step((ALL[step % 3 :],))
+
+
+def two_roots(rank, world, kind, plan):
+    ours, theirs = kind(by_fully_shard()), kind(built())
+    torch.manual_seed(3)
+    ours.linear.reset_parameters()
+    theirs.linear.load_state_dict(ours.linear.state_dict())
+    fully_shard(ours)
+    for step in range(STEPS):
+        ours(inputs(rank, step), plan(rank, world, step).forwards[0]).square().mean().backward()
+        losses = [theirs(inputs(r, step), plan(r, world, step).forwards[0]) for r in range(world)]
+        torch.stack([loss.square().mean() for loss in losses]).mean().backward()
+    for sharded, whole in ((ours, theirs), (ours.other[0], theirs.other[0])):
+        for (name, param), other in zip(sharded.named_parameters(), whole.parameters(), strict=True):
+            assert (param.grad is None) == (other.grad is None), name
+            if other.grad is not None:
+                torch.testing.assert_close(full(param.grad), other.grad, atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(
+    ("kind", "plan"), [(Around, in_turn), (Taught, any_subset)], ids=["with a backward", "without"]
+)
+def test_a_root_inside_of_another_ones_forward_is_exact(world, kind, plan):
+    run_ranks(world, two_roots, kind, plan)
 
 
 def recomputed(rank, world):
@@ -293,6 +370,50 @@ def cut_short(rank, world):
 
 def test_no_optimizer_steps_with_a_backward_that_did_not_end_on_all_ranks():
     run_ranks(2, cut_short)
+
+
+def idles(rank, world):
+    model = by_fully_shard()
+    model.set_schedule_policy(replace(STRICT, forget_after=3, bucket_cap_mb=0))
+    launched = []
+
+    def plan(rank, world, step):
+        return Step((("a", "c") if 1 <= step < 7 or (step > 7 and rank == 0) else ALL,))
+
+    log = Log.of(model)
+    for step in range(11):
+        log.keys.clear()
+        log.agreed.clear()
+        loss_of(model, plan(rank, world, step), rank, step).backward()
+        gathers = sum("all-gather parts.b" in key for key in log.keys)
+        launched.append((gathers, log.num_asked > 0))
+    return launched
+
+
+def test_what_nobody_uses_any_more_leaves_the_schedule_and_comes_back():
+    first, second = run_ranks(2, idles)
+    assert first == second
+    steps = [gathers for gathers, _ in first]
+    assert steps[0] > 0
+    assert all(steps[1:4])  # three backwards without it: its bytes still move
+    assert not any(steps[4:7])
+    assert all(steps[7:])  # rank 1 uses it again, and rank 0 takes part
+    assert [asked for _, asked in first] == [True] + 6 * [False] + [True] + 3 * [False]
+
+
+def used_now_and_then(rank, world, step):
+    return Step((("a", "c") if step % 5 or rank == 0 else ALL,), (ALL,) if step == 3 else ())
+
+
+def forgets(rank, world):
+    model = by_fully_shard()
+    model.set_schedule_policy(replace(STRICT, forget_after=2))
+    train_beside_one_process(model, used_now_and_then, rank, world, 12)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_what_leaves_the_schedule_and_comes_back_is_exact(world):
+    run_ranks(world, forgets)
 
 
 def exchanges(rank, world, agreement):

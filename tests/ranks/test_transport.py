@@ -6,9 +6,13 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from shardwright import SchedulePolicy, WatchPolicy, fully_shard, set_transport, set_watch
+from shardwright.checkpoint import save
+from shardwright.comm.mesh import TIMEOUT, timeout_of
 from shardwright.comm.shm import ShmComm
 from shardwright.comm.sockets import SocketComm
 from shardwright.errors import CommError, Diverged, InputError, RankLost
@@ -44,6 +48,28 @@ def test_all_ranks_take_sockets_where_one_cannot_share_memory():
 def test_an_unknown_transport_is_refused():
     with pytest.raises(InputError, match="'auto', 'sockets', 'gloo', 'collectives', got 'pigeon'"):
         set_transport("pigeon")
+
+
+def limits(rank, world, folder):
+    made, new_group = [], dist.new_group
+    dist.new_group = lambda *args, **options: (made.append(new_group(*args, **options)), made[-1])[1]
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+    made.clear()  # torch's own
+    for options in ({}, {"mesh": grid}, {"reshard_after_forward": 2}):
+        model = fully_shard(nn.Sequential(fully_shard(nn.Linear(4, 4), **options)), **options)
+        model(torch.ones(1, 4)).sum().backward()
+    axes = len(made)
+    save(folder, model=model, step=1)
+    return [timeout_of(group).total_seconds() for group in made], axes
+
+
+@pytest.mark.parametrize(("default_s", "expected_s"), [(20.0, 20.0), (3600.0, 600.0)])
+def test_every_new_process_group_has_a_time_limit(tmp_path, default_s, expected_s):
+    for found, axes in run_ranks(4, limits, tmp_path, timeout_s=default_s):
+        assert axes >= 4 * 2  # all ranks, copies, shards, neighbours; two groups each
+        assert set(found[:axes]) == {expected_s}
+        assert len(found) > axes
+        assert max(found) <= TIMEOUT.total_seconds()  # torch's default is half an hour
 
 
 def other_order(rank, world):

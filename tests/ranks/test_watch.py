@@ -158,9 +158,7 @@ def test_sigusr1_and_top_show_the_table_of_a_running_job():
     for outcome in (first, second):  # the one by the signal, the other by the command
         assert outcome.code == 0, outcome
         assert "TCPStore.cpp" not in outcome.stderr  # nobody asks a store that is gone
-        assert re.search(r"^  0 +waits in all-gather .* in step$", outcome.stderr, re.MULTILINE), (
-            outcome.stderr
-        )
+        assert re.search(r"^  0 +waits in agree on .* in step$", outcome.stderr, re.MULTILINE), outcome.stderr
         assert re.search(r"^  1 .* in asked$", outcome.stderr, re.MULTILINE), outcome.stderr
 
 

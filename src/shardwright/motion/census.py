@@ -10,17 +10,19 @@ from itertools import zip_longest
 from shardwright.comm.agreement import compare
 from shardwright.comm.base import Comm
 from shardwright.errors import Diverged
+from shardwright.policy import Agreement
 from shardwright.state.flat import FlatParam
 from shardwright.state.group import ParamGroup
 
 
-def check_same_model(comm: Comm, groups: Sequence[ParamGroup]) -> None:
+def check_same_model(comm: Comm, groups: Sequence[ParamGroup], agreement: Agreement) -> None:
     """Every rank of the axis calls it with its groups that use ``comm``; one exchange of 16 bytes.
 
-    Compares names, shapes, sharded dims, dtypes and precision policies, in order.
+    Compares names, shapes, sharded dims, dtypes and precision policies, in order; before them whether ranks
+    agree on what they launch, since one that does waits for words that another never sends.
     Raises: Diverged on every rank of the axis where they differ, with both sides of the first difference.
     """
-    lines = [line for group in groups for line in _lines(group)]
+    lines = [f'agreement="{agreement}"', *(line for group in groups for line in _lines(group))]
     texts = compare(comm, "\n".join(lines), groups[0].axis.device, "compare models")
     if not texts:
         return
@@ -29,7 +31,17 @@ def check_same_model(comm: Comm, groups: Sequence[ParamGroup]) -> None:
     nothing = "nothing: its model ends before"
     pairs = zip_longest(sides[0], sides[other], fillvalue=nothing)
     first, second = next(pair for pair in pairs if pair[0] != pair[1])
-    raise Diverged(
+    raise Diverged(_told(first, second, other, sides[0][0] != sides[other][0]))
+
+
+def _told(first: str, second: str, other: int, by_option: bool) -> str:
+    if by_option:
+        return (
+            f"ranks differ in whether they agree on what they launch: {first} on rank 0 of the mesh, "
+            f"{second} on rank {other}. Give every rank the same SchedulePolicy(agreement=...), or the same "
+            "value of the environment variable SHARDWRIGHT_AGREEMENT"
+        )
+    return (
         f"ranks have sharded different models, first seen between ranks 0 and {other} of the mesh:\n"
         f"  rank 0: {first}\n  rank {other}: {second}\n"
         "Build the same model on every rank, and call fully_shard on the same modules in the same order"

@@ -108,6 +108,7 @@ class Runtime:
         """Follow another policy, from the next pass on. Raises: InputError for a name of no group."""
         self.table.list_ahead(policy)
         if policy.agreement is not self.policy.agreement:
+            self.table.compare_again()
             self._forget()
         self.policy = policy
         self.table.chosen = False
@@ -182,6 +183,7 @@ class Runtime:
 
     def _choose_way(self, phase: Phase, entry: Entry) -> Way:
         if self._way is None:
+            self.table.agreement = self.policy.agreement
             agrees = self.policy.agreement is Agreement.STRICT
             channel = channel_of([group.axis for group in self.groups]) if agrees else None
             if channel is None:

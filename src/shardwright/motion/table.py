@@ -11,7 +11,7 @@ from shardwright.motion.census import check_same_model
 from shardwright.motion.lookups import choose_row_wise
 from shardwright.plan.planner import Planner
 from shardwright.plan.schedule import Action, ActionKind, GroupFacts
-from shardwright.policy import SchedulePolicy
+from shardwright.policy import Agreement, SchedulePolicy
 from shardwright.state import together
 from shardwright.state.group import ParamGroup, Stage
 
@@ -37,6 +37,7 @@ class Memory:
 class GroupTable:
     """``groups`` in the order in which they were sharded; a group's number is its place there.
 
+    agreement: that of the schedule policy in force, which all ranks must have alike.
     root: the groups of the outermost module, which stay unsharded between forward and backward by default.
     chosen: whether it is up to date which groups move rows in use only.
     asked: groups that the caller has unsharded, and nobody resharded since.
@@ -45,6 +46,7 @@ class GroupTable:
 
     def __init__(self) -> None:
         self.groups: list[ParamGroup] = []
+        self.agreement = Agreement.STRICT
         self.root: tuple[ParamGroup, ...] = ()
         self.memory = Memory()
         self.chosen = False
@@ -202,23 +204,29 @@ class GroupTable:
     def reduce(self, indices: Sequence[int], join: bool = False, widen: int = 0) -> None:
         """Issue the reduce-scatter of groups together, of what was taken before or is there now."""
         self.hold(indices, join, widen)
+        for group in (self.groups[index] for index in indices):
+            if group.axis.replicate is not None and group.reducer.policy.all_reduce:
+                self._compare(group.axis.replicate)
         together.reduce([self.groups[index].reducer for index in indices])
 
     def compare(self) -> None:
         """Do the ranks of every axis hold the same groups? Asked once, by every rank of all axes."""
-        for group in self.groups:
-            self._compare(group.axis.comm)
+        for axis in (group.axis for group in self.groups):
+            self._compare(axis.comm)
+            if axis.replicate is not None:
+                self._compare(axis.replicate)
 
     def cover(self, index: int) -> None:
         """After its forward a group shows its shards, also where the planner chose to keep it: what the
         caller sees between forward and backward doesn't depend on the plan."""
-        if self.facts(index).reshard_after_forward is None:
+        if self.wishes(index).reshard_after_forward is None:
             self.groups[index].cover()
 
     def _compare(self, comm: Comm) -> None:
-        """Before the first all-gather on an axis, which needs the same ranks: do they hold the same model?"""
+        """Before the first collective on an axis, which needs the same ranks: do they hold the same model?"""
         if id(comm) not in self._compared:
-            check_same_model(comm, [group for group in self.groups if group.axis.comm is comm])
+            groups = [g for g in self.groups if comm is g.axis.comm or comm is g.axis.replicate]
+            check_same_model(comm, groups, self.agreement)
             self._compared.add(id(comm))
 
     def settle(self) -> None:

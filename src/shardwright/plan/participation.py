@@ -246,6 +246,7 @@ class Participant:
         if not leg.inner:
             self._finish_asking(leg)
             said = self._meet(Call.SETTLE, leg.entry)
+            self.orders.note_used(self.reductions.used)
             self._after_backward = True
             self.reductions.release()
             if self.settles:

@@ -171,8 +171,11 @@ class ScheduleConfig(Section):
     row_wise: bool = Field(
         default=False, description="move only those rows of an embedding that are in use; same bits"
     )
+    forget_after: int = Field(
+        default=100, ge=1, description="backwards after which a group that no rank uses leaves the schedule"
+    )
     agreement: Literal["strict", "off"] = Field(
-        default="off", description="whether ranks agree on what they launch; off: all must run alike"
+        default="strict", description="whether ranks agree on what they launch; off: all must run alike"
     )
     transport: Literal["auto", "sockets", "gloo", "collectives"] = Field(
         default="auto", description="how bytes move; auto: shared memory between CPU ranks of one host"
@@ -197,9 +200,14 @@ class WatchConfig(Section):
         default=0.0, ge=0.0, description="seconds of doing nothing before it is an error; 0: never"
     )
 
+    collective_s: float = Field(
+        default=0.0, ge=0.0, description="seconds of moving bytes before it is an error; 0: never"
+    )
+
     def policy(self) -> WatchPolicy:
         """The same as the library's policy."""
-        return WatchPolicy(**{**self.model_dump(), "stall_s": self.stall_s or None})
+        bounds = {"stall_s": self.stall_s or None, "collective_s": self.collective_s or None}
+        return WatchPolicy(**{**self.model_dump(), **bounds})
 
 
 class SampleConfig(Section):
