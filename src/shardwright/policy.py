@@ -72,7 +72,7 @@ class Agreement(StrEnum):
     """Whether ranks agree on what they launch.
 
     STRICT: every rank launches the same collectives in the same order, whichever groups it uses; they
-        exchange a few words at the begin of each forward and backward and at the end of a backward.
+        exchange a few words at the begin and the end of each forward, evaluation and backward.
     OFF: a rank launches what its own modules need, so all must run the same modules in the same order; no
         words are exchanged.
     """

@@ -182,6 +182,28 @@ class Taught(Around):
         return self.linear(taught)
 
 
+def reduced_between(rank, world):
+    """The caller's own collectives, wherever one may want them."""
+    model = by_fully_shard()
+    for step in range(STEPS):
+        plan = everything(rank, world, step)
+        for route in plan.forwards:
+            with torch.no_grad():
+                dist.all_reduce(model(inputs(rank, step), route).sum())
+        losses = []
+        for route in plan.forwards:
+            losses.append(model(inputs(rank, step), route).square().mean())
+            dist.all_reduce(losses[-1].detach())
+        sum(losses).backward()
+        dist.barrier()
+    return True
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_that_go_other_ways_meet_again_in_collectives_of_the_callers_own(world):
+    assert all(run_ranks(world, reduced_between))
+
+
 def in_turn(rank, world, step):
     return Step((ALL[step % 3 :],))
 
@@ -435,8 +457,8 @@ def test_the_environment_says_what_policies_leave_out(monkeypatch):
         SchedulePolicy()
 
 
-def test_a_step_exchanges_words_three_times_and_none_alone_or_where_it_is_off():
-    assert [count for count, _ in run_ranks(2, exchanges, "strict")] == [6, 6]
+def test_a_step_exchanges_words_four_times_and_none_alone_or_where_it_is_off():
+    assert [count for count, _ in run_ranks(2, exchanges, "strict")] == [8, 8]
     alone, off = run_ranks(1, exchanges, "strict"), run_ranks(2, exchanges, "off")
     assert alone[0][0] == off[0][0] == 0
     assert run_ranks(2, exchanges, "strict")[0][1] == off[0][1]  # and the plan is the same

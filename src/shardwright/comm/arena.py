@@ -15,6 +15,7 @@ and x86 keeps the order of stores. (On other processors that takes a fence that 
 ranks talk through sockets.)
 """
 
+import functools
 import mmap
 import os
 import platform
@@ -26,6 +27,7 @@ from dataclasses import dataclass
 
 import torch
 
+from shardwright.comm import futex
 from shardwright.comm.launches import Launch, LaunchLog, here
 from shardwright.errors import CommError
 from shardwright.plan.layout import align
@@ -35,9 +37,7 @@ NUM_RECORDS = 256  # operations that may be issued and not yet read by all; a sc
 _RECORD_NBYTES = 256
 _KEY_NBYTES = _RECORD_NBYTES - 4 * 8
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0)
-# A wait grows by 1/32 at most, and takes little from a peer that has to share its core: waiting 0.5 s cost
-# 57 ms of processor time in naps of 50 us, 10 ms in growing ones.
-_SHORTEST_NAP_S, _LONGEST_NAP_S = 50e-6, 1e-3
+_LOOK_S = 0.02  # how often who waits looks whether the peer lives, and what the watch has found
 _SPINS = 40  # times to yield before sleeping: a peer that is nearly there is seen within 2 us (measured)
 
 
@@ -68,15 +68,24 @@ class Segment:
         self._view = memoryview(self._map)
         self._words = self._view[: header_nbytes(world)].cast("q")
         self._reads = NUM_RECORDS * _RECORD_NBYTES // 8
+        self._address = self.bytes.data_ptr()
 
     def write_record(self, number: int, offset: int, nbytes: int, key: str) -> None:
-        """Announce an operation whose bytes are written. The number goes last."""
+        """Announce an operation whose bytes are written, and wake who sleeps for it. The number goes last."""
         place = number % NUM_RECORDS * _RECORD_NBYTES
         text = key.encode()[:_KEY_NBYTES].ljust(_KEY_NBYTES, b"\0")
         self._map[place + 32 : place + _RECORD_NBYTES] = text
         self._words[place // 8 + 1] = offset
         self._words[place // 8 + 2] = nbytes
         self._words[place // 8] = number
+        futex.wake(self._address + place)
+
+    def sleep(self, number: int, seconds: float) -> None:
+        """Return when the operation is announced, or after ``seconds``; maybe earlier."""
+        place = number % NUM_RECORDS * _RECORD_NBYTES
+        seen = self._words[place // 8]
+        if seen != number:
+            futex.sleep_while(self._address + place, seen, seconds)
 
     def has(self, number: int) -> bool:
         """Whether the operation has been announced."""
@@ -172,7 +181,10 @@ class Arena:
         oldest = self._number - NUM_RECORDS
         if oldest in self._held:
             launch = Launch(oldest, f"operation {oldest}", here.phase, here.step)
-            self._wait(lambda peer: self._segments[peer].has_read(self.rank, oldest), launch)
+            for peer, segment in enumerate(self._segments):
+                if peer != self.rank:
+                    read = functools.partial(segment.has_read, self.rank, oldest)
+                    self._wait(peer, read, lambda: time.sleep(1e-3), launch)
         self._free_read()
         offset = self._first_fit(nbytes)
         self._held[self._number] = (offset, offset + align(nbytes))
@@ -198,8 +210,9 @@ class Arena:
     def _await(self, peer: int, launch: Launch) -> None:
         """Until ``peer`` has announced the operation, and it is the same."""
         number, key = launch.number, launch.key
-        if not self._segments[peer].has(number):
-            self._wait(lambda p: p != peer or self._segments[peer].has(number), launch)
+        segment = self._segments[peer]
+        if not segment.has(number):
+            self._wait(peer, lambda: segment.has(number), lambda: segment.sleep(number, _LOOK_S), launch)
         theirs = self._segments[peer].key(number)
         if theirs != key[:_KEY_NBYTES]:
             with self.log.waiting(launch):
@@ -231,24 +244,23 @@ class Arena:
             )
         return offset
 
-    def _wait(self, ready: Callable[[int], bool], launch: Launch) -> None:
-        """Until ``ready(peer)`` of every peer; looks now and then whether they still live."""
-        start = time.monotonic()
+    def _wait(self, peer: int, ready: Callable[[], bool], sleep: Callable[[], None], launch: Launch) -> None:
+        """Until ``ready``; looks now and then whether the peer still lives."""
+        start = checked = time.monotonic()
         with self.log.waiting(launch):
-            for peer in range(len(self._segments)):
-                turns, checked = 0, start
-                while peer != self.rank and not ready(peer):
-                    turns += 1
-                    if turns <= _SPINS:
-                        os.sched_yield()
-                        continue
-                    now = time.monotonic()
-                    time.sleep(min(_LONGEST_NAP_S, max(_SHORTEST_NAP_S, (now - start) / 32)))
-                    if now - checked > 0.02:
-                        checked = now
-                        here.raise_verdict()
-                        self._check_alive(peer, launch.key)
-                        self._check_time(peer, launch.key, now - start)
+            turns = 0
+            while not ready():
+                turns += 1
+                if turns <= _SPINS:
+                    os.sched_yield()
+                    continue
+                sleep()
+                now = time.monotonic()
+                if now - checked > _LOOK_S:
+                    checked = now
+                    here.raise_verdict()
+                    self._check_alive(peer, launch.key)
+                    self._check_time(peer, launch.key, now - start)
 
     def _check_alive(self, peer: int, what: str) -> None:
         if select.select([self._ends[peer]], [], [], 0)[0]:

@@ -123,7 +123,10 @@ class ShmComm:
     def exchange(self, words: Sequence[int], key: str) -> list[list[int]]:
         """Every rank's ``words`` (int64, as many on each), in rank order: a small all-gather without tensors,
         which take longer than its bytes. Raises: as the wait of an all-gather."""
-        return self.arena.exchange(words, key)
+        start = time.perf_counter()
+        rows = self.arena.exchange(words, key)
+        self.spent(start)
+        return rows
 
     def spent(self, start: float) -> None:
         """Count the time since ``start`` as exposed: the host thread itself moves the bytes."""

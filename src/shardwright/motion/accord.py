@@ -36,6 +36,7 @@ _NAMES = {
     Call.BACKWARD: "the backward",
     Call.SETTLE: "the end of the backward",
     Call.REST: "join_evaluations",
+    Call.END: "the end of the forward",
 }
 
 
@@ -89,7 +90,7 @@ class TableHands:
     def _masks(self, call: Call, used: int) -> tuple[int, int, int, int, int]:
         """This rank's bits of ``missing``, ``far``, ``used``, ``kept`` and ``brought``."""
         groups = self.table.groups
-        if call is Call.DEVIATES:
+        if call in (Call.DEVIATES, Call.END):
             return 0, 0, 0, 0, 0
         if call is Call.SETTLE:
             shifted = zip(groups, self._shifts, strict=False)
@@ -107,7 +108,7 @@ class TableHands:
         if call is Call.DEVIATES:
             return None, None, None, None
         evaluates = call is Call.EVALUATION
-        runs = call is not Call.REST
+        runs = call not in (Call.REST, Call.END)
         modes = None
         if call is Call.BACKWARD:
             policies = [(group.reducer.policy, group.trainable) for group in self.table.groups]

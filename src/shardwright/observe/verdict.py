@@ -327,11 +327,9 @@ def _stuck(found: Findings, policy: WatchPolicy) -> Verdict | None:
             continue
         waits = [found.answers[rank].waits for rank in log.ranks if rank in found.answers]
         if len(waits) == len(log.ranks) and all(w and w.since_s > policy.collective_s for w in waits):
-            sentence = (
-                f"{doing(answer)} has not ended for {policy.collective_s:g} s, though all have launched it"
-            )
+            said = f"{doing(answer)} has not ended for {policy.collective_s:g} s; all have launched it"
             remedy = f"Look at the network between {spans(log.ranks)}, or raise collective_s."
-            return Verdict(Fault.STALLED, log.ranks, sentence, remedy)
+            return Verdict(Fault.STALLED, log.ranks, said, remedy)
     return None
 
 

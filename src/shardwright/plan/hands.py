@@ -13,7 +13,8 @@ ENDS = (EventKind.FORWARD_END, EventKind.BACKWARD_END)
 
 
 class Call(IntFlag):
-    """What ranks meet for. DEVIATES: a rank needs what its schedule doesn't have."""
+    """What ranks meet for. END: of a forward or evaluation. SETTLE: the end of a backward. REST: the others'
+    evaluations. DEVIATES: a rank needs what its schedule doesn't have."""
 
     DEVIATES = 1
     FORWARD = 2
@@ -21,6 +22,7 @@ class Call(IntFlag):
     BACKWARD = 8
     SETTLE = 16
     REST = 32
+    END = 64
 
 
 CALLS = {Phase.FORWARD: Call.FORWARD, Phase.EVALUATION: Call.EVALUATION, Phase.BACKWARD: Call.BACKWARD}

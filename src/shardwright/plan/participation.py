@@ -89,12 +89,17 @@ class Participant:
         return taken or [Stop(event, ())]
 
     def end(self, failed: bool = False) -> list[Stop]:
-        """Leave the phase. Returns the stops that were left to pass; none where the pass has failed."""
+        """Leave the phase. Returns the stops that were left to pass; none where the pass has failed.
+
+        The ranks leave a forward together: what one of them has to ask for, the others answer here, and not
+        from wherever their programs go next (another model, a reduction of the loss).
+        """
         leg = self.legs.pop()
         if failed or leg.inner or leg.phase is Phase.BACKWARD:
             return []
         passed = self._pass_rest(leg)
         self._finish_asking(leg)
+        self._meet(Call.END, leg.entry)
         for group in self._holding():
             if group not in self.live and not keeps(self.hands.facts(group), leg.phase):
                 self._reshard(leg, group)
@@ -119,7 +124,7 @@ class Participant:
                 self.orders.widen(self.hands.tell(None))
             elif said.calls == call:
                 return said
-            elif Call.EVALUATION not in said.calls or said.calls & (Call.BACKWARD | Call.SETTLE):
+            elif Call.EVALUATION not in said.calls or said.calls & (Call.BACKWARD | Call.SETTLE | Call.END):
                 self.hands.diverged(call, entry)
             elif call is Call.EVALUATION:
                 return said
