@@ -147,6 +147,10 @@ def many_steps(rank, world):
     assert len(segment._held) <= 4
 
 
+def test_places_in_shared_memory_are_used_again():
+    run_ranks(2, many_steps)
+
+
 def late(rank, world):
     slept, sleep_while = [], futex.sleep_while
     model = fully_shard(nn.Linear(4, 4))
@@ -162,10 +166,6 @@ def test_who_waits_in_shared_memory_sleeps_until_it_is_woken():
     waited, came_late = run_ranks(2, late)
     assert 1 <= waited <= 40  # in half a second; naps would be hundreds
     assert came_late <= 10
-
-
-def test_places_in_shared_memory_are_used_again():
-    run_ranks(2, many_steps)
 
 
 def litter(rank, world):
