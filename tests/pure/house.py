@@ -53,6 +53,7 @@ EXCEPTIONS: dict[tuple[str, str, str], tuple[int, str]] = {
     ),
     ("state/group.py", "attributes", "ParamGroup"): (13, "what it moves, with what, and where that stands"),
     ("state/reducer.py", "attributes", "Reducer"): (14, "what it reduces, how, and where that stands"),
+    ("policy.py", "attributes", "SchedulePolicy"): (13, "every choice of when a collective is issued"),
     ("train/config.py", "attributes", "ScheduleConfig"): (
         14,
         "every field of SchedulePolicy, and the transport",
