@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup train test check bench setup-xla test-xla setup-hf test-hf
+.PHONY: setup train test check bench setup-xla test-xla setup-hf test-hf finetune setup-bnb test-bnb
 
 setup: .venv/.installed
 
@@ -47,9 +47,30 @@ setup-hf: .venv-hf/.installed
 
 .venv-hf/.installed: requirements.lock pyproject.toml
 	$(PYTHON) -m venv .venv-hf
-	.venv-hf/bin/python -m pip install --quiet --disable-pip-version-check --requirement requirements.lock "transformers==5.23.0"
+	.venv-hf/bin/python -m pip install --quiet --disable-pip-version-check --requirement requirements.lock "transformers==5.23.0" "accelerate==1.15.0" "peft==0.21.2" "lightning-fabric==2.6.6"
 	.venv-hf/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@
 
 test-hf: setup-hf
 	HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=error .venv-hf/bin/python -m pytest tests/hf
+
+# QLoRA on a base that is trained here: the quickstart's model, exported as a Llama, then torch's own source.
+# CORPUS=folder or file for another text, or .jsonl.
+CORPUS ?= torch
+
+finetune: setup-hf
+	test -f runs/quickstart/model.safetensors || .venv-hf/bin/shardwright train recipes/quickstart.toml
+	test -d runs/quickstart-llama || .venv-hf/bin/shardwright export runs/quickstart runs/quickstart-llama
+	.venv-hf/bin/shardwright train recipes/finetune-qlora.toml --data.path $(CORPUS)
+
+# Other libraries of 4-bit weights, as oracles and for comparison (bench/finetune.py): an environment of its own.
+setup-bnb: .venv-bnb/.installed
+
+.venv-bnb/.installed: requirements.lock pyproject.toml
+	$(PYTHON) -m venv .venv-bnb
+	.venv-bnb/bin/python -m pip install --quiet --disable-pip-version-check --requirement requirements.lock "bitsandbytes==0.50.2" "torchao==0.18.0" "peft==0.21.2" "transformers==5.23.0"
+	.venv-bnb/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@touch $@
+
+test-bnb: setup-bnb
+	.venv-bnb/bin/python -m pytest tests/pure/test_interchange.py tests/pure/test_nf4.py tests/ranks/test_quantised.py tests/ranks/test_quantised_states.py tests/hf/test_peft.py

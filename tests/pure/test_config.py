@@ -12,6 +12,7 @@ from shardwright.errors import ConfigError
 from shardwright.policy import SchedulePolicy
 from shardwright.train import config
 from shardwright.train.config import Recipe
+from shardwright.train.engine import steps_of
 from shardwright.train.resolve import leaf_keys, resolve
 
 ROOT = Path(__file__).parents[2]
@@ -179,3 +180,9 @@ def test_every_schedule_policy_is_reachable_from_a_recipe(tmp_path):
     resolved = resolve(path)
     assert resolved.recipe.schedule.policy() == wanted
     assert resolve(write(tmp_path, resolved.to_toml())).recipe == resolved.recipe
+
+
+def test_epochs_stand_for_steps():
+    training = config.TrainingConfig(epochs=3, steps=5)
+    assert steps_of(training, 7).steps == 21
+    assert steps_of(config.TrainingConfig(steps=5), 7).steps == 5

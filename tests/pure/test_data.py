@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 
 from shardwright.errors import DataError
 from shardwright.train.config import DataConfig
-from shardwright.train.data import FILE_START, Share, TrainBatches, heldout_windows, read_corpus
+from shardwright.train.data import (
+    FILE_START,
+    Share,
+    TrainBatches,
+    corpus_files,
+    heldout_windows,
+    read_corpus,
+)
 
 
 def folder_of(tmp_path, files):
@@ -109,3 +116,21 @@ def test_heldout_windows_are_spread_over_all_of_it():
     assert windows.shape == (4, 11)
     assert windows[:, 0].tolist() == [0, 30, 60, 90]
     assert len(heldout_windows(np.arange(101, dtype=np.uint8), 10, 99)) == 10
+
+
+def test_a_limit_takes_whole_files_the_same_each_time(tmp_path):
+    files = {f"{i}.txt": bytes([65 + i]) * 100 for i in range(20)}
+    path = folder_of(tmp_path, {**files, "big.txt": b"b" * 5000})
+    taken = corpus_files(DataConfig(path=path, limit_nbytes=750))
+    assert taken == corpus_files(DataConfig(path=path, limit_nbytes=750))
+    assert [name for name, _ in taken] != sorted(files)[:7]
+    assert len(taken) == 7
+    assert all(files[name] == content for name, content in taken)
+    with pytest.raises(DataError, match="larger than a file"):
+        corpus_files(DataConfig(path=path, limit_nbytes=50))
+
+
+def test_the_source_of_torch_is_a_corpus():
+    taken = corpus_files(DataConfig(path="torch", limit_nbytes=100_000))
+    assert 50_000 < sum(len(content) for _, content in taken) <= 100_000
+    assert all(name.endswith(".py") for name, _ in taken)

@@ -31,6 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         if known.command == "top":
             return top.run_top(known)
+        if known.command == "export":
+            return train.run_export(known)
         return train.run_sample(known) if known.command == "sample" else checkpoint.run(known)
     except ShardwrightError as error:
         print(f"shardwright: {error}", file=sys.stderr)

@@ -1,20 +1,26 @@
-"""``shardwright train`` and ``shardwright sample``.
+"""``shardwright train``, ``shardwright sample`` and ``shardwright export``.
 
 shardwright train RECIPE.toml [--backend eager|xla] [--resume] [--section.key VALUE ...]
 shardwright sample RUN [--prompt TEXT] [--num-bytes N] [--temperature T] [--seed S]
+shardwright export RUN FOLDER
 """
 
 import argparse
-from collections.abc import Sequence
+import importlib
+import importlib.util
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from shardwright.errors import ConfigError
 from shardwright.train.config import Recipe
+from shardwright.train.engine import Job
 from shardwright.train.launch import is_rank, launch, xla_environment
+from shardwright.train.llama import export_llama
+from shardwright.train.pretrain import Pretraining
 from shardwright.train.ranks import choose_device
 from shardwright.train.resolve import resolve
-from shardwright.train.run import train_rank
+from shardwright.train.run import Options, train_rank
 from shardwright.train.sample import generate, load_run, readable
 
 
@@ -23,13 +29,29 @@ def run_train(known: argparse.Namespace, rest: list[str], given: list[str]) -> i
     backend = [] if known.backend is None else [("launch.backend", known.backend)]
     resolved = resolve(known.recipe, [*backend, *_overrides(rest)])
     config = resolved.recipe.launch
+    if resolved.recipe.base.folder and importlib.util.find_spec("transformers") is None:
+        raise ConfigError('a recipe with [base] needs transformers: pip install "shardwright[hf]"')
     if is_rank():
-        train_rank(resolved, resume=known.resume)
+        train_rank(resolved, Options(_kind_of(resolved.recipe), known.resume))
     elif config.backend == "xla":
         launch(given, 1, xla_environment(config.ranks))
     else:
         choose_device(config, config.ranks)
         launch(given, config.ranks)
+    return 0
+
+
+def _kind_of(recipe: Recipe) -> Callable[[Recipe, Any], Job]:
+    """What makes the job. Only that kind's own modules are imported: one needs an extra."""
+    if recipe.base.folder:
+        return importlib.import_module("shardwright.finetune.job").FineTuning
+    return Pretraining
+
+
+def run_export(known: argparse.Namespace) -> int:
+    """Write a trained model as a folder of Hugging Face."""
+    export_llama(Path(known.run), Path(known.folder))
+    print(f"{known.folder}: {', '.join(sorted(path.name for path in Path(known.folder).iterdir()))}")
     return 0
 
 
@@ -60,7 +82,7 @@ def _overrides(rest: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def add_commands(commands: Any) -> None:
-    """Add both to the subparsers of the command."""
+    """Add the three to the subparsers of the command."""
     train = commands.add_parser(
         "train",
         help="train the model of a recipe",
@@ -82,6 +104,11 @@ def add_commands(commands: Any) -> None:
     sample.add_argument("--num-bytes", type=_count, help="bytes to write (default: the recipe's)")
     sample.add_argument("--temperature", type=_temperature, help="0: the likeliest (default: the recipe's)")
     sample.add_argument("--seed", type=int, default=1, help="another seed, another text (default: 1)")
+    export = commands.add_parser(
+        "export", help="write a trained model as a Llama for transformers", allow_abbrev=False
+    )
+    export.add_argument("run", metavar="RUN", help="the folder of a finished run, as runs/quickstart")
+    export.add_argument("folder", metavar="FOLDER", help="where to; must not exist yet")
 
 
 def _count(text: str) -> int:

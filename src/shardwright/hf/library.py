@@ -71,6 +71,26 @@ def build(folder: Path, dtype: torch.dtype | None) -> nn.Module:
     return model
 
 
+def version() -> tuple[int, int]:
+    """Major and minor version of transformers."""
+    major, minor = transformers.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+def tokenizer(folder: Path) -> Any:
+    """The tokenizer of a local folder.
+
+    Raises: InputError where there is none that transformers can read.
+    """
+    try:
+        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise InputError(
+            f"{folder}: transformers finds no tokenizer it can read there ({error}); put the model's "
+            "tokenizer files into the folder"
+        ) from error
+
+
 def hints_of(model: Any) -> Hints:
     """What the model says of how it may be split."""
     names = {id(module): name for name, module in model.named_modules()}

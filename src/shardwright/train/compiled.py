@@ -66,13 +66,16 @@ class CompiledEngine:
 
     exposed_s = 0.0  # collectives run inside the program
 
-    def __init__(self, recipe: Recipe, place: DevicePlace, batches: Sequence[TrainBatches]) -> None:
+    def __init__(
+        self, recipe: Recipe, place: DevicePlace, batches: Sequence[TrainBatches], windows: Tensor
+    ) -> None:
         self.recipe = recipe
         self.place = place
         torch.manual_seed(recipe.run.seed)  # of dropout: the model's random key is made from it
         self.model = build_model(recipe, place)
         self.train_step = build_step(recipe, self.model)
         self._batches = batches
+        self._windows = windows
 
     def step(self, number: int, position: int) -> Reading:
         """See ``Engine``. A device's rows are its microbatches, one after another."""
@@ -85,8 +88,9 @@ class CompiledEngine:
         loss, step = self.train_step(inputs, targets), self.train_step
         return lambda: (float(loss), float(step.grad_norm))
 
-    def heldout_loss(self, windows: Tensor) -> float:
+    def heldout_loss(self) -> float:
         """See ``Engine``. The last batch is filled up with rows that don't count."""
+        windows = self._windows
         shares = self.place.shares(self.recipe.training.batch_size)
         self.model.eval()
         loss_sum, count = 0.0, 0

@@ -5,9 +5,9 @@ file, the command line (``--training.steps 50``). There is no hidden file, and n
 a value. How the three are merged and checked is in :mod:`shardwright.train.resolve`.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from shardwright.policy import SchedulePolicy, WatchPolicy
 
@@ -27,27 +27,66 @@ class RunConfig(Section):
     )
 
 
+def _list_is_a_tuple(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value  # TOML has lists only
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(_list_is_a_tuple)]
+
+
 class DataConfig(Section):
-    """The corpus, read as bytes."""
+    """The corpus: read as bytes, or in tokens for a model of [base]."""
 
     path: str = Field(
         default="stdlib",
-        description="a file or a folder of text; 'stdlib': the source of Python's standard library",
+        description="a file or a folder of text; 'stdlib', 'torch': the source of Python's standard library, "
+        "of PyTorch; with [base] also .jsonl, a record (text, messages, or prompt and completion) per line",
     )
-    suffixes: tuple[str, ...] = Field(
+    suffixes: Names = Field(
         default=(), description="files of the folder to take, as ['.py', '.txt']; empty: all that are text"
+    )
+    limit_nbytes: int = Field(
+        default=0, ge=0, description="take files, as if drawn by lot, while they fit in so many; 0: all"
     )
     heldout_share: float = Field(
         default=0.05,
         gt=0.0,
         lt=1.0,
-        description="share of the bytes held out, by whole files (one file: its end)",
+        description="share of the bytes held out, by whole files or records (one file of text: its end)",
+    )
+    mask_prompts: bool = Field(
+        default=True, description="of records, learn completions and the assistant's messages only"
+    )
+    packing: bool = Field(
+        default=True,
+        description="several records in one sequence, none of which sees another; off: padded, one each",
+    )
+    pad_token: str = Field(default="", description="for padding; empty: the one that the tokenizer names")
+
+
+class BaseConfig(Section):
+    """The model to fine-tune; without a folder, the model of [model] is trained from scratch."""
+
+    folder: str = Field(default="", description="of a model as transformers saves it, with its tokenizer")
+    quantise: Literal["none", "nf4", "nf4-double", "int8"] = Field(
+        default="none", description="how the frozen base's matrices are encoded; needs adapter.rank"
+    )
+    dtype: Literal["files", "fp32", "bf16"] = Field(
+        default="files", description="of the base's shards; files: as its config.json says"
     )
 
-    @field_validator("suffixes", mode="before")
-    @classmethod
-    def _list_is_a_tuple(cls, value: object) -> object:
-        return tuple(value) if isinstance(value, list) else value  # TOML has lists only
+
+class AdapterConfig(Section):
+    """LoRA adapters on the model of [base], which is then frozen."""
+
+    rank: int = Field(default=0, ge=0, description="columns of A and B; 0: no adapters, all is trained")
+    alpha: float = Field(default=16.0, gt=0.0, description="the product's factor is alpha / rank")
+    dropout: float = Field(default=0.0, ge=0.0, lt=1.0, description="of the adapters' inputs")
+    rslora: bool = Field(default=False, description="the factor is alpha / sqrt(rank)")
+    targets: Names = Field(
+        default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+        description="layers that get one: names, their last parts, or patterns as '*.mlp.*'",
+    )
 
 
 class ModelConfig(Section):
@@ -81,9 +120,12 @@ class TrainingConfig(Section):
     """The loop. global batch = ranks x batch_size x accumulation."""
 
     steps: int = Field(default=400, ge=1, description="optimizer steps")
+    epochs: int = Field(
+        default=0, ge=0, description="instead of steps: times over the data; a checkpoint after each"
+    )
     batch_size: int = Field(default=4, ge=1, description="sequences per rank and microbatch")
     accumulation: int = Field(default=1, ge=1, description="microbatches per optimizer step")
-    sequence_length: int = Field(default=256, ge=1, description="bytes per sequence")
+    sequence_length: int = Field(default=256, ge=1, description="bytes, or tokens, per sequence")
     dtype: Literal["fp32", "bf16"] = Field(
         default="fp32", description="of the unsharded weights and activations; shards and sums stay in fp32"
     )
@@ -112,11 +154,15 @@ class HeldoutConfig(Section):
     """Evaluation on the held-out files; always done once more after the last step."""
 
     every: int = Field(default=100, ge=1, description="steps between two evaluations")
+    at_start: bool = Field(default=False, description="evaluate before the first step, too")
     num_windows: int = Field(default=64, ge=1, description="sequences, spread evenly over the held-out bytes")
 
 
 class CheckpointConfig(Section):
-    """Resumable sharded checkpoints in <folder>/checkpoint; one is always written at the end."""
+    """Resumable sharded checkpoints in <folder>/checkpoint; one is always written at the end.
+
+    A fine-tuned model, or its adapters, is in <folder>/exported as well, after each epoch and at the end.
+    """
 
     every: int = Field(default=200, ge=1, description="steps between two checkpoints")
     keep: int = Field(default=2, ge=1, description="checkpoints kept; older ones are removed")
@@ -213,7 +259,7 @@ class WatchConfig(Section):
 class SampleConfig(Section):
     """The text that the model writes at the end."""
 
-    num_bytes: int = Field(default=200, ge=1, description="bytes to write")
+    num_bytes: int = Field(default=200, ge=1, description="bytes to write; with [base]: tokens")
     temperature: float = Field(default=0.7, ge=0.0, description="0: always the likeliest byte")
     prompt: str = Field(default="", description="text to continue; empty: the start of a file")
 
@@ -224,6 +270,8 @@ class Recipe(Section):
     run: RunConfig = RunConfig()
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
+    base: BaseConfig = BaseConfig()
+    adapter: AdapterConfig = AdapterConfig()
     training: TrainingConfig = TrainingConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     heldout: HeldoutConfig = HeldoutConfig()
@@ -232,3 +280,19 @@ class Recipe(Section):
     schedule: ScheduleConfig = ScheduleConfig()
     watch: WatchConfig = WatchConfig()
     sample: SampleConfig = SampleConfig()
+
+    @model_validator(mode="after")
+    def _sections_fit(self) -> "Recipe":
+        wrong = []
+        if self.base.folder:
+            if self.model != ModelConfig():
+                wrong.append("model: [base] names a model, which has its own sizes; leave [model] out")
+            if self.base.quantise != "none" and not self.adapter.rank:
+                wrong.append("base.quantise: an encoded base is frozen; set adapter.rank, to 8 for example")
+            if self.launch.backend != "eager":
+                wrong.append('launch.backend: a model of [base] trains on "eager" only; set it to that')
+        elif self.adapter.rank or self.base.quantise != "none":
+            wrong.append("adapter, base.quantise: they are for a model of [base]; set base.folder")
+        if wrong:
+            raise ValueError("\n  - ".join(wrong))
+        return self

@@ -13,7 +13,7 @@ on from there exactly, also with another number of ranks.
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,42 +55,70 @@ def read_corpus(config: DataConfig) -> Corpus:
     Raises:
         DataError: no such path, or no text in it.
     """
+    files = corpus_files(config)
+    train, heldout = hold_out(files, config.heldout_share)
+    return Corpus(_join(train), _join(heldout), len(files), hash_of(files))
+
+
+def corpus_files(config: DataConfig) -> list[tuple[str, bytes]]:
+    """(path relative to the root, content) of each file of the corpus, sorted by path.
+
+    Raises:
+        DataError: no such path, or no text in it.
+    """
     files = list(_files(config))
     if not files:
         wanted = f" with the suffixes {list(config.suffixes)}" if config.suffixes else ""
         raise DataError(
             f"data.path = {config.path!r}: found no text files{wanted}; point it at a folder of text"
         )
-    total = sum(len(content) for _, content in files)
-    if total == 0:
+    if config.limit_nbytes:
+        files = _drawn(files, config.limit_nbytes)
+    if not any(content for _, content in files):
         raise DataError(
-            f"data.path = {config.path!r}: {len(files)} file(s), all empty; point it at some text"
+            f"data.path = {config.path!r}: {len(files)} file(s), all empty; point it at some text, and let "
+            "data.limit_nbytes be 0 or larger than a file"
         )
+    return files
+
+
+def hash_of(files: Iterable[tuple[str, bytes]]) -> str:
+    """SHA-256 of names and contents, in order."""
     digest = hashlib.sha256()
     for name, content in files:
         digest.update(f"{name}\0{len(content)}\0".encode() + content)
-    train, heldout = _hold_out(files, total * config.heldout_share)
-    return Corpus(_join(train), _join(heldout), len(files), digest.hexdigest())
+    return digest.hexdigest()
 
 
 def _files(config: DataConfig) -> Iterator[tuple[str, bytes]]:
     """(path relative to the root, content) of each file that is text, sorted by path."""
-    stdlib = config.path == "stdlib"
-    root = Path(sysconfig.get_path("stdlib")) if stdlib else Path(config.path)
+    known = {"stdlib": sysconfig.get_path("stdlib"), "torch": str(Path(torch.__file__).parent)}
+    source = config.path in known
+    root = Path(known.get(config.path, config.path))
     if root.is_file():
         yield root.name, root.read_bytes()
         return
     if not root.is_dir():
         raise DataError(
-            f"data.path = {config.path!r}: no such file or folder; give an existing one, or 'stdlib'"
+            f"data.path = {config.path!r}: no such file or folder; give an existing one, 'stdlib' or 'torch'"
         )
-    suffixes = (".py",) if stdlib else config.suffixes
-    for path in sorted(_walk(root, _LEFT_OUT if stdlib else frozenset()), key=lambda p: p.as_posix()):
+    suffixes = (".py",) if source else config.suffixes
+    for path in sorted(_walk(root, _LEFT_OUT if source else frozenset()), key=lambda p: p.as_posix()):
         if suffixes and path.suffix not in suffixes:
             continue
         content = path.read_bytes()
         if FILE_START not in content:  # a NUL: not text
             yield path.relative_to(root).as_posix(), content
+
+
+def _drawn(files: list[tuple[str, bytes]], limit_nbytes: int) -> list[tuple[str, bytes]]:
+    """Files in the order of their paths' hashes while they fit; the same ones every time, sorted by path."""
+    taken, left = [], limit_nbytes
+    for name, content in sorted(files, key=lambda file: hashlib.sha256(file[0].encode()).digest()):
+        if len(content) <= left:
+            taken.append((name, content))
+            left -= len(content)
+    return sorted(taken)
 
 
 def _walk(root: Path, left_out: frozenset[str]) -> Iterator[Path]:
@@ -101,24 +129,32 @@ def _walk(root: Path, left_out: frozenset[str]) -> Iterator[Path]:
         yield from (path for path in paths if path.is_file())
 
 
-def _hold_out(files: list[tuple[str, bytes]], wanted: float) -> tuple[list[bytes], list[bytes]]:
+def hold_out(files: Sequence[tuple[str, bytes]], share: float) -> tuple[list[bytes], list[bytes]]:
+    """(training contents, held-out contents): whole files, about ``share`` of the bytes; or one file's end"""
+    wanted = sum(len(content) for _, content in files) * share
     if len(files) == 1:
         content = files[0][1]
         cut = len(content) - max(1, round(wanted))
         return [content[:cut]], [content[cut:]]
-    # A file that overshoots is passed over: one big file (the standard library has one of 757 KB, all prose)
+    chosen = heldout_indices([(name, len(content)) for name, content in files], wanted)
+    train = [content for i, (_, content) in enumerate(files) if i not in chosen]
+    return train, [files[i][1] for i in sorted(chosen)]
+
+
+def heldout_indices(sizes: Sequence[tuple[str, int]], wanted: float) -> set[int]:
+    """Which of (name, size) are held out, by the hashes of their names: at least one that isn't empty."""
+    # One that overshoots is passed over: one big file (the standard library has one of 757 KB, all prose)
     # would be most of the held-out text, and make it another text than the one that is learned from.
-    by_hash = sorted(range(len(files)), key=lambda i: hashlib.sha256(files[i][0].encode()).digest())
+    by_hash = sorted(range(len(sizes)), key=lambda i: hashlib.sha256(sizes[i][0].encode()).digest())
     chosen: set[int] = set()
     taken = 0
     for i in by_hash:
-        if taken + len(files[i][1]) <= wanted:
+        if taken + sizes[i][1] <= wanted:
             chosen.add(i)
-            taken += len(files[i][1])
-    if taken == 0:  # all files are bigger than the share: hold out the smallest that has text
-        chosen = {min((i for i in by_hash if files[i][1]), key=lambda i: len(files[i][1]))}
-    train = [content for i, (_, content) in enumerate(files) if i not in chosen]
-    return train, [files[i][1] for i in sorted(chosen)]
+            taken += sizes[i][1]
+    if taken == 0:  # all are bigger than the share: hold out the smallest that has text
+        chosen = {min((i for i in by_hash if sizes[i][1]), key=lambda i: sizes[i][1])}
+    return chosen
 
 
 def _join(contents: list[bytes]) -> np.ndarray:
@@ -139,8 +175,30 @@ class Share:
         return self.world * self.batch_size
 
 
+class Order:
+    """The endless, shuffled order of ``num_windows`` windows; ``at(position)`` are those of one rank there"""
+
+    def __init__(self, num_windows: int, share: Share, seed: int) -> None:
+        self.num_windows = num_windows
+        self.share = share
+        self._seed = seed
+        self._epoch = (-1, np.empty(0, dtype=np.int64))
+
+    def at(self, position: int) -> list[int]:
+        """Numbers of the windows of our next microbatch, below ``num_windows``."""
+        first = position + self.share.rank * self.share.batch_size
+        return [self._window(first + i) for i in range(self.share.batch_size)]
+
+    def _window(self, index: int) -> int:
+        epoch, within = divmod(index, self.num_windows)
+        if epoch != self._epoch[0]:
+            order = np.random.default_rng((self._seed, epoch)).permutation(self.num_windows)
+            self._epoch = (epoch, order)
+        return int(self._epoch[1][within])
+
+
 class TrainBatches:
-    """The endless, shuffled order of training windows; ``at(position)`` is the batch of one rank there."""
+    """Batches of bytes: ``at(position)`` is the batch of one rank there."""
 
     def __init__(self, data: np.ndarray, sequence_length: int, share: Share, seed: int) -> None:
         """Raises DataError when ``data`` has fewer windows than one microbatch of all ranks takes."""
@@ -154,22 +212,13 @@ class TrainBatches:
             )
         self._data = data
         self._length = sequence_length
+        self._order = Order(self.num_windows, share, seed)
         self.share = share
-        self._seed = seed
-        self._epoch = (-1, np.empty(0, dtype=np.int64))
 
     def at(self, position: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(inputs, targets), each int64 of shape (batch_size, sequence_length), of our windows there."""
-        first = position + self.share.rank * self.share.batch_size
-        windows = [self._window(first + i) for i in range(self.share.batch_size)]
-        return split_targets(_gather(self._data, windows, self._length))
-
-    def _window(self, index: int) -> int:
-        epoch, within = divmod(index, self.num_windows)
-        if epoch != self._epoch[0]:
-            order = np.random.default_rng((self._seed, epoch)).permutation(self.num_windows)
-            self._epoch = (epoch, order)
-        return int(self._epoch[1][within]) * self._length
+        starts = [window * self._length for window in self._order.at(position)]
+        return split_targets(_gather(self._data, starts, self._length))
 
 
 def heldout_windows(data: np.ndarray, sequence_length: int, num_windows: int) -> torch.Tensor:

@@ -3,6 +3,7 @@
 step:  [microbatch: forward, backward] x accumulation -> clip -> AdamW -> zero
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,12 +34,8 @@ def build_model(recipe: Recipe, place: RankPlace) -> Transformer:
     """
     with torch.device("meta"):
         model = Transformer(recipe.model, activation_checkpointing=recipe.training.activation_checkpointing)
-    param_dtype = torch.bfloat16 if recipe.training.dtype == "bf16" else None
-    policy = MixedPrecisionPolicy(
-        param_dtype=param_dtype, reduce_dtype=torch.float32 if param_dtype else None
-    )
-    set_transport(recipe.schedule.transport)
-    set_watch(recipe.watch.policy())
+    policy = precision_of(recipe)
+    set_up(recipe)
     for block in model.blocks:
         fully_shard(block, mesh=place.mesh, mp_policy=policy)
     if model.head is not None:
@@ -52,13 +49,26 @@ def build_model(recipe: Recipe, place: RankPlace) -> Transformer:
     return model
 
 
+def precision_of(recipe: Recipe) -> MixedPrecisionPolicy:
+    """What ``training.dtype`` says."""
+    half = recipe.training.dtype == "bf16"
+    return MixedPrecisionPolicy(torch.bfloat16 if half else None, torch.float32 if half else None)
+
+
+def set_up(recipe: Recipe) -> None:
+    """What holds for the whole process: how bytes move, and who watches."""
+    set_transport(recipe.schedule.transport)
+    set_watch(recipe.watch.policy())
+
+
 def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.AdamW:
-    """AdamW over the (sharded) parameters; matrices are decayed, vectors are not."""
-    parameters = list(model.parameters())
+    """AdamW over the (sharded) parameters that are trained; matrices are decayed, vectors are not."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
+    groups = [group for group in groups if group["params"]]
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
 
 
@@ -87,15 +97,14 @@ def heldout_loss(model: nn.Module, windows: Tensor, batch_size: int, place: Rank
     return loss_sum / count
 
 
-class EagerEngine:
-    """See ``Engine``. ``model`` is sharded over the ranks of ``place``, ``batches`` are this rank's."""
+class RankEngine(ABC):
+    """What every engine of one process per rank has: the step around the gradients, and the sizes."""
 
-    def __init__(self, recipe: Recipe, place: RankPlace, batches: Sequence[TrainBatches]) -> None:
+    def __init__(self, recipe: Recipe, place: RankPlace, model: nn.Module) -> None:
         self.recipe = recipe
         self.place = place
-        self.model = build_model(recipe, place)
-        self.optimizer = build_optimizer(recipe.optimizer, self.model)
-        (self._batches,) = batches
+        self.model: Any = model
+        self.optimizer = build_optimizer(recipe.optimizer, model)
 
     @property
     def exposed_s(self) -> float:
@@ -109,7 +118,7 @@ class EagerEngine:
             group["lr"] = learning_rate(recipe.optimizer, number, recipe.training.steps)
         # As a function of the step, random numbers need no state in the checkpoint, and none per rank.
         torch.manual_seed((recipe.run.seed * 1_000_003 + number) * 65_537 + self.place.rank)
-        loss = self._gradients(position)
+        loss = self.gradients(position)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), recipe.optimizer.clip_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -118,11 +127,35 @@ class EagerEngine:
             float(norm.full_tensor() if isinstance(norm, DTensor) else norm),
         )
 
-    def _gradients(self, position: int) -> Tensor:
-        """Forward and backward of each microbatch; the last reduces the gradients. Returns the mean loss."""
+    @abstractmethod
+    def gradients(self, position: int) -> Tensor:
+        """Forward and backward of each microbatch; the last reduces the gradients. Returns a loss, whose mean
+        over ranks is the step's."""
+
+    def sizes(self) -> Sizes:
+        """See ``Engine``."""
+        alone_s, measured = communication_s(self.model), stats(self.model)
+        at_rest, peak, alone_s = self.place.largest(
+            measured.at_rest_nbytes, measured.peak_unsharded_nbytes, alone_s
+        )
+        known = measured.exposed_s is not None
+        return Sizes(measured.param_numel, int(at_rest), measured.full_nbytes, int(peak), alone_s, known)
+
+
+class EagerEngine(RankEngine):
+    """See ``Engine``. ``batches`` are this rank's, ``windows`` (n, sequence_length + 1) are held out."""
+
+    def __init__(
+        self, recipe: Recipe, place: RankPlace, batches: Sequence[TrainBatches], windows: Tensor
+    ) -> None:
+        super().__init__(recipe, place, build_model(recipe, place))
+        (self._batches,) = batches
+        self._windows = windows
+
+    def gradients(self, position: int) -> Tensor:
+        """See ``RankEngine``."""
         training, device = self.recipe.training, self.place.device
         total = torch.zeros((), device=device)
-        assert isinstance(self.model, FSDPModule)
         for microbatch in range(training.accumulation):
             self.model.set_requires_gradient_sync(microbatch == training.accumulation - 1)
             first = position + microbatch * self._batches.share.num_windows
@@ -132,9 +165,9 @@ class EagerEngine:
             total += loss.detach()
         return total
 
-    def heldout_loss(self, windows: Tensor) -> float:
+    def heldout_loss(self) -> float:
         """See ``Engine``."""
-        return heldout_loss(self.model, windows, self.recipe.training.batch_size, self.place)
+        return heldout_loss(self.model, self._windows, self.recipe.training.batch_size, self.place)
 
     def save(self, path: Path, extra: dict[str, Any], step: int) -> None:
         """See ``Engine``."""
@@ -148,12 +181,3 @@ class EagerEngine:
     def full_state_dict(self) -> dict[str, Tensor]:
         """See ``Engine``."""
         return full_state_dict(self.model)
-
-    def sizes(self) -> Sizes:
-        """See ``Engine``."""
-        alone_s, measured = communication_s(self.model), stats(self.model)
-        at_rest, peak, alone_s = self.place.largest(
-            measured.at_rest_nbytes, measured.peak_unsharded_nbytes, alone_s
-        )
-        known = measured.exposed_s is not None
-        return Sizes(measured.param_numel, int(at_rest), measured.full_nbytes, int(peak), alone_s, known)

@@ -1,7 +1,7 @@
-"""What the loop and the run ask of a backend. ``eager`` trains rank by rank, ``compiled`` in one XLA program.
+"""What the loop and the run ask of a backend, and of the kind of training.
 
-Both take the same recipe and the same corpus in the same order, and write the same files: a run that one
-began can be resumed by the other.
+``eager`` trains rank by rank, ``compiled`` in one XLA program. Both take the same recipe and the same corpus
+in the same order, and write the same files: a run that one began can be resumed by the other.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from torch import Tensor
-
 from shardwright.checkpoint import Restored
+from shardwright.train.config import Recipe, TrainingConfig
 from shardwright.train.data import Share
+from shardwright.train.folder import RunFolder
 
 Reading = Callable[[], tuple[float, float]]
 """Reads the loss of a step (nats per byte, mean over ranks) and the gradient's norm before clipping, which
@@ -89,8 +89,8 @@ class Engine(Protocol):
         """Train by optimizer step ``number`` (from 1) on the windows from ``position`` on."""
         ...
 
-    def heldout_loss(self, windows: Tensor) -> float:
-        """Mean nats per byte over ``windows`` (n, sequence_length + 1)."""
+    def heldout_loss(self) -> float:
+        """Mean nats per byte, or token, over what is held out."""
         ...
 
     def save(self, path: Path, extra: dict[str, Any], step: int) -> None:
@@ -101,10 +101,53 @@ class Engine(Protocol):
         """Go on from the latest checkpoint below ``path``. Raises: CheckpointError, nothing restored then."""
         ...
 
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """The whole model on the host of the first process, under plain names; elsewhere perhaps nothing."""
-        ...
-
     def sizes(self) -> Sizes:
         """Measures; see ``Sizes``."""
         ...
+
+
+class Job(Protocol):
+    """One kind of training: its data, its engine and what is left at the end. Every process makes one.
+
+    recipe: with ``training.steps`` in place of epochs. unit: what a loss is the mean of, "byte" or "token".
+    epoch_steps: optimizer steps of an epoch. identity: what must not change between the parts of one run, by
+    the name that an error gives it. corpus_sha256, unigram_entropy: of the training data.
+    """
+
+    @property
+    def recipe(self) -> Recipe: ...
+
+    @property
+    def unit(self) -> str: ...
+
+    @property
+    def epoch_steps(self) -> int: ...
+
+    @property
+    def identity(self) -> dict[str, Any]: ...
+
+    @property
+    def corpus_sha256(self) -> str: ...
+
+    @property
+    def unigram_entropy(self) -> float: ...
+
+    def opening(self) -> Sequence[str]:
+        """Lines for people: the corpus, what is trained."""
+        ...
+
+    def engine(self) -> Engine:
+        """The sharded model with its optimizer. Every process calls, once."""
+        ...
+
+    def export(self, engine: Any, folder: RunFolder, *, step: int, last: bool) -> str:
+        """Leave the model of ``engine`` in the run's folder, after an epoch or, if ``last``, at the end. Then
+        returns a text that it writes, for people, on the first process; else "". Every process calls."""
+        ...
+
+
+def steps_of(training: TrainingConfig, epoch_steps: int) -> TrainingConfig:
+    """``training`` with as many steps as its epochs take, if it has any."""
+    return (
+        training.model_copy(update={"steps": training.epochs * epoch_steps}) if training.epochs else training
+    )

@@ -3,7 +3,8 @@
     runs/quickstart/config.toml         the resolved recipe, the origin of each value beside it
                     metrics.jsonl       one object per logged step, and per evaluation
                     checkpoint/         resumable, sharded
-                    model.safetensors   the whole model, plain names         } written at the end
+                    exported/step-N/    with [base]: the model or adapter, after epochs and at the end
+                    model.safetensors   else: the whole model, plain names   } written at the end
                     job.json            where the job's store is, for `shardwright top`: while it trains
                     summary.json        what the run came to, one key each   }
 
@@ -56,6 +57,10 @@ class RunFolder:
     def checkpoint(self) -> Path:
         """The folder of sharded checkpoints."""
         return self.root / "checkpoint"
+
+    def exported(self, step: int) -> Path:
+        """A fine-tuned model, or its adapter, as it was after ``step``."""
+        return self.root / "exported" / f"step-{step:06d}"
 
     def start_afresh(self) -> Path | None:
         """Make the folder; an earlier run in it is moved aside, never overwritten. Returns where to."""

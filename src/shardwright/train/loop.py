@@ -2,7 +2,7 @@
 
     for each step:  the engine's step: microbatches, clip, AdamW
                     every log_every / heldout.every / checkpoint.every steps: a row, an evaluation, a
-                    checkpoint
+                    checkpoint; the last two also after an epoch, where the recipe counts in epochs
 
 Everything that a step depends on is the weights, the optimizer's state and two integers (step, position in
 the data): the learning rate follows from the step, and the random numbers of dropout from (seed, step, rank).
@@ -13,8 +13,6 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-
-from torch import Tensor
 
 from shardwright.checkpoint import StopRequest
 from shardwright.train.config import OptimizerConfig, Recipe
@@ -56,35 +54,43 @@ class StepReport:
 
 @dataclass(frozen=True)
 class Listener:
-    """Whom the loop tells: a logged step, an evaluation (step, loss), and that a checkpoint is due."""
+    """Whom the loop tells: a logged step, an evaluation (step, loss), that a checkpoint is due, and that an
+    epoch has ended, whose checkpoint is saved."""
 
     stepped: Callable[[StepReport], None]
     evaluated: Callable[[int, float], None]
     save: Callable[[Progress], None]
+    epoch_ended: Callable[[int], None]
 
 
 class Loop:
     """Trains the engine's model from ``progress`` to the last step; every process makes one and calls
     ``run``."""
 
-    def __init__(self, recipe: Recipe, engine: Engine) -> None:
+    def __init__(self, recipe: Recipe, engine: Engine, epoch_steps: int) -> None:
         self.recipe = recipe
         self.engine = engine
+        self._epoch_steps = epoch_steps if recipe.training.epochs else 0
         self.progress = Progress()
         self._since_report = (0, 0.0)  # tokens and trained_s at the last report
 
-    def run(self, windows: Tensor, listener: Listener, stop: StopRequest) -> bool:
+    def run(self, listener: Listener, stop: StopRequest) -> bool:
         """Train to the end or until a stop is asked for, and save. Returns whether it is the end."""
-        training, progress = self.recipe.training, self.progress
+        training, progress, heldout = self.recipe.training, self.progress, self.recipe.heldout
+        if heldout.at_start and progress.step == 0:
+            listener.evaluated(0, self.engine.heldout_loss())
         while progress.step < training.steps and not self._is_told_to(stop):
             report = self._step()
             step, last = progress.step, progress.step == training.steps
             if report is not None:
                 listener.stepped(report)
-            if last or step % self.recipe.heldout.every == 0:
-                listener.evaluated(step, self.engine.heldout_loss(windows))
-            if last or step % self.recipe.checkpoint.every == 0:
+            epoch = bool(self._epoch_steps) and step % self._epoch_steps == 0
+            if last or epoch or step % heldout.every == 0:
+                listener.evaluated(step, self.engine.heldout_loss())
+            if last or epoch or step % self.recipe.checkpoint.every == 0:
                 self._save(listener)
+            if epoch and not last:
+                listener.epoch_ended(step)
         if progress.saved_step != progress.step:
             self._save(listener)
         return progress.step >= training.steps

@@ -27,6 +27,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
 
+from shardwright.checkpoint.live import Whole
 from shardwright.errors import CheckpointError, InputError
 from shardwright.motion.unit import units_in
 from shardwright.state.encoded import encoded_class, encodings, own_class
@@ -158,6 +159,16 @@ def adapters_in(model: nn.Module) -> dict[str, LoraLinear]:
 def adapter_names(model: nn.Module) -> set[str]:
     """Names of the adapters' own parameters, as state dicts have them."""
     return {f"{name}.{part}.weight" for name in adapters_in(model) for part in ("lora_A", "lora_B")}
+
+
+def trained_part(model: nn.Module) -> nn.Module:
+    """What a checkpoint of training holds, for ``save`` and ``load``: the model, or of one with adapters what
+    is trained, since the base is in files of its own. Every rank calls it, between steps."""
+    if not adapters_in(model):
+        return model
+    for unit in units_in(model):
+        unit.runtime.rest()
+    return Whole({name: param for name, param in model.named_parameters() if param.requires_grad})
 
 
 def reset_adapters(model: nn.Module) -> None:

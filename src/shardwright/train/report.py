@@ -9,7 +9,6 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwright.train.loop import StepReport
-from shardwright.train.sample import readable
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -25,9 +24,9 @@ def in_words(nbytes: float) -> str:
 class Screen:
     """A progress bar on a terminal, plain lines anywhere else, nothing on any rank but the first."""
 
-    def __init__(self, steps: int, *, shown: bool) -> None:
+    def __init__(self, *, shown: bool) -> None:
         self._console = Console(quiet=not shown, highlight=False, soft_wrap=True)
-        self._steps = steps
+        self._steps = 0
         self._bar = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -37,15 +36,16 @@ class Screen:
             TimeRemainingColumn(),
             console=self._console,
         )
-        self._task = self._bar.add_task("", total=steps, figures="")
+        self._task = self._bar.add_task("", total=None, figures="")
 
     def say(self, line: str) -> None:
         """One line of text, above the bar if there is one."""
         self._console.print(Text(line))
 
-    def start(self, step: int) -> None:
-        """Training begins, or goes on, after ``step``."""
-        self._bar.update(self._task, completed=step)
+    def start(self, step: int, steps: int) -> None:
+        """Training begins, or goes on, after ``step`` of ``steps``."""
+        self._steps = steps
+        self._bar.update(self._task, completed=step, total=steps)
         if self._console.is_terminal:
             self._bar.start()
 
@@ -61,24 +61,26 @@ class Screen:
         if not self._console.is_terminal:
             self.say(f"step {report.step}/{self._steps}  {figures}  {seconds_left:.0f} s left")
 
-    def summary(self, summary: Mapping[str, Any], sample: bytes) -> None:
-        """The table of ``summary.json`` (keys: see :mod:`shardwright.train.run`), and the sample below it."""
+    def summary(self, summary: Mapping[str, Any], length: int) -> None:
+        """The table of ``summary.json`` (keys: see :mod:`shardwright.train.run`), and the sample below it, of
+        ``length`` bytes or tokens."""
         table = Table(show_header=False, title=f"{summary['steps']} steps on {summary['ranks']} rank(s)")
         for name, value in _rows(summary):
             table.add_row(name, value)
         self._console.print(table)
-        self.say(f"{len(sample)} bytes that the model writes:\n{readable(sample)}")
+        self.say(f"{length} {summary['unit']}s that the model writes:\n{summary['sample']}")
 
 
 def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     at_rest, full = summary["at_rest_nbytes"], summary["full_nbytes"]
     hidden, speed = summary["communication_hidden_share"], summary["tokens_per_s"]
-    peak = summary["peak_unsharded_nbytes"]
+    peak, unit = summary["peak_unsharded_nbytes"], summary["unit"]
+    of_bytes = " (a token is a byte)" if unit == "byte" else ""
     return [
         ("parameters", f"{summary['parameters']:,}"),
         ("at rest, per rank", f"{in_words(at_rest)} of {in_words(full)} unsharded ({at_rest / full:.1%})"),
         ("peak unsharded", "not measured" if peak is None else f"{in_words(peak)} at once"),
-        ("speed", "no step was made" if speed is None else f"{speed:,.0f} tokens/s (a token is a byte)"),
+        ("speed", "no step was made" if speed is None else f"{speed:,.0f} tokens/s{of_bytes}"),
         (
             "communication hidden",
             "one rank has none"
@@ -87,6 +89,6 @@ def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
             if hidden is None
             else f"{hidden:.0%}; exposed: {summary['communication_share_of_step']:.1%} of a step",
         ),
-        ("held-out loss", f"{summary['heldout_loss']:.3f} nats per byte"),
-        ("corpus's unigram entropy", f"{summary['unigram_entropy']:.3f} nats per byte"),
+        ("held-out loss", f"{summary['heldout_loss']:.3f} nats per {unit}"),
+        ("corpus's unigram entropy", f"{summary['unigram_entropy']:.3f} nats per {unit}"),
     ]

@@ -137,7 +137,7 @@ def _sentence(detail: Any, origins: Mapping[str, Origin]) -> str:
         return f"{path} (file): unknown key{_nearest(path, [f'{name}.{key}' for key in known], leaf_keys())}"
     message = detail["msg"].removeprefix("Value error, ")
     if len(detail["loc"]) < 2:
-        return f"{path}: {message}"
+        return f"{path}: {message}" if path else message
     shown = "command line" if origin == "command line" else "file"
     return f"{path} ({shown}): got {detail['input']!r}; {message[0].lower()}{message[1:]}"
 

@@ -10,20 +10,9 @@ from typing import Any
 from shardwright.checkpoint.sources import locate, open_source
 from shardwright.errors import CheckpointError, ConfigError
 from shardwright.train.config import Recipe
-from shardwright.train.data import Corpus
 from shardwright.train.folder import RunFolder
 from shardwright.train.loop import Loop
 from shardwright.train.report import Screen
-
-
-def identity_of(recipe: Recipe, corpus: Corpus) -> dict[str, Any]:
-    """What must not change between the parts of one run, by the name that an error gives it."""
-    return {
-        "model": recipe.model.model_dump(mode="json"),
-        "run.seed": recipe.run.seed,
-        "training.sequence_length": recipe.training.sequence_length,
-        "the corpus (sha256)": corpus.sha256,
-    }
 
 
 def batch_of(recipe: Recipe, given: Recipe, world: int) -> dict[str, Any]:

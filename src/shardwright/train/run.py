@@ -1,6 +1,6 @@
 """One process of one training run, from the recipe to the table at the end.
 
-    join -> folder -> corpus -> engine: sharded model, optimizer -> (resume) -> loop -> whole model, summary,
+    join -> folder -> job: corpus, engine (sharded model, optimizer) -> (resume) -> loop -> model, summary,
     sample
 
 ``summary.json``: parameters, ranks, steps, at_rest_nbytes (the largest rank's shards), full_nbytes (all
@@ -9,34 +9,38 @@ saving left out), communication_s (of one step, alone), exposed_s (of the median
 or for a slower rank), communication_hidden_share (1 - exposed_s / communication_s, within 0 and 1; null on
 one rank, and on CUDA, where no host waits; ranks of one host copy each other's parts themselves, so there it
 is near 0 and small all the same), communication_share_of_step (exposed_s over the median step), heldout_loss
-and unigram_entropy (nats per byte), corpus_sha256, trained_s, sample.
+and unigram_entropy (nats per unit: "byte" or "token"), corpus_sha256, trained_s, sample.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib import import_module
 from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from shardwright.checkpoint import StopRequest
 from shardwright.train.config import LaunchConfig, Recipe
-from shardwright.train.data import Corpus, TrainBatches, heldout_windows, read_corpus
-from shardwright.train.engine import Engine, Place
+from shardwright.train.engine import Job, Place
 from shardwright.train.folder import RunFolder
 from shardwright.train.loop import Listener, Loop, Progress, StepReport
-from shardwright.train.models import Transformer
 from shardwright.train.ranks import LaunchedStop, life_of_a_rank
 from shardwright.train.report import Screen
 from shardwright.train.resolve import Resolved
-from shardwright.train.resume import batch_of, identity_of, restore, with_saved_batch
-from shardwright.train.sample import generate, readable
+from shardwright.train.resume import batch_of, restore, with_saved_batch
 
 
-def train_rank(resolved: Resolved, *, resume: bool) -> None:
+@dataclass(frozen=True)
+class Options:
+    """prepare: makes the job of this process. resume: go on from the run's last checkpoint."""
+
+    prepare: Callable[[Recipe, Place], Job]
+    resume: bool = False
+
+
+def train_rank(resolved: Resolved, options: Options) -> None:
     """Train as one rank of the job that this process belongs to; every rank calls.
 
     Ends the process: with code 0 when training is done, or stopped and saved, and 1 when it failed.
@@ -44,9 +48,9 @@ def train_rank(resolved: Resolved, *, resume: bool) -> None:
     with life_of_a_rank():
         stop = LaunchedStop()
         with _joined(resolved.recipe.launch) as place:
-            screen = Screen(resolved.recipe.training.steps, shown=place.is_first)
+            screen = Screen(shown=place.is_first)
             try:
-                _train(resolved, place, screen, stop, resume)
+                _train(resolved, place, screen, stop, options)
             finally:
                 screen.stop()
 
@@ -58,28 +62,16 @@ def _joined(config: LaunchConfig) -> AbstractContextManager[Place]:
     return import_module("shardwright.train.ranks").joined(config)
 
 
-def _engine(recipe: Recipe, place: Place, batches: Sequence[TrainBatches]) -> Engine:
-    if recipe.launch.backend == "xla":
-        return import_module("shardwright.train.compiled").CompiledEngine(recipe, place, batches)
-    return import_module("shardwright.train.eager").EagerEngine(recipe, place, batches)
-
-
-def _train(resolved: Resolved, place: Place, screen: Screen, stop: StopRequest, resume: bool) -> None:
+def _train(resolved: Resolved, place: Place, screen: Screen, stop: StopRequest, options: Options) -> None:
     folder = RunFolder(resolved.folder)
-    recipe = with_saved_batch(resolved.recipe, folder, place.world) if resume else resolved.recipe
-    training = recipe.training
-    corpus = read_corpus(recipe.data)
-    batches = [
-        TrainBatches(corpus.train, training.sequence_length, share, recipe.run.seed)
-        for share in place.shares(training.batch_size)
-    ]
-    windows = heldout_windows(corpus.heldout, training.sequence_length, recipe.heldout.num_windows)
-    _announce(screen, recipe, place, corpus, batches[0])
-    loop = Loop(recipe, _engine(recipe, place, batches))
-    identity = identity_of(recipe, corpus)
-    kept = {"identity": identity, "batch": batch_of(recipe, resolved.recipe, place.world)}
-    if resume:
-        restore(folder, loop, screen, identity)
+    recipe = with_saved_batch(resolved.recipe, folder, place.world) if options.resume else resolved.recipe
+    job = options.prepare(recipe, place)
+    training = job.recipe.training
+    _announce(screen, job, place)
+    loop = Loop(job.recipe, job.engine(), job.epoch_steps)
+    kept = {"identity": job.identity, "batch": batch_of(recipe, resolved.recipe, place.world)}
+    if options.resume:
+        restore(folder, loop, screen, job.identity)
         if loop.progress.step >= training.steps and folder.summary.exists():
             screen.say(
                 f"{folder.root} is at step {loop.progress.step} of {training.steps}: nothing is left to do"
@@ -87,7 +79,7 @@ def _train(resolved: Resolved, place: Place, screen: Screen, stop: StopRequest, 
             return
         screen.say(f"goes on after step {loop.progress.step} of {training.steps}")
     if place.is_first:
-        if resume:
+        if options.resume:
             folder.forget_after(loop.progress.step)
         elif aside := folder.start_afresh():
             screen.say(
@@ -95,34 +87,31 @@ def _train(resolved: Resolved, place: Place, screen: Screen, stop: StopRequest, 
             )
         folder.write_config(resolved.to_toml())
     place.wait_for_all()
-    screen.start(loop.progress.step)
+    screen.start(loop.progress.step, training.steps)
     with folder.open_to_top(place.store_address if place.is_first else ""):
-        finished = loop.run(windows, _listener(folder, loop, screen, kept), stop)
+        finished = loop.run(_listener(folder, job, loop, screen, kept), stop)
     screen.stop()
     if not finished:
         screen.say(
             f"stopped after step {loop.progress.step}, which is saved in {folder.checkpoint}; go on: --resume"
         )
         return
-    _finish(folder, loop, corpus, windows, screen)
+    _finish(folder, job, loop, screen)
 
 
-def _announce(screen: Screen, recipe: Recipe, place: Place, corpus: Corpus, batches: TrainBatches) -> None:
-    training = recipe.training
-    screen.say(
-        f"corpus: {len(corpus.train):,} bytes to train on, {len(corpus.heldout):,} held out, "
-        f"{corpus.num_files} file(s), sha256 {corpus.sha256[:16]}"
-    )
+def _announce(screen: Screen, job: Job, place: Place) -> None:
+    for line in job.opening():
+        screen.say(line)
+    training = job.recipe.training
     global_batch = place.world * training.batch_size * training.accumulation
     screen.say(
         f"ranks: {place.world} on {place.device_type}, {torch.get_num_threads()} thread(s) each; global "
         f"batch: {place.world} ranks x {training.batch_size} x {training.accumulation} microbatch(es) = "
-        f"{global_batch} sequences of {training.sequence_length}; an epoch is "
-        f"{batches.num_windows / global_batch:.0f} steps"
+        f"{global_batch} sequences of {training.sequence_length}; an epoch is {job.epoch_steps} steps"
     )
 
 
-def _listener(folder: RunFolder, loop: Loop, screen: Screen, kept: dict[str, Any]) -> Listener:
+def _listener(folder: RunFolder, job: Job, loop: Loop, screen: Screen, kept: dict[str, Any]) -> Listener:
     first = loop.engine.place.is_first
 
     def stepped(report: StepReport) -> None:
@@ -135,29 +124,27 @@ def _listener(folder: RunFolder, loop: Loop, screen: Screen, kept: dict[str, Any
     def evaluated(step: int, loss: float) -> None:
         if first:
             folder.log({"step": step, "heldout_loss": loss})
-            screen.say(f"step {step}  held-out loss {loss:.3f} nats per byte")
+            screen.say(f"step {step}  held-out loss {loss:.3f} nats per {job.unit}")
 
     def save_progress(progress: Progress) -> None:
         extra = {"position": progress.position, **kept}
         loop.engine.save(folder.checkpoint, extra, progress.step)
 
-    return Listener(stepped, evaluated, save_progress)
+    def epoch_ended(step: int) -> None:
+        job.export(loop.engine, folder, step=step, last=False)
+
+    return Listener(stepped, evaluated, save_progress, epoch_ended)
 
 
-def _finish(folder: RunFolder, loop: Loop, corpus: Corpus, windows: Tensor, screen: Screen) -> None:
-    """Write the whole model and the summary; every process calls."""
-    recipe, engine, progress = loop.recipe, loop.engine, loop.progress
+def _finish(folder: RunFolder, job: Job, loop: Loop, screen: Screen) -> None:
+    """Leave the model and the summary; every process calls."""
+    engine, progress = loop.engine, loop.progress
     place = engine.place
-    loss, sizes = engine.heldout_loss(windows), engine.sizes()
+    loss, sizes = engine.heldout_loss(), engine.sizes()
     exposed_s = place.total(median(progress.exposed_s or [0.0]))[0] / place.world
-    tensors = engine.full_state_dict()
-    place.wait_for_all()
-    if not place.is_first:  # no rank waits, under a time limit, for what only rank 0 does from here
+    text = job.export(engine, folder, step=progress.step, last=True)
+    if not place.is_first:
         return
-    folder.write_model(tensors)
-    whole = Transformer(recipe.model)
-    whole.load_state_dict(tensors)
-    text = generate(whole, recipe.sample, recipe.training.sequence_length, recipe.run.seed)
     alone_s = sizes.communication_s
     known = alone_s if place.world > 1 and progress.exposed_s and sizes.exposed_is_known else None
     summary = {
@@ -172,12 +159,13 @@ def _finish(folder: RunFolder, loop: Loop, corpus: Corpus, windows: Tensor, scre
         "exposed_s": exposed_s if sizes.exposed_is_known else None,
         "communication_hidden_share": min(1.0, max(0.0, 1 - exposed_s / known)) if known else None,
         "communication_share_of_step": exposed_s / median(progress.step_s) if known else None,
+        "unit": job.unit,
         "heldout_loss": loss,
-        "unigram_entropy": corpus.unigram_entropy,
-        "corpus_sha256": corpus.sha256,
+        "unigram_entropy": job.unigram_entropy,
+        "corpus_sha256": job.corpus_sha256,
         "trained_s": progress.trained_s,
-        "sample": readable(text),
+        "sample": text,
     }
     folder.write_summary(summary)
-    screen.summary(summary, text)
+    screen.summary(summary, job.recipe.sample.num_bytes)
     screen.say(f"in {folder.root}: {', '.join(sorted(p.name for p in folder.root.iterdir()))}")

@@ -1,0 +1,142 @@
+"""The engine of fine-tuning: a model of a folder, sharded as it is read; all of it trained, or adapters."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwright import hf
+from shardwright.checkpoint import Restored, load, save
+from shardwright.errors import InputError
+from shardwright.finetune.windows import IGNORED, Batch, Windows
+from shardwright.hf import library
+from shardwright.loss import loss_weights
+from shardwright.train.config import Recipe
+from shardwright.train.data import Order
+from shardwright.train.eager import RankEngine, precision_of, set_up
+from shardwright.train.lora import Lora, add_lora, trained_part
+from shardwright.train.ranks import RankPlace
+
+_DTYPES = {"files": None, "fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Feed:
+    """Windows to train on, in ``order``, and those ``heldout`` to evaluate."""
+
+    train: Windows
+    order: Order
+    heldout: Windows
+    heldout_rows: Sequence[int]
+
+
+def build_model(recipe: Recipe, place: RankPlace) -> Any:
+    """The model of ``base.folder`` with its adapters, sharded, read and encoded. Every rank calls.
+
+    Adapters are kept in float32 whatever the base is, since an optimizer steps them.
+    Raises: as ``hf.load``.
+    """
+    base, adapter = recipe.base, recipe.adapter
+    set_up(recipe)
+    model: Any = library.build(Path(base.folder), _DTYPES[base.dtype])
+    if adapter.rank:
+        lora = Lora(adapter.targets, adapter.rank, adapter.alpha, adapter.dropout, adapter.rslora)
+        add_lora(model, lora, torch.float32)
+    if recipe.training.activation_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    hf.shard(model, mesh=place.mesh, mp_policy=precision_of(recipe))
+    model.set_schedule_policy(recipe.schedule.policy())
+    hf.read_weights(model, base.folder, quantise=None if base.quantise == "none" else base.quantise)
+    return model.train()
+
+
+class TunedEngine(RankEngine):
+    """See ``Engine``. A step's loss is the mean over the learned tokens of all ranks and microbatches,
+    however these are spread over them."""
+
+    def __init__(self, recipe: Recipe, place: RankPlace, feed: Feed) -> None:
+        super().__init__(recipe, place, build_model(recipe, place))
+        self.feed = feed
+        size = self.model.get_input_embeddings().num_embeddings
+        largest = max(int(windows.tokens.max()) for windows in (feed.train, feed.heldout))
+        if largest >= size:
+            raise InputError(
+                f"{recipe.base.folder}: its tokenizer makes token {largest}, its embedding has {size} rows; "
+                "the tokenizer is another model's"
+            )
+
+    def gradients(self, position: int) -> Tensor:
+        """See ``RankEngine``."""
+        count, order = self.recipe.training.accumulation, self.feed.order
+        batches = [
+            self.feed.train.batch(order.at(position + i * order.share.num_windows)) for i in range(count)
+        ]
+        shares = loss_weights(self.model, [batch.num_targets for batch in batches])
+        total = torch.zeros((), device=self.place.device)
+        for i, (batch, share) in enumerate(zip(batches, shares, strict=True)):
+            self.model.set_requires_gradient_sync(i == count - 1)
+            loss = self._loss_sum(batch) * (share / max(1, batch.num_targets))
+            loss.backward()
+            total += loss.detach()
+        return total * self.place.world
+
+    def _loss_sum(self, batch: Batch) -> Tensor:
+        """Sum of the cross-entropies, nats, in fp32."""
+        device = self.place.device
+        positions = {} if batch.positions is None else {"position_ids": batch.positions.to(device)}
+        logits = self.model(input_ids=batch.inputs.to(device), use_cache=False, **positions).logits
+        targets = batch.targets.to(device).flatten()
+        return F.cross_entropy(logits.float().flatten(0, 1), targets, ignore_index=IGNORED, reduction="sum")
+
+    @torch.no_grad()
+    def heldout_loss(self) -> float:
+        """See ``Engine``; nats per learned token."""
+        rows, size = self.feed.heldout_rows, self.recipe.training.batch_size
+        self.model.eval()
+        loss_sum, count = 0.0, 0
+        for first in range(0, len(rows), size * self.place.world):
+            start = first + self.place.rank * size
+            own = rows[start : start + size]
+            batch = self.feed.heldout.batch(own or rows[:1])  # a sharded forward needs all ranks
+            loss = self._loss_sum(batch).item()
+            if own:
+                loss_sum, count = loss_sum + loss, count + batch.num_targets
+        self.model.train()
+        loss_sum, targets = self.place.total(loss_sum, count)
+        return loss_sum / targets
+
+    def save(self, path: Path, extra: dict[str, Any], step: int) -> None:
+        """See ``Engine``."""
+        keep = self.recipe.checkpoint.keep
+        save(
+            path, model=trained_part(self.model), optimizer=self.optimizer, extra=extra, step=step, keep=keep
+        )
+
+    def restore(self, path: Path) -> Restored:
+        """See ``Engine``."""
+        return load(path, model=trained_part(self.model), optimizer=self.optimizer)
+
+    @torch.no_grad()
+    def sample(self, tokenizer: Any) -> str:
+        """What the model writes after the recipe's prompt, the same on every rank; every rank calls."""
+        config = self.recipe.sample
+        prompt = tokenizer(config.prompt, add_special_tokens=False)["input_ids"]
+        begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+        tokens = torch.tensor([[*begin, *prompt] or self.feed.heldout.tokens[0, :1].tolist()])
+        torch.manual_seed(self.recipe.run.seed)
+        how = {"temperature": config.temperature} if config.temperature else {}
+        self.model.eval()
+        written = self.model.generate(
+            tokens.to(self.place.device),
+            attention_mask=torch.ones_like(tokens).to(self.place.device),
+            max_new_tokens=config.num_bytes,
+            pad_token_id=tokenizer.pad_token_id or 0,
+            do_sample=config.temperature > 0,
+            synced_gpus=True,
+            **how,
+        )
+        return tokenizer.decode(written[0, tokens.shape[1] :], skip_special_tokens=True)

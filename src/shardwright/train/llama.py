@@ -1,0 +1,156 @@
+"""A run's byte-level model as a folder of Hugging Face: a Llama, with a tokenizer whose tokens are the bytes.
+
+Our blocks are Llama's but for two matrices that are several there: qkv, and gate and up. Nothing is imported
+for it: the folder is JSON and safetensors.
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from shardwright.errors import InputError
+from shardwright.train.config import ModelConfig
+from shardwright.train.data import FILE_START
+from shardwright.train.folder import RunFolder
+from shardwright.train.models import VOCABULARY
+from shardwright.train.resolve import resolve
+
+_MARK = FILE_START.decode()
+_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<' + message['role'] + '>\\n' + message['content'] + '\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>\\n' }}{% endif %}"
+)
+
+
+def export_llama(root: Path, folder: Path) -> None:
+    """Write the model of the finished run ``root`` as ``folder``, which must not exist and appears when it is
+    complete. Raises: InputError where there is no finished run, or ``folder`` exists.
+    """
+    run = RunFolder(root)
+    tensors = run.read_model()
+    recipe = resolve(run.config).recipe
+    if folder.exists():
+        raise InputError(f"{folder} exists already; nothing was written: give another folder")
+    torn = folder.with_name(f".torn-{folder.name}")
+    shutil.rmtree(torn, ignore_errors=True)
+    torn.mkdir(parents=True)
+    try:
+        save_file(llama_tensors(tensors, recipe.model), torn / "model.safetensors", {"format": "pt"})
+        for name, content in {
+            "config.json": llama_config(recipe.model, recipe.training.sequence_length),
+            "generation_config.json": {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0},
+            "tokenizer.json": byte_tokenizer(),
+            "tokenizer_config.json": _tokenizer_config(),
+        }.items():
+            (torn / name).write_text(json.dumps(content, indent=2) + "\n")
+        os.rename(torn, folder)
+    finally:
+        shutil.rmtree(torn, ignore_errors=True)
+
+
+def llama_tensors(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """``tensors`` of our transformer under Llama's names."""
+    found = {
+        "model.embed_tokens.weight": tensors["embedding.weight"],
+        "model.norm.weight": tensors["norm.weight"],
+    }
+    if not config.tied_embedding:
+        found["lm_head.weight"] = tensors["head.weight"]
+    for i in range(config.num_layers):
+        ours, theirs = f"blocks.{i}", f"model.layers.{i}"
+        q, k, v = tensors[f"{ours}.attention.qkv.weight"].chunk(3)
+        gate, up = tensors[f"{ours}.feed_forward.gate_up.weight"].chunk(2)
+        found |= {
+            f"{theirs}.input_layernorm.weight": tensors[f"{ours}.attention_norm.weight"],
+            f"{theirs}.self_attn.q_proj.weight": q,
+            f"{theirs}.self_attn.k_proj.weight": k,
+            f"{theirs}.self_attn.v_proj.weight": v,
+            f"{theirs}.self_attn.o_proj.weight": tensors[f"{ours}.attention.out.weight"],
+            f"{theirs}.post_attention_layernorm.weight": tensors[f"{ours}.feed_forward_norm.weight"],
+            f"{theirs}.mlp.gate_proj.weight": gate,
+            f"{theirs}.mlp.up_proj.weight": up,
+            f"{theirs}.mlp.down_proj.weight": tensors[f"{ours}.feed_forward.down.weight"],
+        }
+    return {name: tensor.clone() for name, tensor in found.items()}  # slices of one matrix share its storage
+
+
+def llama_config(config: ModelConfig, length: int) -> dict[str, Any]:
+    """``config.json``. RMSNorm without an epsilon of its own has float32's, in bfloat16 too."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "dtype": "float32",
+        "vocab_size": VOCABULARY,
+        "hidden_size": config.dim,
+        "intermediate_size": config.hidden_dim,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_heads,
+        "head_dim": config.dim // config.num_heads,
+        "hidden_act": "silu",
+        "max_position_embeddings": length,
+        "rms_norm_eps": torch.finfo(torch.float32).eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": config.tied_embedding,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "pad_token_id": 0,
+    }
+
+
+def byte_tokenizer() -> dict[str, Any]:
+    """``tokenizer.json``: a token is a byte, its number the byte's value. 0, which no text holds, is the mark
+    between texts."""
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    shown = {byte: shown_as for byte, shown_as in _byte_level().items() if byte}
+    mark = {"id": 0, "content": _MARK, "special": True, "normalized": False}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{**mark, "single_word": False, "lstrip": False, "rstrip": False}],
+        "normalizer": None,
+        "pre_tokenizer": level,
+        "post_processor": None,
+        "decoder": level,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "vocab": {_MARK: 0, **{char: byte for byte, char in shown.items()}},
+            "merges": [],
+        },
+    }
+
+
+def _byte_level() -> dict[int, str]:
+    """How a ``ByteLevel`` step writes each byte: what is printable in Latin-1 as that, the others from U+0100
+    on, in order."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {b: chr(b) for b in plain} | {b: chr(0x100 + i) for i, b in enumerate(others)}
+
+
+def _tokenizer_config() -> dict[str, Any]:
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": _MARK,
+        "eos_token": _MARK,
+        "pad_token": _MARK,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": _TEMPLATE,
+    }

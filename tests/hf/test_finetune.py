@@ -1,0 +1,349 @@
+"""`shardwright train` with [base]: the exported Llama, runs that are resumed elsewhere, and bad input."""
+
+import json
+import shutil
+
+import pytest
+
+pytest.importorskip("transformers", reason="needs the extra: pip install 'shardwright[hf]' (make test-hf)")
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
+
+from shardwright import cli
+from shardwright.errors import CheckpointError, ConfigError, DataError, InputError
+from shardwright.finetune.job import FineTuning, fingerprint, pad_of
+from shardwright.finetune.windows import packed
+from shardwright.hf import library
+from shardwright.train.config import ModelConfig, Recipe
+from shardwright.train.folder import RunFolder
+from shardwright.train.models import Transformer
+from shardwright.train.ranks import RankPlace
+from shardwright.train.report import Screen
+from shardwright.train.resolve import Resolved, resolve
+from shardwright.train.run import Options, _train
+from tests.ranks.pool import run_ranks
+
+SIZES = {"num_layers": 2, "dim": 64, "num_heads": 2, "hidden_dim": 96}
+
+
+def a_run(root, tied=False):
+    """A finished run of the byte-level model, with weights that no part of the mapping leaves alone."""
+    run, config = RunFolder(root), ModelConfig(**SIZES, tied_embedding=tied)
+    root.mkdir(parents=True)
+    model = Transformer(config)
+    model.reset_parameters(0)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(torch.randn(param.shape) * 0.05)
+    run.write_model(dict(model.state_dict()))
+    sizes = "".join(f"{key} = {value}\n" for key, value in SIZES.items())
+    run.write_config(
+        f"[model]\n{sizes}tied_embedding = {str(tied).lower()}\n[training]\nsequence_length = 32\n"
+    )
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """An exported Llama, text and chats."""
+    root = tmp_path_factory.mktemp("finetune")
+    torch.manual_seed(3)
+    a_run(root / "run")
+    assert cli.main(["export", str(root / "run"), str(root / "llama")]) == 0
+    (root / "text").mkdir()
+    for i in range(8):
+        lines = (f"def function_{i}_{j}(x):\n    return x + {i * j}\n" for j in range(20))
+        (root / "text" / f"{i}.py").write_text("\n".join(lines))
+    with (root / "chats.jsonl").open("w") as file:
+        for i in range(60):
+            said = [("user", f"{i} + 1?"), ("assistant", str(i + 1))]
+            file.write(json.dumps({"messages": [{"role": r, "content": c} for r, c in said]}) + "\n")
+    return root
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_exported_llama_has_our_logits_and_a_tokenizer_of_bytes(tmp_path, tied):
+    torch.manual_seed(1)
+    ours = a_run(tmp_path / "run", tied)
+    assert cli.main(["export", str(tmp_path / "run"), str(tmp_path / "llama")]) == 0
+    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "llama", output_loading_info=True
+    )
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    tokens = torch.randint(0, 256, (3, 32))
+    for dtype in (torch.float32, torch.bfloat16):
+        ours, theirs = ours.to(dtype), theirs.to(dtype)
+        with torch.no_grad():
+            a, b = ours(tokens), theirs(tokens).logits
+        assert (a - b).abs().max() <= (1e-5 if dtype == torch.float32 else 0.05) * a.abs().max()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "llama")
+    text = "".join(map(chr, range(1, 0x180))) + "\0 a  b\r\n\t\U0001f600Ā"
+    assert tokenizer(text)["input_ids"] == list(text.encode())
+    assert tokenizer.decode(list(text.encode())) == text
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id, len(tokenizer)) == (0, 0, 256)
+
+
+def test_an_export_overwrites_nothing_and_needs_a_finished_run(tmp_path, capsys):
+    torch.manual_seed(1)
+    a_run(tmp_path / "run")
+    (tmp_path / "there").mkdir()
+    assert cli.main(["export", str(tmp_path / "run"), str(tmp_path / "there")]) == 1
+    assert "exists already" in capsys.readouterr().err
+    assert cli.main(["export", str(tmp_path), str(tmp_path / "new")]) == 1
+    assert "holds no finished run" in capsys.readouterr().err
+
+
+class StopAfter:
+    """Asks to stop once the loop has asked so often."""
+
+    def __init__(self, steps):
+        self.left = steps
+
+    @property
+    def reason(self):
+        self.left -= 1
+        return "the test" if self.left < 0 else ""
+
+
+def tune(rank, world, recipe, resume=False, steps=10**6):
+    """A run of the recipe, as ``shardwright train`` does it."""
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
+    place = RankPlace(rank, world, torch.device("cpu"), mesh)
+    resolved = Resolved(recipe, "test.toml", resolve_origins())
+    _train(resolved, place, Screen(shown=False), StopAfter(steps), Options(FineTuning, resume))
+
+
+def resolve_origins():
+    return {f"{s}.{k}": "file" for s, section in Recipe() for k in type(section).model_fields}
+
+
+def recipe_of(place, folder, **sections):
+    """A small QLoRA run of two epochs; ``sections`` are merged in."""
+    values = {
+        "run": {"folder": str(folder)},
+        "base": {"folder": str(place / "llama"), "quantise": "nf4"},
+        "adapter": {"rank": 4, "dropout": 0.0},
+        "data": {"path": str(place / "chats.jsonl"), "heldout_share": 0.1},
+        "training": {"epochs": 2, "batch_size": 6, "sequence_length": 32, "log_every": 1},
+        "optimizer": {"lr": 1e-2, "warmup_steps": 2, "weight_decay": 0.0},
+        "heldout": {"at_start": True, "every": 1000},
+        "checkpoint": {"every": 1000, "keep": 3},
+        "sample": {"num_bytes": 5},
+        "schedule": {"transport": "auto"},
+    }
+    for name, section in sections.items():
+        values[name] = values.get(name, {}) | section
+    return Recipe.model_validate(values)
+
+
+def losses(folder, key="loss"):
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row[key] for row in rows if key in row}
+
+
+def test_qlora_from_a_recipe_is_resumed_at_other_world_sizes_after_its_first_epoch(place, tmp_path):
+    whole = recipe_of(place, tmp_path / "whole")
+    run_ranks(2, tune, whole)
+    expected = losses(tmp_path / "whole")
+    steps = max(expected)
+    half = steps // 2
+    assert steps >= 4 and steps % 2 == 0
+    heldout = losses(tmp_path / "whole", "heldout_loss")
+    assert list(heldout) == [0, half, steps]
+    assert heldout[steps] < heldout[half] < heldout[0]
+    exported = tmp_path / "whole" / "exported"
+    assert sorted(p.name for p in exported.iterdir()) == [f"step-{n:06d}" for n in (half, steps)]
+    for folder in exported.iterdir():
+        assert {p.name for p in folder.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    summary = json.loads((tmp_path / "whole" / "summary.json").read_text())
+    assert (summary["unit"], summary["steps"]) == ("token", steps)
+    run_ranks(2, tune, recipe_of(place, tmp_path / "begun"), False, half)
+    assert max(losses(tmp_path / "begun")) == half
+    for world in (1, 3):
+        folder = tmp_path / str(world)
+        shutil.copytree(tmp_path / "begun", folder)
+        run_ranks(world, tune, recipe_of(place, folder), True)
+        found = losses(folder)
+        assert found.keys() == expected.keys()
+        assert max(abs(found[n] - expected[n]) for n in expected) < 1e-4
+        last = load_file(folder / "exported" / f"step-{steps:06d}" / "adapter_model.safetensors")
+        same = load_file(exported / f"step-{steps:06d}" / "adapter_model.safetensors")
+        assert last.keys() == same.keys()
+        assert all(torch.allclose(last[name], same[name], atol=2e-3) for name in same)
+
+
+def test_checkpoints_of_adapters_leave_the_base_where_it_is(place, tmp_path):
+    run_ranks(2, tune, recipe_of(place, tmp_path / "run", training={"epochs": 1}))
+    stored = {name for p in (tmp_path / "run" / "checkpoint").rglob("*.safetensors") for name in load_file(p)}
+    assert any("lora_A.weight/exp_avg" in name for name in stored)
+    others = [name for name in stored if "lora_" not in name and not name.startswith("rng/")]
+    assert not others
+
+
+def test_all_weights_are_trained_and_exported_as_transformers_saves_them(place, tmp_path):
+    recipe = recipe_of(
+        place,
+        tmp_path / "run",
+        base={"quantise": "none"},
+        adapter={"rank": 0},
+        data={"path": str(place / "text")},
+        training={"epochs": 1, "activation_checkpointing": True},
+        optimizer={"lr": 1e-3},
+    )
+    run_ranks(2, tune, recipe)
+    heldout = losses(tmp_path / "run", "heldout_loss")
+    assert heldout[max(heldout)] < heldout[0]
+    (folder,) = (tmp_path / "run" / "exported").iterdir()
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    job = FineTuning(recipe, alone())
+    batch = job.feed.heldout.batch(job.feed.heldout_rows)
+    with torch.no_grad():
+        logits = model(batch.inputs, position_ids=batch.positions).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
+    assert loss.item() == pytest.approx(heldout[max(heldout)], abs=1e-4)
+    assert transformers.AutoTokenizer.from_pretrained(folder)("a")["input_ids"] == [97]
+
+
+def alone():
+    return RankPlace(0, 1, torch.device("cpu"), None)  # type: ignore[arg-type]
+
+
+def test_examples_that_share_a_window_do_not_see_each_other(place):
+    job = FineTuning(recipe_of(place, place / "none"), alone())
+    model = transformers.AutoModelForCausalLM.from_pretrained(place / "llama")
+    together, apart = (packed(job.texts.train[:9], 64, 0, several=several) for several in (True, False))
+    assert len(together) < len(apart)
+    sums = []
+    for windows in (together, apart):
+        batch = windows.batch(range(len(windows)))
+        with torch.no_grad():
+            logits = model(batch.inputs, position_ids=batch.positions, use_cache=False).logits
+        options = {"ignore_index": -100, "reduction": "sum"}
+        sums.append(
+            torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), **options)
+        )
+    assert sums[0].item() == pytest.approx(sums[1].item(), rel=1e-5)
+
+
+# ---- bad input, before any training
+
+
+@pytest.fixture
+def broken(place, tmp_path):
+    """A copy of the Llama in several files, to break."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(place / "llama")
+    model.save_pretrained(tmp_path / "llama", max_shard_size="100KB")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy2(place / "llama" / name, tmp_path / "llama" / name)
+    assert len(list((tmp_path / "llama").glob("*.safetensors"))) > 2
+    return tmp_path
+
+
+def refused(rank, world, recipe, kind, message):
+    with pytest.raises(kind, match=message):
+        tune(rank, world, recipe)
+
+
+def refuse(broken, kind, message, place=None, **sections):
+    """Both ranks refuse, and nothing of a run is there."""
+    sections = {"base": {"folder": str(broken / "llama")}, **sections}
+    run_ranks(2, refused, recipe_of(place or broken, broken / "run", **sections), kind, message)
+    assert not (broken / "run").exists()
+
+
+def test_a_missing_shard_file_is_named(place, broken):
+    last = sorted((broken / "llama").glob("*.safetensors"))[-1]
+    last.unlink()
+    data = {"path": str(place / "chats.jsonl")}
+    refuse(broken, CheckpointError, last.name, data=data)
+
+
+def test_an_index_that_lies_is_refused(place, broken):
+    path = broken / "llama" / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    name = "model.layers.0.mlp.up_proj.weight"
+    index["weight_map"][name] = next(
+        f for f in index["weight_map"].values() if f != index["weight_map"][name]
+    )
+    path.write_text(json.dumps(index))
+    refuse(
+        broken,
+        CheckpointError,
+        rf"(?s)disagree about 1 tensor.*{name}",
+        data={"path": str(place / "chats.jsonl")},
+    )
+
+
+def test_a_tensor_of_another_shape_is_named_with_both_shapes(place, broken):
+    name = "model.layers.1.mlp.down_proj.weight"
+    for path in (broken / "llama").glob("*.safetensors"):
+        tensors = load_file(path)
+        if name in tensors:
+            tensors[name] = torch.zeros(64, 95)
+            save_file(tensors, path, {"format": "pt"})
+    message = rf"(?s){name}.*\[64, 95\].*\[64, 96\]"
+    refuse(broken, CheckpointError, message, data={"path": str(place / "chats.jsonl")})
+
+
+def test_a_tokenizer_without_a_pad_token_is_refused_and_one_can_be_named(place, broken):
+    path = broken / "llama" / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    del config["pad_token"]
+    path.write_text(json.dumps(config))
+    data = {"path": str(place / "chats.jsonl")}
+    refuse(broken, InputError, r"has no token for padding.*set data\.pad_token", data=data)
+    refuse(broken, InputError, "has no token 'none'", data={**data, "pad_token": "none"})
+    tokenizer = library.tokenizer(broken / "llama")
+    assert pad_of(tokenizer, "a", "here") == ord("a")
+
+
+def test_a_line_that_is_no_json_is_named(place, broken):
+    lines = (place / "chats.jsonl").read_text().splitlines()
+    lines[4] = lines[4][:-3]
+    (broken / "cut.jsonl").write_text("\n".join(lines))
+    refuse(broken, DataError, r"cut\.jsonl, line 5: not JSON", data={"path": str(broken / "cut.jsonl")})
+
+
+def test_a_target_that_matches_nothing_is_refused(place, broken):
+    data = {"path": str(place / "chats.jsonl")}
+    refuse(
+        broken, InputError, "target 'qproj' matches no nn.Linear", data=data, adapter={"targets": ["qproj"]}
+    )
+
+
+def test_a_folder_without_a_tokenizer_is_refused(place, broken):
+    (broken / "llama" / "tokenizer.json").unlink()
+    (broken / "llama" / "tokenizer_config.json").unlink()
+    refuse(broken, InputError, "finds no tokenizer", data={"path": str(place / "chats.jsonl")})
+
+
+def test_resuming_with_another_base_is_refused(place, tmp_path):
+    recipe = recipe_of(place, tmp_path / "run", training={"epochs": 1})
+    run_ranks(1, tune, recipe)
+    shutil.copytree(place / "llama", tmp_path / "llama")
+    tensors = load_file(tmp_path / "llama" / "model.safetensors")
+    tensors["model.norm.weight"] += 1
+    save_file(tensors, tmp_path / "llama" / "model.safetensors", {"format": "pt"})
+    assert fingerprint(tmp_path / "llama") != fingerprint(place / "llama")
+    other = recipe.model_copy(
+        update={"base": recipe.base.model_copy(update={"folder": str(tmp_path / "llama")})}
+    )
+    run_ranks(1, resumed_elsewhere, other)
+
+
+def resumed_elsewhere(rank, world, recipe):
+    with pytest.raises(ConfigError, match=r"the base \(its files\): was"):
+        tune(rank, world, recipe, resume=True)
+
+
+def test_sections_that_contradict_each_other_are_refused(tmp_path):
+    path = tmp_path / "r.toml"
+    path.write_text('[base]\nfolder = "x"\nquantise = "nf4"\n[model]\ndim = 64\n[launch]\nbackend = "xla"\n')
+    with pytest.raises(ConfigError, match=r"(?s)leave \[model\] out.*set adapter\.rank.*trains on .eager"):
+        resolve(path)
+    path.write_text("[adapter]\nrank = 4\n")
+    with pytest.raises(ConfigError, match=r"set base\.folder"):
+        resolve(path)
