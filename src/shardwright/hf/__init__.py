@@ -11,5 +11,6 @@ Needs the extra: ``pip install 'shardwright[hf]'``.
 
 from shardwright.hf.export import save_pretrained
 from shardwright.hf.load import WeightsRead, load, read_weights, shard
+from shardwright.hf.trainer import ShardedTrainer
 
-__all__ = ["WeightsRead", "load", "read_weights", "save_pretrained", "shard"]
+__all__ = ["ShardedTrainer", "WeightsRead", "load", "read_weights", "save_pretrained", "shard"]

@@ -1,0 +1,138 @@
+"""``transformers.Trainer`` over a model that is sharded already.
+
+    class MyTrainer(ShardedTrainer, transformers.Trainer): ...
+
+    trainer = MyTrainer(model=hf.load("models/llama"), args=TrainingArguments(...), train_dataset=...)
+
+Trainer has no place for another way of sharding: what it hands to Accelerate is wrapped by a closed list of
+kinds. So the mixin tells Accelerate that the model is prepared, and takes over what differs for shards:
+when gradients are reduced, how they are clipped, and what is saved and loaded. Three of those are Trainer's
+private methods, hence the range of versions.
+"""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwright.checkpoint import load, save
+from shardwright.checkpoint.agree import ranks
+from shardwright.clip import clip_grad_norm_
+from shardwright.errors import CheckpointError, InputError
+from shardwright.hf import library
+from shardwright.hf.export import save_pretrained
+from shardwright.module import FSDPModule
+from shardwright.train.lora import adapters_in, save_adapter, trained_part
+
+TESTED = ((5, 23), (5, 24))
+"""Versions of transformers, from the first up to before the second."""
+_STATE = "shardwright"
+
+
+class ShardedTrainer:
+    """Mixin, before ``transformers.Trainer`` among the bases; every rank makes one, with a sharded model.
+
+    Losses, accumulation (reduced once a step), clipping, evaluation, saving and resuming are those of Trainer
+    on one process with the whole batch. ``save_model`` writes what ``from_pretrained`` loads or, for a model
+    with adapters, peft's files. A checkpoint has besides, in ``shardwright/``, every rank's shards of what is
+    trained and of the optimizer: it resumes at any number of ranks.
+    Raises: InputError for another version of transformers, a model that isn't sharded, or one that carries
+    peft's own adapters.
+    """
+
+    model: Any
+    args: Any
+    accelerator: Any
+    optimizer: Any
+    lr_scheduler: Any
+    processing_class: Any
+    state: Any
+
+    def __init__(self, model: Any = None, *args: Any, **kwargs: Any) -> None:
+        first, last = TESTED
+        if not first <= library.version() < last:
+            shown = [".".join(map(str, version)) for version in (library.version(), first, last)]
+            raise InputError(
+                f"ShardedTrainer is tested with transformers from {shown[1]} up to before {shown[2]}, this "
+                f"is {shown[0]}: install one of those"
+            )
+        if not isinstance(model, FSDPModule):
+            raise InputError(
+                f"ShardedTrainer takes a sharded model, got {type(model).__name__}: make it with hf.load, or "
+                "call hf.shard on it"
+            )
+        if hasattr(model, "peft_config"):
+            raise InputError(
+                "ShardedTrainer doesn't save peft's own adapters; use add_lora, which writes its files"
+            )
+        model._is_accelerate_prepared = True  # type: ignore[attr-defined]
+        super().__init__(model, *args, **kwargs)  # type: ignore[call-arg]  # transformers.Trainer is the next base
+
+    def training_step(self, model: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Of the microbatches of a step the last one reduces the gradients."""
+        self.model.set_requires_gradient_sync(self.accelerator.sync_gradients)
+        return super().training_step(model, *args, **kwargs)  # type: ignore[misc]
+
+    def _clip_grad_norm(self, model: Any) -> torch.Tensor:
+        return clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: Any, grad_norm: torch.Tensor | None = None) -> torch.Tensor:
+        return clip_grad_norm_(model.parameters(), float("inf")) if grad_norm is None else grad_norm
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model, or its adapters, with tokenizer and arguments; every rank calls, rank 0 writes."""
+        folder = Path(output_dir or self.args.output_dir)
+        group, new = ranks(), folder / ".torn-model"
+        writes = group.rank == 0
+        if adapters_in(self.model):
+            save_adapter(folder, self.model, base=getattr(self.model.config, "_name_or_path", None))
+        else:
+            group.together(f"saving {folder}", lambda: shutil.rmtree(new, True) if writes else None)
+            save_pretrained(self.model, new)
+        group.together(f"saving {folder}", lambda: self._finish_model(folder, new) if writes else None)
+
+    def _finish_model(self, folder: Path, new: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in new.iterdir() if new.is_dir() else ():
+            os.replace(path, folder / path.name)
+        shutil.rmtree(new, ignore_errors=True)
+        if self.processing_class is not None:
+            self.processing_class.save_pretrained(folder)
+        torch.save(self.args, folder / "training_args.bin")
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        path, step = Path(output_dir, _STATE), self.state.global_step
+        extra = {"scheduler": self.lr_scheduler.state_dict()}
+        save(
+            path,
+            model=trained_part(self.model),
+            optimizer=_inner(self.optimizer),
+            extra=extra,
+            step=step,
+            keep=1,
+        )
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """The weights come with the optimizer, once that is there."""
+        if not Path(resume_from_checkpoint, _STATE).is_dir():
+            raise CheckpointError(
+                f"{resume_from_checkpoint} has no folder {_STATE}/, so it isn't one that ShardedTrainer "
+                "goes on from (save_only_model leaves that out); give another one"
+            )
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            restored = load(
+                Path(checkpoint, _STATE), model=trained_part(self.model), optimizer=_inner(self.optimizer)
+            )
+            self.lr_scheduler.load_state_dict(restored.extra["scheduler"])
+
+    def _load_best_model(self) -> None:
+        load(Path(self.state.best_model_checkpoint, _STATE), model=trained_part(self.model))
+
+
+def _inner(optimizer: Any) -> torch.optim.Optimizer:
+    """Without Accelerate's wrapper."""
+    return getattr(optimizer, "optimizer", optimizer)
