@@ -17,10 +17,12 @@ from shardwright.comm.gloo import GlooComm
 from shardwright.comm.mesh import resolve
 from shardwright.comm.shm import ShmComm
 from shardwright.comm.sockets import SocketComm
+from shardwright.comm.wire import Wire
 from shardwright.errors import CommError
 from shardwright.plan.layout import ParamLayout
 from tests.ranks.models import batches, build, loss_of, shard_decoder
 from tests.ranks.pool import run_ranks
+from tests.ranks.scripts import run_scripts
 
 SHAPES = ((7, 3), (1,), (64, 700), (13,), (0, 4), (500, 501))
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float32, torch.float32, torch.bfloat16)
@@ -138,6 +140,30 @@ def test_a_killed_rank_is_named_within_seconds_though_its_worker_lives():
         run_ranks(2, killed)
     assert "rank 1 of 2" in str(error.value)
     assert "rank 0 of 2" not in str(error.value)
+
+
+kept = []
+
+
+def kept_to_the_end(rank, world):
+    comm = comm_over("sockets")
+    layout = ParamLayout((8,), world)
+    comm.all_gather([Piece(torch.ones(layout.numel), layout.spans)], "gather").wait()
+    kept.append(comm)
+    close = Wire.close
+
+    def late(wire):
+        time.sleep(0.5)
+        close(wire)
+
+    Wire.close = late
+
+
+def test_the_thread_that_moves_messages_ends_before_python_does():
+    """Stopped anywhere, it could take what it is the last owner of down with the process (seen: SIGABRT)."""
+    for outcome in run_scripts(2, kept_to_the_end):
+        assert (outcome.code, outcome.error) == (0, "")
+        assert "shardwright-wire" not in outcome.threads
 
 
 def faults_of_rounds(rank, world, transport):

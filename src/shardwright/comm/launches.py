@@ -99,18 +99,30 @@ class LaunchLog:
     """The launches of one transport.
 
     name: alike on all its ranks. ranks: of the default process group, in the transport's order.
-    groups: the process groups that its messages travel on, to be closed when something is wrong for good.
     """
 
-    def __init__(self, ranks: Sequence[int], kind: str = "", groups: Sequence[ProcessGroup] = ()) -> None:
+    def __init__(self, ranks: Sequence[int], kind: str = "") -> None:
         self.ranks = tuple(ranks)
-        self.groups = tuple(groups)
+        self._groups: list[ref[ProcessGroup]] = []
         # Ranks make the transports of one set of ranks in one order, so counting names them alike.
         _made[self.ranks, kind] += 1
         self.name = f"{kind}{_made[self.ranks, kind]} of {','.join(map(str, self.ranks))}"
         self.launched = 0
         self.ring: deque[Launch] = deque(maxlen=RING)
         here.add(self)
+
+    def travels_on(self, group: ProcessGroup) -> None:
+        """Messages go over ``group``, too."""
+        self._groups.append(ref(group))
+
+    @property
+    def groups(self) -> list[ProcessGroup]:
+        """The process groups that its messages travel on, to be closed when something is wrong for good.
+
+        Not held: threads of transports know the log, and a group whose last owner is a thread that Python
+        stops as it ends takes the process down ("terminate called without an active exception").
+        """
+        return [group for made in self._groups if (group := made()) is not None]
 
     def launch(self, key: str) -> Launch:
         """Write down one more collective. Raises: the watch's verdict, where there is one."""

@@ -1,5 +1,6 @@
 """The one thread of a rank that moves what is on its lines to all peers of a mesh axis."""
 
+import atexit
 import contextlib
 import os
 import selectors
@@ -9,6 +10,8 @@ from collections.abc import Iterable
 from weakref import WeakSet
 
 from shardwright.comm.lines import Line, Side
+
+_PATIENCE_S = 2.0
 
 
 class Wire:
@@ -28,7 +31,8 @@ class Wire:
         self._ring.setblocking(False)
         self._selector.register(self._bell, selectors.EVENT_READ)
         _wires.add(self)
-        threading.Thread(target=self._run, name="shardwright-wire", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="shardwright-wire", daemon=True)
+        self._thread.start()
 
     def go(self) -> None:
         """Have the thread look at what was queued."""
@@ -39,6 +43,12 @@ class Wire:
         """End the thread, which closes the lines."""
         self._stopped = True
         self.go()
+
+    def join(self) -> None:
+        """Stop, and wait until the thread has ended."""
+        self.stop()
+        if self._thread.is_alive():
+            self._thread.join(_PATIENCE_S)
 
     def _run(self) -> None:
         trouble = ""
@@ -86,6 +96,15 @@ _wires: WeakSet[Wire] = WeakSet()
 def _close_all() -> None:
     for wire in _wires:
         wire.close()
+
+
+def _join_all() -> None:
+    for wire in list(_wires):
+        wire.join()
+
+
+# A thread that still runs when Python ends is stopped wherever it is.
+atexit.register(_join_all)
 
 
 # A forked process has copies of the lines, which would keep them open after this one has ended.
