@@ -15,6 +15,7 @@ ever.
 """
 
 import ctypes
+import functools
 import itertools
 import selectors
 import socket
@@ -24,6 +25,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -41,8 +43,13 @@ _VIEWS = 256  # parts per system call; the kernel takes up to 1024
 def view_of(flat: torch.Tensor) -> memoryview:
     """The bytes of a contiguous host tensor, which the caller keeps alive. (``.numpy()`` would mark its
     storage as one that can't be freed.)"""
-    nbytes = flat.numel() * flat.element_size()
-    return memoryview((ctypes.c_ubyte * nbytes).from_address(flat.data_ptr())).cast("B")
+    return memoryview(_bytes_type(flat.numel() * flat.element_size()).from_address(flat.data_ptr())).cast("B")
+
+
+@functools.lru_cache(maxsize=4096)
+def _bytes_type(nbytes: int) -> Any:
+    """Made anew it takes 10 us, and a step of a small model needs hundreds."""
+    return ctypes.c_ubyte * nbytes
 
 
 def views_of(flats: Iterable[torch.Tensor]) -> deque[memoryview]:
@@ -250,9 +257,13 @@ class Line:
         while self._out:
             first = self._out[0]
             while first.views:
+                views = list(itertools.islice(first.views, _VIEWS))
                 try:
-                    _skip(first.views, self.socket.sendmsg(itertools.islice(first.views, _VIEWS)))
+                    sent = self.socket.sendmsg(views)
                 except BlockingIOError:
+                    return
+                _skip(first.views, sent)
+                if sent < sum(map(len, views)):
                     return
             with self.side.changed:
                 self._out.popleft()
@@ -271,18 +282,25 @@ class Line:
     def _fill(self, views: deque[memoryview]) -> bool:
         """Receive into ``views``; whether they are full now."""
         while views:
+            some = list(itertools.islice(views, _VIEWS))
+            nbytes = sum(map(len, some))
             try:
-                got = self.socket.recvmsg_into(list(itertools.islice(views, _VIEWS)))[0]
+                got = self.socket.recvmsg_into(some)[0]
             except BlockingIOError:
-                self._wake_for(min(_MARK_NBYTES, sum(map(len, itertools.islice(views, _VIEWS)))))
+                self._wake_for(nbytes)
                 return False
             if not got:
                 self._fail(f"{self.side.name(self.peer)} has ended, or left the mesh; its own error says why")
                 return False
             _skip(views, got)
+            if got < nbytes:  # asking again would bring the few packets that came meanwhile
+                self._wake_for(nbytes - got)
+                return False
         return True
 
     def _wake_for(self, nbytes: int) -> None:
+        """Sleep until so much has arrived, or the mark."""
+        nbytes = min(_MARK_NBYTES, nbytes)
         if nbytes != self._mark:
             self._mark = nbytes
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
