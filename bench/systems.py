@@ -198,23 +198,6 @@ class Shardwright(System):
         return shardwright.communication_s(self.module)
 
 
-class ShardwrightGoal(Shardwright):
-    """Everything that is exact and optional: ``ends``, rows of the embedding in use, one more block kept for
-    the backward, and an optimizer that steps as gradients land."""
-
-    def __init__(self, model: Transformer) -> None:
-        policy = shardwright.SchedulePolicy(row_wise=True, keep_last=2)
-        super().__init__(model, split=True, policy=policy, ends=True)
-        self.stepper = shardwright.StepInBackward(
-            model, lambda params: torch.optim.AdamW(params, lr=1e-3, foreach=True)
-        )
-
-    def step(self, tokens: Tensor) -> Tensor:
-        loss = self.module(tokens)
-        loss.backward()
-        return loss.detach()
-
-
 class ShardwrightWrapper(System):
     """``shardwright.wrapper.FullyShardedDataParallel``, a unit per block."""
 
@@ -254,7 +237,9 @@ SYSTEMS = {
         model, split=True, policy=shardwright.SchedulePolicy(row_wise=True)
     ),
     "shardwright-ends": lambda model: Shardwright(model, split=True, ends=True),
-    "shardwright-goal": ShardwrightGoal,
+    "shardwright-goal": lambda model: Shardwright(
+        model, split=True, policy=shardwright.SchedulePolicy(row_wise=True, keep_last=2), ends=True
+    ),
     "shardwright-pre": lambda model: Shardwright(model, split=True, policy=shardwright.SchedulePolicy()),
 }
 """Name -> what makes that system of a model (see ``build_system``)."""
