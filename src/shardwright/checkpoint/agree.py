@@ -72,7 +72,7 @@ class Ranks:
             group = dist.new_group(backend="gloo", timeout=_GROUP_TIMEOUT)
             assert isinstance(group, dist.ProcessGroup)
             self.cpu_group = group
-            self._log.groups = (group,)
+            self._log.travels_on(group)
 
     def _wait_for_arrival(self, store: Store, keys: list[str], call: str) -> None:
         began, looks, pause = time.monotonic(), 0, 0.001

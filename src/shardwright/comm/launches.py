@@ -112,7 +112,7 @@ class LaunchLog:
         here.add(self)
 
     def travels_on(self, group: ProcessGroup) -> None:
-        """Messages go over ``group``, too."""
+        """From now on its messages go over ``group``, too."""
         self._groups.append(ref(group))
 
     @property
