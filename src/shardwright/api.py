@@ -179,10 +179,11 @@ def stream_state_dict(
 
 
 def communication_s(model: nn.Module) -> float:
-    """Seconds that one step's all-gathers and reduce-scatters take alone, one after another.
+    """Seconds that one step's all-gathers and reduce-scatters take alone, as the schedule launches them.
 
     Every rank of the model's mesh calls it, between steps; no compute runs beside them, so this is what a
-    step would wait without overlap. Gradients and parameters are left as they are.
+    step would wait without overlap. Before there is a schedule each group's are taken one after another.
+    Groups that move rows in use move all of them. Gradients and parameters are left as they are.
     Raises: InputError for a module that isn't sharded; StageError inside a step.
     """
     return unit_of(model).runtime.communication_s()

@@ -18,6 +18,7 @@ from shardwright import (
     stats,
 )
 from shardwright.errors import InputError, ShardwrightError, StageError
+from shardwright.motion.unit import unit_of
 from tests.ranks.models import Run, batches, build, loss_of, shard_decoder
 from tests.ranks.pool import run_ranks
 
@@ -168,10 +169,20 @@ def measured(rank, world):
     assert communication_s(model) > 0
     assert all(torch.equal(p.to_local(), old) for p, old in zip(model.parameters(), before, strict=True))
     assert all(p.grad is None for p in model.parameters())
-    loss_of(model, batches(0, world)[rank]).backward()
+    log = unit_of(model).group.comm.log
+    for step in range(3):
+        log.ring.clear()
+        loss_of(model, batches(step, world)[rank]).backward()
+        of_step = [launch.key for launch in log.ring if launch.key.startswith(("all-gather", "reduce"))]
+    log.ring.clear()
+    grads = [p.grad.to_local().clone() for p in model.parameters()]
+    assert communication_s(model) > 0
+    assert [launch.key for launch in log.ring] == 3 * of_step
+    assert any("more" in key for key in of_step)  # of small groups together
+    assert all(torch.equal(p.grad.to_local(), old) for p, old in zip(model.parameters(), grads, strict=True))
 
 
-def test_measuring_communication_changes_nothing():
+def test_measuring_communication_launches_the_steps_collectives_and_changes_nothing():
     run_ranks(2, measured)
 
 

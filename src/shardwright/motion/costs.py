@@ -2,12 +2,16 @@
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from shardwright.motion.table import GroupTable
-from shardwright.plan.schedule import Action, ActionKind
+from shardwright.plan.planner import plan
+from shardwright.plan.schedule import ActionKind, Event, EventKind, Phase, Schedule, Stop
+from shardwright.policy import SchedulePolicy
+from shardwright.state import together
 from shardwright.state.group import ParamGroup
 
 
@@ -57,18 +61,37 @@ def _logical(group: ParamGroup) -> list[tuple[tuple[int, ...], torch.dtype]]:
     return plain + [(pair.encoding.shape, pair.encoding.dtype) for pair in pairs]
 
 
-def communication_s(table: GroupTable) -> float:
-    """Seconds that the collectives of one step take alone: the median of three times. All groups at rest."""
-    return sorted(_rehearse(table) for _ in range(3))[1]
+def communication_s(table: GroupTable, schedule: Schedule) -> float:
+    """Seconds that the collectives of one step take alone: the median of three times. All groups at rest.
+
+    schedule: what is launched and waited for, in its order; before there is one, each group's own.
+    """
+    phases = schedule.phases if Phase.BACKWARD in schedule.phases else _one_by_one(table).phases
+    return sorted(_rehearse(table, phases) for _ in range(3))[1]
 
 
-def _rehearse(table: GroupTable) -> float:
+def _one_by_one(table: GroupTable) -> Schedule:
+    """Every group is run once, in the order of sharding."""
+    groups = range(len(table.groups))
+    forward = [Event(kind, g) for g in groups for kind in (EventKind.FORWARD_BEGIN, EventKind.FORWARD_END)]
+    ends = (EventKind.BACKWARD_BEGIN, EventKind.GRADS_READY, EventKind.BACKWARD_END)
+    backward = [Event(kind, g) for g in reversed(groups) for kind in ends] + [Event(EventKind.STEP_END)]
+    orders = {Phase.FORWARD: tuple(forward), Phase.BACKWARD: tuple(backward)}
+    return plan(orders, SchedulePolicy(), table.facts)
+
+
+def _rehearse(table: GroupTable, phases: dict[Phase, tuple[Stop, ...]]) -> float:
+    """Follow the schedule of a step without its compute, with gradients of zeros that nobody gets."""
     start = time.perf_counter()
-    for index, group in enumerate(table.groups):
-        for _ in range(1 if table.facts(index).reshard_after_forward is False else 2):
-            for kind in (ActionKind.UNSHARD, ActionKind.WAIT, ActionKind.RESHARD):
-                table.take(Action(kind, index))
-        group.reducer.rehearse()
+    flying: dict[tuple[int, ...], Callable[[], None]] = {}
+    stops = [stop for phase in (Phase.FORWARD, Phase.BACKWARD) for stop in phases.get(phase, ())]
+    for action in (action for stop in stops for action in stop.actions):
+        if action.kind is ActionKind.REDUCE:
+            flying[action.groups] = together.rehearse([table.groups[g].reducer for g in action.groups])
+        elif action.kind is ActionKind.WAIT_REDUCE:
+            flying.pop(action.groups)()
+        elif action.kind is not ActionKind.HOLD:
+            table.take(action)
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
     return time.perf_counter() - start

@@ -143,7 +143,9 @@ class Runtime:
         if self._passes:
             raise StageError("communication_s was called inside a forward or backward; call it between steps")
         self.rest()
-        return communication_s(self.table)
+        alone_s = communication_s(self.table, self.schedule)
+        self.rest()
+        return alone_s
 
     def _replan(self) -> None:
         if self._way is not None:

@@ -119,15 +119,13 @@ class Reducer:
         pieces = [reduce_piece(param, grad, self._precision) for param, grad in grads]
         return pieces, [param.reduce_dtype(self._precision) for param, _ in grads]
 
-    def issue(self, grads: Grads) -> None:
+    def issue(self, grads: Grads) -> Reduction:
         """Issue a reduce-scatter of ``grads`` alone."""
         (pieces, dtypes), key = self.inputs(grads), f"reduce-scatter {self.name}"
         rows = grads[0][0].rows
         if rows is None:
-            reduction = self.comm.reduce_scatter(pieces, dtypes, key)
-        else:
-            reduction = rows.reduce(self.comm, pieces[0], dtypes[0], key)
-        self.send(reduction, [param for param, _ in grads])
+            return self.comm.reduce_scatter(pieces, dtypes, key)
+        return rows.reduce(self.comm, pieces[0], dtypes[0], key)
 
     def send(self, reduction: Reduction, params: list[ShardedParam]) -> None:
         """From here on the gradients of ``params`` are in flight."""
@@ -164,6 +162,11 @@ class Reducer:
     # ---- the all-reduce over copies
 
     @property
+    def has_copies(self) -> bool:
+        """Whether other ranks hold the same shards."""
+        return self._axis.replicate is not None
+
+    @property
     def copies(self) -> Comm:
         """The transport among the ranks that hold the same shards; only where there are such."""
         assert self._axis.replicate is not None
@@ -196,12 +199,9 @@ class Reducer:
         places = {param: place for place, param in enumerate(self.params)}
         self.joined.decide(lambda param: bool(brought >> places[param] & 1), again=bool(self._partial))
 
-    def rehearse(self) -> None:
-        """Reduce zeros in place of gradients and forget the result: to time the collectives alone."""
-        zeros = [(p, zero_grad(p, self._precision)) for p in self.params if p.trainable]
-        totals = self.comm.reduce_scatter(*self.inputs(zeros), f"rehearsal {self.name}").wait()
-        if self._axis.replicate is not None:
-            AllReduce(self._axis.replicate, totals, f"rehearsal {self.name}").wait()
+    def zeros(self) -> Grads:
+        """Gradients of zeros, of what is trained: to time the collectives alone."""
+        return [(p, zero_grad(p, self._precision)) for p in self.params if p.trainable]
 
     def drop(self) -> None:
         """Forget the gradients of a backward that failed; what is in flight ends unseen."""

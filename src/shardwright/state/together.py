@@ -1,15 +1,15 @@
 """Several groups in one collective: small ones, whose own would cost its latency and little else."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import TypeVar
 
 from shardwright.comm.all_reduce import AllReduce
-from shardwright.comm.base import Comm, Piece
+from shardwright.comm.base import Comm, Piece, Reduction
 from shardwright.comm.shared import SharedGather, SharedReduction
 from shardwright.state.aside import fill_aside
 from shardwright.state.group import ParamGroup, Stage
-from shardwright.state.reducer import Reducer
+from shardwright.state.reducer import Grads, Reducer
 
 Member = TypeVar("Member")
 
@@ -59,16 +59,38 @@ def reduce(reducers: Sequence[Reducer]) -> None:
         held = reducer.release()
         if held:
             grads[reducer] = held
+    for reducer, reduction in _issued(grads):
+        reducer.send(reduction, [param for param, _ in grads[reducer]])
+
+
+def rehearse(reducers: Sequence[Reducer]) -> Callable[[], None]:
+    """Issue the reduce-scatters that ``reduce`` would, of zeros; what it returns waits and drops the sums."""
+    grads = {reducer: zeros for reducer in reducers if (zeros := reducer.zeros())}
+    flying = _issued(grads)
+
+    def wait() -> None:
+        for reducer, reduction in flying:
+            totals = reduction.wait()
+            if reducer.has_copies:
+                AllReduce(reducer.copies, totals, f"all-reduce {reducer.name}").wait()
+
+    return wait
+
+
+def _issued(grads: Mapping[Reducer, Grads]) -> list[tuple[Reducer, Reduction]]:
+    """One reduce-scatter for each transport; what each reducer waits for."""
+    flying: list[tuple[Reducer, Reduction]] = []
     for comm, members in _by_comm(grads, lambda reducer: reducer.comm):
         if len(members) == 1:
-            members[0].issue(grads[members[0]])
+            flying.append((members[0], members[0].issue(grads[members[0]])))
             continue
         inputs = [reducer.inputs(grads[reducer]) for reducer in members]
-        pieces, dtypes = ([one for pair in inputs for one in pair[side]] for side in (0, 1))
+        pieces = [piece for own, _ in inputs for piece in own]
+        dtypes = [dtype for _, own in inputs for dtype in own]
         whole = SharedReduction(comm.reduce_scatter(pieces, dtypes, _key("reduce-scatter", members)))
         parts = whole.parts([len(grads[reducer]) for reducer in members])
-        for reducer, part in zip(members, parts, strict=True):
-            reducer.send(part, [param for param, _ in grads[reducer]])
+        flying += zip(members, parts, strict=True)
+    return flying
 
 
 def land(reducers: Sequence[Reducer]) -> None:
