@@ -4,8 +4,9 @@
 
 Three copies of one model train side by side, one with ``agreement="strict"`` and two with ``"off"``, for each
 length of a step (the batch is chosen for it). Prints the medians in ms and what is added, for each step
-paired with its neighbours; beside it what the second copy with "off" adds to the first, which is the noise;
-then the median of one exchange of as many words as the model needs, in us.
+paired with its neighbours; beside it what the second copy with "off" adds to the first, which is the noise.
+The same of the quickest quarter of each copy's steps, which other work on the machine has disturbed least.
+Then the median of one exchange of as many words as the model needs, in us.
 """
 
 import argparse
@@ -64,6 +65,13 @@ def measure(options: argparse.Namespace) -> None:
                 f"{added:+.3f} ms paired ({100 * added / median(off):+.2f} %); "
                 f"the same twice {100 * noise / median(off):+.2f} %"
             )
+            first, with_it, second = map(_quickest, (off, strict, again))
+            without = (first + second) / 2
+            print(
+                f"        quickest quarter: {without:.2f} without, {with_it:.2f} with "
+                f"({100 * (with_it / without - 1):+.2f} %); "
+                f"the same twice {100 * (second / first - 1):+.2f} %"
+            )
     channel = channel_of([resolve(None)])
     if channel is not None:
         took_us = []
@@ -76,6 +84,10 @@ def measure(options: argparse.Namespace) -> None:
             print(
                 f"  one exchange: median {median(took_us):.0f} us, p95 {took_us[-len(took_us) // 20]:.0f} us"
             )
+
+
+def _quickest(times: list[float]) -> float:
+    return median(sorted(times)[: max(1, len(times) // 4)])
 
 
 def main() -> None:
