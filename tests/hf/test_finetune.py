@@ -2,11 +2,14 @@
 
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 
 pytest.importorskip("transformers", reason="needs the extra: pip install 'shardwright[hf]' (make test-hf)")
 
+import tomli_w
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -160,6 +163,8 @@ def test_qlora_from_a_recipe_is_resumed_at_other_world_sizes_after_its_first_epo
         assert {p.name for p in folder.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
     summary = json.loads((tmp_path / "whole" / "summary.json").read_text())
     assert (summary["unit"], summary["steps"]) == ("token", steps)
+    with pytest.raises(InputError, match=r"is a run of fine-tuning, and its models are in .*exported"):
+        RunFolder(tmp_path / "whole").read_model()
     run_ranks(2, tune, recipe_of(place, tmp_path / "begun"), False, half)
     assert max(losses(tmp_path / "begun")) == half
     for world in (1, 3):
@@ -305,6 +310,26 @@ def test_a_line_that_is_no_json_is_named(place, broken):
     lines[4] = lines[4][:-3]
     (broken / "cut.jsonl").write_text("\n".join(lines))
     refuse(broken, DataError, r"cut\.jsonl, line 5: not JSON", data={"path": str(broken / "cut.jsonl")})
+
+
+def test_the_command_trains_and_tells_bad_input_in_one_line(place, tmp_path):
+    recipe = recipe_of(
+        place, tmp_path / "run", training={"epochs": 1, "batch_size": 12}, sample={"num_bytes": 2}
+    )
+    path = tmp_path / "r.toml"
+    given = {name: value for name, value in recipe.model_dump(mode="json").items() if name != "model"}
+    path.write_text(tomli_w.dumps(given))
+    command = [sys.executable, "-m", "shardwright", "train", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert "adapters of rank 4 on q_proj" in done.stdout
+    assert "2 tokens that the model writes" in done.stdout
+    (tmp_path / "cut.jsonl").write_text('{"text": "a"}\n{"text"\n')
+    bad = [*command, "--data.path", str(tmp_path / "cut.jsonl"), "--run.folder", str(tmp_path / "bad")]
+    done = subprocess.run(bad, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1
+    assert done.stderr.startswith("shardwright: cut.jsonl, line 2: not JSON")
+    assert "Traceback" not in done.stderr
 
 
 def test_a_target_that_matches_nothing_is_refused(place, broken):

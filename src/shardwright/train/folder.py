@@ -115,8 +115,13 @@ class RunFolder:
         """The tensors of ``model.safetensors``, on the CPU.
 
         Raises:
-            InputError: the run has no model (yet).
+            InputError: the run has no model (yet), or is one of fine-tuning.
         """
+        if (self.root / "exported").is_dir():
+            raise InputError(
+                f"{self.root} is a run of fine-tuning, and its models are in {self.root / 'exported'}: load "
+                "one with transformers, or an adapter with peft"
+            )
         if not self.model.is_file() or not self.config.is_file():
             raise InputError(
                 f"{self.root} holds no finished run (no model.safetensors): give the folder of one, "
