@@ -110,7 +110,7 @@ def test_group_offload_and_prefetch_may_be_given_for_each_wrapper():  # P38 P45
 
 
 def late_reductions(rank, world):
-    for sharded in each_case(build, nested, NEVER_MOVED):
+    for sharded in each_case(build, nested, MATRIX):
         comms = {id(unit.group.reducer.comm): unit.group.reducer.comm for unit in units_in(sharded)}
         calls = []
         for comm in comms.values():
@@ -146,7 +146,7 @@ def experts(rank, world, late_s):
         assert group.buffer.allocated_nbytes == 0
 
     with mock.patch.object(ParamGroup, "reshard", late):
-        for prefetch, offload, when in NEVER_MOVED if late_s else MATRIX:
+        for prefetch, offload, when in MATRIX:
             options = {"cpu_offload": offload, "backward_prefetch": prefetch}
             model = OwnExpert(alone, **options)
             model = FSDP(moved(model) if when == "before" else model, **options)
