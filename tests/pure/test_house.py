@@ -17,6 +17,7 @@ def over_budget(package):
 RULES = [
     house.arrows_up,
     house.circles,
+    house.stray_bridges,
     house.local_imports,
     house.bad_names,
     house.foreign_runtime,
@@ -50,6 +51,8 @@ BAD = [
     (house.arrows_up, {"somewhere/new.py": ""}),
     (house.circles, {"plan/a.py": "from shardwright.plan import b", "plan/b.py": "from .a import x"}),
     (house.circles, {"a.py": "from . import b", "b.py": "from . import c", "c.py": "from .a import x"}),
+    (house.stray_bridges, {"xla/step.py": "import torchax"}),
+    (house.stray_bridges, {"api.py": "from transformers.models import x"}),
     (house.local_imports, {"api.py": "def f():\n    import json\n"}),
     (house.local_imports, {"api.py": "class A:\n    async def f(self):\n        from os import path\n"}),
     (house.bad_names, {"comm/utils.py": ""}),
@@ -66,6 +69,10 @@ BAD = [
     (house.stray_hooks, {"api.py": "from torch.autograd import Function"}),
     (house.stray_hooks, {"api.py": "from torch.autograd.graph import register_multi_grad_hook"}),
     (house.stray_hooks, {"api.py": "getattr(m, 'register_forward_hook')(f)"}),
+    (
+        house.stray_hooks,
+        {"api.py": f"from torch.optim.optimizer import {house.OPTIMIZER_HOOK[1].split('.')[-1]}"},
+    ),
     (house.unbounded_groups, {"api.py": "group = dist.new_group([0, 1], backend='gloo')"}),
     (house.unbounded_groups, {"api.py": "init_process_group('gloo', rank=0)"}),
     (over_budget, {"api.py": "x = 1\n" * 401}),

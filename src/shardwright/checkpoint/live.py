@@ -20,6 +20,7 @@ from shardwright.checkpoint.shardfile import DTYPE_NAME
 from shardwright.checkpoint.tree import Tensors, encode
 from shardwright.errors import CheckpointError
 from shardwright.state.place import cuts_of
+from shardwright.xla.placeholder import Placeholder
 
 
 @runtime_checkable
@@ -169,11 +170,15 @@ def collect(model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str, A
 
 def model_tensors(model: nn.Module) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
     """``(state, aliases)``: the model's state dict under its own names, tied tensors once, under the first
-    name."""
+    name. Raises: CheckpointError for a model of ``xla.fully_shard``."""
     named: dict[str, Any] = {}
     first: dict[int, str] = {}
     aliases: dict[str, tuple[str, ...]] = {}
     for raw, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, Placeholder):
+            raise CheckpointError(
+                f"{raw} is of an XLA model: use save_xla or load_xla of shardwright.checkpoint.xla"
+            )
         name = raw.replace("_orig_mod.", "")  # torch.compile's wrapper
         if isinstance(value, torch.Tensor) and id(value) in first:
             original = first[id(value)]

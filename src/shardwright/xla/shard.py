@@ -13,13 +13,13 @@ from shardwright.errors import InputError
 from shardwright.xla.home import home_of
 from shardwright.xla.mesh import resolve
 from shardwright.xla.options import Options
+from shardwright.xla.placeholder import LEAF, PlaceholderUsed, placeholder, watch_optimizers
 from shardwright.xla.torch_bridge import from_numpy
 from shardwright.xla.trace import current, enter
 from shardwright.xla.unit import UNIT, Leaf, Unit, unit_of
 from shardwright.xla.wrap import AutoWrap, modules_to_wrap
 
 M = TypeVar("M", bound=nn.Module)
-_LEAF = "_shardwright_xla_leaf"
 _warned_of_pin_layout = False
 
 
@@ -87,6 +87,7 @@ def fully_shard(
         _check(m)
     if pin_layout_in_collective_ops is not None:
         _warn_of_pin_layout()
+    watch_optimizers()
     for m in (*inner, module):
         _shard(m, Unit(m, axes, options))
     return module
@@ -129,12 +130,11 @@ def _shard(module: nn.Module, unit: Unit) -> None:
         for name, p in list(owner._parameters.items()):
             if p is None:
                 continue
-            leaf = p.__dict__.get(_LEAF)
+            leaf = p.__dict__.get(LEAF)
             if leaf is None:
-                shown = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
-                leaf = Leaf(shown, [])
-                setattr(shown, _LEAF, leaf)
-                setattr(p, _LEAF, leaf)
+                leaf = Leaf(placeholder(p), [])
+                setattr(leaf.placeholder, LEAF, leaf)
+                setattr(p, LEAF, leaf)
                 values[leaf] = None if p.is_meta else p.detach().cpu()
             if (owner, name) not in leaf.slots:
                 leaf.slots.append((owner, name))
@@ -175,8 +175,28 @@ def _hoisted(module: nn.Module, unit: Unit) -> dict[Leaf, torch.Tensor | None]:
     return found
 
 
+_INSTEAD = {
+    "clip_grad_norm_": "use xla.make_train_step(..., clip_norm=)",
+    "no_sync": "use xla.make_train_step(..., accumulation=)",
+    "set_gradient_divide_factors": "gradients are averaged; scale the loss",
+    "get_shard_metadata": "use save_rank_files of shardwright.xla.checkpoint",
+    "get_original_names_and_sharded_parameters": "names don't change; use xla.full_state_dict",
+}
+
+
 class XlaModule:
     """What a module is besides its own class once ``xla.fully_shard`` was called on it."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _INSTEAD:
+            raise AttributeError(f"a model of xla.fully_shard has no {name}: {_INSTEAD[name]}")
+        return super().__getattr__(name)  # type: ignore[misc]
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        raise PlaceholderUsed(
+            "load_state_dict finds no values to overwrite in an XLA model: use "
+            "xla.load_full_state_dict(model, state_dict), or load_xla of shardwright.checkpoint.xla"
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         trace = current()

@@ -152,7 +152,7 @@ def _materialize(owners: list[nn.Module], home: Home) -> None:
     made: dict[int, nn.Parameter] = {}
     for m, name, p in before:
         if id(p) not in made:
-            made[id(p)] = nn.Parameter(torch.empty_like(p, device="cpu"), requires_grad=p.requires_grad)
+            made[id(p)] = nn.Parameter(torch.empty(p.shape, dtype=p.dtype), requires_grad=p.requires_grad)
         m._parameters[name] = made[id(p)]
     for m in dict.fromkeys(owners):
         for name, buffer in m._buffers.items():

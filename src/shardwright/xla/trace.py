@@ -19,6 +19,7 @@ from torch import nn
 
 from shardwright.errors import InputError, StageError
 from shardwright.xla import torch_bridge as bridge
+from shardwright.xla.placeholder import PlaceholderUsed
 from shardwright.xla.unit import Stored, Unit
 
 MOVES = frozenset(
@@ -55,6 +56,8 @@ class Trace:
     entered: set[Unit] = field(default_factory=set)
 
 
+_OTHER_UNIT = "it reads a weight of another unit rather than calling the module itself"
+
 _trace: ContextVar[Trace | None] = ContextVar("shardwright_xla_trace", default=None)
 
 
@@ -76,7 +79,7 @@ def tracing(trace: Trace, key: Any) -> Iterator[None]:
         with bridge.torch_mode(key):
             yield
     except Exception as error:
-        reason = bridge.unsupported_op(error)
+        reason = _OTHER_UNIT if isinstance(error, PlaceholderUsed) else bridge.unsupported_op(error)
         if reason is None:
             raise
         raise InputError(f"{_where(trace.root.module, error)} can't run on XLA: {reason}") from error
