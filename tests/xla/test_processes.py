@@ -14,7 +14,7 @@ import torch
 
 from shardwright.checkpoint import load
 from shardwright.xla.files import read
-from tests.xla.models import batch, mlp, reference_step
+from tests.xla.models import batch, mlp, optimizers, reference_step
 
 
 def free_port() -> int:
@@ -23,12 +23,12 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def run(processes: int, devices: int, folder) -> list[dict]:
-    """What each process printed."""
+def run(processes: int, devices: int, folder, optimizer: str) -> list[list]:
+    """What each process printed: its numbers, and the errors that it was told of."""
     flags = f"--xla_force_host_platform_device_count={devices}"
     environment = {**os.environ, "XLA_FLAGS": flags, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.xla.worker"]
-    tail = [str(processes), str(free_port()), str(folder)]
+    tail = [str(processes), str(free_port()), str(folder), optimizer]
     started = [
         subprocess.Popen([*command, str(rank), *tail], env=environment, stdout=subprocess.PIPE, text=True)
         for rank in range(processes)
@@ -42,15 +42,19 @@ def run(processes: int, devices: int, folder) -> list[dict]:
     return [json.loads(output.splitlines()[-1]) for output in outputs]
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-def test_two_processes_train_as_plain_torch_and_resume_bit_equal(tmp_path, devices):
-    found = run(2, devices, tmp_path)
+@pytest.mark.parametrize(("devices", "kind"), [(1, "adamw"), (2, "sgd")])
+def test_two_processes_train_as_plain_torch_and_resume_bit_equal(tmp_path, devices, kind):
+    printed = run(2, devices, tmp_path, kind)
+    found = [numbers for numbers, _ in printed]
+    assert len(printed[0][1]) == 4  # saving and loading, in both formats, on the process that can't
+    assert all("failed on process 0" in error for error in printed[1][1])
+    assert len(printed[1][1]) == 4
     assert found[0] == found[1]
     assert found[0]["devices"] == 2 * devices
     assert found[0]["again"] == found[0]["losses"][2]
     assert found[0]["rows"] == 4
     plain = mlp()
-    optimizer = torch.optim.AdamW(plain.parameters(), 1e-3, eps=1e-3)
+    _, optimizer = optimizers(kind, plain)
     torch.manual_seed(1)
     for number, loss in enumerate(found[0]["losses"]):
         assert reference_step(plain, optimizer, batch("mlp"), 2 * devices, 0.5) == pytest.approx(

@@ -20,7 +20,7 @@ from shardwright.checkpoint.sources import locate, open_source
 from shardwright.errors import CheckpointError
 from shardwright.xla.checkpoint import named_state, optimizer_state, option_groups
 from shardwright.xla.home import home_of
-from shardwright.xla.processes import is_first_process, wait_for_all
+from shardwright.xla.processes import is_first_process, together
 from shardwright.xla.state import full_state_dict, load_full_state_dict, random_state, set_random_state
 from shardwright.xla.step import TrainStep
 
@@ -38,17 +38,18 @@ def save_xla(
 
     train_step: saves its optimizer's state too, under the names of ``torch.optim``, so that an eager run
     can go on from it. extra (its key ``xla`` is taken), step, keep: as ``shardwright.checkpoint.save``.
-    Raises: CheckpointError, on the first process; InputError for a model that isn't sharded, or an optimizer
+    Raises: CheckpointError, on every process; InputError for a model that isn't sharded, or an optimizer
         that isn't ``xla.SGD`` or ``xla.AdamW``; StageError if the model has no values.
     """
     whole = Whole(full_state_dict(model))
     optimizer = None if train_step is None else _torch_optimizer(train_step, whole)
     extra = {**(extra or {}), "xla": {"key": random_state(model)}}
-    try:
+
+    def write() -> None:
         if is_first_process():
             save(path, model=whole, optimizer=optimizer, extra=extra, step=step, keep=keep)
-    finally:
-        wait_for_all(f"save_xla(step={step})")
+
+    together(f"save_xla(step={step})", write)
     return Path(path) / f"step-{step:06d}"
 
 
@@ -57,15 +58,19 @@ def load_xla(path: str | Path, *, model: nn.Module, train_step: TrainStep | None
 
     Every process must call it; every checksum is verified. ``train_step``: restores its optimizer's state,
     not its hyper-parameters. The random key is restored if an XLA run saved it.
-    Raises: CheckpointError: damaged, or not fitting (listing what); InputError as ``save_xla``. The model is
-        then as it was.
+    Raises: CheckpointError: damaged, or not fitting (listing what); InputError as ``save_xla``. Every process
+        raises if one does, and the model is then as it was.
     """
     home = home_of(model)
     expected = {k: v for k, v in model.state_dict(keep_vars=True).items() if isinstance(v, torch.Tensor)}
     made = {id(v): torch.empty(v.shape, dtype=v.dtype) for v in expected.values()}
     whole = Whole({name: made[id(v)] for name, v in expected.items()})
-    optimizer = None if train_step is None else _like_saved(path, train_step, whole)
-    restored = load(path, model=whole, optimizer=optimizer)
+
+    def read() -> tuple[Optimizer | None, Restored]:
+        optimizer = None if train_step is None else _like_saved(path, train_step, whole)
+        return optimizer, load(path, model=whole, optimizer=optimizer)
+
+    optimizer, restored = together(f"load_xla({path})", read)
     state = None
     if optimizer is not None and train_step is not None:
         names = {id(tensor): name for name, tensor in reversed(whole.tensors.items())}

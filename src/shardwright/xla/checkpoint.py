@@ -15,6 +15,7 @@ from shardwright.errors import CheckpointError, InputError
 from shardwright.xla.files import FLAT, SEPARATOR, SHARD, WRAPPED, read
 from shardwright.xla.home import Home, home_of
 from shardwright.xla.optim import Optimizer
+from shardwright.xla.processes import together
 from shardwright.xla.state import load_full_state_dict
 from shardwright.xla.step import TrainStep
 from shardwright.xla.torch_bridge import from_numpy
@@ -27,12 +28,17 @@ def save_rank_files(ckpt_prefix: str, model: nn.Module, step: TrainStep | None =
 
     step: saves its optimizer's state too, as ``torch.optim``'s. Every process must call it; each writes the
     files of its own devices, and they are returned.
-    Raises: InputError for a model that isn't sharded; StageError if it has no values; CheckpointError if a
-        file can't be written.
+    Raises: InputError for a model that isn't sharded; StageError if it has no values; CheckpointError, on
+        every process, if a file can't be written.
     """
     home = home_of(model)
     home.require_values()
     home.store_buffers()
+    return together(f"save_rank_files({ckpt_prefix})", lambda: _write(ckpt_prefix, home, step))
+
+
+def _write(ckpt_prefix: str, home: Home, step: TrainStep | None) -> list[Path]:
+    """Write the files of this process's devices."""
     world, paths = home.axes.world, []
     for rank, device in _own_ranks(home):
         path = Path(f"{ckpt_prefix}_rank-{rank:08d}-of-{world:08d}.pth")
@@ -58,10 +64,10 @@ def load_rank_files(
 
     Every process must call it and reads all files; host memory: the whole model. ``step``: restores its
     optimizer's state too.
-    Raises: CheckpointError as ``files.read``, or if there is no such optimizer state; InputError if names or
-        shapes differ.
+    Raises: CheckpointError as ``files.read``, on every process if one can't read, or if there is no such
+        optimizer state; InputError if names or shapes differ. The model is then as it was.
     """
-    found = read(ckpt_prefix, ckpt_suffix)
+    found = together(f"load_rank_files({ckpt_prefix})", lambda: read(ckpt_prefix, ckpt_suffix))
     state = optimizer_state(step, found.optimizer) if step is not None else None
     load_full_state_dict(model, with_shared_names(model, found.model))
     if step is not None:

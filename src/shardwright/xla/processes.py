@@ -1,9 +1,16 @@
 """The processes of an XLA job: joining them, and the few numbers that they exchange."""
 # pyright: reportMissingImports=false
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+
+from shardwright.errors import CheckpointError
+
+T = TypeVar("T")
 
 
 def join(coordinator: str, num_processes: int, process_id: int) -> None:
@@ -37,8 +44,29 @@ def all_values(*values: float) -> list[list[float]]:
     if jax.process_count() == 1:
         return [list(values)]
     # As bytes: without jax's x64 mode an array of float64 would be rounded to float32 on the way.
-    rows = multihost_utils.process_allgather(np.frombuffer(np.array(values).tobytes(), np.uint8))
+    rows = multihost_utils.process_allgather(np.frombuffer(np.array(values, np.float64).tobytes(), np.uint8))
     return [np.frombuffer(row.tobytes()).tolist() for row in np.asarray(rows)]
+
+
+def together(what: str, work: Callable[[], T]) -> T:
+    """``work()``, which communicates with nobody, once it has succeeded on every process. Every process calls
+    it.
+
+    Raises: on every process if ``work`` failed on any: there its own error, elsewhere CheckpointError.
+    """
+    failure: Exception | None = None
+    try:
+        result = work()
+    except Exception as error:
+        failure = error
+    failed = [process for process, (fault,) in enumerate(all_values(failure is not None)) if fault]
+    if failure is not None:
+        raise failure
+    if failed:
+        raise CheckpointError(
+            f"{what} failed on process {failed[0]}, whose own error says why; nothing is changed"
+        )
+    return result  # type: ignore[possibly-unbound]
 
 
 def own_devices() -> list[int]:
