@@ -13,7 +13,7 @@ from shardwright import xla
 from shardwright.checkpoint import load, save
 from shardwright.checkpoint.xla import load_xla, save_xla
 from shardwright.errors import CheckpointError
-from shardwright.xla.checkpoint import load_rank_files, save_rank_files
+from shardwright.xla.checkpoint import load_rank_files, named_state, save_rank_files
 from shardwright.xla.files import read
 from tests.xla.models import MODELS, UNITS, batch, difference, loss_fn, optimizers, reference_step
 
@@ -95,6 +95,18 @@ def test_an_xla_run_goes_on_bit_equal_on_the_same_devices(tmp_path):
     rows = batch("convnet")
     assert float(step(*rows)) == float(other_step(*rows))
     assert equal(xla.full_state_dict(model), xla.full_state_dict(other))
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 2), (1, 4)])
+def test_weights_and_state_are_bit_equal_on_other_devices_and_in_another_layout(tmp_path, before, after):
+    model, step = trained("mlp", "adamw", before, steps=2)
+    save_xla(tmp_path, model=model, train_step=step, step=2)
+    other, other_step = trained("mlp", "adamw", after, seed=7, flatten_parameters=True)
+    assert load_xla(tmp_path, model=other, train_step=other_step).step == 2
+    assert equal(xla.full_state_dict(model), xla.full_state_dict(other))
+    ours, theirs = ({(n, k): v for n, k, v in named_state(s)} for s in (step, other_step))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
 @pytest.mark.parametrize(

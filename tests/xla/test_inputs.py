@@ -1,6 +1,7 @@
 """What can't be done is refused by name, and odd models are sharded rightly."""
 
 import copy
+import inspect
 import subprocess
 import sys
 import threading
@@ -266,6 +267,21 @@ def test_pin_layout_is_accepted_with_one_warning():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "1", done.stderr
+
+
+def test_defaults_are_those_of_the_original():
+    """Of torch_xla 2.9.0, but for buffer_dtype (docs/xla.md)."""
+    found = {name: p.default for name, p in inspect.signature(xla.fully_shard).parameters.items()}
+    for name, default in {
+        "auto_wrap_policy": None,
+        "reshard_after_forward": True,
+        "flatten_parameters": False,
+        "shard_param_on_dim_0": False,
+        "pad_multiple": 128,
+        "fp32_reduce_scatter": False,
+        "sharding_groups": None,
+    }.items():
+        assert found[name] == default, name
 
 
 def test_policies_choose_the_units():

@@ -69,6 +69,29 @@ def test_decay_may_be_for_some_parameters_and_the_norm_is_told():
     assert difference(xla.full_state_dict(model), plain) < 1e-6
 
 
+CHOICES = {
+    "plain": ("SGD", {}),
+    "nesterov": ("SGD", {"momentum": 0.9, "weight_decay": 1e-2, "nesterov": True}),
+    "betas": ("AdamW", {"betas": (0.7, 0.8), "eps": 0.1, "weight_decay": 0.0}),
+}
+
+
+@pytest.mark.parametrize(("name", "options"), CHOICES.values(), ids=CHOICES)
+def test_each_option_of_an_optimizer_is_that_of_torch(name, options):
+    model = nn.Linear(3, 2)
+    plain = copy.deepcopy(model)
+    optimizer = getattr(torch.optim, name)(plain.parameters(), 0.1, **options)
+    ours = getattr(xla, name)(0.1, **options)
+    step = xla.make_train_step(xla.fully_shard(model, 2), lambda m, x: m(x).square().mean(), ours)
+    for _ in range(STEPS):
+        x = torch.randn(4, 3)
+        optimizer.zero_grad()
+        plain(x).square().mean().backward()
+        optimizer.step()
+        step(x)
+    assert difference(xla.full_state_dict(model), plain) < 1e-6
+
+
 def test_one_flat_array_is_decayed_as_a_whole_or_not():
     model = xla.fully_shard(MODELS["mlp"](), 2, flatten_parameters=True)
     step = xla.make_train_step(model, loss_fn, xla.AdamW(decayed=decay_of_matrices))

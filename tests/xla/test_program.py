@@ -100,6 +100,12 @@ def test_arguments_are_one_share_of_the_model(resharded):
     assert program.memory_analysis().argument_size_in_bytes == stats.at_rest_nbytes + rows + key
 
 
+def test_what_a_step_replaces_is_donated(resharded):
+    """Weights of one share, and the random key, are updated where they are."""
+    model, program = resharded
+    assert program.memory_analysis().alias_size_in_bytes == xla.stats(model).at_rest_nbytes + 2 * 4
+
+
 def test_padding_is_computed():
     model = nn.Linear(10, 3)  # 30 + 3 numbers, each parameter padded to 4 * 8
     xla.fully_shard(model, 4, pad_multiple=8)
