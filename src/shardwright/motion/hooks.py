@@ -20,11 +20,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.autograd import Variable
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
+from shardwright.motion.backward import Call, backward_of, in_backward, needed
 from shardwright.motion.containers import cast_floating, map_tensors, opaque_tensors_in, tensors_in
 from shardwright.motion.lookups import is_lookup, wanted_rows
 from shardwright.motion.optimizers import OptimizerGuard
@@ -38,25 +38,6 @@ from shardwright.state.group import ParamGroup
 from shardwright.state.load import shard_plain_entries
 
 
-def _in_backward() -> bool:
-    """Whether this thread is running a backward."""
-    return torch._C._current_graph_task_id() != -1
-
-
-class _Call:
-    """One forward of a module: whether it is a recomputation, and the input gradients still to come.
-
-    reads_weights: whether its backward needs the unsharded parameters. A lookup's doesn't: it adds rows up.
-    """
-
-    def __init__(self, recomputed: bool) -> None:
-        self.recomputed = recomputed
-        self.reads_weights = True
-        self.num_inputs = 0
-        self.left = 0
-        self.task = -1  # the backward that it was last entered in
-
-
 class _GradWatch:
     """Tells when all trainable parameters of a unit's group have their gradients, whatever runs last."""
 
@@ -64,7 +45,6 @@ class _GradWatch:
         # Weak, since this is kept in a table by its group: else no model that was dropped would be freed.
         self._owner = weakref.ref(owner)
         self._group = weakref.ref(group)
-        self._arrived = 0
         self._watched: nn.Parameter | None = None
 
     def attach(self) -> None:
@@ -83,149 +63,15 @@ class _GradWatch:
                     unsharded.requires_grad_(True).register_post_accumulate_grad_hook(self._arrive)
                     unsharded.requires_grad_(trainable)
 
-    def reset(self) -> None:
-        """Count anew."""
-        self._arrived = 0
-
     @uncompiled
     def _arrive(self, _: torch.Tensor) -> None:
         owner, group = self._owner(), self._group()
         assert owner is not None
         assert group is not None
-        backward = backward_of(owner.runtime)
-        backward.begin()
-        self._arrived += 1
-        if self._arrived >= group.num_trainable:
-            backward.grads_ready(group)
+        backward_of(owner.runtime).arrived(group)
 
 
 _watches: WeakKeyDictionary[ParamGroup, _GradWatch] = WeakKeyDictionary()
-
-
-class _Ending:
-    """What autograd calls at the end of a backward. Only autograd holds it, until then or until an exception
-    ended the backward: so whether it lives tells whether that backward, or one around this, still runs."""
-
-    def __init__(self, backward: "Backward") -> None:
-        self._backward = backward
-
-    def __call__(self) -> None:
-        self._backward.end()
-
-
-class Backward:
-    """The backward of one model: begins with the first hook that fires, ends with autograd's callback.
-
-    number: how many have begun. partial: the one before wasn't the last of its step, so that reductions of
-        it may land in this one.
-    """
-
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = weakref.ref(runtime)  # kept in a table by its runtime
-        self.number = 0
-        self.partial = False
-        self._active: dict[Unit, set[_Call]] = {}
-        self._ending: Callable[[], _Ending | None] = lambda: None
-
-    @property
-    def runtime(self) -> Runtime:
-        """The runtime whose backward this is."""
-        runtime = self._runtime()
-        assert runtime is not None
-        return runtime
-
-    def begin(self) -> None:
-        """Enter the backward, once per backward."""
-        if self.runtime.phase is Phase.BACKWARD:
-            if self._ending() is not None:
-                return
-            self.forget()
-            self.runtime.abandon()  # an exception ended that backward, and this one follows it at once
-        self.number += 1
-        self.runtime.begin(Phase.BACKWARD)
-        for group in self.runtime.groups:
-            group.reducer.done = False
-        ending = _Ending(self)
-        self._ending = weakref.ref(ending)
-        Variable._execution_engine.queue_callback(ending)
-
-    def enter(self, unit: Unit, call: _Call) -> None:
-        """The gradient of one of the call's outputs is there: its backward begins."""
-        self.begin()
-        call.task = torch._C._current_graph_task_id()
-        active = self._active.setdefault(unit, set())
-        if call in active:
-            return
-        # Modules that share a group (norm and head) end their backward together, or the group would be
-        # resharded, gathered again and reduced again between them.
-        together = unit.calls if call in unit.calls else [call]
-        for each in together:
-            each.left = each.num_inputs
-        active.update(together)
-        if any(each.reads_weights for each in together):
-            for group in _needed(unit):
-                self.runtime.at(EventKind.BACKWARD_BEGIN, group)
-
-    def input_done(self, unit: Unit, call: _Call) -> None:
-        """The gradient of one of the call's inputs is there; with the last one its backward has ended."""
-        call.left -= 1
-        active = self._active.get(unit, set())
-        if call.left or call not in active:
-            return
-        active.remove(call)
-        if active:
-            return
-        for owner in unit.owners:
-            group = owner.group
-            if group is None or self._is_active(owner):
-                continue  # another call still adds to these gradients and reads these weights
-            if group.has_grads:
-                self.grads_ready(group)
-            self.runtime.at(EventKind.BACKWARD_END, group)
-
-    def grads_ready(self, group: ParamGroup) -> None:
-        """All gradients of the group that this backward can bring by now are there."""
-        _watches[group].reset()
-        self.runtime.at(EventKind.GRADS_READY, group)
-
-    def forget(self) -> None:
-        """Drop the calls of a backward that an exception ended, and the gradients that it had counted."""
-        self.partial = False
-        self._active.clear()
-        for group in self.runtime.groups:
-            if group in _watches:
-                _watches[group].reset()
-
-    def _is_active(self, owner: Unit) -> bool:
-        return any(calls and owner in unit.owners for unit, calls in self._active.items())
-
-    def end(self) -> None:
-        """Autograd has ended it: reduce what is left, and wait."""
-        if self.runtime.phase is not Phase.BACKWARD:
-            return
-        self.forget()
-        for group in self.runtime.groups:
-            reducer = group.reducer
-            others_may = reducer.policy.unused_params and not reducer.done and group.buffer is not None
-            if group.has_grads or others_may:
-                self.runtime.at(EventKind.GRADS_READY, group)
-        self.runtime.at(EventKind.STEP_END)
-        self.partial = not self.runtime.step.is_last_backward
-        self.runtime.end()
-
-
-_backwards: WeakKeyDictionary[Runtime, Backward] = WeakKeyDictionary()
-
-
-def backward_of(runtime: Runtime) -> Backward:
-    """The one ``Backward`` of a runtime."""
-    if runtime not in _backwards:
-        _backwards[runtime] = Backward(runtime)
-    return _backwards[runtime]
-
-
-def _needed(unit: Unit) -> list[ParamGroup]:
-    return [owner.group for owner in unit.owners if owner.group is not None]
 
 
 class ModuleHooks:
@@ -233,7 +79,7 @@ class ModuleHooks:
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
-        self._calls: list[_Call] = []
+        self._calls: list[Call] = []
         self.ids: set[int] = set()
         for module in unit.modules:
             handles = (
@@ -257,11 +103,11 @@ class ModuleHooks:
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Unshard what the module's forward needs; cast and watch its inputs."""
         unit = self.unit
-        call = _Call(recomputed=_in_backward())
+        call = Call(recomputed=in_backward())
         if call.recomputed:
             self._calls.append(call)
             backward_of(unit.runtime).begin()
-            for group in _needed(unit):
+            for group in needed(unit):
                 unit.runtime.at(EventKind.RECOMPUTE, group)
         else:
             with wanted_rows(unit.group, module, args, kwargs):
@@ -277,7 +123,7 @@ class ModuleHooks:
             args, kwargs = self._watch_inputs(call, args, kwargs)
         return args, kwargs
 
-    def _enter(self, call: _Call) -> None:
+    def _enter(self, call: Call) -> None:
         unit, runtime = self.unit, self.unit.runtime
         if runtime.phase is not None and (runtime.depth == 0 or runtime.phase is Phase.BACKWARD):
             backward_of(runtime).forget()
@@ -307,7 +153,7 @@ class ModuleHooks:
             _watches[owner.group] = _GradWatch(owner, owner.group)
         _watches[owner.group].attach()
 
-    def _watch_inputs(self, call: _Call, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def _watch_inputs(self, call: Call, args: Any, kwargs: Any) -> tuple[Any, Any]:
         leaves, spec = tree_flatten((args, kwargs))
         if any(tensor.requires_grad for tensor in opaque_tensors_in(leaves)):
             # Those can't be replaced by aliases, and without them nobody knows when the module's share of
@@ -321,7 +167,7 @@ class ModuleHooks:
                 call.num_inputs += 1
         return tree_unflatten(leaves, spec) if call.num_inputs else (args, kwargs)
 
-    def _input_hook(self, call: _Call) -> Callable[[torch.Tensor], None]:
+    def _input_hook(self, call: Call) -> Callable[[torch.Tensor], None]:
         def arrived(grad: torch.Tensor) -> None:
             if grad.requires_grad:
                 # With create_graph: a backward through this gradient reads the same weights again.
@@ -368,14 +214,14 @@ class ModuleHooks:
         if runtime.depth == 0:
             runtime.end(failed)
 
-    def _watch_output(self, call: _Call, output: torch.Tensor) -> None:
+    def _watch_output(self, call: Call, output: torch.Tensor) -> None:
         output.register_hook(lambda _: backward_of(self.unit.runtime).enter(self.unit, call))
         base = output._base
         if base is not None and base.grad_fn is not None:
             # An in-place change of a view gives it a new node and drops its hook; its base's node stays.
             base.grad_fn.register_prehook(lambda _: self._enter_if_missed(call))
 
-    def _enter_if_missed(self, call: _Call) -> None:
+    def _enter_if_missed(self, call: Call) -> None:
         if call.task != torch._C._current_graph_task_id():
             backward_of(self.unit.runtime).enter(self.unit, call)
 

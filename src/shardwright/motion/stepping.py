@@ -10,7 +10,8 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwright.errors import InputError, StageError
-from shardwright.motion.hooks import backward_of, watch_sharded_grad
+from shardwright.motion.backward import backward_of
+from shardwright.motion.hooks import watch_sharded_grad
 from shardwright.motion.unit import unit_of, units_in
 
 # Parameters whose gradients are gone when a backward returns, and the object that steps them.
