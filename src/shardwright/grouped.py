@@ -66,7 +66,7 @@ def chosen(model: nn.Module, groups: str | Grouping, ignored: set[int]) -> list[
     last: tuple[str, ...] = ()
     if policy.classes:
         names = [name for name, m in model.named_modules() if name and isinstance(m, policy.classes)]
-    elif hints is not None:
+    elif hints.no_split or hints.plan:
         by_hints = groups_from_hints(classes, hints)
         names, last = list(by_hints.apart), by_hints.last
     else:
@@ -82,11 +82,9 @@ def chosen(model: nn.Module, groups: str | Grouping, ignored: set[int]) -> list[
     return grouped + ([list(last)] if last else [])
 
 
-def hints_of(model: nn.Module) -> Hints | None:
-    """What a model of transformers says of itself; None for any other."""
+def hints_of(model: nn.Module) -> Hints:
+    """What a model of transformers says of itself; of any other they are empty."""
     no_split, plan = getattr(model, "_no_split_modules", None), getattr(model, "_fsdp_plan", None)
-    if not no_split and not plan:
-        return None
     names = {id(module): name for name, module in model.named_modules()}
     ends = []
     for getter in ("get_input_embeddings", "get_output_embeddings"):

@@ -1,4 +1,4 @@
-"""The only file that imports transformers for models: built without weights, their hints, their file format.
+"""The only file that imports transformers for models: built without weights, their file format.
 
 What isn't its public interface stands here too: the conversion between the names in files and those in the
 model (``core_model_loading``), and which tensors are initialised already (``_is_hf_initialized``).
@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from shardwright.errors import InputError
-from shardwright.plan.grouping import Hints
 
 try:
     import transformers
@@ -89,18 +88,6 @@ def tokenizer(folder: Path) -> Any:
             f"{folder}: transformers finds no tokenizer it can read there ({error}); put the model's "
             "tokenizer files into the folder"
         ) from error
-
-
-def hints_of(model: Any) -> Hints:
-    """What the model says of how it may be split."""
-    names = {id(module): name for name, module in model.named_modules()}
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    return Hints(
-        frozenset(model._no_split_modules or ()),
-        dict(getattr(model, "_fsdp_plan", None) or {}),
-        names.get(id(embedding)),
-        names.get(id(head)),
-    )
 
 
 def places(model: Any, names: list[str]) -> Mapping[str, Place]:

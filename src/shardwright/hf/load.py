@@ -18,6 +18,7 @@ from shardwright.checkpoint.load import fill
 from shardwright.checkpoint.shardfile import Reader
 from shardwright.checkpoint.target import Plan, allocated, plan
 from shardwright.errors import InputError
+from shardwright.grouped import hints_of
 from shardwright.hf import library
 from shardwright.hf.weights import open_folder, under_model_names
 from shardwright.motion.unit import unit_of
@@ -83,7 +84,7 @@ def shard(
     A group per block (``_no_split_modules``) and per module that ``_fsdp_plan`` would free, one for the
     embedding, one for the last norm and the head, and the rest. Every rank of the mesh calls it.
     """
-    groups = groups_from_hints(dict(library.walk_classes(model)), library.hints_of(model))
+    groups = groups_from_hints(dict(library.walk_classes(model)), hints_of(model))
     for name in groups.apart:
         fully_shard(model.get_submodule(name), mesh=mesh, mp_policy=mp_policy)
     if groups.last:
@@ -115,7 +116,7 @@ def read_weights(model: nn.Module, folder: str | Path, *, quantise: str | None =
 
     group.together(what, prepare)
     source_folder, todo = prepared[0]
-    head = f"{library.hints_of(model).head}.weight"
+    head = f"{hints_of(model).head}.weight"
     chosen = frozenset(quantisable(model)) - {head} if quantise else frozenset()
     with Reader(source_folder) as reader:
         group.together(what, lambda: _fill_and_encode(todo, reader, quantise, chosen))
