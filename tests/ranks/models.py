@@ -9,6 +9,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
+from shardwright import FSDPModule, stats
+
 VOCAB, WIDTH = 17, 13  # odd sizes: every shard of every world is uneven
 
 
@@ -127,6 +129,41 @@ def train_beside(
         sharded.step()
         reference.step()
         assert_same(sharded.model, reference.model, tolerance)
+
+
+def squared(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """The mean of what comes out, squared."""
+    return model(x).square().mean()
+
+
+def equal_steps(
+    model: nn.Module,
+    reference: nn.Module,
+    rank: int,
+    world: int,
+    forward: Callable = squared,
+    *,
+    shape: tuple[int, ...] = (5, 13),
+    steps: int = 3,
+    lr: float = 0.1,
+    after: Callable = lambda: None,
+) -> None:
+    """Steps of both on the same inputs [world, *shape], of which each rank sees its own.
+
+    ``forward(model, x)`` gives a loss; ``after()`` is called after each step. Asserts parity, and that
+    everything is at rest again.
+    """
+    ours, theirs = Run.of(model, lr=lr, momentum=0.9), Run.of(reference, lr=lr, momentum=0.9)
+    roots = [model] if isinstance(model, FSDPModule) else list(model.children())
+    for step in range(steps):
+        x = torch.randn(world, *shape, generator=torch.Generator().manual_seed(step))
+        forward(model, x[rank]).backward()
+        torch.stack([forward(reference, rows) for rows in x]).mean().backward()
+        assert all(stats(root).unsharded_nbytes == 0 for root in roots)
+        ours.step()
+        theirs.step()
+        assert_same(model, reference)
+        after()
 
 
 def train_on_parts(

@@ -15,6 +15,7 @@ from tests.ranks.models import (
     assert_same,
     batches,
     build,
+    equal_steps,
     full,
     loss_of,
     mean_over_ranks,
@@ -191,14 +192,7 @@ def checkpoint_parity(rank, world, reentrant):
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
-    ours, theirs = Run.of(model), Run.of(reference)
-    for step in range(3):
-        x = torch.randn(world, 5, 13, generator=torch.Generator().manual_seed(step))
-        model(x[rank]).square().mean().backward()
-        torch.stack([reference(rows).square().mean() for rows in x]).mean().backward()
-        ours.step()
-        theirs.step()
-        assert_same(model, reference)
+    equal_steps(model, reference, rank, world)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -6,7 +6,7 @@ from torch import nn
 from torch.func import grad, jvp, vjp, vmap
 
 from shardwright import fully_shard, stats
-from tests.ranks.models import Run, assert_same, full
+from tests.ranks.models import equal_steps, full
 from tests.ranks.pool import run_ranks
 
 WIDTH = 7
@@ -39,15 +39,7 @@ def penalised(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
 
 def penalty(rank, world):
     model, reference = sharded(), network()
-    ours, theirs = Run.of(model, lr=1e-3, momentum=0.9), Run.of(reference, lr=1e-3, momentum=0.9)
-    for step in range(3):
-        inputs = rows(step, world)
-        penalised(model, inputs[rank]).backward()
-        torch.stack([penalised(reference, each) for each in inputs]).mean().backward()
-        assert stats(model).unsharded_nbytes == 0
-        ours.step()
-        theirs.step()
-        assert_same(model, reference)
+    equal_steps(model, reference, rank, world, penalised, shape=(4, WIDTH), lr=1e-3)
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from shardwright import fully_shard, stats
-from tests.ranks.models import Block, Run, assert_same
+from shardwright import fully_shard
+from tests.ranks.models import Block, equal_steps
 from tests.ranks.pool import run_ranks
 
 
@@ -22,17 +22,12 @@ def compiled_blocks(rank, world, when):
         if when == "after":
             block.compile(backend="aot_eager")
     fully_shard(model)
-    ours, theirs = Run.of(model), Run.of(reference)
     graphs = []
-    for step in range(4):
-        x = torch.randn(world, 5, 13, generator=torch.Generator().manual_seed(step))
-        model(x[rank]).square().mean().backward()
-        torch.stack([reference(rows).square().mean() for rows in x]).mean().backward()
-        ours.step()
-        theirs.step()
-        assert_same(model, reference)
-        assert stats(model).unsharded_nbytes == 0
+
+    def count() -> None:
         graphs.append(counters["stats"]["unique_graphs"])
+
+    equal_steps(model, reference, rank, world, steps=4, after=count)
     assert 1 <= graphs[0] <= graphs[1] == graphs[3] <= 2  # the blocks' forwards, and nothing of ours
 
 

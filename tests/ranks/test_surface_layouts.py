@@ -26,6 +26,7 @@ from tests.ranks.models import (
     assert_same,
     batches,
     build,
+    equal_steps,
     full,
     loss_of,
     shard_decoder,
@@ -77,14 +78,7 @@ def strange_formats(rank, world):
     torch.manual_seed(0)
     model = fully_shard(Formats(), shard_placement_fn=lambda p: Shard(1) if p.ndim == 4 else None)
     assert not reference.transposed.is_contiguous()
-    ours, theirs = Run.of(model), Run.of(reference)
-    for step in range(3):
-        x = torch.randn(world, 2, 3, 6, 6, generator=torch.Generator().manual_seed(step))
-        model(x[rank]).square().mean().backward()
-        torch.stack([reference(rows).square().mean() for rows in x]).mean().backward()
-        ours.step()
-        theirs.step()
-        assert_same(model, reference)
+    equal_steps(model, reference, rank, world, shape=(2, 3, 6, 6))
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -304,14 +298,7 @@ def with_tensor_parallelism(rank, world):
         fully_shard(block, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
     assert model[0].up.weight.device_mesh.mesh_dim_names == ("dp", "tp")
-    ours, theirs = Run.of(model), Run.of(reference)
-    for step in range(3):
-        x = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(step))
-        model(x[rank // 2]).square().mean().backward()
-        torch.stack([reference(rows).square().mean() for rows in x]).mean().backward()
-        ours.step()
-        theirs.step()
-        assert_same(model, reference)
+    equal_steps(model, reference, rank // 2, 2, shape=(5, 6))
     state = full_state_dict(model)
     assert not rank or not state
     model.load_state_dict({name: p.detach() for name, p in build_feed(3).named_parameters()})

@@ -18,25 +18,13 @@ from tests.ranks.models import (
     assert_same,
     batches,
     build,
+    equal_steps,
     full,
     loss_of,
     shard_decoder,
     train_beside,
 )
 from tests.ranks.pool import run_ranks
-
-
-def equal_steps(model, reference, rank, world, forward, steps=3):
-    """Steps of both on the same inputs [world, 5, 13]; ``forward(model, x)`` gives a loss. Asserts parity."""
-    ours, theirs = Run.of(model), Run.of(reference)
-    for step in range(steps):
-        x = torch.randn(world, 5, 13, generator=torch.Generator().manual_seed(step))
-        forward(model, x[rank]).backward()
-        torch.stack([forward(reference, rows) for rows in x]).mean().backward()
-        ours.step()
-        theirs.step()
-        assert_same(model, reference)
-        assert stats(model).unsharded_nbytes == 0
 
 
 def twins(make):
@@ -365,7 +353,7 @@ def module_lists(rank, world):
     fully_shard(model)
     assert stats(model).num_groups == 4
     assert isinstance(model.heads["b"][0], FSDPModule)
-    equal_steps(model, reference, rank, world, lambda m, x: m(x).square().mean())
+    equal_steps(model, reference, rank, world)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -409,14 +397,7 @@ def list_root(rank, world):
     (a, b), (c, d) = twins(lambda: (Block(), Block()))
     fully_shard([a, b])
     model, reference = nn.ModuleList([a, b]), nn.ModuleList([c, d])
-    ours, theirs = Run.of(model), Run.of(reference)
-    for step in range(3):
-        x = torch.randn(world, 5, 13, generator=torch.Generator().manual_seed(step))
-        b(a(x[rank])).square().mean().backward()
-        torch.stack([d(c(rows)).square().mean() for rows in x]).mean().backward()
-        ours.step()
-        theirs.step()
-        assert_same(model, reference)
+    equal_steps(model, reference, rank, world, lambda both, x: both[1](both[0](x)).square().mean())
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -467,14 +448,7 @@ def one_through_the_other(rank, world):
     fully_shard(a)
     fully_shard(b)
     model, reference = nn.ModuleList([a, b]), nn.ModuleList([c, d])
-    ours, theirs = Run.of(model), Run.of(reference)
-    for step in range(3):
-        x = torch.randn(world, 5, 13, generator=torch.Generator().manual_seed(step))
-        b(a(x[rank])).square().mean().backward()
-        torch.stack([d(c(rows)).square().mean() for rows in x]).mean().backward()
-        ours.step()
-        theirs.step()
-        assert_same(model, reference)
+    equal_steps(model, reference, rank, world, lambda both, x: both[1](both[0](x)).square().mean())
 
 
 def test_one_backward_through_two_models_is_exact():
@@ -534,7 +508,7 @@ def other_methods(rank, world):
         model.decode(None)
     equal_steps(model, reference, rank, world, lambda m, x: m.decode(m.encode(x, scale=2.0)).square().mean())
     other, expected = copy.deepcopy(model), copy.deepcopy(reference)
-    equal_steps(other, expected, rank, world, lambda m, x: m.encode(x).square().mean(), 1)
+    equal_steps(other, expected, rank, world, lambda m, x: m.encode(x).square().mean(), steps=1)
 
 
 @pytest.mark.parametrize("world", [1, 2])
