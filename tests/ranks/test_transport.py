@@ -1,5 +1,6 @@
 """Ranks of one host share memory; what goes wrong there is an error in seconds that names the ranks."""
 
+import gc
 import os
 import signal
 import time
@@ -18,7 +19,7 @@ from shardwright.comm.shm import ShmComm
 from shardwright.comm.sockets import SocketComm
 from shardwright.errors import CommError, Diverged, InputError, RankLost
 from shardwright.motion.unit import unit_of
-from tests.ranks.models import batches, build, loss_of, shard_decoder
+from tests.ranks.models import batches, build, full, loss_of, shard_decoder
 from tests.ranks.pool import run_ranks
 
 
@@ -166,6 +167,47 @@ def test_who_waits_in_shared_memory_sleeps_until_it_is_woken():
     waited, came_late = run_ranks(2, late)
     assert 1 <= waited <= 40  # in half a second; naps would be hundreds
     assert came_late <= 10
+
+
+def never_waited_for(rank, world, transport, collect):
+    """Models dropped while their weights, or their gradients, are on the way; then one that goes on."""
+    set_transport(transport)
+    (gc.enable if collect else gc.disable)()
+    for _ in range(2):
+        gathering = shard_decoder(build(), fully_shard)
+        gathering.unshard(async_op=True)
+        reducing = shard_decoder(build(), fully_shard)
+        reducing.set_is_last_backward(False)
+        loss_of(reducing, batches(0, world)[rank]).backward()
+        del gathering, reducing
+        if collect:
+            gc.collect()
+    model = fully_shard(nn.Linear(6, 6))
+    for _ in range(200):  # more operations than records: each number comes again
+        model(torch.ones(1, 6)).sum().backward()
+    assert torch.equal(model.weight.grad.full_tensor(), torch.full((6, 6), 200.0))
+
+
+@pytest.mark.parametrize("collect", [True, False], ids=["collected", "garbage"])
+@pytest.mark.parametrize("transport", ["auto", "sockets", "gloo"])
+def test_what_nobody_waits_for_is_in_nobodys_way(transport, collect):
+    run_ranks(2, never_waited_for, transport, collect, timeout_s=20.0)
+
+
+def waited_for_late(rank, world):
+    kept = fully_shard(nn.Linear(6, 6))
+    expected = full(kept.weight)
+    handle = kept.unshard(async_op=True)
+    model = fully_shard(nn.Linear(6, 6))
+    for _ in range(300):
+        with torch.no_grad():
+            model(torch.ones(1, 6))
+    handle.wait()
+    assert torch.equal(kept.weight, expected)
+
+
+def test_an_unshard_may_be_waited_for_after_any_number_of_others():
+    run_ranks(2, waited_for_late)
 
 
 def litter(rank, world):

@@ -24,6 +24,8 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -132,6 +134,14 @@ def this_host(fd: int) -> Host:
     return Host(platform.machine(), boot, pids, network, os.getpid(), fd)
 
 
+class Operation(Protocol):
+    """What a rank does with the peers' bytes of an operation."""
+
+    def complete(self) -> None:
+        """Do it now, if it isn't done, and give the bytes back."""
+        ...
+
+
 class Arena:
     """All ranks' segments, as one of them sees them. Operations are numbered from 1, alike on all ranks.
 
@@ -148,6 +158,7 @@ class Arena:
         self._timeout_s = timeout_s
         self._number = 0
         self._held: dict[int, tuple[int, int]] = {}  # operation -> (offset, end) in the own segment
+        self._open: WeakValueDictionary[int, Operation] = WeakValueDictionary()
         self._ends = [os.pidfd_open(pid) for pid in pids]
 
     def exchange(self, words: Sequence[int], key: str) -> list[list[int]]:
@@ -169,7 +180,7 @@ class Arena:
         return rows
 
     def reserve(self, nbytes: int) -> tuple[int, torch.Tensor]:
-        """A new operation's number, and the bytes of the own segment that it may fill.
+        """A new operation's number, and the bytes of the own segment that it may fill; then ``publish``.
 
         Raises: CommError where a peer has not read the operation of 256 ago within the timeout.
         """
@@ -177,8 +188,12 @@ class Arena:
         return number, self._segments[self.rank].bytes[span]
 
     def _reserve(self, nbytes: int) -> tuple[int, slice]:
-        self._number += 1
-        oldest = self._number - NUM_RECORDS
+        number = self._number + 1
+        oldest = number - NUM_RECORDS
+        # An unshard that nobody came for, say: every rank has come to this operation, and none goes beyond
+        # it before all have read that one.
+        if (forgotten := self._open.pop(oldest, None)) is not None:
+            forgotten.complete()
         if oldest in self._held:
             launch = Launch(oldest, f"operation {oldest}", here.phase, here.step)
             for peer, segment in enumerate(self._segments):
@@ -187,13 +202,14 @@ class Arena:
                     self._wait(peer, read, lambda: time.sleep(1e-3), launch)
         self._free_read()
         offset = self._first_fit(nbytes)
-        self._held[self._number] = (offset, offset + align(nbytes))
-        return self._number, slice(offset, offset + nbytes)
+        self._held[number] = (offset, offset + align(nbytes))
+        return number, slice(offset, offset + nbytes)
 
     def publish(self, number: int, nbytes: int, key: str) -> Launch:
         """Announce an operation whose bytes are in place."""
         launch = self.log.launch(key)
-        assert launch.number == number, "an operation was reserved and not published"
+        assert launch.number == number, "an operation was published that the log doesn't have, or the reverse"
+        self._number = number
         self._segments[self.rank].write_record(number, self._held[number][0], nbytes, key)
         return launch
 
@@ -221,6 +237,10 @@ class Arena:
                     f"{self.log.ranks[self.rank]} is in {key!r}, rank {self.log.ranks[peer]} in {theirs!r}. "
                     "Every rank must run the same modules in the same order"
                 )
+
+    def opened(self, number: int, operation: Operation) -> None:
+        """``operation`` is going to read the peers' bytes, at the latest when its record is needed."""
+        self._open[number] = operation
 
     def done(self, peer: int, number: int) -> None:
         """The peer may write over its bytes of an operation."""

@@ -142,36 +142,74 @@ class ShmComm:
         return self.arena.publish(number, total, key)
 
 
-class _ShmGather:
+class _Reads:
+    """The peers' parts of one operation, that this rank is to read, all of them and once.
+
+    A peer waits with its 256th operation from here for that. So an operation that nobody waits for, since its
+    model was dropped or an exception came between, gives the parts back as it is dropped itself.
+    """
+
+    def __init__(self, comm: ShmComm, launch: Launch) -> None:
+        self._comm = comm
+        self._launch = launch
+        self._unread = set(comm.peers)
+
+    def _read(self, peer: int) -> torch.Tensor:
+        return self._comm.arena.read(peer, self._launch)
+
+    def _done(self, peer: int) -> None:
+        self._comm.arena.done(peer, self._launch.number)
+        self._unread.discard(peer)
+
+    def __del__(self) -> None:
+        for peer in tuple(self._unread):
+            self._done(peer)
+
+
+class _ShmGather(_Reads):
     """An all-gather in flight: the own part is published, the others' are still to be read."""
 
     def __init__(self, comm: ShmComm, pieces: Sequence[Piece], launch: Launch) -> None:
-        self._comm = comm
+        super().__init__(comm, launch)
         self._pieces = pieces
-        self._launch = launch
+        comm.arena.opened(launch.number, self)
 
     def wait(self) -> None:
         """Copy every peer's spans into the buffer."""
         start = time.perf_counter()
         for peer in self._comm.peers:
-            joined = self._comm.arena.read(peer, self._launch)
-            spread(joined, [piece.part_bytes(peer) for piece in self._pieces])
-            self._comm.arena.done(peer, self._launch.number)
+            if peer in self._unread:
+                spread(self._read(peer), [piece.part_bytes(peer) for piece in self._pieces])
+                self._done(peer)
         self._comm.spent(start)
 
+    complete = wait
 
-class _ShmReduction:
+
+class _ShmReduction(_Reads):
     """A reduce-scatter in flight: the peers' spans are published, theirs for this rank still to be summed."""
 
     def __init__(
         self, comm: ShmComm, inputs: tuple[Sequence[Piece], Sequence[torch.dtype]], launch: Launch
     ) -> None:
-        self._comm = comm
+        super().__init__(comm, launch)
         self._pieces, self._dtypes = inputs
-        self._launch = launch
+        self._sums: list[torch.Tensor] | None = None
+        comm.arena.opened(launch.number, self)
+
+    def complete(self) -> None:
+        """Sum now, for whoever waits later."""
+        if self._sums is None:
+            self._sums = self._summed()
 
     def wait(self) -> list[torch.Tensor]:
         """Sum this rank's spans in rank order (see ``Reduction.wait``)."""
+        self.complete()
+        sums, self._sums = self._sums, []
+        assert sums is not None
+        return sums
+
+    def _summed(self) -> list[torch.Tensor]:
         start = time.perf_counter()
         comm = self._comm
         received = {peer: self._received(peer) for peer in comm.peers}
@@ -183,14 +221,14 @@ class _ShmReduction:
                 own = sum_in_rank_order(parts, dtype, scratch=None)
             sums.append(own.to(dtype, copy=not own.numel()))  # an empty view would hold the whole gradient
         for peer in comm.peers:
-            comm.arena.done(peer, self._launch.number)
+            self._done(peer)
         self._pieces = ()
         comm.spent(start)
         return sums
 
     def _received(self, peer: int) -> list[torch.Tensor]:
         """The peer's parts for this rank: after those for the ranks before it."""
-        joined = self._comm.arena.read(peer, self._launch)
+        joined = self._read(peer)
         ranks = [rank for rank in range(self._comm.world) if rank != peer]
         sizes = [piece.part_nbytes(rank) for rank in ranks for piece in self._pieces]
         offsets, _ = pack(sizes)
