@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from shardwright import fully_shard
-from shardwright.checkpoint import load
+from shardwright.checkpoint import load, save
 from shardwright.checkpoint.sources import open_source
 from shardwright.checkpoint.tools import Reader, read_tensor
 from shardwright.errors import CheckpointError
@@ -60,6 +60,17 @@ def test_files_of_torch_xla_are_pieces_of_what_its_consolidator_makes(layout: st
             for key, entry in source.manifest.tensors.items()
         }
     assert_equal(dict(whole), found)
+
+
+def test_files_of_others_beside_our_own_checkpoints_are_not_taken_for_them(tmp_path: Path) -> None:
+    """Theirs hold weights only: a run would go on without its optimizer's state, from another step."""
+    model = Net()
+    save(tmp_path, model=model, step=4)
+    for rank in (0, 1, 2):
+        shutil.copy(FAIRSCALE / f"flat-rank{rank}.pt", tmp_path)
+    other = Net()
+    assert load(tmp_path, model=other).step == 4
+    assert_equal(model.state_dict(), other.state_dict())
 
 
 def test_rank_files_that_are_missing_too_many_or_alone_are_an_error(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
-from shardwright.checkpoint.folder import find, read_manifest
+from shardwright.checkpoint.folder import find, read_manifest, step_folders
 from shardwright.checkpoint.format import MANIFEST, Manifest, Piece, TensorEntry, prove
 from shardwright.checkpoint.rankfiles import rank_entries, rank_files
 from shardwright.checkpoint.shardfile import DTYPE_NAME
@@ -44,11 +44,14 @@ class Source:
 
 def locate(path: Path) -> tuple[Path, tuple[str, ...]]:
     """The checkpoint that ``path`` means, and why newer ones were skipped: itself, or the newest complete
-    one in it.
+    one in it. Our own come before files of others that lie beside them: those hold weights only.
 
     Raises:
         CheckpointError: there is none.
     """
+    if path.is_dir() and step_folders(path):
+        folder, skipped = find(path)
+        return folder, tuple(skipped)
     if path.is_file() or (path / _DCP).is_file() or _weight_files(path) or rank_files(path):
         return path, ()
     folder, skipped = find(path)
