@@ -72,13 +72,14 @@ def test_inspect_lists_tensors_and_finds_nan_and_constant_ones(folder: Path) -> 
     bad = net(1)
     with torch.no_grad():
         bad.up.weight.zero_()
-        bad.up.bias.fill_(3.0)
+        bad.down.weight.fill_(3.0)
+        bad.up.bias.fill_(3.0)  # vectors may be meant so: biases, scales of a norm
         bad.down.bias[2] = torch.nan
     save(folder / "bad", model=bad, step=1)
     seen = inspect(folder / "bad")
     assert seen.suspicious == (
         "model/down.bias: 1 NaN",
-        "model/up.bias: all elements are 3.0",
+        "model/down.weight: all elements are 3.0",
         "model/up.weight: all elements are 0.0",
     )
     assert seen.exit_code == 1
