@@ -1,5 +1,7 @@
-"""A job of its own that ends while its last save fails."""
+"""Jobs of their own: two that save into one folder, and one that ends while its last save fails."""
 
+import json
+import threading
 from functools import partial
 from pathlib import Path
 
@@ -8,7 +10,11 @@ from torch import nn
 
 from shardwright import fully_shard
 from shardwright.checkpoint import async_save, load, save
+from shardwright.checkpoint.folder import find, step_folders
+from shardwright.errors import CheckpointError
 from tests.ranks.scripts import run_scripts
+
+STEPS = 12
 
 
 def build(value: float) -> nn.Module:
@@ -16,6 +22,48 @@ def build(value: float) -> nn.Module:
     for p in model.parameters():
         nn.init.constant_(p, value)
     return model
+
+
+def one_of_two_jobs(path: str, number: int, rank: int, world: int) -> None:
+    """Saves every second step, filled with the job's number; what was refused is told in a file."""
+    model, refused = fully_shard(build(float(number))), []
+    for step in range(number, 2 * STEPS, 2):
+        try:
+            save(f"{path}/run", model=model, step=step)
+        except CheckpointError as error:
+            refused.append((step, str(error)))
+    Path(path, f"refused-{number}-{rank}").write_text(json.dumps(refused))
+
+
+def test_two_jobs_that_save_into_one_folder_are_each_told_and_nothing_is_mixed(tmp_path: Path) -> None:
+    codes = {}
+
+    def run(number: int) -> None:
+        codes[number] = [
+            (end.code, end.text) for end in run_scripts(2, partial(one_of_two_jobs, str(tmp_path), number))
+        ]
+
+    jobs = [threading.Thread(target=run, args=(number,)) for number in (0, 1)]
+    for job in jobs:
+        job.start()
+    for job in jobs:
+        job.join()
+    assert codes == {number: [(0, "")] * 2 for number in (0, 1)}
+    published = {step for step, _ in step_folders(tmp_path / "run")}
+    for number in (0, 1):
+        first, second = (json.loads((tmp_path / f"refused-{number}-{r}").read_text()) for r in (0, 1))
+        assert [step for step, _ in first] == [step for step, _ in second]
+        for _, error in (*first, *second):
+            assert "another process is saving here (pid " in error
+        assert published.isdisjoint(step for step, _ in first)
+        published_here = set(range(number, 2 * STEPS, 2)) - {step for step, _ in first}
+        assert published_here <= published
+        for step in published_here:
+            model = build(-1.0)
+            load(tmp_path / "run" / f"step-{step:06d}", model=model)
+            assert {p.unique().item() for p in model.parameters()} == {float(number)}
+    assert find(tmp_path / "run")[1] == ()
+    assert not list((tmp_path / "run").glob(".torn-*"))
 
 
 def leave_with_a_save_that_fails(path: str, rank: int, world: int) -> None:

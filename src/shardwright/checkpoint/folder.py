@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import socket
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from shardwright.errors import CheckpointError, InputError
 
 LATEST = "latest"
 _LOCK = ".lock"
+_HOLDER_NBYTES = 300
 _TORN = ".torn-"
 _STEP = re.compile(r"step-(\d+)")
 
@@ -92,12 +94,22 @@ class Writer:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            holder = os.pread(self._lock, 200, 0).decode(errors="replace") or "unknown"
+            holder = self._holder()
             raise CheckpointError(
                 f"{self.path}: another process is saving here ({holder}); nothing was written"
             ) from error
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, f"pid {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        # Of one length, in one write: whoever is refused reads a whole name, of this holder or the last.
+        os.pwrite(
+            self._lock, f"pid {os.getpid()} on {socket.gethostname()}".encode().ljust(_HOLDER_NBYTES), 0
+        )
+
+    def _holder(self) -> str:
+        """Who holds the lock. In a new folder its first holder may be about to say so."""
+        for _ in range(100):
+            if said := os.pread(self._lock, _HOLDER_NBYTES, 0).decode(errors="replace").strip():
+                return said
+            time.sleep(0.01)
+        return "unknown"
 
     def publish(self, manifest_text: str) -> None:
         """Write the manifest, sync, rename into place, then move ``latest``. Every shard file is synced
