@@ -37,6 +37,7 @@ except ImportError:
 
 BITS_PER_S = {"10gbit": 10e9, "1gbit": 1e9, "1gbit+0.5ms": 1e9}
 MIN_NUMEL, MAX_NUMEL = 256, 8192
+SYSTEMS = ("shardwright", "shardwright-single", "torch-single", "fairscale", "ddp")
 
 
 def gradients(num: int, world: int) -> list[list[Tensor]]:
@@ -95,20 +96,21 @@ def by_ddp(model: nn.Module, alone: nn.Module) -> float:
     return took[0] - took[1]
 
 
-def systems(grads: list[list[Tensor]]) -> dict[str, Callable[[], float]]:
-    """A round of each system, by name."""
+def systems(grads: list[list[Tensor]], wanted: list[str]) -> dict[str, Callable[[], float]]:
+    """A round of each wanted system, by name."""
     ours, single = ReduceScatterBucketer(25), ReduceScatterBucketer(0)
     found: dict[str, Callable[[], float]] = {
         "shardwright": lambda: bucketed(ours, grads),
-        "shardwright, cap 0": lambda: bucketed(single, grads),
-        "torch, one by one": lambda: one_by_one(grads),
+        "shardwright-single": lambda: bucketed(single, grads),
+        "torch-single": lambda: one_by_one(grads),
     }
     if FairscaleBucketer is not None:
         theirs = FairscaleBucketer(25)
         found["fairscale"] = lambda: by_fairscale(theirs, grads)
-    alone = Sum(grads)
-    model = nn.parallel.DistributedDataParallel(Sum(grads))
-    return found | {"ddp": lambda: by_ddp(model, alone)}
+    if "ddp" in wanted:
+        alone, model = Sum(grads), nn.parallel.DistributedDataParallel(Sum(grads))
+        found["ddp"] = lambda: by_ddp(model, alone)
+    return {name: round_s for name, round_s in found.items() if name in wanted}
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -116,7 +118,7 @@ def measure(options: argparse.Namespace) -> None:
     grads = gradients(options.num, options.world)
     part_nbytes = sum(parts[0].nbytes for parts in grads)
     rows = []
-    for name, round_s in systems(grads).items():
+    for name, round_s in systems(grads, options.systems.split(",")).items():
         times = [slowest_s(round_s) for _ in range(options.rounds + 1)]
         rows.append((name, median(times[1:])))
     if options.rank == 0:
@@ -125,7 +127,7 @@ def measure(options: argparse.Namespace) -> None:
         if options.link in BITS_PER_S:
             rows.append(("bound", part_nbytes * (options.world - 1) * 8 / BITS_PER_S[options.link]))
         for name, took_s in rows:
-            print(f"  {name:20} {took_s * 1e3:9.1f} ms   {took_s / rows[0][1]:6.2f}x shardwright")
+            print(f"  {name:20} {took_s * 1e3:9.1f} ms   {took_s / rows[0][1]:6.2f}x {rows[0][0]}")
 
 
 def main() -> None:
@@ -133,6 +135,7 @@ def main() -> None:
     parser = arguments(__doc__, limit_s=200.0)
     parser.add_argument("--num", type=int, default=2000, help="number of gradients")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--systems", default=",".join(SYSTEMS), help=f"some of {', '.join(SYSTEMS)}")
     run(parser, measure, __file__)
 
 

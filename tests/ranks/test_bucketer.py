@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shardwright import ReduceScatterBucketer, set_transport
-from shardwright.comm.bucketer import MAX_IN_FLIGHT
+from shardwright.comm.bucketer import HOST_NBYTES
 from shardwright.comm.mesh import comm_of
 from shardwright.errors import CommError, InputError, StageError
 from tests.ranks.pool import run_ranks
@@ -115,9 +115,9 @@ def order(rank, world):
     assert ReduceScatterBucketer(25).shard_numel(torch.float32, 3) == 25 * 2**20 // 12  # R10
     none = ReduceScatterBucketer(0)
     assert none.shard_numel(torch.float32, world) == 0
-    for numel in (1, 2, 3):  # R4
+    for numel in (1, 2, 3, 0):  # R4
         none.reduce_scatter_async(ones(world, numel))
-    assert len(calls) == 7
+    assert len(calls) == 8
     none.flush()
     assert none.held_nbytes == 0
 
@@ -140,7 +140,7 @@ def memory(rank, world):
     assert bucketer.held_nbytes == 2**20  # the same memory again
     for _ in range(20):
         bucketer.reduce_scatter_async(ones(world, ROW_NUMEL))
-        assert bucketer.held_nbytes <= (MAX_IN_FLIGHT + 2) * 2**20
+        assert bucketer.held_nbytes <= 3 * 2**20
     bucketer.flush()
     bucketer.teardown()
     assert bucketer.held_nbytes == 0 and bucketer.num_buckets == 0
@@ -163,6 +163,33 @@ def memory(rank, world):
 def test_memory_is_held_from_the_first_use_to_teardown_and_results_outlive_it():  # R11 R18-R22 D4
     run_ranks(1, memory)
     run_ranks(WORLD, memory)
+
+
+def on_the_host(rank, world):
+    calls = Calls()
+    cap = 25
+    bucketer = ReduceScatterBucketer(cap)
+    row = HOST_NBYTES // 4 // world
+    whole_row = bucketer.shard_numel(torch.float32, world)
+    for _ in range(6):  # three lists fill a bucket of the host
+        bucketer.reduce_scatter_async(ones(world, row // 3))
+    assert len(calls) == 1  # on its way though the cap isn't reached: the wire isn't idle
+    exact = ones(world, whole_row)
+    handle = bucketer.reduce_scatter_async(exact)  # R3: small to the last element, in a bucket of its own
+    assert len(calls) == 2
+    exact[rank].zero_()  # and so the caller's again
+    for _ in range(40):
+        bucketer.reduce_scatter_async(ones(world, row))
+        assert sum(flight.nbytes for flight in bucketer._flights) <= cap * 2**20
+    assert handle.wait()[-1].item() == world
+    bucketer.flush()
+    assert len(calls) == 3 + 40
+    assert bucketer.held_nbytes <= cap * 2**20 + 2 * HOST_NBYTES
+    bucketer.teardown()
+
+
+def test_on_the_host_buckets_travel_before_the_cap_is_reached_and_no_more_than_it_is_under_way():  # R3 R11
+    run_ranks(WORLD, on_the_host)
 
 
 def groups(rank, world):

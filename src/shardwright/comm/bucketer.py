@@ -6,7 +6,8 @@
     wait() of a handle, flush()     the sums; callbacks run in the order in which inputs were added
 
 A bucket is one row per rank. What is sent to a rank is the filled part of its row, so a bucket that is
-half full costs half, and nothing of it has to be zero.
+half full costs half, and nothing of it has to be zero. On the host a bucket is full at ``HOST_NBYTES``: a
+larger one would save no latency that counts, and leave the wire idle until it is full.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,16 +20,19 @@ from torch.distributed import ProcessGroup
 from shardwright.comm.base import Comm, Piece, Reduction
 from shardwright.comm.mesh import comm_of
 from shardwright.errors import InputError, StageError
+from shardwright.plan.bucket import fits
 
 Callback = Callable[[torch.Tensor], object]
 
-MAX_IN_FLIGHT = 1
-"""Collectives that are left under way between calls: one travels while the next bucket fills. The next is
-issued before the oldest is waited for, so the wire is never idle; more would hold memory and hide nothing."""
+HOST_NBYTES = 2 << 20
+"""One rank's inputs that travel together on transports of the host, unless the cap is lower. They take
+0.1 ms to issue and 8 ms at 1 Gbit/s."""
 
 
 class ReduceScatterHandle:
     """One input list on its way through ``ReduceScatterBucketer``; made by ``reduce_scatter_async``."""
+
+    __slots__ = ("_bucket", "_callback", "_flight", "_offset", "_result", "_shape", "_total")
 
     def __init__(self, bucket: "_Bucket", shape: torch.Size, offset: int, callback: Callback | None) -> None:
         self._bucket: _Bucket | None = bucket
@@ -36,12 +40,13 @@ class ReduceScatterHandle:
         self._shape = shape
         self._offset = offset
         self._callback = callback
+        self._total: torch.Tensor | None = None  # the sums of all that came with it
         self._result: torch.Tensor | None = None
 
     @property
     def done(self) -> bool:
         """Whether the sum is here (its callback has run, or is about to)."""
-        return self._result is not None
+        return self._total is not None
 
     def wait(self) -> torch.Tensor:
         """The sum over ranks of this rank's input, in the inputs' shape and dtype; runs what callbacks came
@@ -50,15 +55,17 @@ class ReduceScatterHandle:
         Where the input still lies in a bucket, the bucket is issued: then every rank must wait here.
         Raises: CommError where a rank is in another collective, ended or never came.
         """
-        if self._result is None:
+        if self._total is None:
             if self._bucket is not None:
                 self._bucket.issue()
             if self._flight is not None:
                 self._flight.land()
-        if self._result is None:
+        if self._total is None:
             raise StageError(
                 "this reduce-scatter failed earlier, so it has no result; the error it raised then says why"
             )
+        if self._result is None:  # views are made for those that are looked at
+            self._result = self._total[self._offset : self._offset + prod(self._shape)].view(self._shape)
         return self._result
 
     def _issued(self, flight: "_Flight") -> None:
@@ -68,21 +75,19 @@ class ReduceScatterHandle:
         self._flight = self._callback = None
 
     def _landed(self, total: torch.Tensor) -> None:
-        self._flight = None
-        self._result = total[self._offset : self._offset + prod(self._shape)].view(self._shape)
+        self._flight, self._total = None, total
 
     def _call(self) -> None:
         callback, self._callback = self._callback, None
         if callback is not None:
-            assert self._result is not None
-            callback(self._result)
+            callback(self.wait())
 
 
 class ReduceScatterBucketer:
     """Sums lists of tensors over ranks, each rank getting its part, small lists together in one collective.
 
-    bucket_cap_mb: MiB of one rank's inputs that travel together; 0 or less: each list by itself. An input
-        that makes more than ``MAX_IN_FLIGHT`` collectives waits for the oldest, whose callbacks run then.
+    bucket_cap_mb: MiB of one rank's inputs that travel together at most; 0 or less: each list by itself. An
+        input that brings what is under way above it waits for the oldest, whose callbacks run then.
 
     Ranks call the same methods in the same order with the same shapes. It takes any process group that
     ``torch.distributed`` made, and moves bytes as ``set_transport`` says. Lists with equal dtype, device and
@@ -100,7 +105,11 @@ class ReduceScatterBucketer:
     def shard_numel(self, dtype: torch.dtype, world: int) -> int:
         """Elements of each tensor of a list that a bucket takes: the cap's bytes over ``world`` ranks,
         rounded down. Longer ones are large; 0 where nothing is bucketed."""
-        return max(0, int(self.bucket_cap_mb * 2**20 / dtype.itemsize / world))
+        return max(0, int(self._cap_nbytes / dtype.itemsize / world))
+
+    @property
+    def _cap_nbytes(self) -> float:
+        return self.bucket_cap_mb * 2**20
 
     @property
     def num_buckets(self) -> int:
@@ -111,7 +120,7 @@ class ReduceScatterBucketer:
     def held_nbytes(self) -> int:
         """Bytes that buckets hold now, filled, free for reuse or being sent (without what is received)."""
         return sum(bucket.held_nbytes for bucket in self._buckets.values()) + sum(
-            flight.data.nbytes for flight in self._flights if flight.data is not None
+            flight.rows.nbytes for flight in self._flights if flight.rows is not None
         )
 
     def reduce_scatter_async(
@@ -140,11 +149,17 @@ class ReduceScatterBucketer:
             comm = comm_of(group, first.device.type)
             capacity = self.shard_numel(first.dtype, comm.world)
             bucket = self._buckets[key] = _Bucket(comm, first, capacity, self._flights)
+        under_way = len(self._flights)
         with torch.no_grad():
             handle = bucket.add(inputs, callback_fn)
-        while len(self._flights) > MAX_IN_FLIGHT:
-            self._flights[0].land()
+        if len(self._flights) > under_way:
+            self._make_room()
         return handle
+
+    def _make_room(self) -> None:
+        """Wait for the oldest collectives, until no more than the cap is under way, or one."""
+        while len(self._flights) > 1 and sum(flight.nbytes for flight in self._flights) > self._cap_nbytes:
+            self._flights[0].land()
 
     def flush(self) -> None:
         """Issue every bucket that has inputs, wait for all collectives, and run all callbacks. No-op where
@@ -172,7 +187,8 @@ class ReduceScatterBucketer:
 class _Bucket:
     """Inputs of one dtype, device and set of ranks, until they are issued.
 
-    capacity: elements of a row. flights: the collectives of all buckets that are under way, oldest first.
+    capacity: elements of a row that an input may have. flights: the collectives of all buckets that are under
+    way, oldest first.
     """
 
     def __init__(self, comm: Comm, like: torch.Tensor, capacity: int, flights: "list[_Flight]") -> None:
@@ -180,33 +196,34 @@ class _Bucket:
         self.handles: list[ReduceScatterHandle] = []
         self.flights = flights
         self._capacity = capacity
+        self._row_numel = capacity
+        if comm.reads_in_place:
+            self._row_numel = min(capacity, HOST_NBYTES // like.dtype.itemsize // comm.world)
         self._dtype, self._device = like.dtype, like.device
         self._used = 0
-        self._data: torch.Tensor | None = None
-        self._rows: tuple[torch.Tensor, ...] = ()
+        self._rows: torch.Tensor | None = None  # [world, elements], being filled
         self._free: list[torch.Tensor] = []
 
     @property
     def held_nbytes(self) -> int:
         """Bytes of the bucket being filled, and of those free for reuse."""
-        held = self._free if self._data is None else [*self._free, self._data]
-        return sum(data.nbytes for data in held)
+        held = self._free if self._rows is None else [*self._free, self._rows]
+        return sum(rows.nbytes for rows in held)
 
     def add(self, inputs: list[torch.Tensor], callback: Callback | None) -> ReduceScatterHandle:
         """Take a checked list: small into the bucket, large on its way at once."""
         shape, numel = inputs[0].shape, inputs[0].numel()
-        if numel > self._capacity:
+        if not fits((), numel, self._capacity):
             handle = ReduceScatterHandle(self, shape, 0, callback)
             self._send(self._pieces_of(inputs), [handle], None)
             return handle
-        if self._used + numel > self._capacity:
+        if self._rows is not None and not fits((self._used,), numel, self._rows.shape[1]):
             self.issue()
-        if self._data is None:
-            self._take()
-        start, stop = self._used, self._used + numel
-        for row, tensor in zip(self._rows, inputs, strict=True):
-            row[start:stop].view(shape).copy_(tensor)
-        self._used = stop
+        rows = self._rows = self._take(numel) if self._rows is None else self._rows
+        start, self._used = self._used, self._used + numel
+        place = rows[:, start : self._used]
+        # One call for all ranks' inputs: each costs more than the bytes of a small one.
+        torch.stack(inputs, out=place if len(shape) == 1 else place.view(len(inputs), *shape))
         handle = ReduceScatterHandle(self, shape, start, callback)
         self.handles.append(handle)
         return handle
@@ -215,32 +232,34 @@ class _Bucket:
         """One collective for everything in the bucket. No-op where that is nothing."""
         if not self.handles:
             return
-        handles, data, used = self.handles, self._data, self._used
-        assert data is not None
-        self.handles, self._data, self._rows, self._used = [], None, (), 0
-        spans = tuple((r * self._capacity, r * self._capacity + used) for r in range(self.comm.world))
-        self._send([Piece(data, spans)], handles, data)
+        handles, rows, used = self.handles, self._rows, self._used
+        assert rows is not None
+        self.handles, self._rows, self._used = [], None, 0
+        numel = rows.shape[1]
+        spans = tuple((r * numel, r * numel + used) for r in range(self.comm.world))
+        self._send([Piece(rows.view(-1), spans)], handles, rows)
 
-    def give_back(self, data: torch.Tensor) -> None:
+    def give_back(self, rows: torch.Tensor) -> None:
         """A bucket's memory, sent and read, to be filled again."""
-        self._free.append(data)
+        if rows.shape[1] == self._row_numel:
+            self._free.append(rows)
 
-    def _take(self) -> None:
-        """Memory to fill: reused where it can be, since fresh pages are dear."""
-        world = self.comm.world
-        if self._free:
-            self._data = self._free.pop()
-        else:
-            self._data = torch.empty(world * self._capacity, dtype=self._dtype, device=self._device)
-        self._rows = tuple(self._data.view(world, self._capacity))
+    def _take(self, numel: int) -> torch.Tensor:
+        """Memory to fill with ``numel`` elements of a row at least: reused where it can be, since fresh pages
+        are dear."""
+        if self._free and numel <= self._row_numel:
+            return self._free.pop()
+        shape = (self.comm.world, max(numel, self._row_numel))
+        return torch.empty(shape, dtype=self._dtype, device=self._device)
 
     def _send(
-        self, pieces: list[Piece], handles: list[ReduceScatterHandle], data: torch.Tensor | None
+        self, pieces: list[Piece], handles: list[ReduceScatterHandle], rows: torch.Tensor | None
     ) -> None:
         numel = pieces[0].spans[0][1] - pieces[0].spans[0][0]
         what = f"reduce-scatter of {len(handles)} inputs, {numel} x {self._dtype}"
         # Known as issued before anything can raise: a failure leaves no handle waiting in a bucket.
-        flight = _Flight(self, handles, data)
+        nbytes = sum(piece.part_nbytes(rank) for piece in pieces for rank in range(self.comm.world))
+        flight = _Flight(self, handles, rows, nbytes)
         for handle in handles:
             handle._issued(flight)
         with torch.no_grad():
@@ -262,14 +281,15 @@ class _Bucket:
 
 
 class _Flight:
-    """A collective under way, and whose inputs it carries."""
+    """A collective under way: whose inputs it carries, how many bytes of this rank's, in which bucket."""
 
     def __init__(
-        self, bucket: _Bucket, handles: list[ReduceScatterHandle], data: torch.Tensor | None
+        self, bucket: _Bucket, handles: list[ReduceScatterHandle], rows: torch.Tensor | None, nbytes: int
     ) -> None:
         self.bucket = bucket
         self.handles = handles
-        self.data = data
+        self.rows = rows
+        self.nbytes = nbytes
         self.reduction: Reduction | None = None
 
     def land(self) -> None:
@@ -289,9 +309,9 @@ class _Flight:
             for handle in self.handles:
                 handle._failed()
             raise
-        if self.data is not None:
-            self.bucket.give_back(self.data)
-            self.data = None
+        if self.rows is not None:
+            self.bucket.give_back(self.rows)
+            self.rows = None
         for handle in self.handles:
             handle._landed(total)
         errors = []
@@ -306,11 +326,13 @@ class _Flight:
 
 
 def _ranks_of(group: ProcessGroup | None) -> tuple[int, ...]:
-    if not dist.is_initialized():
+    if group is None:
+        group = dist.group.WORLD
+    if group is None:
         raise InputError(
             "reduce_scatter_async needs ranks; call torch.distributed.init_process_group() first"
         )
-    if not (group is None or isinstance(group, ProcessGroup)):
+    if not isinstance(group, ProcessGroup):
         raise InputError(f"group must be a ProcessGroup that has this rank, or None, got {group!r}")
     return tuple(dist.get_process_group_ranks(group))
 
@@ -327,7 +349,9 @@ def _check(inputs: list[torch.Tensor], world: int) -> None:
             raise InputError(
                 f"input {rank} is not a dense tensor but {type(tensor).__name__}: {tensor!r:.80}"
             )
-        if (tensor.shape, tensor.dtype, tensor.device) != (first.shape, first.dtype, first.device):
+        if tensor is not first and (
+            tensor.dtype is not first.dtype or tensor.shape != first.shape or tensor.device != first.device
+        ):
             raise InputError(
                 f"inputs must be alike: input {rank} is {_describe(tensor)}, input 0 is {_describe(first)}; "
                 "pad or convert them before the call"

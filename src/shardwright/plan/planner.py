@@ -14,6 +14,7 @@ A limit of the policy that counts groups ahead or collectives in flight counts t
 import functools
 from collections.abc import Callable, Iterable, Sequence
 
+from shardwright.plan.bucket import fits
 from shardwright.plan.schedule import (
     BEGINS,
     Action,
@@ -133,7 +134,8 @@ class Planner:
                 actions.append(Action(ActionKind.WAIT_REDUCE, together[0], together[1:]))
         facts, cap = self.facts(group), self.policy.bucket_cap_nbytes
         held = self._companions(group)
-        if facts.lane is None or not cap or self._grad_nbytes(held) + facts.grad_nbytes > cap:
+        sizes = (self.facts(other).grad_nbytes for other in held)
+        if facts.lane is None or not fits(sizes, facts.grad_nbytes, cap):
             self._issue_reduction([*held, group], actions)
         else:
             self.held.append(group)
@@ -142,9 +144,6 @@ class Planner:
     def _companions(self, group: int) -> list[int]:
         lane = self.facts(group).lane
         return [] if lane is None else [other for other in self.held if self.facts(other).lane == lane]
-
-    def _grad_nbytes(self, groups: Iterable[int]) -> int:
-        return sum(self.facts(group).grad_nbytes for group in groups)
 
     def _issue_reduction(self, groups: Sequence[int], actions: list[Action]) -> None:
         while len(self.reducing) >= self.policy.max_reductions:
@@ -209,10 +208,11 @@ class Planner:
 
     def _joins(self, group: int, batch: Sequence[int]) -> bool:
         """Whether the group's all-gather may be part of that of ``batch``."""
-        lane, cap = self.facts(group).lane, self.policy.bucket_cap_nbytes
-        if not cap or lane is None or lane != self.facts(batch[0]).lane:
+        lane = self.facts(group).lane
+        if lane is None or lane != self.facts(batch[0]).lane:
             return False
-        return sum(self.facts(other).nbytes for other in (*batch[1:], group)) <= cap
+        sizes = (self.facts(other).nbytes for other in batch[1:])
+        return fits(sizes, self.facts(group).nbytes, self.policy.bucket_cap_nbytes)
 
     def _may_issue(self) -> bool:
         in_flight = {self.live[group] for group in self.live if group not in self.waited} - self._landed
