@@ -22,6 +22,7 @@ from functools import cache
 
 import torch
 
+from shardwright import bnb
 from shardwright.errors import InputError
 
 BLOCK = 64
@@ -97,6 +98,7 @@ def dequantize(
     block: the one it was quantised with. out: a contiguous tensor of ``shape`` and ``dtype`` to fill, else a
     fresh one.
     Method: pairs of codes index a table of two (or four) finished values; then one multiplication in place.
+    On CUDA bitsandbytes' kernel, where that is installed (see ``bnb``).
     Raises: InputError for shapes that don't belong together.
     """
     cols = shape[-1]
@@ -106,8 +108,11 @@ def dequantize(
         return out
     # Either may lie with another dim first, as a weight sharded on that dim does.
     codes = codes.contiguous().view(-1, codes.shape[-1])
-    absmax = absmax.to(dtype).reshape(-1, absmax.shape[-1])
     target = out.view(-1, cols)
+    if bnb.decodes(codes, cols, block, dtype):
+        bnb.decode(codes, absmax, LEVELS, target)
+        return out
+    absmax = absmax.to(dtype).reshape(-1, absmax.shape[-1])
     step = max(1, _CHUNK_NUMEL // cols) if codes.device.type == "cpu" else len(codes)
     for start in range(0, len(codes), step):
         rows = slice(start, start + step)

@@ -40,6 +40,7 @@ FLOORS = {
     "interchange": 3,
     "nf4": 2,
     "policy": 2,
+    "bnb": 1,
     "errors": 1,
 }
 """Room (top folder or file of the package) -> floor. A room imports only from lower floors and itself."""

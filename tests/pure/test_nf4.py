@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from shardwright import nf4, quantize_
+from shardwright import bnb, nf4, quantize_
 from shardwright.errors import InputError
 from shardwright.state import encoded
 from shardwright.state.codec import INT8, NF4, NF4_DOUBLE
@@ -137,6 +137,24 @@ def test_codes_are_those_of_bitsandbytes():
     assert torch.equal(state.absmax.view(absmax.shape), absmax)
     theirs = functional.dequantize_4bit(packed, state)
     assert torch.equal(nf4.dequantize(codes, absmax, weight.shape, torch.float32), theirs)
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("bitsandbytes"), reason="bitsandbytes is not installed")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("block", [64, 128])
+def test_their_kernel_decodes_what_the_plain_way_does(dtype, block):
+    """On the CPU, by the same call as on CUDA but for where its result goes."""
+    weight = gaussian(96, 512)
+    codes, absmax = nf4.quantize(weight, block)
+    ours = nf4.dequantize(codes, absmax, weight.shape, torch.float32, block)
+    theirs = torch.empty(weight.shape, dtype=dtype)
+    bnb.decode(codes, absmax, nf4.LEVELS, theirs)
+    assert torch.equal(theirs, ours.to(dtype))
+
+
+def test_without_a_gpu_their_kernel_is_left_alone():
+    codes, _ = nf4.quantize(gaussian(4, 64))
+    assert not bnb.decodes(codes, 64, nf4.BLOCK, torch.float32)
 
 
 # ---- models
