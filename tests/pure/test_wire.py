@@ -49,6 +49,18 @@ def arrived(transfer, places):
     return torch.cat(joined or [place.view(torch.uint8) for place in places])
 
 
+def test_both_ends_learn_that_they_are_in_different_collectives(ends):
+    """Also the one whose peer has found out, and raised, before it has sent anything itself."""
+    first, second = ends
+    message = torch.ones(8)
+    second.send(1, [message], key="theirs")
+    with pytest.raises(CommError, match="different collectives"):
+        first.receive(1, [torch.empty(8)], key="ours").wait_received()
+    first.send(1, [message], key="ours")
+    with pytest.raises(CommError, match="different collectives"):
+        second.receive(1, [torch.empty(8)], key="theirs").wait_received()
+
+
 SIZES = ([1], [5, 100_003], [3] * 700, [4 << 20, 7])
 
 

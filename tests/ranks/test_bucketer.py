@@ -325,7 +325,8 @@ def test_a_callback_that_raises_or_adds_more_loses_nothing():
     run_ranks(WORLD, raising)
 
 
-def differently(rank, world):
+def differently(rank, world, transport):
+    set_transport(transport)
     bucketer = ReduceScatterBucketer(1)
     handle = bucketer.reduce_scatter_async(ones(world, 3 + rank))
     with pytest.raises(CommError, match="different collectives"):
@@ -335,5 +336,6 @@ def differently(rank, world):
     bucketer.teardown()
 
 
-def test_ranks_that_add_different_sizes_are_told_so_at_once():  # R24
-    run_ranks(WORLD, differently)
+@pytest.mark.parametrize("transport", ["auto", "sockets"])
+def test_ranks_that_add_different_sizes_are_told_so_at_once(transport):  # R24
+    run_ranks(WORLD, differently, transport)

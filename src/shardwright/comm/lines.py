@@ -190,6 +190,7 @@ class Line:
         self.takes_memory = takes_memory
         self.trouble = ""
         self.socket = connection
+        self._broken = False
         self._out: deque[_Outgoing] = deque()
         self._expected: deque[Incoming] = deque()  # named by the own rank, head not yet arrived
         self._early: deque[Incoming] = deque()  # arrived, or arriving, before the own rank named them
@@ -236,7 +237,8 @@ class Line:
     def events(self) -> int:
         """What its socket is to be watched for."""
         if self.trouble:
-            return 0
+            # A peer that is in another collective learns it from what is sent there; and from nothing else.
+            return selectors.EVENT_WRITE if self._out and not self._broken else 0
         has_place = self._current is not None or self._expected or self.takes_memory
         held = not self._head_views and not has_place
         return (0 if held else selectors.EVENT_READ) | (selectors.EVENT_WRITE if self._out else 0)
@@ -249,6 +251,7 @@ class Line:
             if events & selectors.EVENT_READ:
                 self._read()
         except OSError as error:
+            self._broken = True
             self._fail(
                 f"the connection to {self.side.name(self.peer)} broke: {error}; its own error says why"
             )
@@ -290,6 +293,7 @@ class Line:
                 self._wake_for(nbytes)
                 return False
             if not got:
+                self._broken = True
                 self._fail(f"{self.side.name(self.peer)} has ended, or left the mesh; its own error says why")
                 return False
             _skip(views, got)
