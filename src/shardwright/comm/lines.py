@@ -190,7 +190,6 @@ class Line:
         self.takes_memory = takes_memory
         self.trouble = ""
         self.socket = connection
-        self._broken = False
         self._out: deque[_Outgoing] = deque()
         self._expected: deque[Incoming] = deque()  # named by the own rank, head not yet arrived
         self._early: deque[Incoming] = deque()  # arrived, or arriving, before the own rank named them
@@ -238,7 +237,7 @@ class Line:
         """What its socket is to be watched for."""
         if self.trouble:
             # A peer that is in another collective learns it from what is sent there; and from nothing else.
-            return selectors.EVENT_WRITE if self._out and not self._broken else 0
+            return selectors.EVENT_WRITE if self._out else 0
         has_place = self._current is not None or self._expected or self.takes_memory
         held = not self._head_views and not has_place
         return (0 if held else selectors.EVENT_READ) | (selectors.EVENT_WRITE if self._out else 0)
@@ -251,8 +250,7 @@ class Line:
             if events & selectors.EVENT_READ:
                 self._read()
         except OSError as error:
-            self._broken = True
-            self._fail(
+            self._break(
                 f"the connection to {self.side.name(self.peer)} broke: {error}; its own error says why"
             )
 
@@ -293,8 +291,9 @@ class Line:
                 self._wake_for(nbytes)
                 return False
             if not got:
-                self._broken = True
-                self._fail(f"{self.side.name(self.peer)} has ended, or left the mesh; its own error says why")
+                self._break(
+                    f"{self.side.name(self.peer)} has ended, or left the mesh; its own error says why"
+                )
                 return False
             _skip(views, got)
             if got < nbytes:  # asking again would bring the few packets that came meanwhile
@@ -340,6 +339,12 @@ class Line:
                 arrived.transfer.receiving.discard(self)
                 self.side.changed.notify_all()
         self._head_views.append(memoryview(self._head))
+
+    def _break(self, trouble: str) -> None:
+        """Nothing more can be sent, either."""
+        with self.side.changed:
+            self._out.clear()
+        self._fail(trouble)
 
     def _fail(self, trouble: str) -> None:
         with self.side.changed:
