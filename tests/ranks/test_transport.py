@@ -52,7 +52,8 @@ def test_an_unknown_transport_is_refused():
         set_transport("pigeon")
 
 
-def limits(rank, world, folder):
+def limits(rank, world, folder, transport):
+    set_transport(transport)
     made, new_group = [], dist.new_group
     dist.new_group = lambda *args, **options: (made.append(new_group(*args, **options)), made[-1])[1]
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
@@ -65,10 +66,13 @@ def limits(rank, world, folder):
     return [timeout_of(group).total_seconds() for group in made], axes
 
 
-@pytest.mark.parametrize(("default_s", "expected_s"), [(20.0, 20.0), (3600.0, 600.0)])
-def test_every_new_process_group_has_a_time_limit(tmp_path, default_s, expected_s):
-    for found, axes in run_ranks(4, limits, tmp_path, timeout_s=default_s):
-        assert axes >= 4 * 2  # all ranks, copies, shards, neighbours; two groups each
+@pytest.mark.parametrize(
+    ("transport", "default_s", "expected_s"),
+    [("auto", 20.0, 20.0), ("auto", 3600.0, 600.0), ("gloo", 20.0, 20.0)],
+)
+def test_every_new_process_group_has_a_time_limit(tmp_path, transport, default_s, expected_s):
+    for found, axes in run_ranks(4, limits, tmp_path, transport, timeout_s=default_s):
+        assert axes >= 4 * (1 + (transport == "gloo"))  # all ranks, copies, shards, neighbours; its own apart
         assert expected_s in found[:axes]  # not longer than the caller's group
         assert len(found) > axes
         assert max(found) <= TIMEOUT.total_seconds()  # torch's default is half an hour
