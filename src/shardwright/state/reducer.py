@@ -148,7 +148,7 @@ class Reducer:
         totals = reduction.wait()
         if not params:
             return {}
-        if self._axis.replicate is None:
+        if not self.has_copies:
             self._finish(totals, params)
             return {}
         for param, total in zip(params, totals, strict=True):

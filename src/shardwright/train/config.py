@@ -18,6 +18,11 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
+def _unbounded(values: dict[str, Any], *bounds: str) -> dict[str, Any]:
+    """``values`` with None for each of ``bounds`` that is 0, since TOML has no null."""
+    return {**values, **{bound: values[bound] or None for bound in bounds}}
+
+
 class RunConfig(Section):
     """Where the run keeps its files, and its seed."""
 
@@ -229,10 +234,8 @@ class ScheduleConfig(Section):
 
     def policy(self) -> SchedulePolicy:
         """The same as the library's policy, where no bound is None."""
-        values: dict[str, Any] = self.model_dump(exclude={"transport"})
-        for bound in ("budget_nbytes", "max_gathers"):
-            values[bound] = values[bound] or None
-        return SchedulePolicy(**values)
+        values = self.model_dump(exclude={"transport"})
+        return SchedulePolicy(**_unbounded(values, "budget_nbytes", "max_gathers"))
 
 
 class WatchConfig(Section):
@@ -245,15 +248,13 @@ class WatchConfig(Section):
     stall_s: float = Field(
         default=0.0, ge=0.0, description="seconds of doing nothing before it is an error; 0: never"
     )
-
     collective_s: float = Field(
         default=0.0, ge=0.0, description="seconds of moving bytes before it is an error; 0: never"
     )
 
     def policy(self) -> WatchPolicy:
-        """The same as the library's policy."""
-        bounds = {"stall_s": self.stall_s or None, "collective_s": self.collective_s or None}
-        return WatchPolicy(**{**self.model_dump(), **bounds})
+        """The same as the library's policy, where no bound is None."""
+        return WatchPolicy(**_unbounded(self.model_dump(), "stall_s", "collective_s"))
 
 
 class SampleConfig(Section):
