@@ -294,7 +294,7 @@ def _make_comm(ranks: list[int], device_type: str, within: ProcessGroup) -> Comm
         opened = open_wire(gather_group, timeout.total_seconds(), log)
         if opened is not None:
             return SocketComm(*opened)
-    # Only where it is needed: a Gloo group that nobody uses takes 2.5 ms of CPU a second all the same.
+    # Only where it is needed: a Gloo group that nobody uses takes about 2 ms of CPU a second all the same.
     reduce_group = make_group()
     if backend != "gloo" or _transport is Transport.COLLECTIVES:
         streams = None if backend == "gloo" else Streams.of(_device(device_type))
