@@ -1,5 +1,7 @@
 """The wrapper where a caller takes part: own reductions, whole quantised weights, orders of its own."""
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -179,15 +181,18 @@ def test_ranks_in_other_orders_are_exact_from_the_first_iteration_on_evaluations
 def refused_orders(rank, world, evaluates):
     model = in_own_order("off")
     model.module.order = ORDERS[rank]
-    with (
-        pytest.raises(CommError, match="different collectives") as error,
-        torch.set_grad_enabled(not evaluates),
-    ):
-        loss_of(model, batches(0, world)[rank])
-    return str(error.value)
+    messages = []
+    for step in range(4):
+        with (
+            pytest.raises(CommError, match="different collectives") as error,
+            torch.set_grad_enabled(not evaluates),
+        ):
+            loss_of(model, batches(step, world)[rank])
+        messages.append(str(error.value))
+    return messages
 
 
 @pytest.mark.parametrize("evaluates", [False, True], ids=["training", "evaluation"])
-def test_without_agreement_another_order_is_an_error_on_every_rank_in_the_first_iteration(evaluates):
-    for message in run_ranks(2, refused_orders, evaluates):
+def test_without_agreement_another_order_is_an_error_on_every_rank_in_every_iteration(evaluates):
+    for message in itertools.chain(*run_ranks(2, refused_orders, evaluates)):
         assert "blocks.0" in message and "blocks.1" in message

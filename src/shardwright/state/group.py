@@ -2,7 +2,7 @@
 
     stage        legal next      what it holds
     SHARDED      GATHERING       shards
-    GATHERING    UNSHARDED       shards, and the buffer being filled
+    GATHERING    UNSHARDED       shards, and the buffer being filled (SHARDED, where that could not begin)
     UNSHARDED    SHARDED         shards, and the filled buffer; modules show the unsharded parameters
 
 A group knows nothing of its neighbours, of the order they run in, or of hooks.
@@ -147,18 +147,11 @@ class ParamGroup:
 
     # ---- the all-gather
 
-    def unshard(self) -> None:
-        """Take the buffer, fill this rank's part, and issue the all-gather.
+    def prepare(self) -> None:
+        """Follow the parameters at rest, before ``fill``.
 
         Raises: StageError for a parameter that is still on the meta device or was replaced by something else.
         """
-        self.prepare()
-        pieces = self.fill()
-        if pieces is not None:
-            self.receive(self.comm.all_gather(pieces, f"all-gather {self.name}"))
-
-    def prepare(self) -> None:
-        """Follow the parameters at rest, before ``fill``. Raises: StageError as ``unshard``."""
         self._follow()
         _check_materialised(self)
 
@@ -213,6 +206,14 @@ class ParamGroup:
     def receive(self, gather: Gather) -> None:
         """The all-gather in flight that ``wait`` waits for."""
         self._gather = gather
+
+    def give_up(self) -> None:
+        """Be at rest again where ``fill`` was not followed by an all-gather, since issuing it failed."""
+        assert self.buffer is not None
+        if self.stage is Stage.GATHERING and self._gather is None:
+            self.stage = Stage.SHARDED
+            self.buffer.free()
+            self.decoding.free()
 
     def wait(self) -> int:
         """Wait for the all-gather; from now on modules show the unsharded parameters.

@@ -19,11 +19,23 @@ def unshard(groups: Sequence[ParamGroup], near: AbstractSet[ParamGroup] | None =
 
     Those that aren't at rest take part for others, with memory that is dropped. near: the groups whose
     neighbours have them; None: each rank sees by itself.
-    Raises: StageError, before anything was issued (see ``ParamGroup.unshard``).
+    Raises: StageError, before anything was issued (see ``ParamGroup.prepare``); what issuing raises, and then
+        the groups that it had not come to are at rest.
     """
     at_rest = [group for group in groups if group.stage is Stage.SHARDED]
     for group in at_rest:
         group.prepare()
+    try:
+        _issue(groups, at_rest, near)
+    except BaseException:
+        for group in at_rest:
+            group.give_up()
+        raise
+
+
+def _issue(
+    groups: Sequence[ParamGroup], at_rest: Sequence[ParamGroup], near: AbstractSet[ParamGroup] | None
+) -> None:
     pieces: dict[ParamGroup, list[Piece]] = {}
     for group in groups:
         nearby = None if near is None else group in near
