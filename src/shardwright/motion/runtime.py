@@ -264,8 +264,11 @@ class Runtime:
 
     def rest(self) -> None:
         """Reshard every group, between phases (before parameters are saved, loaded, moved or cast)."""
-        if not self._passes:
-            for index in range(len(self.groups)):
+        if self._passes:
+            return
+        self.table.asked.clear()
+        for index, group in enumerate(self.groups):
+            if group.stage is not Stage.SHARDED:  # asked by each module of the model that is saved
                 self._take(Action(ActionKind.RESHARD, index))
 
     def _reshard_unsharded(self) -> None:
