@@ -2,11 +2,12 @@
 
     python bench/bucketer.py --link loopback --world 2
 
-Ranks are processes joined by the links of links.py, one compute thread each. Per system: an unmeasured round,
-then rounds in which every gradient (float32, one part per rank) is handed over and waited for; the median of
-the slowest rank counts. ``fairscale`` runs where 0.4.13 can be imported. ``ddp`` is what DDP adds to a
-backward through a sum over as many parameters; it all-reduces, twice the bytes. The bound is the bytes that a
-rank must send over the rate of the link.
+Ranks are processes joined by the links of links.py, one compute thread each. In a round every gradient
+(float32, one part per rank) is handed over and waited for; the slowest rank counts. The systems alternate
+round by round, after one that isn't counted; printed are medians, and the median of the ratios within rounds.
+``fairscale`` runs where 0.4.13 can be imported. ``ddp`` is what DDP adds to a backward through a sum over as
+many parameters; it all-reduces, twice the bytes. The bound is the bytes that a rank must send over the rate
+of the link.
 """
 
 import argparse
@@ -117,24 +118,29 @@ def measure(options: argparse.Namespace) -> None:
     """One rank: every system's rounds; rank 0 prints the table."""
     grads = gradients(options.num, options.world)
     part_nbytes = sum(parts[0].nbytes for parts in grads)
-    rows = []
-    for name, round_s in systems(grads, options.systems.split(",")).items():
-        times = [slowest_s(round_s) for _ in range(options.rounds + 1)]
-        rows.append((name, median(times[1:])))
+    rounds = systems(grads, options.systems.split(","))
+    names, times = list(rounds), {name: list[float]() for name in rounds}
+    for number in range(options.rounds + 1):
+        for turn in range(len(names)):  # each comes after each other one
+            name = names[(number + turn) % len(names)]
+            times[name].append(slowest_s(rounds[name]))
     if options.rank == 0:
         print(f"{options.num} gradients, world {options.world}, {options.link}: ", end="")
         print(f"{part_nbytes * options.world / 2**20:.1f} MiB per rank")
+        first = times[names[0]][1:]
+        for name, took_s in ((name, found[1:]) for name, found in times.items()):
+            ratio = median(other / own for own, other in zip(first, took_s, strict=True))
+            print(f"  {name:20} {median(took_s) * 1e3:9.1f} ms   {ratio:6.2f}x {names[0]}, paired")
         if options.link in BITS_PER_S:
-            rows.append(("bound", part_nbytes * (options.world - 1) * 8 / BITS_PER_S[options.link]))
-        for name, took_s in rows:
-            print(f"  {name:20} {took_s * 1e3:9.1f} ms   {took_s / rows[0][1]:6.2f}x {rows[0][0]}")
+            bound_s = part_nbytes * (options.world - 1) * 8 / BITS_PER_S[options.link]
+            print(f"  {'bound':20} {bound_s * 1e3:9.1f} ms   {bound_s / median(first):6.2f}x {names[0]}")
 
 
 def main() -> None:
     """Parse, then measure as a rank or launch the ranks."""
     parser = arguments(__doc__, limit_s=200.0)
     parser.add_argument("--num", type=int, default=2000, help="number of gradients")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--systems", default=",".join(SYSTEMS), help=f"some of {', '.join(SYSTEMS)}")
     run(parser, measure, __file__)
 
