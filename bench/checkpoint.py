@@ -16,11 +16,14 @@ import json
 import os
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))  # this checkout, not one installed
 
 import torch
 import torch.distributed as dist
@@ -32,11 +35,11 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from shardwright import fully_shard
 from shardwright.checkpoint import async_save, load, save
 from shardwright.checkpoint.agree import ranks
-from shardwright.checkpoint.load import fill
+from shardwright.checkpoint.load import fill, fill_and_prove
 from shardwright.checkpoint.shardfile import Reader
 from shardwright.checkpoint.sources import open_source
 from shardwright.checkpoint.target import allocated, plan
-from shardwright.checkpoint.verify import Verifier
+from shardwright.checkpoint.verify import Verifier, crc_in
 
 DIM = 2048
 
@@ -156,13 +159,15 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
 
 
 def steps_beside(library: Peer, step: int, count: int) -> dict[str, float]:
-    """A step without a save, and beside one: the first after it was begun, and all that it lasts."""
-    before = [train(library.model, library.optimizer) for _ in range(count + 1)][1:]
+    """A step without a save (some before, some after), and beside one: the first after it was begun, and all
+    that it lasts."""
+    without = [train(library.model, library.optimizer) for _ in range(count + 1)][1:]
     pending, beside = library.start_save(step), list[float]()
     while not beside or not everywhere(pending.done()):
         beside.append(train(library.model, library.optimizer))
     library.end_save(pending)
-    alone = statistics.median(before)
+    without += [train(library.model, library.optimizer) for _ in range(count)]
+    alone = statistics.median(without)
     return {
         "step_s": alone,
         "step_after/step": beside[0] / alone,
@@ -210,11 +215,11 @@ def cost(gb: float, folder: str) -> None:
     with Reader(source.folder) as reader:
         parts: dict[str, Callable[[], Any]] = {
             "read and checksum, before anything is touched": lambda: verifier.checksums(
-                wanted, reader.bits_of
+                wanted, crc_in(reader)
             ),
-            "read and copy": lambda: fill(reader, targets.values()),
-            "checksum the live state": lambda: verifier.checksums(
-                wanted, lambda key, entry, piece, box: targets[key].bits(box)
+            "read and copy, without checksums": lambda: fill(reader, targets.values()),
+            "read, copy, and checksum the live state": lambda: fill_and_prove(
+                verifier, "filling", reader, targets
             ),
         }
         for what, part in parts.items():

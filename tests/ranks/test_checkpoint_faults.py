@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from shardwright import fully_shard
-from shardwright.checkpoint import agree, load, save
+from shardwright.checkpoint import agree, background, load, save
 from shardwright.checkpoint.folder import Writer, find, read_manifest
 from shardwright.checkpoint.shardfile import Item
 from shardwright.errors import CheckpointError
@@ -249,9 +250,9 @@ def save_without(rank: int, world: int, path: str, lost: str) -> str:
     """The error of a save in which something of rank 1 gets lost on the way to the disk, unnoticed there."""
     write = save_module.write_shard
 
-    def losing(file: Path, items: Sequence[Item]):
+    def losing(file: Path, items: Sequence[Item], pace: background.Pace | None):
         kept = items if lost == "file" else [item for item in items if item.key != lost]
-        written = write(file, kept)
+        written = write(file, kept, pace)
         if lost == "file":
             file.unlink()
         return written
@@ -283,9 +284,9 @@ def save_to_a_slow_disk(rank: int, world: int, path: str) -> None:
     agree._GROUP_TIMEOUT = timedelta(seconds=4)
     write = save_module.write_shard
 
-    def slow(file: Path, items: Sequence[Item]):
+    def slow(file: Path, items: Sequence[Item], pace: background.Pace | None):
         time.sleep(5.0 if rank == 1 else 0.0)
-        return write(file, items)
+        return write(file, items, pace)
 
     save_module.write_shard = slow
     save(path, model=fully_shard(build(2.0)), step=2)
@@ -296,26 +297,53 @@ def test_a_disk_slower_than_the_time_limit_of_every_group_is_waited_for(tmp_path
     assert find(tmp_path) == (tmp_path / "step-000002", ())
 
 
-def load_with_a_changed_element(rank: int, world: int, path: str) -> str:
-    """The error of a load after whose copy one live element of rank 1 is not what was read."""
-    model, fill = fully_shard(build(-1.0)), load_module.fill
+def load_of_a_file_that_changes(rank: int, world: int, path: str) -> str:
+    """The error of a load before whose copy one element of rank 1 changes in the file that was verified."""
+    model, allocated = fully_shard(build(-1.0)), load_module.allocated
 
-    def changing(reader, targets):
-        fill(reader, targets)
-        if targets and rank == 1:
-            model[0].weight.detach().to_local()[1, 2] += 1
+    def changing(targets):
+        if rank == 1:
+            [piece] = [
+                piece
+                for piece in read_manifest(Path(path, "step-000001")).tensors["model/0.weight"].pieces
+                if piece.file == "shard-00001.safetensors"
+            ]
+            with open(Path(path, "step-000001", piece.file), "r+b") as file:
+                file.seek(piece.start + 8)
+                file.write(b"\x55")
+        dist.barrier()
+        return allocated(targets)
 
-    load_module.fill = changing
+    load_module.allocated = changing
     with pytest.raises(CheckpointError) as caught:
         load(path, model=model)
     return str(caught.value)
 
 
-def test_live_state_that_is_not_what_was_read_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+def test_live_state_that_is_not_what_was_verified_is_an_error_on_all_ranks(tmp_path: Path) -> None:
     run_ranks(2, save_steps, str(tmp_path), (1,))
-    for message in run_ranks(2, load_with_a_changed_element, str(tmp_path)):
+    for message in run_ranks(2, load_of_a_file_that_changes, str(tmp_path)):
         assert "the live state differs from what was read" in message
         assert "model/0.weight is damaged" in message
+
+
+class Windows(nn.Module):
+    """Two buffers: of memory of their own, or one over the other's middle."""
+
+    def __init__(self, shared: bool) -> None:
+        super().__init__()
+        whole = torch.arange(300_000.0)
+        self.register_buffer("whole", whole)
+        self.register_buffer("middle", whole[1000:200_000] if shared else torch.full((199_000,), 7.0))
+
+
+def test_live_tensors_of_which_one_was_written_over_by_another_are_an_error(tmp_path: Path) -> None:
+    save(tmp_path, model=Windows(shared=False), step=1)
+    with pytest.raises(CheckpointError, match="half loaded and must not be used") as caught:
+        load(tmp_path, model=Windows(shared=True))
+    assert "model/whole is damaged" in str(caught.value) or "model/middle is damaged" in str(caught.value)
+    save(tmp_path, model=Windows(shared=True), step=2)
+    load(tmp_path, model=Windows(shared=True))
 
 
 # ---- kills

@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -303,7 +304,7 @@ def priority() -> int:
 def test_a_save_in_the_background_takes_what_training_leaves_of_the_processor(tmp_path: Path) -> None:
     before, seen = priority(), list[int]()
 
-    def work() -> Path:
+    def work(pace: background.Pace) -> Path:
         seen.append(priority())
         inner = threading.Thread(target=lambda: seen.append(priority()))
         inner.start()
@@ -313,6 +314,23 @@ def test_a_save_in_the_background_takes_what_training_leaves_of_the_processor(tm
     background.start(work).wait()
     assert seen == [max(before, background.NICE)] * 2
     assert priority() == before
+
+
+def test_a_save_beside_training_rests_where_others_want_the_cores_until_somebody_waits(monkeypatch) -> None:
+    life = iter(
+        [(0.0, 0.0), (0.001, 0.0), (0.001, 0.0), (0.003, 0.002), (0.003, 0.002), (9.0, 9.0), (9.0, 9.0)]
+    )
+    monkeypatch.setattr(background, "_spent", lambda: background._Spent(*next(life)))
+    pace, took = background.Pace(), list[float]()
+    pace.begin()
+    for hurry in (False, False, True):
+        if hurry:
+            pace.hurry()
+        start = time.monotonic()
+        pace.rest()
+        took.append(time.monotonic() - start)
+    assert took[0] < 0.04 <= 0.08 <= took[1] < 5.0  # nobody wanted its core; somebody did: 40 times 2 ms
+    assert took[2] < 5.0  # not 40 times 9 s
 
 
 class Average:

@@ -26,7 +26,8 @@ from shardwright.checkpoint.format import Manifest
 from shardwright.checkpoint.live import Whole
 from shardwright.checkpoint.rankfiles import write_rank_files
 from shardwright.checkpoint.save import save
-from shardwright.checkpoint.shardfile import TORCH_DTYPE, Reader, bits_of, write_all
+from shardwright.checkpoint.shardfile import TORCH_DTYPE, Reader, bits_of
+from shardwright.checkpoint.sink import write_all
 from shardwright.checkpoint.sources import Source, open_source
 from shardwright.checkpoint.tools import Progress, consolidate, open_checkpoint, read_tensor
 from shardwright.errors import CheckpointError, InputError

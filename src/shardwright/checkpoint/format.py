@@ -338,14 +338,20 @@ def crc32_in_chunks(
 ) -> int:
     """``part_crc32`` of a part that is given chunk by chunk, in row-major order; ``bits_of`` gives the
     elements."""
-    first = first_of_run(part, piece)
     crc = 0
-    if first is None:
+    if first_of_run(part, piece) is None:
         for box in chunks:
             crc ^= part_crc32(bits_of(box), box, piece, item_nbytes)
         return crc
     for box in chunks:
         crc = crc32(bits_of(box).data, crc)
+    return run_crc32(crc, part, piece, item_nbytes)
+
+
+def run_crc32(crc: int, part: Box, piece: Box, item_nbytes: int) -> int:
+    """``part_crc32`` of a part whose elements are one run of the piece's, and have the CRC-32 ``crc``."""
+    first = first_of_run(part, piece)
+    assert first is not None
     return crc32_shift(crc, (piece.numel - first - part.numel) * item_nbytes)
 
 

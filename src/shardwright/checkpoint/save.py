@@ -76,8 +76,9 @@ def async_save(
     it.
 
     The copy is this rank's pieces, held on the host until the process ends and used again by the next call
-    (fresh memory costs several times the copy itself). One save runs at a time: a second call first waits
-    for the first. Call ``wait()`` on what it returns before the process group is destroyed.
+    (fresh memory costs several times the copy itself). It is written past the page cache. One save runs at a
+    time: a second call first waits for the first. Call ``wait()`` on what it returns before the process group
+    is destroyed.
 
     Raises:
         CheckpointError: the save *before* this one failed (this one was not started, call again), or the
@@ -90,7 +91,7 @@ def async_save(
     group = ranks()
     group.arrive(f"async_save(step={step})")
     snapshot = _staged(_snapshot(group, model, optimizer, extra))
-    return background.start(lambda: _write(group, snapshot, options))
+    return background.start(lambda pace: _write(group, snapshot, replace(options, pace=pace)))
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,7 @@ class _Options:
     path: Path
     step: int
     keep: Keep | None
+    pace: background.Pace | None = None
 
     def __post_init__(self) -> None:
         if self.step < 0:
@@ -196,7 +198,7 @@ def _write(group: Ranks, snapshot: Snapshot, options: _Options) -> Path:
         if len({fingerprint for _, fingerprint in begun}) > 1:
             raise _difference(what, group.together(what, snapshot.described))
         torn = Path(begun[0][0])
-        written = group.together(what, lambda: _write_pieces(group.rank, torn, snapshot))
+        written = group.together(what, lambda: _write_pieces(group.rank, torn, snapshot, options.pace))
 
         def publish() -> list[str]:
             if group.rank:
@@ -237,7 +239,7 @@ def _difference(what: str, described: Sequence[Mapping[str, str]]) -> Checkpoint
     )
 
 
-def _write_pieces(rank: int, torn: Path, snapshot: Snapshot) -> _Written:
+def _write_pieces(rank: int, torn: Path, snapshot: Snapshot, pace: background.Pace | None) -> _Written:
     rng_parts = snapshot.rng_parts or {}
     items = [
         Item(key, view, box, number)
@@ -246,7 +248,7 @@ def _write_pieces(rank: int, torn: Path, snapshot: Snapshot) -> _Written:
         for number, (box, view) in enumerate(part.views())
     ]
     file = f"shard-{rank:05d}.safetensors"
-    pieces, nbytes = write_shard(torn / file, items)
+    pieces, nbytes = write_shard(torn / file, items, pace)
     copies = {
         (key, box.offset): crc32_of(box, view)
         for key, part in snapshot.parts.items()

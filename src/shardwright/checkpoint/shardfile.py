@@ -1,6 +1,7 @@
 """One shard file: safetensors, written and read in chunks, so that no second copy of a tensor exists on the
 host."""
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,8 +12,11 @@ from types import TracebackType
 import numpy as np
 import torch
 
+from shardwright.checkpoint.background import Pace
 from shardwright.checkpoint.crc import crc32
 from shardwright.checkpoint.format import ITEM_NBYTES, Box, Piece, TensorEntry, first_of_run
+from shardwright.checkpoint.mapped import EXTENT_NBYTES, Window
+from shardwright.checkpoint.sink import Cached, Direct, Sink
 from shardwright.errors import CheckpointError
 
 CHUNK_NBYTES = 2 << 20  # small enough to stay in the cache between being read and being checksummed
@@ -71,11 +75,14 @@ class Item:
         return f"{self.key}#{self.number}" if self.number else self.key
 
 
-def write_shard(path: Path, items: Sequence[Item]) -> tuple[dict[str, list[Piece]], int]:
+def write_shard(
+    path: Path, items: Sequence[Item], pace: Pace | None = None
+) -> tuple[dict[str, list[Piece]], int]:
     """Write ``items`` as one safetensors file and sync it to the disk; returns their pieces by key and the
     file's size.
 
-    Host memory beyond the tensors themselves: one chunk (2 MiB).
+    pace: that of a save beside training, which also leaves the page cache as it is (see ``Direct``).
+    Host memory beyond the tensors themselves: one chunk (2 MiB), beside training 8 MiB.
 
     Raises:
         CheckpointError: the file can't be written, naming it and the tensor.
@@ -94,15 +101,16 @@ def write_shard(path: Path, items: Sequence[Item]) -> tuple[dict[str, list[Piece
     key = "the header"
     try:
         with open(path, "xb", buffering=0) as file:
-            write_all(file.fileno(), text)
+            sink = Cached(file.fileno()) if pace is None else Direct(file.fileno(), pace)
+            sink.write(memoryview(text))
             for item in items:
                 key = item.key
-                nbytes, crc = _write_tensor(file.fileno(), item)
+                nbytes, crc = _write_tensor(sink, item, at)
                 piece = Piece(path.name, at, nbytes, crc, item.box.offset, item.box.shape)
                 pieces.setdefault(key, []).append(piece)
                 at += nbytes
             key = "the end"
-            os.fsync(file.fileno())
+            sink.finish()
             if os.fstat(file.fileno()).st_size != at:
                 raise CheckpointError(
                     f"{path}: has {os.fstat(file.fileno()).st_size} bytes, {at} were written"
@@ -126,32 +134,36 @@ def header_of(
     return len(text).to_bytes(8, "little") + text
 
 
-def _write_tensor(fd: int, item: Item) -> tuple[int, int]:
+def _write_tensor(sink: Sink, item: Item, at: int) -> tuple[int, int]:
+    """Write it from byte ``at`` of the file on: one extent of the file after the other, which the kernel then
+    keeps whole (see ``Window``)."""
     crc = nbytes = 0
-    for box in chunks_of(item.box, item.tensor.element_size()):
-        bits = bits_of(item.tensor[box.slices_in(item.box)]).reshape(-1).view(np.uint8)
-        crc = crc32(bits.data, crc)
-        write_all(fd, bits.data)
-        nbytes += bits.nbytes
+    for rest in _bytes_of(item):
+        while rest.nbytes:
+            part, rest = np.split(rest, [EXTENT_NBYTES - (at + nbytes) % EXTENT_NBYTES])
+            crc = crc32(part.data, crc)
+            sink.write(part.data)
+            nbytes += part.nbytes
     return nbytes, crc
 
 
-def write_all(fd: int, data: bytes | memoryview) -> None:
-    """Write all of ``data`` at the file's position (one ``write`` takes 2 GiB at most)."""
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
+def _bytes_of(item: Item) -> Iterator[np.ndarray]:
+    """The bytes of a tensor: at once where they lie so on the host, else in chunks."""
+    at_once = item.tensor.device.type == "cpu" and item.tensor.is_contiguous()
+    for box in [item.box] if at_once else chunks_of(item.box, item.tensor.element_size()):
+        yield bits_of(item.tensor[box.slices_in(item.box)]).reshape(-1).view(np.uint8)
 
 
 class Reader:
     """Reads boxes of pieces out of the files of one checkpoint folder. Reads no other bytes than those of
-    the boxes (inner-dim parts are mapped, so there whole pages). ``nbytes`` counts what was read. Not for
-    several threads."""
+    the boxes (where they are mapped: whole pages). ``nbytes`` counts what was read. Not for several
+    threads."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.nbytes = 0
         self._files: dict[str, int] = {}
+        self._window: tuple[str, Window] | None = None  # of the file that is being read
         self._buffer = np.empty(CHUNK_NBYTES, np.uint8)  # fresh memory costs more than the read itself
 
     def __enter__(self) -> "Reader":
@@ -163,37 +175,71 @@ class Reader:
         for fd in self._files.values():
             os.close(fd)
         self._files.clear()
+        self._window = None
 
     def bits_of(self, key: str, entry: TensorEntry, piece: Piece, box: Box) -> np.ndarray:
         """The elements of ``box`` (inside of ``piece``, at most one chunk) as unsigned integers, shaped
-        ``box.shape``, in memory that the next call uses again.
+        ``box.shape``, valid until the next call.
 
         Raises:
             CheckpointError: the file is missing, unreadable or too short; names file and tensor ``key``.
         """
-        item = ITEM_NBYTES[entry.dtype]
+        kind = _BITS[ITEM_NBYTES[entry.dtype]]
+        nbytes = box.numel * ITEM_NBYTES[entry.dtype]
+        start = _start_of(entry, piece, box)
+        with self._reading(key, piece, nbytes) as (fd, window):
+            if start is not None:
+                found = None if start % kind().itemsize else window.bytes_at(start, nbytes)
+                found = _read_into(self._buffer[:nbytes], fd, start) if found is None else found
+                return found.view(kind).reshape(box.shape)
+            mapped = np.memmap(self.folder / piece.file, kind, "r", piece.start, piece.shape)
+            out = self._buffer[:nbytes].view(kind).reshape(box.shape)
+            out[...] = mapped[box.slices_in(piece.box)]
+            return out
+
+    def run(self, key: str, entry: TensorEntry, piece: Piece, box: Box) -> Iterator[np.ndarray] | None:
+        """The bytes of a box of any size, one part after the other, each valid until the next; None where
+        they aren't one run in the file. Raises: as ``bits_of``."""
+        start = _start_of(entry, piece, box)
+        return None if start is None else self._run(key, piece, start, box.numel * ITEM_NBYTES[entry.dtype])
+
+    def _run(self, key: str, piece: Piece, start: int, nbytes: int) -> Iterator[np.ndarray]:
+        with self._reading(key, piece, nbytes) as (fd, window):
+            at = 0
+            while at < nbytes:
+                found = window.bytes_at(start + at, nbytes - at)
+                if found is None:
+                    found = _read_into(self._buffer[: nbytes - at], fd, start + at)
+                yield found
+                at += found.nbytes
+
+    @contextlib.contextmanager
+    def _reading(self, key: str, piece: Piece, nbytes: int) -> Iterator[tuple[int, Window]]:
         path = self.folder / piece.file
-        nbytes = box.numel * item
         self.nbytes += nbytes
-        first = first_of_run(box, piece.box)
-        out = self._buffer[:nbytes]
         try:
             if piece.file not in self._files:
                 self._files[piece.file] = os.open(path, os.O_RDONLY)
-            if first is None:
-                mapped = np.memmap(path, _BITS[item], "r", piece.start, piece.shape)
-                out.view(_BITS[item]).reshape(box.shape)[...] = mapped[box.slices_in(piece.box)]
-            else:
-                self._read_run(piece, piece.start + first * item, out)
+            fd = self._files[piece.file]
+            if self._window is None or self._window[0] != piece.file:
+                self._window = piece.file, Window(fd)
+            yield fd, self._window[1]
         except (OSError, ValueError) as error:  # numpy: ValueError if a file is too short to be mapped
             reason = error.strerror if isinstance(error, OSError) else error
             raise CheckpointError(f"{path}: can't read {key}: {reason}") from error
-        return out.view(_BITS[item]).reshape(box.shape)
 
-    def _read_run(self, piece: Piece, start: int, out: np.ndarray) -> None:
-        done = 0
-        while done < out.nbytes:
-            count = os.preadv(self._files[piece.file], [out.data[done:]], start + done)
-            if not count:
-                raise ValueError(f"the file is truncated (it ends at byte {start + done})")
-            done += count
+
+def _start_of(entry: TensorEntry, piece: Piece, box: Box) -> int | None:
+    """Where in the file the elements of ``box`` begin; None where they aren't one run."""
+    first = first_of_run(box, piece.box)
+    return None if first is None else piece.start + first * ITEM_NBYTES[entry.dtype]
+
+
+def _read_into(out: np.ndarray, fd: int, start: int) -> np.ndarray:
+    done = 0
+    while done < out.nbytes:
+        count = os.preadv(fd, [out.data[done:]], start + done)
+        if not count:
+            raise ValueError(f"the file is truncated (it ends at byte {start + done})")
+        done += count
+    return out

@@ -5,7 +5,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapp
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,8 +14,9 @@ from torch.optim import Optimizer
 from shardwright.checkpoint.flat import FlatSlice, Saved, home_of, is_like, views_of
 from shardwright.checkpoint.format import Box, Manifest, TensorEntry
 from shardwright.checkpoint.live import Stateful, box_at, box_of, model_tensors
-from shardwright.checkpoint.shardfile import TORCH_DTYPE, bits_of
+from shardwright.checkpoint.shardfile import TORCH_DTYPE
 from shardwright.checkpoint.tree import Tensors, encode, keys_in
+from shardwright.comm.pages import advise_huge
 from shardwright.errors import CheckpointError
 from shardwright.state.place import Cut
 
@@ -52,14 +52,6 @@ class Target:
         """Each box, with the memory that holds it."""
         return views_of(self.local, self.boxes)
 
-    def bits(self, box: Box) -> np.ndarray:
-        """The live elements of ``box``, which lies in one of ours, as unsigned integers."""
-        with torch.no_grad():
-            for held, view in self.views():
-                if held.intersect(box) == box:
-                    return bits_of(view[box.slices_in(held)])
-        raise AssertionError(f"{self.key}: {box} is not held here")
-
 
 def allocated(targets: Iterable[Target]) -> dict[str, Target]:
     """The targets by key, with memory on ``device`` for what is on the meta device: uninitialised, but for
@@ -70,10 +62,27 @@ def allocated(targets: Iterable[Target]) -> dict[str, Target]:
         home = home_of(target.whole)
         if home.is_meta and id(home) not in made:
             make = torch.zeros_like if isinstance(target.whole, FlatSlice) else torch.empty_like
-            made[id(home)] = make(home, device=target.device, requires_grad=False)
+            made[id(home)] = whole = make(home, device=target.device, requires_grad=False)
+            advise_huge((whole.to_local() if isinstance(whole, DTensor) else whole).untyped_storage())
         new = made.get(id(home), home)
         whole = replace(target.whole, flat=new) if isinstance(target.whole, FlatSlice) else new
         found[target.key] = replace(target, whole=whole)
+    return found
+
+
+def overlapping(targets: Iterable[Target]) -> set[str]:
+    """Keys of targets in whose memory, or between whose elements, another one lies."""
+    spans = []
+    for target in targets:
+        local = target.local
+        span = sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True)) + 1
+        begin = local.data_ptr()
+        spans.append((str(local.device), begin, begin + span * local.element_size(), target.key))
+    found, last = set[str](), ("", 0, 0, "")
+    for span in sorted(spans):
+        if span[0] == last[0] and span[1] < last[2]:
+            found |= {span[3], last[3]}
+        last = max(last, span, key=lambda each: each[2]) if span[0] == last[0] else span
     return found
 
 
@@ -203,8 +212,8 @@ class _Planner:
             encode(optimizer.state[p], f"optimizer/{self.names[id(p)][0]}", live)
         for key in keys:
             entry = self.manifest.tensors[key]
-            spec = self.spec_of(key, entry, p, group)
             present = live.get(key)
+            spec = self.spec_of(key, entry, p, group)
             if present is not None and present.shape == spec.shape and type(present) is type(spec):
                 self.add(key, key, present, live=True)
             else:

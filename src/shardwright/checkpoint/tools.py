@@ -27,9 +27,10 @@ from shardwright.checkpoint.shardfile import (
     chunks_of,
     header_of,
     tensor_of,
-    write_all,
 )
+from shardwright.checkpoint.sink import write_all
 from shardwright.checkpoint.sources import Source, locate, open_source
+from shardwright.checkpoint.verify import crc_in
 from shardwright.errors import CheckpointError, InputError
 
 MAX_FILE_NBYTES = 5 * 10**9
@@ -123,16 +124,14 @@ def verify(path: str | Path, *, progress: Progress | None = None) -> Verificatio
     manifest, faults = source.manifest, []
     num_unchecked = done = 0
     with Reader(source.folder) as reader:
+        crc_of = crc_in(reader)
         for key, entry in sorted(manifest.tensors.items()):
             for piece in entry.pieces:
                 if piece.crc32 is None:
                     num_unchecked += 1
                     continue
                 try:
-                    crc = 0
-                    for box in chunks_of(piece.box, ITEM_NBYTES[entry.dtype]):
-                        crc = crc32(reader.bits_of(key, entry, piece, box).data, crc)
-                    if crc != piece.crc32:
+                    if crc_of(key, entry, piece, piece.box) != piece.crc32:
                         faults.append(
                             f"{piece.file}: {key} is damaged "
                             f"(bytes {piece.start} to {piece.start + piece.nbytes})"

@@ -3,31 +3,46 @@ afterwards."""
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-import numpy as np
-
 from shardwright.checkpoint.agree import Ranks
-from shardwright.checkpoint.format import ITEM_NBYTES, Box, Piece, TensorEntry, crc32_in_chunks
-from shardwright.checkpoint.shardfile import chunks_of
+from shardwright.checkpoint.crc import crc32
+from shardwright.checkpoint.format import ITEM_NBYTES, Box, Piece, TensorEntry, crc32_in_chunks, run_crc32
+from shardwright.checkpoint.shardfile import Reader, chunks_of
 from shardwright.errors import CheckpointError
 
 Wanted = tuple[str, TensorEntry, Box]
 """A tensor's key, its entry, and the box of it that this rank holds or will hold."""
 
-BitsOf = Callable[[str, TensorEntry, Piece, Box], np.ndarray]
-"""Gives the elements of a box inside of a piece, as unsigned integers: from a file, or from a live tensor."""
+PartCrc = Callable[[str, TensorEntry, Piece, Box], int]
+"""Gives what a box inside of a piece contributes to the piece's CRC-32 (see ``part_crc32``), as it is in a
+file, or in a live tensor."""
 
 
 @dataclass(frozen=True)
-class _Partial:
+class Partial:
     """What a rank's part contributes to the checksum of a piece that several ranks hold."""
 
     key: str
     piece: Piece
     part: Box
     crc32: int
+
+
+def crc_in(reader: Reader) -> PartCrc:
+    """Of what is in the files."""
+
+    def crc_of(key: str, entry: TensorEntry, piece: Piece, part: Box) -> int:
+        item_nbytes = ITEM_NBYTES[entry.dtype]
+        run = reader.run(key, entry, piece, part)
+        if run is not None:
+            crc = functools.reduce(lambda crc, part: crc32(part.data, crc), run, 0)
+            return run_crc32(crc, part, piece.box, item_nbytes)
+        read = functools.partial(reader.bits_of, key, entry, piece)
+        return crc32_in_chunks(part, piece.box, item_nbytes, chunks_of(part, item_nbytes), read)
+
+    return crc_of
 
 
 def parts_of(wanted: Iterable[Wanted]) -> Iterable[tuple[str, TensorEntry, Piece, Box]]:
@@ -50,37 +65,34 @@ class Verifier:
         self.group = group
         self._first: dict[tuple[str, int], int] = {}
 
-    def verify(self, what: str, wanted: Sequence[Wanted], bits_of: BitsOf) -> None:
-        """Every rank calls it with its own boxes.
+    def verify(self, what: str, look: Callable[[], list[Partial]]) -> None:
+        """Every rank calls it; ``look`` takes the ``checksums`` of its own boxes.
 
         Raises:
             CheckpointError: on all ranks, naming file and tensor of every piece that differs.
         """
-        pieces: dict[tuple[str, int], list[_Partial]] = {}
-        for partials in self.group.together(what, lambda: self.checksums(wanted, bits_of)):
+        pieces: dict[tuple[str, int], list[Partial]] = {}
+        for partials in self.group.together(what, look):
             for partial in partials:
                 pieces.setdefault((partial.piece.file, partial.piece.start), []).append(partial)
         faults = [fault for partials in pieces.values() for fault in self._combine(partials)]
         if faults:
             raise CheckpointError(f"{what}\n  " + "\n  ".join(faults))
 
-    def checksums(self, wanted: Iterable[Wanted], bits_of: BitsOf) -> list[_Partial]:
+    def checksums(self, wanted: Iterable[Wanted], crc_of: PartCrc) -> list[Partial]:
         """Local: whole pieces are compared, and raise; parts of pieces are returned."""
         partials, faults = [], []
         for key, entry, piece, part in parts_of(wanted):
-            item_nbytes = ITEM_NBYTES[entry.dtype]
-            chunks = chunks_of(part, item_nbytes)
-            bits_of_box = functools.partial(bits_of, key, entry, piece)
-            crc = crc32_in_chunks(part, piece.box, item_nbytes, chunks, bits_of_box)
+            crc = crc_of(key, entry, piece, part)
             if part != piece.box:
-                partials.append(_Partial(key, piece, part, crc))
+                partials.append(Partial(key, piece, part, crc))
             else:
                 faults += self._compare(key, piece, crc)
         if faults:
             raise CheckpointError("; ".join(faults))
         return partials
 
-    def _combine(self, partials: list[_Partial]) -> list[str]:
+    def _combine(self, partials: list[Partial]) -> list[str]:
         key, piece = partials[0].key, partials[0].piece
         crcs: dict[Box, int] = {}
         for partial in partials:  # replicas hold the same part: it counts once, and they must agree

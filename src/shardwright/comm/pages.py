@@ -19,18 +19,26 @@ _ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux only
 _madvise = getattr(ctypes.CDLL(None), "madvise", None) if _ADVICE is not None else None
 
 
+def advise(begin: int, nbytes: int, advice: int) -> bool:
+    """Tell the kernel what memory from the address ``begin``, of whole pages, is for; whether it took it.
+
+    Unlike ``mmap.madvise`` it leaves the interpreter's lock to others meanwhile.
+    """
+    return _madvise is not None and not _madvise(ctypes.c_void_p(begin), ctypes.c_size_t(nbytes), advice)
+
+
 def advise_huge(storage: torch.UntypedStorage) -> None:
     """Ask that pages of a storage which were never touched be huge ones. No-op off the host.
 
     Only whole ones inside it: nothing beside it is changed, and it takes no more memory than its bytes.
     """
-    if _madvise is None or storage.nbytes() < HUGE_PAGE_NBYTES or storage.device.type != "cpu":
+    if _ADVICE is None or storage.nbytes() < HUGE_PAGE_NBYTES or storage.device.type != "cpu":
         return
     begin = -(-storage.data_ptr() // HUGE_PAGE_NBYTES) * HUGE_PAGE_NBYTES
     end = (storage.data_ptr() + storage.nbytes()) // HUGE_PAGE_NBYTES * HUGE_PAGE_NBYTES
     if end > begin:
-        # What it returns is left unread: it is advice, and the memory is as good without it.
-        _madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _ADVICE)
+        # Whether it was taken is left unread: it is advice, and the memory is as good without it.
+        advise(begin, end - begin, _ADVICE)
 
 
 class Pool:

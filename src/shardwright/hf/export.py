@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from shardwright.checkpoint.agree import ranks
-from shardwright.checkpoint.shardfile import DTYPE_NAME, bits_of, header_of, write_all
+from shardwright.checkpoint.shardfile import DTYPE_NAME, bits_of, header_of
+from shardwright.checkpoint.sink import write_all
 from shardwright.errors import CheckpointError, InputError
 from shardwright.hf import library
 from shardwright.module import original_class
