@@ -110,6 +110,7 @@ class Backward:
         active.remove(call)
         if active:
             return
+        del self._active[unit]  # those that have ended are not looked through for each that ends
         for owner in unit.owners:
             group = owner.group
             if group is None or self._is_active(owner):

@@ -171,14 +171,15 @@ class GroupTable:
 
     def _wait_or_reshard(self, kind: ActionKind, index: int, nearby: bool) -> None:
         group = self.groups[index]
+        if kind is not ActionKind.WAIT:
+            self.asked.discard(index)
+        if group.stage is Stage.SHARDED or (kind is ActionKind.WAIT and group.stage is Stage.UNSHARDED):
+            return
         held_nbytes = group.held_nbytes
         if kind is ActionKind.WAIT:
-            if group.stage is Stage.GATHERING:
-                self.memory.touch(group.wait() - held_nbytes)
+            self.memory.touch(group.wait() - held_nbytes)
         else:
-            self.asked.discard(index)
-            if group.stage is not Stage.SHARDED:
-                group.reshard(nearby)
+            group.reshard(nearby)
         self.memory.take(group.held_nbytes - held_nbytes)
 
     def unshard(self, indices: Sequence[int], near: AbstractSet[int] | None = None) -> None:
