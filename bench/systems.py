@@ -168,6 +168,7 @@ class Shardwright(System):
         ends: bool = False,
     ) -> None:
         shardwright.set_transport(transport)
+        options = {"reshard_after_forward": False} if keep else {}
         if split:
             if policy is not None and policy.row_wise:  # only a group that is one lookup can
                 shardwright.fully_shard(model.embedding)
@@ -177,10 +178,10 @@ class Shardwright(System):
             shardwright.fully_shard([model.norm, model.head], reshard_after_forward=False)
         if ends:
             first = model.blocks[0]
-            shardwright.fully_shard([first.attention_norm, first.qkv, first.project])
-            shardwright.fully_shard([first.feed_norm, first.expand, first.contract])
+            shardwright.fully_shard([first.attention_norm, first.qkv, first.project], **options)
+            shardwright.fully_shard([first.feed_norm, first.expand, first.contract], **options)
         for module in [*model.blocks, model]:
-            shardwright.fully_shard(module, reshard_after_forward=False if keep else None)
+            shardwright.fully_shard(module, **options)
         if policy is not None:
             model.set_schedule_policy(policy)  # type: ignore[operator]
         super().__init__(model)
@@ -239,6 +240,9 @@ SYSTEMS = {
     "shardwright-ends": lambda model: Shardwright(model, split=True, ends=True),
     "shardwright-goal": lambda model: Shardwright(
         model, split=True, policy=shardwright.SchedulePolicy(row_wise=True, keep_last=2), ends=True
+    ),
+    "shardwright-goal-keep": lambda model: Shardwright(
+        model, split=True, policy=shardwright.SchedulePolicy(row_wise=True), ends=True, keep=True
     ),
     "shardwright-pre": lambda model: Shardwright(model, split=True, policy=shardwright.SchedulePolicy()),
 }
