@@ -76,9 +76,8 @@ class Direct:
     def _flush(self) -> None:
         rest, self._used = self._view[: self._used], 0
         if self._is_direct and (whole := len(rest) - len(rest) % _ALIGN):
-            with contextlib.suppress(
-                OSError
-            ):  # if it wasn't for the way of writing, the write below fails too
+            # An error that isn't of the way of writing comes again from the write below.
+            with contextlib.suppress(OSError):
                 rest = rest[os.write(self._fd, rest[:whole]) :]
         if rest:  # the end of the file, or what a file system left that takes other blocks, or none
             self._set_direct(False)

@@ -212,8 +212,8 @@ class _Planner:
             encode(optimizer.state[p], f"optimizer/{self.names[id(p)][0]}", live)
         for key in keys:
             entry = self.manifest.tensors[key]
-            present = live.get(key)
             spec = self.spec_of(key, entry, p, group)
+            present = live.get(key)
             if present is not None and present.shape == spec.shape and type(present) is type(spec):
                 self.add(key, key, present, live=True)
             else:
