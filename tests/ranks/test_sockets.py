@@ -176,9 +176,10 @@ def faults_of_rounds(rank, world, transport):
         start = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         for _ in range(4):
             comm.all_gather([Piece(region, layout.spans)], "gather").wait()
+            dist.barrier()  # a peer that is late with reading has the next operation take another place, once
             total = comm.reduce_scatter([Piece(gradient, layout.spans)], [torch.float32], "reduce").wait()
             assert total[0][-1] == world
-            dist.barrier()  # a peer that is late with reading has the next round take another place, once
+            dist.barrier()
         return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - start
 
     faults()
