@@ -10,7 +10,7 @@ version counters of their own, and filling the buffer doesn't look like an in-pl
 
 import torch
 
-from shardwright.comm.pages import advise_huge
+from shardwright.comm.pages import HUGE_PAGE_NBYTES, advise_huge, keep_freed_pages
 
 
 class Buffer:
@@ -19,6 +19,8 @@ class Buffer:
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.nbytes = nbytes
         self._storage = torch.UntypedStorage(0, device=device)
+        if self._storage.device.type == "cpu" and nbytes >= HUGE_PAGE_NBYTES:
+            keep_freed_pages()
 
     @property
     def allocated_nbytes(self) -> int:
