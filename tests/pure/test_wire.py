@@ -6,8 +6,10 @@ import time
 import pytest
 import torch
 
+from shardwright.comm import lines
 from shardwright.comm.launches import Launch, LaunchLog
-from shardwright.comm.lines import Line, Side, Transfer, views_of
+from shardwright.comm.lines import Line, Side, Transfer
+from shardwright.comm.views import views_of
 from shardwright.comm.wire import Wire
 from shardwright.errors import CommError
 
@@ -20,9 +22,9 @@ class End:
         self.line = Line(side, connection, 1 - rank, takes_memory)
         self.wire = Wire(side, [self.line])
 
-    def send(self, number, parts, key="key"):
+    def send(self, number, parts, key="key", runs=None):
         transfer = Transfer(self.wire.side, Launch(number, key, "", 0), list(parts))
-        self.line.send(transfer, views_of(parts))
+        self.line.send(transfer, views_of(parts), runs)
         self.wire.go()
         return transfer
 
@@ -80,6 +82,51 @@ def test_messages_of_any_size_arrive_in_order_whoever_comes_first(ends, expected
         assert torch.equal(arrived(transfer, into), torch.cat(parts))
     for transfer in sends:
         transfer.wait_sent()
+
+
+@pytest.fixture
+def taking():
+    """Two ends of a line that takes memory."""
+    ends = [End(rank, end, True) for rank, end in enumerate(socket.socketpair())]
+    yield ends
+    for end in ends:
+        end.wire.stop()
+
+
+RUNS = (None, [], [(0, 1)], [(2, 5), (700, 1000), (1001, 4 << 20)], [(0, 1000), (1000, 5 << 20)])
+
+
+@pytest.mark.parametrize("expected_first", [True, False])
+def test_what_lies_between_runs_is_zeros_and_is_not_sent(taking, expected_first):
+    sender, receiver = taking
+    parts = [torch.randint(1, 256, (n,), dtype=torch.uint8) for n in (1000, 5 << 20)]
+    torch.empty(8 << 20, dtype=torch.uint8).fill_(7)  # what the next memory was used for
+    place = [torch.empty(sum(part.numel() for part in parts), dtype=torch.uint8)]
+    receives = []
+    if expected_first:
+        receives = [receiver.receive(number, place) for number in range(len(RUNS))]
+    sends = [sender.send(number, parts, runs=runs) for number, runs in enumerate(RUNS)]
+    if not expected_first:
+        time.sleep(0.1)
+        receives = [receiver.receive(number, place) for number in range(len(RUNS))]
+    for transfer, runs in zip(receives, RUNS, strict=True):
+        whole = torch.cat(parts)
+        kept = torch.zeros_like(whole) if runs is not None else whole
+        for start, stop in runs or []:
+            kept[start:stop] = whole[start:stop]
+        assert torch.equal(arrived(transfer, place), kept)
+    for transfer in sends:
+        transfer.wait_sent()
+
+
+@pytest.mark.parametrize("run", [(0, 9), (-1, 3), (5, 5), (1 << 40, 1 << 41)])
+def test_a_damaged_table_of_runs_is_told_and_nobody_waits_for_ever(taking, run, monkeypatch):
+    monkeypatch.setattr(lines, "cut", lambda parts, runs: parts)
+    sender, receiver = taking
+    parts = [torch.ones(8, dtype=torch.uint8)]
+    sender.send(1, parts, runs=[run])
+    with pytest.raises(CommError, match="rank 0 sent a table of runs outside of the 8 bytes of 'key'"):
+        receiver.receive(1, parts).wait_received()
 
 
 @pytest.mark.parametrize("early", [True, False])

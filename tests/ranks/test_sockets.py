@@ -70,6 +70,30 @@ def test_sums_and_bytes_sent_are_those_of_gloo_for_uneven_shards_of_several_dtyp
     assert all(mine[3] <= gloo[3] for mine, gloo in zip(ours, theirs, strict=True))
 
 
+def reduce_embedding(rank, world, transport):
+    """A dense gradient whose rows are mostly zeros, other rows on each rank, among full ones."""
+    comm = comm_over(transport)
+    layout = ParamLayout((4099, 129), world)
+    torch.manual_seed(rank)
+    sparse, full = torch.zeros(layout.shape), torch.randn(layout.shape)
+    used = torch.randint(layout.shape[0], (300,))
+    sparse[used] = torch.randn(300, layout.shape[1])
+    sparse[used[:50]] = -0.0
+    pieces = [Piece(gradient.flatten(), layout.spans) for gradient in (full, sparse, full, 0 * sparse.abs())]
+    totals = comm.reduce_scatter(pieces, [torch.float32] * 4, "reduce").wait()
+    bits = [total.view(torch.int32).tolist() for total in totals]
+    return bits, comm.sent_nbytes, sum(layout.padded_numel * 4 * (world - 1) / world for _ in range(4))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_zeros_of_a_dense_gradient_are_not_sent_and_sums_are_the_same_bit_for_bit(world):
+    ours, theirs = (run_ranks(world, reduce_embedding, transport) for transport in ("sockets", "gloo"))
+    for (bits, sent, whole), (same, everything, _) in zip(ours, theirs, strict=True):
+        assert bits == same
+        assert everything == pytest.approx(whole, rel=0.01)
+        assert whole / 2 < sent < 0.6 * whole  # two of the four, and 300 of 4099 rows or some more
+
+
 def one_rank_cannot(rank, world):
     if rank == 1:
         meeting._hosts = lambda: ["203.0.113.7"]  # an address of no machine, so none of this one

@@ -6,8 +6,8 @@ import os
 from typing import Protocol
 
 from shardwright.checkpoint.background import Pace
-from shardwright.comm.lines import view_of
 from shardwright.comm.pages import take_bytes
+from shardwright.comm.views import view_of
 
 _BLOCK_NBYTES = 8 << 20
 _ALIGN = 4096
