@@ -72,6 +72,8 @@ def steps(draw) -> tuple[dict, tuple[GroupFacts, ...]]:
         on_use=st.sampled_from([False, False, True]),
         ahead_in_forward=listed,
         ahead_in_backward=listed,
+        steps=st.booleans(),
+        late=st.booleans(),
     )
     return orders, tuple(draw(st.lists(facts, min_size=num_groups + 1, max_size=num_groups + 1)))
 
@@ -83,6 +85,23 @@ def test_any_plan_is_sound_and_has_an_end(step, policy):
     check(schedule)
     for phase, order in orders.items():
         assert tuple(stop.event for stop in schedule.phases[phase]) == order
+
+
+@given(steps(), POLICIES)
+def test_each_reduced_group_is_stepped_as_soon_as_it_may_where_its_optimizer_is_in_the_backward(step, policy):
+    orders, facts = step
+    stepped = 0
+    for event, actions in plan(orders, policy, facts.__getitem__).phases[Phase.BACKWARD]:
+        for action, following in pairwise((*actions, Action(ActionKind.HOLD, 0))):
+            landed = action.groups if action.kind is ActionKind.WAIT_REDUCE else ()
+            ready = tuple(group for group in landed if facts[group].steps and not facts[group].late)
+            assert not ready or following == Action(ActionKind.STEP, ready[0], ready[1:])
+        taken = [group for action in actions if action.kind is ActionKind.STEP for group in action.groups]
+        assert all(facts[group].steps for group in taken)
+        assert event.kind is EventKind.STEP_END or not any(facts[group].late for group in taken)
+        stepped += len(taken)
+    trained = {event.group for event in orders[Phase.BACKWARD] if event.kind is EventKind.GRADS_READY}
+    assert stepped >= sum(facts[group].steps for group in trained)
 
 
 @given(steps(), POLICIES)
@@ -186,7 +205,7 @@ def planner_after(followed: Schedule, policy: SchedulePolicy, facts) -> Planner:
             elif kind is ActionKind.REDUCE:
                 planner.held = [other for other in planner.held if other != group]
                 planner.reducing.append((group,))
-            else:
+            elif kind is ActionKind.WAIT_REDUCE:
                 planner.reducing.remove((group,))
     planner.suppose(live, (group for group, waited in live.items() if waited))
     return planner
@@ -311,6 +330,8 @@ def stops(*lines: str) -> Schedule:
         (("backward", "G 0: reduce 0", "E:"), "left at the end"),
         (("backward", "G 0: reduce 0", "G 0: reduce 0"), "already being reduced"),
         (("backward", "E: wait-reduce 3"), "no reduction in flight"),
+        (("backward", "G 0: reduce 0, step 0", "E: wait-reduce 0"), "aren't reduced"),
+        (("backward", "G 0: reduce 0", "E: wait-reduce 0, step 0, step 0"), "aren't reduced"),
         (("backward", "G 0: hold 0", "E:"), "left at the end"),
         (("backward", "G 0: hold 0", "G 0: hold 0"), "held already"),
         (("backward", "G 0: reduce 0", "G 0: hold 0"), "already being reduced"),

@@ -8,7 +8,8 @@ from torch.utils.checkpoint import checkpoint
 from shardwright import SchedulePolicy, StepInBackward, clip_grad_norm_, fully_shard
 from shardwright.errors import InputError, StageError
 from shardwright.motion.unit import unit_of
-from shardwright.plan.schedule import Phase
+from shardwright.plan.schedule import ActionKind, EventKind, Phase, Schedule
+from shardwright.plan.soundness import check
 from tests.ranks.models import batches, build, loss_of, shard_decoder
 from tests.ranks.pool import run_ranks
 
@@ -84,6 +85,63 @@ def early(rank, world):
 
 def test_a_parameter_steps_as_soon_as_its_reduction_has_landed():
     run_ranks(2, early)
+
+
+def scheduled(rank, world, shape, agreement):
+    """The groups that the schedule and the trace of the third step name, by kind of event."""
+    mesh = None if shape is None else init_device_mesh("cpu", shape, mesh_dim_names=("copies", "shards"))
+    model = shard_decoder(build(), fully_shard, mesh=mesh)
+    policy = SchedulePolicy(bucket_cap_mb=0, max_reductions=1, agreement=agreement)
+    model.set_schedule_policy(policy)
+    stepping = StepInBackward(model, OPTIMIZERS["sgd"])
+    for step in range(3):
+        loss_of(model, batches(step, world)[rank]).backward()
+    assert model.trace().schedule() == model.schedule()
+    check(model.schedule())
+    assert Schedule.parse(str(model.schedule())) == model.schedule()
+    named = {
+        kind: [
+            group
+            for stop in model.schedule().phases[Phase.BACKWARD]
+            if (stop.event.kind is EventKind.STEP_END) == kind
+            for action in stop.actions
+            if action.kind is ActionKind.STEP
+            for group in action.groups
+        ]
+        for kind in (False, True)
+    }
+    stepping.remove()
+    loss_of(model, batches(3, world)[rank]).backward()
+    assert "step" not in str(model.schedule())
+    return named[False], named[True], len(unit_of(model).runtime.groups)
+
+
+@pytest.mark.parametrize("agreement", ["strict", "off"])
+@pytest.mark.parametrize(("world", "shape"), [(2, None), (4, (2, 2))])
+def test_the_schedule_says_where_each_group_steps_and_the_trace_that_it_did(world, shape, agreement):
+    for early_ones, late_ones, num_groups in run_ranks(world, scheduled, shape, agreement):
+        assert sorted(early_ones + late_ones) == list(range(num_groups))
+        # Sums over copies of the model are complete at the end only; one reduction is in flight until then.
+        assert len(late_ones) == (1 if shape is None else num_groups)
+
+
+def cut_short(rank, world):
+    """A backward that raises steps nothing that had landed, neither then nor in the next one."""
+    model = shard_decoder(build(), fully_shard)
+    model.set_schedule_policy(SchedulePolicy(agreement="off"))
+    stepping = StepInBackward(model, OPTIMIZERS["sgd"])
+    runtime = unit_of(model).runtime
+    steps = dict.fromkeys(stepping.optimizers, 0)
+    for name, optimizer in stepping.optimizers.items():
+        optimizer.register_step_post_hook(lambda *_, name=name: steps.update({name: steps[name] + 1}))
+    runtime.table.due[0] = {lambda: pytest.fail("a step of a backward that was cut short"): None}
+    runtime.abandon()
+    loss_of(model, batches(0, world)[rank]).backward()
+    assert set(steps.values()) == {1}
+
+
+def test_what_a_failed_backward_left_due_is_dropped():
+    run_ranks(2, cut_short)
 
 
 class Shared(torch.nn.Module):

@@ -180,6 +180,7 @@ class TableHands:
         if brought is not None:
             for group, shift in zip(self.table.groups, self._shifts, strict=False):
                 group.reducer.decide(brought >> shift)
+            self.table.step(tuple(self.table.due))
 
     def holds(self, group: int) -> bool:
         """See ``Hands.holds``."""

@@ -25,6 +25,8 @@ from shardwright.policy import SchedulePolicy
 
 logger = logging.getLogger(__name__)
 
+_LANDING = (ActionKind.WAIT_REDUCE, ActionKind.STEP)
+
 
 @dataclass
 class Book:
@@ -65,11 +67,12 @@ class Alone:
         """See ``Way.at``."""
         actions = self._actions(current, event)
         if event.kind is EventKind.STEP_END and not step.is_last_backward:
-            actions = tuple(action for action in actions if action.kind is not ActionKind.WAIT_REDUCE)
+            actions = tuple(action for action in actions if action.kind not in _LANDING)
         for action in actions:
             self._take(current, action)
         if event.kind is EventKind.STEP_END and step.is_last_backward:
             self.table.settle()
+            self.table.step(tuple(self.table.due))
         if event.kind in BEGINS and (
             event.kind is not EventKind.BACKWARD_BEGIN or self.table.wishes(event.group).unshard_in_backward
         ):

@@ -258,6 +258,7 @@ class Runtime:
         if self._way is not None:
             self._way.abandon()
         self.depth = 0
+        self.table.due.clear()
         for group in self.groups:
             group.drop_grads()
         self._reshard_unsharded()

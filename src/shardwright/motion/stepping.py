@@ -1,4 +1,8 @@
-"""An optimizer that steps inside of the backward: each parameter as soon as its gradient is reduced."""
+"""An optimizer that steps inside of the backward: each group's as soon as its gradients are reduced.
+
+A gradient that has landed makes a step due; it is taken where the schedule says ``step`` (or, in a backward
+that departs from the schedule, at its end).
+"""
 
 from collections.abc import Callable
 from weakref import WeakKeyDictionary
@@ -13,6 +17,7 @@ from shardwright.errors import InputError, StageError
 from shardwright.motion.backward import backward_of
 from shardwright.motion.hooks import watch_sharded_grad
 from shardwright.motion.unit import unit_of, units_in
+from shardwright.state.group import ParamGroup
 
 # Parameters whose gradients are gone when a backward returns, and the object that steps them.
 _steppers = WeakTensorKeyDictionary()
@@ -41,8 +46,10 @@ class StepInBackward:
         self._unit = unit_of(model)
         self._handles: list[RemovableHandle] = []
         self._stepped: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-        sharded = {id(p.sharded) for unit in units_in(model) for group in unit.groups for p in group.params}
-        named = [(n, p) for n, p in model.named_parameters() if id(p) in sharded and p.requires_grad]
+        owners = {
+            id(p.sharded): group for unit in units_in(model) for group in unit.groups for p in group.params
+        }
+        named = [(n, p) for n, p in model.named_parameters() if id(p) in owners and p.requires_grad]
         taken = [name for name, param in named if param in _steppers]
         if taken or not named:
             what = f"{taken[:3]} are stepped in the backward already" if taken else "nothing is trainable"
@@ -50,21 +57,34 @@ class StepInBackward:
         self.optimizers = {name: make_optimizer([param]) for name, param in named}
         for name, param in named:
             _steppers[param] = name
-            self._handles.append(watch_sharded_grad(param, self._stepper(name)))
+            self._handles.append(watch_sharded_grad(param, self._stepper(name, owners[id(param)])))
         self._params = [param for _, param in named]
+        self._groups = list(dict.fromkeys(owners[id(param)] for param in self._params))
+        self._plan(True)
 
     def remove(self) -> None:
         """Step nothing from now on; the optimizers stay as they are."""
+        self._plan(False)
         for handle in self._handles:
             handle.remove()
         for param in self._params:
             _steppers.pop(param, None)
-        self._handles, self._params = [], []
+        self._handles, self._params, self._groups = [], [], []
 
-    def _stepper(self, name: str) -> Callable[[torch.Tensor], None]:
+    def _plan(self, steps: bool) -> None:
+        """Have the schedule say so."""
+        for group in self._groups:
+            self._unit.runtime.set_facts(group, steps=steps)
+
+    def _stepper(self, name: str, group: ParamGroup) -> Callable[[torch.Tensor], None]:
         optimizer = self.optimizers[name]
 
-        def step(_: torch.Tensor) -> None:
+        def step() -> None:
+            self._stepped[optimizer] = backward_of(self._unit.runtime).number
+            optimizer.step()
+            optimizer.zero_grad()
+
+        def landed(_: torch.Tensor) -> None:
             runtime = self._unit.runtime
             backward = backward_of(runtime)
             if backward.partial or not runtime.step.is_last_backward:
@@ -78,11 +98,10 @@ class StepInBackward:
                     "checkpointed calls share), so it was stepped with a part of it; use a plain optimizer, "
                     "or checkpoint with use_reentrant=False"
                 )
-            self._stepped[optimizer] = backward.number
-            optimizer.step()
-            optimizer.zero_grad()
+            table = runtime.table
+            table.due.setdefault(table.number(group), {})[step] = None
 
-        return step
+        return landed
 
 
 def steps_in_backward(param: torch.Tensor) -> bool:

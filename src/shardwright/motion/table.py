@@ -1,6 +1,6 @@
 """The groups of one model by number: what the planner knows of each, and the actions taken on them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Any
@@ -41,6 +41,7 @@ class GroupTable:
     root: the groups of the outermost module, which stay unsharded between forward and backward by default.
     chosen: whether it is up to date which groups move rows in use only.
     asked: groups that the caller has unsharded, and nobody resharded since.
+    due: by group, the steps of optimizers that run inside of the backward, once their gradients are complete.
     listed: what the policy has gathered ahead of a group: field of ``GroupFacts`` -> group -> groups.
     """
 
@@ -51,6 +52,7 @@ class GroupTable:
         self.memory = Memory()
         self.chosen = False
         self.asked: set[int] = set()
+        self.due: dict[int, dict[Callable[[], None], None]] = {}
         self.listed: dict[str, dict[int, tuple[int, ...]]] = {}
         self._settings: list[GroupFacts] = []
         self._index: dict[ParamGroup, int] = {}
@@ -108,6 +110,7 @@ class GroupTable:
             nbytes=group.unsharded_nbytes,
             grad_nbytes=group.grad_nbytes,
             lane=id(group.comm) if group.near is None and group.rows is None else None,
+            late=group.axis.replicate is not None,
         )
 
     def list_ahead(self, policy: SchedulePolicy) -> None:
@@ -165,6 +168,8 @@ class GroupTable:
             self.hold(action.groups)
         elif action.kind is ActionKind.WAIT_REDUCE:
             together.land([self.groups[index].reducer for index in action.groups])
+        elif action.kind is ActionKind.STEP:
+            self.step(action.groups)
         else:
             for index in action.groups:
                 self._wait_or_reshard(action.kind, index, nearby)
@@ -209,6 +214,12 @@ class GroupTable:
             if group.axis.replicate is not None and group.reducer.policy.all_reduce:
                 self._compare(group.axis.replicate)
         together.reduce([self.groups[index].reducer for index in indices])
+
+    def step(self, indices: Sequence[int]) -> None:
+        """Take the steps that are due of groups: each once, in the order in which their gradients landed."""
+        for index in indices:
+            for step in self.due.pop(index, ()):
+                step()
 
     def compare(self) -> None:
         """Do the ranks of every axis hold the same groups? Asked once, by every rank of all axes."""

@@ -87,11 +87,12 @@ class Hands(Protocol):
         ...
 
     def take(self, action: Action) -> None:
-        """Wait, reshard or wait for a reduction; what is already so is left so."""
+        """Wait, reshard, wait for a reduction or step; what is already so is left so."""
         ...
 
     def settle(self, brought: int | None) -> None:
-        """Give the shards of these parameters their reduced gradients; those of others are dropped.
+        """Give the shards of these parameters their reduced gradients, and step what is left to be stepped in
+        the backward; gradients of others are dropped.
 
         None: it is not known yet which they are.
         """

@@ -36,6 +36,7 @@ class Planner:
         that collective.
     waited: those of them that have been waited for.
     held: groups whose gradients wait for a collective to go with. reducing: those in flight, together.
+    unstepped: groups whose reduced gradients are stepped with at the end of the backward.
     kept: groups that the backward needs first, which stay unsharded until then.
     """
 
@@ -49,6 +50,7 @@ class Planner:
         self.waited: set[int] = set()
         self.held: list[int] = []
         self.reducing: list[tuple[int, ...]] = []
+        self.unstepped: list[int] = []
         self._issued = 0
         self._landed: set[int] = set()
 
@@ -103,8 +105,11 @@ class Planner:
     def _end_step(self, actions: list[Action]) -> None:
         for lane in dict.fromkeys(self.facts(group).lane for group in self.held):
             self._issue_reduction([g for g in self.held if self.facts(g).lane == lane], actions)
-        actions += [Action(ActionKind.WAIT_REDUCE, first, tuple(rest)) for first, *rest in self.reducing]
-        self.reducing.clear()
+        for together in tuple(self.reducing):
+            self._wait_reduce(together, actions)
+        if self.unstepped:
+            actions.append(Action(ActionKind.STEP, self.unstepped[0], tuple(self.unstepped[1:])))
+            self.unstepped.clear()
         for live in tuple(self.live):
             if self.facts(live).reshard_after_backward:
                 self._reshard(live, actions)
@@ -130,8 +135,7 @@ class Planner:
             self._issue_reduction(self._companions(group), actions)
         for together in tuple(self.reducing):
             if group in together:
-                self.reducing.remove(together)
-                actions.append(Action(ActionKind.WAIT_REDUCE, together[0], together[1:]))
+                self._wait_reduce(together, actions)
         facts, cap = self.facts(group), self.policy.bucket_cap_nbytes
         held = self._companions(group)
         sizes = (self.facts(other).grad_nbytes for other in held)
@@ -147,11 +151,20 @@ class Planner:
 
     def _issue_reduction(self, groups: Sequence[int], actions: list[Action]) -> None:
         while len(self.reducing) >= self.policy.max_reductions:
-            first, *rest = self.reducing.pop(0)
-            actions.append(Action(ActionKind.WAIT_REDUCE, first, tuple(rest)))
+            self._wait_reduce(self.reducing[0], actions)
         self.held = [group for group in self.held if group not in groups]
         self.reducing.append(tuple(groups))
         actions.append(Action(ActionKind.REDUCE, groups[0], tuple(groups[1:])))
+
+    def _wait_reduce(self, together: tuple[int, ...], actions: list[Action]) -> None:
+        """Wait for the reduction, and step with what is complete by it."""
+        self.reducing.remove(together)
+        actions.append(Action(ActionKind.WAIT_REDUCE, together[0], together[1:]))
+        steps = [group for group in together if self.facts(group).steps]
+        ready = [group for group in steps if not self.facts(group).late]
+        if ready:
+            actions.append(Action(ActionKind.STEP, ready[0], tuple(ready[1:])))
+        self.unstepped += [group for group in steps if group not in (*ready, *self.unstepped)]
 
     # ---- gathering ahead
 

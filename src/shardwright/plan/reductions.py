@@ -22,8 +22,10 @@ class Reductions:
     def take(self, action: Action) -> None:
         """Take an action of the schedule on gradients."""
         groups = [group for group in action.groups if self.used >> group & 1]
-        if action.kind is ActionKind.WAIT_REDUCE:
-            self.wait(action.groups)
+        if action.kind is ActionKind.STEP:
+            self.hands.take(action)
+        elif action.kind is ActionKind.WAIT_REDUCE:
+            self.wait(action.groups, planned=True)
         elif action.kind is ActionKind.REDUCE:
             self.reduce(groups)
         elif groups and action.group not in self.held:
@@ -44,12 +46,17 @@ class Reductions:
         while len(self.flying) >= most:
             self.wait(self.flying[0])
 
-    def wait(self, groups: Sequence[int]) -> None:
-        """Wait for all reductions in flight that have any of these groups."""
+    def wait(self, groups: Sequence[int], planned: bool = False) -> None:
+        """Wait for all reductions in flight that have any of these groups, and step with what they brought.
+
+        planned: the schedule says itself where that is.
+        """
         for together in tuple(self.flying):
             if not set(together).isdisjoint(groups):
                 self.flying.remove(together)
                 self.hands.take(Action(ActionKind.WAIT_REDUCE, together[0], together[1:]))
+                if not planned:
+                    self.hands.take(Action(ActionKind.STEP, together[0], together[1:]))
 
     def release(self) -> None:
         """Launch what is held back, together."""

@@ -23,6 +23,7 @@ recomputation (activation checkpointing) enters it, ``G`` all its gradients of t
 
 Small groups share collectives: ``unshard 1+2+3`` is one all-gather for three groups, each waited for at its
 own event. ``hold 3`` puts gradients aside, and ``reduce 3+2+1`` reduces them with those of groups 2 and 1.
+``step 3`` steps the parameters of a group whose optimizer runs inside of the backward.
 
 ``planner`` decides the actions, ``soundness`` proves that a schedule is right.
 """
@@ -53,6 +54,7 @@ class ActionKind(StrEnum):
     HOLD = "hold"
     REDUCE = "reduce"
     WAIT_REDUCE = "wait-reduce"
+    STEP = "step"
 
 
 class Phase(StrEnum):
@@ -110,6 +112,8 @@ class GroupFacts:
     on_use: gathered when it is used, never ahead: what is to be gathered is known only then.
     reshard_after_backward: False keeps it unsharded into the next forward. unshard_in_backward: False says
         that its backward doesn't read its parameters (``check`` takes both for True).
+    steps: its parameters are stepped in the backward. late: their gradients are complete only at its end,
+        after an all-reduce over copies that runs beside the rest of it.
     """
 
     reshard_after_forward: bool | None = None
@@ -121,6 +125,8 @@ class GroupFacts:
     ahead_in_backward: tuple[int, ...] | None = None
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
+    steps: bool = False
+    late: bool = False
 
     def shifted(self, by: int) -> "GroupFacts":
         """The same with every group's number raised, for a model that became part of another."""

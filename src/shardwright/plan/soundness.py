@@ -9,8 +9,8 @@ def check(schedule: Schedule) -> None:
     """Prove that a schedule is sound, or raise AssertionError saying where it is not.
 
     Nothing is used before it is waited for, nothing is unsharded twice or resharded while at rest, each
-    reduction is waited for, gradients that are held back are reduced, and a step ends with every group at
-    rest and no reduction in flight.
+    reduction is waited for, gradients that are held back are reduced, a group is stepped once after each
+    reduction and never before, and a step ends with every group at rest and no reduction in flight.
     """
     for start in (Phase.EVALUATION, Phase.FORWARD):
         stops = list(schedule.phases.get(start, ()))
@@ -32,11 +32,12 @@ def check(schedule: Schedule) -> None:
 @dataclass
 class _State:
     """live: groups that are not at rest, and whether they were waited for. held: groups whose gradients wait
-    to be reduced; reducing: those that are."""
+    to be reduced; reducing: those that are. reduced: those whose gradients nothing was stepped with since."""
 
     live: dict[int, bool] = field(default_factory=dict)
     held: set[int] = field(default_factory=set)
     reducing: set[int] = field(default_factory=set)
+    reduced: set[int] = field(default_factory=set)
 
     def take(self, stop: Stop, action: Action, group: int) -> None:
         """What ``action`` does to one of its groups."""
@@ -53,6 +54,10 @@ class _State:
         elif kind is ActionKind.WAIT_REDUCE:
             assert group in self.reducing, f"{stop}: group {group} has no reduction in flight to wait for"
             self.reducing.remove(group)
+            self.reduced.add(group)
+        elif kind is ActionKind.STEP:
+            assert group in self.reduced, f"{stop}: steps group {group}, whose gradients aren't reduced"
+            self.reduced.remove(group)
         else:
             assert group not in self.reducing, f"{stop}: group {group} is already being reduced"
             if kind is ActionKind.HOLD:
