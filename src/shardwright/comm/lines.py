@@ -34,7 +34,7 @@ from shardwright.errors import CommError
 
 _HEAD = struct.Struct("<qqq104s")  # number of the collective, bytes of the parts, number of runs, key
 _KEY_NBYTES = 104
-_NO_RUNS = -1  # nothing is
+_NO_RUNS = -1  # all of the parts are sent
 _MARK_NBYTES = 512 << 10
 _LOOK_S = 0.1  # how often who waits looks whether the watch has found something
 _VIEWS = 256  # parts per system call; the kernel takes up to 1024
