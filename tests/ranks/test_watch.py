@@ -20,6 +20,7 @@ from shardwright.comm import presence
 from shardwright.comm.launches import here
 from shardwright.errors import RankLost
 from shardwright.observe.life import store_address
+from shardwright.observe.watchdog import Watch
 from tests.ranks.faults import CASES, built, step
 from tests.ranks.pool import run_ranks
 from tests.ranks.scripts import Outcome, fault, run_scripts
@@ -98,6 +99,27 @@ def test_off_starts_nothing():
     for explain, has_store, _ in run_ranks(2, switched_off):
         assert explain is None
         assert has_store
+
+
+def told_late(rank, world):
+    """Rank 0 sits in a barrier, and its watch doesn't come to the verdict before that breaks: the others have
+    been told, and end."""
+    if rank == 0:
+        Watch._convict = lambda watch, ruling: None
+        Watch._ask = lambda watch: None
+    model = built()
+    step(model)
+    fault()
+    if rank == 0:
+        dist.barrier()
+    step(model)
+
+
+def test_who_breaks_off_because_the_others_were_told_takes_no_blame():
+    late, *others = run_scripts(3, told_late)
+    assert [outcome.error for outcome in others] == ["Diverged", "Diverged"]
+    assert "RuntimeError" in late.stderr  # what the barrier raised
+    assert "diverged: " in late.stderr  # and why
 
 
 def far_away(rank, world):

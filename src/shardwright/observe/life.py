@@ -109,6 +109,7 @@ def leave(error: BaseException | None = None) -> None:
         return
     with suppress(RuntimeError):  # the store may have gone first
         roll = watch.roll
+        watch.look()  # who was told first has ended, and broke what this one waited in: no fault of its own
         if here.verdict is not None:
             if roll.holds_store:
                 roll.linger(_LINGER_S)
@@ -148,6 +149,8 @@ def _set_hooks() -> None:
 
     def told(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         before(kind, error, trace)
+        if _life.watch is not None and _life.pid == os.getpid():
+            _life.watch.look()
         if here.verdict is not None and not here.delivered and _life.pid == os.getpid():
             print(here.verdict, file=sys.stderr, flush=True)  # it was let go out of a call of its own
         if not hasattr(sys, "ps1"):  # an interactive Python goes on
