@@ -1,7 +1,7 @@
 """An optimizer that steps inside of the backward: each group's as soon as its gradients are reduced.
 
-A gradient that has landed makes a step due; it is taken where the schedule says ``step`` (or, in a backward
-that departs from the schedule, at its end).
+A gradient that has landed makes a step due; it is taken where the schedule says ``step``. In a backward that
+departs from the schedule that is where its reduction is waited for, and for what is left the end.
 """
 
 from collections.abc import Callable
