@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwright import MixedPrecisionPolicy, SchedulePolicy, fully_shard, set_transport, stats
+from shardwright.errors import StageError
 from shardwright.motion.unit import unit_of
 from shardwright.plan.schedule import Action, ActionKind, Event, EventKind, Phase, Schedule
 from shardwright.plan.soundness import check
@@ -421,3 +422,18 @@ def dropped(rank, world):
 
 def test_a_model_that_is_dropped_is_freed():
     run_ranks(2, dropped)
+
+
+def cast_between(rank, world):
+    model = shard_decoder(build(), fully_shard)
+    tokens = batches(0, world)[rank]
+    loss = loss_of(model, tokens)
+    model.double()
+    with pytest.raises(StageError, match=r"group '.*': between this forward and its backward"):
+        loss.backward()
+    loss_of(model, tokens).backward()  # the next step is clean
+    Run.of(model).step()
+
+
+def test_a_cast_between_a_forward_and_its_backward_is_an_error():
+    run_ranks(2, cast_between)

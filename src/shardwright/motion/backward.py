@@ -11,9 +11,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.autograd import Variable
 
+from shardwright.errors import StageError
 from shardwright.motion.runtime import Runtime
 from shardwright.motion.unit import Unit
 from shardwright.plan.schedule import EventKind, Phase
+from shardwright.state.buffer import Buffer
 from shardwright.state.group import ParamGroup
 
 
@@ -26,14 +28,27 @@ class Call:
     """One forward of a module: whether it is a recomputation, and the input gradients still to come.
 
     reads_weights: whether its backward needs the unsharded parameters. A lookup's doesn't: it adds rows up.
+    memory: the buffers of the groups that it ran with, where autograd has saved their weights.
     """
 
     def __init__(self, recomputed: bool) -> None:
         self.recomputed = recomputed
         self.reads_weights = True
+        self.memory: dict[ParamGroup, Buffer | None] = {}
         self.num_inputs = 0
         self.left = 0
         self.task = -1  # the backward that it was last entered in
+
+    def check_memory(self) -> None:
+        """Raises: StageError where what autograd has saved lies in memory that was given up since."""
+        for group, buffer in self.memory.items():
+            if group.buffer is not buffer:
+                raise StageError(
+                    f"group {group.name!r}: between this forward and its backward its unsharded parameters "
+                    "came to lie in other memory, since they were cast or quantised, or "
+                    "SchedulePolicy.one_copy_per_host was switched; do that before a forward or after its "
+                    "backward"
+                )
 
 
 class _Ending:
@@ -100,6 +115,8 @@ class Backward:
         if any(each.reads_weights for each in together):
             for group in needed(unit):
                 self.runtime.at(EventKind.BACKWARD_BEGIN, group)
+            for each in together:
+                each.check_memory()
 
     def input_done(self, unit: Unit, call: Call) -> None:
         """The gradient of one of the call's inputs is there; with the last one its backward has ended."""

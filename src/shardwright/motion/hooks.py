@@ -195,6 +195,7 @@ class ModuleHooks:
         if torch.is_grad_enabled() and self.unit.owners:
             hooked = [t for t in tensors_in(output) if t.requires_grad and not t.is_leaf]
             call.reads_weights = not is_lookup(module, output)
+            call.memory = {group: group.buffer for group in needed(self.unit)}
             for tensor in hooked:
                 self._watch_output(call, tensor)
             if hooked and len(self.unit.modules) > 1:
