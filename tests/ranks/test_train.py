@@ -298,7 +298,7 @@ def test_resuming_what_is_not_there_or_another_run_says_so(place, whole):
     assert "run.seed: was 0, is 7" in err
 
 
-def test_bad_data_is_one_clear_error(place):
+def test_bad_data_is_one_clear_error(place, whole):
     (place / "empty").mkdir()
     code, _, err = run(place, "--data.path", "empty", "--run.folder", "bad")
     assert (code, err.count("\n")) == (1, 1)
