@@ -171,6 +171,7 @@ def test_every_schedule_policy_is_reachable_from_a_recipe(tmp_path):
         bucket_cap_mb=2.5,
         ahead={"forward": {"blocks.0": ["blocks.1", "blocks.2"]}, "backward": {"blocks.2": ["blocks.0"]}},
         row_wise=True,
+        one_copy_per_host=True,
         forget_after=5,
         agreement="off",
     )

@@ -38,8 +38,8 @@ RESERVED_NBYTES = 64 << 30
 NUM_RECORDS = 256  # operations that may be issued and not yet read by all; a schedule keeps below ten
 _RECORD_NBYTES = 256
 _KEY_NBYTES = _RECORD_NBYTES - 4 * 8
-_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0)
-_LOOK_S = 0.02  # how often who waits looks whether the peer lives, and what the watch has found
+MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0)
+LOOK_S = 0.02  # how often who waits looks whether the peer lives, and what the watch has found
 _SPINS = 40  # times to yield before sleeping: a peer that is nearly there is seen within 2 us (measured)
 
 
@@ -65,7 +65,7 @@ class Segment:
     """One rank's segment as this process maps it."""
 
     def __init__(self, fd: int, world: int) -> None:
-        self._map = mmap.mmap(fd, RESERVED_NBYTES, flags=mmap.MAP_SHARED | _MAP_NORESERVE)
+        self._map = mmap.mmap(fd, RESERVED_NBYTES, flags=mmap.MAP_SHARED | MAP_NORESERVE)
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self._view = memoryview(self._map)
         self._words = self._view[: header_nbytes(world)].cast("q")
@@ -152,9 +152,10 @@ class Arena:
         self, rank: int, segments: list[Segment], pids: list[int], timeout_s: float, log: LaunchLog
     ) -> None:
         self.rank = rank
+        self.world = len(segments)
+        self.pids = pids
         self.log = log
         self._segments = segments
-        self._pids = pids
         self._timeout_s = timeout_s
         self._number = 0
         self._held: dict[int, tuple[int, int]] = {}  # operation -> (offset, end) in the own segment
@@ -168,7 +169,8 @@ class Arena:
         """
         number, span = self._reserve(8 * len(words))
         self._segments[self.rank].write_words(span.start, words)
-        launch = self.publish(number, 8 * len(words), key)
+        launch = self.launch(number, key)
+        self.announce(launch, 8 * len(words))
         rows = []
         for peer, segment in enumerate(self._segments):
             if peer != self.rank:
@@ -180,7 +182,7 @@ class Arena:
         return rows
 
     def reserve(self, nbytes: int) -> tuple[int, torch.Tensor]:
-        """A new operation's number, and the bytes of the own segment that it may fill; then ``publish``.
+        """A new operation's number, and the bytes of the own segment that it may fill; then ``launch``.
 
         Raises: CommError where a peer has not read the operation of 256 ago within the timeout.
         """
@@ -199,19 +201,23 @@ class Arena:
             for peer, segment in enumerate(self._segments):
                 if peer != self.rank:
                     read = functools.partial(segment.has_read, self.rank, oldest)
-                    self._wait(peer, read, lambda: time.sleep(1e-3), launch)
+                    self.until(peer, read, lambda: time.sleep(1e-3), launch)
         self._free_read()
         offset = self._first_fit(nbytes)
         self._held[number] = (offset, offset + align(nbytes))
         return number, slice(offset, offset + nbytes)
 
-    def publish(self, number: int, nbytes: int, key: str) -> Launch:
-        """Announce an operation whose bytes are in place."""
+    def launch(self, number: int, key: str) -> Launch:
+        """Begin the operation that was reserved; then ``announce``. Raises: the watch's verdict, if any."""
         launch = self.log.launch(key)
-        assert launch.number == number, "an operation was published that the log doesn't have, or the reverse"
+        assert launch.number == number, "an operation was launched that the log doesn't have, or the reverse"
         self._number = number
-        self._segments[self.rank].write_record(number, self._held[number][0], nbytes, key)
         return launch
+
+    def announce(self, launch: Launch, nbytes: int) -> None:
+        """The bytes of an operation are in place: peers may read them."""
+        offset = self._held[launch.number][0]
+        self._segments[self.rank].write_record(launch.number, offset, nbytes, launch.key)
 
     def read(self, peer: int, launch: Launch) -> torch.Tensor:
         """``peer``'s bytes of an operation, once they are there. ``done`` gives them back.
@@ -228,7 +234,7 @@ class Arena:
         number, key = launch.number, launch.key
         segment = self._segments[peer]
         if not segment.has(number):
-            self._wait(peer, lambda: segment.has(number), lambda: segment.sleep(number, _LOOK_S), launch)
+            self.until(peer, lambda: segment.has(number), lambda: segment.sleep(number, LOOK_S), launch)
         theirs = self._segments[peer].key(number)
         if theirs != key[:_KEY_NBYTES]:
             with self.log.waiting(launch):
@@ -264,8 +270,11 @@ class Arena:
             )
         return offset
 
-    def _wait(self, peer: int, ready: Callable[[], bool], sleep: Callable[[], None], launch: Launch) -> None:
-        """Until ``ready``; looks now and then whether the peer still lives."""
+    def until(self, peer: int, ready: Callable[[], bool], sleep: Callable[[], None], launch: Launch) -> None:
+        """Return when ``peer`` is ``ready`` for what ``launch`` waits for. sleep: takes below a second.
+
+        Raises: CommError where the peer has ended, or isn't ready within the timeout; the watch's verdict.
+        """
         start = checked = time.monotonic()
         with self.log.waiting(launch):
             turns = 0
@@ -276,7 +285,7 @@ class Arena:
                     continue
                 sleep()
                 now = time.monotonic()
-                if now - checked > _LOOK_S:
+                if now - checked > LOOK_S:
                     checked = now
                     here.raise_verdict()
                     self._check_alive(peer, launch.key)
@@ -285,7 +294,7 @@ class Arena:
     def _check_alive(self, peer: int, what: str) -> None:
         if select.select([self._ends[peer]], [], [], 0)[0]:
             raise CommError(
-                f"rank {self.log.ranks[peer]} (pid {self._pids[peer]}) has ended while rank "
+                f"rank {self.log.ranks[peer]} (pid {self.pids[peer]}) has ended while rank "
                 f"{self.log.ranks[self.rank]} waited for it in {what!r}; its own error says why"
             )
 
@@ -293,5 +302,5 @@ class Arena:
         if waited_s > self._timeout_s:
             raise CommError(
                 f"rank {self.log.ranks[self.rank]} waited {self._timeout_s:.0f} s for rank "
-                f"{self.log.ranks[peer]} (pid {self._pids[peer]}) in {what!r}; it runs but did not come there"
+                f"{self.log.ranks[peer]} (pid {self.pids[peer]}) in {what!r}; it runs but did not come there"
             )

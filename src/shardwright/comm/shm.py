@@ -1,6 +1,7 @@
 """Same-host transport: ranks read each other's parts straight from memory that they share.
 
     all-gather       my spans -> my segment; each peer copies them from there into its buffer
+                     (or straight to the one copy that all read: see ``hostcopy``)
     reduce-scatter   the other ranks' spans of my gradient -> my segment; their owners sum from there
 
 No socket, no kernel, no helper thread: two copies per byte at memory speed. The parts stay readable until
@@ -17,6 +18,7 @@ from torch.distributed import ProcessGroup
 
 from shardwright.comm.arena import RESERVED_NBYTES, Arena, Host, Segment, this_host
 from shardwright.comm.base import Piece, join, spread, sum_in_rank_order
+from shardwright.comm.hostcopy import HostPiece
 from shardwright.comm.launches import Launch, LaunchLog
 from shardwright.comm.streams import Streams
 from shardwright.plan.layout import pack
@@ -90,7 +92,8 @@ class ShmComm:
     def all_gather(self, pieces: Sequence[Piece], key: str) -> "_ShmGather":
         """See ``Comm.all_gather``."""
         start = time.perf_counter()
-        launch = self._publish([piece.part_bytes(self.rank) for piece in pieces], key)
+        hosted = [piece for piece in pieces if isinstance(piece, HostPiece)]
+        launch = self._publish([piece.part_bytes(self.rank) for piece in pieces], key, hosted)
         self.spent(start)
         return _ShmGather(self, pieces, launch)
 
@@ -133,13 +136,17 @@ class ShmComm:
         assert self.exposed_s is not None
         self.exposed_s += time.perf_counter() - start
 
-    def _publish(self, parts: list[torch.Tensor], key: str) -> Launch:
+    def _publish(self, parts: list[torch.Tensor], key: str, hosted: Sequence[HostPiece] = ()) -> Launch:
         if not self.peers:
             return Launch(0, key, "", 0)
         _, total = pack([part.numel() for part in parts])
         number, place = self.arena.reserve(total)
         join(parts, place)
-        return self.arena.publish(number, total, key)
+        launch = self.arena.launch(number, key)
+        for piece in hosted:
+            piece.put(launch)
+        self.arena.announce(launch, total)
+        return launch
 
 
 class _Reads:

@@ -78,8 +78,7 @@ class Runtime:
 
     def regroup(self, group: ParamGroup, params: Sequence[ShardedParam]) -> None:
         """Give ``group`` other parameters; all at rest. Forgets the schedule."""
-        group.regroup(params)
-        self.table.compare_again()
+        self.table.regroup(group, params)
         self._forget()
 
     def set_facts(self, group: ParamGroup, **changes: Any) -> None:
@@ -216,9 +215,8 @@ class Runtime:
         """Into the trace; events that this rank left out were passed in no time of their own."""
         took_s = time.perf_counter() - start
         for stop in taken:
-            last = stop is taken[-1]
-            entry = TraceEntry(stop.event, stop.actions, start - current.began_s, took_s if last else 0.0)
-            current.trace.append(entry)
+            own_s = took_s if stop is taken[-1] else 0.0
+            current.trace.append(TraceEntry(stop.event, stop.actions, start - current.began_s, own_s))
 
     def end(self, failed: bool = False) -> None:
         """Leave the phase.
@@ -233,6 +231,8 @@ class Runtime:
             here.failed(sys.exc_info()[1])
         with beneath_transforms():
             taken = current.way.end(current, failed)
+        if current.phase is Phase.BACKWARD:
+            self.table.forget_versions()
         if failed:
             if not self._passes:
                 self._reshard_unsharded()
@@ -284,7 +284,7 @@ class Runtime:
             self.step = replace(self.step, optimizer_event=None)
         self.table.forget_stale()
         if not self.table.chosen:
-            self.table.choose_row_wise(self.policy)
+            self.table.choose(self.policy)
             self._replan()
 
     def _take(self, action: Action) -> None:

@@ -8,12 +8,14 @@ from typing import Any
 from shardwright.comm.base import Comm
 from shardwright.errors import InputError
 from shardwright.motion.census import check_same_model
+from shardwright.motion.hosting import choose_hosted
 from shardwright.motion.lookups import choose_row_wise
 from shardwright.plan.planner import Planner
 from shardwright.plan.schedule import Action, ActionKind, GroupFacts
 from shardwright.policy import Agreement, SchedulePolicy
 from shardwright.state import together
 from shardwright.state.group import ParamGroup, Stage
+from shardwright.state.param import ShardedParam
 
 
 @dataclass
@@ -39,7 +41,7 @@ class GroupTable:
 
     agreement: that of the schedule policy in force, which all ranks must have alike.
     root: the groups of the outermost module, which stay unsharded between forward and backward by default.
-    chosen: whether it is up to date which groups move rows in use only.
+    chosen: whether it is up to date which groups move rows in use only, and which share a copy per host.
     asked: groups that the caller has unsharded, and nobody resharded since.
     due: by group, the steps of optimizers that run inside of the backward, once their gradients are complete.
     listed: what the policy has gathered ahead of a group: field of ``GroupFacts`` -> group -> groups.
@@ -66,6 +68,13 @@ class GroupTable:
         self.groups.append(group)
         self._settings.append(facts)
 
+    def regroup(self, group: ParamGroup, params: Sequence[ShardedParam]) -> None:
+        """Give ``group`` other parameters; all at rest."""
+        self.memory.take(-group.held_nbytes)
+        group.regroup(params)
+        self.chosen = False
+        self.compare_again()
+
     def compare_again(self) -> None:
         """Groups are others than before: ask anew whether all ranks hold the same."""
         self._compared.clear()
@@ -76,6 +85,7 @@ class GroupTable:
         for group, facts in zip(other.groups, other._settings, strict=True):
             self.add(group, facts.shifted(shift))
         self.memory.peak_nbytes = max(self.memory.peak_nbytes, other.memory.peak_nbytes)
+        self.memory.take(other.memory.now_nbytes)
 
     def number(self, group: ParamGroup) -> int:
         """The group's place in ``groups``."""
@@ -132,9 +142,12 @@ class GroupTable:
             for phase, lists in policy.ahead.items()
         }
 
-    def choose_row_wise(self, policy: SchedulePolicy) -> None:
-        """Have the groups of lookups move rows in use only, where ``policy`` says so and they can."""
+    def choose(self, policy: SchedulePolicy) -> None:
+        """Have groups move rows in use only, or share one copy per host, where ``policy`` says so and they
+        can."""
         choose_row_wise(self.groups, self.facts, policy)
+        for index in choose_hosted(self.groups, policy):
+            self.take(Action(ActionKind.RESHARD, index))  # all ranks take part as its memory becomes another
         self.chosen = True
 
     def planner(self, policy: SchedulePolicy) -> Planner:
@@ -258,6 +271,11 @@ class GroupTable:
                 group.near.forget()
             if group.stage is Stage.UNSHARDED and group.is_stale:
                 self.take(Action(ActionKind.RESHARD, index))
+        self.forget_versions()
+
+    def forget_versions(self) -> None:
+        """From here on shards may be written in a way that leaves no mark."""
+        for group in self.groups:
             group.forget_versions()
 
     def comms(self) -> list[Comm]:

@@ -17,10 +17,11 @@ from shardwright.comm.base import Comm, Gather, Piece
 from shardwright.comm.mesh import Axis
 from shardwright.comm.watched import Collective, tell
 from shardwright.errors import StageError
-from shardwright.plan.layout import GroupLayout
 from shardwright.policy import MixedPrecisionPolicy
+from shardwright.state.binding import own_buffer
 from shardwright.state.buffer import Buffer
 from shardwright.state.decoding import Decoding
+from shardwright.state.hosted import HostedBuffer, hosted_buffer
 from shardwright.state.near import Near, Versions
 from shardwright.state.param import ShardedParam
 from shardwright.state.reducer import Reducer
@@ -49,6 +50,7 @@ class ParamGroup:
     comm: the axis' transport, or a caller's own. reducer: what becomes of the gradients.
     near: where its parameters are kept between forward and backward, if over a smaller world.
     decoding: its quantised weights, which travel as codes and scales.
+    is_hosted: whether its buffer is to be one for all ranks of the host.
     trainable: bits of the parameters that ask for a gradient, as of the last unshard.
     """
 
@@ -66,6 +68,7 @@ class ParamGroup:
         self.stage = Stage.SHARDED
         self.buffer: Buffer | None = None
         self.trainable = 0
+        self.is_hosted = False
         self._gathered_versions: Versions = ()
         self._gather: Gather | None = None
 
@@ -90,7 +93,7 @@ class ParamGroup:
         self.params = self.reducer.params = tuple(params)
         self.decoding = Decoding(self.params, self.policy, self.axis.device)
         self.near = self.near and Near(self.near.comm, self.params)
-        self.buffer = None
+        self.buffer, self.is_hosted = None, False
         self._gathered_versions = ()
 
     def _follow(self) -> None:
@@ -100,8 +103,14 @@ class ParamGroup:
         for pair in self.decoding.frozen:
             pair.check_frozen()
         dtypes = tuple(param.compute_dtype(self.policy) for param in self._buffered)
-        if self.buffer is None or dtypes != tuple(param.unsharded.dtype for param in self._buffered):
-            self._bind(dtypes)
+        # A caller's own collective moves bytes between buffers of the ranks.
+        hosted = self.is_hosted and self.comm is self.axis.comm
+        if (
+            self.buffer is None
+            or hosted != isinstance(self.buffer, HostedBuffer)
+            or dtypes != tuple(param.unsharded.dtype for param in self._buffered)
+        ):
+            self._bind(dtypes, hosted)
         for param in self.params:
             if param.is_bound and param.unsharded.requires_grad != param.trainable:
                 param.unsharded.requires_grad_(param.trainable)
@@ -128,22 +137,23 @@ class ParamGroup:
         return self.stage is not Stage.SHARDED and self._versions() != self._gathered_versions
 
     def forget_versions(self) -> None:
-        """A group at rest: shards may be written in a way that leaves no mark (an edit of ``.data``)."""
+        """From here on shards may be written in a way that leaves no mark (an edit of ``.data``)."""
         if self.stage is Stage.SHARDED:
             self._gathered_versions = ()
+        if isinstance(self.buffer, HostedBuffer):
+            self.buffer.written = ()
 
     def _versions(self) -> Versions:
         return tuple((id(param.local), param.version) for param in self.params)
 
-    def _bind(self, dtypes: tuple[torch.dtype, ...]) -> None:
+    def _bind(self, dtypes: tuple[torch.dtype, ...], hosted: bool) -> None:
         self.decoding.bind()
         bound = [b for b in zip(self._buffered, dtypes, strict=True) if b[0] not in self.decoding.parts]
-        layout = GroupLayout(tuple(p.layout for p, _ in bound), tuple(d.itemsize for _, d in bound))
-        self.buffer = Buffer(layout.nbytes, self.axis.device)
-        self.buffer.alloc()
-        for (param, dtype), offset in zip(bound, layout.offsets_nbytes, strict=True):
-            param.bind(self.buffer, offset, dtype)
-        self.buffer.free()
+        if hosted:
+            self.buffer = hosted_buffer(bound, self.comm, self.name)
+            self.is_hosted = self.buffer is not None
+        if not self.is_hosted:
+            self.buffer = own_buffer(bound, self.axis.device)
 
     # ---- the all-gather
 
@@ -176,6 +186,8 @@ class ParamGroup:
             if gather is not None:
                 self.receive(gather)
                 return None
+        if isinstance(self.buffer, HostedBuffer):
+            return [self.buffer.piece(self._gathered_versions)]
         streams = self.comm.streams
         if streams is None:
             return self._copy_in(self.params)
@@ -197,6 +209,20 @@ class ParamGroup:
                     if param.layout.dim is not None:
                         pieces.append(param.gather_piece())
         return pieces
+
+    def hosted_aside(self) -> Piece | None:
+        """Its part in an all-gather for others, whatever stage it is in; None where its buffer isn't shared.
+
+        What it has unsharded it keeps, in a copy of this rank's own.
+        """
+        if not isinstance(self.buffer, HostedBuffer):
+            return None
+        if self._gather is not None:
+            self._gather.wait()
+        if self.stage is not Stage.SHARDED:
+            self.buffer.detach()
+        self.buffer.written = ()
+        return self.buffer.piece(self._versions(), is_aside=True)
 
     def keep_near(self) -> None:
         """Keep shards over the smaller world of what is unsharded."""
