@@ -14,6 +14,8 @@ from typing import Any
 
 from rich.table import Table
 
+MODEL_PER_RANK = ("local", "local-met")
+"""Systems in which each rank trains a model of its own."""
 LOSS_TOLERANCE = 1e-4
 """Relative; sums in another order differ by about 1e-6 after a few steps of AdamW."""
 
@@ -84,8 +86,8 @@ def overlap(compute: float, communication: float | None, step: float) -> float |
 
 
 def disagreements(rows: list[Row]) -> list[str]:
-    """Losses that differ between the systems that train one common model ("local" trains one per rank)."""
-    common = [row for row in rows if row.system != "local"]
+    """Losses that differ between the systems that train one common model."""
+    common = [row for row in rows if row.system not in MODEL_PER_RANK]
     found = []
     for row in common[1:]:
         for step, (got, expected) in enumerate(zip(row.losses, common[0].losses, strict=True)):

@@ -32,7 +32,7 @@ from rich.console import Console
 from bench.links import LINKS, LinkError, Place, places
 from bench.model import Size
 from bench.rank import Job
-from bench.report import Row, disagreements, dumps, screen_table, summarise
+from bench.report import MODEL_PER_RANK, Row, disagreements, dumps, screen_table, summarise
 from bench.systems import OPTIONAL, SYSTEMS, unavailable
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -236,7 +236,7 @@ def run(options: Options, console: Console) -> list[Row]:
             console.print(f"{system}: {rows[-1].ratio:.3f} ({time.monotonic() - begin:.0f} s)")
     console.print(screen_table(machine, asked, rows))
     differing = disagreements(rows)
-    common = [row.system for row in rows if row.system != "local"]
+    common = [row.system for row in rows if row.system not in MODEL_PER_RANK]
     if differing:
         console.print("[red]losses differ:[/red] " + "; ".join(differing))
     elif len(common) > 1:

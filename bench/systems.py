@@ -72,6 +72,16 @@ class Local(System):
         return None
 
 
+class Met(Local):
+    """The same, but that ranks wait for each other at the end of a step, as whatever trains one model on them
+    must at least once: what is above 1 here is no system's."""
+
+    def step(self, tokens: Tensor) -> Tensor:
+        loss = super().step(tokens)
+        dist.barrier()
+        return loss
+
+
 class DDP(System):
     """Whole model on every rank, gradients all-reduced in buckets during the backward."""
 
@@ -218,6 +228,7 @@ AT_ONCE = shardwright.SchedulePolicy(
 """Nothing is gathered ahead in either direction, and one reduce-scatter at a time: the least memory."""
 SYSTEMS = {
     "local": Local,
+    "local-met": Met,
     "ddp": DDP,
     "fsdp1-none": lambda model: FSDP1(model, None),
     "fsdp1-pre": lambda model: FSDP1(model, PREFETCH.BACKWARD_PRE),
@@ -239,6 +250,9 @@ SYSTEMS = {
     ),
     "shardwright-one-copy": lambda model: Shardwright(
         model, split=True, policy=shardwright.SchedulePolicy(one_copy_per_host=True)
+    ),
+    "shardwright-one-copy-keep": lambda model: Shardwright(
+        model, split=True, policy=shardwright.SchedulePolicy(one_copy_per_host=True), keep=True
     ),
     "shardwright-ends": lambda model: Shardwright(model, split=True, ends=True),
     "shardwright-goal": lambda model: Shardwright(

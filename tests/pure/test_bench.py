@@ -73,7 +73,8 @@ def test_exposed_time_and_unsharded_bytes_are_shown_where_a_system_counts_them()
 
 
 def test_losses_of_systems_that_train_one_model_must_agree():
-    rows = [row("local", (9.0, 9.0)), row("ddp"), row("fsdp2", (3.0, 2.0 + 1e-6))]
+    alone = [row("local", (9.0, 9.0)), row("local-met", (8.0, 9.0))]
+    rows = [*alone, row("ddp"), row("fsdp2", (3.0, 2.0 + 1e-6))]
     assert report.disagreements(rows) == []
     wrong = report.disagreements([*rows, row("fsdp1-pre", (3.0, 2.1))])
     assert wrong == ["step 1: fsdp1-pre 2.100000, ddp 2.000000"]
