@@ -376,6 +376,36 @@ def test_where_one_rank_can_t_map_it_each_has_its_own():
     assert run_ranks(2, no_room) == [[], []]
 
 
+class Copying:
+    """A caller's own all-gather, by torch's."""
+
+    def allocate(self, size, *, dtype, device):
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor, input_tensor, group, async_op=False):
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+def replaced(rank, world, policy):
+    model = sharded(policy)
+    run, losses, before = Run.of(model), [], 0
+    for step in range(4):
+        if step == 2:
+            before = len(hosted(model))
+            model.blocks[1].set_custom_all_gather(Copying())
+        loss = loss_of(model, batches(step, world)[rank])
+        loss.backward()
+        run.step()
+        losses.append(loss.item())
+    return losses, bits(model), before, len(hosted(model))
+
+
+def test_a_group_whose_all_gather_the_caller_replaces_gets_memory_of_its_own():
+    apart, together = (run_ranks(2, replaced, policy) for policy in (OWN, ONE))
+    assert [found[:2] for found in together] == [found[:2] for found in apart]
+    assert all(found[2:] == (4, 3) for found in together)
+
+
 def mappings():
     with open("/proc/self/maps") as file:
         return sum("memfd:shardwright" in line for line in file)

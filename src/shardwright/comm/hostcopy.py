@@ -125,13 +125,7 @@ def open_host_copy(arena: Arena, nbytes: int, name: str) -> HostCopy | None:
 
     Every rank calls it at one place of its program; two small exchanges. name: of the group, for messages.
     """
-    fd = -1
-    try:
-        if arena.rank == 0:
-            fd = os.memfd_create("shardwright")
-            os.ftruncate(fd, _size(arena.world, nbytes))
-    except OSError:  # a limit on file sizes
-        fd = -1
+    fd = _create(_size(arena.world, nbytes)) if arena.rank == 0 else -1
     key = f"share {name}, {nbytes} bytes"
     copy = None
     try:
@@ -143,6 +137,19 @@ def open_host_copy(arena: Arena, nbytes: int, name: str) -> HostCopy | None:
         if fd >= 0:
             os.close(fd)
     return copy if all(row[0] for row in agreed) else None
+
+
+def _create(nbytes: int) -> int:
+    """A descriptor of such a file, or -1."""
+    fd = -1
+    try:
+        fd = os.memfd_create("shardwright")
+        os.ftruncate(fd, nbytes)
+    except OSError:  # a limit on file sizes, or on open files
+        if fd >= 0:
+            os.close(fd)
+        return -1
+    return fd
 
 
 def _map(arena: Arena, fd: int, nbytes: int) -> HostCopy | None:

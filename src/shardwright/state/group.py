@@ -149,11 +149,9 @@ class ParamGroup:
     def _bind(self, dtypes: tuple[torch.dtype, ...], hosted: bool) -> None:
         self.decoding.bind()
         bound = [b for b in zip(self._buffered, dtypes, strict=True) if b[0] not in self.decoding.parts]
-        if hosted:
-            self.buffer = hosted_buffer(bound, self.comm, self.name)
-            self.is_hosted = self.buffer is not None
-        if not self.is_hosted:
-            self.buffer = own_buffer(bound, self.axis.device)
+        self.buffer = hosted_buffer(bound, self.comm, self.name) if hosted else None
+        self.is_hosted = self.buffer is not None
+        self.buffer = self.buffer or own_buffer(bound, self.axis.device)
 
     # ---- the all-gather
 
