@@ -131,7 +131,7 @@ def test_batches_differ_between_ranks_and_steps_and_are_repeatable():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--systems", "ddp,fsdp3"], "--systems has fsdp3; known are local, ddp"),
+        (["--systems", "ddp,fsdp3"], "--systems has fsdp3; known are local, local-met, ddp"),
         (["--systems", ","], "--systems has no name"),
         (["--world", "0"], "--world is 0, expected 1 to 8"),
         (["--world", "1", "--link", "1gbit"], "--link 1gbit joins ranks, but --world is 1"),
