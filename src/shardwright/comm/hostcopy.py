@@ -25,6 +25,7 @@ from shardwright.comm import futex
 from shardwright.comm.arena import LOOK_S, MAP_NORESERVE, Arena
 from shardwright.comm.base import Piece
 from shardwright.comm.launches import Launch
+from shardwright.comm.memfile import memory_file, opened_again
 from shardwright.comm.pages import advise, can_tell_private_pages, has_private_pages
 
 _LINE_NBYTES = 64  # words of different ranks lie in cache lines of their own
@@ -141,26 +142,18 @@ def open_host_copy(arena: Arena, nbytes: int, name: str) -> HostCopy | None:
 
 def _create(nbytes: int) -> int:
     """A descriptor of such a file, or -1."""
-    fd = -1
     try:
-        fd = os.memfd_create("shardwright")
-        os.ftruncate(fd, nbytes)
+        return memory_file(nbytes)
     except OSError:  # a limit on file sizes, or on open files
-        if fd >= 0:
-            os.close(fd)
         return -1
-    return fd
 
 
 def _map(arena: Arena, fd: int, nbytes: int) -> HostCopy | None:
     if fd < 0 or not can_tell_private_pages():
         return None
     try:
-        ours = os.open(f"/proc/{arena.pids[0]}/fd/{fd}", os.O_RDWR)
-        try:
+        with opened_again(arena.pids[0], fd) as ours:
             return HostCopy(arena, ours, nbytes)
-        finally:
-            os.close(ours)
     except OSError:  # no room in the address space
         return None
 

@@ -15,6 +15,8 @@ import weakref
 
 import torch
 
+from shardwright.comm.memfile import memory_file
+
 HUGE_PAGE_NBYTES = 2 << 20
 SMALL_NBYTES = 128 << 10  # below, malloc keeps memory by itself
 _ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux only
@@ -52,8 +54,7 @@ def has_private_pages(begin: int, nbytes: int) -> bool:
 def can_tell_private_pages() -> bool:
     """Whether the kernel says which pages were written to, and does so rightly."""
     try:
-        fd = os.memfd_create("shardwright")
-        os.ftruncate(fd, 2 * mmap.PAGESIZE)
+        fd = memory_file(2 * mmap.PAGESIZE)
         private = mmap.mmap(fd, 2 * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE)
         os.close(fd)
         begin = ctypes.addressof(ctypes.c_char.from_buffer(private))

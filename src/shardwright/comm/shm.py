@@ -20,6 +20,7 @@ from shardwright.comm.arena import RESERVED_NBYTES, Arena, Host, Segment, this_h
 from shardwright.comm.base import Piece, join, spread, sum_in_rank_order
 from shardwright.comm.hostcopy import HostPiece
 from shardwright.comm.launches import Launch, LaunchLog
+from shardwright.comm.memfile import memory_file, opened_again
 from shardwright.comm.streams import Streams
 from shardwright.plan.layout import pack
 
@@ -46,10 +47,8 @@ def open_arena(group: ProcessGroup, timeout_s: float, log: LaunchLog) -> Arena |
 
 def _create() -> int | None:
     try:
-        fd = os.memfd_create("shardwright")
-        os.ftruncate(fd, RESERVED_NBYTES)
         os.close(os.pidfd_open(os.getpid()))
-        return fd
+        return memory_file(RESERVED_NBYTES)
     except (OSError, AttributeError):  # an old kernel, a limit on file sizes, not Linux
         return None
 
@@ -61,11 +60,8 @@ def _map_all(hosts: Sequence[Host | None]) -> list[Segment] | None:
     segments = []
     try:
         for host in found:
-            fd = os.open(f"/proc/{host.pid}/fd/{host.fd}", os.O_RDWR)
-            try:
+            with opened_again(host.pid, host.fd) as fd:
                 segments.append(Segment(fd, len(hosts)))
-            finally:
-                os.close(fd)
     except OSError:  # another user, or no room in the address space
         return None
     return segments
