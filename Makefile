@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup train test check bench setup-xla test-xla setup-hf test-hf finetune setup-bnb test-bnb
+.PHONY: setup train test test-all check bench setup-xla test-xla setup-hf test-hf finetune setup-bnb test-bnb
 
 setup: .venv/.installed
 
@@ -16,7 +16,12 @@ setup: .venv/.installed
 train: setup
 	$(BIN)/shardwright train recipes/quickstart.toml
 
+# Every promise once, in at most 8 minutes on two idle cores.
 test: setup
+	$(BIN)/python -m pytest -m "not slow"
+
+# The whole matrix and what takes long besides: kills, random faults, real restarts, environments made anew.
+test-all: setup
 	$(BIN)/python -m pytest
 
 check: setup
