@@ -6,72 +6,33 @@ for block in model.blocks:
     fully_shard(block)
 fully_shard(model)
 optimizer = torch.optim.AdamW(model.parameters())
+
+These names are imported when the first of them is asked for: `shardwright --help` needs neither them nor torch.
 """
 
-from shardwright import nf4
-from shardwright.api import communication_s, full_state_dict, fully_shard, stats, stream_state_dict
-from shardwright.clip import clip_grad_norm_
-from shardwright.comm.bucketer import ReduceScatterBucketer, ReduceScatterHandle
-from shardwright.comm.mesh import set_transport
-from shardwright.explain import Explanation, explain
-from shardwright.gather import gathered, scattered
-from shardwright.lockstep import lockstep
-from shardwright.loss import loss_weights
-from shardwright.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
-from shardwright.motion.build import ShardPlacementResult
-from shardwright.motion.costs import Stats
-from shardwright.motion.stepping import StepInBackward
-from shardwright.observe.life import set_watch
-from shardwright.policy import (
-    BackwardPrefetch,
-    CPUOffloadPolicy,
-    DataParallelMeshDims,
-    DiskOffloadPolicy,
-    Grouping,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    OptimizerOffloadPolicy,
-    SchedulePolicy,
-    WatchPolicy,
-)
-from shardwright.quantize import quantize_
-from shardwright.wrapper import FullyShardedDataParallel
+import importlib
+from importlib.metadata import version
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "BackwardPrefetch",
-    "CPUOffloadPolicy",
-    "DataParallelMeshDims",
-    "DiskOffloadPolicy",
-    "Explanation",
-    "FSDPModule",
-    "FullyShardedDataParallel",
-    "Grouping",
-    "MixedPrecisionPolicy",
-    "OffloadPolicy",
-    "OptimizerOffloadPolicy",
-    "ReduceScatterBucketer",
-    "ReduceScatterHandle",
-    "SchedulePolicy",
-    "ShardPlacementResult",
-    "Stats",
-    "StepInBackward",
-    "UnshardHandle",
-    "WatchPolicy",
-    "clip_grad_norm_",
-    "communication_s",
-    "explain",
-    "full_state_dict",
-    "fully_shard",
-    "gathered",
-    "lockstep",
-    "loss_weights",
-    "nf4",
-    "quantize_",
-    "register_fsdp_forward_method",
-    "scattered",
-    "set_transport",
-    "set_watch",
-    "share_comm_ctx",
-    "stats",
-    "stream_state_dict",
-]
+if TYPE_CHECKING:
+    from shardwright.public import *  # noqa: F403
+    from shardwright.public import __all__ as __all__
+
+    __version__: str
+else:
+
+    def __getattr__(name):
+        """A public name, ``__all__`` or ``__version__``."""
+        if name == "__version__":
+            return version("shardwright")
+        if name == "__all__" or not name.startswith("__"):
+            public = importlib.import_module("shardwright.public")
+            names = getattr(public, "__all__", None)  # None while that import itself asks, for a module
+            if names:
+                globals().update({each: getattr(public, each) for each in names}, __all__=names)
+                if name in globals():
+                    return globals()[name]
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__():
+        return sorted({"__version__", *__getattr__("__all__")})

@@ -2,7 +2,10 @@
 
 import inspect
 import re
+import subprocess
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import shardwright
 
@@ -50,6 +53,32 @@ NAMES = [
 
 def test_the_public_names_are_these():
     assert sorted(getattr(shardwright, "__all__", [])) == sorted(NAMES)
+
+
+def test_a_name_is_never_hidden_by_a_module_that_was_imported_before_it():
+    """Python sets the attribute ``shardwright.X`` when it imports shardwright/X.py."""
+    modules = {path.stem for path in (ROOT / "src" / "shardwright").iterdir()}
+    assert all(isinstance(getattr(shardwright, name), ModuleType) for name in modules & set(NAMES))
+
+
+def test_names_come_with_the_first_that_is_asked_for():
+    code = (
+        "import sys, shardwright\n"
+        "assert shardwright.__version__[0].isdigit() and 'torch' not in sys.modules\n"
+        "try: shardwright.__wrapped__\n"
+        "except AttributeError: assert 'torch' not in sys.modules\n"
+        "try: shardwright.nosuch\n"
+        "except AttributeError as error: print(error)\n"
+        "assert set(shardwright.__all__) < set(dir(shardwright))\n"
+        "from shardwright import *\n"
+        "print(fully_shard.__name__, explain.__name__, shardwright.lockstep.__name__, nf4.__name__)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert not done.stderr
+    assert done.stdout.splitlines() == [
+        "module 'shardwright' has no attribute 'nosuch'",
+        "fully_shard explain lockstep shardwright.nf4",
+    ]
 
 
 def test_every_public_name_has_a_docstring_of_its_own():

@@ -1,0 +1,69 @@
+"""Every public name of the package, and the module that it is from."""
+
+from shardwright import nf4
+from shardwright.api import communication_s, full_state_dict, fully_shard, stats, stream_state_dict
+from shardwright.clip import clip_grad_norm_
+from shardwright.comm.bucketer import ReduceScatterBucketer, ReduceScatterHandle
+from shardwright.comm.mesh import set_transport
+from shardwright.explanation import Explanation, explain
+from shardwright.gather import gathered, scattered
+from shardwright.uneven import lockstep
+from shardwright.loss import loss_weights
+from shardwright.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
+from shardwright.motion.build import ShardPlacementResult
+from shardwright.motion.costs import Stats
+from shardwright.motion.stepping import StepInBackward
+from shardwright.observe.life import set_watch
+from shardwright.policy import (
+    BackwardPrefetch,
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    DiskOffloadPolicy,
+    Grouping,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    OptimizerOffloadPolicy,
+    SchedulePolicy,
+    WatchPolicy,
+)
+from shardwright.quantize import quantize_
+from shardwright.wrapper import FullyShardedDataParallel
+
+__all__ = [
+    "BackwardPrefetch",
+    "CPUOffloadPolicy",
+    "DataParallelMeshDims",
+    "DiskOffloadPolicy",
+    "Explanation",
+    "FSDPModule",
+    "FullyShardedDataParallel",
+    "Grouping",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "OptimizerOffloadPolicy",
+    "ReduceScatterBucketer",
+    "ReduceScatterHandle",
+    "SchedulePolicy",
+    "ShardPlacementResult",
+    "Stats",
+    "StepInBackward",
+    "UnshardHandle",
+    "WatchPolicy",
+    "clip_grad_norm_",
+    "communication_s",
+    "explain",
+    "full_state_dict",
+    "fully_shard",
+    "gathered",
+    "lockstep",
+    "loss_weights",
+    "nf4",
+    "quantize_",
+    "register_fsdp_forward_method",
+    "scattered",
+    "set_transport",
+    "set_watch",
+    "share_comm_ctx",
+    "stats",
+    "stream_state_dict",
+]
