@@ -7,10 +7,10 @@ for block in model.blocks:
 fully_shard(model)
 optimizer = torch.optim.AdamW(model.parameters())
 
-These names are imported when the first of them is asked for: `shardwright --help` needs neither them nor torch.
+These names are imported, and torch with them, when the first is asked for: `shardwright --help` needs none.
 """
 
-import importlib
+import importlib.util
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name):
-        """A public name, ``__all__`` or ``__version__``."""
+        """A module of the package, a public name, ``__all__`` or ``__version__``."""
         if name == "__version__":
             return version("shardwright")
         if name == "__all__" or not name.startswith("__"):
+            if importlib.util.find_spec(f"{__name__}.{name}"):
+                return importlib.import_module(f"{__name__}.{name}")
             public = importlib.import_module("shardwright.public")
-            names = getattr(public, "__all__", None)  # None while that import itself asks, for a module
-            if names:
-                globals().update({each: getattr(public, each) for each in names}, __all__=names)
-                if name in globals():
-                    return globals()[name]
+            globals().update({each: getattr(public, each) for each in public.__all__}, __all__=public.__all__)
+            if name in globals():
+                return globals()[name]
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__():

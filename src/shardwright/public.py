@@ -7,7 +7,6 @@ from shardwright.comm.bucketer import ReduceScatterBucketer, ReduceScatterHandle
 from shardwright.comm.mesh import set_transport
 from shardwright.explanation import Explanation, explain
 from shardwright.gather import gathered, scattered
-from shardwright.uneven import lockstep
 from shardwright.loss import loss_weights
 from shardwright.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from shardwright.motion.build import ShardPlacementResult
@@ -27,6 +26,7 @@ from shardwright.policy import (
     WatchPolicy,
 )
 from shardwright.quantize import quantize_
+from shardwright.uneven import lockstep
 from shardwright.wrapper import FullyShardedDataParallel
 
 __all__ = [

@@ -1,5 +1,9 @@
 """``shardwright checkpoint`` shows what it finds and says so by its exit code."""
 
+import io
+import json
+from contextlib import redirect_stdout
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -8,6 +12,7 @@ from torch import nn
 from shardwright import fully_shard
 from shardwright.checkpoint import save
 from shardwright.cli import main
+from shardwright.observe.life import store_address
 from tests.ranks.pool import run_ranks
 
 
@@ -48,6 +53,49 @@ def test_diff_names_what_changed(folder, capsys):
     assert main(["checkpoint", "diff", first, first]) == 0
     assert main(["checkpoint", "diff", first, second]) == 1
     assert "changed: model/1.bias" in capsys.readouterr().out
+
+
+def test_what_is_found_is_printed_as_an_object_for_scripts(folder, capsys):
+    def found(*arguments, code=0):
+        assert main(["checkpoint", *arguments, "--json"]) == code
+        return json.loads(capsys.readouterr().out)
+
+    first, second = (str(folder / "run" / f"step-00000{n}") for n in (1, 2))
+    inspected = found("inspect", first)
+    assert (inspected["path"], inspected["step"], inspected["suspicious"]) == (first, 1, [])
+    shapes = {tensor["key"]: tensor["shape"] for tensor in inspected["tensors"]}
+    assert shapes["model/0.weight"] == [3, 5]
+    verified = found("verify", second)
+    assert (verified["faults"], verified["num_tensors"]) == ([], len(shapes))
+    assert list(found("diff", first, second, code=1)["changed"]) == ["model/1.bias"]
+
+
+def test_a_table_in_a_pipe_is_never_cut(tmp_path, capsys):
+    name = "a_layer_with_a_long_name_" * 8
+    save(tmp_path / name, model=nn.ModuleDict({name: nn.Linear(2, 2)}), step=1)
+    assert main(["checkpoint", "inspect", str(tmp_path / name)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(f"model/{name}.weight" in line and "[2, 2]" in line for line in lines) == 1
+    assert any(line.startswith(str(tmp_path / name)) and line.endswith("step 1") for line in lines)
+
+
+def ask(rank, world):
+    fully_shard(nn.Linear(2, 2))
+    torch.distributed.barrier()
+    printed = io.StringIO()
+    if rank == 1:
+        with redirect_stdout(printed):
+            assert main(["top", store_address(), "--once", "--json"]) == 0
+    torch.distributed.barrier()
+    return printed.getvalue()
+
+
+def test_top_prints_what_each_rank_says_as_an_object():
+    line = run_ranks(2, ask)[1]
+    said = json.loads(line)
+    assert (said["world"], said["answers"].keys(), said["ended"]) == (2, {"0", "1"}, [])
+    assert {answer["rank"] for answer in said["answers"].values()} == {0, 1}
+    assert line.count("\n") == 1
 
 
 def test_consolidate_writes_plain_safetensors(folder):

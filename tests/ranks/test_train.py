@@ -184,9 +184,14 @@ def test_the_consolidated_checkpoint_gives_the_same_heldout_loss_in_plain_pytorc
     assert loss == pytest.approx(summary["heldout_loss"], abs=1e-5)
 
 
-def test_one_rank_trains_too_and_from_the_same_weights(place, whole):
-    code, _, err = run(place, "--launch.ranks", "1", "--training.batch_size", "4", "--run.folder", "one")
+def test_one_rank_trains_too_from_the_same_weights_and_prints_objects(place, whole):
+    options = ("--launch.ranks", "1", "--training.batch_size", "4", "--run.folder", "one")
+    code, out, err = run(place, *options, "--json")
     assert code == 0, err
+    *printed, last = map(json.loads, out.splitlines())
+    assert printed == list(map(json.loads, (place / "one" / "metrics.jsonl").read_text().splitlines()))
+    assert last == json.loads((place / "one" / "summary.json").read_text())
+    assert "corpus: " in err and "20 bytes that the model writes" not in err
     summary, loss = check_files(place / "one", ranks=1)
     assert loss == pytest.approx(summary["heldout_loss"], abs=1e-5)
     first, one = rows(whole[0], "loss")[0][0], rows(place / "one", "loss")[0][0]

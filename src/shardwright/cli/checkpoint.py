@@ -1,8 +1,8 @@
 """``shardwright checkpoint``: look at checkpoints, check, compare and export them. One process, no model.
 
-    shardwright checkpoint inspect PATH [--no-values]
-    shardwright checkpoint verify PATH
-    shardwright checkpoint diff A B
+    shardwright checkpoint inspect PATH [--no-values] [--json]
+    shardwright checkpoint verify PATH [--json]
+    shardwright checkpoint diff A B [--json]
     shardwright checkpoint consolidate PATH OUT [--dtype bfloat16] [--max-file-bytes N] [--tied-copies]
     shardwright checkpoint convert SRC DST --to FORMAT [--ranks N]
     shardwright checkpoint consolidate --ckpt-prefix PREFIX [--ckpt-suffix SUFFIX] [--save-path FILE]
@@ -24,6 +24,7 @@ from rich.table import Table
 from shardwright.checkpoint import tools
 from shardwright.checkpoint.convert import Format, convert
 from shardwright.errors import ConfigError
+from shardwright.train.report import as_json, open_console
 from shardwright.xla import files
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -31,7 +32,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 def add_commands(commands: Any) -> None:
     """Add ``checkpoint`` and what it can do to the subparsers of the command."""
-    parser = commands.add_parser("checkpoint", help="inspect, verify, compare or export checkpoints")
+    parser = commands.add_parser("checkpoint", description="Inspect, verify, compare or export checkpoints.")
+    parser.set_defaults(call=run)
     verbs = parser.add_subparsers(dest="verb", required=True)
     inspect = verbs.add_parser("inspect", help="list what is in it, with NaN and constant tensors")
     inspect.add_argument("path", metavar="PATH")
@@ -41,6 +43,8 @@ def add_commands(commands: Any) -> None:
     diff = verbs.add_parser("diff", help="compare two, bit by bit, whatever their pieces")
     diff.add_argument("a", metavar="A")
     diff.add_argument("b", metavar="B")
+    for verb in (inspect, verify, diff):
+        verb.add_argument("--json", action="store_true", help="print one object instead")
     convert = verbs.add_parser("convert", help="write the weights in another format")
     convert.add_argument("src", metavar="SRC")
     convert.add_argument("dst", metavar="DST", help="a folder, or a file for torch, that doesn't exist yet")
@@ -61,24 +65,9 @@ def add_commands(commands: Any) -> None:
 
 def run(known: argparse.Namespace) -> int:
     """Do what was asked for; returns the exit code."""
-    console = Console(highlight=False, soft_wrap=True)
-    if known.verb == "inspect":
-        return _inspect(console, tools.inspect(known.path, values=not known.no_values))
-    if known.verb == "verify":
-        with Progress(console=console, transient=True) as bar:
-            task = bar.add_task("verifying")
-            found = tools.verify(known.path, progress=lambda done, total: _advance(bar, task, done, total))
-        _lines(console, found.faults)
-        unchecked = f", {found.num_unchecked} piece(s) have no checksum" if found.num_unchecked else ""
-        console.print(
-            f"{found.path}: {found.num_tensors} tensors, {found.nbytes:,} bytes, "
-            f"{len(found.faults)} fault(s){unchecked}"
-        )
-        return found.exit_code
-    if known.verb == "diff":
-        return _diff(console, tools.diff(known.a, known.b))
+    console = open_console()
     if known.verb == "convert":
-        with Progress(console=console, transient=True) as bar:
+        with _bar() as bar:
             task = bar.add_task("converting")
             out = convert(
                 known.src,
@@ -89,7 +78,23 @@ def run(known: argparse.Namespace) -> int:
             )
         _lines(console, [str(out)])
         return 0
-    return _consolidate(console, known)
+    if known.verb == "consolidate":
+        return _consolidate(console, known)
+    found = _find(known)
+    if known.json:
+        print(as_json(found))
+        return found.exit_code
+    return {"inspect": _inspect, "verify": _verify, "diff": _diff}[known.verb](console, found)
+
+
+def _find(known: argparse.Namespace) -> Any:
+    if known.verb == "inspect":
+        return tools.inspect(known.path, values=not known.no_values)
+    if known.verb == "diff":
+        return tools.diff(known.a, known.b)
+    with _bar() as bar:
+        task = bar.add_task("verifying")
+        return tools.verify(known.path, progress=lambda done, total: _advance(bar, task, done, total))
 
 
 def _consolidate(console: Console, known: argparse.Namespace) -> int:
@@ -100,7 +105,7 @@ def _consolidate(console: Console, known: argparse.Namespace) -> int:
         raise ConfigError("consolidate takes PATH OUT, or --ckpt-prefix PREFIX for per-rank files")
     if known.max_file_bytes < 1:
         raise ConfigError(f"--max-file-bytes is {known.max_file_bytes}, expected at least 1")
-    with Progress(console=console, transient=True) as bar:
+    with _bar() as bar:
         task = bar.add_task("writing")
         written = tools.consolidate(
             known.path,
@@ -115,7 +120,8 @@ def _consolidate(console: Console, known: argparse.Namespace) -> int:
 
 
 def _inspect(console: Console, found: tools.Inspection) -> int:
-    table = Table(title=f"{found.path}, step {found.step}")
+    _lines(console, [f"{found.path}, step {found.step}"])
+    table = Table()
     for column in ("tensor", "shape", "dtype", "bytes", "pieces", "also known as"):
         table.add_column(column, justify="right" if column in ("bytes", "pieces") else "left")
     for t in found.tensors:
@@ -131,6 +137,16 @@ def _inspect(console: Console, found: tools.Inspection) -> int:
     return found.exit_code
 
 
+def _verify(console: Console, found: tools.Verification) -> int:
+    _lines(console, found.faults)
+    unchecked = f", {found.num_unchecked} piece(s) have no checksum" if found.num_unchecked else ""
+    console.print(
+        f"{found.path}: {found.num_tensors} tensors, {found.nbytes:,} bytes, "
+        f"{len(found.faults)} fault(s){unchecked}"
+    )
+    return found.exit_code
+
+
 def _diff(console: Console, found: tools.Difference) -> int:
     _lines(console, (f"only in the first: {key}" for key in found.only_a))
     _lines(console, (f"only in the second: {key}" for key in found.only_b))
@@ -143,6 +159,12 @@ def _diff(console: Console, found: tools.Difference) -> int:
 def _lines(console: Console, lines: Iterable[str]) -> None:
     for line in lines:
         console.print(line, markup=False)
+
+
+def _bar() -> Progress:
+    """On stderr, and on a terminal only: stdout is for what was found."""
+    console = open_console(stderr=True)
+    return Progress(console=console, transient=True, disable=not console.is_terminal)
 
 
 def _advance(bar: Progress, task: Any, done: int, total: int) -> None:

@@ -1,15 +1,15 @@
 """``shardwright top``: what every rank of a running job waits for, or does, live.
 
-shardwright top RUN | HOST:PORT | FILE [--once]
+shardwright top RUN | HOST:PORT | FILE [--once] [--json]
 """
 
 import argparse
 import json
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
@@ -18,16 +18,16 @@ from shardwright.observe.rollcall import Roll, find_roll, store_at
 from shardwright.observe.verdict import judge, tell
 from shardwright.policy import WatchPolicy
 from shardwright.train.folder import JOB_FILE
+from shardwright.train.report import as_json, open_console
 
 _ANSWER_S = 1.0
 _PAUSE_S = 1.0
 
 
-def add_command(commands: Any) -> None:
+def add_commands(commands: Any) -> None:
     """Add it to the subparsers of the command."""
     top = commands.add_parser(
         "top",
-        help="what the ranks of a running job wait for, or do",
         description="Ask the ranks of a running job what they wait for, or do, again and again (Ctrl-C ends "
         "it). It joins no collective, and runs anywhere from where the job's store can be reached.",
         allow_abbrev=False,
@@ -39,6 +39,8 @@ def add_command(commands: Any) -> None:
         "--rdzv-endpoint or MASTER_ADDR:MASTER_PORT), or the path of its file",
     )
     top.add_argument("--once", action="store_true", help="print one table and leave")
+    top.add_argument("--json", action="store_true", help="print what ranks say as objects, one per line")
+    top.set_defaults(call=run_top)
 
 
 def run_top(known: argparse.Namespace) -> int:
@@ -47,8 +49,14 @@ def run_top(known: argparse.Namespace) -> int:
     Raises:
         ConfigError: nothing is at JOB. CommError: no job is watched there, or it has ended.
     """
-    roll, console = _roll(known.job), Console()
+    roll, console = _roll(known.job), open_console()
     try:
+        if known.json:
+            print(_object(roll), flush=True)
+            while not known.once:
+                time.sleep(_PAUSE_S)
+                print(_object(roll), flush=True)
+            return 0
         if known.once:
             console.print(_table(roll), soft_wrap=True)
             return 0
@@ -60,6 +68,13 @@ def run_top(known: argparse.Namespace) -> int:
         return 0
     except RuntimeError as error:
         raise CommError(f"the job at {known.job} can't be asked any more, it has ended ({error})") from error
+
+
+def _object(roll: Roll) -> str:
+    """What each rank answers, what the ended ones left behind, and the verdict (null: nothing is wrong)."""
+    found = roll.call(_ANSWER_S)
+    verdict = judge(found, WatchPolicy())
+    return as_json({**asdict(found), "verdict": verdict and asdict(verdict)})
 
 
 def _table(roll: Roll) -> Text:

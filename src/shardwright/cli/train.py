@@ -1,6 +1,6 @@
 """``shardwright train``, ``shardwright sample`` and ``shardwright export``.
 
-shardwright train RECIPE.toml [--backend eager|xla] [--resume] [--section.key VALUE ...]
+shardwright train RECIPE.toml [--backend eager|xla] [--resume] [--json] [--section.key VALUE ...]
 shardwright sample RUN [--prompt TEXT] [--num-bytes N] [--temperature T] [--seed S]
 shardwright export RUN FOLDER
 """
@@ -24,20 +24,20 @@ from shardwright.train.run import Options, train_rank
 from shardwright.train.sample import generate, load_run, readable
 
 
-def run_train(known: argparse.Namespace, rest: list[str], given: list[str]) -> int:
-    """Train as one rank under a launcher, else start local ranks with the arguments ``given``."""
+def run_train(known: argparse.Namespace) -> int:
+    """Train as one rank under a launcher, else start local ranks with the arguments ``known.given``."""
     backend = [] if known.backend is None else [("launch.backend", known.backend)]
-    resolved = resolve(known.recipe, [*backend, *_overrides(rest)])
+    resolved = resolve(known.recipe, [*backend, *_overrides(known.rest)])
     config = resolved.recipe.launch
     if resolved.recipe.base.folder and importlib.util.find_spec("transformers") is None:
         raise ConfigError('a recipe with [base] needs transformers: pip install "shardwright[hf]"')
     if is_rank():
-        train_rank(resolved, Options(_kind_of(resolved.recipe), known.resume))
+        train_rank(resolved, Options(_kind_of(resolved.recipe), known.resume, known.json))
     elif config.backend == "xla":
-        launch(given, 1, xla_environment(config.ranks))
+        launch(known.given, 1, xla_environment(config.ranks))
     else:
         choose_device(config, config.ranks)
-        launch(given, config.ranks)
+        launch(known.given, config.ranks)
     return 0
 
 
@@ -85,7 +85,6 @@ def add_commands(commands: Any) -> None:
     """Add the three to the subparsers of the command."""
     train = commands.add_parser(
         "train",
-        help="train the model of a recipe",
         description="Train the model of a recipe on local ranks, or as one rank under torchrun.",
         epilog=_keys(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -98,17 +97,24 @@ def add_commands(commands: Any) -> None:
         help="short for --launch.backend: a process per rank, or one XLA program (needs the extra [xla])",
     )
     train.add_argument("--resume", action="store_true", help="continue from the run's last checkpoint")
-    sample = commands.add_parser("sample", help="let a trained model write", allow_abbrev=False)
+    train.add_argument(
+        "--json",
+        action="store_true",
+        help="print the rows of metrics.jsonl as they come and the summary at the end, an object per line, "
+        "and all else on stderr",
+    )
+    train.set_defaults(call=run_train)
+    sample = commands.add_parser("sample", allow_abbrev=False)
     sample.add_argument("run", metavar="RUN", help="the folder of a finished run, as runs/quickstart")
     sample.add_argument("--prompt", help="text to continue (default: the recipe's)")
     sample.add_argument("--num-bytes", type=_count, help="bytes to write (default: the recipe's)")
     sample.add_argument("--temperature", type=_temperature, help="0: the likeliest (default: the recipe's)")
     sample.add_argument("--seed", type=int, default=1, help="another seed, another text (default: 1)")
-    export = commands.add_parser(
-        "export", help="write a trained model as a Llama for transformers", allow_abbrev=False
-    )
+    sample.set_defaults(call=run_sample)
+    export = commands.add_parser("export", allow_abbrev=False)
     export.add_argument("run", metavar="RUN", help="the folder of a finished run, as runs/quickstart")
     export.add_argument("folder", metavar="FOLDER", help="where to; must not exist yet")
+    export.set_defaults(call=run_export)
 
 
 def _count(text: str) -> int:

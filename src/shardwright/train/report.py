@@ -1,6 +1,9 @@
 """What rank 0 shows: the opening lines, progress, and the table at the end. No other rank prints."""
 
+import json
+import sys
 from collections.abc import Mapping
+from dataclasses import asdict, is_dataclass
 from typing import Any
 
 from rich.console import Console
@@ -10,6 +13,7 @@ from rich.text import Text
 
 from shardwright.train.loop import StepReport
 
+_NEVER_CUT = 100_000  # columns; where nobody looks there is no width to fit, and rich would take 80
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -21,11 +25,32 @@ def in_words(nbytes: float) -> str:
     return f"{nbytes:.{0 if unit == 0 else 1}f} {_UNITS[unit]}"
 
 
-class Screen:
-    """A progress bar on a terminal, plain lines anywhere else, nothing on any rank but the first."""
+def open_console(*, shown: bool = True, stderr: bool = False) -> Console:
+    """For text and tables: as wide as the terminal, and without an end in a pipe or a file."""
+    width = None if (sys.stderr if stderr else sys.stdout).isatty() else _NEVER_CUT
+    return Console(quiet=not shown, stderr=stderr, width=width, highlight=False, soft_wrap=True)
 
-    def __init__(self, *, shown: bool) -> None:
-        self._console = Console(quiet=not shown, highlight=False, soft_wrap=True)
+
+def as_json(value: Any) -> str:
+    """``value`` on one line of JSON: dataclasses as objects, sets as sorted lists, paths as text."""
+    return json.dumps(
+        asdict(value) if is_dataclass(value) and not isinstance(value, type) else value, default=_plain
+    )
+
+
+def _plain(value: Any) -> Any:
+    return sorted(value) if isinstance(value, set | frozenset) else str(value)
+
+
+class Screen:
+    """A progress bar on a terminal, plain lines anywhere else, nothing on any rank but the first.
+
+    in_json: stdout gets what `metrics.jsonl` and `summary.json` hold, an object per line; stderr the rest.
+    """
+
+    def __init__(self, *, shown: bool, in_json: bool = False) -> None:
+        self._console = open_console(shown=shown, stderr=in_json)
+        self._prints_json = in_json and shown
         self._steps = 0
         self._bar = Progress(
             TextColumn("step"),
@@ -41,6 +66,11 @@ class Screen:
     def say(self, line: str) -> None:
         """One line of text, above the bar if there is one."""
         self._console.print(Text(line))
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        """A row of `metrics.jsonl`, or the summary; shown in JSON only."""
+        if self._prints_json:
+            print(as_json(row), flush=True)
 
     def start(self, step: int, steps: int) -> None:
         """Training begins, or goes on, after ``step`` of ``steps``."""
@@ -64,6 +94,9 @@ class Screen:
     def summary(self, summary: Mapping[str, Any], length: int) -> None:
         """The table of ``summary.json`` (keys: see :mod:`shardwright.train.run`), and the sample below it, of
         ``length`` bytes or tokens."""
+        self.row(summary)
+        if self._prints_json:
+            return
         table = Table(show_header=False, title=f"{summary['steps']} steps on {summary['ranks']} rank(s)")
         for name, value in _rows(summary):
             table.add_row(name, value)

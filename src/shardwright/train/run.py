@@ -34,10 +34,12 @@ from shardwright.train.resume import batch_of, restore, with_saved_batch
 
 @dataclass(frozen=True)
 class Options:
-    """prepare: makes the job of this process. resume: go on from the run's last checkpoint."""
+    """prepare: makes the job of this process. resume: go on from the run's last checkpoint. in_json: print
+    rows and the summary as objects."""
 
     prepare: Callable[[Recipe, Place], Job]
     resume: bool = False
+    in_json: bool = False
 
 
 def train_rank(resolved: Resolved, options: Options) -> None:
@@ -48,7 +50,7 @@ def train_rank(resolved: Resolved, options: Options) -> None:
     with life_of_a_rank():
         stop = LaunchedStop()
         with _joined(resolved.recipe.launch) as place:
-            screen = Screen(shown=place.is_first)
+            screen = Screen(shown=place.is_first, in_json=options.in_json)
             try:
                 _train(resolved, place, screen, stop, options)
             finally:
@@ -114,16 +116,20 @@ def _announce(screen: Screen, job: Job, place: Place) -> None:
 def _listener(folder: RunFolder, job: Job, loop: Loop, screen: Screen, kept: dict[str, Any]) -> Listener:
     first = loop.engine.place.is_first
 
+    def log(row: dict[str, Any]) -> None:
+        folder.log(row)
+        screen.row(row)
+
     def stepped(report: StepReport) -> None:
         if first:
-            folder.log(asdict(report))
+            log(asdict(report))
             progress = loop.progress
             left = (loop.recipe.training.steps - report.step) * progress.trained_s / len(progress.exposed_s)
             screen.stepped(report, left)
 
     def evaluated(step: int, loss: float) -> None:
         if first:
-            folder.log({"step": step, "heldout_loss": loss})
+            log({"step": step, "heldout_loss": loss})
             screen.say(f"step {step}  held-out loss {loss:.3f} nats per {job.unit}")
 
     def save_progress(progress: Progress) -> None:

@@ -1,0 +1,54 @@
+"""``shardwright recipe``: the recipes that come with the package, to begin one's own from.
+
+shardwright recipe [--json]
+shardwright recipe NAME > mine.toml
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from shardwright.errors import ConfigError
+
+_FOLDER = Path(__file__).parents[1] / "recipes"
+
+
+def add_commands(commands: Any) -> None:
+    """Add it to the subparsers of the command."""
+    recipe = commands.add_parser(
+        "recipe",
+        description="List the recipes that come with the package, or print one: a file to change and train.",
+        allow_abbrev=False,
+    )
+    recipe.add_argument("name", metavar="NAME", nargs="?", help="the one to print, as quickstart")
+    recipe.add_argument("--json", action="store_true", help="list them as one object: what each is, by name")
+    recipe.set_defaults(call=run)
+
+
+def run(known: argparse.Namespace) -> int:
+    """Print the list or the recipe."""
+    texts = {path.stem: path.read_text(encoding="utf-8") for path in sorted(_FOLDER.glob("*.toml"))}
+    if known.name is not None:
+        text = texts.get(known.name.removesuffix(".toml"))
+        if text is None:
+            raise ConfigError(
+                f"no recipe {known.name!r} comes with the package; there is: {', '.join(texts)}"
+            )
+        print(text, end="")
+        return 0
+    abouts = {name: _about(text) for name, text in texts.items()}
+    if known.json:
+        print(json.dumps(abouts))
+        return 0
+    width = max(map(len, abouts))
+    for name, about in abouts.items():
+        print(f"{name:{width}}  {about}")
+    print("\nshardwright recipe NAME > mine.toml writes one, shardwright train mine.toml trains it.")
+    return 0
+
+
+def _about(text: str) -> str:
+    """The first sentence of the comment that a recipe begins with."""
+    lines = text[: text.index("\n\n")].splitlines()
+    return " ".join(line.removeprefix("#").strip() for line in lines).split(". ")[0].rstrip(".")

@@ -1,0 +1,53 @@
+"""The command before any verb, and ``shardwright recipe``: real processes, none of which imports torch."""
+
+import json
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from shardwright.train.resolve import resolve
+
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
+
+
+def run(*arguments, code=0):
+    """(stdout, stderr) of the command, which must end with that code and without having imported torch."""
+    listing = [sys.executable, "-X", "importtime", "-m", "shardwright", *arguments]
+    done = subprocess.run(listing, capture_output=True, text=True, timeout=60)
+    lines = done.stderr.splitlines()
+    imported = {line.rpartition("|")[2].strip() for line in lines if line.startswith("import time:")}
+    assert done.returncode == code, done.stderr
+    assert "shardwright.cli" in imported
+    assert not {name for name in imported if name.partition(".")[0] in ("torch", "numpy", "pydantic", "rich")}
+    return done.stdout, "\n".join(line for line in lines if not line.startswith("import time:"))
+
+
+def test_help_lists_every_verb():
+    out, _ = run("--help")
+    for verb in ("train", "sample", "export", "recipe", "checkpoint", "top"):
+        assert f"\n    {verb}" in out
+
+
+def test_the_version_names_torch_too():
+    out, _ = run("--version")
+    assert out.startswith(f"shardwright {version('shardwright')} (torch {version('torch')}, Python 3.")
+
+
+def test_recipes_are_listed_printed_and_found_by_name():
+    names = [path.stem for path in RECIPES]
+    out, _ = run("recipe")
+    assert [line.split()[0] for line in out.splitlines()[: len(names)]] == names
+    assert json.loads(run("recipe", "--json")[0]).keys() == set(names)
+    assert run("recipe", "quickstart")[0] == (ROOT / "recipes" / "quickstart.toml").read_text()
+    _, err = run("recipe", "nosuch", code=2)
+    assert err == f"shardwright: no recipe 'nosuch' comes with the package; there is: {', '.join(names)}"
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_resolves_and_says_what_it_is_in_its_first_sentence(path):
+    assert resolve(path).folder == Path("runs", path.stem)
+    assert path.read_text().startswith("# ")
