@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup train test test-all check bench setup-xla test-xla setup-hf test-hf finetune setup-bnb test-bnb
+.PHONY: setup train test test-all check bench dist setup-xla test-xla setup-hf test-hf finetune setup-bnb test-bnb
 
 setup: .venv/.installed
 
@@ -32,6 +32,12 @@ check: setup
 
 bench: setup
 	$(BIN)/python bench/step.py --short
+
+# A wheel and a source distribution, for projects of one's own: pip install -c requirements.lock 'dist/shardwright-...whl[train]'
+DIST ?= dist
+
+dist: setup
+	$(BIN)/python -m hatchling build --directory $(DIST)
 
 # The XLA backend has an environment of its own. torchax is taken without its dependencies: it asks for none that
 # the backend uses, and its releases fail to import with torch 2.13 (hence the pinned nightly).

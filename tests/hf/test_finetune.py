@@ -1,9 +1,11 @@
 """`shardwright train` with [base]: the exported Llama, runs that are resumed elsewhere, and bad input."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardwright import cli
 from shardwright.errors import CheckpointError, ConfigError, DataError, InputError
+from shardwright.finetune.engine import build_model
 from shardwright.finetune.job import FineTuning, fingerprint, pad_of
 from shardwright.finetune.windows import packed
 from shardwright.hf import library
@@ -293,16 +296,81 @@ def test_a_tensor_of_another_shape_is_named_with_both_shapes(place, broken):
     refuse(broken, CheckpointError, message, data={"path": str(place / "chats.jsonl")})
 
 
-def test_a_tokenizer_without_a_pad_token_is_refused_and_one_can_be_named(place, broken):
-    path = broken / "llama" / "tokenizer_config.json"
+def without_pad_token(llama):
+    path = llama / "tokenizer_config.json"
     config = json.loads(path.read_text())
     del config["pad_token"]
     path.write_text(json.dumps(config))
+
+
+def test_a_tokenizer_without_a_pad_token_pads_with_another_and_a_wrong_name_is_refused(place, broken):
+    without_pad_token(broken / "llama")
     data = {"path": str(place / "chats.jsonl")}
-    refuse(broken, InputError, r"has no token for padding.*set data\.pad_token", data=data)
     refuse(broken, InputError, "has no token 'none'", data={**data, "pad_token": "none"})
     tokenizer = library.tokenizer(broken / "llama")
+    assert tokenizer.pad_token_id is None
     assert pad_of(tokenizer, "a", "here") == ord("a")
+    assert pad_of(tokenizer, "", "here") == tokenizer.eos_token_id
+
+
+def test_the_padding_changes_no_loss(place):
+    texts = FineTuning(recipe_of(place, place / "none"), alone()).texts
+    model = transformers.AutoModelForCausalLM.from_pretrained(place / "llama")
+    losses = set()
+    for pad in (0, 97):
+        batch = packed(texts.train[:4], 64, pad, several=True).batch([0])
+        with torch.no_grad():
+            logits = model(batch.inputs, position_ids=batch.positions, use_cache=False).logits
+        losses.add(torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten()).item())
+    assert len(losses) == 1
+
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+REAL = re.search(r"`(shardwright train recipes/finetune-qlora-real.toml[^`]*)`", README)[1].split()
+
+
+@pytest.mark.parametrize("count", [9, 2500])  # less than a step takes; 200 KB
+def test_readmes_line_for_real_models_trains_on_any_chats(place, tmp_path, count):
+    (tmp_path / "recipes").symlink_to(Path(__file__).parents[2] / "recipes")
+    shutil.copytree(place / "llama", tmp_path / "models" / "llama")
+    without_pad_token(tmp_path / "models" / "llama")
+    with (tmp_path / "chats.jsonl").open("w") as file:
+        for i in range(count):
+            said = [("user", f"{i} + 1?"), ("assistant", str(i + 1))]
+            file.write(json.dumps({"messages": [{"role": r, "content": c} for r, c in said]}) + "\n")
+    command = [sys.executable, "-m", *REAL]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"; {count} record(s)" in done.stdout
+    assert (" one in each" in done.stdout) == (count == 9)
+    run = tmp_path / "runs" / "finetune-qlora-real"
+    heldout = losses(run, "heldout_loss")
+    assert heldout[max(heldout)] < heldout[0]
+    exported = load_file(run / "exported" / f"step-{max(heldout):06d}" / "adapter_model.safetensors")
+    assert {tensor.dtype for tensor in exported.values()} == {torch.float32}
+
+
+def at_rest_and_at_work(rank, world, folder):
+    """{dtype: of what} of the recipe's model: at rest, of the inputs of its linear layers, and adapters."""
+    overrides = [("base.folder", folder), ("training.sequence_length", "32")]
+    recipe = resolve(REAL[2], overrides).recipe
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
+    model = build_model(recipe, RankPlace(rank, world, torch.device("cpu"), mesh))
+    seen = set()
+    for layer in model.modules():
+        if isinstance(layer, torch.nn.Linear):
+            layer.register_forward_pre_hook(lambda _, given: seen.add(given[0].dtype))
+    loss = model(input_ids=torch.zeros(1, 8, dtype=torch.long), use_cache=False).logits.float().sum()
+    loss.backward()
+    trained = {p.dtype for p in model.parameters() if p.requires_grad}
+    grads = {p.grad.dtype for p in model.parameters() if p.grad is not None}
+    frozen = {p.dtype for n, p in model.named_parameters() if "embed" in n or "norm" in n}
+    return seen, trained, grads, frozen
+
+
+def test_the_recipe_for_real_models_computes_in_bfloat16_and_steps_in_float32(place):
+    half, full = {torch.bfloat16}, {torch.float32}
+    assert run_ranks(2, at_rest_and_at_work, str(place / "llama")) == [(half, full, full, half)] * 2
 
 
 def test_a_line_that_is_no_json_is_named(place, broken):

@@ -1,5 +1,14 @@
 """The corpus is the same everywhere, no two ranks see the same bytes, and a position says it all."""
 
+import bz2
+import gzip
+import io
+import json
+import lzma
+import pickle
+import re
+import zipfile
+
 import numpy as np
 import pytest
 import torch
@@ -16,6 +25,7 @@ from shardwright.train.data import (
     heldout_windows,
     read_corpus,
 )
+from shardwright.train.kinds import kind_of
 
 
 def folder_of(tmp_path, files):
@@ -62,7 +72,8 @@ def test_one_file_is_held_out_at_its_end(tmp_path):
 def test_hidden_and_binary_files_and_other_suffixes_are_left_out(tmp_path):
     files = {"a.txt": b"a" * 9, "b.txt": b"b" * 9, ".git/c.txt": b"c", "d.bin": b"d\0d", "e.md": b"e"}
     path = folder_of(tmp_path, files)
-    assert read_corpus(DataConfig(path=path)).num_files == 3
+    corpus = read_corpus(DataConfig(path=path))
+    assert (corpus.num_files, corpus.left_out) == (3, ("left out, as they are no text: d.bin",))
     assert read_corpus(DataConfig(path=path, suffixes=(".txt",))).num_files == 2
 
 
@@ -70,6 +81,73 @@ def test_hidden_and_binary_files_and_other_suffixes_are_left_out(tmp_path):
 def test_an_empty_corpus_is_refused(tmp_path, files):
     with pytest.raises(DataError, match="point it at"):
         read_corpus(DataConfig(path=folder_of(tmp_path, files)))
+
+
+ROWS = [{"text": f"row {i}"} for i in range(50)]
+AS_JSON = json.dumps(ROWS).encode()
+NUMBERS = np.arange(9.0)
+
+
+def written(write):
+    file = io.BytesIO()
+    write(file)
+    return file.getvalue()
+
+
+OTHERS = {
+    "Parquet": b"PAR1\x15\0\x15rows" + bytes(20) + b"\x90\0\0\0PAR1",
+    "Arrow": b"ARROW1\0\0" + b"\xff\xff\xff\xff\x10\0\0\0" + bytes(20) + b"ARROW1",
+    "an Arrow stream": b"\xff\xff\xff\xff\x10\0\0\0" + bytes(20) + b"\xff\xff\xff\xff\0\0\0\0",
+    "gzip": gzip.compress(AS_JSON),
+    "bzip2": bz2.compress(AS_JSON),
+    "xz": lzma.compress(AS_JSON),
+    "zip": written(lambda file: zipfile.ZipFile(file, "w").writestr("rows.json", AS_JSON)),
+    "zip (of torch.save)": written(lambda file: torch.save(ROWS, file)),
+    "a NumPy array": written(lambda file: np.save(file, NUMBERS)),
+    **{f"a pickle (protocol {n})": pickle.dumps(ROWS, protocol=n) for n in range(6)},
+    "a pickle (two)": pickle.dumps(ROWS, 0) + pickle.dumps(ROWS, 0),
+    "a JSON array": b" " + AS_JSON + b"\n",
+    "a JSON array (pretty)": json.dumps(ROWS, indent=2).encode(),
+    "UTF-16": "text".encode("utf-16"),
+    "binary (a NUL at byte 4)": b"text\0more text",
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_data_that_is_no_text_is_refused_by_its_name_and_kind(tmp_path, kind):
+    named = re.escape(kind if kind.startswith("binary") else kind.split(" (")[0])
+    path = folder_of(tmp_path, {"data.jsonl": OTHERS[kind], "notes.md": b"text"})
+    with pytest.raises(DataError, match=f"data.jsonl is {named}, expected text; [a-z]+ ") as refused:
+        corpus_files(DataConfig(path=f"{path}/data.jsonl"))
+    assert "data.suffixes" not in str(refused.value)
+    with pytest.raises(DataError, match=f"data.jsonl is {named}.*data.suffixes"):
+        corpus_files(DataConfig(path=path, suffixes=(".jsonl", ".md")))
+    if kind.startswith("binary"):
+        assert len(corpus_files(DataConfig(path=path))[0]) == 1
+    else:
+        with pytest.raises(DataError, match=f"data.jsonl is {named}.*data.suffixes"):
+            corpus_files(DataConfig(path=path))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "[1] a footnote",
+            "[a list]",
+            "[[wiki]]",
+            "PAR1S",
+            "ORCs.",
+            "ARROW1",
+            "N. Korea.",
+            "Now we are here.",
+        ),
+        *("]. So it ends.", "(hello).", "I5\n. A list.", ".", "{}", "\ufeffwith a mark", "\x80.", "'[1, 2]'"),
+        *(json.dumps(ROWS[0]), "\n".join(map(json.dumps, ROWS)), "[" * 5000 + "]"),
+    ],
+)
+def test_text_is_taken_for_text(text):
+    assert kind_of(text.encode()) is None
 
 
 def test_a_corpus_that_is_not_there_is_refused(tmp_path):
@@ -121,16 +199,18 @@ def test_heldout_windows_are_spread_over_all_of_it():
 def test_a_limit_takes_whole_files_the_same_each_time(tmp_path):
     files = {f"{i}.txt": bytes([65 + i]) * 100 for i in range(20)}
     path = folder_of(tmp_path, {**files, "big.txt": b"b" * 5000})
-    taken = corpus_files(DataConfig(path=path, limit_nbytes=750))
-    assert taken == corpus_files(DataConfig(path=path, limit_nbytes=750))
+    taken, _ = corpus_files(DataConfig(path=path, limit_nbytes=750))
+    assert taken == corpus_files(DataConfig(path=path, limit_nbytes=750))[0]
     assert [name for name, _ in taken] != sorted(files)[:7]
     assert len(taken) == 7
     assert all(files[name] == content for name, content in taken)
-    with pytest.raises(DataError, match="larger than a file"):
+    with pytest.raises(
+        DataError, match=r"smallest file has 100 bytes, .*data.limit_nbytes = 50: .*or to 0 for all"
+    ):
         corpus_files(DataConfig(path=path, limit_nbytes=50))
 
 
 def test_the_source_of_torch_is_a_corpus():
-    taken = corpus_files(DataConfig(path="torch", limit_nbytes=100_000))
+    taken, _ = corpus_files(DataConfig(path="torch", limit_nbytes=100_000))
     assert 50_000 < sum(len(content) for _, content in taken) <= 100_000
     assert all(name.endswith(".py") for name, _ in taken)

@@ -97,6 +97,14 @@ def test_templates_that_cannot_be_cut_or_are_not_there_are_refused(tmp_path):
         read_texts(config, bare)
 
 
+@pytest.mark.parametrize("name", ["notes.ndjson", "notes.json"])
+def test_records_under_other_names_are_records(tmp_path, name):
+    config = write(tmp_path, {"text": "abc"}, {"text": "def"}, name=name)
+    assert both(read_texts(config, Bytes())) == [("^abc$", ".abc$"), ("^def$", ".def$")]
+    (tmp_path / "b.json").write_text('{\n  "text": "abc"\n}\n')
+    assert not read_texts(DataConfig(path=str(tmp_path / "b.json"), heldout_share=0.2), Bytes()).are_records
+
+
 def test_one_record_and_mixed_files_are_refused(tmp_path):
     config = write(tmp_path, {"text": "abc"})
     with pytest.raises(DataError, match=r"1 record\(s\), expected 2"):

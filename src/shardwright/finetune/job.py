@@ -31,8 +31,8 @@ _EDGE_NBYTES = 2**20
 class FineTuning:
     """See ``Job``.
 
-    Raises: InputError for a folder without a model or tokenizer, and a tokenizer without a token for padding
-    where one is needed; DataError for a corpus that is missing, too small, or has a line that is no record.
+    Raises: InputError for a folder without a model or tokenizer; DataError for a corpus that is missing, too
+    small, no text, or has a line that is no record.
     """
 
     unit = "token"
@@ -42,8 +42,14 @@ class FineTuning:
         self.place = place
         self.tokenizer = library.tokenizer(Path(recipe.base.folder))
         self.texts = read_texts(data, self.tokenizer)
-        train, heldout = (self._windows(recipe, part) for part in (self.texts.train, self.texts.heldout))
         (share,) = place.shares(training.batch_size)
+        a_step = share.num_windows * training.accumulation
+        self.packs = data.packing
+        train = self._windows(recipe, self.texts.train)
+        if len(train) < a_step and self.texts.are_records and self.packs:
+            self.packs = False  # few short records: packed, they would be less than one step takes
+            train = self._windows(recipe, self.texts.train)
+        heldout = self._windows(recipe, self.texts.heldout)
         if len(train) < share.num_windows:
             raise DataError(
                 f"the training text makes {len(train)} sequence(s) of {training.sequence_length} tokens, and "
@@ -53,26 +59,26 @@ class FineTuning:
             )
         order = Order(len(train), share, recipe.run.seed)
         self.feed = Feed(train, order, heldout, heldout.spread(recipe.heldout.num_windows))
-        self.epoch_steps = max(1, len(train) // (share.num_windows * training.accumulation))
+        self.epoch_steps = max(1, len(train) // a_step)
         self.recipe = recipe.model_copy(update={"training": steps_of(training, self.epoch_steps)})
 
     def _windows(self, recipe: Recipe, examples: list[Example]) -> Windows:
-        length, data = recipe.training.sequence_length, recipe.data
+        length = recipe.training.sequence_length
         if not self.texts.are_records:
             return stream(examples, length)
-        pad = pad_of(self.tokenizer, data.pad_token, recipe.base.folder)
-        return packed(examples, length, pad, several=data.packing)
+        pad = pad_of(self.tokenizer, recipe.data.pad_token, recipe.base.folder)
+        return packed(examples, length, pad, several=self.packs)
 
     @property
     def identity(self) -> dict[str, Any]:
         """See ``Job``."""
         recipe = self.recipe
-        data = recipe.data.model_dump(include={"heldout_share", "mask_prompts", "packing"}, mode="json")
+        data = recipe.data.model_dump(include={"heldout_share", "mask_prompts"}, mode="json")
         return {
             "the base (its files)": fingerprint(Path(recipe.base.folder)),
             "base.quantise": recipe.base.quantise,
             "adapter": recipe.adapter.model_dump(mode="json"),
-            "data": data,
+            "data": {**data, "packing": self.packs},
             "run.seed": recipe.run.seed,
             "training.sequence_length": recipe.training.sequence_length,
             "the corpus (sha256)": self.corpus_sha256,
@@ -93,11 +99,12 @@ class FineTuning:
     def opening(self) -> list[str]:
         """See ``Job``."""
         train, heldout, texts = self.feed.train, self.feed.heldout, self.texts
+        apart = ", one in each" if self.packs != self.recipe.data.packing else ""
         lost = f", {train.cut} cut to fit, {train.dropped} left out (nothing to learn)" if train.cut else ""
         base, adapter = self.recipe.base, self.recipe.adapter
         return [
-            f"corpus: {len(train.targets()):,} tokens to learn in {len(train):,} sequences, {len(heldout):,} "
-            f"held out; {texts.num} {'record' if texts.are_records else 'file'}(s){lost}, "
+            f"corpus: {len(train.targets()):,} tokens to learn in {len(train):,} sequences{apart}, "
+            f"{len(heldout):,} held out; {texts.num} {'record' if texts.are_records else 'file'}(s){lost}, "
             f"sha256 {texts.sha256[:16]}",
             f"base: {base.folder}"
             + ("" if base.quantise == "none" else f" in {base.quantise}")
@@ -106,6 +113,7 @@ class FineTuning:
                 if adapter.rank
                 else ", all of it is trained"
             ),
+            *texts.left_out,
         ]
 
     def engine(self) -> TunedEngine:
@@ -126,16 +134,18 @@ class FineTuning:
 
 
 def pad_of(tokenizer: Any, name: str, folder: str) -> int:
-    """The token to pad with: the one of that name or, if it is "", the tokenizer's own.
+    """The token to pad with: the one of that name or, if it is "", the tokenizer's own. Many have none, and
+    then any will do, since padding is neither learned from nor seen: the one that ends a text, or the first.
 
-    Raises: InputError where there is none.
+    Raises: InputError where there is none of that name.
     """
-    token = tokenizer.get_vocab().get(name) if name else tokenizer.pad_token_id
+    if not name:
+        return next((t for t in (tokenizer.pad_token_id, tokenizer.eos_token_id) if t is not None), 0)
+    token = tokenizer.get_vocab().get(name)
     if token is None:
-        told = f"has no token {name!r}" if name else "has no token for padding"
         raise InputError(
-            f"{folder}: the tokenizer {told}, and records are padded to one length; set data.pad_token to "
-            f"one of its tokens (padding is never learned from), for example {tokenizer.eos_token!r}"
+            f"{folder}: the tokenizer has no token {name!r}; set data.pad_token to one of its tokens, or to "
+            '"" (padding is never learned from)'
         )
     return token
 

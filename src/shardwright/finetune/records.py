@@ -9,7 +9,7 @@ Text that is no JSONL is one example per file. Every rank reads all of it, and r
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -33,32 +33,50 @@ class Example:
 
 @dataclass(frozen=True)
 class Texts:
-    """Examples to train on and held out; ``are_records``: of JSONL; number and hash of what was read."""
+    """Examples to train on and held out; ``are_records``: of JSONL; number and hash of what was read, and
+    what was left out, as a line to show."""
 
     train: list[Example]
     heldout: list[Example]
     are_records: bool
     num: int
     sha256: str
+    left_out: tuple[str, ...] = ()
 
 
 def read_texts(config: DataConfig, tokenizer: Any) -> Texts:
     """Read and tokenise the corpus; whole files or records are held out, of a single text its end.
 
     Raises:
-        DataError: no such path, no text in it, or a line of JSONL that is no record, by file and line.
+        DataError: no such path, no text in it, data that isn't text, or a line of JSONL that is no
+            record, by file and line.
     """
-    files = corpus_files(config)
-    records = [name.endswith(".jsonl") for name, _ in files]
+    files, left_out = corpus_files(config)
+    records = [_holds_records(name, content) for name, content in files]
     if all(records):
-        return _read_records(files, config, tokenizer)
+        return replace(_read_records(files, config, tokenizer), left_out=left_out)
     if any(records):
         raise DataError(
             f"data.path = {config.path!r} holds {sum(records)} .jsonl and {len(files) - sum(records)} other "
             'files: choose with data.suffixes, as [".jsonl"]'
         )
     train, heldout = (_of_texts(contents, tokenizer) for contents in hold_out(files, config.heldout_share))
-    return Texts(train, heldout, False, len(files), hash_of(files))
+    return Texts(train, heldout, False, len(files), hash_of(files), left_out)
+
+
+def _holds_records(name: str, content: bytes) -> bool:
+    """By the name; .json, as others name such files, where the first line is a record already."""
+    if not name.endswith(".json"):
+        return name.endswith((".jsonl", ".ndjson"))
+    try:
+        first = json.loads(content.lstrip().partition(b"\n")[0])
+    except ValueError:
+        return False
+    return isinstance(first, dict) and _kind(first) is not None
+
+
+def _kind(record: dict[str, Any]) -> tuple[str, ...] | None:
+    return next((k for k in (("text",), ("prompt", "completion"), ("messages",)) if {*k} <= {*record}), None)
 
 
 def _of_texts(contents: Sequence[bytes], tokenizer: Any) -> list[Example]:
@@ -98,7 +116,7 @@ def _segments(where: str, line: bytes, masked: bool, tokenizer: Any) -> list[Seg
         raise DataError(f"{where}: not JSON ({error}); each line is one object: {_KINDS}") from None
     if not isinstance(record, dict):
         raise DataError(f"{where}: got a {type(record).__name__}, expected an object: {_KINDS}")
-    kind = next((k for k in (("text",), ("prompt", "completion"), ("messages",)) if {*k} <= {*record}), None)
+    kind = _kind(record)
     if kind is None:
         raise DataError(f"{where}: got the keys {sorted(record)}, expected {_KINDS}")
     if kind == ("messages",):

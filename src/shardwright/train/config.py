@@ -64,9 +64,10 @@ class DataConfig(Section):
     )
     packing: bool = Field(
         default=True,
-        description="several records in one sequence, none of which sees another; off: padded, one each",
+        description="several records in one sequence, none of which sees another, where one step's sequences "
+        "can be filled so; off: padded, one each",
     )
-    pad_token: str = Field(default="", description="for padding; empty: the one that the tokenizer names")
+    pad_token: str = Field(default="", description="for padding; empty: the tokenizer's own, or any")
 
 
 class BaseConfig(Section):

@@ -22,6 +22,7 @@ import torch
 
 from shardwright.errors import DataError
 from shardwright.train.config import DataConfig
+from shardwright.train.kinds import kind_of
 
 FILE_START = b"\0"
 """Stands before every file: what a sample without a prompt begins with. Text holds no NUL."""
@@ -31,12 +32,16 @@ _LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-pack
 
 @dataclass(frozen=True)
 class Corpus:
-    """Training and held-out bytes (1-D uint8 arrays), how many files they are, and the hash of all of it."""
+    """Training and held-out bytes (1-D uint8 arrays), how many files they are, and the hash of all of it.
+
+    left_out: files of the folder that are no text, as a line to show.
+    """
 
     train: np.ndarray
     heldout: np.ndarray
     num_files: int
     sha256: str
+    left_out: tuple[str, ...]
 
     @property
     def unigram_entropy(self) -> float:
@@ -53,33 +58,44 @@ def read_corpus(config: DataConfig) -> Corpus:
     come from everywhere and stay the same from run to run. Of a single file, the end is held out.
 
     Raises:
-        DataError: no such path, or no text in it.
+        DataError: no such path, no text in it, or data that isn't text.
     """
-    files = corpus_files(config)
+    files, left_out = corpus_files(config)
     train, heldout = hold_out(files, config.heldout_share)
-    return Corpus(_join(train), _join(heldout), len(files), hash_of(files))
+    return Corpus(_join(train), _join(heldout), len(files), hash_of(files), left_out)
 
 
-def corpus_files(config: DataConfig) -> list[tuple[str, bytes]]:
-    """(path relative to the root, content) of each file of the corpus, sorted by path.
+def corpus_files(config: DataConfig) -> tuple[list[tuple[str, bytes]], tuple[str, ...]]:
+    """(path relative to the root, content) of each file of the corpus, sorted by path; and what was left out,
+    as a line to show, or nothing.
+
+    What was asked for by its name or suffix, and whatever holds data, is refused if it isn't text. Pictures
+    and the like, that lie in a folder of text, are left out.
 
     Raises:
-        DataError: no such path, or no text in it.
+        DataError: no such path, no text in it, or data that isn't text.
     """
-    files = list(_files(config))
+    files, left_out = _texts(config)
+    told = (_told(left_out),) if left_out else ()
     if not files:
         wanted = f" with the suffixes {list(config.suffixes)}" if config.suffixes else ""
         raise DataError(
             f"data.path = {config.path!r}: found no text files{wanted}; point it at a folder of text"
+            + "".join(f" ({line})" for line in told)
         )
-    if config.limit_nbytes:
-        files = _drawn(files, config.limit_nbytes)
     if not any(content for _, content in files):
         raise DataError(
-            f"data.path = {config.path!r}: {len(files)} file(s), all empty; point it at some text, and let "
-            "data.limit_nbytes be 0 or larger than a file"
+            f"data.path = {config.path!r}: {len(files)} file(s), all empty; point it at some text"
         )
-    return files
+    if config.limit_nbytes:
+        smallest = min(len(content) for _, content in files if content)
+        files = _drawn(files, config.limit_nbytes)
+        if not any(content for _, content in files):
+            raise DataError(
+                f"data.path = {config.path!r}: the smallest file has {smallest:,} bytes, and whole files are "
+                f"taken up to data.limit_nbytes = {config.limit_nbytes:,}: set it to more, or to 0 for all"
+            )
+    return files, told
 
 
 def hash_of(files: Iterable[tuple[str, bytes]]) -> str:
@@ -90,8 +106,31 @@ def hash_of(files: Iterable[tuple[str, bytes]]) -> str:
     return digest.hexdigest()
 
 
+def _texts(config: DataConfig) -> tuple[list[tuple[str, bytes]], list[str]]:
+    """Files that are text, and the names of those that are left out."""
+    files: list[tuple[str, bytes]] = []
+    left_out: list[str] = []
+    for name, content in _files(config):
+        kind = kind_of(content)
+        if kind is None:
+            files.append((name, content))
+        elif kind.holds_data or config.suffixes or Path(config.path).is_file():
+            choose = "" if Path(config.path).is_file() else ", or choose the files by data.suffixes"
+            raise DataError(
+                f"data.path = {config.path!r}: {name} is {kind.name}, expected text; {kind.remedy}{choose}"
+            )
+        else:
+            left_out.append(name)
+    return files, left_out
+
+
+def _told(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"left out, as they are no text: {', '.join(names[:3])}{more}"
+
+
 def _files(config: DataConfig) -> Iterator[tuple[str, bytes]]:
-    """(path relative to the root, content) of each file that is text, sorted by path."""
+    """(path relative to the root, content) of each file that is asked for, sorted by path."""
     known = {"stdlib": sysconfig.get_path("stdlib"), "torch": str(Path(torch.__file__).parent)}
     source = config.path in known
     root = Path(known.get(config.path, config.path))
@@ -106,9 +145,7 @@ def _files(config: DataConfig) -> Iterator[tuple[str, bytes]]:
     for path in sorted(_walk(root, _LEFT_OUT if source else frozenset()), key=lambda p: p.as_posix()):
         if suffixes and path.suffix not in suffixes:
             continue
-        content = path.read_bytes()
-        if FILE_START not in content:  # a NUL: not text
-            yield path.relative_to(root).as_posix(), content
+        yield path.relative_to(root).as_posix(), path.read_bytes()
 
 
 def _drawn(files: list[tuple[str, bytes]], limit_nbytes: int) -> list[tuple[str, bytes]]:

@@ -66,7 +66,8 @@ class Pretraining:
         corpus = self.corpus
         return [
             f"corpus: {len(corpus.train):,} bytes to train on, {len(corpus.heldout):,} held out, "
-            f"{corpus.num_files} file(s), sha256 {corpus.sha256[:16]}"
+            f"{corpus.num_files} file(s), sha256 {corpus.sha256[:16]}",
+            *corpus.left_out,
         ]
 
     def engine(self) -> ByteEngine:

@@ -110,7 +110,7 @@ def _read(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         near = sorted(str(p) for folder in {path.parent, Path("recipes")} for p in folder.glob("*.toml"))
-        hint = f"; there is: {', '.join(near)}" if near else ""
+        hint = f"; there is: {', '.join(near)}" if near else "; to begin from one of ours: shardwright recipe"
         raise ConfigError(f"no recipe at {path}: give the path of a TOML file{hint}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"can't read the recipe {path}: {error}; give the path of a TOML file") from None

@@ -1,0 +1,82 @@
+"""`make dist` leaves a package for one's own project: the same by either way, and it trains from there."""
+
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+INSTALLED = (
+    "import torch, shardwright; print('installed: torch', torch.__version__, 'in', shardwright.__path__[0])"
+)
+
+
+def run(*command, cwd, limit_s=100.0):
+    """stdout of a command that must succeed, without this process's rank or its paths to packages."""
+    ours = ("PYTHONPATH", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environment = {name: value for name, value in os.environ.items() if name not in ours}
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=limit_s)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory):
+    """(wheel, sdist) of this tree; nothing is installed anew for it."""
+    folder = tmp_path_factory.mktemp("dist")
+    run("make", "--old-file=setup", "dist", f"BIN={Path(sys.executable).parent}", f"DIST={folder}", cwd=ROOT)
+    (wheel,), (source,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
+    return wheel, source
+
+
+def files_of(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        return {
+            info.filename: info.CRC for info in archive.infolist() if not info.filename.endswith("RECORD")
+        }
+
+
+def test_the_wheel_has_the_package_and_its_recipes_and_is_the_one_of_the_sources(dist, tmp_path):
+    wheel, source = dist
+    files = files_of(wheel)
+    package = ROOT / "src" / "shardwright"
+    kept = {path for path in package.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    expected = {path.relative_to(package.parent).as_posix() for path in kept}
+    assert {name for name in files if ".dist-info/" not in name} == expected
+    assert "shardwright/recipes/quickstart.toml" in expected and "shardwright/py.typed" in expected
+    with tarfile.open(source) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (unpacked,) = tmp_path.iterdir()
+    assert (unpacked / "recipes" / "quickstart.toml").is_file()
+    build = (sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(tmp_path))
+    run(*build, cwd=unpacked)
+    assert files_of(next(tmp_path.glob("*.whl"))) == files
+
+
+@pytest.mark.slow  # installs torch
+def test_readmes_script_runs_where_only_the_wheel_is_installed(dist, tmp_path):
+    venv.create(tmp_path / "venv", with_pip=True)
+    python, bin_ = str(tmp_path / "venv" / "bin" / "python"), tmp_path / "venv" / "bin"
+    install = ("-m", "pip", "install", "--quiet", "--constraint", str(ROOT / "requirements.lock"))
+    run(python, *install, f"{dist[0]}[train]", cwd=tmp_path, limit_s=900.0)
+    told = run(python, "-c", INSTALLED, cwd=tmp_path)
+    print(told, end="")
+    assert str(tmp_path) in told
+    assert (
+        "torch " + re.search(r"^torch==([\d.]+)$", (ROOT / "requirements.lock").read_text(), re.M)[1] in told
+    )
+    script = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+    (tmp_path / "train.py").write_text(script)
+    run(python, "train.py", cwd=tmp_path)
+    run(str(bin_ / "torchrun"), "--nproc-per-node", "2", "train.py", cwd=tmp_path)
+    recipe = run(str(bin_ / "shardwright"), "recipe", "quickstart", cwd=tmp_path)
+    (tmp_path / "mine.toml").write_text(recipe)
+    short = ("--training.steps", "2", "--heldout.num_windows", "2")
+    run(str(bin_ / "shardwright"), "train", "mine.toml", *short, cwd=tmp_path)
+    assert (tmp_path / "runs" / "quickstart" / "model.safetensors").exists()
