@@ -280,6 +280,7 @@ class ParamGroup:
             self.wait()
         if nearby:
             self.keep_near()
+        follow_freezing(self)
         self._move(Stage.SHARDED)
         for param in self.params:
             param.show(param.sharded)
@@ -326,6 +327,17 @@ class ParamGroup:
                 f"from {self.stage} it only goes to {_MOVES[self.stage]}"
             )
         self.stage = to
+
+
+def follow_freezing(group: ParamGroup) -> None:
+    """Where the caller has frozen or unfrozen one face of a parameter since the last unshard, do so with the
+    other: which of them modules show depends on where the group stands."""
+    for place, param in enumerate(group.params):
+        was = bool(group.trainable >> place & 1)
+        if param.is_bound and (param.trainable != was or param.unsharded.requires_grad != was):
+            param.sharded.requires_grad_(not was)
+            param.unsharded.requires_grad_(not was)
+            group.trainable ^= 1 << place
 
 
 def _check_materialised(group: ParamGroup) -> None:
