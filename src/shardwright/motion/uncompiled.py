@@ -15,17 +15,18 @@ def uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
     """Keep a hook out of the graphs that torch.compile makes of the modules around it.
 
     Traced, it would be compiled with buffers of the size that they had then. As with
-    ``torch.compiler.disable``, a frame that calls it breaks its graph there; but where a compiled module is called
-    (``block.compile()``), dynamo leaves ``nn.Module``'s own code and comes to the hook as to a frame of its own:
-    that, and what it calls, it passes over, so that the module's forward is one graph without a break.
+    ``torch.compiler.disable``, a frame that calls it breaks its graph there. But where a compiled module is
+    called (``block.compile()``), dynamo leaves ``nn.Module``'s own code alone and comes to the hook as to a
+    frame of its own: that, and what it calls, it passes over, and the forward is one graph without a break.
     """
 
     @functools.wraps(hook)
     def around(*args: Any, **kwargs: Any) -> Any:
         return hook(*args, **kwargs)
 
-    around._torchdynamo_disable = True  # type: ignore[attr-defined]
-    around._torchdynamo_disable_msg = "a hook of Shardwright"  # type: ignore[attr-defined]
-    around._torchdynamo_disable_recursive = True  # type: ignore[attr-defined]
-    set_code_exec_strategy(around.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    marked: Any = around
+    marked._torchdynamo_disable = True
+    marked._torchdynamo_disable_msg = "a hook of Shardwright"
+    marked._torchdynamo_disable_recursive = True
+    set_code_exec_strategy(marked.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
     return around
