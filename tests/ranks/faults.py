@@ -222,6 +222,17 @@ def other_root(rank: int, world: int) -> None:
     rest(model)
 
 
+def other_model_first(rank: int, world: int) -> None:
+    """Two models without a common root, which rank 1 takes in another order: each agrees by itself."""
+    models = [built(), built()]
+    for _ in range(STEP):
+        for model in models:
+            step(model)
+    fault()
+    for model in models if rank == 0 else models[::-1]:
+        step(model)
+
+
 def _hybrid(rank: int, act: Callable[[nn.Sequential], None]) -> None:
     """Copies on two pairs of ranks: what rank 3 does concerns rank 2 at once, and the others in the end."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
@@ -303,6 +314,22 @@ def computes(rank: int, world: int) -> None:
     step(model)
     model[1].act = None
     rest(model)
+
+
+def compiles_for(seconds: float) -> None:
+    """Compile one function after another."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        torch._dynamo.reset()
+        torch.compile(lambda x: (x @ x).relu().sum(), backend="aot_eager")(torch.ones(8, 8))
+
+
+def compiles(rank: int, world: int) -> None:
+    _once(rank, lambda: compiles_for(LONG_S))
+
+
+def compiles_long(rank: int, world: int) -> None:
+    _once(rank, lambda: compiles_for(30.0))
 
 
 def _once(rank: int, act: Callable[[], Any]) -> None:
@@ -446,11 +473,13 @@ CASES = {
         other_order, "Diverged", ("ranks 0, 2 launched", "rank 1 launched"), culprits=(), world=3
     ),
     "a root of its own on rank 1 alone": Case(other_root, "Diverged", PLACES, culprits=()),
+    "two models in another order": Case(other_model_first, "Diverged", PLACES, culprits=()),
     "other shapes": Case(other_shapes, "Diverged", ("[8, 8]", "[16, 16]"), culprits=()),
     "sleeps for ever, stall_s=2": Case(
         stalls, "Stalled", ("rank 1 has done nothing", "faults.py:"), culprits=(), policy="stall_s=2"
     ),
     "computes 3 s, stall_s=1": Case(computes, policy="stall_s=1"),
+    "compiles 3 s": Case(compiles),
     "sleeps 3 s": Case(sleeps),
     "sleeps 3 s, 4 ranks": Case(sleeps, world=4),
     "loads data for 3 s": Case(loads, world=3),

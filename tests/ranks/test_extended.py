@@ -163,3 +163,86 @@ def refused(rank, world):
 
 def test_extensions_that_are_not_as_torch_takes_them_are_refused():
     run_ranks(1, refused)
+
+
+def sends_bf16(self, mesh):
+    return (self.bfloat16(),), None
+
+
+def takes_bf16(self, outputs, metadata, param_dtype, *, out=None):
+    (gathered,) = outputs
+    assert gathered.dtype == torch.bfloat16
+    if out is None:
+        return gathered.to(param_dtype), (gathered,)
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
+        out.copy_(gathered)
+    return None
+
+
+def patch(model):
+    """Extensions for every weight, on the local tensors that are there now."""
+    for name, param in model.named_parameters():
+        if name.endswith("weight"):
+            local = param._local_tensor
+            local.fsdp_pre_all_gather = sends_bf16.__get__(local)
+            local.fsdp_post_all_gather = takes_bf16.__get__(local)
+
+
+def at_rest(model):
+    """What was kept for the backward is given back."""
+    for module in (model[0], model):
+        module.reshard()
+
+
+def set_later(rank, world):
+    """After sharding; again after ``to_empty``, whose tensors have none; in the middle of training."""
+    x = torch.randn(2, WIDTH)
+    rounded = build(None)
+    for layer in rounded[::2]:
+        layer.weight.data = layer.weight.data.bfloat16().float()
+    ours, theirs = (shard(build(None), shards) for shards in (fully_shard, torch_fsdp.fully_shard))
+    whole = build(None).state_dict()
+    assert torch.equal(ours(x), build(None)(x))
+    losses = []
+    for model in (ours, theirs):
+        at_rest(model)
+        patch(model)
+        assert torch.equal(model(x), rounded(x))
+        at_rest(model)
+        losses.append(train_on_parts(model, rank, world, WIDTH, lr=0.1))
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+    ours.to_empty(device="cpu")
+    ours.load_state_dict(dict(whole))
+    assert torch.equal(ours(x), build(None)(x))
+    at_rest(ours)
+    patch(ours)
+    assert torch.equal(ours(x), rounded(x))
+    torch.manual_seed(0)
+    across = fully_shard(nn.Linear(WIDTH, WIDTH), shard_placement_fn=lambda p: Shard(p.ndim - 1))
+    patch(across)
+    with pytest.raises(InputError, match="dim 0"):
+        across(x)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_extensions_set_on_local_tensors_are_seen_at_the_next_gather(world):
+    run_ranks(world, set_later)
+
+
+class SeesStorages(ScaledInt8):
+    def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
+        assert [output.storage_offset() for output in outputs] == [0] * len(outputs)
+        assert len({output.untyped_storage().data_ptr() for output in outputs}) == len(outputs)
+        for output in outputs:
+            assert output.untyped_storage().nbytes() == output.nbytes
+        return super().fsdp_post_all_gather(outputs, metadata, param_dtype, out=out)
+
+
+def storages(rank, world):
+    model = shard(build(SeesStorages), fully_shard)
+    for _ in range(2):
+        model(torch.randn(2, WIDTH)).sum().backward()
+
+
+def test_each_output_of_a_gather_has_a_storage_of_its_own():
+    run_ranks(2, storages)

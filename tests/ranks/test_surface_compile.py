@@ -10,28 +10,41 @@ from tests.ranks.models import Block, equal_steps
 from tests.ranks.pool import run_ranks
 
 
-def compiled_blocks(rank, world, when):
+def compiled_blocks(rank, world, when, fullgraph):
+    torch._dynamo.reset()
+    counters.clear()
     torch.manual_seed(5)
     model = nn.Sequential(Block(), Block())
     torch.manual_seed(5)
     reference = nn.Sequential(Block(), Block())
     for block in model:
         if when == "before":
-            block.compile(backend="aot_eager")
+            block.compile(backend="aot_eager", fullgraph=fullgraph)
         fully_shard(block, reshard_after_forward=True)
         if when == "after":
-            block.compile(backend="aot_eager")
+            block.compile(backend="aot_eager", fullgraph=fullgraph)
     fully_shard(model)
-    graphs = []
+    seen = []
 
     def count() -> None:
-        graphs.append(counters["stats"]["unique_graphs"])
+        seen.append((counters["stats"]["unique_graphs"], dict(counters["graph_break"])))
 
     equal_steps(model, reference, rank, world, steps=4, after=count)
-    assert 1 <= graphs[0] <= graphs[1] == graphs[3] <= 2  # the blocks' forwards, and nothing of ours
+    # A block's forward, once for an input that asks for no gradient (the first block's) and once for others.
+    assert seen == [(2, {})] * 4
+    with torch.no_grad():
+        model(torch.zeros(5, 13))
+        model(torch.zeros(5, 13))
+    count()
+    assert seen[-1] == (3, {})
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
+def in_both_orders(rank, world):
+    for when in ("before", "after"):
+        for fullgraph in (False, True):
+            compiled_blocks(rank, world, when, fullgraph)
+
+
 @pytest.mark.parametrize("world", [1, 2])
-def test_compiled_blocks_train_exactly_and_are_not_compiled_again(world, when):
-    run_ranks(world, compiled_blocks, when)
+def test_compiled_blocks_are_one_graph_each_without_a_break(world):
+    run_ranks(world, in_both_orders)

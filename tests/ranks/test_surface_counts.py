@@ -142,3 +142,14 @@ def shown(rank, world):
 
 def test_between_forward_and_backward_modules_show_shards_whatever_the_plan_keeps():
     run_ranks(2, shown)
+
+
+def alone(rank, world):
+    """What a world of one doesn't send it doesn't report."""
+    model = blocks()
+    for _ in range(2):
+        assert counted(model, train(model)) == (0, 0, 0, 0)
+
+
+def test_a_world_of_one_reports_no_collectives():
+    run_ranks(1, alone)

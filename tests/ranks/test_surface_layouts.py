@@ -86,6 +86,48 @@ def test_channels_last_and_non_contiguous_parameters_train_exactly(world):
     run_ranks(world, strange_formats)
 
 
+class Looks(nn.Module):
+    """Code that counts on contiguous weights, as modules written for torch's fully_shard may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cut = nn.Parameter(torch.randn(6, 5, 8) * 0.3)
+        self.plain = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.cut.is_contiguous()
+        assert self.cut.stride() == (40, 8, 1)
+        return self.plain(x) @ self.cut.view(-1, 8)[:8]
+
+
+def contiguous(rank, world, size):
+    torch.manual_seed(0)
+    reference = Looks()
+    for dim in (1, 2, -1):
+        torch.manual_seed(0)
+        model = fully_shard(
+            Looks(),
+            shard_placement_fn=lambda p, dim=dim: Shard(dim) if p.ndim == 3 else None,
+            reshard_after_forward=size,
+        )
+        for x in torch.randn(3, 2, 8, generator=torch.Generator().manual_seed(0)):
+            for each in (model, reference):
+                each.zero_grad()
+                each(x).sum().backward()
+            assert torch.allclose(full(model.cut.grad), reference.cut.grad)
+            assert stats(model).unsharded_nbytes == 0
+        with model.unsharded(), torch.no_grad():
+            model.cut.copy_(torch.arange(240.0).view(6, 5, 8))
+        assert torch.equal(full(model.cut), torch.arange(240.0).view(6, 5, 8))
+        with model.unsharded():
+            assert torch.equal(model.cut, torch.arange(240.0).view(6, 5, 8))
+
+
+@pytest.mark.parametrize(("world", "size"), [(1, None), (2, None), (2, True), (4, 2)])
+def test_a_weight_that_is_cut_on_another_dim_is_contiguous_while_unsharded(world, size):
+    run_ranks(world, contiguous, size)
+
+
 def hybrid(rank, world, copies):
     mesh = init_device_mesh("cpu", (copies, world // copies), mesh_dim_names=("replicate", "shard"))
     model = shard_decoder(build(tied=True), fully_shard, mesh=mesh)

@@ -21,7 +21,7 @@ from shardwright.comm.launches import here
 from shardwright.errors import RankLost
 from shardwright.observe.life import store_address
 from shardwright.observe.watchdog import Watch
-from tests.ranks.faults import CASES, built, step
+from tests.ranks.faults import CASES, built, compiles_long, step
 from tests.ranks.pool import run_ranks
 from tests.ranks.scripts import Outcome, fault, run_scripts
 
@@ -53,6 +53,7 @@ def test_every_other_rank_names_the_fault_and_ends_clean(outcomes, name):
             assert outcome.code != 0 or "ends" in name
             continue
         assert outcome.error == case.error, (rank, outcome)
+        assert outcome.took_s < 10, outcome
         for words in case.says:
             assert words in outcome.text, outcome.text
         assert outcome.code == 1
@@ -64,6 +65,12 @@ def test_ranks_that_only_take_their_time_are_accused_of_nothing(outcomes, name):
     for outcome in outcomes[name].result():
         assert outcome.code == 0, outcome
         assert not outcome.threads
+
+
+@pytest.mark.slow
+def test_thirty_seconds_of_compiling_accuse_nobody():
+    for outcome in run_scripts(2, compiles_long, limit_s=90.0):
+        assert outcome.code == 0, outcome
 
 
 @pytest.mark.parametrize("name", ["raise in forward"])

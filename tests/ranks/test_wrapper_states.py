@@ -201,3 +201,28 @@ def materialised(rank, world):
 
 def test_meta_modules_are_made_ranks_are_made_equal_and_what_is_ignored_is_left():
     run_ranks(2, materialised)
+
+
+def around_wrappers(rank, world):
+    """A plain module with wrappers inside: what it saves it loads, of every kind."""
+    torch.manual_seed(0)
+    whole = nn.Sequential(FSDP(nn.Linear(5, 3)), nn.Linear(3, 3), nested(build())).state_dict()
+    for kind in StateDictType:
+        for flat in (False, True):
+            torch.manual_seed(1)
+            other = nn.Sequential(
+                FSDP(nn.Linear(5, 3), use_orig_params=not flat), nn.Linear(3, 3), nested(build(1))
+            )
+            again = nn.Sequential(
+                FSDP(nn.Linear(5, 3), use_orig_params=not flat), nn.Linear(3, 3), nested(build(2))
+            )
+            with FSDP.state_dict_type(other, kind), FSDP.state_dict_type(again, kind):
+                saved = {name: value.detach().clone() for name, value in other.state_dict().items()}
+                assert not any(again.load_state_dict(saved))
+            same(again.state_dict(), other.state_dict())
+    assert not any(other.load_state_dict(whole))
+    same(other.state_dict(), whole)
+
+
+def test_a_plain_module_around_wrappers_loads_what_it_saves():
+    run_ranks(2, around_wrappers)

@@ -25,7 +25,7 @@ from shardwright.motion.unit import (
 )
 from shardwright.observe.life import keep_watch
 from shardwright.policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
-from shardwright.state.extended import ExtendedParam, is_extended
+from shardwright.state.extended import ExtendedParam, is_extended, not_extensible
 from shardwright.state.flat import NAME as FLAT_NAME
 from shardwright.state.flat import FlatParam, check_flat
 from shardwright.state.group import ParamGroup
@@ -225,10 +225,7 @@ def _split(fqn: str, param: nn.Parameter, axis: Axis, options: Options) -> Split
         )
     _check_composes(fqn, param, axis, options.dims)
     if is_extended(param) and (dim % max(ndim, 1) or not ndim or isinstance(param, DTensor)):
-        raise InputError(
-            f"parameter {fqn!r} is a {type(param).__name__} of shape {list(param.shape)} with extensions of "
-            "the all-gather, which are for dim 0 of plain parameters of one dim or more"
-        )
+        raise InputError(not_extensible(fqn, param))
     return Split(axis, dim % ndim if ndim else None, options.offload, options.dims)
 
 

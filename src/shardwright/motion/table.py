@@ -14,7 +14,7 @@ from shardwright.plan.planner import Planner
 from shardwright.plan.schedule import Action, ActionKind, GroupFacts
 from shardwright.policy import Agreement, SchedulePolicy
 from shardwright.state import together
-from shardwright.state.group import ParamGroup, Stage
+from shardwright.state.group import ParamGroup, Stage, follow_freezing
 from shardwright.state.param import ShardedParam
 
 
@@ -269,6 +269,8 @@ class GroupTable:
             if group.near is not None:
                 self.memory.take(-group.near.held_nbytes)
                 group.near.forget()
+            if group.stage is not Stage.SHARDED:
+                follow_freezing(group)
             if group.stage is Stage.UNSHARDED and group.is_stale:
                 self.take(Action(ActionKind.RESHARD, index))
         self.forget_versions()

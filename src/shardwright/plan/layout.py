@@ -114,6 +114,12 @@ class ParamLayout:
             step *= max(self.shape[dim], 1)
         return tuple(strides)
 
+    @cached_property
+    def in_order(self) -> bool:
+        """Whether the storage order is that of the contiguous parameter: no larger dim is left of the sharded
+        one."""
+        return prod(self.shape[: self.dim or 0]) <= 1
+
 
 @dataclass(frozen=True)
 class GroupLayout:
@@ -148,6 +154,11 @@ class GroupLayout:
     def shard_nbytes(self, rank: int) -> int:
         """Bytes of ``rank``'s shards in the unsharded dtype, without padding."""
         return sum(p.shard_numel(rank) * size for p, size in zip(self.params, self.itemsizes, strict=True))
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Element strides of a contiguous tensor."""
+    return ParamLayout(shape, 1, None).strides
 
 
 def align(nbytes: int) -> int:

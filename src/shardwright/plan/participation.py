@@ -21,6 +21,7 @@ rank may hold more than ``live``, never less. Pure: ``Hands`` does what touches 
 
 from collections.abc import Sequence
 
+from shardwright.errors import StageError
 from shardwright.plan.hands import CALLS, ENDS, Call, Hands, Leg, Said, keeps, reads
 from shardwright.plan.orders import Orders
 from shardwright.plan.reductions import Reductions
@@ -82,8 +83,7 @@ class Participant:
                 self.hands.take(Action(ActionKind.WAIT, group))
             leg.busy.add(group)
         elif event.kind is EventKind.GRADS_READY:
-            while self.hands.must_reduce(group):
-                self._need(leg, Action(ActionKind.REDUCE, group))
+            self._reduce_what_is_left(leg, group)
         elif not taken and group not in self.live and not keeps(self.hands.facts(group), leg.phase):
             self._reshard(leg, group)
         return taken or [Stop(event, ())]
@@ -210,6 +210,18 @@ class Participant:
     def _need(self, leg: Leg, action: Action) -> None:
         self._deviate(leg)
         self._ask(action)
+
+    def _reduce_what_is_left(self, leg: Leg, group: int) -> None:
+        """Ask for its reduction: of the gradients that were held back, and of those that came since."""
+        asked = 0
+        while self.hands.must_reduce(group):
+            if asked == 2:  # all ranks would ask again, for ever, and none would wait long in any exchange
+                raise StageError(
+                    f"group {group} (the number in FSDPModule.schedule) still holds gradients after two "
+                    "reductions in one backward; please report this as a defect of Shardwright"
+                )
+            self._need(leg, Action(ActionKind.REDUCE, group))
+            asked += 1
 
     def _deviate(self, leg: Leg) -> None:
         """Launch the rest of the phase, and have all ranks ask."""

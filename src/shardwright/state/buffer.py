@@ -37,9 +37,46 @@ class Buffer:
         """Give the memory back; tensors over it may not be read until it is taken and filled again."""
         self._storage.resize_(0)
 
+    def arrive(self, keep_wire: bool) -> None:
+        """What was gathered is there. No-op where it was gathered into the place of use."""
+
     def tensor(
         self, dtype: torch.dtype, offset_nbytes: int, shape: tuple[int, ...], strides: tuple[int, ...]
     ) -> torch.Tensor:
         """A tensor over the memory, with a version counter of its own. The memory must be held."""
         empty = torch.empty(0, dtype=dtype, device=self._storage.device)
         return empty.set_(self._storage, offset_nbytes // dtype.itemsize, shape, strides)  # type: ignore[arg-type]
+
+
+class ReorderedBuffer(Buffer):
+    """Some of what lies in it is gathered elsewhere, on the ``wire``, in another order of its dims.
+
+    pairs: a tensor over this memory, of its own, and one of the same shape over the wire, for each of those.
+    """
+
+    def __init__(self, nbytes: int, wire: Buffer, device: torch.device) -> None:
+        super().__init__(nbytes, device)
+        self.wire = wire
+        self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    @property
+    def allocated_nbytes(self) -> int:
+        """Bytes held now, of the wire too."""
+        return super().allocated_nbytes + self.wire.allocated_nbytes
+
+    def alloc(self) -> None:
+        """Take the memory of both."""
+        super().alloc()
+        self.wire.alloc()
+
+    def free(self) -> None:
+        """Give the memory of both back."""
+        super().free()
+        self.wire.free()
+
+    def arrive(self, keep_wire: bool) -> None:
+        """Copy what was gathered into the order of use. keep_wire: it is still needed while unsharded."""
+        for place, gathered in self.pairs:
+            place.copy_(gathered)
+        if not keep_wire:
+            self.wire.free()

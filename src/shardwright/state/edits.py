@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from shardwright.state.extended import ExtendedParam
 from shardwright.state.group import ParamGroup, Stage
+from shardwright.state.param import ShardedParam
 
 
 def unsharded_versions(group: ParamGroup) -> list[int]:
@@ -30,4 +32,12 @@ def write_back(group: ParamGroup, before: Sequence[int]) -> None:
                 if param.unsharded._version != version:
                     param.write_back()
             elif param.own.dtype == param.local.dtype or param.unsharded._version != version:
-                param.local.copy_(param.own)
+                param.local.copy_(_rows(param))
+
+
+def _rows(param: ShardedParam) -> torch.Tensor:
+    """This rank's rows of the unsharded parameter, as code has left them."""
+    if param.layout.in_order:
+        return param.own
+    face = param.unsharded.detach()
+    return param.rows_of(face._local_tensor if isinstance(face, DTensor) else face)

@@ -9,6 +9,7 @@ unsharded    what the second method made of it; later calls fill that very tenso
 """
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from shardwright.comm.base import Piece
 from shardwright.comm.mesh import Axis
 from shardwright.errors import InputError, StageError
-from shardwright.plan.layout import GroupLayout, ParamLayout
+from shardwright.plan.layout import ParamLayout
 from shardwright.policy import MixedPrecisionPolicy
 from shardwright.state.buffer import Buffer
 from shardwright.state.param import ShardedParam, Slot, Unsharded
@@ -42,9 +43,10 @@ def is_extended(param: torch.Tensor) -> bool:
 
 @dataclass
 class _Wire:
-    """The memory that inputs are gathered in. own: this rank's places; outputs: those of all ranks."""
+    """The memory that inputs are gathered in: a buffer for each, since code of such classes may count on an
+    output that has a storage of its own. own: this rank's places; outputs: those of all ranks."""
 
-    buffer: Buffer
+    buffers: list[Buffer]
     kinds: list[tuple[torch.Size, torch.dtype]]
     layouts: list[ParamLayout]
     regions: list[torch.Tensor]
@@ -107,7 +109,8 @@ class ExtendedParam(ShardedParam):
                 f"{_PRE} of parameter {self.fqn!r} gave {kinds}, and {self._wire.kinds} before; "
                 "shapes and dtypes must stay the same"
             )
-        self._wire.buffer.alloc()
+        for buffer in self._wire.buffers:
+            buffer.alloc()
         for layout, output in zip(self._wire.layouts, self._wire.outputs, strict=True):
             output[layout.rows :].zero_()  # padding, which no rank sends
         for own, part in zip(self._wire.own, inputs, strict=True):
@@ -130,22 +133,24 @@ class ExtendedParam(ShardedParam):
         if made.shape != self.spec.shape:  # padded like its inputs
             made = torch.as_strided(made, self.spec.shape, self.spec.stride, 0)
         storages = {storage.data_ptr(): storage for storage in (t.untyped_storage() for t in inner)}
-        storages.pop(self._wire.regions[0].untyped_storage().data_ptr(), None)
+        for output in outputs:
+            storages.pop(output.untyped_storage().data_ptr(), None)
         self._inner = tuple((storage, storage.nbytes()) for storage in storages.values())
         self._expose(nn.Parameter(made, requires_grad=self.trainable))
         self._made = True
 
     def free(self) -> None:
         """Give the memory of the wire and of the unsharded parameter back."""
-        if self._wire is not None:
-            self._wire.buffer.free()
+        for buffer in self._wire.buffers if self._wire is not None else ():
+            buffer.free()
         for storage, _ in self._inner:
             storage.resize_(0)
 
     @property
     def held_nbytes(self) -> int:
         """Bytes of both, now."""
-        wire = 0 if self._wire is None else self._wire.buffer.allocated_nbytes
+        buffers = self._wire.buffers if self._wire is not None else ()
+        wire = sum(buffer.allocated_nbytes for buffer in buffers)
         return wire + sum(storage.nbytes() for storage, _ in self._inner)
 
     def write_back(self) -> None:
@@ -167,17 +172,16 @@ class ExtendedParam(ShardedParam):
 
     def _lay_out(self, kinds: list[tuple[torch.Size, torch.dtype]]) -> _Wire:
         world, rank = self.axis.world, self.axis.rank
-        layouts = [self._layout_of(shape) for shape, _ in kinds]
-        where = GroupLayout(tuple(layouts), tuple(dtype.itemsize for _, dtype in kinds))
-        wire = _Wire(Buffer(where.nbytes, self.axis.device), kinds, layouts, [], [], [])
-        wire.buffer.alloc()
-        for layout, (_, dtype), offset in zip(layouts, kinds, where.offsets_nbytes, strict=True):
-            start = offset + layout.span(rank)[0] * dtype.itemsize
+        wire = _Wire([], kinds, [self._layout_of(shape) for shape, _ in kinds], [], [], [])
+        for layout, (_, dtype) in zip(wire.layouts, kinds, strict=True):
+            start = layout.span(rank)[0] * dtype.itemsize
             shape = (layout.chunk_rows * world, *layout.shape[1:])
-            tensor = wire.buffer.tensor
-            wire.regions.append(tensor(dtype, offset, (layout.padded_numel,), (1,)))
-            wire.own.append(tensor(dtype, start, layout.shard_shape(rank), layout.strides))
-            wire.outputs.append(tensor(dtype, offset, shape, layout.strides))
+            buffer = Buffer(layout.padded_numel * dtype.itemsize, self.axis.device)
+            buffer.alloc()
+            wire.buffers.append(buffer)
+            wire.regions.append(buffer.tensor(dtype, 0, (layout.padded_numel,), (1,)))
+            wire.own.append(buffer.tensor(dtype, start, layout.shard_shape(rank), layout.strides))
+            wire.outputs.append(buffer.tensor(dtype, 0, shape, layout.strides))
         return wire
 
     def _layout_of(self, shape: torch.Size) -> ParamLayout:
@@ -192,6 +196,35 @@ class ExtendedParam(ShardedParam):
                 f"{self.layout.chunk_rows} or not, but got {list(shape)}"
             )
         return ParamLayout((rows, *shape[1:]), world)
+
+
+def follow_extensions(params: Sequence[ShardedParam]) -> bool:
+    """Whether any of ``params``, at rest, has begun or ceased to say itself what is gathered, and is now so.
+
+    The methods may be set on its local tensor at any time, and a new tensor (``to_empty``) hasn't those that
+    were set on the one before. Raises: InputError for a parameter that can't have them.
+    """
+    changed = [param for param in params if is_extended(param.local) != isinstance(param, ExtendedParam)]
+    for param in changed:
+        extends = not isinstance(param, ExtendedParam)
+        if extends and (param.layout.dim != 0 or param.inner is not None or type(param) is not ShardedParam):
+            raise InputError(not_extensible(param.fqn, param.local))
+    each: Any
+    for each in changed:
+        for name in ("_wire", "_made", "_metadata", "_inner"):
+            vars(each).pop(name, None)
+        each._unsharded = None
+        kind: Any = ShardedParam if isinstance(each, ExtendedParam) else ExtendedParam
+        each.__class__ = kind
+    return bool(changed)
+
+
+def not_extensible(fqn: str, param: torch.Tensor) -> str:
+    """Why a parameter can't have extensions."""
+    return (
+        f"parameter {fqn!r} is a {type(param).__name__} of shape {list(param.shape)} with extensions of "
+        "the all-gather, which are for dim 0 of plain parameters of one dim or more"
+    )
 
 
 def _shard_mesh(axis: Axis) -> DeviceMesh:

@@ -21,6 +21,7 @@ from shardwright.policy import MixedPrecisionPolicy
 from shardwright.state.binding import own_buffer
 from shardwright.state.buffer import Buffer
 from shardwright.state.decoding import Decoding
+from shardwright.state.extended import follow_extensions
 from shardwright.state.hosted import HostedBuffer, hosted_buffer
 from shardwright.state.near import Near, Versions
 from shardwright.state.param import ShardedParam
@@ -92,29 +93,10 @@ class ParamGroup:
         self.params[0].rows = None
         self.params = self.reducer.params = tuple(params)
         self.decoding = Decoding(self.params, self.policy, self.axis.device)
-        self.near = self.near and Near(self.near.comm, self.params)
+        comm = self.near.comm if self.near and not self.decoding.extended else None
+        self.near = None if comm is None else Near(comm, self.params)
         self.buffer, self.is_hosted = None, False
         self._gathered_versions = ()
-
-    def _follow(self) -> None:
-        """Follow what was done to the parameters at rest: replaced, frozen or unfrozen, cast."""
-        for param in self.params:
-            param.adopt()
-        for pair in self.decoding.frozen:
-            pair.check_frozen()
-        dtypes = tuple(param.compute_dtype(self.policy) for param in self._buffered)
-        # A caller's own collective moves bytes between buffers of the ranks.
-        hosted = self.is_hosted and self.comm is self.axis.comm
-        if (
-            self.buffer is None
-            or hosted != isinstance(self.buffer, HostedBuffer)
-            or dtypes != tuple(param.unsharded.dtype for param in self._buffered)
-        ):
-            self._bind(dtypes, hosted)
-        for param in self.params:
-            if param.is_bound and param.unsharded.requires_grad != param.trainable:
-                param.unsharded.requires_grad_(param.trainable)
-        self.trainable = sum(param.trainable << place for place, param in enumerate(self.params))
 
     @property
     def num_trainable(self) -> int:
@@ -156,11 +138,29 @@ class ParamGroup:
     # ---- the all-gather
 
     def prepare(self) -> None:
-        """Follow the parameters at rest, before ``fill``.
+        """Before ``fill``: follow what was done to the parameters (replaced, frozen or unfrozen, cast).
 
         Raises: StageError for a parameter that is still on the meta device or was replaced by something else.
         """
-        self._follow()
+        for param in self.params:
+            param.adopt()
+        if follow_extensions(self.params):
+            self.regroup(self.params)
+        for pair in self.decoding.frozen:
+            pair.check_frozen()
+        dtypes = tuple(param.compute_dtype(self.policy) for param in self._buffered)
+        # A caller's own collective moves bytes between buffers of the ranks.
+        hosted = self.is_hosted and self.comm is self.axis.comm
+        if (
+            self.buffer is None
+            or hosted != isinstance(self.buffer, HostedBuffer)
+            or dtypes != tuple(param.unsharded.dtype for param in self._buffered)
+        ):
+            self._bind(dtypes, hosted)
+        for param in self.params:
+            if param.is_bound and param.unsharded.requires_grad != param.trainable:
+                param.unsharded.requires_grad_(param.trainable)
+        self.trainable = sum(param.trainable << place for place, param in enumerate(self.params))
         _check_materialised(self)
 
     def fill(self, nearby: bool | None = None) -> list[Piece] | None:
@@ -244,10 +244,11 @@ class ParamGroup:
 
         Returns the bytes of buffers that it held at most: while decoding, codes and decoded weights.
         """
-        assert self._gather is not None
+        assert self._gather is not None and self.buffer is not None
         self._gather.wait()
         self._gather = None
         held_nbytes = self.held_nbytes - self.decoding.held_nbytes
+        self.buffer.arrive(keep_wire=self.near is not None)
         held_nbytes += self.decoding.arrive(keep_wire=self.near is not None)
         self._move(Stage.UNSHARDED)
         for param in self.params:
@@ -280,6 +281,7 @@ class ParamGroup:
             self.wait()
         if nearby:
             self.keep_near()
+        follow_freezing(self)
         self._move(Stage.SHARDED)
         for param in self.params:
             param.show(param.sharded)
@@ -326,6 +328,17 @@ class ParamGroup:
                 f"from {self.stage} it only goes to {_MOVES[self.stage]}"
             )
         self.stage = to
+
+
+def follow_freezing(group: ParamGroup) -> None:
+    """Where the caller has frozen or unfrozen one face of a parameter since the last unshard, do so with the
+    other: which of them modules show depends on where the group stands."""
+    for place, param in enumerate(group.params):
+        was = bool(group.trainable >> place & 1)
+        if param.is_bound and (param.trainable != was or param.unsharded.requires_grad != was):
+            param.sharded.requires_grad_(not was)
+            param.unsharded.requires_grad_(not was)
+            group.trainable ^= 1 << place
 
 
 def _check_materialised(group: ParamGroup) -> None:

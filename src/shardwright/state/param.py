@@ -241,8 +241,11 @@ class ShardedParam:
         """Whether there is an unsharded face: it is made before the first all-gather, or by it."""
         return self._unsharded is not None
 
-    def bind(self, buffer: Buffer, offset_nbytes: int, dtype: torch.dtype) -> None:
-        """Lay the unsharded face at ``offset_nbytes`` of ``buffer`` (which must hold its memory)."""
+    def bind(
+        self, buffer: Buffer, offset_nbytes: int, dtype: torch.dtype, face: torch.Tensor | None = None
+    ) -> None:
+        """Lay the region that it is gathered in at ``offset_nbytes`` of ``buffer`` (which must hold its
+        memory), and the unsharded face there too, if that isn't ``face``."""
         layout = self.layout
         region = buffer.tensor(dtype, offset_nbytes, (layout.padded_numel,), (1,))
         start, _ = layout.span(self.axis.rank)
@@ -252,7 +255,7 @@ class ShardedParam:
             layout.shard_shape(self.axis.rank),
             layout.strides,
         )
-        whole = buffer.tensor(dtype, offset_nbytes, layout.shape, layout.strides)
+        whole = buffer.tensor(dtype, offset_nbytes, layout.shape, layout.strides) if face is None else face
         if self.inner is not None:
             meta = TensorMeta(self.spec.shape, self.spec.stride, dtype)
             spec = DTensorSpec(self.inner.mesh, self.inner.placements, meta)

@@ -84,6 +84,9 @@ class Reducer:
         self.done = True
         self._held = []
         self.joined.keeps = not self.policy.reduce
+        for param in self.params:
+            if param.is_bound and not param.trainable:
+                param.unsharded.grad = None  # frozen since the forward: as in one process it brings none
         if self.joined.keeps:
             for param in self.params:
                 accumulate_grad(param, self._precision)

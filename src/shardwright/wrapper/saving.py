@@ -119,25 +119,22 @@ class StatefulWrapper(nn.Module):
         return live
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
-        # Names in state dicts are those of the model before it was wrapped.
+        """Take whole tensors, DTensors, or (``LOCAL_STATE_DICT``) this rank's shards, by the names of the
+        model before it was wrapped; also where a module around this one is loaded. No communication, but
+        for DTensors into flat parameters: those are gathered one at a time."""
+        if self._settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+            self._shard_local_entries(state_dict, prefix)
         for key in [key for key in state_dict if key.startswith(prefix)]:
             if not key.startswith(f"{prefix}{states.INNER}."):
                 state_dict[f"{prefix}{states.INNER}.{key[len(prefix) :]}"] = state_dict.pop(key)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
-    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Load whole tensors, DTensors, or (``LOCAL_STATE_DICT``) this rank's shards. No communication, but
-        for DTensors into flat parameters: those are gathered one at a time."""
-        if self._settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
-            params = states.params_by_id(self)
-            live = self.state_dict(keep_vars=True)
-            state_dict = {
-                key: states.sharded_like(value, params[id(live[key])])
-                if key in live and id(live[key]) in params and not isinstance(value, DTensor)
-                else value
-                for key, value in state_dict.items()
-            }
-        return super().load_state_dict(state_dict, strict, assign)
+    def _shard_local_entries(self, state_dict: Any, prefix: str) -> None:
+        params = states.params_by_id(self)
+        for name, live in self.state_dict(keep_vars=True).items():
+            value = state_dict.get(f"{prefix}{name}")
+            if id(live) in params and isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+                state_dict[f"{prefix}{name}"] = states.sharded_like(value, params[id(live)])
 
     # ---- optimizer state
 

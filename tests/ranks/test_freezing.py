@@ -1,0 +1,98 @@
+"""Parameters that are frozen and unfrozen between steps, by whichever face the model shows at that moment."""
+
+import pytest
+import torch
+from torch import nn
+
+from shardwright import fully_shard, stats
+from shardwright.errors import StageError
+from shardwright.motion.accord import TableHands
+from tests.ranks.models import Block, Run, assert_same
+from tests.ranks.pool import run_ranks
+
+WIDTH = 13
+
+
+def built(**options):
+    """Two sharded modules without a common root, and the same in one process."""
+    torch.manual_seed(3)
+    model = nn.Sequential(Block(), Block())
+    torch.manual_seed(3)
+    reference = nn.Sequential(Block(), Block())
+    for block in model:
+        fully_shard(block, **options)
+    return model, reference
+
+
+def both_step(ours, theirs, rank, world, step):
+    x = torch.randn(world, 4, WIDTH, generator=torch.Generator().manual_seed(step))
+    ours.model(x[rank]).square().mean().backward()
+    torch.stack([theirs.model(rows).square().mean() for rows in x]).mean().backward()
+    ours.step()
+    theirs.step()
+    assert_same(ours.model, theirs.model)
+
+
+def in_turn(rank, world, options, frozen):
+    """A module is frozen for every other step: through what the model shows, and what an optimizer holds."""
+    model, reference = built(**options)
+    held = [list(block.parameters()) for block in model]
+    ours = Run(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    theirs = Run(reference, torch.optim.SGD(reference.parameters(), lr=0.1))
+    for step in range(6):
+        trains = step % 2 == 1
+        if step < 4:
+            model[frozen].requires_grad_(trains)
+        else:
+            for param in held[frozen]:
+                param.requires_grad_(trains)
+        reference[frozen].requires_grad_(trains)
+        both_step(ours, theirs, rank, world, step)
+        assert [p.requires_grad for p in model[frozen].parameters()] == [trains] * len(held[frozen])
+        assert [p.requires_grad for p in held[frozen]] == [trains] * len(held[frozen])
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_was_frozen_for_a_step_trains_in_the_next(world):
+    run_ranks(world, each_in_turn, limit_s=30.0)
+
+
+def each_in_turn(rank, world):
+    for frozen in (0, 1):
+        for reshard in (False, True):
+            in_turn(rank, world, {"reshard_after_forward": reshard}, frozen)
+
+
+def between(rank, world):
+    """Frozen after the forward: as in one process, the backward brings those parameters no gradient."""
+    model, reference = built(reshard_after_forward=False)
+    x = torch.ones(4, WIDTH)
+    held = list(model[0].parameters())
+    for each, params in ((model, held), (reference, list(reference[0].parameters()))):
+        loss = each(x).square().mean()
+        for param in params[:2]:
+            param.requires_grad_(False)
+        loss.backward()
+        for param in params[:2]:
+            param.requires_grad_(True)
+    ours, theirs = ([p.grad is None for p in each[0].parameters()] for each in (model, reference))
+    assert ours == theirs
+    assert any(theirs)
+    assert not all(theirs)
+    assert all(stats(block).unsharded_nbytes == 0 for block in model)
+
+
+def test_frozen_between_a_forward_and_its_backward():
+    run_ranks(2, between, limit_s=30.0)
+
+
+def asks_for_ever(rank, world):
+    """If asking did not help, it would be for ever: an error says so."""
+    model, _ = built()
+    TableHands.reduce = lambda self, groups: None  # the gradients stay
+    with pytest.raises(StageError, match="still holds gradients"):
+        model(torch.ones(4, WIDTH)).square().mean().backward()
+
+
+def test_no_rank_asks_for_ever():
+    run_ranks(2, asks_for_ever, limit_s=30.0)

@@ -1,0 +1,58 @@
+"""Weights that are tied across groups: each name of theirs is loaded from plain full tensors."""
+
+import torch
+from torch import nn
+
+from shardwright import fully_shard
+from shardwright.wrapper import FSDP, ModuleWrapPolicy
+from tests.ranks.models import assert_same, batches, build, full, loss_of
+from tests.ranks.pool import run_ranks
+
+
+def embedding_alone(model):
+    fully_shard(model.embedding)
+    return fully_shard(model)
+
+
+def both_alone(model):
+    fully_shard(model.head)
+    fully_shard(model.embedding)
+    for block in model.blocks:
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def without_a_root(model):
+    for child in (model.embedding, *model.blocks, model.norm, model.head):
+        fully_shard(child)
+    return model
+
+
+def wrapped(model):
+    return FSDP(model, auto_wrap_policy=ModuleWrapPolicy({nn.Embedding, nn.Linear}))
+
+
+def loads(rank, world):
+    for shard in (embedding_alone, both_alone, without_a_root, wrapped):
+        other = build(seed=11, tied=True)
+        whole = {name: value.clone() for name, value in other.state_dict().items()}
+        for options in ({}, {"assign": True}):
+            model = shard(build(tied=True))
+            loss_of(model, batches(0, world)[rank]).backward()
+            assert not any(model.load_state_dict(dict(whole), **options))
+            own = model.module if shard is wrapped else model
+            assert own.head.weight is own.embedding.weight or options
+            saved = {name: full(value) for name, value in model.state_dict().items()}
+            assert saved.keys() == whole.keys()
+            for name, value in saved.items():
+                assert torch.equal(value, whole[name]), name
+            model.zero_grad()
+            with torch.no_grad():
+                assert abs(loss_of(model, batches(1, world)[0]) - loss_of(other, batches(1, world)[0])) < 1e-6
+        assert not any(model.load_state_dict(saved))  # its own
+        if shard is not wrapped:
+            assert_same(model, other, 0.0)
+
+
+def test_a_plain_full_state_dict_is_loaded_into_weights_tied_across_groups():
+    run_ranks(2, loads)
