@@ -19,8 +19,9 @@ from shardwright.errors import InputError, StageError
 from shardwright.module import FSDPModule
 from shardwright.motion.build import Options, check_modules, has_no_forward
 from shardwright.motion.containers import map_tensors
-from shardwright.motion.unit import unit_of, units_in
+from shardwright.motion.unit import Unit, units_in
 from shardwright.policy import DEFAULT_OFFLOAD, DEFAULT_PRECISION, CPUOffloadPolicy
+from shardwright.state.flat import key_of
 from shardwright.wrapper import policies, prepare, states
 from shardwright.wrapper.comm_hook import HookedReduceScatter
 from shardwright.wrapper.meshes import mesh_for
@@ -131,6 +132,11 @@ class FullyShardedDataParallel(StatefulWrapper):
 
     # ---- the wrapped module
 
+    @property
+    def _unit(self) -> Unit:
+        """Of the module that was sharded: the first one inside, whatever was put in between since."""
+        return units_in(self._fsdp_wrapped_module)[0]
+
     def __getattr__(self, name: str) -> Any:
         """What the wrapper doesn't have is looked up in the wrapped module."""
         try:
@@ -155,12 +161,12 @@ class FullyShardedDataParallel(StatefulWrapper):
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As of the model before it was wrapped: clean names, original shapes."""
         for name, param in super().named_parameters(*args, **kwargs):
-            yield states.clean(name), param
+            yield key_of(name), param
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """As of the model before it was wrapped."""
         for name, buffer in super().named_buffers(*args, **kwargs):
-            yield states.clean(name), buffer
+            yield key_of(name), buffer
 
     def apply(self, fn: Callable[[nn.Module], None]) -> "FullyShardedDataParallel":
         """Call ``fn`` on every module while its parameters are whole, and keep what it changed. Every rank
@@ -184,7 +190,7 @@ class FullyShardedDataParallel(StatefulWrapper):
         """IDLE between steps."""
         if self._summoned:
             return TrainingState.SUMMON_FULL_PARAMS
-        running = unit_of(self.module).runtime.phase is not None
+        running = self._unit.runtime.phase is not None
         return TrainingState.FORWARD_BACKWARD if running else TrainingState.IDLE
 
     # ---- gradients
@@ -245,7 +251,7 @@ class FullyShardedDataParallel(StatefulWrapper):
         if rank0_only and writeback:
             raise InputError("writeback=True with rank0_only=True would leave the ranks with different edits")
         roots = FullyShardedDataParallel.fsdp_modules(module)
-        units = [unit_of(wrapper.module) for wrapper in (roots if recurse else roots[:1])]
+        units = [wrapper._unit for wrapper in (roots if recurse else roots[:1])]
         if any(unit.runtime.phase is not None for unit in units) or any(w._summoned for w in roots):
             raise StageError("summon_full_params was entered inside a step, or inside of itself")
         params = [param for unit in units for group in unit.groups for param in group.params]
