@@ -30,7 +30,7 @@ def shard_plain_entries(
     names = {id(child): f"{name}." if name else "" for name, child in module.named_modules()}
     for child in module.modules():
         encode_entries(child, state, prefix + names[id(child)])
-    # A wrapper's own name isn't part of the names in a state dict, until that wrapper's own hook puts it there.
+    # A wrapper's own name isn't part of the names in a state dict, until that wrapper's hook puts it there.
     known = {original_name(key): key for key in state if key.startswith(prefix)}
     for param in params:
         if isinstance(param, FlatParam) and f"{prefix}{param.slots[0].name}" not in state:
