@@ -319,8 +319,8 @@ def _ignored(
             )
     if wrapped in tops:
         warnings.warn(
-            f"ignored_modules has the {type(wrapped).__name__} that is being wrapped: every parameter is left "
-            "as it is, and no gradient is reduced; leave the module out of it to shard it",
+            f"ignored_modules has the {type(wrapped).__name__} that is being wrapped: every parameter is "
+            "left as it is, and no gradient is reduced; leave the module out of it to shard it",
             stacklevel=3,
         )
     return {inner for each in tops for inner in each.modules()}, params
