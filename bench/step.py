@@ -1,6 +1,7 @@
 """What a sharded training step costs, over a step without any communication, on real links.
 
     python bench/step.py --link loopback --systems local,ddp,fsdp2,shardwright --world 2 --blocks 8 --out FILE
+    python bench/step.py --link 1gbit --groupings all --world 4     one model, grouped in different ways
 
 Each system runs in new processes, one compute thread per rank: first its step and a local step alternate
 in blocks of a few steps that include the completion of everything in flight (the ratio of a pair is what
@@ -33,7 +34,7 @@ from bench.links import LINKS, LinkError, Place, places
 from bench.model import Size
 from bench.rank import Job
 from bench.report import MODEL_PER_RANK, Row, disagreements, dumps, screen_table, summarise
-from bench.systems import OPTIONAL, SYSTEMS, unavailable
+from bench.systems import GROUPINGS, OPTIONAL, SYSTEMS, unavailable
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_WORLD = 8
@@ -82,6 +83,9 @@ def parse(arguments: list[str]) -> Options:
         default="local,ddp,fsdp2,shardwright",
         help=f"all, or of {', '.join([*SYSTEMS, *OPTIONAL])}",
     )
+    parser.add_argument(
+        "--groupings", help=f"compare groupings of one model instead: all, or of {', '.join(GROUPINGS)}"
+    )
     parser.add_argument("--world", type=int, default=2, help="number of ranks, 1 to 8")
     parser.add_argument("--blocks", type=int, default=6, help="measured pairs of blocks per system")
     parser.add_argument("--steps", type=int, default=3, help="steps per block")
@@ -98,8 +102,11 @@ def parse(arguments: list[str]) -> Options:
         size = Size(**{name: given.pop(name) for name in asdict(Size())})
         if given.pop("short"):
             given |= {"blocks": 2, "steps": 2}
-        named = given.pop("systems")
+        named, groupings = given.pop("systems"), given.pop("groupings")
         names = [*SYSTEMS, *OPTIONAL] if named == "all" else named.split(",")
+        if groupings is not None:
+            listed = GROUPINGS if groupings == "all" else groupings.split(",")
+            names = [f"grouping-{name.strip()}" for name in listed]
         systems = tuple(name.strip() for name in names if name.strip())
         return Options(systems=systems, size=size, **given)
     except ValueError as error:

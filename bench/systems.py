@@ -10,6 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -209,6 +210,46 @@ class Shardwright(System):
         return shardwright.communication_s(self.module)
 
 
+class Grouped(Shardwright):
+    """``shardwright.fully_shard`` with the groups of one of ``GROUPINGS``, and nothing else asked for."""
+
+    def __init__(self, model: Transformer, calls: "Callable[[Transformer], Groups]") -> None:
+        shardwright.set_transport("auto")
+        groups = calls(model)
+        for group in groups if isinstance(groups, list) else []:
+            shardwright.fully_shard(group)
+        if groups == "auto":
+            shardwright.fully_shard(model, groups="auto")
+        else:
+            shardwright.fully_shard(model)
+        System.__init__(self, model)
+
+
+Groups = list[nn.Module | list[nn.Module]] | str
+"""What is sharded before the model itself, inner modules first; or "auto"."""
+
+
+def blocks_by(number: int) -> Callable[[Transformer], Groups]:
+    """Neighbouring blocks, so many of them in a group; the ends of the model stay with the root."""
+
+    def groups(model: Transformer) -> Groups:
+        blocks = list(model.blocks)
+        return [blocks[start : start + number] for start in range(0, len(blocks), number)]
+
+    return groups
+
+
+GROUPINGS: dict[str, Callable[[Transformer], Groups]] = {
+    "one": lambda model: [],
+    "blocks": blocks_by(1),
+    "blocks-by-2": blocks_by(2),
+    "blocks-by-4": blocks_by(4),
+    "auto": lambda model: "auto",
+    "linears": lambda model: [each for each in model.modules() if isinstance(each, nn.Linear)],
+}
+"""Name -> the groups of a model; docs/grouping.md says what each is for. As systems: ``grouping-NAME``."""
+
+
 class ShardwrightWrapper(System):
     """``shardwright.wrapper.FullyShardedDataParallel``, a unit per block."""
 
@@ -262,6 +303,7 @@ SYSTEMS = {
         model, split=True, policy=shardwright.SchedulePolicy(row_wise=True), ends=True, keep=True
     ),
     "shardwright-pre": lambda model: Shardwright(model, split=True, policy=shardwright.SchedulePolicy()),
+    **{f"grouping-{name}": partial(Grouped, calls=calls) for name, calls in GROUPINGS.items()},
 }
 """Name -> what makes that system of a model (see ``build_system``)."""
 

@@ -7,7 +7,7 @@ import pytest
 
 from bench import links, report, step
 from bench.model import Size, build, tokens
-from bench.systems import OPTIONAL, SYSTEMS
+from bench.systems import GROUPINGS, OPTIONAL, SYSTEMS
 
 
 def paired(step_s, local_s, exposed_s=None):
@@ -150,6 +150,13 @@ def test_a_bad_argument_is_named_before_anything_starts(arguments, message, caps
 
 def test_all_systems_are_measured_where_all_are_asked_for():
     assert step.parse(["--systems", "all"]).systems == (*SYSTEMS, *OPTIONAL)
+
+
+def test_groupings_of_one_model_are_systems_of_their_own():
+    assert step.parse(["--groupings", "one, blocks"]).systems == ("grouping-one", "grouping-blocks")
+    assert step.parse(["--groupings", "all"]).systems == tuple(f"grouping-{name}" for name in GROUPINGS)
+    with pytest.raises(SystemExit):
+        step.parse(["--groupings", "rows"])
 
 
 def test_the_short_form_measures_less():

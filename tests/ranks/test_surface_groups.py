@@ -1,5 +1,6 @@
 """Groups given as lists, or chosen: the model itself owns nothing that another module can hold."""
 
+import re
 from typing import ClassVar
 
 import pytest
@@ -8,7 +9,7 @@ from torch import nn
 
 from shardwright import Grouping, explain, fully_shard, stats
 from shardwright.errors import InputError
-from tests.ranks.models import Block, Decoder, Run, build, train_beside
+from tests.ranks.models import Block, Decoder, Run, batches, build, shard_decoder, train_beside
 from tests.ranks.pool import run_ranks
 
 
@@ -136,3 +137,26 @@ def refused(rank, world):
 
 def test_groups_that_cannot_be_are_refused_before_anything_is_sharded():
     run_ranks(1, refused)
+
+
+def resharded(rank, world):
+    """Whether the root is gathered once or twice a step, told None, True or False."""
+    for asked, gathers, said in (
+        (None, 1, "after backward"),
+        (True, 2, "after forward and after backward"),
+        (False, 1, "after backward"),
+    ):
+        model = shard_decoder(build(), fully_shard)
+        root = fully_shard(nn.Sequential(model, nn.Linear(17, 3)), reshard_after_forward=asked)
+        for step in range(2):
+            root(batches(step, world)[rank]).sum().backward()
+        row = explain(root).groups[-1]
+        assert row.resharded == said, asked
+        assert any("reshard_after_forward" in change for change in row.changed) == (asked is not None)
+        number = len(explain(root).groups) - 1
+        unshards = re.findall(r"unshard ([\d+]+)", str(root.schedule()))
+        assert sum(str(number) in each.split("+") for each in unshards) == gathers, asked
+
+
+def test_explain_says_when_the_root_is_resharded_and_the_schedule_does_so():
+    run_ranks(2, resharded)

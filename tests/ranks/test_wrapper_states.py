@@ -197,6 +197,9 @@ def materialised(rank, world):
     assert model.head.weight is kept
     assert type(model.blocks[0].up.weight) is nn.Parameter
     assert isinstance(model.blocks[1].up.weight, DTensor)
+    with pytest.warns(UserWarning, match="every parameter is left as it is"):
+        whole = FSDP(own := build(), ignored_modules=[own])
+    assert not any(isinstance(param, DTensor) for param in whole.parameters())
 
 
 def test_meta_modules_are_made_ranks_are_made_equal_and_what_is_ignored_is_left():

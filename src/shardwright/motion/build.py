@@ -137,10 +137,13 @@ def shard_modules(
     fresh = tuple(m for m in modules if not is_sharded(m))
     unit = Unit("+".join(type(m).__name__ for m in modules), fresh, None, (), options.precision, runtime)
     _move_buffers(modules, axis.device, ignored)
+    numbered = _numbered_without(modules, ignored) if ignored else {}
     if options.flat:
         params = _flatten(found, splits, unit)
     else:
         params, unit.lenders = _shard_params(found, splits, unit)
+    for param in params:
+        param.compared = numbered
     for inner in (*nested, *unit.lenders):
         if inner.runtime is not runtime:
             runtime.absorb(inner.runtime)
@@ -264,6 +267,30 @@ def _named_slots(modules: Sequence[nn.Module]) -> Iterator[tuple[str, Slot, nn.P
                 if param is not None and (id(m), name) not in seen:
                     seen.add((id(m), name))
                     yield f"{prefix}.{name}" if prefix else name, Slot(m, name), param
+
+
+def _numbered_without(modules: Sequence[nn.Module], ignored: set[int]) -> dict[str, str]:
+    """Names of parameters, and what they would be if lists had no modules that are ignored as a whole.
+
+    Ranks may ignore different numbers of modules; what comes after them in a list has other numbers then.
+    """
+    found: dict[str, str] = {}
+
+    def visit(module: nn.Module, path: str, counted: str) -> None:
+        for name in module._parameters:
+            found.setdefault(path + name, counted + name)
+        skipped = 0
+        for name, child in module.named_children():
+            params = list(child.parameters())
+            if params and all(id(param) in ignored for param in params):
+                skipped += 1
+            else:
+                number = str(int(name) - skipped) if name.isdecimal() else name
+                visit(child, f"{path}{name}.", f"{counted}{number}.")
+
+    for module in modules:
+        visit(module, "", "")
+    return found
 
 
 def _find_params(modules: Sequence[nn.Module], ignored: set[int]) -> Found:

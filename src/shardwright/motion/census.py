@@ -52,12 +52,14 @@ def _lines(group: ParamGroup) -> list[str]:
     lines = [f"group {group.name} with {group.policy}"]
     for param in group.params:
         layout = param.layout
+        name = param.compared.get(param.fqn, param.fqn)
         lines.append(
-            f"parameter {param.fqn} of group {group.name}: shape {list(layout.shape)}, sharded on dim "
+            f"parameter {name} of group {group.name}: shape {list(layout.shape)}, sharded on dim "
             f"{layout.dim}, {param.sharded.dtype}{'' if param.rows is None else ', rows in use'}"
         )
         if isinstance(param, FlatParam):
+            names = [(member.names[0], list(member.shape)) for member in param.members]
             lines += [
-                f"  its member {member.names[0]}: shape {list(member.shape)}" for member in param.members
+                f"  its member {param.compared.get(name, name)}: shape {shape}" for name, shape in names
             ]
     return lines

@@ -159,7 +159,21 @@ def places_of(param: ShardedParam) -> tuple[list[Slot], ...]:
     return (param.slots, *(member.slots for member in members))
 
 
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
+WRAPPED = "_fsdp_wrapped_module"  # what torch, and so our wrapper, calls the module inside of it
+CHECKPOINTED = "_checkpoint_wrapped_module"  # the same of torch's wrappers for activation checkpointing
+_COMPILED = "_orig_mod."  # of torch.compile, which leaves it in the keys of state dicts
+
+
+def key_of(name: str) -> str:
+    """A name in a tree of wrapped modules as the keys of its state dict have it."""
+    for wrapper in (WRAPPED, CHECKPOINTED):
+        name = name.replace(f"{wrapper}.", "").removesuffix(f".{wrapper}")
+    return name
+
+
+def original_name(name: str) -> str:
+    """A name in the model as it was before any module was wrapped, or compiled."""
+    return key_of(name).replace(_COMPILED, "")
 
 
 def _names_in(module: nn.Module) -> dict[tuple[int, str], list[str]]:
@@ -171,9 +185,7 @@ def _names_in(module: nn.Module) -> dict[tuple[int, str], list[str]]:
     for path, each in module.named_modules(remove_duplicate=False):
         for name in each._parameters:
             whole = f"{path}.{name}" if path else name
-            for wrapper in _WRAPPERS:
-                whole = whole.replace(wrapper, "")
-            found.setdefault((id(each), name), []).append(whole)
+            found.setdefault((id(each), name), []).append(original_name(whole))
     return found
 
 

@@ -8,10 +8,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwright.state.encoded import encode_entries
-from shardwright.state.flat import FlatParam
+from shardwright.state.flat import FlatParam, original_name
 from shardwright.state.param import ShardedParam
-
-WRAPPED = "_fsdp_wrapped_module"  # what torch, and so our wrapper, calls the module inside of it
 
 
 def shard_plain_entries(
@@ -33,15 +31,16 @@ def shard_plain_entries(
     names = {id(child): f"{name}." if name else "" for name, child in module.named_modules()}
     for child in module.modules():
         encode_entries(child, state, prefix + names[id(child)])
+    # A wrapper's own name isn't part of the names in a state dict, until that wrapper's hook puts it there.
+    known = {original_name(key): key for key in state if key.startswith(prefix)}
     for param in params:
         if isinstance(param, FlatParam) and f"{prefix}{param.slots[0].name}" not in state:
-            _flatten_entries(param, state, prefix, missing, errors)
+            _flatten_entries(param, state, (prefix, known), missing, errors)
             continue
         for slot in param.slots:
             if id(slot.module) not in names:
                 continue
-            # A wrapper's own name isn't part of the names in a state dict.
-            key = f"{prefix}{names[id(slot.module)].replace(WRAPPED + '.', '')}{slot.name}"
+            key = known.get(original_name(f"{prefix}{names[id(slot.module)]}{slot.name}"), "")
             value = state.get(key)
             if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
                 continue
@@ -52,14 +51,23 @@ def shard_plain_entries(
 
 
 def _flatten_entries(
-    param: FlatParam, state: dict[str, Any], prefix: str, missing: list[str], errors: list[str]
+    param: FlatParam,
+    state: dict[str, Any],
+    place: tuple[str, dict[str, str]],
+    missing: list[str],
+    errors: list[str],
 ) -> None:
-    """Take the members of a flat parameter out of ``state``; put this rank's part of it in their place."""
+    """Take the members of a flat parameter out of ``state``; put this rank's part of it in their place.
+
+    place: the prefix of its module, and the keys of ``state`` by their original names.
+    """
+    prefix, known = place
     shard = param.local.detach()
     local = torch.zeros_like(shard, device=param.axis.device) if shard.is_meta else shard.clone()
     for index, member in enumerate(param.members):
-        values = [state.pop(prefix + name) for name in member.names if prefix + name in state]
-        shown = f"{prefix}{member.names[0]}".replace(f"{WRAPPED}.", "")
+        keys = [known.get(original_name(prefix + name), "") for name in member.names]
+        values = [state.pop(key) for key in keys if key in state]
+        shown = original_name(f"{prefix}{member.names[0]}")
         if not values:
             missing.append(shown)
         elif tuple(values[0].shape) != member.shape:

@@ -9,6 +9,7 @@ second); sharding swaps which of them the module shows, never their identity.
 """
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +52,7 @@ class ShardedParam:
     slots: every place that shows it (more than one where modules share it).
     place: where its shards lie.
     accumulated: unsharded gradient of earlier microbatches in the reduce dtype, or None.
+    compared: its names, and by each the one to compare with other ranks' where that is another (``census``).
     kept_dtype: it is never cast (codes, scales). rows: ranks move only those in use (a lookup's), or None.
     """
 
@@ -63,6 +65,7 @@ class ShardedParam:
         self.place = Place(split, ParamLayout(tuple(whole.shape), split.axis.world, split.dim), inner)
         self.spec = self.place.spec(param)
         self.accumulated: torch.Tensor | None = None
+        self.compared: Mapping[str, str] = {}
         self.kept_dtype = False
         self.rows: Rows | None = None
         self._unsharded: Unsharded | None = None

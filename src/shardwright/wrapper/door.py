@@ -4,12 +4,14 @@ The wrapped module is sharded by ``fully_shard``; the wrapper translates argumen
 inputs and says what state dicts look like. Parameters lie as DTensors of their logical shapes.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -19,8 +21,9 @@ from shardwright.errors import InputError, StageError
 from shardwright.module import FSDPModule
 from shardwright.motion.build import Options, check_modules, has_no_forward
 from shardwright.motion.containers import map_tensors
-from shardwright.motion.unit import unit_of, units_in
+from shardwright.motion.unit import Unit, units_in
 from shardwright.policy import DEFAULT_OFFLOAD, DEFAULT_PRECISION, CPUOffloadPolicy
+from shardwright.state.flat import key_of
 from shardwright.wrapper import policies, prepare, states
 from shardwright.wrapper.comm_hook import HookedReduceScatter
 from shardwright.wrapper.meshes import mesh_for
@@ -78,14 +81,14 @@ class FullyShardedDataParallel(StatefulWrapper):
     ) -> None:
         super().__init__()
         check_modules([module])
-        if has_no_forward(module):
-            raise InputError(f"{type(module).__name__} has no forward of its own; wrap its children instead")
         self.sharding_strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
         self.cpu_offload = cpu_offload or CPUOffload()
         self.backward_prefetch = backward_prefetch
+        self.forward_prefetch = forward_prefetch
+        self.limit_all_gathers = limit_all_gathers
         self.mixed_precision = mixed_precision or MixedPrecision()
         schedule = schedule_policy(backward_prefetch, limit_all_gathers)
-        modules, params = _ignored(ignored_modules, ignored_states)
+        modules, params = _ignored(module, ignored_modules, ignored_states)
         device_type = torch.device(device_id).type if device_id is not None else None
         mesh = mesh_for(self.sharding_strategy, process_group, device_mesh, device_type)
         if auto_wrap_policy is not None:
@@ -122,6 +125,8 @@ class FullyShardedDataParallel(StatefulWrapper):
         shard_as([module], mesh, options, ignored)
         cast(FSDPModule, module).set_schedule_policy(schedule)
         self._fsdp_wrapped_module = module
+        self._mesh = mesh
+        _warn_of_container(module, self._unit)
         before = prepare.cast_buffers(own, self.mixed_precision.buffer_dtype)
         self._buffer_dtypes = {name: before[id(b)] for name, b in self.named_buffers() if id(b) in before}
         self._is_root = True
@@ -130,6 +135,11 @@ class FullyShardedDataParallel(StatefulWrapper):
             each._is_root = False
 
     # ---- the wrapped module
+
+    @property
+    def _unit(self) -> Unit:
+        """Of the module that was sharded: the first one inside, whatever was put in between since."""
+        return units_in(self._fsdp_wrapped_module)[0]
 
     def __getattr__(self, name: str) -> Any:
         """What the wrapper doesn't have is looked up in the wrapped module."""
@@ -155,12 +165,12 @@ class FullyShardedDataParallel(StatefulWrapper):
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As of the model before it was wrapped: clean names, original shapes."""
         for name, param in super().named_parameters(*args, **kwargs):
-            yield states.clean(name), param
+            yield key_of(name), param
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """As of the model before it was wrapped."""
         for name, buffer in super().named_buffers(*args, **kwargs):
-            yield states.clean(name), buffer
+            yield key_of(name), buffer
 
     def apply(self, fn: Callable[[nn.Module], None]) -> "FullyShardedDataParallel":
         """Call ``fn`` on every module while its parameters are whole, and keep what it changed. Every rank
@@ -184,8 +194,34 @@ class FullyShardedDataParallel(StatefulWrapper):
         """IDLE between steps."""
         if self._summoned:
             return TrainingState.SUMMON_FULL_PARAMS
-        running = unit_of(self.module).runtime.phase is not None
+        running = self._unit.runtime.phase is not None
         return TrainingState.FORWARD_BACKWARD if running else TrainingState.IDLE
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The parameters that this wrapper shards (not those of wrappers inside), as they are at rest."""
+        return [param.sharded for param in self._unit.params]
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The ranks that it shards over; of ``NO_SHARD``, those that it all-reduces over."""
+        copies_only = self.sharding_strategy is ShardingStrategy.NO_SHARD
+        return self._mesh.get_group(0 if copies_only else self._mesh.ndim - 1)
+
+    @property
+    def rank(self) -> int:
+        """This rank's place in ``process_group``."""
+        return dist.get_rank(self.process_group)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in ``process_group``."""
+        return dist.get_world_size(self.process_group)
+
+    @property
+    def compute_device(self) -> torch.device:
+        """The device that parameters are unsharded on."""
+        return self._unit.device or torch.device(self._mesh.device_type)
 
     # ---- gradients
 
@@ -245,7 +281,7 @@ class FullyShardedDataParallel(StatefulWrapper):
         if rank0_only and writeback:
             raise InputError("writeback=True with rank0_only=True would leave the ranks with different edits")
         roots = FullyShardedDataParallel.fsdp_modules(module)
-        units = [unit_of(wrapper.module) for wrapper in (roots if recurse else roots[:1])]
+        units = [wrapper._unit for wrapper in (roots if recurse else roots[:1])]
         if any(unit.runtime.phase is not None for unit in units) or any(w._summoned for w in roots):
             raise StageError("summon_full_params was entered inside a step, or inside of itself")
         params = [param for unit in units for group in unit.groups for param in group.params]
@@ -260,8 +296,17 @@ class FullyShardedDataParallel(StatefulWrapper):
             yield
 
 
+def _warn_of_container(module: nn.Module, unit: Unit) -> None:
+    if has_no_forward(module) and unit.params:
+        warnings.warn(
+            f"{type(module).__name__} has no forward of its own, so nothing gathers its parameters: "
+            f"{[param.fqn for param in unit.params][:5]}; wrap the modules in it that are called",
+            stacklevel=3,
+        )
+
+
 def _ignored(
-    modules: Iterable[nn.Module] | None, listed: Iterable[Any] | None
+    wrapped: nn.Module, modules: Iterable[nn.Module] | None, listed: Iterable[Any] | None
 ) -> tuple[set[nn.Module], list[nn.Parameter]]:
     """The modules, with all inside of them, and the parameters that are left alone. Raises: InputError."""
     tops, params = list(modules or ()), []
@@ -272,14 +317,21 @@ def _ignored(
             raise InputError(
                 f"ignored modules must be modules that aren't wrapped, got a {type(each).__name__}"
             )
+    if wrapped in tops:
+        warnings.warn(
+            f"ignored_modules has the {type(wrapped).__name__} that is being wrapped: every parameter is "
+            "left as it is, and no gradient is reduced; leave the module out of it to shard it",
+            stacklevel=3,
+        )
     return {inner for each in tops for inner in each.modules()}, params
 
 
 def _wrap_inside(module: nn.Module, policy: Any, ignored: set[nn.Module], options: dict[str, Any]) -> None:
-    for inner in module.modules():
+    for name, inner in module.named_modules():
         if isinstance(inner, FullyShardedDataParallel):
             raise InputError(
-                "auto_wrap_policy is for a model without wrapped modules; either wrap by hand or by policy"
+                f"auto_wrap_policy is for a model without wrapped modules, and {name!r} is wrapped already; "
+                "either wrap all by hand, from the inside out, or all by the policy"
             )
 
     def wrap_one(each: nn.Module, **changes: Any) -> nn.Module:

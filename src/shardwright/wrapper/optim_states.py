@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwright.errors import InputError
-from shardwright.state.flat import FlatParam
+from shardwright.state.flat import FlatParam, original_name
 from shardwright.state.param import ShardedParam
 from shardwright.wrapper.options import OptimStateKeyType, StateDictSettings, StateDictType
-from shardwright.wrapper.states import clean, convert, names_of, params_by_id, sharded_like, split
+from shardwright.wrapper.states import convert, names_of, params_by_id, sharded_like, split
 
 
 def optim_state(
@@ -69,7 +69,7 @@ def optim_state_to_load(model: nn.Module, optim: Any, state: Mapping[str, Any]) 
 
 def rekey(state: Mapping[str, Any], to: OptimStateKeyType, model: nn.Module) -> dict[str, Any]:
     """The same optimizer state with names in place of numbers, or numbers in place of names."""
-    names = [clean(name) for name, _ in model.named_parameters()]
+    names = [original_name(name) for name, _ in model.named_parameters()]
     table: dict[Any, Any] = dict(enumerate(names))
     if to is OptimStateKeyType.PARAM_ID:
         table = {name: number for number, name in table.items()}

@@ -72,10 +72,6 @@ def transformer_auto_wrap_policy(
     return recurse or isinstance(module, tuple(transformer_layer_cls))
 
 
-EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict}
-FORCE_LEAF_MODULES = {nn.MultiheadAttention}
-
-
 def size_based_auto_wrap_policy(
     module: nn.Module,
     recurse: bool,
@@ -87,12 +83,18 @@ def size_based_auto_wrap_policy(
     """Wrap a module once ``min_num_params`` elements of its tree aren't wrapped yet.
 
     force_leaf_modules: classes whose children are never wrapped. exclude_wrap_modules: never wrapped.
+    Their defaults stand on this function, as ``FORCE_LEAF_MODULES`` and ``EXCLUDE_WRAP_MODULES``.
     """
-    leaves = FORCE_LEAF_MODULES if force_leaf_modules is None else force_leaf_modules
-    excluded = EXCLUDE_WRAP_MODULES if exclude_wrap_modules is None else exclude_wrap_modules
+    defaults: Any = size_based_auto_wrap_policy
+    leaves = defaults.FORCE_LEAF_MODULES if force_leaf_modules is None else force_leaf_modules
+    excluded = defaults.EXCLUDE_WRAP_MODULES if exclude_wrap_modules is None else exclude_wrap_modules
     return nonwrapped_numel >= min_num_params and not isinstance(
         module, tuple(leaves if recurse else excluded)
     )
+
+
+size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict}  # type: ignore[attr-defined]
+size_based_auto_wrap_policy.FORCE_LEAF_MODULES = {nn.MultiheadAttention}  # type: ignore[attr-defined]
 
 
 def wrap_tree(root: nn.Module, policy: Any, ignored: set[nn.Module], wrap_one: Wrap) -> None:

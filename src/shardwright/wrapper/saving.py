@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwright.errors import InputError
+from shardwright.state.flat import CHECKPOINTED, key_of
 from shardwright.wrapper import optim_states, states
 from shardwright.wrapper.options import (
     OptimStateDictConfig,
@@ -32,8 +33,10 @@ class StatefulWrapper(nn.Module):
 
     @property
     def module(self) -> nn.Module:
-        """The module that was wrapped."""
-        return self._modules[states.INNER]  # type: ignore[return-value]
+        """The module that was wrapped, without a wrapper for activation checkpointing around it: as in torch,
+        so that ``apply_activation_checkpointing`` may come before or after."""
+        inner = self._modules[states.INNER]
+        return inner._modules.get(CHECKPOINTED, inner)  # type: ignore[union-attr, return-value]
 
     # ---- state dicts
 
@@ -99,7 +102,7 @@ class StatefulWrapper(nn.Module):
         live = self.module.state_dict(*args, destination=destination, prefix=prefix, keep_vars=True)
         keys = [key for key in live if key not in before]
         dtypes = {
-            f"{prefix}{states.clean(f'{path}.{name}' if path else name)}": dtype
+            f"{prefix}{key_of(f'{path}.{name}' if path else name)}": dtype
             for path, each in self.named_modules()
             if isinstance(each, StatefulWrapper)
             for name, dtype in each._buffer_dtypes.items()

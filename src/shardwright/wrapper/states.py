@@ -10,9 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.errors import InputError
 from shardwright.motion.unit import units_in
-from shardwright.state.flat import FlatParam
+from shardwright.state.flat import WRAPPED, FlatParam, original_name
 from shardwright.state.full import stream_full
-from shardwright.state.load import WRAPPED
 from shardwright.state.param import ShardedParam
 from shardwright.wrapper.options import StateDictSettings, StateDictType
 
@@ -20,14 +19,9 @@ INNER = WRAPPED
 Params = Mapping[int, ShardedParam]
 
 
-def clean(name: str) -> str:
-    """A name in the model as it was before it was wrapped."""
-    return name.replace(f"{INNER}.", "").removesuffix(f".{INNER}")
-
-
 def names_of(model: nn.Module) -> dict[int, str]:
-    """The clean name of each parameter, by identity; of tied ones the first."""
-    return {id(param): clean(name) for name, param in model.named_parameters()}
+    """The name of each parameter in the model as it was, by identity; of tied ones the first."""
+    return {id(param): original_name(name) for name, param in model.named_parameters()}
 
 
 def params_in(model: nn.Module) -> list[ShardedParam]:
