@@ -63,6 +63,7 @@ def run_file(rank: int, world: int, path: str, port: int) -> None:
     runpy.run_path(path, run_name="__main__")
 
 
+@pytest.mark.each_case
 @pytest.mark.parametrize("document", sorted({fence.document for fence in FILES}))
 def test_the_files_of_a_document_run_one_after_another(document, tmp_path):
     for fence in FILES:
@@ -70,6 +71,7 @@ def test_the_files_of_a_document_run_one_after_another(document, tmp_path):
             run_ranks(2, run_file, str(written(fence, tmp_path)), free_port())
 
 
+@pytest.mark.each_case
 @pytest.mark.parametrize("start", [["python"], ["torchrun", "--nproc-per-node", "2"]])
 def test_the_first_file_of_the_readme_trains_in_one_process_and_in_two(start, tmp_path):
     path = written(FIRST, tmp_path)

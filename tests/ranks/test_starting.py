@@ -39,6 +39,7 @@ def started(rank: int, world: int, form: str | None, port: int) -> tuple[str, di
     return str(next(model.parameters()).device), moved
 
 
+@pytest.mark.each_case
 @pytest.mark.parametrize("form", FORMS)
 def test_training_goes_on_however_the_process_group_was_made(form):
     (device, moved), _ = run_ranks(2, started, form, free_port())
@@ -88,6 +89,7 @@ def test_the_accelerator_is_taken_where_the_process_group_has_a_backend_of_its_o
     assert run_ranks(1, chosen) == [[expected for _, _, expected in ACCELERATORS]]
 
 
+@pytest.mark.each_case
 @pytest.mark.parametrize(
     ("accelerator", "backend"),
     [
