@@ -24,6 +24,7 @@ import torch
 
 from bench.launch import arguments, run, slowest_s
 from bench.layers import build_layers, step_s
+from bench.toy import add_toy
 from shardwright import SchedulePolicy, fully_shard, set_transport
 from shardwright.comm.mesh import resolve
 from shardwright.motion.accord import channel_of
@@ -99,6 +100,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=256, help="of each rank's input, to begin with")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--step-ms", type=float, nargs="+", default=[200.0, 60.0])
+    add_toy(parser, num=2, width=32, rows=8, steps=4, step_ms=[2.0])
     run(parser, measure, __file__)
 
 

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bench.launch import arguments, run, slowest_s
+from bench.toy import add_toy
 from shardwright import ReduceScatterBucketer
 
 try:
@@ -142,6 +143,7 @@ def main() -> None:
     parser.add_argument("--num", type=int, default=2000, help="number of gradients")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--systems", default=",".join(SYSTEMS), help=f"some of {', '.join(SYSTEMS)}")
+    add_toy(parser, num=20, rounds=1)
     run(parser, measure, __file__)
 
 

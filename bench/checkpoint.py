@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))  # this checkout, not one installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,7 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
+from bench.toy import add_toy
 from shardwright import fully_shard
 from shardwright.checkpoint import async_save, load, save
 from shardwright.checkpoint.agree import ranks
@@ -266,6 +268,7 @@ def main() -> None:
     )
     parser.add_argument("--cost", action="store_true", help="only what the parts of a load cost")
     parser.add_argument("--json", default="", help="also write the figures to this file")
+    add_toy(parser, gb=0.01, rounds=1, steps=0)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         if args.cost:

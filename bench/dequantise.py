@@ -18,6 +18,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 import torch  # noqa: E402
 
+from bench.toy import add_toy  # noqa: E402
 from shardwright import nf4  # noqa: E402
 
 REPEATS = 15
@@ -48,6 +49,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rows", type=int, default=4096)
     parser.add_argument("--cols", type=int, default=4096)
+    add_toy(parser, rows=64, cols=256)
     options = parser.parse_args()
     torch.set_num_threads(1)
     weight = torch.randn(options.rows, options.cols, generator=torch.Generator().manual_seed(0)) * 0.02

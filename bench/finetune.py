@@ -29,6 +29,7 @@ import torch.distributed as dist  # noqa: E402
 from bench.adapted import SYSTEMS, held_nbytes, load, missing  # noqa: E402
 from bench.model import Size, tokens  # noqa: E402
 from bench.rank import memory_nbytes  # noqa: E402
+from bench.toy import add_toy  # noqa: E402
 
 WARM_UP_STEPS = 2
 LOOPBACK = Path("/sys/class/net/lo/statistics/tx_bytes")
@@ -82,6 +83,7 @@ def _parse() -> argparse.Namespace:
         parser.add_argument(f"--{field.name}", type=int, default=default)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--store", help=argparse.SUPPRESS)
+    add_toy(parser, steps=1, layers=1, width=64, vocab=256, sequence=32, batch=1)
     options = parser.parse_args()
     unknown = sorted(set(options.systems.split(",")) - SYSTEMS.keys())
     if unknown or options.steps < 1 or options.world < 1:

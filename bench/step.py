@@ -35,6 +35,7 @@ from bench.model import Size
 from bench.rank import Job
 from bench.report import MODEL_PER_RANK, Row, disagreements, dumps, screen_table, summarise
 from bench.systems import GROUPINGS, OPTIONAL, SYSTEMS, unavailable
+from bench.toy import add_toy
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_WORLD = 8
@@ -97,7 +98,9 @@ def parse(arguments: list[str]) -> Options:
     parser.add_argument("--short", action="store_true", help="the 2-3 minute form: 2 blocks of 2 steps")
     for name, default in asdict(Size()).items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"of the model; default {default}")
+    add_toy(parser, blocks=1, steps=1, layers=2, width=64, vocab=256, sequence=32, batch=2)
     given = vars(parser.parse_args(arguments))
+    given.pop("toy")
     try:
         size = Size(**{name: given.pop(name) for name in asdict(Size())})
         if given.pop("short"):

@@ -22,6 +22,7 @@ from torch import nn
 
 from bench.launch import arguments, run, slowest_s
 from bench.layers import build_layers, step_s
+from bench.toy import add_toy
 from shardwright import SchedulePolicy, fully_shard, set_transport, stats
 from shardwright.plan.schedule import ActionKind
 
@@ -73,6 +74,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64, help="rows of each rank's input")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--caps", type=float, nargs="+", default=[0, 0.25, 1, 4], help="MiB, each measured")
+    add_toy(parser, num=8, steps=1, caps=[0, 1])
     run(parser, measure, __file__)
 
 

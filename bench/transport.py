@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from bench.launch import arguments, run
+from bench.toy import add_toy
 from shardwright import set_transport
 from shardwright.comm.base import Comm, Piece
 from shardwright.comm.mesh import comm_of
@@ -83,6 +84,7 @@ def main() -> None:
     parser.add_argument("--num", type=int, default=8, help="pieces")
     parser.add_argument("--mib", type=float, default=12.0, help="of one piece")
     parser.add_argument("--rounds", type=int, default=5)
+    add_toy(parser, num=2, mib=1.0, rounds=1)
     run(parser, measure, __file__)
 
 

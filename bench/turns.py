@@ -25,6 +25,7 @@ import torch.distributed as dist
 from bench.launch import arguments, run
 from bench.model import Size, build, tokens
 from bench.systems import System, build_system
+from bench.toy import add_toy
 
 WARM_UP_STEPS = 2
 
@@ -40,7 +41,7 @@ def step_s(system: System, batch: torch.Tensor) -> tuple[float, float]:
 
 def measure(options: argparse.Namespace) -> None:
     """One rank: all rounds; rank 0 prints the table."""
-    size, names = Size(), ["local", *options.systems.split(",")]
+    size, names = options.size, ["local", *options.systems.split(",")]
     systems = {name: build_system(name, build(size)) for name in names}
     order, taken = random.Random(0), {name: [] for name in names}
     for number in range(WARM_UP_STEPS + options.rounds):
@@ -73,6 +74,8 @@ def main() -> None:
     parser = arguments(__doc__, limit_s=900.0)
     parser.add_argument("--systems", default="local-met,shardwright-split,shardwright-one-copy")
     parser.add_argument("--rounds", type=int, default=16)
+    parser.set_defaults(size=Size())
+    add_toy(parser, rounds=1, size=Size(2, 64, 256, 32, 2))
     run(parser, measure, __file__)
 
 

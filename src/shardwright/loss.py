@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from shardwright.comm.agreement import on_host
 from shardwright.comm.all_reduce import AllReduce
 from shardwright.errors import InputError
 from shardwright.motion.unit import units_in
@@ -35,10 +36,10 @@ def loss_weights(model: nn.Module, weights: Sequence[float]) -> list[float]:
     if any(weight < 0 or not math.isfinite(weight) for weight in own):
         raise InputError(f"weights of losses must be finite and at least 0, got {own}")
     axis = max((group.axis for group in groups), key=lambda axis: axis.world * axis.num_copies)
-    total = torch.tensor([sum(own)], dtype=torch.float64, device=axis.device)
+    total = torch.tensor([sum(own)], dtype=torch.float64, device="cpu")
     for comm in (axis.comm, axis.replicate):
         if comm is not None:
-            (total,) = AllReduce(comm, [total], "the weights of a step's losses").wait()
+            (total,) = AllReduce(on_host(comm), [total], "the weights of a step's losses").wait()
     whole = total.item()
     if whole == 0:
         raise InputError("the weights of this step's losses are 0 on all ranks; skip a step without targets")

@@ -56,7 +56,7 @@ class Lockstep(Generic[T]):
         flags = [1 << has]
         for comm in (self._axis.comm, self._axis.replicate):
             if comm is not None:
-                rows = exchange(comm, flags, self._axis.device, "lockstep")
+                rows = exchange(comm, flags, "lockstep")
                 flags = [0]
                 for row in rows:
                     flags[0] |= row[0]
@@ -76,8 +76,8 @@ class Lockstep(Generic[T]):
 def lockstep(loader: Iterable[T], mode: str = "stop", mesh: DeviceMesh | None = None) -> Lockstep[T]:
     """``loader``, so that all ranks take the same number of batches however many each of them has.
 
-    Every rank of the mesh calls it, and iterates over it; before each batch the ranks exchange one word (on
-    an accelerator the host waits for it). Without it a rank whose data end early leaves the others waiting.
+    Every rank of the mesh calls it, and iterates over it; before each batch the ranks exchange one word,
+    host to host. Without it a rank whose data end early leaves the others waiting.
 
     mode: ``"stop"``: all end with the shortest, and what others had left of this epoch isn't seen.
         ``"pad"``: all go on to the end of the longest; a rank that has run out repeats its last batch, which

@@ -16,6 +16,7 @@ import multiprocessing.forkserver
 import os
 import pickle
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -95,6 +96,28 @@ def run_ranks(
     if failed:
         raise AssertionError("\n\n".join(_describe(r, world, failed[0]) for r in failed))
     return [pickle.loads(rank.result) for rank in ranks]
+
+
+def as_torchrun(rank: int, world: int, port: int) -> None:
+    """Called by a rank: from here on it is as torchrun starts one, without a process group.
+
+    port: a free one, alike on all ranks.
+    """
+    dist.barrier()
+    _left.append(dist.group.WORLD)  # kept: ranks that are slower still read from its connections
+    dist.destroy_process_group()
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": str(world)}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
+
+
+_left: list[Any] = []
+
+
+def free_port() -> int:
+    """A port of this host that nobody listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 @dataclass(frozen=True)

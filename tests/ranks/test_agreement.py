@@ -19,13 +19,11 @@ def exchanged(rank, world):
     for transport in TRANSPORTS:
         set_transport(transport)
         axis = resolve(fresh_mesh(world))
-        assert exchange(axis.comm, [rank, -(2**62)], axis.device, "k") == [
-            [r, -(2**62)] for r in range(world)
-        ]
+        assert exchange(axis.comm, [rank, -(2**62)], "k") == [[r, -(2**62)] for r in range(world)]
         assert axis.comm.sent_nbytes == 0
-        assert compare(axis.comm, "the same", axis.device, "k") == []
+        assert compare(axis.comm, "the same", "k") == []
         texts = ["a", "bc"] + ["a"] * (world - 2)
-        assert compare(axis.comm, texts[rank], axis.device, "k") == (texts if world > 1 else [])
+        assert compare(axis.comm, texts[rank], "k") == (texts if world > 1 else [])
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])

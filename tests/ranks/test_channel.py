@@ -20,7 +20,7 @@ def combined(rank, world):
         set_transport(transport)
         axis = resolve(fresh_mesh(world))
         assert isinstance(axis.comm, kind)
-        channel = AxisChannel(axis.comm, axis.device)
+        channel = AxisChannel(axis.comm)
         assert channel.exchange([1 << rank, ~0, 0]) == [2**world - 1, -1, 0]
         assert channel.exchange([rank + 3, -(2**62) + rank, NOTHING], "min") == [3, -(2**62), NOTHING]
         assert axis.comm.sent_nbytes == 0
@@ -35,7 +35,7 @@ def in_hops(rank, world):
     combined(rank, world)
     set_transport("sockets")
     axis = resolve(fresh_mesh(world))
-    channel = AxisChannel(axis.comm, axis.device)
+    channel = AxisChannel(axis.comm)
     before = axis.comm.log.launched
     assert channel.exchange([1 << rank] * 40) == [2**world - 1] * 40
     return axis.comm.log.launched - before
@@ -48,7 +48,7 @@ def test_words_of_many_ranks_travel_as_many_hops_as_doubling_takes(world, hops):
 
 def on_two_axes(rank, world):
     axis = resolve(init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards")))
-    channel = JointChannel([AxisChannel(comm, axis.device) for comm in (axis.comm, axis.replicate)])
+    channel = JointChannel([AxisChannel(comm) for comm in (axis.comm, axis.replicate)])
     assert channel.exchange([1 << rank]) == [0b1111]
     assert channel.exchange([5 - rank], "min") == [2]
 
@@ -59,7 +59,7 @@ def test_the_ranks_of_two_axes_learn_what_every_one_of_them_said():
 
 def told(rank, world):
     axis = resolve(None)
-    channel = AxisChannel(axis.comm, axis.device)
+    channel = AxisChannel(axis.comm)
     assert tell(channel, 7, b"the same words") == {7: b"the same words"}
     assert tell(channel, 0, None) == {}
     texts = [b"", b"\0in another call\0", b"nobody hears this", None]

@@ -1,7 +1,8 @@
 """Do all ranks mean the same? Tiny exchanges over a mesh axis, before anything larger relies on the answer.
 
-They travel on the transport of the axis itself, so a rank that ended, never came or is elsewhere is named
-there as in any collective.
+They travel on a transport of the host: that of the axis itself or, where parameters are on an accelerator,
+the one beside it, so that nobody waits for a device to read a word back. A rank that ended, never came or is
+elsewhere is named there as in any collective.
 """
 
 import hashlib
@@ -9,40 +10,46 @@ import hashlib
 import torch
 
 from shardwright.comm.base import Comm, Piece
+from shardwright.comm.nccl import NcclComm
 from shardwright.comm.shm import ShmComm
 
 
-def exchange(comm: Comm, words: list[int], device: torch.device, key: str) -> list[list[int]]:
+def on_host(comm: Comm) -> Comm:
+    """The transport of host memory among the ranks of ``comm``; ``comm`` itself where that is one."""
+    return comm.host if isinstance(comm, NcclComm) and comm.host is not None else comm
+
+
+def exchange(comm: Comm, words: list[int], key: str) -> list[list[int]]:
     """Every rank's ``words`` (as many on each, int64), in rank order. Every rank of the axis calls it.
 
-    Returns when all are there; on an accelerator the host waits for it. Not counted in ``sent_nbytes``, which
-    is what parameters and gradients cost.
+    Returns when all are there. Not counted in ``sent_nbytes``, which is what parameters and gradients cost.
     """
+    comm = on_host(comm)
     if comm.world == 1:
         return [words]
     if isinstance(comm, ShmComm):
         return comm.exchange(words, key)
     sent_nbytes = comm.sent_nbytes
-    table = torch.zeros(comm.world, len(words), dtype=torch.int64, device=device)
-    table[comm.rank] = torch.tensor(words, dtype=torch.int64, device=device)
+    table = torch.zeros(comm.world, len(words), dtype=torch.int64, device="cpu")
+    table[comm.rank] = torch.tensor(words, dtype=torch.int64, device="cpu")
     comm.all_gather([_piece(table)], key).wait()
     comm.sent_nbytes = sent_nbytes
     return table.tolist()
 
 
-def compare(comm: Comm, text: str, device: torch.device, key: str) -> list[str]:
+def compare(comm: Comm, text: str, key: str) -> list[str]:
     """[] where ``text`` is the same on every rank, else every rank's text. Every rank of the axis calls it.
 
     Sends a hash; the texts travel only where hashes differ, so the result is the same on all ranks.
     """
     data = text.encode()
     digest = int.from_bytes(hashlib.sha256(data).digest()[:8], "big", signed=True)
-    rows = exchange(comm, [digest, len(data)], device, key)
+    rows = exchange(comm, [digest, len(data)], key)
     if all(row == rows[0] for row in rows):
         return []
     longest = max(nbytes for _, nbytes in rows)
     padded = list(data.ljust(longest, b"\0"))
-    texts = exchange(comm, padded, device, f"{key}: what differs")
+    texts = exchange(comm, padded, f"{key}: what differs")
     return [
         bytes(row[:nbytes]).decode(errors="replace") for row, (_, nbytes) in zip(texts, rows, strict=True)
     ]

@@ -10,9 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 from weakref import WeakKeyDictionary
 
-import torch
-
-from shardwright.comm.agreement import exchange
+from shardwright.comm.agreement import exchange, on_host
 from shardwright.comm.base import Comm
 from shardwright.comm.sockets import SocketComm
 
@@ -43,16 +41,15 @@ _MOST_AT_ONCE = 4
 
 
 class AxisChannel:
-    """The ranks of one mesh axis, over the transport that moves its parameters.
+    """The ranks of one mesh axis, over the transport that moves its parameters, or the host's beside that.
 
     Ranks that share memory read each other's words there. Many ranks of several hosts pass words on, each
     time to one that is twice as far: in log2(ranks) hops all reach all, with a message of each rank per hop.
     Each channel has a number on its transport, so that words of two are never taken for each other's.
     """
 
-    def __init__(self, comm: Comm, device: torch.device) -> None:
-        self._comm = comm
-        self._device = device
+    def __init__(self, comm: Comm) -> None:
+        self._comm = on_host(comm)
         self._number = 0
 
     def exchange(self, words: list[int], combine: Combine = "or") -> list[int]:
@@ -68,7 +65,7 @@ class AxisChannel:
                 words = list(map(COMBINE[combine], words, comm.pass_on(words, to, source, key)))
                 hop *= 2
             return words
-        rows = exchange(comm, words, self._device, key)
+        rows = exchange(comm, words, key)
         return [functools.reduce(COMBINE[combine], column) for column in zip(*rows, strict=True)]
 
 

@@ -236,7 +236,8 @@ def comm_of(group: ProcessGroup | None, device_type: str) -> Comm:
     made = _comms.setdefault(group, {})
     if device_type not in made:
         presence.announce()
-        made[device_type] = _make_comm(dist.get_process_group_ranks(group), device_type, group)
+        host = None if device_type == "cpu" else comm_of(group, "cpu")
+        made[device_type] = _make_comm(dist.get_process_group_ranks(group), device_type, group, host)
     return made[device_type]
 
 
@@ -249,11 +250,12 @@ def _solo(device_type: str) -> Comm:
 
 def _default_mesh() -> DeviceMesh:
     if not dist.is_initialized():
+        backend = default_backend()
         if "RANK" not in os.environ:
             # No launcher: a world of one, over a store in this process.
-            dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
         else:
-            dist.init_process_group(timeout=TIMEOUT)
+            dist.init_process_group(backend, timeout=TIMEOUT)
     group = dist.group.WORLD
     assert group is not None
     if group not in _meshes:
@@ -261,11 +263,21 @@ def _default_mesh() -> DeviceMesh:
     return _meshes[group]
 
 
-def _default_device_type() -> str:
-    """The accelerator, unless the process group can't move its tensors."""
+def default_backend() -> str:
+    """What ``init_process_group`` is given where the caller didn't start it: Gloo for words and for CPU
+    tensors, beside it the backend of the accelerator, if it has one of its own (MPS has not)."""
     accelerator = torch.accelerator.current_accelerator()
-    backend = str(dist.get_backend())
-    return "cpu" if accelerator is None or backend == "gloo" else accelerator.type
+    own = None if accelerator is None else dist.Backend.default_device_backend_map.get(accelerator.type)
+    return "gloo" if accelerator is None or own in (None, "gloo") else f"cpu:gloo,{accelerator.type}:{own}"
+
+
+def _default_device_type() -> str:
+    """The accelerator, if the default process group has a backend for it that isn't Gloo; else the CPU."""
+    accelerator, group = torch.accelerator.current_accelerator(), dist.group.WORLD
+    assert group is not None
+    if accelerator is None or accelerator.type not in {device.type for device in group._device_types}:
+        return "cpu"
+    return "cpu" if group._get_backend(accelerator).name() == "gloo" else accelerator.type
 
 
 def _device(device_type: str) -> torch.device:
@@ -274,7 +286,8 @@ def _device(device_type: str) -> torch.device:
     return torch.device(device_type, torch.accelerator.current_device_index())
 
 
-def _make_comm(ranks: list[int], device_type: str, within: ProcessGroup) -> Comm:
+def _make_comm(ranks: list[int], device_type: str, within: ProcessGroup, host: Comm | None = None) -> Comm:
+    """host: the transport of the same ranks for words, where tensors are on an accelerator."""
     backend = "gloo" if device_type == "cpu" else dist.get_default_backend_for_device(device_type)
     timeout = min(TIMEOUT, timeout_of(within))
     log = LaunchLog(ranks, device_type)
@@ -286,23 +299,23 @@ def _make_comm(ranks: list[int], device_type: str, within: ProcessGroup) -> Comm
         return group
 
     gather_group = make_group()
-    if backend == "gloo" and _transport is Transport.AUTO:
+    if device_type == "cpu" and _transport is Transport.AUTO:
         arena = open_arena(gather_group, timeout.total_seconds(), log)
         if arena is not None:
             return ShmComm(arena, len(ranks))
-    if backend == "gloo" and _transport in (Transport.AUTO, Transport.SOCKETS):
+    if device_type == "cpu" and _transport in (Transport.AUTO, Transport.SOCKETS):
         opened = open_wire(gather_group, timeout.total_seconds(), log)
         if opened is not None:
             return SocketComm(*opened)
     # Only where it is needed: a Gloo group that nobody uses takes about 2 ms of CPU a second all the same.
     reduce_group = make_group()
-    if backend != "gloo" or _transport is Transport.COLLECTIVES:
+    if device_type != "cpu" or _transport is Transport.COLLECTIVES:
         streams = None if backend == "gloo" else Streams.of(_device(device_type))
-        return NcclComm(gather_group, reduce_group, log, streams)
+        return NcclComm(gather_group, reduce_group, log, streams, host)
     return GlooComm(gather_group, reduce_group, log)
 
 
 def timeout_of(group: ProcessGroup) -> datetime.timedelta:
-    """How long a wait in a process group may take."""
-    device = torch.device("cpu" if dist.get_backend(group) == "gloo" else "cuda")
-    return group._get_backend(device).options._timeout
+    """How long a wait in a process group may take: the shortest limit of its backends, one per device."""
+    options = [group._get_backend(device).options for device in group._device_types]
+    return min((each._timeout for each in options if each is not None), default=TIMEOUT)

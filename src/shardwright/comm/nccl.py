@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch.distributed import ProcessGroup
 
-from shardwright.comm.base import Piece
+from shardwright.comm.base import Comm, Piece
 from shardwright.comm.launches import Launch, LaunchLog
 from shardwright.comm.streams import Due, Streams
 
@@ -31,9 +31,16 @@ class NcclComm:
     reads_in_place = False
 
     def __init__(
-        self, gather_group: ProcessGroup, reduce_group: ProcessGroup, log: LaunchLog, streams: Streams | None
+        self,
+        gather_group: ProcessGroup,
+        reduce_group: ProcessGroup,
+        log: LaunchLog,
+        streams: Streams | None,
+        host: Comm | None = None,
     ) -> None:
-        """streams: None over Gloo, which coalesces nothing and waits for the current stream by itself."""
+        """streams: None over Gloo, which coalesces nothing and waits for the current stream by itself.
+        host: the transport of the same ranks for what they agree on; None: these groups move host tensors.
+        """
         self.world = gather_group.size()
         self.rank = gather_group.rank()
         self.log = log
@@ -43,6 +50,7 @@ class NcclComm:
         self._reduce_group = reduce_group
         self._coalesce = streams is not None
         self.streams = streams
+        self.host = host
 
     def all_gather(self, pieces: Sequence[Piece], key: str) -> "_NcclGather":
         """See ``Comm.all_gather``. In place: each rank's input is its own span of the output."""

@@ -13,12 +13,10 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from typing import NoReturn
 
-import torch
-
 from shardwright.comm.base import Comm
 from shardwright.comm.channel import AxisChannel, Channel, JointChannel, tell
 from shardwright.comm.launches import here
-from shardwright.comm.mesh import Axis, comm_of
+from shardwright.comm.mesh import Axis
 from shardwright.errors import Diverged
 from shardwright.motion.caller import user_line
 from shardwright.motion.table import GroupTable
@@ -29,7 +27,6 @@ from shardwright.state import together
 from shardwright.state.group import Stage
 
 _WORD_BITS = 62
-_CPU = torch.device("cpu")
 _NAMES = {
     Call.FORWARD: "the forward",
     Call.EVALUATION: "an evaluation",
@@ -220,11 +217,9 @@ def channel_of(axes: Sequence[Axis]) -> Channel | None:
     """
     found: dict[Comm, AxisChannel] = {}
     for axis in axes:
-        for place, shards in enumerate(axis.shards):
-            comm = axis.comm if shards else axis.replicate
+        for comm in (axis.comm, axis.replicate):
             if comm is not None and comm.world > 1 and comm not in found:
-                host = comm if axis.device.type == "cpu" else comm_of(axis.mesh.get_group(place), "cpu")
-                found[comm] = AxisChannel(host, axis.device if host is comm else _CPU)
+                found[comm] = AxisChannel(comm)
     if not found:
         return None
     ascending = [found[comm] for comm in sorted(found, key=lambda comm: comm.world)]

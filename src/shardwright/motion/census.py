@@ -23,7 +23,7 @@ def check_same_model(comm: Comm, groups: Sequence[ParamGroup], agreement: Agreem
     Raises: Diverged on every rank of the axis where they differ, with both sides of the first difference.
     """
     lines = [f'agreement="{agreement}"', *(line for group in groups for line in _lines(group))]
-    texts = compare(comm, "\n".join(lines), groups[0].axis.device, "compare models")
+    texts = compare(comm, "\n".join(lines), "compare models")
     if not texts:
         return
     sides = [text.splitlines() for text in texts]

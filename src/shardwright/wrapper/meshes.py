@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright.comm.mesh import resolve
+from shardwright.comm.agreement import exchange
+from shardwright.comm.mesh import comm_of, resolve
 from shardwright.errors import InputError
 from shardwright.wrapper.options import ShardingStrategy
 
@@ -73,8 +74,7 @@ def _grid(rows: list[list[int]], kind: str) -> DeviceMesh:
 def _hybrid(groups: Any, kind: str, default: DeviceMesh) -> DeviceMesh:
     if isinstance(groups, tuple):
         shard, replicate = groups
-        rows: list[Any] = [None] * dist.get_world_size(replicate)
-        dist.all_gather_object(rows, dist.get_process_group_ranks(shard), group=replicate)
+        rows = exchange(comm_of(replicate, "cpu"), dist.get_process_group_ranks(shard), "ranks of each copy")
         return DeviceMesh.from_group(
             [replicate, shard],
             kind,

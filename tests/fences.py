@@ -1,0 +1,94 @@
+"""The fenced blocks of README.md and docs/: what a reader would paste, taken out as it stands, and run.
+
+A fence with a line that begins with ``$ `` is a console: its commands run in a shell, one after another, in a
+copy of the repository in which ``.venv`` is there, and in which ``python``, ``pytest``, ``torchrun`` and
+``shardwright`` are those of ``.venv/bin``. A fence that imports shardwright is a file: it is written to disk
+and run. The fences of a document run in their order, in one folder. Labels mean nothing.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+_FENCE = re.compile(r"^( *)```[^\n]*\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
+_IMPORT = re.compile(r"^\s*(import|from) shardwright\b", re.MULTILINE)
+
+
+class Fence(NamedTuple):
+    """A block: the document that it stands in, the line where it begins, and its text."""
+
+    document: str
+    line: int
+    text: str
+
+    @property
+    def commands(self) -> list[str]:
+        """What a console's reader types, without what is said of it."""
+        found = [line.strip()[2:] for line in self.text.splitlines() if line.strip().startswith("$ ")]
+        return [re.sub(r"\s+#.*", "", command) for command in found]
+
+    @property
+    def is_file(self) -> bool:
+        """Whether it is a Python file that uses us."""
+        return not self.commands and _IMPORT.search(self.text) is not None
+
+
+def fences(pattern: str = "*") -> list[Fence]:
+    """Those of README.md and of docs/, of documents whose name fits; in order."""
+    paths = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return [fence for path in paths if path.match(pattern) for fence in in_text(path.name, path.read_text())]
+
+
+def in_text(document: str, text: str) -> list[Fence]:
+    """Those of one document."""
+    return [
+        Fence(document, text[: found.start()].count("\n") + 1, re.sub(f"(?m)^{found[1]}", "", found[2]))
+        for found in _FENCE.finditer(text)
+    ]
+
+
+def copy_repository(folder: Path) -> Path:
+    """What git would have, in ``folder``, and the environments of this checkout, which count as installed."""
+    ignored = shutil.ignore_patterns(
+        ".git", ".venv*", "runs", "__pycache__", ".*_cache", ".hypothesis", "out"
+    )
+    copied = shutil.copytree(ROOT, folder / "repository", ignore=ignored)
+    for environment in ROOT.glob(".venv*"):
+        (copied / environment.name).mkdir()
+        for part in environment.iterdir():
+            if part.name != ".installed":
+                (copied / environment.name / part.name).symlink_to(part)
+        (copied / environment.name / ".installed").touch()  # make finds it up to date
+    return copied
+
+
+def run_command(command: str, folder: Path, limit_s: float = 120.0) -> str:
+    """Run it in a shell in ``folder``; what it wrote. Raises: AssertionError with that where it fails."""
+    binaries = Path(sys.executable).parent
+    environment = {
+        **os.environ,
+        "PATH": f"{binaries}{os.pathsep}{os.environ['PATH']}",
+        "HOME": str(folder.parent),  # where the documents say ~
+    }
+    done = subprocess.run(
+        command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=limit_s
+    )
+    wrote = done.stdout + done.stderr
+    assert done.returncode == 0, f"$ {command}\nended with {done.returncode}:\n{wrote[-6000:]}"
+    return wrote
+
+
+def toy(command: str) -> str:
+    """The command, so that it takes seconds: of a bench the documented ``--toy``."""
+    return f"{command} --toy" if re.search(r"\bbench/(?!report\b)\w+\.py\b", command) else command
+
+
+def excuse_for(command: str, excuses: Iterable[tuple[str, str]]) -> str:
+    """Why the command isn't run here; "" for one that is."""
+    return next((reason for pattern, reason in excuses if re.search(pattern, command)), "")

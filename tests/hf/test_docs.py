@@ -1,0 +1,53 @@
+"""What docs/huggingface.md and docs/finetuning.md show runs as it stands (tests/fences.py)."""
+
+import json
+import re
+
+import pytest
+
+pytest.importorskip("transformers", reason="needs the extra: pip install 'shardwright[hf]' (make test-hf)")
+pytest.importorskip("lightning_fabric", reason="docs/huggingface.md shows it (make test-hf)")
+
+from tests.fences import copy_repository, excuse_for, fences, run_command
+from tests.ranks.pool import free_port, run_ranks
+from tests.ranks.test_docs import run_file
+
+EXCUSED = [(r"\.venv-bnb/|^make setup-bnb$", "another environment: make test-bnb")]
+# Commands that take minutes, and what runs instead: less text, fewer steps.
+SHORTER = [
+    (r"^make finetune$", "make finetune CORPUS=notes.txt"),
+    (r"(train recipes/finetune-lora\.toml)$", r"\1 --data.path notes.txt"),
+]
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory):
+    """A copy of the repository with a small trained model, which is a Llama of models/ too, and text."""
+    copied = copy_repository(tmp_path_factory.mktemp("docs"))
+    tiny = "--training.steps 2 --model.num_layers 1 --model.dim 64 --model.num_heads 2 --model.hidden_dim 96"
+    run_command(f"shardwright train recipes/quickstart.toml {tiny}", copied)
+    run_command("mkdir models && shardwright export runs/quickstart models/llama", copied)
+    (copied / "notes.txt").write_text("What is worth keeping is worth writing down. " * 200)
+    said = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
+    (copied / "chats.jsonl").write_text(f"{json.dumps({'messages': said})}\n" * 60)
+    return copied
+
+
+def test_the_files_of_the_document_run_one_after_another(repository):
+    for fence in fences("huggingface.md"):
+        if fence.is_file:
+            path = repository / f"line{fence.line}.py"
+            path.write_text(fence.text)
+            run_ranks(2, run_file, str(path), free_port(), limit_s=120.0)
+    made = {path.name for path in (repository / "models").iterdir()}
+    assert {"tuned", "adapter", "trained"} <= made
+
+
+def test_the_commands_of_fine_tuning_run_one_after_another(repository):
+    found = [command for fence in fences("finetuning.md") for command in fence.commands]
+    for command in found:
+        if excuse_for(command, EXCUSED):
+            continue
+        for pattern, instead in SHORTER:
+            command = re.sub(pattern, instead, command)
+        run_command(command, repository, limit_s=300)

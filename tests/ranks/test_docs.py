@@ -1,0 +1,156 @@
+"""What README.md and docs/ show runs as it stands: files by Python, commands by a shell (tests/fences.py).
+
+docs/huggingface.md and docs/xla.md need other environments: tests/hf/test_docs.py, tests/xla/test_docs.py.
+"""
+
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.fences import Fence, copy_repository, excuse_for, fences, in_text, run_command, toy
+from tests.ranks.pool import as_torchrun, free_port, run_ranks
+
+ELSEWHERE = ("huggingface.md", "xla.md")
+FENCES = [fence for fence in fences() if fence.document not in ELSEWHERE]
+FILES = [fence for fence in FENCES if fence.is_file]
+COMMANDS = [(fence, command) for fence in FENCES for command in fence.commands]
+FIRST = next(fence for fence in FILES if fence.document == "README.md")
+
+# Commands that don't run here, and why. A pattern is searched for in the whole command.
+EXCUSED = [
+    (r"--link \d+gbit", "root: links are made of network namespaces"),
+    (r"\.venv-bnb/|^make setup-bnb$", "another environment: make test-bnb"),
+    (r"\.venv-hf/|^make finetune|/finetune-[\w-]+\.toml|finetune-\*", "another environment: make test-hf"),
+    (r"^make test$", "it would run itself"),
+    (r"^\S*pip install|^make dist", "a download"),
+]
+# Commands that take minutes, and what runs instead. Benches get their documented ``--toy`` besides.
+SHORTER = [
+    (r"tests\.ranks\.faults$", 'tests.ranks.faults "raise in forward" SIGKILL'),
+    (r"FAULT_RUNS=10 SHARDWRIGHT_FAULT_STEPS=1000", "FAULT_RUNS=1 SHARDWRIGHT_FAULT_STEPS=30"),
+    (r"--training\.steps 300$", "--training.steps 152"),
+    (r"(--data\.path ~/notes)$", r"\1 --training.steps 2"),
+    (r"(torchrun .* train recipes/quickstart\.toml)$", r"\1 --training.steps 2 --run.folder runs/torchrun"),
+]
+
+
+def shortened(command: str) -> str:
+    """What runs in the place of a command that would take minutes."""
+    for pattern, instead in SHORTER:
+        command = re.sub(pattern, instead, command)
+    return toy(command)
+
+
+def written(fence: Fence, folder: Path) -> Path:
+    """The file that a fence is."""
+    path = folder / f"line{fence.line}.py"
+    path.write_text(fence.text)
+    return path
+
+
+def run_file(rank: int, world: int, path: str, port: int) -> None:
+    """Run a file in a process of torchrun's environment that has imported torch, and nothing else, before."""
+    as_torchrun(rank, world, port)
+    os.chdir(Path(path).parent)
+    sys.argv = [path]
+    runpy.run_path(path, run_name="__main__")
+
+
+@pytest.mark.each_case
+@pytest.mark.parametrize("document", sorted({fence.document for fence in FILES}))
+def test_the_files_of_a_document_run_one_after_another(document, tmp_path):
+    for fence in FILES:
+        if fence.document == document:
+            run_ranks(2, run_file, str(written(fence, tmp_path)), free_port())
+
+
+@pytest.mark.each_case
+@pytest.mark.parametrize("start", [["python"], ["torchrun", "--nproc-per-node", "2"]])
+def test_the_first_file_of_the_readme_trains_in_one_process_and_in_two(start, tmp_path):
+    path = written(FIRST, tmp_path)
+    words = [str(Path(sys.executable).parent / start[0]), *start[1:], path.name]
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    done = subprocess.run(
+        words,
+        cwd=tmp_path,
+        env=environment | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", done.stdout)]
+    assert len(losses) == 6
+    assert losses[-1] < losses[0] - 1
+    weights = torch.load(tmp_path / "weights.pt")
+    assert sum(weight.numel() for weight in weights.values()) == 740_864
+    assert not any(isinstance(weight, torch.distributed.tensor.DTensor) for weight in weights.values())
+
+
+def test_the_first_file_of_the_readme_is_as_short_as_a_face_must_be():
+    assert len([line for line in FIRST.text.splitlines() if line]) <= 25
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory):
+    """A copy of the repository, with runs to look at, and text of the reader's own."""
+    folder = tmp_path_factory.mktemp("docs")
+    copied = copy_repository(folder)
+    (folder / "notes").mkdir()
+    (folder / "notes" / "note.txt").write_text("What is worth keeping is worth writing down. " * 500)
+    quickstart = "shardwright train recipes/quickstart.toml --training.steps 2 --run.folder runs/a"
+    run_command(quickstart, copied)
+    for name in ("b", "quickstart"):
+        shutil.copytree(copied / "runs" / "a", copied / "runs" / name)
+    return copied
+
+
+def runs_here(document: str) -> list[str]:
+    """The commands of a document that have no excuse."""
+    found = [command for fence, command in COMMANDS if fence.document == document]
+    return [command for command in found if not excuse_for(command, EXCUSED)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("document", sorted({fence.document for fence, _ in COMMANDS}))
+def test_the_commands_of_a_document_run_one_after_another(document, repository):
+    commands = runs_here(document)
+    if not commands:
+        pytest.skip(
+            "; ".join(sorted({excuse_for(c, EXCUSED) for f, c in COMMANDS if f.document == document}))
+        )
+    if "make train" in commands:
+        shutil.rmtree(repository / "runs" / "quickstart")
+    for command in commands:
+        run_command(shortened(command), repository, limit_s=600)
+
+
+def test_every_shorter_form_is_of_a_command_that_there_is():
+    commands = [command for _, command in COMMANDS]
+    for pattern, _ in SHORTER:
+        assert any(re.search(pattern, command) for command in commands), pattern
+
+
+def test_a_fence_is_found_whatever_its_label_and_commands_lose_what_is_said_of_them():
+    text = "a\n```\n$ first   # why\nits output\n$ second\n```\n- b\n  ```text\n  import shardwright\n  ```\n"
+    text += "```python\nx = 1\n```\n"
+    console, file, other = in_text("x.md", text)
+    assert console == Fence("x.md", 2, "$ first   # why\nits output\n$ second\n")
+    assert console.commands == ["first", "second"]
+    assert not console.is_file
+    assert file == Fence("x.md", 8, "import shardwright\n")
+    assert file.is_file
+    assert not other.is_file and not other.commands
+
+
+def test_ci_runs_the_commands_of_the_readme():
+    assert {"make train", "make test"} <= {
+        command for fence, command in COMMANDS if fence.document == "README.md"
+    }

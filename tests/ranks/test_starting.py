@@ -1,0 +1,152 @@
+"""However ``torch.distributed`` was started, ``fully_shard`` shards over its ranks, on the devices it has."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
+from torch import nn
+
+from shardwright import full_state_dict, fully_shard, lockstep, loss_weights, set_transport
+from shardwright.comm import mesh
+from shardwright.comm.agreement import compare
+from shardwright.comm.channel import AxisChannel
+from shardwright.comm.nccl import NcclComm
+from shardwright.comm.shm import ShmComm
+from tests.ranks.models import fresh_mesh
+from tests.ranks.pool import as_torchrun, free_port, run_ranks
+
+LEFT_OUT = "left out"
+# The last one stands for NCCL alone: nothing in the default group moves tensors of the host.
+FORMS = [LEFT_OUT, None, "gloo", "cpu:gloo", "cpu:gloo,cuda:gloo", "cuda:fake"]
+
+
+def started(rank: int, world: int, form: str | None, port: int) -> tuple[str, dict[str, torch.Tensor]]:
+    """A step in a process whose environment is torchrun's, and whose default group was made in this way."""
+    as_torchrun(rank, world, port)
+    if form != LEFT_OUT:
+        dist.init_process_group(form, timeout=timedelta(seconds=30))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    model(torch.full((1, 4), rank + 1.0)).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
+    assert dist.get_world_size() == world
+    moved = {name: weight.cpu() - before[name] for name, weight in full_state_dict(model).items()}
+    return str(next(model.parameters()).device), moved
+
+
+@pytest.mark.each_case
+@pytest.mark.parametrize("form", FORMS)
+def test_training_goes_on_however_the_process_group_was_made(form):
+    (device, moved), _ = run_ranks(2, started, form, free_port())
+    assert device == "cpu"
+    assert moved.keys() == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    assert torch.allclose(moved["1.bias"], torch.full((2,), -0.5))  # its gradient is 1 on both ranks
+    assert moved["0.weight"].any()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", [LEFT_OUT, None, "cpu:gloo,cuda:nccl", "nccl"])
+def test_a_machine_with_devices_uses_them(form):
+    [(device, moved)] = run_ranks(1, started, form, free_port())
+    assert device == "cuda:0"
+    assert torch.allclose(moved["1.bias"], torch.full((2,), -0.5))
+
+
+ACCELERATORS = [
+    # accelerator, how the group was made, what is sharded on by default
+    ("cuda", "gloo", "cpu"),
+    ("cuda", "cpu:gloo", "cpu"),
+    ("cuda", "cpu:gloo,cuda:gloo", "cpu"),
+    ("cuda", "cpu:gloo,cuda:fake", "cuda"),
+    ("cuda", "cuda:fake", "cuda"),
+    ("xpu", "cpu:gloo,xpu:fake", "xpu"),
+    ("xpu", "cpu:gloo,cuda:fake", "cpu"),
+    ("hpu", "cpu:gloo,hpu:fake", "hpu"),
+    ("mps", "cpu:gloo,mps:gloo", "cpu"),
+    ("mps", "cpu:gloo", "cpu"),
+    (None, "cpu:gloo,cuda:fake", "cpu"),
+]
+
+
+def chosen(rank: int, world: int) -> list[str]:
+    found = []
+    for accelerator, form, _ in ACCELERATORS:
+        dist.destroy_process_group()
+        dist.init_process_group(form, store=dist.HashStore(), rank=0, world_size=1)
+        device = None if accelerator is None else torch.device(accelerator)
+        torch.accelerator.current_accelerator = lambda device=device: device
+        found.append(mesh._default_device_type())
+    return found
+
+
+def test_the_accelerator_is_taken_where_the_process_group_has_a_backend_of_its_own_for_it():
+    assert run_ranks(1, chosen) == [[expected for _, _, expected in ACCELERATORS]]
+
+
+@pytest.mark.each_case
+@pytest.mark.parametrize(
+    ("accelerator", "backend"),
+    [
+        (None, "gloo"),
+        ("cuda", "cpu:gloo,cuda:nccl"),
+        ("xpu", "cpu:gloo,xpu:xccl"),
+        ("mps", "gloo"),
+    ],
+)
+def test_a_group_that_is_made_for_the_caller_has_the_hosts_backend_and_the_accelerators(
+    accelerator, backend, monkeypatch
+):
+    found = None if accelerator is None else type("Device", (), {"type": accelerator})()
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: found)
+    assert mesh.default_backend() == backend
+
+
+def limits(rank: int, world: int) -> list[float]:
+    found = []
+    for form in ("gloo", "cpu:gloo", "cpu:gloo,cuda:fake", "cuda:fake"):
+        dist.destroy_process_group()
+        store = dist.HashStore()
+        dist.init_process_group(form, store=store, rank=0, world_size=1, timeout=timedelta(seconds=77))
+        found.append(mesh.timeout_of(dist.group.WORLD).total_seconds())
+    return found
+
+
+def test_the_time_limit_of_a_group_is_that_of_its_own_backends():
+    assert run_ranks(1, limits) == [[77, 77, 77, mesh.TIMEOUT.total_seconds()]]  # "fake" has none of its own
+
+
+def agree_beside_an_accelerator(rank: int, world: int) -> tuple[list[str], list[str]]:
+    """What travels on a transport like NCCL's (Gloo in its place), and what on the host's beside it."""
+    dist.Backend.default_device_backend_map["cuda"] = "gloo"
+    comm = mesh.comm_of(None, "cuda")
+    assert isinstance(comm, NcclComm)
+    assert isinstance(comm.host, ShmComm)
+    assert AxisChannel(comm).exchange([1 << rank]) == [0b11]
+    assert compare(comm, f"rank {rank}", "models") == ["rank 0", "rank 1"]
+
+    set_transport(
+        "collectives"
+    )  # NcclComm, but of host tensors; with a host's transport beside it all the same
+    axis = mesh.resolve(fresh_mesh(world))
+    assert isinstance(axis.comm, NcclComm)
+    axis.comm.host = comm.host
+    model = fully_shard(nn.Linear(4, 2), mesh=axis.mesh)
+    assert len(list(lockstep([1] * (2 + rank), mesh=axis.mesh))) == 2
+    shares = loss_weights(model, [1 + 2 * rank])
+    assert shares == [(1 + 2 * rank) / 4]
+    (model(torch.ones(1, 4)).sum() * shares[0]).backward()
+    assert comm.log.launched == 0
+    return [launch.key for launch in axis.comm.log.ring], [launch.key for launch in comm.host.log.ring]
+
+
+def test_words_that_ranks_agree_on_travel_from_host_to_host():
+    for on_device, on_host in run_ranks(2, agree_beside_an_accelerator):
+        assert on_device == ["all-gather Linear", "reduce-scatter Linear"]
+        assert {"lockstep", "compare models", "spread the weights of a step's losses"} <= set(on_host)
+        assert any(key.startswith("agree on") for key in on_host)
