@@ -24,8 +24,8 @@ def _unbounded(values: dict[str, Any], *bounds: str) -> dict[str, Any]:
 
 
 def _resume(value: object) -> object:
-    text = str(value) if isinstance(value, int) else value
-    if isinstance(text, str) and text not in ("", "auto", "last") and not text.isdecimal():
+    text = str(value)
+    if text not in ("", "auto", "last") and not text.isdecimal():
         raise ValueError('expected "auto", "last", or the step of a checkpoint')
     return text
 
