@@ -1,19 +1,12 @@
 """What README.md shows is what works."""
 
-import contextlib
-import io
 import os
 import re
-import runpy
 import shlex
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from bench import step
@@ -28,7 +21,7 @@ COMMANDS = [
     for block in re.findall(r"```console\n(.*?)```", README, re.DOTALL)
     for line in block.splitlines()
 ]
-EXAMPLE, OWN_LOOP, FINE_TUNING = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+EXAMPLE, _, FINE_TUNING = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 class Block(nn.Module):
@@ -105,51 +98,6 @@ def test_the_fine_tuning_example_trains_adapters_and_leaves_their_files(tmp_path
         "adapter_config.json",
         "adapter_model.safetensors",
     }
-
-
-def follow_own_loop(rank: int, world: int, folder: str) -> list[str]:
-    """The file as it stands, twice, in a process group that it makes for itself."""
-    os.chdir(folder)
-    dist.destroy_process_group()
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1")
-    told = []
-    for port in Path("ports").read_text().split():
-        os.environ["MASTER_PORT"] = port
-        out = io.StringIO()
-        with contextlib.redirect_stdout(out):
-            runpy.run_path("mine.py")
-        told.append(out.getvalue())
-    return told
-
-
-def test_the_loop_of_ones_own_goes_on_when_it_is_run_again(tmp_path):
-    (tmp_path / "mine.py").write_text(OWN_LOOP)
-    (tmp_path / "ports").write_text(" ".join(map(str, free_ports(2))))
-    first, second = run_ranks(2, follow_own_loop, str(tmp_path))[0]
-    assert first.startswith("step 100: loss ")
-    assert second.startswith("step 200: loss ")
-    assert float(second.split()[-1]) < float(first.split()[-1])
-    assert sorted(path.name for path in (tmp_path / "runs" / "mine").glob("step-*")) == [
-        "step-000150",
-        "step-000200",
-    ]
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [made.getsockname()[1] for made in sockets]
-
-
-@pytest.mark.slow
-def test_the_loop_of_ones_own_goes_on_under_torchrun(tmp_path):
-    (tmp_path / "mine.py").write_text(OWN_LOOP)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "mine.py"]
-    for said in ("step 100: loss ", "step 200: loss "):
-        command = [sys.executable, *torchrun]
-        ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-        assert ran.returncode == 0, ran.stderr
-        assert ran.stdout.startswith(said)
 
 
 def test_the_example_is_as_short_as_it_is_said_to_be():
