@@ -16,6 +16,7 @@ from shardwright.checkpoint import StopRequest
 from shardwright.checkpoint.lock import FolderLock, Held
 from shardwright.cli import main
 from shardwright.errors import CheckpointError, ConfigError
+from shardwright.train.folder import RunFolder
 from shardwright.train.pretrain import Pretraining
 from shardwright.train.ranks import RankPlace
 from shardwright.train.report import Screen
@@ -107,27 +108,21 @@ def test_a_damaged_checkpoint_names_the_older_ones_and_auto_takes_one(recipe):
     assert saved(recipe) == ["damaged-step-000006", "step-000002", "step-000004", "step-000006"]
 
 
-def test_a_run_goes_back_to_the_step_that_is_asked_for(recipe):
-    jobs = [({"run.resume": "3"}, {}), ({"run.resume": "2"}, {})]
-    refused, went_on = run_ranks(1, train, str(recipe), jobs)[0]
-    assert "run has no complete checkpoint of step 3; there are steps 6, 4, 2" in refused
-    assert "goes on after step 2 of 6" in went_on
-    assert saved(recipe) == [
-        "left-step-000004",
-        "left-step-000006",
-        "step-000002",
-        "step-000004",
-        "step-000006",
-    ]
-
-
-def test_where_nothing_is_whole_last_is_refused_and_auto_begins_beside_what_was(recipe):
-    for manifest in (recipe.parent / "run" / "checkpoint").glob("*/manifest.json"):
+def test_a_run_goes_back_to_a_step_and_where_nothing_is_whole_only_auto_begins(recipe):
+    shutil.copytree(recipe.parent / "run", recipe.parent / "cut")
+    for manifest in (recipe.parent / "cut" / "checkpoint").glob("*/manifest.json"):
         os.truncate(manifest, 100)
-    jobs = [({"run.resume": "last"}, {}), ({"run.resume": "auto"}, {})]
-    refused, began = run_ranks(1, train, str(recipe), jobs)[0]
-    assert "run has no checkpoint to go on from: start without --resume, or with --resume auto" in refused
-    assert "which is now in run.1" in began
+    cut = {"run.folder": "cut"}
+    jobs = [{"run.resume": "3"}, {"run.resume": "2"}]
+    jobs += [{**cut, "run.resume": "last"}, {**cut, "run.resume": "auto"}]
+    told = run_ranks(1, train, str(recipe), [(options, {}) for options in jobs])[0]
+    assert "run has no complete checkpoint of step 3; there are steps 6, 4, 2" in told[0]
+    assert "goes on after step 2 of 6" in told[1]
+    left = ["left-step-000004", "left-step-000006"]
+    assert saved(recipe) == [*left, "step-000002", "step-000004", "step-000006"]
+    assert "cut has no checkpoint to go on from: start without --resume, or with --resume auto" in told[2]
+    assert "which is now in cut.1" in told[3]
+    assert {path.name for path in (recipe.parent / "cut.1").iterdir()} >= {"config.toml", "checkpoint"}
 
 
 def test_a_second_job_in_the_folder_is_refused_on_all_ranks_before_anything_is_moved(recipe):
@@ -141,9 +136,6 @@ def test_a_second_job_in_the_folder_is_refused_on_all_ranks_before_anything_is_m
             assert "--run.folder" in message
     assert state() == before
     lock.close()
-    (told,) = run_ranks(1, train, str(recipe), [({}, {})])[0]
-    assert "which is now in run.1" in told
-    assert {path.name for path in (recipe.parent / "run.1").iterdir()} >= {"config.toml", "checkpoint"}
 
 
 def test_the_lock_dies_with_a_holder_that_is_killed(tmp_path):
@@ -163,6 +155,12 @@ def test_the_lock_dies_with_a_holder_that_is_killed(tmp_path):
         os.kill(holder, signal.SIGKILL)
         os.waitpid(holder, 0)
     FolderLock(tmp_path).close()
+
+
+def test_a_folder_that_cannot_be_made_is_refused_with_the_remedy(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"can't write to .*file/run: Not a directory.*--run\.folder"):
+        RunFolder(tmp_path / "file" / "run").claim(make=True)
 
 
 def test_a_file_system_without_locks_is_said_once_and_trained_on(tmp_path, monkeypatch):

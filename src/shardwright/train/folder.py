@@ -66,13 +66,22 @@ class RunFolder:
         """A fine-tuned model, or its adapter, as it was after ``step``."""
         return self.root / "exported" / f"step-{step:06d}"
 
-    def claim(self) -> None:
-        """Keep other jobs out of the folder, if it exists, for as long as this process lives; once is enough.
+    def claim(self, *, make: bool) -> None:
+        """Keep other jobs out of the folder for as long as this process lives; where there is none, ``make``
+        it or do nothing. A second call does nothing.
 
-        Raises: Held, if another job trains here.
+        Raises: Held, if another job trains here; ConfigError, if the folder can't be written.
         """
-        if self.root.is_dir() and self.root not in _claimed:
-            _claimed[self.root] = FolderLock(self.root)
+        try:
+            if make:
+                self.root.mkdir(parents=True, exist_ok=True)
+            if self.root.is_dir() and self.root not in _claimed:
+                _claimed[self.root] = FolderLock(self.root)
+        except OSError as error:
+            raise ConfigError(
+                f"can't write to {self.root}: {error.strerror or error}; give the run another folder "
+                "(--run.folder)"
+            ) from error
 
     def start_afresh(self) -> Path | None:
         """Move an earlier run in the folder aside; it is never overwritten. Returns where to.

@@ -62,7 +62,7 @@ def _joined(config: LaunchConfig) -> AbstractContextManager[Place]:
 
 def _train(resolved: Resolved, place: Place, screen: Screen, stop: StopRequest, prepare: Prepare) -> None:
     folder = RunFolder(resolved.folder)
-    _claim(folder, place)
+    _claim(folder, place, make=False)
     recipe, start = resolved.recipe, choose(folder, place, resolved.recipe.run.resume)
     if start:
         recipe = with_saved_batch(recipe, step_folder(folder.checkpoint, start.step), place.world)
@@ -79,9 +79,7 @@ def _train(resolved: Resolved, place: Place, screen: Screen, stop: StopRequest, 
             )
             return
         screen.say(f"goes on after step {loop.progress.step} of {training.steps}")
-    if place.is_first:
-        folder.root.mkdir(parents=True, exist_ok=True)
-    _claim(folder, place)
+    _claim(folder, place, make=True)  # not before: what can't be trained leaves no folder
     if place.is_first:
         if start:
             folder.forget_after(loop.progress.step)
@@ -103,12 +101,12 @@ def _train(resolved: Resolved, place: Place, screen: Screen, stop: StopRequest, 
     _finish(folder, job, loop, screen)
 
 
-def _claim(folder: RunFolder, place: Place) -> None:
+def _claim(folder: RunFolder, place: Place, *, make: bool) -> None:
     """Refuse, on every process, to train where another job does; see ``RunFolder.claim``."""
     refused = False
     try:
         if place.is_first:
-            folder.claim()
+            folder.claim(make=make)
     except Held:
         refused = True
     if place.largest(float(refused))[0]:
