@@ -12,6 +12,7 @@
     |   |-- RankLost                   a rank's process ended without a word, or its host is gone
     |   `-- Stalled                    a rank has done nothing for as long as ``stall_s``
     |-- CheckpointError (RuntimeError) a checkpoint that is missing, damaged or doesn't fit
+    |   `-- DamagedError               what was read isn't what was saved
     `-- LaunchError (RuntimeError)     ranks that could not be started, or that ended early
 
 Each message says which thing, what was got, what was expected and what to do. Violations of our own
@@ -66,6 +67,10 @@ class Stalled(CommError):
 
 class CheckpointError(ShardwrightError, RuntimeError):
     """A checkpoint that is missing, damaged, incomplete, or doesn't fit the model."""
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint that is all there, and whose bytes are not those that were saved. Nothing was loaded."""
 
 
 class LaunchError(ShardwrightError, RuntimeError):

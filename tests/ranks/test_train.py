@@ -134,7 +134,7 @@ def undropped(place):
 
 def check_files(folder, ranks):
     """Every file is there with its keys, and the model file alone gives the held-out loss of the run."""
-    names = {"config.toml", "metrics.jsonl", "summary.json", "model.safetensors", "checkpoint"}
+    names = {".lock", "config.toml", "metrics.jsonl", "summary.json", "model.safetensors", "checkpoint"}
     assert {path.name for path in folder.iterdir()} == names
     assert [step for step, loss in rows(folder, "step", "loss") if loss is not None] == list(range(1, 41))
     assert all(None not in row for row in rows(folder, "step", "lr", "grad_norm", "tokens_per_s") if row[1])

@@ -2,8 +2,8 @@
 load."""
 
 from shardwright.checkpoint.folder import Keep
-from shardwright.checkpoint.load import Restored, load
+from shardwright.checkpoint.load import Restored, latest, load
 from shardwright.checkpoint.save import async_save, save
 from shardwright.checkpoint.stop import StopRequest
 
-__all__ = ["Keep", "Restored", "StopRequest", "async_save", "load", "save"]
+__all__ = ["Keep", "Restored", "StopRequest", "async_save", "latest", "load", "save"]

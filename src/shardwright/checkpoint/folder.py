@@ -5,17 +5,15 @@ runs/
     step-000200/
     latest            the text "step-000200"; moves last
     .lock             held by the one writer (flock: a killed writer frees it)
-    damaged-step-000300/  was incomplete when a save of that step came; kept for whoever wants to look at it
+    damaged-step-000300/  was damaged when a run went back to an older one; kept to be looked at
+    left-step-000400/     was newer than the one that a run was told to go back to
     .torn-1f3a/       being written, or left by a writer that was killed; removed by the next one
 """
 
-import fcntl
 import itertools
 import os
 import re
 import shutil
-import socket
-import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,11 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwright.checkpoint.format import MANIFEST, Manifest, loads
+from shardwright.checkpoint.lock import FolderLock, Held
 from shardwright.errors import CheckpointError, InputError
 
 LATEST = "latest"
-_LOCK = ".lock"
-_HOLDER_NBYTES = 300
 _TORN = ".torn-"
 _STEP = re.compile(r"step-(\d+)")
 
@@ -67,11 +64,10 @@ class Writer:
     def __init__(self, path: Path, step: int) -> None:
         self.path = path
         self.final = step_folder(path, step)
-        self._lock = -1
+        self._lock: FolderLock | None = None
         try:
             path.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-            self._take_lock()
+            self._lock = FolderLock(path)
             if self.final.exists() and is_complete(self.final):
                 raise CheckpointError(
                     f"{self.final} exists already; nothing was overwritten: remove it, or use another folder"
@@ -83,33 +79,16 @@ class Writer:
                     torn.unlink()
             self.torn = path / f"{_TORN}{uuid.uuid4().hex[:12]}"
             self.torn.mkdir()
+        except Held as error:
+            raise CheckpointError(
+                f"{path}: another process is saving here ({error}); nothing was written"
+            ) from None
         except OSError as error:
             self.close()
             raise CheckpointError(f"can't write to {path}: {error.strerror or error}") from error
         except CheckpointError:
             self.close()
             raise
-
-    def _take_lock(self) -> None:
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            holder = self._holder()
-            raise CheckpointError(
-                f"{self.path}: another process is saving here ({holder}); nothing was written"
-            ) from error
-        # Of one length, in one write: whoever is refused reads a whole name, of this holder or the last.
-        os.pwrite(
-            self._lock, f"pid {os.getpid()} on {socket.gethostname()}".encode().ljust(_HOLDER_NBYTES), 0
-        )
-
-    def _holder(self) -> str:
-        """Who holds the lock. In a new folder its first holder may be about to say so."""
-        for _ in range(100):
-            if said := os.pread(self._lock, _HOLDER_NBYTES, 0).decode(errors="replace").strip():
-                return said
-            time.sleep(0.01)
-        return "unknown"
 
     def publish(self, manifest_text: str) -> None:
         """Write the manifest, sync, rename into place, then move ``latest``. Every shard file is synced
@@ -122,10 +101,7 @@ class Writer:
                 os.rename(self.final, _unused(self.path / f"damaged-{self.final.name}"))
             os.rename(self.torn, self.final)  # fails, and loses nothing, if it came to exist meanwhile
             sync_folder(self.path)
-            temporary = self.path / f"{_TORN}latest"
-            _write_synced(temporary, self.final.name + "\n")
-            os.replace(temporary, self.path / LATEST)
-            sync_folder(self.path)
+            _name_latest(self.path, self.final)
         except OSError as error:
             raise CheckpointError(f"can't publish {self.final}: {error.strerror or error}") from error
 
@@ -142,12 +118,32 @@ class Writer:
 
     def close(self) -> None:
         """Give the lock back and remove what was not published."""
-        if self._lock >= 0:
+        if self._lock is not None:
             torn = getattr(self, "torn", None)
             if torn is not None:
                 shutil.rmtree(torn, ignore_errors=True)
-            os.close(self._lock)
-            self._lock = -1
+            self._lock.close()
+            self._lock = None
+
+
+def _name_latest(path: Path, newest: Path) -> None:
+    temporary = path / f"{_TORN}latest"
+    _write_synced(temporary, newest.name + "\n")
+    os.replace(temporary, path / LATEST)
+    sync_folder(path)
+
+
+def set_aside_after(path: Path, step: int, why: str) -> list[Path]:
+    """Rename what was saved in ``path`` after ``step`` to ``WHY-step-...``, because a run goes back to
+    ``step`` and will come by there again. Returns the new names."""
+    moved = []
+    for newer, folder in step_folders(path):
+        if newer > step:
+            moved.append(_unused(path / f"{why}-{folder.name}"))
+            os.rename(folder, moved[-1])
+    if moved:
+        _name_latest(path, step_folder(path, step))
+    return moved
 
 
 def _unused(path: Path) -> Path:
@@ -234,6 +230,13 @@ def is_complete(folder: Path) -> bool:
 def _held(manifest: Manifest, file: str) -> str:
     keys = [key for key, entry in manifest.tensors.items() if any(p.file == file for p in entry.pieces)]
     return ", ".join(keys[:3]) + (f" and {len(keys) - 3} more tensors" if len(keys) > 3 else "")
+
+
+def complete_steps(path: Path) -> list[int]:
+    """Steps of the complete checkpoints in the folder ``path``, the newest first; none if there is no folder.
+    Their bytes are not read: a damaged one counts, until ``load`` says so."""
+    folders = reversed(step_folders(path)) if path.is_dir() else ()
+    return [step for step, folder in folders if is_complete(folder)]
 
 
 def find(path: Path) -> tuple[Path, Sequence[str]]:

@@ -24,6 +24,7 @@ from shardwright.checkpoint import background
 from shardwright.checkpoint.agree import ranks
 from shardwright.checkpoint.crc import crc32
 from shardwright.checkpoint.flat import home_of
+from shardwright.checkpoint.folder import complete_steps, step_folder
 from shardwright.checkpoint.format import (
     ITEM_NBYTES,
     Box,
@@ -40,7 +41,7 @@ from shardwright.checkpoint.sources import Source, locate, open_source
 from shardwright.checkpoint.target import Plan, Target, allocated, overlapping, plan
 from shardwright.checkpoint.tree import decode
 from shardwright.checkpoint.verify import Partial, Verifier, crc_in, parts_of
-from shardwright.errors import CheckpointError
+from shardwright.errors import CheckpointError, DamagedError
 
 STEP_NBYTES = 512 << 10
 """Copied and checksummed at a time, in a core's own cache: 0.11 s/GiB, in twos of MiB 0.13 to 0.17."""
@@ -96,9 +97,9 @@ def load(
             restored.
 
     Raises:
-        CheckpointError: on all ranks: damaged or incomplete (naming file and tensor), or not fitting
-            (listing every missing, unexpected and misshapen tensor). Model and optimizer are then as they
-            were.
+        DamagedError: on all ranks, a CheckpointError: names file and tensor, and the older checkpoints.
+        CheckpointError: on all ranks: incomplete, or not fitting (listing every missing, unexpected and
+            misshapen tensor). Model and optimizer are then as they were.
     """
     background.finish()
     group = ranks()
@@ -117,7 +118,10 @@ def load(
     todo, manifest = prepared[0].todo, prepared[0].source.manifest
     verifier = Verifier(group)
     with Reader(prepared[0].source.folder) as reader:
-        small = _check(verifier, what, reader, manifest, todo)
+        try:
+            small = _check(verifier, what, reader, manifest, todo)
+        except CheckpointError as error:
+            raise DamagedError(f"{error}{_older(found, manifest.step)}") from None
         read_nbytes = reader.nbytes
         filled = allocated(todo.targets)
         fill_and_prove(verifier, what, reader, filled, shared)
@@ -135,6 +139,27 @@ def load(
         cast=tuple(t.key for t in filled.values() if t.casts),
         rng=decode(rng[group.rank], small.__getitem__) if len(rng) == group.world else None,
     )
+
+
+def latest(path: str | Path) -> Path | None:
+    """The newest complete checkpoint in the folder ``path``, which ``load(path)`` would take; None if there
+    is none, or no such folder. Every rank must call it, and all get what rank 0 sees.
+
+    Raises: CheckpointError, on all ranks, if the ranks can't agree (one is missing).
+    """
+    background.finish()
+    group, path = ranks(), Path(path)
+    group.arrive(f"latest({path})")
+    found = group.together(f"looking into {path}", lambda: complete_steps(path) if group.rank == 0 else [])
+    return step_folder(path, found[0][0]) if found[0] else None
+
+
+def _older(found: Path, step: int) -> str:
+    """What a message about the damaged checkpoint ``found`` of ``step`` says of the older ones beside it."""
+    names = [step_folder(found.parent, older).name for older in complete_steps(found.parent) if older < step]
+    if not names:
+        return ""
+    return f"\nolder complete checkpoints: {', '.join(names)}; rename {found}, and load takes {names[0]}"
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """``shardwright train``, ``shardwright sample`` and ``shardwright export``.
 
-shardwright train RECIPE.toml [--backend eager|xla] [--resume] [--json] [--section.key VALUE ...]
+shardwright train RECIPE.toml [--backend eager|xla] [--resume [auto|STEP]] [--json] [--section.key VALUE ...]
 shardwright sample RUN [--prompt TEXT] [--num-bytes N] [--temperature T] [--seed S]
 shardwright export RUN FOLDER
 """
@@ -15,29 +15,31 @@ from typing import Any
 from shardwright.errors import ConfigError
 from shardwright.train.config import Recipe
 from shardwright.train.engine import Job
-from shardwright.train.launch import is_rank, launch, xla_environment
+from shardwright.train.launch import launch, xla_environment
 from shardwright.train.llama import export_llama
 from shardwright.train.pretrain import Pretraining
-from shardwright.train.ranks import choose_device
+from shardwright.train.ranks import ranks_to_start
 from shardwright.train.resolve import resolve
-from shardwright.train.run import Options, train_rank
+from shardwright.train.run import train_rank
 from shardwright.train.sample import generate, load_run, readable
+from shardwright.train.tasks import is_rank, take_part
 
 
 def run_train(known: argparse.Namespace) -> int:
     """Train as one rank under a launcher, else start local ranks with the arguments ``known.given``."""
-    backend = [] if known.backend is None else [("launch.backend", known.backend)]
-    resolved = resolve(known.recipe, [*backend, *_overrides(known.rest)])
+    short = [("launch.backend", known.backend), ("run.resume", known.resume)]
+    given = [(key, value) for key, value in short if value is not None]
+    resolved = resolve(known.recipe, [*given, *_overrides(known.rest)])
     config = resolved.recipe.launch
     if resolved.recipe.base.folder and importlib.util.find_spec("transformers") is None:
         raise ConfigError('a recipe with [base] needs transformers: pip install "shardwright[hf]"')
+    take_part()
     if is_rank():
-        train_rank(resolved, Options(_kind_of(resolved.recipe), known.resume, known.json))
+        train_rank(resolved, _kind_of(resolved.recipe), in_json=known.json)
     elif config.backend == "xla":
         launch(known.given, 1, xla_environment(config.ranks))
     else:
-        choose_device(config, config.ranks)
-        launch(known.given, config.ranks)
+        launch(known.given, ranks_to_start(config))
     return 0
 
 
@@ -96,7 +98,15 @@ def add_commands(commands: Any) -> None:
         choices=["eager", "xla"],
         help="short for --launch.backend: a process per rank, or one XLA program (needs the extra [xla])",
     )
-    train.add_argument("--resume", action="store_true", help="continue from the run's last checkpoint")
+    train.add_argument(
+        "--resume",
+        metavar="auto|STEP",
+        nargs="?",
+        const="last",
+        type=_resume,
+        help="short for --run.resume: alone, go on from the run's last checkpoint; auto: begin where there "
+        "is none; STEP: from the checkpoint of that step",
+    )
     train.add_argument(
         "--json",
         action="store_true",
@@ -115,6 +125,12 @@ def add_commands(commands: Any) -> None:
     export.add_argument("run", metavar="RUN", help="the folder of a finished run, as runs/quickstart")
     export.add_argument("folder", metavar="FOLDER", help="where to; must not exist yet")
     export.set_defaults(call=run_export)
+
+
+def _resume(text: str) -> str:
+    if text not in ("auto", "last") and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"got {text}, expected auto, a step, or nothing (then give it last)")
+    return text
 
 
 def _count(text: str) -> int:

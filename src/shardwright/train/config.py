@@ -23,12 +23,24 @@ def _unbounded(values: dict[str, Any], *bounds: str) -> dict[str, Any]:
     return {**values, **{bound: values[bound] or None for bound in bounds}}
 
 
+def _resume(value: object) -> object:
+    text = str(value)
+    if text not in ("", "auto", "last") and not text.isdecimal():
+        raise ValueError('expected "auto", "last", or the step of a checkpoint')
+    return text
+
+
 class RunConfig(Section):
-    """Where the run keeps its files, and its seed."""
+    """Where the run keeps its files, its seed, and whether it goes on."""
 
     folder: str = Field(default="", description="the run's folder; empty: runs/<name of the recipe>")
     seed: int = Field(
         default=0, ge=0, description="of the initial weights, the order of the data, and dropout"
+    )
+    resume: Annotated[str, BeforeValidator(_resume)] = Field(
+        default="",
+        description="auto: go on where there is a checkpoint, else begin; last: there must be one; or the "
+        "step of one; empty: begin a new run, or auto where a launcher has started the job again",
     )
 
 
@@ -174,17 +186,27 @@ class CheckpointConfig(Section):
     keep: int = Field(default=2, ge=1, description="checkpoints kept; older ones are removed")
 
 
+def _auto_is_0(value: object) -> object:
+    return 0 if value == "auto" else value
+
+
 class LaunchConfig(Section):
     """Ranks that the command starts itself; under torchrun it takes the ranks that it is given."""
 
-    ranks: int = Field(default=2, ge=1, description="local ranks to start (not read under torchrun)")
+    ranks: Annotated[int, BeforeValidator(_auto_is_0)] = Field(
+        default=0,
+        ge=0,
+        description="local ranks to start (not read under torchrun); 0 or auto: one per visible accelerator, "
+        "2 where there is none",
+    )
     backend: Literal["eager", "xla"] = Field(
         default="eager",
         description="eager: a process per rank; xla: one compiled program, a device per rank",
     )
-    device: Literal["auto", "cpu", "cuda"] = Field(
+    device: Literal["auto", "cpu", "cuda", "xpu", "hpu", "mps"] = Field(
         default="auto",
-        description="auto: a CUDA device for each local rank if there are enough, else the CPU",
+        description="auto: the accelerator that is visible, one device per local rank; the CPU where there "
+        "is none",
     )
     timeout_s: float = Field(
         default=120.0, gt=0.0, description="longest wait for other ranks before it is an error"

@@ -1,6 +1,7 @@
 """The files of one run.
 
     runs/quickstart/config.toml         the resolved recipe, the origin of each value beside it
+                    .lock               held by the job that trains here, while it lives
                     metrics.jsonl       one object per logged step, and per evaluation
                     checkpoint/         resumable, sharded
                     exported/step-N/    with [base]: the model or adapter, after epochs and at the end
@@ -22,9 +23,12 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from shardwright.errors import InputError
+from shardwright.checkpoint.lock import LOCK, FolderLock
+from shardwright.errors import ConfigError, InputError
 
 JOB_FILE = "job.json"
+_claimed: "dict[Path, FolderLock]" = {}
+"""The locks of this process, by the run's folder: they live as long as it does."""
 
 
 @dataclass(frozen=True)
@@ -62,15 +66,45 @@ class RunFolder:
         """A fine-tuned model, or its adapter, as it was after ``step``."""
         return self.root / "exported" / f"step-{step:06d}"
 
+    def claim(self, *, make: bool) -> None:
+        """Keep other jobs out of the folder for as long as this process lives; where there is none, ``make``
+        it or do nothing. A second call does nothing.
+
+        Raises: Held, if another job trains here; ConfigError, if the folder can't be written.
+        """
+        try:
+            if make:
+                self.root.mkdir(parents=True, exist_ok=True)
+            if self.root.is_dir() and self.root not in _claimed:
+                _claimed[self.root] = FolderLock(self.root)
+        except OSError as error:
+            raise ConfigError(
+                f"can't write to {self.root}: {error.strerror or error}; give the run another folder "
+                "(--run.folder)"
+            ) from error
+
     def start_afresh(self) -> Path | None:
-        """Make the folder; an earlier run in it is moved aside, never overwritten. Returns where to."""
-        aside = None
-        if self.config.exists():
-            number = 1
-            while (aside := self.root.with_name(f"{self.root.name}.{number}")).exists():
-                number += 1
-            self.root.rename(aside)
-        self.root.mkdir(parents=True, exist_ok=True)
+        """Move an earlier run in the folder aside; it is never overwritten. Returns where to.
+
+        The folder itself stays, with its lock. Its config goes last, so that what is interrupted here is
+        found, and moved, by the next job.
+        Raises: ConfigError, if it can't be moved.
+        """
+        if not self.config.exists():
+            return None
+        number = 1
+        while (aside := self.root.with_name(f"{self.root.name}.{number}")).exists():
+            number += 1
+        try:
+            aside.mkdir()
+            for path in sorted(self.root.iterdir(), key=lambda path: path == self.config):
+                if path.name != LOCK:
+                    path.rename(aside / path.name)
+        except OSError as error:
+            raise ConfigError(
+                f"can't move the earlier run in {self.root} to {aside}: {error.strerror or error}; go on "
+                "with it (--resume), or give the new one a folder of its own (--run.folder)"
+            ) from error
         return aside
 
     def forget_after(self, step: int) -> None:

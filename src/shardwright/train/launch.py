@@ -33,6 +33,9 @@ STORE_VARIABLE = "SHARDWRIGHT_STORE"
 FAILURE_VARIABLE = "SHARDWRIGHT_FAILURE"
 """Set for ranks that this launcher starts: where a rank that fails writes its :class:`Failure`."""
 
+CPU_RANKS = 2
+"""Ranks of ``launch.ranks = auto`` on a machine without accelerators."""
+
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _POLL_S = 0.05
 _GRACE_S = 5.0
@@ -58,15 +61,10 @@ class Failure:
         part.replace(path)
 
 
-def is_rank() -> bool:
-    """Whether this process is already one rank of a job (of torchrun, srun torchrun, or this launcher)."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
 def xla_environment(ranks: int) -> dict[str, str]:
     """Variables for one process that is to have ``ranks`` CPU devices, which XLA reads when it starts.
 
-    What the user has set wins; of other kinds there are as many as there are.
+    0 means ``CPU_RANKS``. What the user has set wins; of other kinds there are as many as there are.
 
     Raises: ConfigError where the extra is missing.
     """
@@ -77,7 +75,8 @@ def xla_environment(ranks: int) -> dict[str, str]:
             'set it to "eager"'
         )
     # XLA's CPU compiler drops barriers and then merges the all-gather of the backward with the forward's.
-    flags = f"--xla_force_host_platform_device_count={ranks} --xla_disable_hlo_passes=cse_barrier_expander"
+    devices = f"--xla_force_host_platform_device_count={ranks or CPU_RANKS}"
+    flags = f"{devices} --xla_disable_hlo_passes=cse_barrier_expander"
     return {"XLA_FLAGS": os.environ.get("XLA_FLAGS", flags)}
 
 

@@ -26,7 +26,7 @@ from shardwright.errors import CheckpointError, ConfigError, DataError, InputErr
 from shardwright.observe.life import leave, store_address
 from shardwright.train.config import LaunchConfig
 from shardwright.train.data import Share
-from shardwright.train.launch import FAILURE_VARIABLE, STOP_SIGNALS, STORE_VARIABLE, Failure
+from shardwright.train.launch import CPU_RANKS, FAILURE_VARIABLE, STOP_SIGNALS, STORE_VARIABLE, Failure
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class RankPlace:
 
     @property
     def device_type(self) -> str:
-        """``cpu`` or ``cuda``."""
+        """As ``cpu`` or ``cuda``."""
         return self.device.type
 
     @property
@@ -90,19 +90,41 @@ class LaunchedStop(StopRequest):
         self.ask("the launcher's end")
 
 
+def ranks_to_start(config: LaunchConfig) -> int:
+    """How many local ranks ``config`` asks for: where it says 0, as many as there are devices for them.
+
+    Raises: ConfigError, as ``choose_device`` does for so many.
+    """
+    devices = 0 if config.device == "cpu" else torch.accelerator.device_count()
+    ranks = config.ranks or devices or CPU_RANKS
+    choose_device(config, ranks)
+    return ranks
+
+
 def choose_device(config: LaunchConfig, local_ranks: int) -> str:
-    """``cuda`` or ``cpu`` for ``local_ranks`` ranks on this machine.
+    """The kind of device, as ``cpu`` or ``cuda``, for ``local_ranks`` ranks on this machine.
 
     Raises:
-        ConfigError: ``launch.device = "cuda"`` and fewer CUDA devices than ranks.
+        ConfigError: there are accelerators, but too few, or none of the kind that is asked for. Ranks never
+            fall back to the CPU beside them.
     """
-    devices = torch.cuda.device_count()
-    if config.device == "cuda" and devices < local_ranks:
+    devices = torch.accelerator.device_count()
+    accelerator = torch.accelerator.current_accelerator() if devices else None
+    kind = "cpu" if accelerator is None else accelerator.type
+    if config.device == "cpu" or (config.device == "auto" and not devices):
+        return "cpu"
+    if config.device not in ("auto", kind):
+        seen = f"{devices} of kind {kind!r}" if devices else "no accelerator"
         raise ConfigError(
-            f'launch.device = "cuda" with {local_ranks} local ranks, but {devices} CUDA device(s) are '
-            "visible: start fewer ranks (launch.ranks), or set launch.device to auto or cpu"
+            f'launch.device = "{config.device}", but this process sees {seen}: set it to auto or cpu'
         )
-    return "cuda" if config.device != "cpu" and devices >= local_ranks else "cpu"
+    if devices < local_ranks:
+        raise ConfigError(
+            f"{local_ranks} ranks on this host, but {devices} {kind} device(s) are visible: start {devices} "
+            f"(launch.ranks = auto, or torchrun --nproc-per-node {devices}), or train on the CPU with "
+            "--launch.device cpu"
+        )
+    return kind
 
 
 @contextmanager
@@ -111,12 +133,14 @@ def joined(config: LaunchConfig) -> Iterator[RankPlace]:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     kind = choose_device(config, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
-    device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
-    if kind == "cuda":
-        torch.cuda.set_device(device)
+    device = torch.device("cpu") if kind == "cpu" else torch.device(kind, local_rank)
+    backend = "gloo"
+    if kind != "cpu":
+        torch.accelerator.set_device_index(local_rank)
+        backend = f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
     store = os.environ.get(STORE_VARIABLE)
     dist.init_process_group(
-        backend="cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
+        backend=backend,
         init_method=f"file://{store}" if store else "env://",
         rank=rank,
         world_size=world,

@@ -1,18 +1,71 @@
-"""Going on with a run: what must be as it was, and the same global batches on another number of ranks.
+"""Going on with a run: from which checkpoint, what must be as it was, and the same global batches on another
+number of ranks.
+
+    auto    the newest checkpoint, or an older one if its bytes are damaged; where there is none, a new run
+    last    the newest checkpoint; there must be one
+    STEP    the checkpoint of that step
+
+What was saved after the checkpoint that is taken is renamed, since the run will come by there again.
 
 A global batch is ``ranks x batch_size x accumulation`` sequences, taken from one shuffled order at one
 position. So the same product, however it is split, is the same batches.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwright.checkpoint.sources import locate, open_source
-from shardwright.errors import CheckpointError, ConfigError
+from shardwright.checkpoint import Restored
+from shardwright.checkpoint.folder import complete_steps, find, set_aside_after, step_folder
+from shardwright.checkpoint.sources import open_source
+from shardwright.errors import CheckpointError, ConfigError, DamagedError
 from shardwright.train.config import Recipe
+from shardwright.train.engine import Place
 from shardwright.train.folder import RunFolder
 from shardwright.train.loop import Loop
 from shardwright.train.report import Screen
+from shardwright.train.restart import this_rank_restarted
+
+
+@dataclass(frozen=True)
+class Start:
+    """The checkpoint to go on from, by the steps that it has done, and how it was asked for."""
+
+    step: int
+    resume: str
+
+
+def choose(folder: RunFolder, place: Place, resume: str) -> Start | None:
+    """Where the run in ``folder`` goes on, as ``resume`` asks; None: it begins. Where a launcher has started
+    the job again it is ``auto``, whatever was asked for. Every process calls; the first one's view is taken.
+
+    Raises: CheckpointError, on every process, if there is no such checkpoint.
+    """
+    if place.largest(float(this_rank_restarted()))[0]:
+        resume = "auto"  # a step that was asked for is where the first attempt began
+    if not resume:
+        return None
+    steps = complete_steps(folder.checkpoint)
+    wanted = int(resume) if resume.isdecimal() else max(steps, default=-1)
+    step = _agreed(wanted if wanted in steps else -1, place)
+    if step >= 0:
+        return Start(step, resume)
+    if resume == "auto":
+        return None
+    if steps and resume.isdecimal():
+        raise CheckpointError(f"{folder.root} has no complete checkpoint of step {resume}; {_remedy(steps)}")
+    raise CheckpointError(
+        f"{folder.root} has no checkpoint to go on from: start without --resume, or with --resume auto, or "
+        "give the folder of the run with --run.folder"
+    )
+
+
+def _agreed(step: int, place: Place) -> int:
+    return int(place.largest(float(step if place.is_first else -1))[0])
+
+
+def _remedy(steps: list[int]) -> str:
+    return f"there are steps {', '.join(map(str, steps))}: go on from one with --resume {steps[0]}"
 
 
 def batch_of(recipe: Recipe, given: Recipe, world: int) -> dict[str, Any]:
@@ -24,21 +77,22 @@ def batch_of(recipe: Recipe, given: Recipe, world: int) -> dict[str, Any]:
     }
 
 
-def with_saved_batch(recipe: Recipe, folder: RunFolder, world: int) -> Recipe:
-    """``recipe`` with the global batch of the run in ``folder``, where only the number of ranks has changed.
+def with_saved_batch(recipe: Recipe, path: Path, world: int) -> Recipe:
+    """``recipe`` with the global batch of the checkpoint ``path``, where only the number of ranks has
+    changed.
 
     Each rank then takes at most ``batch_size`` sequences at once, as before, and more or fewer microbatches.
     Who gives another batch_size or accumulation gets what they ask for. Every rank reads the same file.
     Raises: ConfigError if the global batch can't be dealt out evenly.
     """
-    saved, training = _saved_batch(folder.checkpoint), recipe.training
-    now = batch_of(recipe, recipe, world)
+    saved = (open_source(path).manifest.state.get("extra") or {}).get("batch")
+    training, now = recipe.training, batch_of(recipe, recipe, world)
     if saved is None or saved["asked"] != now["asked"] or saved["sequences"] == now["sequences"]:
         return recipe
     each, left = divmod(saved["sequences"], world)
     if left:
         raise ConfigError(
-            f"{folder.root} takes {saved['sequences']} sequences a step, which {world} ranks can't share "
+            f"{path} takes {saved['sequences']} sequences a step, which {world} ranks can't share "
             "evenly: use a number of ranks that divides it, or give another training.batch_size"
         )
     size = max(n for n in range(1, min(training.batch_size, each) + 1) if each % n == 0)
@@ -46,23 +100,15 @@ def with_saved_batch(recipe: Recipe, folder: RunFolder, world: int) -> Recipe:
     return recipe.model_copy(update={"training": training.model_copy(update=update)})
 
 
-def _saved_batch(path: Path) -> dict[str, Any] | None:
-    if not path.is_dir():
-        return None  # restore says so
-    return (open_source(locate(path)[0]).manifest.state.get("extra") or {}).get("batch")
+def restore(folder: RunFolder, loop: Loop, screen: Screen, identity: dict[str, Any], start: Start) -> None:
+    """Put the checkpoint of ``start``, or an older one in its stead, into ``loop``; every rank calls.
 
-
-def restore(folder: RunFolder, loop: Loop, screen: Screen, identity: dict[str, Any]) -> None:
-    """Put the newest complete checkpoint into ``loop``; every rank calls.
-
-    Raises: CheckpointError if there is none; ConfigError naming what is other than it was.
+    Raises: DamagedError if its bytes are damaged; ConfigError naming what is other than it was.
     """
-    if not folder.checkpoint.is_dir():
-        raise CheckpointError(
-            f"{folder.root} has no checkpoint to go on from: start without --resume, or give the folder of "
-            "the run with --run.folder"
-        )
-    restored = loop.engine.restore(folder.checkpoint)
+    if loop.engine.place.is_first and not start.resume.isdecimal():
+        for reason in find(folder.checkpoint)[1]:
+            screen.say(f"passed over a newer checkpoint: {reason}")
+    restored = _load(folder, loop, screen, start)
     before = restored.extra["identity"]
     changed = [
         f"  - {key}: was {before[key]!r}, is {identity[key]!r}"
@@ -75,7 +121,29 @@ def restore(folder: RunFolder, loop: Loop, screen: Screen, identity: dict[str, A
             f"{folder.root} was begun with other settings, and would not be the same run:\n{listed}\n"
             "set them back, or begin a new run without --resume"
         )
-    for reason in restored.skipped:
-        screen.say(f"passed over a newer checkpoint: {reason}")
+    if loop.engine.place.is_first:
+        why = "left" if start.resume.isdecimal() else "damaged"
+        for aside in set_aside_after(folder.checkpoint, restored.step, why):
+            screen.say(f"what was saved after step {restored.step} is now in {aside}")
     loop.progress.step = loop.progress.saved_step = restored.step
     loop.progress.position = restored.extra["position"]
+
+
+def _load(folder: RunFolder, loop: Loop, screen: Screen, start: Start) -> Restored:
+    step, place = start.step, loop.engine.place
+    while True:
+        try:
+            return loop.engine.restore(step_folder(folder.checkpoint, step))
+        except CheckpointError as error:
+            if not place.largest(float(isinstance(error, DamagedError)))[0]:
+                raise
+            older = [other for other in complete_steps(folder.checkpoint) if other < step]
+            found = _agreed(max(older, default=-1), place)
+            if found < 0:
+                raise
+            if start.resume != "auto":
+                raise DamagedError(
+                    f"{error}\nwith older ones {_remedy(older)}; --resume auto takes the newest that is whole"
+                ) from None
+            screen.say(f"DAMAGED, and not taken: {error}\ngoing on from step {found} instead of step {step}")
+            step = found

@@ -14,7 +14,7 @@ and unigram_entropy (nats per unit: "byte" or "token"), corpus_sha256, trained_s
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib import import_module
 from statistics import median
 from typing import Any
@@ -22,6 +22,9 @@ from typing import Any
 import torch
 
 from shardwright.checkpoint import StopRequest
+from shardwright.checkpoint.folder import step_folder
+from shardwright.checkpoint.lock import Held, holder
+from shardwright.errors import ConfigError
 from shardwright.train.config import LaunchConfig, Recipe
 from shardwright.train.engine import Job, Place
 from shardwright.train.folder import RunFolder
@@ -29,30 +32,24 @@ from shardwright.train.loop import Listener, Loop, Progress, StepReport
 from shardwright.train.ranks import LaunchedStop, life_of_a_rank
 from shardwright.train.report import Screen
 from shardwright.train.resolve import Resolved
-from shardwright.train.resume import batch_of, restore, with_saved_batch
+from shardwright.train.resume import batch_of, choose, restore, with_saved_batch
+
+Prepare = Callable[[Recipe, Place], Job]
+"""Makes the job of this process."""
 
 
-@dataclass(frozen=True)
-class Options:
-    """prepare: makes the job of this process. resume: go on from the run's last checkpoint. in_json: print
-    rows and the summary as objects."""
-
-    prepare: Callable[[Recipe, Place], Job]
-    resume: bool = False
-    in_json: bool = False
-
-
-def train_rank(resolved: Resolved, options: Options) -> None:
+def train_rank(resolved: Resolved, prepare: Prepare, in_json: bool = False) -> None:
     """Train as one rank of the job that this process belongs to; every rank calls.
 
-    Ends the process: with code 0 when training is done, or stopped and saved, and 1 when it failed.
+    in_json: rank 0 prints rows and the summary as objects. Ends the process: with code 0 when training is done,
+    or stopped and saved, and 1 when it failed.
     """
     with life_of_a_rank():
         stop = LaunchedStop()
         with _joined(resolved.recipe.launch) as place:
-            screen = Screen(shown=place.is_first, in_json=options.in_json)
+            screen = Screen(shown=place.is_first, in_json=in_json)
             try:
-                _train(resolved, place, screen, stop, options)
+                _train(resolved, place, screen, stop, prepare)
             finally:
                 screen.stop()
 
@@ -64,24 +61,28 @@ def _joined(config: LaunchConfig) -> AbstractContextManager[Place]:
     return import_module("shardwright.train.ranks").joined(config)
 
 
-def _train(resolved: Resolved, place: Place, screen: Screen, stop: StopRequest, options: Options) -> None:
+def _train(resolved: Resolved, place: Place, screen: Screen, stop: StopRequest, prepare: Prepare) -> None:
     folder = RunFolder(resolved.folder)
-    recipe = with_saved_batch(resolved.recipe, folder, place.world) if options.resume else resolved.recipe
-    job = options.prepare(recipe, place)
+    _claim(folder, place, make=False)
+    recipe, start = resolved.recipe, choose(folder, place, resolved.recipe.run.resume)
+    if start:
+        recipe = with_saved_batch(recipe, step_folder(folder.checkpoint, start.step), place.world)
+    job = prepare(recipe, place)
     training = job.recipe.training
     _announce(screen, job, place)
     loop = Loop(job.recipe, job.engine(), job.epoch_steps)
     kept = {"identity": job.identity, "batch": batch_of(recipe, resolved.recipe, place.world)}
-    if options.resume:
-        restore(folder, loop, screen, job.identity)
+    if start:
+        restore(folder, loop, screen, job.identity, start)
         if loop.progress.step >= training.steps and folder.summary.exists():
             screen.say(
                 f"{folder.root} is at step {loop.progress.step} of {training.steps}: nothing is left to do"
             )
             return
         screen.say(f"goes on after step {loop.progress.step} of {training.steps}")
+    _claim(folder, place, make=True)  # not before: what can't be trained leaves no folder
     if place.is_first:
-        if options.resume:
+        if start:
             folder.forget_after(loop.progress.step)
         elif aside := folder.start_afresh():
             screen.say(
@@ -99,6 +100,21 @@ def _train(resolved: Resolved, place: Place, screen: Screen, stop: StopRequest, 
         )
         return
     _finish(folder, job, loop, screen)
+
+
+def _claim(folder: RunFolder, place: Place, *, make: bool) -> None:
+    """Refuse, on every process, to train where another job does; see ``RunFolder.claim``."""
+    refused = False
+    try:
+        if place.is_first:
+            folder.claim(make=make)
+    except Held:
+        refused = True
+    if place.largest(float(refused))[0]:
+        raise ConfigError(
+            f"{folder.root}: another job trains in this folder ({holder(folder.root)}); nothing was changed. "
+            "Wait for it, end it, or give this one a folder of its own (--run.folder)"
+        )
 
 
 def _announce(screen: Screen, job: Job, place: Place) -> None:

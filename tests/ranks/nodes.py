@@ -1,0 +1,45 @@
+"""Two hosts on one machine: network namespaces with names and addresses of their own, joined by a cable."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.ranks.slurm import Node
+
+
+@contextmanager
+def two_nodes() -> Iterator[list[Node]]:
+    """Two nodes that see each other by name, and nothing else; skips where they can't be made."""
+    if os.geteuid() or not shutil.which("ip") or not shutil.which("unshare"):
+        pytest.skip("two network namespaces need root, ip and unshare")
+    names = [f"shardwright-{os.getpid()}-{number}" for number in range(2)]
+    with ExitStack() as stack:
+        for name in names:
+            if subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode:
+                pytest.skip("this machine makes no network namespaces")
+            stack.callback(_ip, "netns", "del", name)
+        _ip(*f"-n {names[0]} link add wire type veth peer name wire netns {names[1]}".split())
+        for number, name in enumerate(names):
+            _ip("-n", name, "addr", "add", f"10.79.0.{number + 1}/24", "dev", "wire")
+            for device in ("lo", "wire"):
+                _ip("-n", name, "link", "set", device, "up")
+            hosts = Path("/etc/netns", name)  # where ``ip netns exec`` takes /etc/hosts from
+            hosts.mkdir(parents=True)
+            stack.callback(shutil.rmtree, hosts)
+            lines = [f"10.79.0.{other + 1} {names[other]}" for other in range(2)]
+            (hosts / "hosts").write_text("\n".join(["127.0.0.1 localhost", *lines]) + "\n")
+        yield [Node(name, _words(name)) for name in names]
+
+
+def _words(name: str) -> tuple[str, ...]:
+    rename = f'hostname {name}; exec "$@"'
+    return ("ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", rename, "sh")
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
