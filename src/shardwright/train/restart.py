@@ -1,7 +1,7 @@
 """Whether this job was started again by its launcher, after an attempt that failed or was pre-empted.
 
-torchrun counts the restarts of each of its agents, SLURM those of a job. Agents count each for themselves: one
-that has joined later says 0 where another one says 1. So the ranks have to agree.
+torchrun counts the restarts of each of its agents, SLURM those of a job. Agents count each for themselves:
+one that has joined later says 0 where another one says 1. So the ranks have to agree.
 """
 
 import os
