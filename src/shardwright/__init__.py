@@ -13,6 +13,7 @@ from shardwright.api import communication_s, full_state_dict, fully_shard, stats
 from shardwright.clip import clip_grad_norm_
 from shardwright.comm.bucketer import ReduceScatterBucketer, ReduceScatterHandle
 from shardwright.comm.mesh import set_transport
+from shardwright.comm.process import set_process
 from shardwright.explain import Explanation, explain
 from shardwright.gather import gathered, scattered
 from shardwright.lockstep import lockstep
@@ -69,6 +70,7 @@ __all__ = [
     "quantize_",
     "register_fsdp_forward_method",
     "scattered",
+    "set_process",
     "set_transport",
     "set_watch",
     "share_comm_ctx",
