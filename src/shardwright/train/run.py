@@ -22,12 +22,13 @@ from typing import Any
 import torch
 
 from shardwright.checkpoint import StopRequest
-from shardwright.train.config import LaunchConfig, Recipe
+from shardwright.comm.launches import here
+from shardwright.train.config import Recipe
 from shardwright.train.engine import Job, Place
 from shardwright.train.folder import RunFolder
 from shardwright.train.loop import Listener, Loop, Progress, StepReport
 from shardwright.train.ranks import LaunchedStop, life_of_a_rank
-from shardwright.train.report import Screen
+from shardwright.train.report import Screen, figures
 from shardwright.train.resolve import Resolved
 from shardwright.train.resume import batch_of, restore, with_saved_batch
 
@@ -47,7 +48,7 @@ def train_rank(resolved: Resolved, options: Options) -> None:
     """
     with life_of_a_rank():
         stop = LaunchedStop()
-        with _joined(resolved.recipe.launch) as place:
+        with _joined(resolved.recipe) as place:
             screen = Screen(shown=place.is_first)
             try:
                 _train(resolved, place, screen, stop, options)
@@ -55,11 +56,11 @@ def train_rank(resolved: Resolved, options: Options) -> None:
                 screen.stop()
 
 
-def _joined(config: LaunchConfig) -> AbstractContextManager[Place]:
+def _joined(recipe: Recipe) -> AbstractContextManager[Place]:
     """The ranks of the backend, joined. Only the backend's own modules are imported."""
-    if config.backend == "xla":
-        return import_module("shardwright.train.devices").joined(config)
-    return import_module("shardwright.train.ranks").joined(config)
+    if recipe.launch.backend == "xla":
+        return import_module("shardwright.train.devices").joined(recipe)
+    return import_module("shardwright.train.ranks").joined(recipe)
 
 
 def _train(resolved: Resolved, place: Place, screen: Screen, stop: StopRequest, options: Options) -> None:
@@ -115,10 +116,12 @@ def _listener(folder: RunFolder, job: Job, loop: Loop, screen: Screen, kept: dic
     first = loop.engine.place.is_first
 
     def stepped(report: StepReport) -> None:
+        steps = loop.recipe.training.steps
+        here.progress = f"step {report.step} of {steps}, {figures(report)}"  # for who asks the ranks
         if first:
             folder.log(asdict(report))
             progress = loop.progress
-            left = (loop.recipe.training.steps - report.step) * progress.trained_s / len(progress.exposed_s)
+            left = (steps - report.step) * progress.trained_s / len(progress.exposed_s)
             screen.stepped(report, left)
 
     def evaluated(step: int, loss: float) -> None:
