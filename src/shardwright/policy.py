@@ -310,6 +310,7 @@ def _as_names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return () if names is None else (names,) if isinstance(names, str) else tuple(names)
 
 
+_ON_OFF = {"on": True, "off": False}
 _WATCH_SECONDS = ("suspect_s", "answer_s", "lost_s", "stall_s", "collective_s")
 
 
@@ -325,6 +326,7 @@ class WatchPolicy:
         None: it is reported and waited for, since a program may sleep. 600 suits most jobs.
     collective_s: a collective that all its ranks have launched, and that hasn't ended for so long, is an
         error; None: the network is called slow, and waited for.
+    signal: whether SIGUSR1 prints the table of all ranks; False leaves it to the program and the scheduler.
 
     Raises: InputError for a value that isn't positive.
     """
@@ -335,10 +337,12 @@ class WatchPolicy:
     lost_s: float = 30.0
     stall_s: float | None = None
     collective_s: float | None = None
+    signal: bool = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.on, bool):
-            raise InputError(f"WatchPolicy.on must be True or False, got {self.on!r}")
+        for field in ("on", "signal"):
+            if not isinstance(getattr(self, field), bool):
+                raise InputError(f"WatchPolicy.{field} must be True or False, got {getattr(self, field)!r}")
         for field in _WATCH_SECONDS:
             value = getattr(self, field)
             if field in ("stall_s", "collective_s") and value is None:
@@ -348,7 +352,7 @@ class WatchPolicy:
 
     @classmethod
     def from_text(cls, text: str) -> "WatchPolicy":
-        """``"off"``, or fields as ``"suspect_s=2,stall_s=600"``; "" is the default.
+        """``"off"``, or fields as ``"suspect_s=2,stall_s=600,signal=off"``; "" is the default.
 
         Raises: InputError for anything else.
         """
@@ -356,16 +360,19 @@ class WatchPolicy:
             return cls()
         if text.strip() == "off":
             return cls(on=False)
-        values: dict[str, float] = {}
+        values: dict[str, float | bool] = {}
         for part in text.split(","):
             name, _, value = (word.strip() for word in part.partition("="))
             try:
+                if name == "signal" and value in _ON_OFF:
+                    values[name] = _ON_OFF[value]
+                    continue
                 if name not in _WATCH_SECONDS:
                     raise ValueError
                 values[name] = float(value)
             except ValueError:
                 raise InputError(
                     f'can\'t read the watch policy {text!r} at {part!r}: expected "off", or some of '
-                    f'{", ".join(_WATCH_SECONDS)}, as "suspect_s=2,stall_s=600"'
+                    f'{", ".join(_WATCH_SECONDS)}, signal, as "suspect_s=2,stall_s=600,signal=off"'
                 ) from None
         return cls(**values)  # type: ignore[arg-type]

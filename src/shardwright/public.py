@@ -5,6 +5,7 @@ from shardwright.api import communication_s, full_state_dict, fully_shard, stats
 from shardwright.clip import clip_grad_norm_
 from shardwright.comm.bucketer import ReduceScatterBucketer, ReduceScatterHandle
 from shardwright.comm.mesh import set_transport
+from shardwright.comm.process import set_process
 from shardwright.explanation import Explanation, explain
 from shardwright.gather import gathered, scattered
 from shardwright.loss import loss_weights
@@ -61,6 +62,7 @@ __all__ = [
     "quantize_",
     "register_fsdp_forward_method",
     "scattered",
+    "set_process",
     "set_transport",
     "set_watch",
     "share_comm_ctx",

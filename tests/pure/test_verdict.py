@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from shardwright.errors import CommError, InputError
 from shardwright.observe.rollcall import _answer
 from shardwright.observe.verdict import (
+    ERRORS,
     Answer,
     Fault,
     Findings,
@@ -194,7 +195,7 @@ def test_every_error_names_its_class_the_table_and_a_remedy():
     assert text.startswith("diverged: ")
     assert "after ValueError: bad" in text
     assert "same order" in text.splitlines()[-1]
-    assert issubclass(type(verdict.error(text)), CommError)
+    assert issubclass(ERRORS[verdict.fault], CommError)
 
 
 def test_an_answer_survives_the_store():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -213,6 +214,24 @@ def test_bf16_tied_recomputed_and_accumulated_under_torchrun(place):
     assert loss == pytest.approx(summary["heldout_loss"], abs=1e-2)
     with safe_open(place / "other" / "model.safetensors", framework="pt") as file:
         assert "head.weight" not in file.keys()  # noqa: SIM118
+
+
+@pytest.mark.slow
+def test_top_shows_a_healthy_run_as_running(place):
+    process = start(place, "--run.folder", "shown", "--training.steps=100000", "--heldout.every=100000")
+    try:
+        wait_for_steps(place / "shown", 3)
+        pattern = r"^running: step \d+ of 100000, loss [\d.]+, [\d,]+ tokens/s; memory of the largest rank: "
+        command = [sys.executable, "-m", "shardwright", "top", "shown", "--once"]
+
+        def shown():  # a busy machine may hold up a rank for longer than is called healthy
+            out = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=LIMIT_S).stdout
+            return re.search(pattern, out) and "of the host" in out
+
+        wait_for(shown, "a table that says how far the run is")
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=LIMIT_S)
 
 
 def test_a_run_that_is_stopped_and_resumed_twice_is_bit_equal_to_one_that_was_not(place, whole):

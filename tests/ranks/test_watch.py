@@ -17,6 +17,7 @@ from torch import nn
 
 from shardwright import WatchPolicy, fully_shard, set_watch
 from shardwright.comm import presence
+from shardwright.comm.attempt import this_attempt
 from shardwright.comm.launches import here
 from shardwright.errors import RankLost
 from shardwright.observe.life import store_address
@@ -178,8 +179,7 @@ def asked(rank, world):
 
 
 def _pid_of(rank):
-    store = dist.distributed_c10d._get_default_store()
-    return store.get(f"shardwright/process/{rank}").decode().split()[-2]
+    return this_attempt().keys().get(f"met/{rank}").decode().split()[-2]
 
 
 def test_sigusr1_and_top_show_the_table_of_a_running_job():

@@ -19,9 +19,8 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
-from torch.distributed.distributed_c10d import _get_default_store  # no public way to the job's store
 
-from shardwright.comm import presence
+from shardwright.comm.attempt import Attempt, new_group, this_attempt
 from shardwright.comm.launches import LaunchLog, here
 from shardwright.errors import CheckpointError
 
@@ -54,40 +53,45 @@ class Ranks:
         """
         if self.world == 1:
             return
-        store = _get_default_store()
-        keys = [f"shardwright/checkpoint/{self.calls}/{rank}" for rank in range(self.world)]
-        store.set(keys[self.rank], call)
+        keys = [f"checkpoint/{self.calls}/{rank}" for rank in range(self.world)]
         launch = self._log.launch(call)
         with self._log.waiting(launch):
-            self._wait_for_arrival(store, keys, call)
+            store = self._wait_for_arrival(this_attempt(), keys, call)
         calls = [store.get(key).decode() for key in keys]
         self.calls += 1
         if self.calls > 1:
-            store.delete_key(f"shardwright/checkpoint/{self.calls - 2}/{self.rank}")
+            store.delete_key(f"checkpoint/{self.calls - 2}/{self.rank}")
         if len(set(calls)) > 1:
             raise CheckpointError(f"the ranks made different calls: {dict(enumerate(calls))}")
         if self.cpu_group is None:
             # A group of its own: its exchanges can't meet those of training, also when they run in the
             # background.
-            group = dist.new_group(backend="gloo", timeout=_GROUP_TIMEOUT)
-            assert isinstance(group, dist.ProcessGroup)
-            self.cpu_group = group
-            self._log.travels_on(group)
+            self.cpu_group = new_group(range(self.world), "gloo", _GROUP_TIMEOUT)
+            self._log.travels_on(self.cpu_group)
 
-    def _wait_for_arrival(self, store: Store, keys: list[str], call: str) -> None:
+    def _wait_for_arrival(self, attempt: Attempt, keys: list[str], call: str) -> Store:
+        """Returns when all keys are there: the store that they are in."""
         began, looks, pause = time.monotonic(), 0, 0.001
-        while not store.check(keys):
+        store: Store | None = None
+        while True:
+            attempt.meet()  # on rank 0: others may need the token to say that they are here
+            if store is None and attempt.token:
+                store = attempt.keys()
+                store.set(keys[self.rank], call)
+            if store is not None and store.check(keys):
+                return store
             waited_s = time.monotonic() - began
             late, lost = waited_s > ARRIVAL_TIMEOUT_S, list[int]()
             if late or waited_s > (looks + 1) * _LOOK_S:
                 looks += 1
-                missing = [rank for rank in range(self.world) if not store.check([keys[rank]])]
-                lost = presence.ended(missing)
+                missing = [r for r in range(self.world) if store is not None and not store.check([keys[r]])]
+                missing = missing if store is not None else [0]  # the rank that would have answered
+                lost = attempt.ended(missing)
             if late or lost:
                 if here.look is not None:  # a rank that told us why may have ended since
                     here.look()
                     here.raise_verdict()
-                if not lost:
+                if not lost and store is not None:
                     store.delete_key(keys[self.rank])  # so that a late rank does not take us for waiting
                 arrived = sorted({*range(self.world)} - {*missing})
                 why = f": the processes of ranks {lost} have ended" if lost else ""
@@ -164,6 +168,5 @@ def ranks() -> Ranks:
     world = dist.group.WORLD
     assert world is not None
     if world not in _of_group:
-        presence.announce()
         _of_group[world] = Ranks(dist.get_rank(), dist.get_world_size())
     return _of_group[world]

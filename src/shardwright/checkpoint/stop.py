@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwright.comm.attempt import new_group
 from shardwright.comm.mesh import TIMEOUT
 from shardwright.errors import InputError
 
@@ -46,9 +47,7 @@ class StopRequest:
         if not dist.is_initialized():
             return bool(self.reason)
         if self._group is None:
-            group = dist.new_group(backend="gloo", timeout=TIMEOUT)
-            assert isinstance(group, dist.ProcessGroup)
-            self._group = group
+            self._group = new_group(range(dist.get_world_size()), "gloo", TIMEOUT)
         asked = torch.tensor([bool(self.reason)], dtype=torch.int32)
         dist.all_reduce(asked, dist.ReduceOp.MAX, group=self._group)
         return bool(asked.item())

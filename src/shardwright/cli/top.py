@@ -5,8 +5,10 @@ shardwright top RUN | HOST:PORT | FILE [--once] [--json]
 
 import argparse
 import json
+import threading
 import time
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,16 @@ from rich.text import Text
 
 from shardwright.errors import CommError, ConfigError
 from shardwright.observe.rollcall import Roll, find_roll, store_at
-from shardwright.observe.verdict import judge, tell
+from shardwright.observe.status import status
+from shardwright.observe.verdict import judge
 from shardwright.policy import WatchPolicy
 from shardwright.train.folder import JOB_FILE
 from shardwright.train.report import as_json, open_console
 
 _ANSWER_S = 1.0
 _PAUSE_S = 1.0
+CONNECT = timedelta(seconds=5.0)
+"""For an answer from the job's store, at most."""
 
 
 def add_commands(commands: Any) -> None:
@@ -35,8 +40,8 @@ def add_commands(commands: Any) -> None:
     top.add_argument(
         "job",
         metavar="JOB",
-        help="the folder of a run of `shardwright train`; or the job's store: HOST:PORT (torchrun's "
-        "--rdzv-endpoint or MASTER_ADDR:MASTER_PORT), or the path of its file",
+        help="the folder of a run of `shardwright train`; or the job's store: HOST:PORT (a rank's "
+        "MASTER_ADDR:MASTER_PORT), or the path of its file",
     )
     top.add_argument("--once", action="store_true", help="print one table and leave")
     top.add_argument("--json", action="store_true", help="print what ranks say as objects, one per line")
@@ -78,8 +83,7 @@ def _object(roll: Roll) -> str:
 
 
 def _table(roll: Roll) -> Text:
-    found = roll.call(_ANSWER_S)
-    return Text(tell(judge(found, WatchPolicy()), found), no_wrap=True, overflow="ellipsis")
+    return Text(status(roll.call(_ANSWER_S), WatchPolicy()), no_wrap=True, overflow="ellipsis")
 
 
 def _roll(job: str) -> Roll:
@@ -93,12 +97,32 @@ def _roll(job: str) -> Roll:
         address = json.loads(file.read_text(encoding="utf-8"))["store"]
     if ":" not in address and not Path(address).exists():
         raise ConfigError(f"no store is at {address}: the job has ended, or runs on another host")
-    try:
-        roll = find_roll(store_at(address))
-    except RuntimeError as error:
-        raise CommError(f"no job's store answers at {address}: {error}") from error
+    roll = _find(address)
     if roll is None:
         raise CommError(
             f"the store at {address} knows of no watched job: no model is sharded yet, or its watch is off"
         )
     return roll
+
+
+def _find(address: str) -> Roll | None:
+    found: list[Roll | None] = []
+    failed: list[str] = []
+    # In a thread: who listens there may be no store, and never say anything.
+    asking = threading.Thread(target=_ask, args=(address, found, failed), daemon=True)
+    asking.start()
+    asking.join(CONNECT.total_seconds())
+    if not found:
+        why = failed[0] if failed else "nothing there spoke as a store does"
+        raise CommError(
+            f"no job's store answers at {address} within {CONNECT.total_seconds():g} s: {why}. Give what a "
+            "rank of the job has as MASTER_ADDR:MASTER_PORT, on a host that reaches it"
+        )
+    return found[0]
+
+
+def _ask(address: str, found: list[Roll | None], failed: list[str]) -> None:
+    try:
+        found.append(find_roll(store_at(address, CONNECT * 0.8)))
+    except RuntimeError as error:
+        failed.append(str(error).splitlines()[0])

@@ -21,11 +21,11 @@ import os
 import platform
 import select
 import time
+import weakref
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
-from weakref import WeakValueDictionary
 
 import torch
 
@@ -159,8 +159,9 @@ class Arena:
         self._timeout_s = timeout_s
         self._number = 0
         self._held: dict[int, tuple[int, int]] = {}  # operation -> (offset, end) in the own segment
-        self._open: WeakValueDictionary[int, Operation] = WeakValueDictionary()
+        self._open: weakref.WeakValueDictionary[int, Operation] = weakref.WeakValueDictionary()
         self._ends = [os.pidfd_open(pid) for pid in pids]
+        weakref.finalize(self, _close_all, self._ends).atexit = False
 
     def exchange(self, words: Sequence[int], key: str) -> list[list[int]]:
         """Every rank's ``words`` (int64, as many on each), in rank order: an operation of its own.
@@ -304,3 +305,8 @@ class Arena:
                 f"rank {self.log.ranks[self.rank]} waited {self._timeout_s:.0f} s for rank "
                 f"{self.log.ranks[peer]} (pid {self.pids[peer]}) in {what!r}; it runs but did not come there"
             )
+
+
+def _close_all(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

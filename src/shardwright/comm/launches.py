@@ -43,6 +43,7 @@ class Here:
 
     phase, step: what the runtime runs now ("" between phases), and the number of its forward.
     thread: the one that trains. waits: by thread id.
+    progress: what the training loop says of how far it is, for people; "" where none says anything.
     moved_s: when a phase last began or ended. caught: the last exception that went through a forward, and
         the number of that.
     verdict: what the watch found to be wrong for good; every wait and launch raises it from then on.
@@ -53,6 +54,7 @@ class Here:
     def __init__(self) -> None:
         self.phase = ""
         self.step = 0
+        self.progress = ""
         self.waits: dict[int, Wait] = {}
         self._logs: list[ref[LaunchLog]] = []
         self.moved_s = time.monotonic()

@@ -9,7 +9,6 @@ import os
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -19,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from shardwright.comm import presence
+from shardwright.comm.attempt import join_job, new_group
 from shardwright.comm.base import Comm
 from shardwright.comm.gloo import GlooComm
 from shardwright.comm.launches import LaunchLog
@@ -122,12 +121,30 @@ def set_transport(transport: Transport | str) -> None:
         raise InputError(f"transport must be one of {choices}, got {transport!r}") from None
 
 
-# One pair of process groups per axis and device type, however many modules are sharded over it. Keyed by the
-# axis' own group (a DeviceMesh compares equal to that of an earlier, destroyed world).
-_comms: WeakKeyDictionary[ProcessGroup, dict[str, Comm]] = WeakKeyDictionary()
-_meshes: WeakKeyDictionary[ProcessGroup, DeviceMesh] = WeakKeyDictionary()
-_remade: WeakKeyDictionary[ProcessGroup, dict[Any, DeviceMesh]] = WeakKeyDictionary()
-_smaller: WeakKeyDictionary[ProcessGroup, dict[int, Comm]] = WeakKeyDictionary()
+class _Made:
+    """What was made for one default process group, and goes with it: descriptors, threads, address space.
+
+    comms: one transport per axis and device type, however many modules are sharded over it. Keyed by the
+        axis' own group (a DeviceMesh compares equal to that of an earlier, destroyed world).
+    """
+
+    def __init__(self, world: ProcessGroup | None) -> None:
+        self.world = world
+        self.comms: dict[tuple[ProcessGroup, str], Comm] = {}
+        self.smaller: dict[tuple[ProcessGroup, int], Comm] = {}
+        self.mesh: DeviceMesh | None = None
+        self.remade: dict[Any, DeviceMesh] = {}
+
+
+_made = _Made(None)
+
+
+def _made_here() -> _Made:
+    """What was made for the default process group that is there now; what was made for another is let go."""
+    global _made
+    if _made.world is not dist.group.WORLD:
+        _made = _Made(dist.group.WORLD)
+    return _made
 
 
 def resolve(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = None) -> Axis:
@@ -191,7 +208,7 @@ def axis_again(
         )
     if default.device_type == device_type and names is None and torch.equal(default.mesh, layout):
         return resolve(default)
-    made = _remade.setdefault(default.get_group(), {})
+    made = _made_here().remade
     key = (device_type, str(ranks), names)
     if key not in made:
         made[key] = DeviceMesh(device_type, layout, mesh_dim_names=names)
@@ -220,10 +237,10 @@ def smaller_world(axis: Axis, size: int) -> Comm:
     """Collectives among ``size`` neighbours on the sharded axis. Every rank of the axis calls it."""
     ranks = dist.get_process_group_ranks(axis.group)
     start = axis.rank // size * size
-    made = _smaller.setdefault(axis.group, {})
-    if size not in made:
-        made[size] = _make_comm(ranks[start : start + size], axis.mesh.device_type, axis.group)
-    return made[size]
+    made, key = _made_here().smaller, (axis.group, size)
+    if key not in made:
+        made[key] = _make_comm(ranks[start : start + size], axis.mesh.device_type, axis.group)
+    return made[key]
 
 
 def comm_of(group: ProcessGroup | None, device_type: str) -> Comm:
@@ -233,12 +250,11 @@ def comm_of(group: ProcessGroup | None, device_type: str) -> Comm:
     """
     group = group or dist.group.WORLD
     assert group is not None
-    made = _comms.setdefault(group, {})
-    if device_type not in made:
-        presence.announce()
+    made, key = _made_here().comms, (group, device_type)
+    if key not in made:
         host = None if device_type == "cpu" else comm_of(group, "cpu")
-        made[device_type] = _make_comm(dist.get_process_group_ranks(group), device_type, group, host)
-    return made[device_type]
+        made[key] = _make_comm(dist.get_process_group_ranks(group), device_type, group, host)
+    return made[key]
 
 
 def _solo(device_type: str) -> Comm:
@@ -255,12 +271,11 @@ def _default_mesh() -> DeviceMesh:
             # No launcher: a world of one, over a store in this process.
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
         else:
-            dist.init_process_group(backend, timeout=TIMEOUT)
-    group = dist.group.WORLD
-    assert group is not None
-    if group not in _meshes:
-        _meshes[group] = init_device_mesh(_default_device_type(), (dist.get_world_size(),))
-    return _meshes[group]
+            join_job(backend, TIMEOUT)
+    made = _made_here()
+    if made.mesh is None:
+        made.mesh = init_device_mesh(_default_device_type(), (dist.get_world_size(),))
+    return made.mesh
 
 
 def default_backend() -> str:
@@ -293,8 +308,7 @@ def _make_comm(ranks: list[int], device_type: str, within: ProcessGroup, host: C
     log = LaunchLog(ranks, device_type)
 
     def make_group() -> ProcessGroup:
-        group = dist.new_group(ranks, timeout, backend, use_local_synchronization=True)
-        assert isinstance(group, ProcessGroup)
+        group = new_group(ranks, backend, timeout)
         log.travels_on(group)
         return group
 

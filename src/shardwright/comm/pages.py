@@ -16,6 +16,7 @@ import weakref
 import torch
 
 from shardwright.comm.memfile import memory_file
+from shardwright.comm.process import process_is_ours
 
 HUGE_PAGE_NBYTES = 2 << 20
 SMALL_NBYTES = 128 << 10  # below, malloc keeps memory by itself
@@ -89,10 +90,10 @@ def keep_freed_pages() -> bool:
     Groups' buffers, and the gradients that autograd makes, are freed and taken again all the time, on the
     host from malloc. That gives memory back to the kernel as soon as twice its largest chunk is free: up to
     30,000 faults a step more than without sharding, 2-3% of its time (docs/performance.md). No-op after the
-    first call, where the environment already chooses (``MALLOC_TRIM_THRESHOLD_``, ``GLIBC_TUNABLES``), and
-    with another malloc.
+    first call, where the environment already chooses (``MALLOC_TRIM_THRESHOLD_``, ``GLIBC_TUNABLES``), with
+    another malloc, and where the process is to be left alone (``set_process``).
     """
-    tuned = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
+    tuned = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "") or not process_is_ours()
     if tuned or any(name in os.environ for name in _CHOICES):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

@@ -1,5 +1,6 @@
 """What this process does, as its watch thread sees it: where the training thread is, and if anything runs."""
 
+import mmap
 import os
 import sys
 import sysconfig
@@ -119,6 +120,9 @@ class Doing:
             foreign=foreign,
             foreign_s=(now - since_s) if foreign else 0.0,
             caught=here.caught if here.caught_step >= here.step - 1 else "",
+            progress=here.progress or (f"pass {here.step}" if here.step else ""),
+            host_nbytes=_resident_nbytes(),
+            device_nbytes=_device_nbytes(),
             logs=logs,
         )
 
@@ -126,6 +130,20 @@ class Doing:
 def _others_cpu_s() -> float:
     """CPU time of this process, without what the calling thread has used."""
     return time.process_time() - time.thread_time()
+
+
+def _resident_nbytes() -> int:
+    """Memory that this process has now; 0 where nothing tells."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * mmap.PAGESIZE
+    except OSError:
+        return 0
+
+
+def _device_nbytes() -> int:
+    """Memory of this process' tensors on accelerators; the watch thread has no current one of its own."""
+    return sum(map(torch.accelerator.memory_allocated, range(torch.accelerator.device_count())))
 
 
 def _runnable() -> bool:

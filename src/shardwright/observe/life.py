@@ -18,8 +18,10 @@ from weakref import ref
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store  # no public way to the job's store
 
+from shardwright.comm.attempt import this_attempt
 from shardwright.comm.launches import here
 from shardwright.comm.mesh import timeout_of
+from shardwright.comm.process import process_is_ours
 from shardwright.errors import InputError
 from shardwright.observe.doing import is_library
 from shardwright.observe.rollcall import address_of, open_roll
@@ -32,17 +34,19 @@ logger = logging.getLogger(__name__)
 VARIABLE = "SHARDWRIGHT_WATCH"
 """The policy of programs that don't call ``set_watch``: see ``WatchPolicy.from_text``."""
 
+_PATIENCE_S = 2.0  # at most, for ranks that come to their first sharded module later
 _LINGER_S = 3.0  # at most, of the process that holds the store, until the others have read what is there
 
 
 class _Life:
-    """Of this process: the watch that is on, over which default group; what was chosen; the hooks' state."""
+    """Of this process: the watch that is on, over which default group, and whose ranks were met; what was
+    chosen; the hooks' state."""
 
     def __init__(self) -> None:
         self.policy: WatchPolicy | None = None
         self.watch: Watch | None = None
         self.group: Any = lambda: None
-        self.started = 0
+        self.met: Any = lambda: None
         self.pid = 0
 
 
@@ -74,8 +78,11 @@ def keep_watch() -> None:
     group = dist.group.WORLD if dist.is_initialized() else None
     if group is None or group is _life.group() or dist.get_world_size() == 1:
         return
+    attempt = this_attempt()
+    attempt.meet_within(0.0 if group is _life.met() else _PATIENCE_S)
+    _life.met = ref(group)
     policy = _life.policy or WatchPolicy.from_text(os.environ.get(VARIABLE, ""))
-    if not policy.on:
+    if not attempt.token or not policy.on or not process_is_ours():  # no token: the next call asks again
         return
     _end()
     rank = dist.get_rank()
@@ -87,9 +94,9 @@ def keep_watch() -> None:
             limit_s,
             policy.stall_s,
         )
-    _life.watch = Watch(policy, open_roll(_get_default_store(), dist.get_world_size(), _life.started), rank)
+    roll = open_roll(_get_default_store(), dist.get_world_size(), attempt.token)
+    _life.watch = Watch(policy, roll, rank, attempt)
     _life.group = ref(group)
-    _life.started += 1
     _set_hooks()
     _life.watch.start()
 

@@ -17,13 +17,14 @@ SIGNAL = signal.SIGUSR1
 
 
 class Requests:
-    """Requests for the table. ``taken``: whether the signal is ours; else none ever comes."""
+    """Requests for the table. wanted: False leaves the signal alone (a scheduler may send it, and mean
+    something else). ``taken``: whether the signal is ours; else none ever comes."""
 
-    def __init__(self) -> None:
+    def __init__(self, wanted: bool = True) -> None:
         self.taken = False
         self._interrupting = False
         self._pipe = (-1, -1)
-        if threading.current_thread() is threading.main_thread() and _is_free():
+        if wanted and threading.current_thread() is threading.main_thread() and _is_free():
             self._take()
 
     def _take(self) -> None:

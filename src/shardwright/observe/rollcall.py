@@ -18,6 +18,7 @@ import json
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
@@ -197,19 +198,16 @@ def bottom_of(store: Store) -> Store:
     return store
 
 
-def open_roll(store: Store, world: int, started: int) -> Roll:
-    """This job's roll, on a connection of its own to ``store``. Every rank of the default group opens it.
+def open_roll(store: Store, world: int, token: str) -> Roll:
+    """The roll of the attempt ``token``, on a connection of its own to ``store``. Every rank opens it.
 
-    started: how many rolls this process has opened before, alike on all ranks. What ``find_roll`` needs is
-    left under ``shardwright/job``.
+    What ``find_roll`` needs is left under ``shardwright/job``.
     """
     bottom = bottom_of(store)
     holds_store = isinstance(bottom, TCPStore) and "server=<nullptr>" not in repr(bottom)
     own = bottom.clone()  # pyright: ignore[reportAttributeAccessIssue]  # missing in the stub
-    # Torchrun starts a job again on the same store, with another prefix: what was left there must not count.
-    token = PrefixStore(f"{_NAME}/{started}", store).compare_set("token", "", f"{time.time_ns()}")
-    own.set("shardwright/job", json.dumps([token.decode(), world]))
-    return Roll(PrefixStore(f"{_NAME}/{token.decode()}", own), world, holds_store)
+    own.set("shardwright/job", json.dumps([token, world]))
+    return Roll(PrefixStore(f"{_NAME}/{token}", own), world, holds_store)
 
 
 def find_roll(store: Store) -> Roll | None:
@@ -220,11 +218,11 @@ def find_roll(store: Store) -> Roll | None:
     return Roll(PrefixStore(f"{_NAME}/{token}", store), world)
 
 
-def store_at(address: str) -> Store:
+def store_at(address: str, timeout: timedelta) -> Store:
     """A connection to the store at ``HOST:PORT``, or in the file that the path names."""
     host, colon, port = address.rpartition(":")
     if colon and port.isdigit():
-        return TCPStore(host, int(port), None, False, wait_for_workers=False)
+        return TCPStore(host, int(port), None, False, timeout, wait_for_workers=False)
     return FileStore(address, -1)
 
 

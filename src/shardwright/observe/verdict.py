@@ -77,7 +77,8 @@ class Answer:
     place: the phase it is in, in words. line: the user's file, line and function. does: what it does while
     it doesn't wait, for since_s seconds. idle_s: how long no thread of it has run. foreign: the name of the
     ``torch.distributed`` call that it is in, for foreign_s. caught: an exception that went through a forward
-    of this step or the last, and was caught.
+    of this step or the last, and was caught. progress: what its training loop says of how far it is.
+    host_nbytes, device_nbytes: memory of its process, and of its tensors on an accelerator.
     """
 
     rank: int
@@ -90,6 +91,9 @@ class Answer:
     foreign: str = ""
     foreign_s: float = 0.0
     caught: str = ""
+    progress: str = ""
+    host_nbytes: int = 0
+    device_nbytes: int = 0
     logs: Mapping[str, Launched] = field(default_factory=dict)
 
 
@@ -140,10 +144,6 @@ class Verdict:
     def is_error(self) -> bool:
         """Whether the step can't go on."""
         return self.fault is not Fault.SLOW
-
-    def error(self, text: str) -> CommError:
-        """The exception that says ``text``."""
-        return ERRORS[self.fault](text)
 
 
 def judge(found: Findings, policy: WatchPolicy) -> Verdict:

@@ -20,11 +20,13 @@ from dataclasses import dataclass, field, replace
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import _world  # no public list of the process' groups
 
+from shardwright.comm.attempt import Attempt
 from shardwright.comm.closing import close, is_closed
 from shardwright.comm.launches import here
 from shardwright.observe.doing import Doing
 from shardwright.observe.requests import Requests
 from shardwright.observe.rollcall import Roll, Ruling
+from shardwright.observe.status import status
 from shardwright.observe.suspicion import Suspicion
 from shardwright.observe.verdict import ERRORS, Fault, Findings, Note, judge, tell
 from shardwright.policy import WatchPolicy
@@ -52,12 +54,13 @@ class _Known:
 class Watch:
     """The watch of this process over the ranks of one default process group."""
 
-    def __init__(self, policy: WatchPolicy, roll: Roll, rank: int) -> None:
+    def __init__(self, policy: WatchPolicy, roll: Roll, rank: int, attempt: Attempt) -> None:
         self.policy = policy
         self.rank = rank
         self.roll = roll
+        self._attempt = attempt
         self._doing = Doing(rank)
-        self._requests = Requests()
+        self._requests = Requests(policy.signal)
         self._suspicion = Suspicion(policy.suspect_s)
         self._known = _Known(roll.latest())
         self._stop = threading.Event()
@@ -112,8 +115,7 @@ class Watch:
             return
         self._answer()
         if self._requests.asked():
-            found = self.call()
-            print(tell(judge(found, self.policy), found), file=sys.stderr, flush=True)
+            print(status(self.call(), self.policy), file=sys.stderr, flush=True)
         ruling = self.roll.decided()
         if ruling is not None:
             self._convict(ruling)
@@ -121,6 +123,7 @@ class Watch:
             self._ask()
 
     def _answer(self) -> None:
+        self._attempt.meet()  # a rank that comes later than this one needs the token
         latest = self.roll.latest()
         if latest > self._known.answered:
             self._known.answered = latest

@@ -277,6 +277,7 @@ class WatchConfig(Section):
     collective_s: float = Field(
         default=0.0, ge=0.0, description="seconds of moving bytes before it is an error; 0: never"
     )
+    signal: bool = Field(default=True, description="SIGUSR1 prints the table; off: it is the scheduler's")
 
     def policy(self) -> WatchPolicy:
         """The same as the library's policy, where no bound is None."""

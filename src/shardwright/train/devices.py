@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from shardwright.train.config import LaunchConfig
+from shardwright.train.config import Recipe
 from shardwright.train.data import Share
 from shardwright.xla import processes
 
@@ -49,11 +49,11 @@ class DevicePlace:
 
 
 @contextmanager
-def joined(config: LaunchConfig) -> Iterator[DevicePlace]:
+def joined(recipe: Recipe) -> Iterator[DevicePlace]:
     """Join the other processes of torchrun, if there are any, for the length of the block."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world > 1:
         # torchrun's own store listens on MASTER_PORT.
         port = int(os.environ["MASTER_PORT"]) + 1
         processes.join(f"{os.environ['MASTER_ADDR']}:{port}", world, rank)
-    yield DevicePlace(config.ranks if world == 1 else None)
+    yield DevicePlace(recipe.launch.ranks if world == 1 else None)

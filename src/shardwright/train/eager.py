@@ -16,7 +16,6 @@ from shardwright.api import communication_s, full_state_dict, fully_shard, stats
 from shardwright.checkpoint import Restored, load, save
 from shardwright.comm.mesh import set_transport
 from shardwright.module import FSDPModule
-from shardwright.observe.life import set_watch
 from shardwright.policy import MixedPrecisionPolicy
 from shardwright.train.config import OptimizerConfig, Recipe
 from shardwright.train.data import TrainBatches, split_targets
@@ -56,9 +55,8 @@ def precision_of(recipe: Recipe) -> MixedPrecisionPolicy:
 
 
 def set_up(recipe: Recipe) -> None:
-    """What holds for the whole process: how bytes move, and who watches."""
+    """What holds for the whole process: how bytes move."""
     set_transport(recipe.schedule.transport)
-    set_watch(recipe.watch.policy())
 
 
 def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.AdamW:

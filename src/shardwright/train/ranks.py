@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -22,9 +23,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwright.checkpoint import StopRequest
+from shardwright.comm.attempt import join_job
+from shardwright.comm.launches import LaunchLog
 from shardwright.errors import CheckpointError, ConfigError, DataError, InputError
-from shardwright.observe.life import leave, store_address
-from shardwright.train.config import LaunchConfig
+from shardwright.observe.life import keep_watch, leave, set_watch, store_address
+from shardwright.train.config import LaunchConfig, Recipe
 from shardwright.train.data import Share
 from shardwright.train.launch import CPU_RANKS, FAILURE_VARIABLE, STOP_SIGNALS, STORE_VARIABLE, Failure
 
@@ -69,9 +72,18 @@ class RankPlace:
         """Return when every rank has called this (so that what rank 0 wrote is there for all)."""
         self.total(0.0)
 
+    @cached_property
+    def _log(self) -> LaunchLog:
+        """The watch explains these collectives, and ends them, as it does those of a step."""
+        log = LaunchLog(range(self.world), "training loop ")
+        assert dist.group.WORLD is not None
+        log.travels_on(dist.group.WORLD)
+        return log
+
     def _reduce(self, values: tuple[float, ...], op: dist.ReduceOp.RedOpType) -> list[float]:
         numbers = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(numbers, op)
+        with self._log.waiting(self._log.launch(f"{len(values)} number(s) of the training loop")):
+            dist.all_reduce(numbers, op)
         return numbers.tolist()
 
 
@@ -128,8 +140,10 @@ def choose_device(config: LaunchConfig, local_ranks: int) -> str:
 
 
 @contextmanager
-def joined(config: LaunchConfig) -> Iterator[RankPlace]:
-    """Join the other ranks for the length of the block (every rank enters), under ``timeout_s``."""
+def joined(recipe: Recipe) -> Iterator[RankPlace]:
+    """Join the other ranks for the length of the block (every rank enters), under ``timeout_s``, and keep
+    watch over them."""
+    config = recipe.launch
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     kind = choose_device(config, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
@@ -139,13 +153,15 @@ def joined(config: LaunchConfig) -> Iterator[RankPlace]:
         torch.accelerator.set_device_index(local_rank)
         backend = f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
     store = os.environ.get(STORE_VARIABLE)
-    dist.init_process_group(
-        backend=backend,
-        init_method=f"file://{store}" if store else "env://",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=config.timeout_s),
-    )
+    timeout = timedelta(seconds=config.timeout_s)
+    if store:  # our launcher's, new for each job
+        dist.init_process_group(
+            backend, init_method=f"file://{store}", rank=rank, world_size=world, timeout=timeout
+        )
+    else:
+        join_job(backend, timeout)
+    set_watch(recipe.watch.policy())
+    keep_watch()
     try:
         yield RankPlace(rank, world, device, init_device_mesh(kind, (world,), mesh_dim_names=("shard",)))
     except BaseException as error:

@@ -11,18 +11,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from shardwright.observe.status import in_words
 from shardwright.train.loop import StepReport
 
 _NEVER_CUT = 100_000  # columns; where nobody looks there is no width to fit, and rich would take 80
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
-def in_words(nbytes: float) -> str:
-    """``nbytes`` with a binary unit: 12.3 MiB."""
-    unit = 0
-    while nbytes >= 1024 and unit < len(_UNITS) - 1:
-        nbytes, unit = nbytes / 1024, unit + 1
-    return f"{nbytes:.{0 if unit == 0 else 1}f} {_UNITS[unit]}"
+def figures(report: StepReport) -> str:
+    """A logged step in a few words."""
+    return f"loss {report.loss:.3f}, {report.tokens_per_s:,.0f} tokens/s"
 
 
 def open_console(*, shown: bool = True, stderr: bool = False) -> Console:
@@ -86,8 +83,7 @@ class Screen:
 
     def stepped(self, report: StepReport, seconds_left: float) -> None:
         """A logged step."""
-        figures = f"loss {report.loss:.3f}  {report.tokens_per_s:,.0f} tokens/s"
-        self._bar.update(self._task, completed=report.step, figures=figures)
+        self._bar.update(self._task, completed=report.step, figures=figures(report))
         if not self._console.is_terminal:
             self.say(f"step {report.step}/{self._steps}  {figures}  {seconds_left:.0f} s left")
 

@@ -24,13 +24,14 @@ import torch
 from shardwright.checkpoint import StopRequest
 from shardwright.checkpoint.folder import step_folder
 from shardwright.checkpoint.lock import Held, holder
+from shardwright.comm.launches import here
 from shardwright.errors import ConfigError
-from shardwright.train.config import LaunchConfig, Recipe
+from shardwright.train.config import Recipe
 from shardwright.train.engine import Job, Place
 from shardwright.train.folder import RunFolder
 from shardwright.train.loop import Listener, Loop, Progress, StepReport
 from shardwright.train.ranks import LaunchedStop, life_of_a_rank
-from shardwright.train.report import Screen
+from shardwright.train.report import Screen, figures
 from shardwright.train.resolve import Resolved
 from shardwright.train.resume import batch_of, choose, restore, with_saved_batch
 
@@ -41,12 +42,12 @@ Prepare = Callable[[Recipe, Place], Job]
 def train_rank(resolved: Resolved, prepare: Prepare, in_json: bool = False) -> None:
     """Train as one rank of the job that this process belongs to; every rank calls.
 
-    in_json: rank 0 prints rows and the summary as objects. Ends the process: with code 0 when training is done,
-    or stopped and saved, and 1 when it failed.
+    in_json: rank 0 prints rows and the summary as objects. Ends the process: with code 0 when training is
+    done, or stopped and saved, and 1 when it failed.
     """
     with life_of_a_rank():
         stop = LaunchedStop()
-        with _joined(resolved.recipe.launch) as place:
+        with _joined(resolved.recipe) as place:
             screen = Screen(shown=place.is_first, in_json=in_json)
             try:
                 _train(resolved, place, screen, stop, prepare)
@@ -54,11 +55,11 @@ def train_rank(resolved: Resolved, prepare: Prepare, in_json: bool = False) -> N
                 screen.stop()
 
 
-def _joined(config: LaunchConfig) -> AbstractContextManager[Place]:
+def _joined(recipe: Recipe) -> AbstractContextManager[Place]:
     """The ranks of the backend, joined. Only the backend's own modules are imported."""
-    if config.backend == "xla":
-        return import_module("shardwright.train.devices").joined(config)
-    return import_module("shardwright.train.ranks").joined(config)
+    if recipe.launch.backend == "xla":
+        return import_module("shardwright.train.devices").joined(recipe)
+    return import_module("shardwright.train.ranks").joined(recipe)
 
 
 def _train(resolved: Resolved, place: Place, screen: Screen, stop: StopRequest, prepare: Prepare) -> None:
@@ -137,10 +138,12 @@ def _listener(folder: RunFolder, job: Job, loop: Loop, screen: Screen, kept: dic
         screen.row(row)
 
     def stepped(report: StepReport) -> None:
+        steps = loop.recipe.training.steps
+        here.progress = f"step {report.step} of {steps}, {figures(report)}"  # for who asks the ranks
         if first:
             log(asdict(report))
             progress = loop.progress
-            left = (loop.recipe.training.steps - report.step) * progress.trained_s / len(progress.exposed_s)
+            left = (steps - report.step) * progress.trained_s / len(progress.exposed_s)
             screen.stepped(report, left)
 
     def evaluated(step: int, loss: float) -> None:

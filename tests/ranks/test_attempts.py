@@ -1,0 +1,90 @@
+"""Ranks of one attempt find each other in a store that is full of what an attempt before has left there."""
+
+import gc
+import os
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwright import fully_shard, set_transport
+from shardwright.comm.attempt import Attempt
+from tests.ranks.pool import run_ranks
+
+
+def meet(*attempts: Attempt) -> None:
+    for _ in range(3):
+        for attempt in attempts:
+            attempt.meet()
+
+
+@pytest.fixture
+def store():
+    return dist.HashStore()
+
+
+def test_all_ranks_have_the_first_ones_token(store):
+    attempts = [Attempt(store, rank, 3) for rank in range(3)]
+    assert [bool(attempt.token) for attempt in attempts] == [True, False, False]
+    meet(*attempts)
+    assert len({attempt.token for attempt in attempts}) == 1
+    assert all(attempt.meet() for attempt in attempts)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+def test_what_an_attempt_before_left_is_not_taken(store, order):
+    before = [Attempt(store, rank, 3) for rank in range(3)]
+    meet(*before)
+    before[0].keys().set("verdict", "lost")
+    now: dict[int, Attempt] = {}
+    for rank in order:  # each sees the old hellos and welcomes of all that come later
+        now[rank] = Attempt(store, rank, 3)
+        meet(*now.values())
+        if len(now) < 3:
+            assert not (0 in now and now[0].meet()), "an old hello was taken for a new one"
+    tokens = {attempt.token for attempt in now.values()}
+    assert len(tokens) == 1
+    assert tokens.isdisjoint(attempt.token for attempt in before)
+    assert not now[2].keys().check(["verdict"])
+
+
+def test_the_first_rank_says_who_has_not_come(store):
+    first = Attempt(store, 0, 3)
+    meet(first, Attempt(store, 1, 3))
+    assert not first.meet_within(0.01)
+    assert first.missing == "ranks [2]"
+
+
+def held() -> tuple[int, int]:
+    """Descriptors, and address space in GiB."""
+    gc.collect()
+    [size] = [line for line in Path("/proc/self/status").read_text().splitlines() if "VmSize" in line]
+    return len(os.listdir("/proc/self/fd")), int(size.split()[1]) >> 20
+
+
+def lives(rank, world, folder, transport):
+    set_transport(transport)
+    found = []
+    for life in range(6):
+        dist.destroy_process_group()
+        store = dist.FileStore(f"{folder}/{life}", world)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=20)
+        )
+        model = fully_shard(nn.Sequential(fully_shard(nn.Linear(8, 8)), nn.Linear(8, 8)))
+        model(torch.ones(2, 8)).sum().backward()
+        dist.barrier()
+        del model, store
+        found.append(held())
+    return found
+
+
+@pytest.mark.parametrize("transport", ["auto", "sockets"])
+def test_leaving_and_making_the_default_group_again_leaves_nothing(tmp_path, transport):
+    for found in run_ranks(2, lives, str(tmp_path), transport):
+        descriptors, gibibytes = zip(*found[1:], strict=True)
+        assert len(set(descriptors)) == 1, found
+        assert max(gibibytes) - min(gibibytes) <= 1, found  # a segment has 64

@@ -1,0 +1,141 @@
+"""What the package does to a process, and how it is left alone; and what ``shardwright top`` says."""
+
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+from shardwright import WatchPolicy, set_process
+from shardwright.cli import top
+from shardwright.comm.pages import keep_freed_pages
+from shardwright.errors import CommError, InputError
+from shardwright.observe.life import keep_watch, store_address
+from shardwright.observe.rollcall import find_roll, store_at
+from shardwright.observe.status import status
+from shardwright.observe.verdict import Answer, Findings, Waits
+from shardwright.train.ranks import RankPlace
+from tests.ranks.faults import built, step
+from tests.ranks.scripts import fault, run_scripts
+
+
+def done_to_the_process() -> set[str]:
+    done = set()
+    if signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL:
+        done.add("signal")
+    if sys.excepthook is not sys.__excepthook__:
+        done.add("excepthook")
+    if any(thread.name == "shardwright-watch" for thread in threading.enumerate()):
+        done.add("thread")
+    if keep_freed_pages():
+        done.add("malloc")
+    return done
+
+
+def says_what_is_done(rank, world):
+    model = built()
+    step(model)
+    print("done:", *sorted(done_to_the_process()), file=sys.stderr)
+    step(model)
+
+
+def left_alone_by_a_variable(rank, world):
+    os.environ["SHARDWRIGHT_PROCESS"] = "off"
+    says_what_is_done(rank, world)
+
+
+def left_alone_by_a_call(rank, world):
+    set_process(False)
+    says_what_is_done(rank, world)
+
+
+@pytest.mark.parametrize(
+    ("script", "policy", "done"),
+    [
+        (says_what_is_done, "", "excepthook malloc signal thread"),
+        (says_what_is_done, "signal=off", "excepthook malloc thread"),
+        (says_what_is_done, "off", "malloc"),
+        (left_alone_by_a_variable, "", ""),
+        (left_alone_by_a_call, "", ""),
+    ],
+)
+def test_what_is_done_to_a_process(script, policy, done):
+    for outcome in run_scripts(2, script, policy):
+        assert outcome.code == 0, outcome
+        assert f"done: {done}".rstrip() in [line.rstrip() for line in outcome.stderr.splitlines()], outcome
+
+
+def test_another_value_is_refused(monkeypatch):
+    with pytest.raises(InputError, match="expects True or False"):
+        set_process("off")
+    monkeypatch.setenv("SHARDWRIGHT_PROCESS", "maybe")
+    with pytest.raises(InputError, match='must be "on" or "off"'):
+        keep_freed_pages.__wrapped__()
+
+
+def killed_beside_the_step(rank, world):
+    """In one of the training loop's own collectives, before any module is sharded."""
+    keep_watch()
+    place = RankPlace(rank, world, torch.device("cpu"), None)
+    place.wait_for_all()
+    fault()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    place.total(1.0)
+
+
+def test_a_rank_killed_in_the_training_loops_own_collective_is_named():
+    other, culprit = run_scripts(2, killed_beside_the_step)
+    assert culprit.code == -signal.SIGKILL
+    assert (other.code, other.error) == (1, "RankLost"), other
+    assert "rank 1 is lost" in other.text
+
+
+def asked_while_it_trains(rank, world):
+    model = built()
+    for number in range(100):
+        step(model)
+        time.sleep(0.02)
+        if rank == 1 and number == 20:
+            threading.Thread(target=ask).start()
+
+
+def ask():
+    roll = find_roll(store_at(store_address(), top.CONNECT))
+    for _ in range(3):  # other work on the machine may hold a rank up for a second
+        print(status(roll.call(1.0), WatchPolicy()), file=sys.stderr)
+
+
+def test_a_healthy_run_is_running():
+    said = run_scripts(2, asked_while_it_trains)[1].stderr
+    pattern = r"^running: pass \d+; memory of the largest rank: [\d.]+ [MG]iB of the host$"
+    assert re.search(pattern, said, re.MULTILINE), said
+
+
+def test_step_loss_tokens_and_memory_are_told_and_a_long_wait_is_not_called_running():
+    far = "step 30 of 300, loss 2.104, 5,000 tokens/s"
+    answers = {
+        rank: Answer(rank, "", "train.py:1 in main", progress=far, host_nbytes=3 << 20) for rank in (0, 1)
+    }
+    first = status(Findings(2, answers), WatchPolicy()).splitlines()[0]
+    assert first == f"running: {far}; memory of the largest rank: 3.0 MiB of the host"
+    waits = Waits("a", 1, "all-gather", 2.0)
+    answers[0] = Answer(0, "", "train.py:1 in main", waits=waits)
+    assert status(Findings(2, answers), WatchPolicy()).startswith("slow: rank 0 has waited 2.0 s")
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_top_gives_up_where_no_store_answers(monkeypatch, listens):
+    assert top.CONNECT.total_seconds() == 5.0
+    monkeypatch.setattr(top, "CONNECT", top.CONNECT / 10)
+    with socket.create_server(("127.0.0.1", 0)) as server:  # takes calls, and says nothing
+        port = server.getsockname()[1]
+        if not listens:
+            server.close()
+        with pytest.raises(CommError, match=r"no job's store answers at 127\.0\.0\.1:\d+ within 0\.5 s"):
+            top._roll(f"127.0.0.1:{port}")
