@@ -56,6 +56,10 @@ EXCEPTIONS: dict[tuple[str, str, str], tuple[int, str]] = {
     ),
     ("state/group.py", "attributes", "ParamGroup"): (14, "what it moves, with what, and where that stands"),
     ("state/reducer.py", "attributes", "Reducer"): (14, "what it reduces, how, and where that stands"),
+    ("observe/verdict.py", "file lines", "observe/verdict.py"): (
+        410,
+        "what ranks say, and the one judgement of it",
+    ),
     ("policy.py", "attributes", "SchedulePolicy"): (14, "every choice of when a collective is issued"),
     ("train/config.py", "attributes", "ScheduleConfig"): (
         15,

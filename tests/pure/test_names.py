@@ -44,6 +44,7 @@ NAMES = [
     "register_fsdp_forward_method",
     "scattered",
     "share_comm_ctx",
+    "set_process",
     "set_transport",
     "set_watch",
     "stats",

@@ -45,7 +45,7 @@ class Here:
     thread: the one that trains. waits: by thread id.
     progress: what the training loop says of how far it is, for people; "" where none says anything.
     moved_s: when a phase last began or ended. caught: the last exception that went through a forward, and
-        the number of that.
+        that forward's number.
     verdict: what the watch found to be wrong for good; every wait and launch raises it from then on.
     explain, look: set by the watch. The error to raise in place of one that a transport met; and a look,
         now, whether there is a verdict.
@@ -58,8 +58,7 @@ class Here:
         self.waits: dict[int, Wait] = {}
         self._logs: list[ref[LaunchLog]] = []
         self.moved_s = time.monotonic()
-        self.caught = ""
-        self.caught_step = 0
+        self.caught = ("", 0)
         self.verdict: Exception | None = None
         self.delivered = False
         self.explain: Callable[[Exception], Exception] | None = None
@@ -83,7 +82,7 @@ class Here:
 
     def failed(self, error: BaseException | None) -> None:
         """An exception went through a whole forward; the caller may go on without it."""
-        self.caught, self.caught_step = f"{type(error).__name__}: {error}"[:200], self.step
+        self.caught = f"{type(error).__name__}: {error}"[:200], self.step
 
     def raise_verdict(self) -> None:
         """Raise what the watch has found, if it has found anything."""

@@ -12,7 +12,7 @@ from types import FrameType
 import torch
 
 from shardwright.comm.launches import Wait, here
-from shardwright.observe.verdict import Answer, Launched, Waits
+from shardwright.observe.verdict import Answer, Launched, Status, Waits
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _OURS = str(Path(__file__).parents[1]) + os.sep
@@ -104,6 +104,8 @@ class Doing:
         now, wait = time.monotonic(), self.wait
         idle_s = now - self._ran_s
         foreign, _, since_s = self._foreign
+        caught, caught_step = here.caught
+        progress = here.progress or (f"pass {here.step}" if here.step else "")
         logs = {
             log.name: Launched(log.ranks, log.launched, tuple(launch.key for launch in tuple(log.ring)))
             for log in here.logs
@@ -119,10 +121,8 @@ class Doing:
             idle_s=idle_s,
             foreign=foreign,
             foreign_s=(now - since_s) if foreign else 0.0,
-            caught=here.caught if here.caught_step >= here.step - 1 else "",
-            progress=here.progress or (f"pass {here.step}" if here.step else ""),
-            host_nbytes=_resident_nbytes(),
-            device_nbytes=_device_nbytes(),
+            caught=caught if caught_step >= here.step - 1 else "",
+            status=Status(progress, _resident_nbytes(), _device_nbytes()),
             logs=logs,
         )
 

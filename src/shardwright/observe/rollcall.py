@@ -23,7 +23,7 @@ from datetime import timedelta
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
 from shardwright.comm import presence
-from shardwright.observe.verdict import Answer, Fault, Findings, Launched, Note, Verdict, Waits
+from shardwright.observe.verdict import Answer, Fault, Findings, Launched, Note, Status, Verdict, Waits
 
 _POLL_S = 0.02
 
@@ -180,12 +180,12 @@ def _ruling(data: bytes) -> Ruling:
 
 
 def _answer(said: dict) -> Answer:
-    waits = said.pop("waits")
+    waits, status = said.pop("waits"), Status(*said.pop("status"))
     logs = {
         name: Launched(tuple(log["ranks"]), log["count"], tuple(log["keys"]))
         for name, log in said.pop("logs").items()
     }
-    return Answer(**said, waits=waits and Waits(**waits), logs=logs)
+    return Answer(**said, waits=waits and Waits(**waits), status=status, logs=logs)
 
 
 _NAME = "shardwright/watch"

@@ -25,7 +25,7 @@ def in_words(nbytes: float) -> str:
 
 def _progress(found: Findings) -> str:
     answers = found.answers.values()
-    said = next((found.answers[rank].progress for rank in sorted(found.answers)), "") or "no step yet"
-    host, device = max(a.host_nbytes for a in answers), max(a.device_nbytes for a in answers)
+    said = next((found.answers[rank].status.progress for rank in sorted(found.answers)), "") or "no step yet"
+    host, device = max(a.status.host_nbytes for a in answers), max(a.status.device_nbytes for a in answers)
     memory = [f"{in_words(n)} {of}" for n, of in ((host, "of the host"), (device, "of the device")) if n]
     return f"{said}; memory of the largest rank: {', '.join(memory) or 'not known'}"

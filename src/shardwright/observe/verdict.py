@@ -17,6 +17,7 @@ what was launched, never by how long it takes: a rank that computes, sleeps or i
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from shardwright.errors import CommError, Diverged, RankFailed, RankLost, Stalled
 from shardwright.policy import WatchPolicy
@@ -70,6 +71,14 @@ class Launched:
         return self.keys[index] if 0 <= index < len(self.keys) else None
 
 
+class Status(NamedTuple):
+    """How far a rank is, in its loop's words; memory of its process, and of its tensors on a device."""
+
+    progress: str = ""
+    host_nbytes: int = 0
+    device_nbytes: int = 0
+
+
 @dataclass(frozen=True)
 class Answer:
     """What a rank says of itself.
@@ -77,8 +86,7 @@ class Answer:
     place: the phase it is in, in words. line: the user's file, line and function. does: what it does while
     it doesn't wait, for since_s seconds. idle_s: how long no thread of it has run. foreign: the name of the
     ``torch.distributed`` call that it is in, for foreign_s. caught: an exception that went through a forward
-    of this step or the last, and was caught. progress: what its training loop says of how far it is.
-    host_nbytes, device_nbytes: memory of its process, and of its tensors on an accelerator.
+    of this step or the last, and was caught.
     """
 
     rank: int
@@ -91,9 +99,7 @@ class Answer:
     foreign: str = ""
     foreign_s: float = 0.0
     caught: str = ""
-    progress: str = ""
-    host_nbytes: int = 0
-    device_nbytes: int = 0
+    status: Status = field(default_factory=Status)
     logs: Mapping[str, Launched] = field(default_factory=dict)
 
 
