@@ -154,7 +154,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     dtype at rest; device memory: one whole parameter on rank 0. Names that share a parameter share a tensor.
     Raises: InputError for a model without a sharded module.
     """
-    return dict(stream_state_dict(model))
+    return dict(_whole(model, None, shared=True))
 
 
 def stream_state_dict(
@@ -162,11 +162,17 @@ def stream_state_dict(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """``(name, tensor)`` of the whole model, one after another on the CPU of rank 0; nothing elsewhere.
 
-    Every rank of the model's mesh iterates to the end, between steps. No more than one parameter is whole at
-    a time, so a model that fits nowhere can be written to a file.
+    Every rank of the model's mesh iterates to the end, between steps. One parameter is made whole at a time,
+    and ranks wait until rank 0 comes for the next; so a model that fits nowhere can be written to a file.
+    Host memory: what the caller keeps (a ``for`` loop its last tensor, until it has the next one), one
+    parameter, and at most 128 MiB on the way. A tied weight is collected under each of its names.
     decoded: give quantised weights in this dtype, under their own names, instead of codes and scales.
     Raises: InputError for a model without a sharded module.
     """
+    return _whole(model, decoded, shared=False)
+
+
+def _whole(model: nn.Module, decoded: torch.dtype | None, shared: bool) -> Iterator[tuple[str, torch.Tensor]]:
     units = units_in(model)
     if not units:
         raise InputError(f"{type(model).__name__} has no sharded module; its own state_dict() is whole")
@@ -174,7 +180,7 @@ def stream_state_dict(
         unit.runtime.rest()
     params = {id(p.sharded): p for unit in units for group in unit.groups for p in group.params}
     is_destination = all(p.is_first for p in params.values())
-    whole = stream_full(model.state_dict(keep_vars=True), params, decoded=decoded)
+    whole = stream_full(model.state_dict(keep_vars=True), params, decoded=decoded, shared=shared)
     return (entry for entry in whole if is_destination)
 
 

@@ -8,14 +8,16 @@ import pytest
 pytest.importorskip("transformers", reason="needs the extra: pip install 'shardwright[hf]' (make test-hf)")
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
-from shardwright import hf, nf4
+from shardwright import fully_shard, hf, nf4
 from shardwright.errors import CheckpointError, InputError
 from shardwright.hf import library
 from shardwright.train.lora import Lora
 from tests.hf import models
 from tests.ranks.pool import run_ranks
+from tests.ranks.test_checkpoint_bounds import grown
 
 GRAD = 2e-5
 
@@ -193,6 +195,19 @@ def test_an_export_never_overwrites(folders):
     before = sorted(p.name for p in folders["llama"].parent.iterdir())
     run_ranks(2, _saves_over, folders["llama"])
     assert sorted(p.name for p in folders["llama"].parent.iterdir()) == before
+
+
+def _exports_deep(rank, world, folder):
+    sizes = {"vocab_size": 4096, "hidden_size": 1024, "intermediate_size": 4096}
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**models.SIZES | sizes))
+    fully_shard(model).to_empty(device="cpu")
+    return grown(lambda: hf.save_pretrained(model, folder / "out"))
+
+
+def test_an_export_holds_no_more_than_two_tensors(tmp_path):
+    """Of 160 MiB: the largest has 16 MiB, and as much of two of them is on its way."""
+    assert max(run_ranks(2, _exports_deep, tmp_path)) < 80 << 20
 
 
 def _finetune(rank, world, folder, options):

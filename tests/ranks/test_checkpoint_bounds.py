@@ -1,5 +1,8 @@
-"""A load writes every element that it allocates, reads no byte that another rank owns, and needs no room."""
+"""A load writes every element that it allocates, reads no byte that another rank owns, and needs no room.
 
+What is streamed whole is so one tensor after another."""
+
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from shardwright import fully_shard
+from shardwright import fully_shard, stream_state_dict
 from shardwright.checkpoint import load, save
 from shardwright.checkpoint.tools import consolidate
 from tests.ranks.pool import run_ranks
@@ -114,3 +117,41 @@ def test_saving_needs_no_memory_and_loading_a_shard_and_less_than_a_tensor(tmp_p
         assert saving < tensor  # of chunks of 2 MiB; a model twice as large needs no more
         assert shard / 2 < loading < shard + tensor
         assert again < tensor
+
+
+class Deep(nn.Module):
+    """Twelve tensors of 16 MiB, and two names that are far apart for one of 32 MiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(2048, 4096, bias=False)
+        self.layers = nn.ModuleList(nn.Linear(1024, 4096, bias=False) for _ in range(12))
+        self.last = nn.Linear(2048, 4096, bias=False)
+        self.last.weight = self.first.weight
+
+
+def stream_deep(rank: int, world: int) -> tuple[int, list[tuple[str, float]]]:
+    with torch.device("meta"):
+        model = Deep()
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model).to_empty(device="cpu")
+    with torch.no_grad():
+        for number, param in enumerate(model.parameters()):
+            param.fill_(number + 1)
+    seen = []
+
+    def stream() -> None:
+        for name, whole in stream_state_dict(model):
+            time.sleep(0.02)  # as long as writing it to a file takes: the others are ready far sooner
+            seen.append((name, whole[0, 0].item() + whole[-1, -1].item()))
+
+    return grown(stream), seen
+
+
+def test_no_rank_holds_more_than_a_part_of_a_model_that_is_streamed() -> None:
+    found = run_ranks(3, stream_deep)
+    layers = [(f"layers.{n}.weight", 2.0 * (n + 2)) for n in range(12)]
+    assert found[0][1] == [("first.weight", 2.0), *layers, ("last.weight", 2.0)]
+    # The caller's last tensor and the next one, and what is on its way: all in all 224 MiB.
+    assert max(nbytes for nbytes, _ in found) < 96 * MIB

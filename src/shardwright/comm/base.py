@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from shardwright.comm.pages import take_bytes
+from shardwright.comm.pages import pages_of_its_own, take_bytes
 from shardwright.comm.streams import Streams
 from shardwright.plan.layout import pack
 
@@ -68,6 +68,13 @@ def spread(joined: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
     offsets, _ = pack([part.numel() for part in parts])
     for offset, part in zip(offsets, parts, strict=True):
         part.copy_(joined[offset : offset + part.numel()])
+
+
+def whole_place(spans: Sequence[tuple[int, int]], dst: int, shard: torch.Tensor) -> torch.Tensor:
+    """Where rank ``dst`` collects 1-D shards on the host, with its own in place."""
+    whole = pages_of_its_own(max(stop for _, stop in spans) * shard.element_size()).view(shard.dtype)
+    whole[slice(*spans[dst])].copy_(shard)
+    return whole
 
 
 def sum_in_rank_order(parts: Sequence[torch.Tensor], dtype: torch.dtype, scratch: int | None) -> torch.Tensor:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch.distributed import ProcessGroup, Work
 
-from shardwright.comm.base import Piece, join, spread, sum_in_rank_order
+from shardwright.comm.base import Piece, join, spread, sum_in_rank_order, whole_place
 from shardwright.comm.launches import Launch, LaunchLog
 from shardwright.comm.pages import take_bytes
 from shardwright.comm.streams import Streams
@@ -170,8 +170,7 @@ class GlooComm:
             self._send(self._gather_group, shard.contiguous().view(torch.uint8), dst, tag, sends)
             self.block(sends, launch)
             return None
-        whole = torch.empty(max(stop for _, stop in spans), dtype=shard.dtype)
-        whole[slice(*spans[dst])].copy_(shard)
+        whole = whole_place(spans, dst, shard)
         parts = ((peer, whole[slice(*spans[peer])].view(torch.uint8)) for peer in self._peers)
         self.block(
             [self._gather_group.recv([part], peer, tag) for peer, part in parts if part.numel()], launch

@@ -140,10 +140,7 @@ class Pool:
         return None
 
     def _map(self, nbytes: int) -> mmap.mmap:
-        page = HUGE_PAGE_NBYTES if nbytes >= HUGE_PAGE_NBYTES else mmap.PAGESIZE
-        block = mmap.mmap(-1, -(-nbytes // page) * page, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if _ADVICE is not None and len(block) >= HUGE_PAGE_NBYTES:
-            block.madvise(_ADVICE)
+        block = _mapped(nbytes)
         self.held_nbytes += len(block)
         return block
 
@@ -154,3 +151,20 @@ POOL = Pool()
 def take_bytes(nbytes: int) -> torch.Tensor:
     """Uninitialised host memory, uint8 [nbytes], in huge pages where they fit, from the process' pool."""
     return POOL.take(nbytes)
+
+
+def pages_of_its_own(nbytes: int) -> torch.Tensor:
+    """Uninitialised host memory, uint8 [nbytes], that goes back to the kernel with the last tensor over it:
+    for large tensors that come and go one after another, between which malloc's memory would fall to pieces.
+    """
+    if nbytes < SMALL_NBYTES:
+        return torch.empty(nbytes, dtype=torch.uint8)
+    return torch.frombuffer(_mapped(nbytes), dtype=torch.uint8, count=nbytes)
+
+
+def _mapped(nbytes: int) -> mmap.mmap:
+    page = HUGE_PAGE_NBYTES if nbytes >= HUGE_PAGE_NBYTES else mmap.PAGESIZE
+    block = mmap.mmap(-1, -(-nbytes // page) * page, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if _ADVICE is not None and len(block) >= HUGE_PAGE_NBYTES:
+        block.madvise(_ADVICE)
+    return block

@@ -17,12 +17,14 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from shardwright.comm.arena import RESERVED_NBYTES, Arena, Host, Segment, this_host
-from shardwright.comm.base import Piece, join, spread, sum_in_rank_order
+from shardwright.comm.base import Piece, join, spread, sum_in_rank_order, whole_place
 from shardwright.comm.hostcopy import HostPiece
 from shardwright.comm.launches import Launch, LaunchLog
 from shardwright.comm.memfile import memory_file, opened_again
 from shardwright.comm.streams import Streams
 from shardwright.plan.layout import pack
+
+_GATHERED_NBYTES = 64 << 20  # at most so many of all ranks together lie in their segments for a ``gather``
 
 
 def open_arena(group: ProcessGroup, timeout_s: float, log: LaunchLog) -> Arena | None:
@@ -104,19 +106,19 @@ class ShmComm:
         return _ShmReduction(self, (pieces, dtypes), launch)
 
     def gather(self, shard: torch.Tensor, spans: Sequence[tuple[int, int]], dst: int) -> torch.Tensor | None:
-        """See ``Comm.gather``."""
-        key = f"gather {spans[-1][1]} elements on rank {dst}"
-        launch = self._publish([shard.contiguous().view(torch.uint8)] if self.rank != dst else [], key)
-        whole = torch.empty(max(stop for _, stop in spans), dtype=shard.dtype) if self.rank == dst else None
-        if whole is not None:
-            whole[slice(*spans[dst])].copy_(shard)
-        for peer in self.peers:
-            part = self.arena.read(peer, launch)
-            if whole is not None:
-                whole[slice(*spans[peer])].view(torch.uint8).copy_(
-                    part[: shard.element_size() * _len(spans[peer])]
-                )
-            self.arena.done(peer, launch.number)
+        """See ``Comm.gather``. In parts, each when ``dst`` asks for it: nobody runs ahead of who reads."""
+        whole = whole_place(spans, dst, shard) if self.rank == dst else None
+        part_numel = _GATHERED_NBYTES // self.world // shard.element_size()
+        for start in range(0, max(1, max(map(_len, spans))), part_numel):
+            key = f"gather {spans[-1][1]} elements on rank {dst}, from {start} of each rank's"
+            part = shard[:0] if self.rank == dst else shard[start : start + part_numel]
+            launch = self._publish([part.contiguous().view(torch.uint8)], key, asks=dst)
+            for peer in self.peers:
+                read = self.arena.read(peer, launch)
+                if whole is not None:
+                    place = whole[slice(*spans[peer])][start : start + part_numel].view(torch.uint8)
+                    place.copy_(read[: place.numel()])
+                self.arena.done(peer, launch.number)
         return whole
 
     def exchange(self, words: Sequence[int], key: str) -> list[list[int]]:
@@ -132,13 +134,18 @@ class ShmComm:
         assert self.exposed_s is not None
         self.exposed_s += time.perf_counter() - start
 
-    def _publish(self, parts: list[torch.Tensor], key: str, hosted: Sequence[HostPiece] = ()) -> Launch:
+    def _publish(
+        self, parts: list[torch.Tensor], key: str, hosted: Sequence[HostPiece] = (), asks: int | None = None
+    ) -> Launch:
+        """asks: the rank that must have come to this operation before memory is filled for it, or None."""
         if not self.peers:
             return Launch(0, key, "", 0)
         _, total = pack([part.numel() for part in parts])
         number, place = self.arena.reserve(total)
-        join(parts, place)
         launch = self.arena.launch(number, key)
+        if asks not in (None, self.rank):
+            self.arena.read(asks, launch)
+        join(parts, place)
         for piece in hosted:
             piece.put(launch)
         self.arena.announce(launch, total)

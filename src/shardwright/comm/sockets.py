@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import torch
 
-from shardwright.comm.base import Piece, sum_in_rank_order
+from shardwright.comm.base import Piece, sum_in_rank_order, whole_place
 from shardwright.comm.lines import Line, Transfer
 from shardwright.comm.streams import Streams
 from shardwright.comm.views import views_of
@@ -81,12 +81,11 @@ class SocketComm:
         start = time.perf_counter()
         launch = self.log.launch(f"gather {spans[-1][1]} elements on rank {dst}")
         transfer = Transfer(self._wire.side, launch, [])
-        whole = torch.empty(max(stop for _, stop in spans), dtype=shard.dtype) if self.rank == dst else None
+        whole = whole_place(spans, dst, shard) if self.rank == dst else None
         if whole is None:
             transfer.keep.append(shard.contiguous())
             self._send(self._gather_lines[dst], transfer, transfer.keep)
         else:
-            whole[slice(*spans[dst])].copy_(shard)
             for peer in self._peers:
                 place = whole[slice(*spans[peer])]
                 if place.numel():

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from shardwright.comm.pages import pages_of_its_own
 from shardwright.state.decoding import EncodedPair, pairs_in
 from shardwright.state.extended import ExtendedParam
 from shardwright.state.flat import FlatParam
@@ -17,13 +18,16 @@ def stream_full(
     params: Mapping[int, ShardedParam],
     dst: int = 0,
     decoded: torch.dtype | None = None,
+    shared: bool = False,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """``(name, tensor)`` of all tensors in ``state``, whole, on the CPU; sharded ones only on rank ``dst``.
 
     state: a model's ``state_dict(keep_vars=True)`` at rest, in the same order on every rank; every rank
         iterates to the end. params: what is sharded, by the id of its parameter.
-    A tensor that several names show is collected once and yielded under each. Device memory: one whole
-    parameter on ``dst``. The dtype is the one at rest.
+    A tensor that several names show is collected for each anew, or once where they are to share it
+    (``shared``), which keeps it to the end. Memory beside what the caller keeps: one whole parameter on
+    ``dst``, of its device too where that isn't the CPU, and on a host at most 128 MiB on the way. The dtype
+    is the one at rest.
     The members of a flat parameter come one after another, under their own names.
     decoded: yield quantised weights decoded to this dtype, under their names, in place of codes and scales.
     """
@@ -36,10 +40,12 @@ def stream_full(
             continue
         if id(value) not in collected:
             whole = _whole(value, params.get(id(value)), dst)
-            if id(value) in scales:
+            if decoded is not None and id(value) in scales:
                 whole = _decoded(scales[id(value)], whole, dst, decoded)
             collected[id(value)] = whole
         whole = collected[id(value)]
+        if not shared:
+            collected.clear()
         param = params.get(id(value))
         if whole is not None and isinstance(param, FlatParam):
             yield from param.entries(name, whole)
@@ -48,12 +54,14 @@ def stream_full(
 
 
 def _decoded(
-    pair: EncodedPair, codes: torch.Tensor | None, dst: int, dtype: torch.dtype | None
+    pair: EncodedPair, codes: torch.Tensor | None, dst: int, dtype: torch.dtype
 ) -> torch.Tensor | None:
     scales = _whole(pair.scales.sharded, pair.scales, dst)
     if codes is None or scales is None:
         return None
-    return pair.encoding.codec.decode(codes, scales, pair.encoding.shape, dtype)
+    shape = pair.encoding.shape
+    place = pages_of_its_own(torch.Size(shape).numel() * dtype.itemsize).view(dtype).view(shape)
+    return pair.encoding.codec.decode(codes, scales, shape, dtype, out=place)
 
 
 def _whole(value: torch.Tensor, param: ShardedParam | None, dst: int) -> torch.Tensor | None:
