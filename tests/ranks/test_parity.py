@@ -39,6 +39,52 @@ def test_three_steps_of_sgd_equal_one_process(world, tied):
     run_ranks(world, sgd_parity, tied, None)
 
 
+def under_autocast(rank, world):
+    ours, theirs = Run.of(shard_decoder(build(), fully_shard)), Run.of(build())
+    for step in range(3):
+        tokens = batches(step, world)
+        with torch.autocast("cpu", torch.bfloat16):  # keeps the weights' casts: also for a second forward
+            assert ours.model(tokens[rank]).dtype == torch.bfloat16
+            loss = loss_of(ours.model, tokens[rank])
+        loss.backward()
+        for row in range(world):  # each rank's gradient is in bfloat16, their sum in float32
+            with torch.autocast("cpu", torch.bfloat16):
+                expected = loss_of(theirs.model, tokens[row])
+            assert row != rank or torch.equal(loss, expected)
+            (expected / world).backward()
+        assert all(p.grad.dtype == torch.float32 for p in ours.model.parameters())
+        for run in (ours, theirs):
+            run.step()
+        assert_same(ours.model, theirs.model)
+
+
+def test_autocast_around_the_forward_equals_one_process():
+    run_ranks(2, under_autocast)
+
+
+def zeroed_in_place(rank, world):
+    model, reference = shard_decoder(build(), fully_shard), build()
+    ours, theirs = Run.of(model), Run.of(reference)
+    kept = {}
+    for step in range(3):
+        tokens = batches(step, world)
+        loss_of(model, tokens[rank]).backward()
+        torch.stack([loss_of(reference, rows) for rows in tokens]).mean().backward()
+        kept = kept or {name: p.grad for name, p in model.named_parameters()}
+        assert all(p.grad is kept[name] for name, p in model.named_parameters()), (
+            "another tensor is the gradient"
+        )
+        for run in (ours, theirs):
+            run.optimizer.step()
+            run.optimizer.zero_grad(set_to_none=False)
+        assert all(p.grad.to_local().count_nonzero() == 0 for p in model.parameters())
+        assert_same(model, reference)
+
+
+def test_gradients_that_are_zeroed_in_place_are_added_to():
+    run_ranks(2, zeroed_in_place)
+
+
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("transport", ["sockets", "collectives"])
 def test_every_transport_equals_one_process(world, transport):

@@ -5,8 +5,11 @@ before it is wrapped, after, or never. Moving is ``_apply`` with a copy: new mem
 one device to another.
 """
 
+import copy
+import gc
 import itertools
 import time
+import weakref
 from unittest import mock
 
 import pytest
@@ -18,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from shardwright.motion.unit import unit_of, units_in
 from shardwright.state.group import ParamGroup
 from shardwright.wrapper import FSDP, BackwardPrefetch, CPUOffload, CustomPolicy, ShardingStrategy
-from tests.ranks.models import Decoder, batches, build, loss_of
+from tests.ranks.models import Decoder, Run, batches, build, loss_of, train_beside
 from tests.ranks.pool import run_ranks
 from tests.ranks.wrapped import (
     OwnExpert,
@@ -73,6 +76,19 @@ def test_a_model_trains_as_ddp_in_every_case(shape, make):  # P1 P12-P14 P22-P26
 def test_more_ranks_than_two_train_as_ddp(world):
     cases = [(BackwardPrefetch.BACKWARD_PRE, None, "never"), (None, CPUOffload(True), "after")]
     run_ranks(world, trains, nested, build, 2, cases)
+
+
+def built_before_the_move(rank, world, offload):
+    model = nested(build(), cpu_offload=offload)
+    ours, theirs = Run.of(model), Run.of(build())
+    for _ in range(2):  # before the first step, and with momentum
+        assert moved(model) is model
+        train_beside(ours, theirs, rank, world, steps=1)
+
+
+@pytest.mark.parametrize("offload", [None, CPUOffload(True)], ids=["on the device", "offloaded"])
+def test_an_optimizer_built_after_wrapping_and_before_the_move_steps_what_was_moved(offload):  # P24
+    run_ranks(2, built_before_the_move, offload)
 
 
 def all_taken(rank, world):
@@ -164,6 +180,22 @@ def experts(rank, world, late_s):
 @pytest.mark.parametrize("late_s", [0.0, 0.002], ids=["at once", "freed late"])
 def test_an_expert_on_a_group_of_one_is_not_sharded_reduced_or_divided(late_s):  # P30 P41-P45
     run_ranks(3 if late_s else 2, experts, late_s)
+
+
+def dropped(rank, world):
+    alone = [dist.new_group([each]) for each in range(world)][rank]
+    model = OwnExpert(alone)
+    wrappers = [weakref.ref(part) for part in (model.expert, model.after)]
+    torch.manual_seed(60)
+    model.expert, model.after = nn.Linear(7, 7), nn.Linear(7, 17)
+    gc.collect()
+    assert [ref() for ref in wrappers] == [None, None], "what was dropped is still held"
+    plain = copy.deepcopy(model)
+    beside_ddp(lambda: plain, FSDP(model), rank, world)
+
+
+def test_parts_that_are_wrapped_and_dropped_before_the_root_leave_nothing():  # P41
+    run_ranks(2, dropped)
 
 
 def hooks_of_outputs(rank, world):
