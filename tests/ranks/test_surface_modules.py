@@ -3,9 +3,11 @@
 import copy
 import dataclasses
 import pickle
+import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -418,6 +420,43 @@ def child_first(rank, world):
 
 def test_a_child_may_run_before_and_between_the_roots_forwards():
     run_ranks(2, child_first)
+
+
+def rootless(rank, world):
+    model, reference = build(), build()
+    for block in model.blocks:
+        fully_shard(block)
+    # What no call has taken is the caller's to reduce.
+    left = [p for name, p in model.named_parameters() if not name.startswith("blocks")]
+
+    def reduced(*_):
+        for param in left:
+            dist.all_reduce(param.grad)
+            param.grad /= world
+
+    ours, theirs = Run.of(model), Run.of(reference)
+    ours.optimizer.register_step_pre_hook(reduced)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train_beside(ours, theirs, rank, world)
+    said = [str(each.message) for each in caught if "plans alone" in str(each.message)]
+    assert len(said) == 1
+    assert "Call fully_shard on the module that holds them" in said[0]
+
+
+def rooted(rank, world):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train_beside(Run.of(shard_decoder(build(), fully_shard)), Run.of(build()), rank, world)
+        teacher, student = (shard_decoder(build(seed=seed), fully_shard) for seed in (1, 2))
+        tokens = batches(0, world)[rank]
+        (teacher(tokens).detach() - student(tokens)).square().mean().backward()
+
+
+@pytest.mark.each_case
+@pytest.mark.parametrize("way", [rootless, rooted])
+def test_a_model_whose_root_was_left_out_is_exact_and_warns_once_and_others_do_not(way):
+    run_ranks(2, way)
 
 
 def interleaved(rank, world):

@@ -13,6 +13,7 @@ own share of the gradient is done, however else the caller uses the tensor.
 """
 
 import sys
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +32,7 @@ from shardwright.motion.optimizers import OptimizerGuard
 from shardwright.motion.runtime import Runtime
 from shardwright.motion.transforms import beneath_transforms
 from shardwright.motion.uncompiled import uncompiled
-from shardwright.motion.unit import Unit
+from shardwright.motion.unit import Unit, unit_of
 from shardwright.plan.schedule import EventKind, Phase
 from shardwright.state.dtensor_ops import register_optimizer_kernels
 from shardwright.state.group import ParamGroup
@@ -74,6 +75,40 @@ class _GradWatch:
 _watches: WeakKeyDictionary[ParamGroup, _GradWatch] = WeakKeyDictionary()
 
 
+class _RootLeftOut:
+    """Finds, and says once, that a module which was sharded as a model of its own is fed by another of its
+    class: layers of one model, on whose root ``fully_shard`` was not called."""
+
+    def __init__(self) -> None:
+        self.said = False
+        self._left: tuple[weakref.ref[nn.Module], weakref.ref[torch.Tensor]] | None = None
+
+    def leave(self, module: nn.Module, output: Any) -> None:
+        """The outermost sharded module has run."""
+        if not self.said:
+            first = next(tensors_in(output), None)
+            self._left = None if first is None else (weakref.ref(module), weakref.ref(first))
+
+    def enter(self, unit: Unit, module: nn.Module, inputs: Any) -> None:
+        """The outermost sharded module begins."""
+        before, output = (ref() for ref in self._left) if self._left and not self.said else (None, None)
+        if before is None or output is None or type(before) is not type(module):
+            return
+        other = unit_of(before)
+        if other.runtime is unit.runtime or all(tensor is not output for tensor in tensors_in(inputs)):
+            return
+        self.said = True
+        warnings.warn(
+            f"{other.name!r} and {unit.name!r} were each sharded as a model of its own, and the output of the"
+            " first is the input of the second: each plans alone, so nothing is gathered ahead of the next module. "
+            "Call fully_shard on the module that holds them, too, after them (said once)",
+            stacklevel=2,
+        )
+
+
+_root_left_out = _RootLeftOut()
+
+
 class ModuleHooks:
     """The hooks of one unit's modules, known by ``ids``. Stays alive through them."""
 
@@ -111,6 +146,8 @@ class ModuleHooks:
             for group in needed(unit):
                 unit.runtime.at(EventKind.RECOMPUTE, group)
         else:
+            if unit.runtime.depth == 0:
+                _root_left_out.enter(unit, module, (args, kwargs))
             with wanted_rows(unit.group, module, args, kwargs):
                 self._enter(call)
         for owner in unit.owners:
@@ -193,6 +230,8 @@ class ModuleHooks:
         dtype = self.unit.policy.output_dtype
         if dtype is not None:
             output = map_tensors(lambda t: cast_floating(t, dtype), output)
+        if self.unit.runtime.depth == 0 and not call.recomputed:
+            _root_left_out.leave(module, output)
         if torch.is_grad_enabled() and self.unit.owners:
             hooked = [t for t in tensors_in(output) if t.requires_grad and not t.is_leaf]
             call.reads_weights = not is_lookup(module, output)
