@@ -91,7 +91,9 @@ class _RootLeftOut:
 
     def enter(self, unit: Unit, module: nn.Module, inputs: Any) -> None:
         """The outermost sharded module begins."""
-        before, output = (ref() for ref in self._left) if self._left and not self.said else (None, None)
+        if self.said or self._left is None:
+            return
+        before, output = self._left[0](), self._left[1]()
         if before is None or output is None or type(before) is not type(module):
             return
         other = unit_of(before)
