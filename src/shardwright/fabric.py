@@ -4,12 +4,13 @@
     fabric = Fabric(strategy="shardwright", devices=2)          # or ShardwrightStrategy(groups="auto")
     model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters()))
 
-The only file that imports Lightning: ``lightning`` or, alone, ``lightning-fabric``.
+The only file that imports Lightning: ``lightning``, ``lightning-fabric`` or both.
 """
-# pyright: reportMissingImports=false
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -20,27 +21,41 @@ from shardwright.api import fully_shard
 from shardwright.checkpoint import load, save
 from shardwright.clip import clip_grad_norm_
 from shardwright.errors import CheckpointError, InputError
+from shardwright.grouped import choices
 from shardwright.module import FSDPModule
-from shardwright.policy import DEFAULT_PRECISION, MixedPrecisionPolicy
+from shardwright.policy import DEFAULT_PRECISION, Grouping, MixedPrecisionPolicy
 
-try:
-    from lightning.fabric.strategies import STRATEGY_REGISTRY, DDPStrategy
-    from lightning.fabric.strategies.strategy import _BackwardSyncControl
-except ModuleNotFoundError:
+PACKAGES = ("lightning.fabric", "lightning_fabric")
+"""The two names that Fabric is published under; a program may import either, or both."""
+
+
+def _found(package: str) -> Any:
+    """Its ``strategies``, or None where it isn't installed."""
     try:
-        from lightning_fabric.strategies import STRATEGY_REGISTRY, DDPStrategy
-        from lightning_fabric.strategies.strategy import _BackwardSyncControl
+        return import_module(f"{package}.strategies")
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"shardwright.fabric needs Lightning Fabric ({error}): pip install 'shardwright[fabric]'",
-            name=error.name,
-        ) from error
+        if error.name not in (package, package.partition(".")[0]):
+            raise
+        return None
 
 
-class ShardwrightStrategy(DDPStrategy):
+_STRATEGIES = [found for found in map(_found, PACKAGES) if found is not None]
+if not _STRATEGIES:
+    raise ModuleNotFoundError(
+        "shardwright.fabric needs Lightning Fabric, as lightning or lightning-fabric: "
+        "pip install 'shardwright[fabric]'",
+        name="lightning_fabric",
+    )
+_DDP: Any = [strategies.DDPStrategy for strategies in _STRATEGIES]
+
+
+class ShardwrightStrategy(*_DDP):
     """Shards what ``Fabric.setup`` is given, unless it is sharded already; one process per device.
 
-    groups: as for ``fully_shard``; None: the model is one group. shard: instead, a function that shards the
+    A strategy for the Fabric of ``lightning`` and that of ``lightning_fabric``, whichever are installed.
+
+    groups: as for ``fully_shard``; "auto", and nothing in the model says how to group it: one group, with a
+        warning. None: the model is one group. shard: instead, a function that shards the
     model in place. mp_policy: as for ``fully_shard``; Fabric's ``precision`` is left at "32-true".
     options: of ``DDPStrategy``, as ``process_group_backend`` and ``timeout``.
 
@@ -51,7 +66,7 @@ class ShardwrightStrategy(DDPStrategy):
 
     def __init__(
         self,
-        groups: Any = None,
+        groups: Any = "auto",
         shard: Callable[[nn.Module], object] | None = None,
         mp_policy: MixedPrecisionPolicy = DEFAULT_PRECISION,
         **options: Any,
@@ -67,11 +82,19 @@ class ShardwrightStrategy(DDPStrategy):
         if not isinstance(module, FSDPModule):
             if self._shard is not None:
                 self._shard(module)
-            elif self._groups is not None:
-                fully_shard(module, groups=self._groups, mp_policy=self._mp_policy)
             else:
-                fully_shard(module, mp_policy=self._mp_policy)
+                fully_shard(module, groups=self._groups_of(module), mp_policy=self._mp_policy)
         return module
+
+    def _groups_of(self, module: nn.Module) -> Any:
+        if self._groups != "auto" or choices(module, Grouping()):
+            return self._groups
+        warnings.warn(
+            f"nothing in {type(module).__name__} says how to group it, so all of it is gathered at once; "
+            "give ShardwrightStrategy(groups=...) lists of names or a Grouping, or None if that's meant",
+            stacklevel=2,
+        )
+        return None
 
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
@@ -140,7 +163,7 @@ class ShardwrightStrategy(DDPStrategy):
         return extra
 
 
-class _Reducing(_BackwardSyncControl):
+class _Reducing:
     """Gradients are reduced in the last backward of a step only."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
@@ -169,5 +192,8 @@ def _sorted(state: Mapping[str, Any]) -> tuple[nn.Module, Optimizer | None, dict
     return models[0], optimizers[0] if optimizers else None, rest
 
 
-if "shardwright" not in STRATEGY_REGISTRY:
-    STRATEGY_REGISTRY.register("shardwright", ShardwrightStrategy, "fully sharded by Shardwright")
+for _strategies in _STRATEGIES:
+    if "shardwright" not in _strategies.STRATEGY_REGISTRY:
+        _strategies.STRATEGY_REGISTRY.register(
+            "shardwright", ShardwrightStrategy, "fully sharded by Shardwright"
+        )

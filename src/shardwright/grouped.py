@@ -6,7 +6,7 @@ root         parameters that lie right in modules around groups; most often none
 """
 
 import difflib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -14,7 +14,7 @@ from torch import nn
 from shardwright.errors import InputError
 from shardwright.motion.build import check_modules, has_no_forward
 from shardwright.motion.unit import is_sharded
-from shardwright.plan.grouping import Hints, Node, groups_from_hints, joined, leftovers, repeated
+from shardwright.plan.grouping import Hints, NamedGroups, Node, groups_from_hints, joined, leftovers, repeated
 from shardwright.policy import Grouping
 
 Entry = str | nn.Module
@@ -60,26 +60,44 @@ def chosen(model: nn.Module, groups: str | Grouping, ignored: set[int]) -> list[
     """The groups that ``"auto"`` or a ``Grouping`` chooses: names of modules. Raises: InputError."""
     if isinstance(groups, str) and groups != "auto":
         raise InputError(f'groups= must be "auto", a Grouping or lists of names, got {groups!r}')
-    policy = groups if isinstance(groups, Grouping) else Grouping()
-    root, hints = _node(model, "", ignored), hints_of(model)
-    classes = {name: type(module).__name__ for name, module in model.named_modules() if name}
-    last: tuple[str, ...] = ()
-    if policy.classes:
-        names = [name for name, m in model.named_modules() if name and isinstance(m, policy.classes)]
-    elif hints.no_split or hints.plan:
-        by_hints = groups_from_hints(classes, hints)
-        names, last = list(by_hints.apart), by_hints.last
-    else:
-        names = repeated(root)
-    nodes = {node.name: node for node in _walk(root)}
-    found = [nodes[name] for name in classes if name in names and nodes[name].nbytes and nodes[name].runs]
+    found = choices(model, groups if isinstance(groups, Grouping) else Grouping(), ignored)
     if not found:
         raise InputError(
             f"nothing in {type(model).__name__} says how to group it: it has no _no_split_modules and no "
             "list of modules of one class; pass Grouping(classes=[...]) or lists of names"
         )
+    return found
+
+
+def choices(model: nn.Module, policy: Grouping, ignored: Collection[int] = ()) -> list[list[str]]:
+    """The groups that ``policy`` chooses; none where nothing in the model says how to group it."""
+    last: tuple[str, ...] = ()
+    if policy.classes:
+        names = [name for name, m in model.named_modules() if name and isinstance(m, policy.classes)]
+    else:
+        suggestion = suggested(model, ignored)
+        names, last = list(suggestion.apart), suggestion.last
+    nodes = [node for node in _walk(_node(model, "", ignored)) if node.name in names]
+    found = [node for node in nodes if node.nbytes and node.runs]
     grouped = joined(found, policy.least_nbytes) if policy.least_nbytes else [[node.name] for node in found]
-    return grouped + ([list(last)] if last else [])
+    return grouped + ([list(last)] if found and last else [])
+
+
+def suggested(model: nn.Module, ignored: Collection[int] = ()) -> NamedGroups:
+    """Groups by what a model says of itself; where none of its blocks is meant by that, the members of its
+    lists are the blocks."""
+    hints = hints_of(model)
+    classes = {name: type(module).__name__ for name, module in model.named_modules() if name}
+    found = groups_from_hints(classes, hints)
+    if {*found.apart} - {hints.embedding}:
+        return found
+    taken = (*found.apart, *found.last)
+    lists = [
+        name
+        for name in repeated(_node(model, "", ignored))
+        if not any(f"{name}.".startswith(f"{outer}.") for outer in taken)
+    ]
+    return NamedGroups((*lists, *found.apart), found.last)
 
 
 def hints_of(model: nn.Module) -> Hints:
@@ -88,7 +106,10 @@ def hints_of(model: nn.Module) -> Hints:
     names = {id(module): name for name, module in model.named_modules()}
     ends = []
     for getter in ("get_input_embeddings", "get_output_embeddings"):
-        end = getattr(model, getter)() if hasattr(model, getter) else None
+        try:
+            end = getattr(model, getter)() if hasattr(model, getter) else None
+        except NotImplementedError:  # of transformers, where a model has none: CLIP, wav2vec2
+            end = None
         ends.append(names.get(id(end)) if end is not None else None)
     return Hints(frozenset(no_split or ()), plan or {}, *ends)
 
@@ -117,7 +138,7 @@ def _modules_of(model: nn.Module, group: Sequence[str], params: dict[str, nn.Par
     return [model.get_submodule(name) for name in dict.fromkeys(names)]
 
 
-def _node(module: nn.Module, name: str, ignored: set[int]) -> Node:
+def _node(module: nn.Module, name: str, ignored: Collection[int]) -> Node:
     prefix = f"{name}." if name else ""
     return Node(
         name,

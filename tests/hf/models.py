@@ -1,5 +1,6 @@
 """Models of transformers, small, from their configurations; written by its own ``save_pretrained``."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -52,6 +53,40 @@ def write(kind: str, folder: Path, max_shard_size: str = "40KB") -> Path:
 def whole(folder: Path) -> transformers.PreTrainedModel:
     """The model as transformers alone loads it."""
     return transformers.AutoModelForCausalLM.from_pretrained(folder)
+
+
+def without_embedding(kind: str) -> tuple[transformers.PreTrainedModel, Callable[[int], dict]]:
+    """A model whose ``get_input_embeddings`` raises, and what one rank gives it."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(7)
+    if kind == "clip":
+        text = {
+            **sizes,
+            "vocab_size": 96,
+            "max_position_embeddings": 16,
+            "eos_token_id": 2,
+            "bos_token_id": 1,
+        }
+        vision = {**sizes, "image_size": 16, "patch_size": 8}
+        clip = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)
+        return transformers.CLIPModel(clip), lambda rank: {
+            "input_ids": tokens(rank), "pixel_values": noise(rank, 2, 3, 16, 16), "return_loss": True
+        }  # fmt: skip
+    assert kind == "wav2vec2", kind
+    wav2vec2 = transformers.Wav2Vec2Config(
+        **sizes, vocab_size=20, num_feat_extract_layers=2, conv_dim=(16, 16), conv_stride=(5, 2),
+        conv_kernel=(10, 3), num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=4, mask_time_prob=0.0,
+        hidden_dropout=0.0, attention_dropout=0.0, feat_proj_dropout=0.0, layerdrop=0.0, final_dropout=0.0,
+        activation_dropout=0.0,
+    )  # fmt: skip
+    return transformers.Wav2Vec2ForCTC(wav2vec2), lambda rank: {
+        "input_values": noise(rank, 2, 800), "labels": tokens(rank, 5) % 19 + 1
+    }  # fmt: skip
+
+
+def noise(rank: int, *shape: int) -> torch.Tensor:
+    """Numbers of one rank."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(rank))
 
 
 def tokens(rank: int, length: int = 12) -> torch.Tensor:

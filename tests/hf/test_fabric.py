@@ -1,6 +1,8 @@
 """Lightning Fabric with strategy="shardwright": trains as one process does, clips, accumulates, resumes."""
 
 import os
+import sys
+from importlib import import_module
 
 import pytest
 
@@ -9,8 +11,6 @@ pytest.importorskip(
 )
 
 import torch
-from lightning_fabric import Fabric
-from lightning_fabric.plugins.environments import LightningEnvironment
 from torch import nn
 
 from shardwright import FSDPModule, Grouping
@@ -25,9 +25,11 @@ def make():
     return nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 5))
 
 
-def launched(rank, world, strategy="shardwright"):
+def launched(rank, world, strategy="shardwright", package="lightning_fabric"):
+    fabric, plugins = import_module(package), import_module(f"{package}.plugins.environments")
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29999")
-    fabric = Fabric(accelerator="cpu", devices=world, strategy=strategy, plugins=[LightningEnvironment()])
+    environment = plugins.LightningEnvironment()
+    fabric = fabric.Fabric(accelerator="cpu", devices=world, strategy=strategy, plugins=[environment])
     fabric.launch()
     return fabric
 
@@ -47,10 +49,9 @@ def steps(model, optimizer, fabric, first=0, last=4):
     return norms
 
 
-def trained(rank, world, folder=None, resume=False):
-    fabric = launched(
-        rank, world, "shardwright" if folder else ShardwrightStrategy(groups=Grouping(classes=(nn.Linear,)))
-    )
+def trained(rank, world, package, folder=None, resume=False):
+    strategy = "shardwright" if folder else ShardwrightStrategy(groups=Grouping(classes=(nn.Linear,)))
+    fabric = launched(rank, world, strategy, package)
     model = make()
     model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=0.05))
     assert isinstance(model.module, FSDPModule)
@@ -65,7 +66,7 @@ def trained(rank, world, folder=None, resume=False):
 
 
 def alone(rank, world):
-    fabric = Fabric(accelerator="cpu", devices=1)
+    fabric = import_module("lightning_fabric").Fabric(accelerator="cpu", devices=1)
     model = make()
     model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=0.05))
     norms = []
@@ -78,14 +79,18 @@ def alone(rank, world):
     return norms, [p.detach() for p in model.parameters()]
 
 
-def test_training_is_that_of_one_process_and_resumes_at_another_number_of_ranks(tmp_path):
+PACKAGES = pytest.mark.parametrize("package", ["lightning_fabric", "lightning.fabric"])
+
+
+@PACKAGES
+def test_training_is_that_of_one_process_and_resumes_at_another_number_of_ranks(package, tmp_path):
     ((expected, weights),) = run_ranks(1, alone)
     assert min(expected) > 0.05
-    for norms, found in run_ranks(2, trained):
+    for norms, found in run_ranks(2, trained, package):
         assert norms == pytest.approx(expected, rel=1e-4)
         assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, weights, strict=True))
-    run_ranks(2, trained, tmp_path / "saved")
-    for norms, found in run_ranks(3, trained, tmp_path / "saved", True):
+    run_ranks(2, trained, package, tmp_path / "saved")
+    for norms, found in run_ranks(3, trained, package, tmp_path / "saved", True):
         assert norms == pytest.approx(expected[2:], rel=1e-4)
         assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, weights, strict=True))
 
@@ -108,3 +113,58 @@ def refuses(rank, world, folder):
 
 def test_what_cannot_be_done_is_refused(tmp_path):
     run_ranks(2, refuses, tmp_path / "saved")
+
+
+class Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def groups_by_default(rank, world, package):
+    fabric = launched(rank, world, package=package)
+    model = fabric.setup_module(Blocks())
+    names = [group.name for group in model.module._unit().runtime.groups]
+    with pytest.warns(UserWarning, match="nothing in Linear says how to group it"):
+        alone = fabric.setup_module(nn.Linear(4, 4))
+    return names, len(alone.module._unit().runtime.groups)
+
+
+@PACKAGES
+def test_the_default_strategy_groups_by_blocks_and_a_model_without_any_is_one_group(package):
+    for names, alone in run_ranks(2, groups_by_default, package):
+        assert (names, alone) == (["blocks.0", "blocks.1", "blocks.2"], 1)
+
+
+class Missing:
+    """Of ``sys.meta_path``: these packages aren't installed."""
+
+    def __init__(self, packages):
+        self.packages = packages
+
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in self.packages:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+def without(rank, world, packages):
+    for name in [*sys.modules]:
+        if name.split(".")[0] in ("lightning", "lightning_fabric") or name == "shardwright.fabric":
+            del sys.modules[name]
+    sys.meta_path.insert(0, Missing(packages))
+    try:
+        return [base.__module__ for base in import_module("shardwright.fabric").ShardwrightStrategy.__bases__]
+    except ModuleNotFoundError as error:
+        return str(error)
+
+
+def test_either_package_is_enough_and_without_both_the_extra_is_named():
+    assert run_ranks(1, without, ["lightning"]) == [["lightning_fabric.strategies.ddp"]]
+    assert run_ranks(1, without, ["lightning_fabric"]) == [["lightning.fabric.strategies.ddp"]]
+    (said,) = run_ranks(1, without, ["lightning", "lightning_fabric"])
+    assert "pip install 'shardwright[fabric]'" in said

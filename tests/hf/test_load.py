@@ -1,7 +1,9 @@
 """A model of transformers, loaded sharded, is the model; what is wrong with a folder is said at once."""
 
+import copy
 import json
 import re
+from functools import partial
 
 import pytest
 
@@ -120,6 +122,30 @@ def _forgets_a_buffer(rank, world, folder):
 
 def test_a_buffer_that_nothing_fills_is_named(folders):
     run_ranks(2, _forgets_a_buffer, folders["llama"])
+
+
+def _trains_without_embedding(rank, world, kind, shard):
+    model, batch_of = models.without_embedding(kind)
+    whole = copy.deepcopy(model)
+    shard(model)
+    groups = [group.name for group in model._unit().runtime.groups]
+    model(**batch_of(rank)).loss.backward()
+    for other in range(world):
+        (whole(**batch_of(other)).loss / world).backward()
+    grads = {name: None if p.grad is None else p.grad.full_tensor() for name, p in model.named_parameters()}
+    for name, p in whole.named_parameters():
+        assert (p.grad is None) == (grads[name] is None), name
+        assert p.grad is None or (p.grad - grads[name]).abs().max() < GRAD, name
+    return groups
+
+
+@pytest.mark.parametrize("shard", [hf.shard, partial(fully_shard, groups="auto")], ids=["hf", "auto"])
+@pytest.mark.parametrize("kind", ["clip", "wav2vec2"])
+def test_a_model_without_an_input_embedding_is_grouped_by_its_blocks_and_trains_as_the_whole(kind, shard):
+    lists = {"clip": ["text_model.encoder.layers", "vision_model.encoder.layers"]}
+    for groups in run_ranks(2, _trains_without_embedding, kind, shard):
+        for name in lists.get(kind, ["wav2vec2.encoder.layers"]):
+            assert {f"{name}.0", f"{name}.1"} <= {*groups}
 
 
 def _generate(rank, world, folder, lengths):

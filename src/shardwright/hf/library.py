@@ -6,7 +6,7 @@ model (``core_model_loading``), and which tensors are initialised already (``_is
 # pyright: reportMissingImports=false
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -185,8 +185,3 @@ def save_config(model: Any, cls: type, folder: Path, dtype: torch.dtype) -> None
     config.save_pretrained(folder)
     if getattr(model, "generation_config", None) is not None and model.can_generate():
         model.generation_config.save_pretrained(folder)
-
-
-def walk_classes(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """(name, class name) of every module below the model."""
-    return ((name, type(module).__name__) for name, module in model.named_modules() if name)

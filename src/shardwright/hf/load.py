@@ -18,11 +18,10 @@ from shardwright.checkpoint.load import fill
 from shardwright.checkpoint.shardfile import Reader
 from shardwright.checkpoint.target import Plan, allocated, plan
 from shardwright.errors import InputError
-from shardwright.grouped import hints_of
+from shardwright.grouped import hints_of, suggested
 from shardwright.hf import library
 from shardwright.hf.weights import open_folder, under_model_names
 from shardwright.motion.unit import unit_of
-from shardwright.plan.grouping import groups_from_hints
 from shardwright.policy import DEFAULT_PRECISION, MixedPrecisionPolicy
 from shardwright.quantize import quantisable, quantize_
 from shardwright.train.lora import Lora, adapter_names, add_lora, reset_adapters
@@ -81,10 +80,11 @@ def shard(
 ) -> nn.Module:
     """Shard a model of transformers in groups from its own hints; in place, returns it.
 
-    A group per block (``_no_split_modules``) and per module that ``_fsdp_plan`` would free, one for the
-    embedding, one for the last norm and the head, and the rest. Every rank of the mesh calls it.
+    A group per block (``_no_split_modules`` or, where these mean no module, the members of its lists) and per
+    module that ``_fsdp_plan`` would free, one for the embedding, one for the last norm and the head, and the
+    rest. Every rank of the mesh calls it.
     """
-    groups = groups_from_hints(dict(library.walk_classes(model)), hints_of(model))
+    groups = suggested(model)
     for name in groups.apart:
         fully_shard(model.get_submodule(name), mesh=mesh, mp_policy=mp_policy)
     if groups.last:
