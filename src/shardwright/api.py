@@ -1,5 +1,6 @@
 """``fully_shard``: the door shaped like ``torch.distributed.fsdp.fully_shard``, onto our own runtime."""
 
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar, overload
@@ -126,6 +127,9 @@ def shard_as(
 ) -> None:
     """Shard modules that were checked, as one group: what every door ends in. Raises: InputError."""
     options.check()
+    if not any(True for module in modules for _ in module.parameters()):
+        names = " and ".join(type(module).__name__ for module in modules)
+        warnings.warn(f"{names} has no parameter, so nothing was sharded: leave the call out", stacklevel=3)
     _shard(mesh, options, modules, {id(param) for param in ignored})
 
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from shardwright.errors import InputError
 from shardwright.motion.build import check_modules, has_no_forward
+from shardwright.motion.foreign import check_foreign
 from shardwright.motion.unit import is_sharded
 from shardwright.plan.grouping import Hints, NamedGroups, Node, groups_from_hints, joined, leftovers, repeated
 from shardwright.policy import Grouping
@@ -29,6 +30,7 @@ def shard_groups(model: Any, groups: Groups, ignored: set[int], shard: Shard) ->
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"groups= takes one model, got {type(model).__name__}; shard each model by itself")
+    check_foreign([model], ignored)
     if isinstance(groups, str | Grouping):
         listed = [list(group) for group in chosen(model, groups, ignored)]
     else:

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardwright.comm.mesh import Axis, resolve, smaller_world
 from shardwright.errors import InputError, MisuseError
+from shardwright.motion.foreign import check_foreign
 from shardwright.motion.hooks import ModuleHooks
 from shardwright.motion.runtime import Runtime
 from shardwright.motion.unit import (
@@ -124,6 +125,7 @@ def shard_modules(
 
     Around those that are sharded already (by another group of theirs) the new group is unsharded too.
     """
+    check_foreign(modules, ignored)
     axis = resolve(mesh, options.dims)
     keep_watch()
     found = _find_params(modules, ignored)
@@ -245,7 +247,7 @@ def _check_composes(fqn: str, param: nn.Parameter, axis: Axis, dims: DataParalle
     if dims is None:
         try:
             DeviceMesh._concatenate([axis.mesh, mesh])
-        except RuntimeError as error:
+        except (RuntimeError, TypeError) as error:  # the second where an axis has no name
             raise InputError(
                 f"parameter {fqn!r} is a DTensor already ({param.placements} on {mesh}), on a mesh that "
                 f"doesn't go with {axis.mesh}: {error}. Take both from one init_device_mesh with named axes"

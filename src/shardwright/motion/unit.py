@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwright.errors import InputError
+from shardwright.motion.foreign import register, unregister
 from shardwright.motion.passes import Entry
 from shardwright.motion.runtime import Runtime
 from shardwright.policy import MixedPrecisionPolicy
@@ -110,6 +111,7 @@ def mark(unit: Unit) -> None:
     """Remember the unit on each of its modules."""
     for module in unit.modules:
         module.__dict__[_ATTRIBUTE] = unit
+        register(module)
 
 
 def units_in(module: nn.Module) -> list[Unit]:
@@ -121,6 +123,7 @@ def units_in(module: nn.Module) -> list[Unit]:
 def unmark(module: nn.Module) -> None:
     """Forget the unit of a module."""
     del module.__dict__[_ATTRIBUTE]
+    unregister(module)
 
 
 # The parameters that modules had before they were sharded. Whoever still holds one (an optimizer built too

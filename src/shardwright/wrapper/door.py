@@ -21,6 +21,7 @@ from shardwright.errors import InputError, StageError
 from shardwright.module import FSDPModule
 from shardwright.motion.build import Options, check_modules, has_no_forward
 from shardwright.motion.containers import map_tensors
+from shardwright.motion.foreign import check_foreign
 from shardwright.motion.unit import Unit, units_in
 from shardwright.policy import DEFAULT_OFFLOAD, DEFAULT_PRECISION, CPUOffloadPolicy
 from shardwright.state.flat import key_of
@@ -89,6 +90,8 @@ class FullyShardedDataParallel(StatefulWrapper):
         self.mixed_precision = mixed_precision or MixedPrecision()
         schedule = schedule_policy(backward_prefetch, limit_all_gathers)
         modules, params = _ignored(module, ignored_modules, ignored_states)
+        ignored = [*params, *(param for each in modules for param in each.parameters())]
+        check_foreign([module], {id(param) for param in ignored})
         device_type = torch.device(device_id).type if device_id is not None else None
         mesh = mesh_for(self.sharding_strategy, process_group, device_mesh, device_type)
         if auto_wrap_policy is not None:
@@ -114,7 +117,6 @@ class FullyShardedDataParallel(StatefulWrapper):
         prepare.materialise(own, param_init_fn, torch.device(mesh.device_type))
         if sync_module_states:
             prepare.broadcast(own, mesh)
-        ignored = [*params, *(param for each in modules for param in each.parameters())]
         options = Options(
             reshard_after_forward=self.sharding_strategy.reshard_after_forward,
             placement_fn=None,
