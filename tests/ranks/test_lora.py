@@ -11,7 +11,7 @@ from torch import nn
 from shardwright import checkpoint, fully_shard, quantize_, stats
 from shardwright.errors import CheckpointError, InputError
 from shardwright.train.lora import Lora, add_lora, load_adapter, merge_lora, read_lora, save_adapter
-from tests.ranks.models import full, train_on_parts
+from tests.ranks.models import Run, full, train_on_parts
 from tests.ranks.pool import run_ranks
 
 LORA = Lora(("up", "down"), rank=3, alpha=6)
@@ -80,6 +80,36 @@ def test_qlora_has_the_same_losses_on_1_to_4_ranks_and_its_adapter_loads_anywher
         load_adapter(tmp_path / "1", alone)
         x = torch.randn(3, 70)
         assert torch.allclose(model(x), alone(x), atol=1e-5)
+
+
+def each_layer(rank, world, codec, order):
+    """As torchtune shards QLoRA: adapters (or their layers), blocks, the model; against the plain model."""
+    model, alone = build(codec), build(codec)
+    for block in model[:2]:
+        for layer in (block.up, block.down):
+            for part in (layer.lora_A, layer.lora_B) if order == "adapters" else (layer,):
+                fully_shard(part)
+    shard(model)
+    ours, theirs = Run.of(model, lr=3.0, momentum=0.9), Run.of(alone, lr=3.0, momentum=0.9)
+    for step in range(4):
+        batch = torch.randn(12, 70, generator=torch.Generator().manual_seed(step))
+        (model(batch.chunk(world)[rank]) - 2).square().mean().backward()
+        (alone(batch) - 2).square().mean().backward()
+        for run in (ours, theirs):
+            run.step()
+    expected = dict(alone.named_parameters())
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            assert torch.allclose(full(param), expected[name], atol=1e-5), name
+            assert full(param).count_nonzero()
+    assert torch.allclose(model(batch), alone(batch), atol=1e-4)
+
+
+@pytest.mark.each_case
+@pytest.mark.parametrize("codec", [None, "nf4"])
+@pytest.mark.parametrize("order", ["adapters", "layers"])
+def test_adapters_that_are_groups_inside_of_blocks_train_as_in_one_process(codec, order):
+    run_ranks(3, each_layer, codec, order)
 
 
 def perturb(model):

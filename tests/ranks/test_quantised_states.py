@@ -146,6 +146,25 @@ def test_what_two_ranks_saved_loads_on_three_to_the_bit(saved, way):
     run_ranks(3, loaded, saved, [WAYS[way]])
 
 
+def loaded_on_two_dims(rank, world, folder):
+    """Shards over the inner dim of the mesh, a copy of each over the outer one."""
+    reference = build().state_dict()
+    for way in (*WAYS.values(), "plain"):
+        model = shard(build(), mesh=init_device_mesh("cpu", (2, world // 2)))
+        for value in model.state_dict().values():
+            value.detach().zero_()
+        if way == "plain":  # high-precision weights: encoded as they are taken
+            model.load_state_dict(build(None).state_dict())
+        else:
+            way(model, folder, rank)
+        for name, value in model.state_dict().items():
+            assert torch.equal(full(value), reference[name]), (way, name)
+
+
+def test_every_state_dict_loads_into_four_bit_shards_on_a_mesh_of_two_dims(saved):
+    run_ranks(4, loaded_on_two_dims, saved)
+
+
 @pytest.mark.parametrize("world", [1, 4])
 def test_every_way_of_loading_works_on_one_rank_and_on_four(saved, world):
     run_ranks(world, loaded, saved, list(WAYS.values()))
