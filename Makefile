@@ -7,7 +7,7 @@ BIN := .venv/bin
 setup: .venv/.installed
 
 .venv/.installed: requirements.lock pyproject.toml
-	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 11) <= v <= (3, 13) or sys.exit(f"Python 3.11, 3.12 or 3.13 is needed, this is {v[0]}.{v[1]}: make PYTHON=python3.12 ...")'
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 11) <= v <= (3, 14) or sys.exit(f"Python 3.11 to 3.14 is needed, where torch has wheels; this is {v[0]}.{v[1]}: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --requirement requirements.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .

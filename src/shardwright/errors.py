@@ -4,6 +4,7 @@
     |-- InputError (ValueError)        an argument, a module or a mesh that can't be sharded as asked
     |   `-- MisuseError (also AssertionError)  where torch's ``fully_shard`` raises an AssertionError
     |-- ConfigError (ValueError)       a configuration file or command line; lists everything wrong at once
+    |-- MissingExtra (ModuleNotFoundError)  a package that comes with an extra of ours and isn't installed
     |-- DataError (ValueError)         a corpus that is missing, empty or too small
     |-- StageError (RuntimeError)      a call that is illegal in the stage that a group is in
     |-- CommError (RuntimeError)       ranks in different collectives, or a rank that ended or never came
@@ -34,6 +35,10 @@ class MisuseError(InputError, AssertionError):
 
 class ConfigError(ShardwrightError, ValueError):
     """A configuration file or a command line that can't be used; lists everything wrong at once."""
+
+
+class MissingExtra(ShardwrightError, ModuleNotFoundError):
+    """A package that comes with an extra of ours and isn't installed; says the line that installs it."""
 
 
 class DataError(ShardwrightError, ValueError):

@@ -21,6 +21,7 @@ from shardwright.api import fully_shard
 from shardwright.checkpoint import load, save
 from shardwright.clip import clip_grad_norm_
 from shardwright.errors import CheckpointError, InputError
+from shardwright.extras import require
 from shardwright.grouped import choices
 from shardwright.module import FSDPModule
 from shardwright.policy import DEFAULT_PRECISION, Grouping, MixedPrecisionPolicy
@@ -41,11 +42,7 @@ def _found(package: str) -> Any:
 
 _STRATEGIES = [found for found in map(_found, PACKAGES) if found is not None]
 if not _STRATEGIES:
-    raise ModuleNotFoundError(
-        "shardwright.fabric needs Lightning Fabric, as lightning or lightning-fabric: "
-        "pip install 'shardwright[fabric]'",
-        name="lightning_fabric",
-    )
+    require("fabric", PACKAGES[-1])
 _DDP: Any = [strategies.DDPStrategy for strategies in _STRATEGIES]
 
 

@@ -41,6 +41,7 @@ FLOORS = {
     "interchange": 3,
     "nf4": 2,
     "policy": 2,
+    "extras": 2,
     "bnb": 1,
     "errors": 1,
 }

@@ -64,17 +64,26 @@ def test_readmes_script_runs_where_only_the_wheel_is_installed(dist, tmp_path):
     venv.create(tmp_path / "venv", with_pip=True)
     python, bin_ = str(tmp_path / "venv" / "bin" / "python"), tmp_path / "venv" / "bin"
     install = ("-m", "pip", "install", "--quiet", "--constraint", str(ROOT / "requirements.lock"))
-    run(python, *install, f"{dist[0]}[train]", cwd=tmp_path, limit_s=900.0)
+    run(python, *install, dist[0], cwd=tmp_path, limit_s=900.0)
+    first, *others = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (tmp_path / "train.py").write_text(first)
+    run(python, "train.py", cwd=tmp_path)
+    refused = subprocess.run((bin_ / "shardwright", "train", "x"), capture_output=True, text=True, timeout=60)
+    assert refused.stderr.endswith("is not installed: pip install 'shardwright[train]'\n"), refused.stderr
+    line = re.search(
+        r"pip install -c requirements.lock 'dist/\S+?(\[\S+\])'", (ROOT / "README.md").read_text()
+    )
+    run(python, *install, f"{dist[0]}{line[1]}", cwd=tmp_path, limit_s=300.0)
     told = run(python, "-c", INSTALLED, cwd=tmp_path)
     print(told, end="")
     assert str(tmp_path) in told
     assert (
         "torch " + re.search(r"^torch==([\d.]+)$", (ROOT / "requirements.lock").read_text(), re.M)[1] in told
     )
-    script = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
-    (tmp_path / "train.py").write_text(script)
-    run(python, "train.py", cwd=tmp_path)
     run(str(bin_ / "torchrun"), "--nproc-per-node", "2", "train.py", cwd=tmp_path)
+    for script in others:
+        (tmp_path / "next.py").write_text(script)
+        run(python, "next.py", cwd=tmp_path)
     recipe = run(str(bin_ / "shardwright"), "recipe", "quickstart", cwd=tmp_path)
     (tmp_path / "mine.toml").write_text(recipe)
     short = ("--training.steps", "2", "--heldout.num_windows", "2")

@@ -344,4 +344,4 @@ def test_the_xla_backend_without_its_extra_is_refused_before_anything_starts(pla
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.delenv("RANK", raising=False)
     assert main(["train", str(place / "tiny.toml"), "--backend", "xla"]) == 2
-    assert 'pip install "shardwright[xla]"' in capsys.readouterr().err
+    assert "pip install 'shardwright[xla]'" in capsys.readouterr().err

@@ -179,12 +179,6 @@ def test_the_command_takes_the_options_that_users_know(tmp_path, capsys):
     assert main(["checkpoint", "consolidate", "a", "b", "--ckpt-prefix", "c"]) == 2
 
 
-def test_a_missing_extra_says_what_to_install():
-    code = "import sys; sys.modules['jax'] = None; from shardwright import xla; xla.fully_shard"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert 'pip install "shardwright[xla]"' in done.stderr
-
-
 def test_reading_needs_neither_jax_nor_torchax():
     code = (
         "import sys, shardwright; from shardwright.xla import files; "

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import version
 
-from shardwright.errors import ConfigError, ShardwrightError
+from shardwright.errors import ConfigError, MissingExtra, ShardwrightError
 
 _VERBS = {
     "train": ("train", "train the model of a recipe"),
@@ -31,13 +31,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="shardwright", description="Fully sharded training on PyTorch.")
     parser.add_argument("--version", action="version", version=_versions() if "--version" in given else "")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    if given and given[0] in _VERBS:
-        import_module(f"{__name__}.{_VERBS[given[0]][0]}").add_commands(commands)
-    else:
-        for verb, (_, says) in _VERBS.items():
-            commands.add_parser(verb, help=says)
-    known, rest = parser.parse_known_args(given)
     try:
+        if given and given[0] in _VERBS:
+            import_module(f"{__name__}.{_VERBS[given[0]][0]}").add_commands(commands)
+        else:
+            for verb, (_, says) in _VERBS.items():
+                commands.add_parser(verb, help=says)
+        known, rest = parser.parse_known_args(given)
         if rest and known.command != "train":
             raise ConfigError(
                 f"shardwright {known.command}: unknown argument(s) {' '.join(rest)}; "
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return known.call(argparse.Namespace(**vars(known), given=given, rest=rest))
     except ShardwrightError as error:
         print(f"shardwright: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+        return 2 if isinstance(error, ConfigError | MissingExtra) else 1
 
 
 def _versions() -> str:

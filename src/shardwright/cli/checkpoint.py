@@ -17,15 +17,18 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
 from shardwright.checkpoint import tools
 from shardwright.checkpoint.convert import Format, convert
 from shardwright.errors import ConfigError
+from shardwright.extras import from_extra
 from shardwright.train.report import as_json, open_console
 from shardwright.xla import files
+
+with from_extra("train"):
+    from rich.console import Console
+    from rich.progress import Progress
+    from rich.table import Table
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

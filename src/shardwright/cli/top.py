@@ -12,16 +12,18 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from rich.live import Live
-from rich.text import Text
-
 from shardwright.errors import CommError, ConfigError
+from shardwright.extras import from_extra
 from shardwright.observe.rollcall import Roll, find_roll, store_at
 from shardwright.observe.status import status
 from shardwright.observe.verdict import judge
 from shardwright.policy import WatchPolicy
 from shardwright.train.folder import JOB_FILE
 from shardwright.train.report import as_json, open_console
+
+with from_extra("train"):
+    from rich.live import Live
+    from rich.text import Text
 
 _ANSWER_S = 1.0
 _PAUSE_S = 1.0

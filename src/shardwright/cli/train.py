@@ -7,12 +7,12 @@ shardwright export RUN FOLDER
 
 import argparse
 import importlib
-import importlib.util
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from shardwright.errors import ConfigError
+from shardwright.extras import require
 from shardwright.train.config import Recipe
 from shardwright.train.engine import Job
 from shardwright.train.launch import launch, xla_environment
@@ -31,8 +31,8 @@ def run_train(known: argparse.Namespace) -> int:
     given = [(key, value) for key, value in short if value is not None]
     resolved = resolve(known.recipe, [*given, *_overrides(known.rest)])
     config = resolved.recipe.launch
-    if resolved.recipe.base.folder and importlib.util.find_spec("transformers") is None:
-        raise ConfigError('a recipe with [base] needs transformers: pip install "shardwright[hf]"')
+    if resolved.recipe.base.folder:
+        require("hf", "transformers")
     take_part()
     if is_rank():
         train_rank(resolved, _kind_of(resolved.recipe), in_json=known.json)

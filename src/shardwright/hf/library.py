@@ -15,15 +15,12 @@ import torch
 from torch import nn
 
 from shardwright.errors import InputError
+from shardwright.extras import from_extra
 
-try:
+with from_extra("hf"):
     import transformers
     from transformers import core_model_loading as conversion
     from transformers.conversion_mapping import get_model_conversion_mapping
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        f"shardwright.hf needs transformers ({error}): pip install 'shardwright[hf]'", name=error.name
-    ) from error
 
 CONFIG = "config.json"
 _FILLS = (0, 1)  # any two bytes that differ

@@ -7,9 +7,11 @@ a value. How the three are merged and checked is in :mod:`shardwright.train.reso
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-
+from shardwright.extras import from_extra
 from shardwright.policy import SchedulePolicy, WatchPolicy
+
+with from_extra("train"):
+    from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 
 class Section(BaseModel):

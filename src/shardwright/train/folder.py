@@ -21,10 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 
 from shardwright.checkpoint.lock import LOCK, FolderLock
 from shardwright.errors import ConfigError, InputError
+from shardwright.extras import from_extra
+
+with from_extra("checkpoint"):
+    from safetensors.torch import load_file, save_file
 
 JOB_FILE = "job.json"
 _claimed: "dict[Path, FolderLock]" = {}

@@ -13,7 +13,6 @@ after
 Ranks meet through a file, so that no port has to be free, and talk over the loopback interface.
 """
 
-import importlib.util
 import json
 import os
 import signal
@@ -26,7 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from shardwright.errors import ConfigError, LaunchError
+from shardwright.errors import LaunchError
+from shardwright.extras import require
 
 STORE_VARIABLE = "SHARDWRIGHT_STORE"
 """Set for ranks that this launcher starts: the file through which they meet."""
@@ -66,14 +66,9 @@ def xla_environment(ranks: int) -> dict[str, str]:
 
     0 means ``CPU_RANKS``. What the user has set wins; of other kinds there are as many as there are.
 
-    Raises: ConfigError where the extra is missing.
+    Raises: MissingExtra.
     """
-    missing = [name for name in ("jax", "optax", "torchax") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigError(
-            f'launch.backend = "xla" needs {", ".join(missing)}: pip install "shardwright[xla]", or '
-            'set it to "eager"'
-        )
+    require("xla", "jax", "optax", "torchax")
     # XLA's CPU compiler drops barriers and then merges the all-gather of the backward with the forward's.
     devices = f"--xla_force_host_platform_device_count={ranks or CPU_RANKS}"
     flags = f"{devices} --xla_disable_hlo_passes=cse_barrier_expander"

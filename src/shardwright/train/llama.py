@@ -11,15 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from shardwright.errors import InputError
+from shardwright.extras import from_extra
 from shardwright.train.config import ModelConfig
 from shardwright.train.data import FILE_START
 from shardwright.train.folder import RunFolder
 from shardwright.train.models import VOCABULARY
 from shardwright.train.resolve import resolve
+
+with from_extra("checkpoint"):
+    from safetensors.torch import save_file
 
 _MARK = FILE_START.decode()
 _TEMPLATE = (

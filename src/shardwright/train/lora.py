@@ -22,15 +22,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
 
 from shardwright.checkpoint.live import Whole
 from shardwright.errors import CheckpointError, InputError
+from shardwright.extras import from_extra
 from shardwright.motion.unit import units_in
 from shardwright.state.encoded import encoded_class, encodings, own_class
+
+with from_extra("checkpoint"):
+    from safetensors.torch import load_file, save_file
 
 _PREFIX = "base_model.model."
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -6,13 +6,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
-from rich.text import Text
-
+from shardwright.extras import from_extra
 from shardwright.observe.status import in_words
 from shardwright.train.loop import StepReport
+
+with from_extra("train"):
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.table import Table
+    from rich.text import Text
 
 _NEVER_CUT = 100_000  # columns; where nobody looks there is no width to fit, and rich would take 80
 

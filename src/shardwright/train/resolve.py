@@ -16,11 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import tomli_w
-from pydantic import ValidationError
-
 from shardwright.errors import ConfigError
+from shardwright.extras import from_extra
 from shardwright.train.config import Recipe
+
+with from_extra("train"):
+    import tomli_w
+    from pydantic import ValidationError
 
 Origin = Literal["default", "file", "command line"]
 

@@ -17,6 +17,8 @@ import re
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from shardwright.extras import from_extra
+
 if TYPE_CHECKING:
     from shardwright.xla.mesh import make_mesh
     from shardwright.xla.optim import SGD, AdamW
@@ -72,12 +74,5 @@ _give_threads()
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
+    with from_extra("xla"):
         return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
-    except ModuleNotFoundError as error:
-        missing = (error.name or "").split(".")[0]
-        if missing not in ("jax", "jaxlib", "optax", "torchax"):
-            raise
-        raise ImportError(
-            f'shardwright.xla.{name} needs {missing}, which is not installed: pip install "shardwright[xla]"'
-        ) from error
