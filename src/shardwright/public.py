@@ -27,6 +27,7 @@ from shardwright.policy import (
     WatchPolicy,
 )
 from shardwright.quantize import quantize_
+from shardwright.state.at_rest import pickle_shards
 from shardwright.uneven import lockstep
 from shardwright.wrapper import FullyShardedDataParallel
 
@@ -59,6 +60,7 @@ __all__ = [
     "lockstep",
     "loss_weights",
     "nf4",
+    "pickle_shards",
     "quantize_",
     "register_fsdp_forward_method",
     "scattered",

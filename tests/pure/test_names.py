@@ -40,6 +40,7 @@ NAMES = [
     "loss_weights",
     "gathered",
     "nf4",
+    "pickle_shards",
     "quantize_",
     "register_fsdp_forward_method",
     "scattered",

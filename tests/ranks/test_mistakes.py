@@ -1,19 +1,34 @@
 """Mistakes that were silent, or told in words of another layer: each is told at once, with what to do."""
 
+import copy
+import io
+import pickle
+import re
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed import fsdp as torchs
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwright import FullyShardedDataParallel, fully_shard
+from shardwright import (
+    FullyShardedDataParallel,
+    checkpoint,
+    full_state_dict,
+    fully_shard,
+    pickle_shards,
+)
 from shardwright.errors import InputError, MisuseError
 from shardwright.motion.unit import units_in
+from shardwright.wrapper import StateDictType
 from tests.ranks.pool import run_ranks
+from tests.ranks.scripts import run_scripts
 
 
 def small():
@@ -115,3 +130,170 @@ def other_meshes(rank, world):
 
 def test_a_dtensor_on_a_mesh_without_names_is_refused_by_its_name():
     run_ranks(2, other_meshes)
+
+
+def trained(model):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(2, 4)).square().sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def assert_equal_states(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert tensor.placements == theirs[name].placements
+        assert torch.equal(tensor.to_local(), theirs[name].to_local()), name
+
+
+def pickled(rank, world, folder):
+    torch.save(nn.Linear(4, 4).state_dict(), io.BytesIO())  # no business of ours
+    model = fully_shard(small())
+    optimizer, state = trained(model), model.state_dict()
+    path = Path(folder, f"rank-{rank}.pt")
+    wrong = [
+        state,
+        {name: tensor.clone() for name, tensor in state.items()},
+        list(model.parameters()),
+        optimizer.state_dict(),
+        [param.grad for param in model.parameters()],
+    ]
+    remedies = r"\[4(, 4)?\] .*this rank holds \[2(, 4)?\].*full_state_dict\(model\).*pickle_shards\(\)"
+    for each in wrong:
+        for save in (torch.save, pickle.dump):
+            with pytest.raises(InputError, match=remedies):
+                save(each, path.open("wb"))
+    whole = full_state_dict(model)
+    torch.save(whole, io.BytesIO())
+    with pickle_shards():
+        torch.save({"model": state, "optimizer": optimizer.state_dict()}, path)
+    with pytest.raises(InputError, match=remedies):
+        pickle.dumps(state)
+    other = fully_shard(small())
+    loaded = torch.load(path, weights_only=True)
+    other.load_state_dict(loaded["model"])
+    assert_equal_states(other.state_dict(), state)
+    another = trained(other)
+    another.load_state_dict(loaded["optimizer"])
+    mesh = torch.distributed.init_device_mesh("cpu", (world, 1))  # a mesh of the caller's
+    pickle.dumps(torch.distributed.tensor.distribute_tensor(torch.ones(4), mesh))
+
+
+def test_pickling_what_is_sharded_is_refused_but_for_files_of_each_rank_on_purpose(tmp_path):
+    run_ranks(2, pickled, str(tmp_path))
+
+
+def pickled_alone(rank, world):
+    pickle.loads(pickle.dumps(fully_shard(small()).state_dict()))
+
+
+def test_a_world_of_one_holds_all_and_may_be_pickled():
+    run_ranks(1, pickled_alone)
+
+
+def copied_and_saved(rank, world, folder):
+    model = fully_shard(small())
+    optimizer, state = trained(model), model.state_dict()
+    assert_equal_states(copy.deepcopy(state), state)
+    assert_equal_states(copy.deepcopy(model).state_dict(), state)
+    assert_equal_states(pickle.loads(pickle.dumps(model)).state_dict(), state)
+    copy.deepcopy(optimizer.state_dict())
+    dcp.save({"model": state, "optimizer": optimizer.state_dict()}, checkpoint_id=f"{folder}/dcp")
+    dcp.async_save({"model": state}, checkpoint_id=f"{folder}/async").result()
+    checkpoint.async_save(f"{folder}/ours", model=model, optimizer=optimizer, step=1).wait()
+    for name in ("dcp", "async"):
+        other = fully_shard(small())
+        loaded = other.state_dict()
+        dcp.load({"model": loaded}, checkpoint_id=f"{folder}/{name}")
+        assert_equal_states(loaded, state)
+    other = fully_shard(small())
+    checkpoint.load(f"{folder}/ours", model=other)
+    assert_equal_states(other.state_dict(), state)
+
+
+def test_copies_and_checkpoints_of_what_is_sharded_still_work(tmp_path):
+    run_ranks(2, copied_and_saved, str(tmp_path))
+
+
+def saved_by_a_process(rank, world, folder):
+    state = fully_shard(small()).state_dict()
+    how = AsyncCheckpointerType.PROCESS
+    dcp.async_save({"model": state}, checkpoint_id=folder, async_checkpointer_type=how).result()
+    loaded = fully_shard(small()).state_dict()
+    dcp.load({"model": loaded}, checkpoint_id=folder)
+    assert_equal_states(loaded, state)
+
+
+@pytest.mark.slow
+def test_what_a_process_of_torchs_saves_in_the_background_reaches_it(tmp_path):
+    run_ranks(2, saved_by_a_process, str(tmp_path))
+
+
+def wrapped_per_rank(rank, world, folder, flat, kind):
+    def build():
+        return FullyShardedDataParallel(small(), use_orig_params=not flat)
+
+    model = build()
+    optimizer = trained(model)
+    path = Path(folder, f"rank-{rank}.pt")
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType[kind]):
+        state = model.state_dict()
+        of_optimizer = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+        torch.save({"model": state, "optimizer": of_optimizer}, path)
+    other = build()
+    with FullyShardedDataParallel.state_dict_type(other, StateDictType[kind]):
+        loaded = torch.load(path, weights_only=True)
+        other.load_state_dict(loaded["model"])
+    whole, expected = other.state_dict(), model.state_dict()
+    assert all(torch.equal(whole[name], expected[name]) for name in expected)
+    with pytest.raises(InputError, match="full_state_dict"):
+        torch.save(list(model.parameters()), path)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "LOCAL_STATE_DICT"])
+@pytest.mark.each_case
+def test_the_wrappers_sharded_and_local_states_are_files_of_each_rank_on_purpose(tmp_path, flat, kind):
+    run_ranks(2, wrapped_per_rank, str(tmp_path), flat, kind)
+
+
+class Borrowing(nn.Module):
+    """Computes with the weight of a module that it doesn't call."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.block = nn.Embedding(8, 4), nn.Linear(4, 4)
+
+    def forward(self, tokens):
+        return nn.functional.linear(self.block(self.embedding(tokens)), self.embedding.weight)
+
+
+TOLD = r"mixed torch.Tensor and DTensor.*sharded parameter at rest.*with model.unsharded\(\)"
+
+
+def borrowed(rank, world):
+    model = Borrowing()
+    fully_shard(model.embedding)
+    fully_shard(model)
+    with pytest.raises(RuntimeError, match=TOLD) as told:
+        model(torch.arange(8))
+    assert str(told.value).count("unsharded") == 1
+    assert model.block.weight.square().sum().full_tensor() > 0  # all of one kind: no mistake
+    with model.unsharded():
+        assert torch.equal(torch.eye(4) @ model.block.weight, model.block.weight)
+
+
+def test_a_forward_that_computes_with_another_modules_weight_is_told_the_remedy():
+    run_ranks(1, borrowed)
+    run_ranks(2, borrowed)
+
+
+def computed(rank, world):
+    model = fully_shard(small())
+    torch.ones(1, 4) @ model[1][0].weight.T
+
+
+def test_a_script_that_computes_with_a_weight_at_rest_is_told_the_remedy():
+    for rank in run_scripts(2, computed):
+        assert rank.code == 1
+        assert re.search(TOLD, rank.stderr), rank.stderr

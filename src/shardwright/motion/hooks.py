@@ -33,7 +33,9 @@ from shardwright.motion.runtime import Runtime
 from shardwright.motion.transforms import beneath_transforms
 from shardwright.motion.uncompiled import uncompiled
 from shardwright.motion.unit import Unit, unit_of
+from shardwright.observe.life import amendments
 from shardwright.plan.schedule import EventKind, Phase
+from shardwright.state.at_rest import name_remedy
 from shardwright.state.dtensor_ops import register_optimizer_kernels
 from shardwright.state.group import ParamGroup
 from shardwright.state.load import shard_plain_entries
@@ -228,6 +230,7 @@ class ModuleHooks:
         if not call.recomputed:
             self._leave(module, failed)
         if failed:
+            name_remedy(sys.exc_info()[1])
             return None
         dtype = self.unit.policy.output_dtype
         if dtype is not None:
@@ -297,6 +300,7 @@ def guard_optimizers() -> None:
     """
     if _guard.handle is None:
         register_optimizer_kernels()
+        amendments.add(name_remedy)
         _guard.handle = register_optimizer_step_pre_hook(_guard)
 
 

@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
@@ -33,6 +34,9 @@ logger = logging.getLogger(__name__)
 
 VARIABLE = "SHARDWRIGHT_WATCH"
 """The policy of programs that don't call ``set_watch``: see ``WatchPolicy.from_text``."""
+
+amendments: set[Callable[[BaseException], None]] = set()
+"""Called with what nobody caught, before it is printed: they may add to its message."""
 
 _PATIENCE_S = 2.0  # at most, for ranks that come to their first sharded module later
 _LINGER_S = 3.0  # at most, of the process that holds the store, until the others have read what is there
@@ -155,6 +159,8 @@ def _set_hooks() -> None:
     before = sys.excepthook
 
     def told(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        for amend in amendments:
+            amend(error)
         before(kind, error, trace)
         if _life.watch is not None and _life.pid == os.getpid():
             _life.watch.look()

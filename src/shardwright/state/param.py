@@ -23,6 +23,7 @@ from shardwright.comm.mesh import Axis
 from shardwright.errors import InputError, StageError
 from shardwright.plan.layout import ParamLayout
 from shardwright.policy import DiskOffloadPolicy, MixedPrecisionPolicy, OptimizerOffloadPolicy
+from shardwright.state.at_rest import guard
 from shardwright.state.buffer import Buffer
 from shardwright.state.host import DeviceCopy, mapped, placed
 from shardwright.state.place import Place, Split
@@ -64,6 +65,7 @@ class ShardedParam:
         whole = param._local_tensor if isinstance(param, DTensor) else param
         self.place = Place(split, ParamLayout(tuple(whole.shape), split.axis.world, split.dim), inner)
         self.spec = self.place.spec(param)
+        guard(self.spec.mesh)
         self.accumulated: torch.Tensor | None = None
         self.compared: Mapping[str, str] = {}
         self.kept_dtype = False
@@ -118,6 +120,7 @@ class ShardedParam:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.spec = DTensorSpec(self.axis.mesh, *state["spec"])
+        guard(self.spec.mesh)
 
     @property
     def is_first(self) -> bool:

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.errors import InputError
 from shardwright.motion.unit import units_in
+from shardwright.state.at_rest import keep_per_rank
 from shardwright.state.flat import WRAPPED, FlatParam, original_name
 from shardwright.state.full import stream_full
 from shardwright.state.param import ShardedParam
@@ -45,7 +46,7 @@ def convert(value: Any, kind: StateDictType, on_host: bool) -> Any:
         value = value.clone() if value.data_ptr() == local.data_ptr() else value
     elif isinstance(value, DTensor) and kind is StateDictType.LOCAL_STATE_DICT:
         value = value.to_local()
-    return value.cpu() if on_host else value
+    return keep_per_rank(value.cpu() if on_host else value)
 
 
 def entries(key: str, value: Any, params: Params, settings: StateDictSettings) -> dict[str, Any]:
@@ -71,7 +72,7 @@ def split(
     parts = param.entries(key, whole)
     if kind is StateDictType.FULL_STATE_DICT:
         return dict(parts)
-    return {name: param.cut(part) for name, part in parts}
+    return {name: keep_per_rank(param.cut(part)) for name, part in parts}
 
 
 def sharded_like(value: torch.Tensor, param: ShardedParam) -> DTensor:

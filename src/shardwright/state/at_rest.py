@@ -1,0 +1,88 @@
+"""Parameters at rest, taken for whole ones: pickling them is refused, computing with them explained.
+
+At rest a parameter is a DTensor: its shape is the whole one, its numbers are this rank's. Torch's class is
+not ours to extend, so ours are known by their meshes.
+"""
+
+import copyreg
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from shardwright.errors import InputError
+
+_meshes: set[int] = set()  # hashes: a mesh would keep its process groups
+_allowed = ContextVar("pickle_shards", default=False)
+_PER_RANK = "_kept_per_rank"
+_MIXED = "got mixed torch.Tensor and DTensor"
+_REMEDY = (
+    "The DTensor may be a sharded parameter at rest, of which this rank has only its rows: a parameter is "
+    "whole in the forward of the module that was sharded with it. Call that module, or compute inside of "
+    "`with model.unsharded():`, which all ranks enter."
+)
+
+
+def guard(mesh: DeviceMesh) -> None:
+    """From now on, what is sharded over this mesh is guarded."""
+    if not _meshes:
+        copyreg.pickle(DTensor, _reduced)  # type: ignore[arg-type]
+        ForkingPickler.register(DTensor, _as_torch)  # through a queue it stays on this rank
+    _meshes.add(hash(mesh))
+
+
+@contextmanager
+def pickle_shards() -> Iterator[None]:
+    """Inside of it, in this thread, sharded tensors may be pickled: each rank its own rows, in its own file.
+
+    ``with pickle_shards(): torch.save(model.state_dict(), f"rank-{rank}.pt")`` for files that are loaded on
+    as many ranks, each its own. Else pickling raises, since a file of one rank lacks the others' numbers and
+    doesn't look so: every shape is the whole one. Any rank may call it; no communication.
+    """
+    before = _allowed.set(True)
+    try:
+        yield
+    finally:
+        _allowed.reset(before)
+
+
+def keep_per_rank(tensor: Any) -> Any:
+    """The tensor, which may be pickled: the caller has asked for a state dict of this rank's rows."""
+    if isinstance(tensor, DTensor):
+        setattr(tensor, _PER_RANK, True)
+    return tensor
+
+
+def _reduced(tensor: DTensor) -> Any:
+    spec = tensor._spec
+    cuts = any(
+        spec.mesh.size(axis) > 1 and not placement.is_replicate()
+        for axis, placement in enumerate(spec.placements)
+    )
+    if cuts and hash(spec.mesh) in _meshes and not (_allowed.get() or hasattr(tensor, _PER_RANK)):
+        raise InputError(
+            f"a sharded tensor of shape {list(tensor.shape)} is being pickled, of which this rank holds "
+            f"{list(tensor._local_tensor.shape)}: the file would have the whole shape and lack the numbers "
+            "of other ranks. Save shardwright.full_state_dict(model), which all ranks call and rank 0 saves, "
+            "or use shardwright.checkpoint.save; for a file of each rank on purpose save inside of `with "
+            "shardwright.pickle_shards():`"
+        )
+    return _as_torch(tensor)
+
+
+def _as_torch(tensor: DTensor) -> Any:
+    return tensor.__reduce_ex__(2)
+
+
+def name_remedy(error: BaseException | None) -> None:
+    """Have torch's error of an operation on a plain tensor and a sharded one say what to do.
+
+    The operation fails in C++, where it can't be told beforehand: called with what leaves a forward, and with
+    what nobody has caught.
+    """
+    if _meshes and isinstance(error, RuntimeError) and _MIXED in str(error) and _REMEDY not in str(error):
+        error.args = (f"{error} {_REMEDY}",)
