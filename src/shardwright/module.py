@@ -105,6 +105,10 @@ class FSDPModule(GradientSetters, MotionSetters):
 
     # ---- inside
 
+    def _get_name(self) -> str:
+        """The original class's: libraries look it up in their tables, and ``print(model)`` shows it."""
+        return original_class(type(self)).__name__
+
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         # .to(), .double(), .to_empty(): they act on the shards, so the shards must be what modules show.
         self._unit().runtime.rest()

@@ -5,9 +5,9 @@
     trainer = MyTrainer(model=hf.load("models/llama"), args=TrainingArguments(...), train_dataset=...)
 
 Trainer has no place for another way of sharding: what it hands to Accelerate is wrapped by a closed list of
-kinds. So the mixin tells Accelerate that the model is prepared, and takes over what differs for shards:
-when gradients are reduced, how they are clipped, and what is saved and loaded. Three of those are Trainer's
-private methods, hence the range of versions.
+kinds. So the mixin lets Accelerate add autocast and ``torch.compile`` alone, and takes over what differs for
+shards: when gradients are reduced, how they are clipped, and what is saved and loaded. Some of those are
+Trainer's private methods, hence the range of versions.
 """
 
 import os
@@ -22,6 +22,7 @@ from shardwright.checkpoint.agree import ranks
 from shardwright.clip import clip_grad_norm_
 from shardwright.errors import CheckpointError, InputError
 from shardwright.hf import library
+from shardwright.hf.arguments import check_arguments
 from shardwright.hf.export import save_pretrained
 from shardwright.module import FSDPModule
 from shardwright.train.lora import adapters_in, save_adapter, trained_part
@@ -38,8 +39,8 @@ class ShardedTrainer:
     on one process with the whole batch. ``save_model`` writes what ``from_pretrained`` loads or, for a model
     with adapters, peft's files. A checkpoint has besides, in ``shardwright/``, every rank's shards of what is
     trained and of the optimizer: it resumes at any number of ranks.
-    Raises: InputError for another version of transformers, a model that isn't sharded, or one that carries
-    peft's own adapters.
+    Raises: InputError for another version of transformers, a model that isn't sharded, one that carries
+    peft's own adapters, or arguments that are refused (``shardwright.hf.arguments.REFUSED``).
     """
 
     model: Any
@@ -67,8 +68,20 @@ class ShardedTrainer:
             raise InputError(
                 "ShardedTrainer doesn't save peft's own adapters; use add_lora, which writes its files"
             )
-        model._is_accelerate_prepared = True  # type: ignore[attr-defined]
         super().__init__(model, *args, **kwargs)  # type: ignore[call-arg]  # transformers.Trainer is the next base
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Accelerate adds autocast and ``torch.compile`` to the model as ever, and no data parallelism."""
+        check_arguments(self.args)
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        accelerator = self.accelerator
+        prepare = accelerator.prepare_model
+        accelerator.prepare_model = lambda model, *_, **__: prepare(
+            model, device_placement=False, evaluation_mode=True
+        )
+        if self.args.fp16 and not accelerator.native_amp:  # on the CPU Accelerate passes fp16 over
+            accelerator.native_amp = True
+            accelerator.scaler = torch.amp.GradScaler(accelerator.device.type)
 
     def training_step(self, model: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Of the microbatches of a step the last one reduces the gradients."""
@@ -76,10 +89,14 @@ class ShardedTrainer:
         return super().training_step(model, *args, **kwargs)  # type: ignore[misc]
 
     def _clip_grad_norm(self, model: Any) -> torch.Tensor:
+        self.accelerator.unscale_gradients()
         return clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: Any, grad_norm: torch.Tensor | None = None) -> torch.Tensor:
-        return clip_grad_norm_(model.parameters(), float("inf")) if grad_norm is None else grad_norm
+        if grad_norm is not None:
+            return grad_norm
+        self.accelerator.unscale_gradients()
+        return clip_grad_norm_(model.parameters(), float("inf"))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model, or its adapters, with tokenizer and arguments; every rank calls, rank 0 writes."""
