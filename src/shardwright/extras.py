@@ -18,7 +18,7 @@ def from_extra(extra: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         if isinstance(error, MissingExtra):
             raise
-        raise _missing(error.name or str(error), extra) from error
+        raise _missing((error.name or str(error)).partition(".")[0], extra) from error
 
 
 def require(extra: str, *packages: str) -> None:

@@ -35,7 +35,7 @@ def _found(package: str) -> Any:
     try:
         return import_module(f"{package}.strategies")
     except ModuleNotFoundError as error:
-        if error.name not in (package, package.partition(".")[0]):
+        if (error.name or "").partition(".")[0] != package.partition(".")[0]:
             raise
         return None
 
