@@ -77,8 +77,23 @@ def test_what_is_learned_of_each_kind_of_record(tmp_path):
         ("[1]", r"notes\.jsonl, line 3: got a list, expected an object"),
         ('{"txt": "a"}', r"line 3: got the keys \['txt'\], expected"),
         ('{"prompt": "", "completion": "b"}', r"line 3: 'prompt' is '', expected text"),
-        ('{"messages": [{"role": "user"}]}', r"line 3: \"messages\" must be a list"),
-        ('{"messages": [{"role": "user", "content": "a"}]}', 'line 3: no message has the role "assistant"'),
+        ('{"text": 7}', r"line 3: 'text' is 7, expected text"),
+        ('{"messages": "hi"}', r"line 3: 'messages' is 'hi', expected a list of {\"role\": text"),
+        ('{"messages": []}', r"line 3: 'messages' is an empty list"),
+        (
+            '{"messages": [{"role": "user"}]}',
+            r"line 3: 'messages'\[0\]\['content'\] is missing, expected text",
+        ),
+        (
+            '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": null}]}',
+            r"line 3: 'messages'\[1\]\['content'\] is None, expected text",
+        ),
+        ('{"messages": [{"role": 1, "content": "a"}]}', r"line 3: 'messages'\[0\]\['role'\] is 1, expected"),
+        ('{"messages": ["hi"]}', r"line 3: 'messages'\[0\] is 'hi', expected {\"role\": text"),
+        (
+            '{"messages": [{"role": "user", "content": "a"}, {"role": "bot", "content": "b"}]}',
+            r"line 3: 'role' of 'messages' is \['bot', 'user'\], and none is \"assistant\"",
+        ),
     ],
 )
 def test_a_line_that_is_no_record_is_named(tmp_path, line, message):

@@ -4,6 +4,8 @@ import copy
 import io
 import pickle
 import re
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -14,7 +16,6 @@ from torch import nn
 from torch.distributed import fsdp as torchs
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwright import (
@@ -215,18 +216,29 @@ def test_copies_and_checkpoints_of_what_is_sharded_still_work(tmp_path):
     run_ranks(2, copied_and_saved, str(tmp_path))
 
 
-def saved_by_a_process(rank, world, folder):
-    state = fully_shard(small()).state_dict()
+SAVED_BY_A_PROCESS = """
+import sys, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from shardwright import fully_shard
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    state = fully_shard(torch.nn.Linear(4, 4)).state_dict()
     how = AsyncCheckpointerType.PROCESS
-    dcp.async_save({"model": state}, checkpoint_id=folder, async_checkpointer_type=how).result()
-    loaded = fully_shard(small()).state_dict()
-    dcp.load({"model": loaded}, checkpoint_id=folder)
-    assert_equal_states(loaded, state)
+    dcp.async_save({"model": state}, checkpoint_id=sys.argv[1], async_checkpointer_type=how).result()
+    loaded = fully_shard(torch.nn.Linear(4, 4)).state_dict()
+    dcp.load({"model": loaded}, checkpoint_id=sys.argv[1])
+    assert all(torch.equal(loaded[name].to_local(), state[name].to_local()) for name in state)
+    dist.destroy_process_group()
+"""
 
 
 @pytest.mark.slow
 def test_what_a_process_of_torchs_saves_in_the_background_reaches_it(tmp_path):
-    run_ranks(2, saved_by_a_process, str(tmp_path))
+    script = tmp_path / "script.py"
+    script.write_text(SAVED_BY_A_PROCESS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    subprocess.run([*command, str(script), str(tmp_path / "saved")], check=True, timeout=100)
 
 
 def wrapped_per_rank(rank, world, folder, flat, kind):

@@ -123,26 +123,44 @@ def _segments(where: str, line: bytes, masked: bool, tokenizer: Any) -> list[Seg
         return _chat(where, record["messages"], masked, tokenizer)
     wrong = [key for key in kind if not isinstance(record[key], str) or not record[key]]
     if wrong:
-        raise DataError(f"{where}: {wrong[0]!r} is {record[wrong[0]]!r}, expected text")
+        raise DataError(f"{where}: {wrong[0]!r} is {record[wrong[0]]!r:.80}, expected text")
     bos, eos = tokenizer.bos_token or "", tokenizer.eos_token or ""
     if kind == ("text",):
         return [(bos, False), (record["text"] + eos, True)]
     return [(bos, False), (record["prompt"], not masked), (record["completion"] + eos, True)]
 
 
+def _wrong_field(messages: Any) -> str:
+    """Which part of a chat isn't as it should be, what it is, and what was expected; "" where all is."""
+    message = '{"role": text, "content": text}'
+    if not isinstance(messages, list) or not messages:
+        got = "an empty list" if messages == [] else f"{messages!r:.80}"
+        return f"'messages' is {got}, expected a list of {message}"
+    for i, each in enumerate(messages):
+        if not isinstance(each, dict):
+            return f"'messages'[{i}] is {each!r:.80}, expected {message}"
+        for field in ("role", "content"):
+            if not isinstance(each.get(field), str):
+                got = f"{each[field]!r:.80}" if field in each else "missing"
+                return f"'messages'[{i}]['{field}'] is {got}, expected text"
+    return ""
+
+
 def _chat(where: str, messages: Any, masked: bool, tokenizer: Any) -> list[Segment]:
-    if not isinstance(messages, list) or not all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
-        for m in messages
-    ):
-        raise DataError(f'{where}: "messages" must be a list of {{"role": text, "content": text}}')
+    wrong = _wrong_field(messages)
+    if wrong:
+        raise DataError(f"{where}: {wrong}")
     if not getattr(tokenizer, "chat_template", None):
         raise DataError(
             f"{where}: the tokenizer has no chat template: put one beside it (chat_template.jinja), or write "
             "records of prompt and completion"
         )
-    if not any(message["role"] == "assistant" for message in messages):
-        raise DataError(f'{where}: no message has the role "assistant", so nothing is learned from it')
+    roles = sorted({message["role"] for message in messages})
+    if "assistant" not in roles:
+        raise DataError(
+            f"{where}: 'role' of 'messages' is {roles}, and none is \"assistant\", so nothing is learned "
+            "from it"
+        )
 
     def text(count: int, asks: bool = False) -> str:
         return tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=asks)
