@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -112,10 +113,14 @@ def test_a_delay_that_the_kernel_cannot_make_is_refused_and_leaves_nothing(monke
     assert f"{PREFIX}-{os.getpid()}-" not in namespaces()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_started", [1, 2])
 def test_ending_the_bench_early_leaves_nothing_behind(num_started):
     words = [sys.executable, "bench/step.py", *TINY, "--blocks", "100000", "--systems", "ddp"]
-    bench = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    # A shell lets what it starts in the background ignore SIGINT, and that is inherited.
+    hearing = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    bench = subprocess.Popen(words, cwd=ROOT, preexec_fn=hearing, **silent)
     try:
         deadline = time.monotonic() + 30
         while len(children(bench.pid)) < num_started and time.monotonic() < deadline:
@@ -135,6 +140,7 @@ def test_ending_the_bench_early_leaves_nothing_behind(num_started):
     assert f"{PREFIX}-{bench.pid}-" not in namespaces()
 
 
+@pytest.mark.slow
 def test_a_bench_that_is_killed_takes_its_ranks_and_their_jobs_along():
     words = [sys.executable, "bench/step.py", *TINY, "--blocks", "100000", "--systems", "ddp"]
     bench = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -68,6 +68,7 @@ def resume_and_be_killed(rank: int, world: int, path: str, kill: Kill) -> None:
         assert any(s in str(error) for s in ("lost contact", "have ended")), error
 
 
+@pytest.mark.slow
 def test_ranks_killed_at_random_moments_lose_nothing_that_was_confirmed(tmp_path: Path) -> None:
     save(tmp_path, model=build(1.0), step=1)
     chance = random.Random(SEED)

@@ -16,6 +16,7 @@ def run_example(rank, world, out, data=None, epochs=15):
     return mnist.run(argparse.Namespace(data=data, out=Path(out), epochs=epochs, rows=32, lr=0.003))
 
 
+@pytest.mark.slow
 def test_digits_held_out_are_read_by_the_sharded_and_by_the_consolidated_model(tmp_path):
     pytest.importorskip("sklearn", reason="scikit-learn is not installed")
     for sharded, plain in run_ranks(2, run_example, str(tmp_path)):

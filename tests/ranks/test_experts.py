@@ -124,6 +124,7 @@ def resumes(rank, world, folder, shape, door, saved):
     train_beside(ours, theirs, rank, world, range(2, 4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("door", list(example.DOORS))
 def test_a_checkpoint_of_experts_is_resumed_by_ranks_that_share_them_otherwise(door, tmp_path):
     saved = run_ranks(4, saves, tmp_path, door)[0]

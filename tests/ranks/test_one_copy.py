@@ -30,6 +30,8 @@ from shardwright.state.hosted import HostedBuffer
 from tests.ranks.models import Block, Run, batches, build, loss_of
 from tests.ranks.pool import run_ranks
 
+pytestmark = pytest.mark.slow  # of an option; make test has a case of what everybody uses
+
 OWN = SchedulePolicy(bucket_cap_mb=0)
 ONE = replace(OWN, one_copy_per_host=True)
 

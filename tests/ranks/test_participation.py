@@ -123,6 +123,7 @@ def on_four(rank, world):
             train_beside_one_process(by_fully_shard(**options), plan, rank, world, STEPS)
 
 
+@pytest.mark.slow
 def test_copies_nearby_shards_and_kept_weights_are_exact_under_skips():
     run_ranks(4, on_four)
 

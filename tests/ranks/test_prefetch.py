@@ -51,6 +51,7 @@ def trained(rank, world, policy, transport="auto"):
     return losses, [p.detach().to_local().numpy().tobytes() for p in model.parameters()], stats(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3])
 def test_losses_and_weights_are_the_same_bit_for_bit_with_every_policy(world):
     runs = {name: run_ranks(world, trained, policy) for name, policy in POLICIES.items()}
@@ -238,6 +239,7 @@ def tiny_groups(rank, world, num_layers, transport, cap_mb):
     return counts, losses, [p.detach().to_local().numpy().tobytes() for p in model.parameters()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "transport"), [(2, "auto"), (3, "sockets"), (2, "collectives")])
 def test_a_model_of_200_tiny_groups_needs_a_handful_of_collectives(world, transport):
     apart = run_ranks(world, tiny_groups, 200, transport, 0)

@@ -185,6 +185,7 @@ def test_the_consolidated_checkpoint_gives_the_same_heldout_loss_in_plain_pytorc
     assert loss == pytest.approx(summary["heldout_loss"], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_one_rank_trains_too_from_the_same_weights_and_prints_objects(place, whole):
     options = ("--launch.ranks", "1", "--training.batch_size", "4", "--run.folder", "one")
     code, out, err = run(place, *options, "--json")
@@ -199,6 +200,7 @@ def test_one_rank_trains_too_from_the_same_weights_and_prints_objects(place, who
     assert one == pytest.approx(first, abs=5e-3)  # the same bytes; only what dropout leaves out differs
 
 
+@pytest.mark.slow
 def test_bf16_tied_recomputed_and_accumulated_under_torchrun(place):
     """The other half of the options, on ranks that somebody else started.
 
@@ -234,6 +236,7 @@ def test_top_shows_a_healthy_run_as_running(place):
         process.communicate(timeout=LIMIT_S)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_and_resumed_twice_is_bit_equal_to_one_that_was_not(place, whole):
     folder = place / "stopped"
     stops = [(3, signal.SIGINT, ()), (20, signal.SIGTERM, ("--resume",))]
@@ -255,6 +258,7 @@ def test_a_run_that_is_stopped_and_resumed_twice_is_bit_equal_to_one_that_was_no
     assert (folder / "model.safetensors").read_bytes() == (whole[0] / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_a_run_goes_on_with_the_same_global_batches_on_another_number_of_ranks(place, undropped, ranks):
     """From the last checkpoint that is whole; the newer one, which isn't, is in nobody's way."""
@@ -288,6 +292,7 @@ def test_ranks_save_and_leave_when_the_launcher_is_killed(place):
     assert list((folder / "checkpoint").glob("step-*"))
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises_is_shown_first_and_once_and_ends_all(place, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(BREAK)
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -313,6 +318,7 @@ def test_a_rank_that_is_killed_ends_all_within_seconds(place):
     assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
 
 
+@pytest.mark.slow
 def test_resuming_what_is_not_there_or_another_run_says_so(place, whole):
     code, _, err = run(place, "--resume", "--run.folder", "nosuch")
     assert (code, err.count("\n")) == (1, 1)
@@ -322,6 +328,7 @@ def test_resuming_what_is_not_there_or_another_run_says_so(place, whole):
     assert "run.seed: was 0, is 7" in err
 
 
+@pytest.mark.slow
 def test_bad_data_is_one_clear_error(place, whole):
     (place / "empty").mkdir()
     code, _, err = run(place, "--data.path", "empty", "--run.folder", "bad")
@@ -332,6 +339,7 @@ def test_bad_data_is_one_clear_error(place, whole):
         read_corpus(load_run(place / "runs" / "tiny")[0].recipe.data.model_copy(update={"path": "nosuch"}))
 
 
+@pytest.mark.slow
 def test_a_second_run_moves_the_first_aside(place, whole):
     before = (whole[0] / "metrics.jsonl").read_text()
     code, out, err = run(place, "--training.steps", "1")

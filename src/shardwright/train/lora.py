@@ -26,6 +26,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
 
+from shardwright.checkpoint.agree import ranks
 from shardwright.checkpoint.live import Whole
 from shardwright.errors import CheckpointError, InputError
 from shardwright.extras import from_extra
@@ -199,17 +200,28 @@ def reset_adapters(model: nn.Module) -> None:
 def save_adapter(folder: str | Path, model: nn.Module, base: str | None = None) -> None:
     """Write the adapters in peft's form: adapter_model.safetensors and adapter_config.json.
 
-    Every rank of the model's mesh calls it, between steps; rank 0 writes. base: name or path of the base, for
-    the reader. Raises: InputError for a model without adapters.
+    Every rank calls it, between steps; rank 0 writes, and the files are there when it returns on any. base:
+    name or path of the base, for the reader.
+    Raises: InputError for a model without adapters; CheckpointError, on all ranks, where writing failed.
     """
     layers = adapters_in(model)
     if not layers:
         raise InputError(f"{type(model).__name__} has no adapters to save; call add_lora first")
-    for unit in units_in(model):
+    units = units_in(model)
+    for unit in units:
         unit.runtime.rest()
     tensors = {_PREFIX + name: _whole(param) for name, param in _parts(layers).items()}
-    if dist.is_initialized() and dist.get_rank():
-        return
+    writes = not dist.is_initialized() or dist.get_rank() == 0
+    if units:
+        ranks().arrive("save_adapter")
+        ranks().together("save_adapter", lambda: _write(folder, layers, tensors, base) if writes else None)
+    elif writes:
+        _write(folder, layers, tensors, base)
+
+
+def _write(
+    folder: str | Path, layers: dict[str, LoraLinear], tensors: dict[str, torch.Tensor], base: str | None
+) -> None:
     lora = next(iter(layers.values())).lora
     config = {
         "peft_type": "LORA",
