@@ -103,6 +103,12 @@ class FSDPModule(GradientSetters, MotionSetters):
         """The schedule planned from the last recorded step: print it, compare it. Empty before one."""
         return self._unit().runtime.schedule
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As ``nn.Module.zero_grad``, also where parameters are unsharded now: shards have the gradients."""
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+        params = [param.sharded for unit in self._units(True) for param in unit.params]
+        nn.ParameterList(params).zero_grad(set_to_none)
+
     # ---- inside
 
     def _get_name(self) -> str:

@@ -42,6 +42,8 @@ def storage_freed(rank, world):
     assert stats(model).peak_unsharded_nbytes == root.buffer.nbytes + 2 * max(blocks)
     with torch.no_grad():
         loss_of(model, batches(0, world)[rank])
+    assert held_nbytes(model) == root.buffer.nbytes  # as torch; the blocks are freed
+    model.reshard()
     assert held_nbytes(model) == 0
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 from shardwright import (
@@ -55,7 +55,8 @@ def sharded(policy, mesh=None, **options):
 
 
 def bits(model):
-    return [param.detach().to_local().float().numpy().tobytes() for param in model.parameters()]
+    shards = [value for value in model.state_dict().values() if isinstance(value, DTensor)]
+    return [shard.to_local().float().numpy().tobytes() for shard in shards]
 
 
 def trained(rank, world, policy, shape=None, **options):
@@ -153,6 +154,7 @@ def marks_nothing(rank, world, policy):
     model = sharded(policy)
     seen = []
     for step in range(6):
+        model.reshard()  # the root, which stays after an evaluation: no mark, so nobody could know
         for param in model.parameters():
             if rank != 1 or step % 2:
                 param.data.to_local().mul_(0.9)

@@ -2,13 +2,16 @@
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from shardwright import fully_shard, set_transport, stats
+from shardwright.errors import StageError
 from tests.ranks.pool import run_ranks
 
 GATHER = torch.ops.c10d._allgather_base_
@@ -118,6 +121,110 @@ def neighbours(rank, world):
 
 def test_a_smaller_world_and_several_modules_in_a_group_take_the_collectives_they_say():
     run_ranks(4, neighbours)
+
+
+class Headed(nn.Module):
+    """Blocks of which the second may stay, and a head of the root's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.head = nn.Linear(WIDTH, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.relu(block(x))
+        return self.head(x)
+
+
+def headed(shard: Callable, root: bool | None) -> nn.Module:
+    torch.manual_seed(0)
+    model = Headed()
+    for number, block in enumerate(model.blocks):
+        shard(block, reshard_after_forward=number != 1)
+    shard(model, reshard_after_forward=root)
+    return model
+
+
+def after_evaluations(rank, world, root):
+    """The all-gathers of each evaluation, and of the head by itself, with training in between."""
+    found = []
+    for shard in (fully_shard, torch_fully_shard):
+        model = headed(shard, root)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        counts, results = [], []
+
+        def run(what: Callable[[], torch.Tensor], counts=counts, results=results) -> None:
+            with CommDebugMode() as mode:
+                results.append(what().detach().clone())
+            counts.append(mode.get_comm_counts()[GATHER])
+
+        x = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH) + rank
+        for mode in (torch.no_grad, torch.inference_mode, torch.no_grad):
+            with mode():
+                for _ in range(3):
+                    run(lambda x=x, model=model: model(x))
+                if not root:
+                    run(lambda x=x, model=model: model.head(x))
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            model.zero_grad()
+        model.reshard()
+        found.append((counts, results))
+    (ours, exact), (theirs, expected) = found
+    assert ours == theirs
+    assert all(torch.allclose(*pair, atol=1e-6) for pair in zip(exact, expected, strict=True))
+    return ours
+
+
+@pytest.mark.each_case
+@pytest.mark.parametrize("root", [None, True])
+def test_after_an_evaluation_the_root_and_what_is_to_stay_are_not_gathered_again(root):
+    for counts in run_ranks(2, after_evaluations, root):
+        assert counts == ([4, 2, 2, 0] * 3 if root is None else [4, 3, 3] * 3)
+
+
+def written_meanwhile(rank, world):
+    """What stays unsharded is gathered anew where any rank's shard was written, in whatever way."""
+    model = headed(fully_shard, None)
+    shards = list(model.parameters())
+    x = torch.ones(2, WIDTH)
+
+    class Silent(torch.optim.Optimizer):
+        def step(self, closure=None):
+            for param in shards:
+                param.data.mul_(0.5)  # leaves no mark on the parameter
+
+    silent = Silent(shards, {})
+    with torch.no_grad():
+        kept = model(x)
+        model.reshard()
+        local = model.head.weight.to_local()
+        for write in (lambda: local.add_(rank == 0), silent.step):
+            model(x)
+            write()
+            found = model(x)
+            fresh = headed(fully_shard, None)
+            fresh.load_state_dict(model.state_dict())
+            assert torch.equal(found, fresh(x)) and not torch.equal(found, kept)
+
+
+def test_what_stays_after_an_evaluation_is_gathered_anew_where_a_rank_has_written_its_shard():
+    run_ranks(2, written_meanwhile)
+
+
+def built_late(rank, world):
+    model = headed(fully_shard, None)
+    with torch.no_grad():
+        model(torch.ones(2, WIDTH))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(StageError, match=r"unsharded.*head.weight.*reshard"):
+        optimizer.step()
+
+
+def test_an_optimizer_that_was_built_on_unsharded_parameters_is_refused():
+    run_ranks(2, built_late)
 
 
 def kinds(model: nn.Module) -> list[bool]:

@@ -9,8 +9,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from shardwright.errors import StageError
+from shardwright.motion.table import tables
 from shardwright.motion.together import unsettled
 from shardwright.motion.unit import sharded_from
+from shardwright.state.group import Stage
 
 
 class OptimizerGuard:
@@ -22,8 +24,10 @@ class OptimizerGuard:
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        if unsettled and torch._C._current_graph_task_id() == -1:  # else it steps from inside the backward
-            _check_settled(optimizer, params)
+        if torch._C._current_graph_task_id() == -1:  # else it steps from inside the backward
+            if unsettled:
+                _check_settled(optimizer, params)
+            _forget_unsharded(params)
         if self._checked.get(optimizer) == len(params):
             return
         stale = [found.fqn for found in map(sharded_from, params) if found is not None]
@@ -33,6 +37,7 @@ class OptimizerGuard:
                 f"or quantize_ ({', '.join(stale[:3])}{', ...' if len(stale) > 3 else ''}): stepping it "
                 "would train nothing. Build the optimizer after both, from model.parameters()"
             )
+        _check_sharded(optimizer, params)
         self._checked[optimizer] = len(params)
         _choose_foreach(optimizer)
 
@@ -43,6 +48,27 @@ def _check_settled(optimizer: Optimizer, params: list[Any]) -> None:
             f"{type(optimizer).__name__} would step with gradients of a backward that didn't end on all "
             "ranks: parameters would differ between them. Leave the step out where backward() raised; the "
             "next forward starts afresh"
+        )
+
+
+def _forget_unsharded(written: list[Any]) -> None:
+    """What stayed unsharded after an evaluation isn't used again where the optimizer writes its shards."""
+    kept = [group for table in tuple(tables) for group in table.groups if group.stage is Stage.UNSHARDED]
+    ids = {id(param) for param in written} if kept else set()
+    for group in kept:
+        if any(id(param.sharded) in ids for param in group.params):
+            group.forget_versions(written=True)
+
+
+def _check_sharded(optimizer: Optimizer, params: list[Any]) -> None:
+    groups = [group for table in tuple(tables) for group in table.groups]
+    faces = {id(param.unsharded): param.fqn for group in groups for param in group.params if param.is_bound}
+    names = [faces[id(param)] for param in params if id(param) in faces]
+    if names:
+        raise StageError(
+            f"{type(optimizer).__name__} was built on {len(names)} parameters while they were unsharded, as "
+            f"after an evaluation ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}): stepping it "
+            "would train nothing. Call reshard() on their modules and build it then, or build it earlier"
         )
 
 

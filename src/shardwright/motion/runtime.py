@@ -19,7 +19,7 @@ from shardwright.motion.accord import channel_of
 from shardwright.motion.alone import Alone
 from shardwright.motion.costs import Stats, communication_s, stats
 from shardwright.motion.passes import NO_ENTRY, Entry, Pass, StepPolicy, Way
-from shardwright.motion.table import GroupTable
+from shardwright.motion.table import GroupTable, tables
 from shardwright.motion.together import Private, Together
 from shardwright.motion.transforms import beneath_transforms
 from shardwright.observe.trace import Trace, TraceEntry
@@ -49,8 +49,8 @@ class Runtime:
     def __init__(self, policy: SchedulePolicy | None = None) -> None:
         self.policy = policy or SchedulePolicy()
         self.table = GroupTable()
-        self.depth = 0
-        self.pass_number = 0
+        tables.add(self.table)
+        self.depth = self.pass_number = 0
         self.successor: Runtime | None = None
         self.step = StepPolicy()
         self._passes: list[Pass] = []

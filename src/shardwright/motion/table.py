@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakSet
 
 from shardwright.comm.base import Comm
 from shardwright.errors import InputError
@@ -36,11 +37,15 @@ class Memory:
         self.now_nbytes -= nbytes
 
 
+tables: "WeakSet[GroupTable]" = WeakSet()
+"""Of every sharded model that is alive."""
+
+
 class GroupTable:
     """``groups`` in the order in which they were sharded; a group's number is its place there.
 
     agreement: that of the schedule policy in force, which all ranks must have alike.
-    root: the groups of the outermost module, which stay unsharded between forward and backward by default.
+    root: the groups of the outermost module, which stay unsharded after a forward by default.
     chosen: whether it is up to date which groups move rows in use only, and which share a copy per host.
     asked: groups that the caller has unsharded, and nobody resharded since.
     due: by group, the steps of optimizers that run inside of the backward, once their gradients are complete.

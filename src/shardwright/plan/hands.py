@@ -156,7 +156,7 @@ def keeps(facts: GroupFacts, phase: Phase) -> bool:
     """Whether the group was asked to stay unsharded after the phase."""
     if phase is Phase.BACKWARD:
         return not facts.reshard_after_backward
-    return phase is Phase.FORWARD and facts.reshard_after_forward is False
+    return facts.reshard_after_forward is False
 
 
 def bits(groups: Iterable[int]) -> int:

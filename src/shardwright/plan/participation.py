@@ -134,6 +134,9 @@ class Participant:
     def _start(self, said: Said, phase: Phase, entry: int) -> Leg:
         groups = range(self.orders.num_groups)
         self.live = {group for group in groups if not said.missing >> group & 1}
+        for group in self._holding() if phase is not Phase.BACKWARD else ():
+            if group not in self.live:  # kept since an evaluation; a rank that hasn't may have a new shard
+                self.hands.take(Action(ActionKind.RESHARD, group))
         self.near = {group for group in groups if not said.far >> group & 1}
         self.reductions.used = said.used
         self.legs.append(Leg(phase, entry, self.orders.stops(entry, phase)))

@@ -81,10 +81,12 @@ class Planner:
         return tuple(actions)
 
     def end_forward(self, phase: Phase) -> tuple[Action, ...]:
-        """Actions after the last event of a forward: reshard what no policy keeps for the backward."""
+        """Actions after the last event of a forward: reshard what no policy keeps for the backward, and after
+        an evaluation what was gathered ahead and not used."""
         actions: list[Action] = []
         for group in tuple(self.live):
-            if not self._keeps(phase, group):
+            is_idle = phase is Phase.EVALUATION and group not in self.waited
+            if is_idle or not self._keeps(phase, group):
                 self._reshard(group, actions)
         return tuple(actions)
 
@@ -115,10 +117,10 @@ class Planner:
                 self._reshard(live, actions)
 
     def _keeps(self, phase: Phase, group: int) -> bool:
-        if phase is Phase.EVALUATION:
-            return False
         reshard = self.facts(group).reshard_after_forward
-        return group in self.kept if reshard is None else not reshard
+        if reshard is None:
+            return phase is Phase.FORWARD and group in self.kept
+        return not reshard
 
     def _reshard(self, group: int, actions: list[Action]) -> None:
         if group in self.live:

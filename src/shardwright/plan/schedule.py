@@ -105,7 +105,8 @@ class Stop(NamedTuple):
 class GroupFacts:
     """What the planner knows of a group.
 
-    reshard_after_forward: False keeps it unsharded from its forward to its backward; None leaves it open.
+    reshard_after_forward: False keeps it unsharded from its forward to its backward, and after an evaluation
+        to whatever comes next; None leaves the first open.
     nbytes: bytes of its unsharded parameters. grad_nbytes: of those that are trained.
     lane: groups of one lane may share collectives (those on one transport); None: it shares none.
     ahead_in_forward, ahead_in_backward: groups to gather when it begins, instead of the next ones.

@@ -118,9 +118,10 @@ class ParamGroup:
         """Whether a shard has changed since the group was unsharded (an optimizer step, a load)."""
         return self.stage is not Stage.SHARDED and self._versions() != self._gathered_versions
 
-    def forget_versions(self) -> None:
-        """From here on shards may be written in a way that leaves no mark (an edit of ``.data``)."""
-        if self.stage is Stage.SHARDED:
+    def forget_versions(self, written: bool = False) -> None:
+        """From here on shards may be written in a way that leaves no mark (an edit of ``.data``).
+        written: they are now, so that what is unsharded is stale."""
+        if written or self.stage is Stage.SHARDED:
             self._gathered_versions = ()
         if isinstance(self.buffer, HostedBuffer):
             self.buffer.written = ()
