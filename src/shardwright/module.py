@@ -16,6 +16,7 @@ from shardwright.motion.unit import Unit
 from shardwright.observe.trace import Trace
 from shardwright.plan.schedule import ActionKind, Schedule
 from shardwright.state.edits import unsharded_versions, write_back
+from shardwright.state.param import keep_attributes
 
 
 class FSDPModule(GradientSetters, MotionSetters):
@@ -118,7 +119,10 @@ class FSDPModule(GradientSetters, MotionSetters):
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         # .to(), .double(), .to_empty(): they act on the shards, so the shards must be what modules show.
         self._unit().runtime.rest()
-        return super()._apply(*args, **kwargs)  # type: ignore[misc]
+        super()._apply(*args, **kwargs)  # type: ignore[misc]
+        for param in self._unit().params:
+            keep_attributes(param)
+        return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A model of its own, sharded alike on the same mesh, with copies of the shards; at rest."""

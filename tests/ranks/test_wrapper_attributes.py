@@ -1,11 +1,15 @@
 """What torch's wrapper class shows of itself, and what may be wrapped."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardwright import fully_shard
 from shardwright.errors import InputError
 from shardwright.wrapper import (
     FSDP,
@@ -120,3 +124,94 @@ def ignored(rank, world, flat):
 @pytest.mark.parametrize("flat", [False, True], ids=["apart", "flat"])
 def test_ranks_may_ignore_different_numbers_of_modules(flat):
     run_ranks(3, ignored, flat)
+
+
+class Marked(nn.Module):
+    """Two parameters with attributes of the caller's, and a forward that reads one."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(3, 3)), nn.Parameter(torch.ones(3))
+        self.plain = nn.Parameter(torch.ones(5))
+        for param in self.parameters():
+            param.expert = True
+        self.weight.rank_of = {"a": 1}
+        self.bias.decay = 0.5
+
+    def forward(self, x):
+        assert self.weight.expert and self.weight.rank_of == {"a": 1} and self.bias.decay == 0.5
+        assert not hasattr(self.plain, "decay")
+        return nn.functional.linear(x, self.weight, self.bias) * self.plain.sum()
+
+
+def marked(rank, world, door):
+    flat = door == "flat"
+    model = fully_shard(Marked()) if door == "fully_shard" else FSDP(Marked(), use_orig_params=not flat)
+    for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model.module if flat else model))):
+        assert all(param.expert for param in each.parameters())
+        assert flat or (each.weight.rank_of == {"a": 1} and each.bias.decay == 0.5)
+        each(torch.ones(2, 3)).sum().backward()
+        assert each.weight.expert and each.weight.rank_of == {"a": 1} and each.bias.decay == 0.5
+        if flat:
+            assert not hasattr(next(each.parameters()), "decay")  # which not all in it have
+    if door != "fully_shard":
+        with FSDP.summon_full_params(model):
+            assert model.weight.expert and model.bias.decay == 0.5 and not hasattr(model.plain, "decay")
+        return
+    with torch.device("meta"):
+        late = fully_shard(Marked())
+    late.to_empty(device="cpu").double()
+    assert late.weight.expert and late.bias.decay == 0.5
+    late.float()(torch.ones(2, 3)).sum().backward()
+    assert late.weight.expert and late.bias.decay == 0.5
+
+
+@pytest.mark.parametrize("door", ["fully_shard", "wrapper", "flat"])
+@pytest.mark.each_case
+def test_attributes_of_parameters_survive_sharding_copies_and_unsharding(door):
+    run_ranks(2, marked, door)
+
+
+class Scaled(torch.Tensor):
+    """A subclass that says itself what is gathered, and has attributes of its own."""
+
+    @staticmethod
+    def __new__(cls, held, scale):
+        return torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype, device=held.device)
+
+    def __init__(self, held, scale):
+        self.held, self.scale = held, scale
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        scales = [arg.scale for arg in args if isinstance(arg, Scaled)]
+        args = [arg.held if isinstance(arg, Scaled) else arg for arg in args]
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, (tuple, list)):
+            return [Scaled(part, scales[0]) for part in out]
+        return Scaled(out, scales[0]) if scales and isinstance(out, torch.Tensor) else out
+
+    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
+        return (self.held,), self.scale
+
+    def fsdp_post_all_gather(self, outputs, scale, dtype, *, out=None):
+        if out is None:
+            return outputs[0] * scale, ()
+        return out.copy_(outputs[0] * scale)
+
+
+def marked_subclass(rank, world):
+    model = nn.Linear(4, 4, bias=False)
+    model.weight = nn.Parameter(Scaled(torch.ones(4, 4), 2.0))
+    model.weight.expert = True
+    fully_shard(model)
+    assert model.weight.expert and not hasattr(model.weight, "scale")
+    assert model.weight._local_tensor.scale == 2.0
+    seen = []
+    model.register_forward_pre_hook(lambda module, _: seen.append(module.weight.expert))
+    assert model(torch.ones(1, 4))[0, 0].item() == 8.0
+    assert seen == [True]
+
+
+def test_attributes_of_a_subclass_are_its_own_and_the_callers_survive():
+    run_ranks(2, marked_subclass)

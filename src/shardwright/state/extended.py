@@ -24,7 +24,7 @@ from shardwright.errors import InputError, StageError
 from shardwright.plan.layout import ParamLayout
 from shardwright.policy import MixedPrecisionPolicy
 from shardwright.state.buffer import Buffer
-from shardwright.state.param import ShardedParam, Slot, Unsharded
+from shardwright.state.param import ShardedParam, Slot, Unsharded, give
 
 _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
@@ -89,7 +89,7 @@ class ExtendedParam(ShardedParam):
 
     def _expose(self, param: nn.Parameter) -> None:
         nowhere = torch.empty(0)
-        self._unsharded = Unsharded(param, nowhere, nowhere)
+        self._unsharded = Unsharded(give(self.attributes, param), nowhere, nowhere)
 
     # ---- the all-gather
 

@@ -20,7 +20,7 @@ from shardwright.plan.flat import FlatEntry, FlatLayout
 from shardwright.plan.layout import ParamLayout
 from shardwright.state.encoded import encodings
 from shardwright.state.extended import is_extended
-from shardwright.state.param import ShardedParam, Slot, Split
+from shardwright.state.param import ShardedParam, Slot, Split, attributes_of, give
 
 NAME = "_flat_param"
 Found = Mapping[nn.Parameter, tuple[str, list[Slot]]]
@@ -28,10 +28,11 @@ Found = Mapping[nn.Parameter, tuple[str, list[Slot]]]
 
 @dataclass(eq=False)
 class Member:
-    """One of the parameters inside: where it lies, and the places that show it."""
+    """One of the parameters inside: where it lies, the places that show it, what the caller had set on it."""
 
     entry: FlatEntry
     slots: list[Slot]
+    attributes: dict[str, Any]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -53,7 +54,7 @@ class FlatParam(ShardedParam):
         for param, (_, slots) in found.items():
             own, *others = (name for s in slots for name in names[id(s.module), s.name])
             entry = FlatEntry(own, tuple(param.shape), start, tuple(others))
-            self.members.append(Member(entry, slots))
+            self.members.append(Member(entry, slots, attributes_of(param)))
             start += entry.numel
         self.flat = FlatLayout(tuple(member.entry for member in self.members))
         first = next(iter(found))
@@ -63,7 +64,9 @@ class FlatParam(ShardedParam):
         for member in self.members:
             for each in member.slots:
                 del each.module._parameters[each.name]
-        super().__init__(slot.name, [slot], nn.Parameter(whole, requires_grad=first.requires_grad), split)
+        flat = nn.Parameter(whole, requires_grad=first.requires_grad)
+        give(_shared([member.attributes for member in self.members]), flat)
+        super().__init__(slot.name, [slot], flat, split)
 
     # ---- what modules show
 
@@ -78,6 +81,7 @@ class FlatParam(ShardedParam):
             else:
                 views = [torch.empty(m.shape, dtype=param.dtype, device="meta") for m in self.members]
         for member, view in zip(self.members, views, strict=True):
+            give(member.attributes, view)
             for slot in member.slots:
                 slot.module._parameters.pop(slot.name, None)
                 slot.module.__dict__[slot.name] = view
@@ -88,7 +92,7 @@ class FlatParam(ShardedParam):
         for slot in self.slots:
             del slot.module._parameters[slot.name]
         for index, (member, part) in enumerate(zip(self.members, self.parts_of(whole), strict=True)):
-            shown.append(nn.Parameter(part, requires_grad=self.trainable))
+            shown.append(give(member.attributes, nn.Parameter(part, requires_grad=self.trainable)))
             shown[-1].grad = None if grad is None else self.parts_of(grad)[index]
             for slot in member.slots:
                 slot.module.__dict__.pop(slot.name, None)
@@ -109,12 +113,13 @@ class FlatParam(ShardedParam):
     def twin(self, *places: list[Slot]) -> ShardedParam:
         """Another parameter split alike, as ``ShardedParam.twin``."""
         twin: Any = super().twin(places[0])  # whose members have no places yet: a copy leaves them behind
-        twin.members = [Member(m.entry, slots) for m, slots in zip(self.members, places[1:], strict=True)]
+        pairs = zip(self.members, places[1:], strict=True)
+        twin.members = [Member(member.entry, slots, member.attributes) for member, slots in pairs]
         twin.show(twin.sharded)
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
-        members = [Member(member.entry, []) for member in self.members]
+        members = [Member(member.entry, [], member.attributes) for member in self.members]
         return {**super().__getstate__(), "members": members}
 
     # ---- state dicts
@@ -151,6 +156,16 @@ class FlatParam(ShardedParam):
         first, stop = entry.held(begin, end)
         place = entry.start + first - begin
         local[place : place + stop - first].copy_(value.detach().reshape(-1)[first:stop])
+
+
+def _shared(attributes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Flags that all members have alike."""
+    return {
+        name: value
+        for name, value in attributes[0].items()
+        if isinstance(value, bool | int | float | str | None)
+        and all(name in other and other[name] == value for other in attributes)
+    }
 
 
 def places_of(param: ShardedParam) -> tuple[list[Slot], ...]:

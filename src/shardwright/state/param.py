@@ -30,6 +30,21 @@ from shardwright.state.place import Place, Split
 from shardwright.state.rows import Rows
 
 
+def attributes_of(param: torch.Tensor) -> dict[str, Any]:
+    """What the caller has set on a parameter (``param.expert = True``), without what its class has."""
+    found = dict(vars(param))
+    if found:
+        found = {name: found[name] for name in found.keys() - vars(param.detach()).keys() - {"_is_param"}}
+    return found
+
+
+def give(attributes: Mapping[str, Any], face: Any) -> Any:
+    """A face of a parameter, with the caller's attributes where it doesn't have them yet."""
+    for name, value in attributes.items():
+        vars(face).setdefault(name, value)
+    return face
+
+
 @dataclass(frozen=True)
 class Slot:
     """A place in the module tree that shows the parameter: ``module.name``."""
@@ -51,7 +66,7 @@ class ShardedParam:
     """A parameter split over an axis. ``fqn`` is its name in the module that ``fully_shard`` was called on.
 
     slots: every place that shows it (more than one where modules share it).
-    place: where its shards lie.
+    place: where its shards lie. attributes: what the caller had set on it; every face has them.
     accumulated: unsharded gradient of earlier microbatches in the reduce dtype, or None.
     compared: its names, and by each the one to compare with other ranks' where that is another (``census``).
     kept_dtype: it is never cast (codes, scales). rows: ranks move only those in use (a lookup's), or None.
@@ -66,13 +81,14 @@ class ShardedParam:
         self.place = Place(split, ParamLayout(tuple(whole.shape), split.axis.world, split.dim), inner)
         self.spec = self.place.spec(param)
         guard(self.spec.mesh)
+        self.attributes = attributes_of(param)
         self.accumulated: torch.Tensor | None = None
         self.compared: Mapping[str, str] = {}
         self.kept_dtype = False
         self.rows: Rows | None = None
         self._unsharded: Unsharded | None = None
         self._device_copy = DeviceCopy()
-        self.sharded = self._shard(whole.detach(), param.requires_grad)
+        self.sharded = give(self.attributes, self._shard(whole.detach(), param.requires_grad))
         self.show(self.sharded)
 
     def twin(self, *places: list[Slot]) -> "ShardedParam":
@@ -83,7 +99,8 @@ class ShardedParam:
         twin._unsharded = twin.rows = None
         twin._device_copy = DeviceCopy()
         shard: Any = slots[0].module._parameters[slots[0].name]
-        twin.sharded = nn.Parameter(self.dtensor(shard.detach()), requires_grad=shard.requires_grad)
+        sharded = nn.Parameter(self.dtensor(shard.detach()), requires_grad=shard.requires_grad)
+        twin.sharded = give(self.attributes, sharded)
         twin.show(twin.sharded)
         return twin
 
@@ -97,7 +114,7 @@ class ShardedParam:
         self.spec = self.place.spec(torch.empty(shape, dtype=rows.dtype, device="meta"))
         self.accumulated = self._unsharded = None
         self.kept_dtype = True
-        self.sharded = nn.Parameter(self.dtensor(rows), requires_grad=False)
+        self.sharded = give(self.attributes, nn.Parameter(self.dtensor(rows), requires_grad=False))
         self.show(self.sharded)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -182,7 +199,7 @@ class ShardedParam:
                 f"shape {list(shape)} placed {self.spec.placements}: copy into it, or load it with "
                 "load_state_dict or shardwright.checkpoint.load"
             )
-        self.sharded = shown  # type: ignore[assignment]
+        self.sharded = give(self.attributes, shown)  # type: ignore[arg-type]
         if isinstance(self.split.offload, DiskOffloadPolicy):
             with torch.no_grad():
                 self.local.set_(mapped(self.local, self.split.offload))  # type: ignore[arg-type]
@@ -266,7 +283,8 @@ class ShardedParam:
             meta = TensorMeta(self.spec.shape, self.spec.stride, dtype)
             spec = DTensorSpec(self.inner.mesh, self.inner.placements, meta)
             whole = DTensor(whole, spec, requires_grad=False)  # type: ignore[call-arg]
-        self._unsharded = Unsharded(nn.Parameter(whole, requires_grad=self.trainable), region, own)
+        param = nn.Parameter(whole, requires_grad=self.trainable)
+        self._unsharded = Unsharded(give(self.attributes, param), region, own)
 
     @property
     def own(self) -> torch.Tensor:
@@ -292,3 +310,10 @@ class ShardedParam:
         assert self._unsharded is not None, "bind() first"
         layout = layout or self.layout
         return Piece(self._unsharded.region[: layout.padded_numel], layout.spans)
+
+
+def keep_attributes(param: ShardedParam) -> None:
+    """Have what modules show at rest have the caller's: ``.to()`` and ``to_empty()`` take them away."""
+    shown = param.slots[0].module._parameters.get(param.slots[0].name)
+    if shown is not None:
+        give(param.attributes, shown)

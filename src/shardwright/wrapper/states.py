@@ -13,7 +13,7 @@ from shardwright.motion.unit import units_in
 from shardwright.state.at_rest import keep_per_rank
 from shardwright.state.flat import WRAPPED, FlatParam, original_name
 from shardwright.state.full import stream_full
-from shardwright.state.param import ShardedParam
+from shardwright.state.param import ShardedParam, give
 from shardwright.wrapper.options import StateDictSettings, StateDictType
 
 INNER = WRAPPED
@@ -117,7 +117,7 @@ def shown_whole(
 def _show_whole(param: ShardedParam, whole: torch.Tensor, grad: torch.Tensor | None) -> list[nn.Parameter]:
     if isinstance(param, FlatParam):
         return param.show_whole(whole, grad)
-    shown = nn.Parameter(whole, requires_grad=param.trainable)
+    shown = give(param.attributes, nn.Parameter(whole, requires_grad=param.trainable))
     shown.grad = grad
     param.show(shown)
     return [shown]
