@@ -8,12 +8,16 @@ default), Lustre mounted with ``flock``, GPFS, CephFS. Where it is kept on each 
 """
 
 import errno
-import fcntl
 import os
 import socket
 import time
 import warnings
 from pathlib import Path
+
+try:
+    import fcntl
+except ModuleNotFoundError:  # Windows
+    fcntl = None
 
 LOCK = ".lock"
 _HOLDER_NBYTES = 300
@@ -33,6 +37,8 @@ class FolderLock:
     def __init__(self, path: Path) -> None:
         self._file = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         try:
+            if fcntl is None:
+                raise OSError(errno.ENOSYS, "Python has no fcntl here")
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self.close()
@@ -47,9 +53,7 @@ class FolderLock:
                 stacklevel=2,
             )
         # Of one length, in one write: whoever is refused reads a whole name, of this holder or the last.
-        os.pwrite(
-            self._file, f"pid {os.getpid()} on {socket.gethostname()}".encode().ljust(_HOLDER_NBYTES), 0
-        )
+        os.write(self._file, f"pid {os.getpid()} on {socket.gethostname()}".encode().ljust(_HOLDER_NBYTES))
 
     def close(self) -> None:
         """Give the lock back; a second call does nothing."""

@@ -1,13 +1,17 @@
 """Where the bytes of a new file go: through the kernel's page cache, or past it."""
 
 import contextlib
-import fcntl
 import os
 from typing import Protocol
 
 from shardwright.checkpoint.background import Pace
 from shardwright.comm.pages import take_bytes
 from shardwright.comm.views import view_of
+
+try:
+    import fcntl
+except ModuleNotFoundError:  # Windows
+    fcntl = None
 
 _BLOCK_NBYTES = 8 << 20
 _ALIGN = 4096
@@ -86,6 +90,8 @@ class Direct:
 
     def _set_direct(self, on: bool) -> bool:
         flag = getattr(os, "O_DIRECT", 0)
+        if fcntl is None:
+            return False
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~flag
         try:
             fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | (flag if on else 0))

@@ -127,7 +127,7 @@ def header_nbytes(world: int) -> int:
 
 
 def this_host(fd: int) -> Host:
-    """This process' ``Host``, for the ranks to compare."""
+    """This process' ``Host``, for the ranks to compare. Raises: OSError, where there is no /proc."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
     pids, network = (os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("pid", "net"))

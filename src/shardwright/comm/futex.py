@@ -6,6 +6,9 @@ Only for x86-64, as shared memory is.
 import ctypes
 import errno
 import time
+from typing import Any
+
+from shardwright.comm.libc import LIBC
 
 _SYS_FUTEX = 202
 _WAIT, _WAKE = 0, 1
@@ -13,17 +16,18 @@ _EVERYBODY = 2**31 - 1
 _EXPECTED = (errno.EAGAIN, errno.ETIMEDOUT, errno.EINTR)
 _NAP_S = 1e-4  # where the kernel refuses
 
-_syscall = ctypes.CDLL(None, use_errno=True).syscall
-_syscall.restype = ctypes.c_long
-_syscall.argtypes = [
-    ctypes.c_long,
-    ctypes.c_void_p,
-    ctypes.c_int,
-    ctypes.c_uint32,
-    ctypes.c_void_p,
-    ctypes.c_void_p,
-    ctypes.c_uint32,
-]
+_syscall: Any = getattr(LIBC, "syscall", None)
+if _syscall is not None:
+    _syscall.restype = ctypes.c_long
+    _syscall.argtypes = [
+        ctypes.c_long,
+        ctypes.c_void_p,
+        ctypes.c_int,
+        ctypes.c_uint32,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_uint32,
+    ]
 
 
 def sleep_while(address: int, value: int, seconds: float) -> None:

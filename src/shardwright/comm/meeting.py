@@ -2,11 +2,10 @@
 
 Each rank listens at an address of its own; addresses travel over a process group that is there already. Of
 two ranks the higher one calls. A call shows a secret that its listener has made up and told only that group,
-so a stranger who finds the port gets no further. Where any rank can't be reached, all are told so, and none
+so a stranger who finds the port gets no further. Where any rank can't be reached, all are told why, and none
 has lines.
 """
 
-import fcntl
 import os
 import secrets
 import socket
@@ -21,6 +20,11 @@ from torch.distributed import ProcessGroup
 from shardwright.comm.launches import LaunchLog
 from shardwright.comm.lines import Line, Side
 from shardwright.comm.wire import Wire
+
+try:
+    import fcntl
+except ModuleNotFoundError:  # Windows
+    fcntl = None
 
 KINDS = 2  # lines to each peer: all-gathers, and reduce-scatters
 _HELLO = struct.Struct("<16sii")  # the listener's secret, the caller's rank, the kind of line
@@ -37,27 +41,29 @@ class _Listening(NamedTuple):
 
 def open_wire(
     group: ProcessGroup, timeout_s: float, log: LaunchLog
-) -> tuple[Wire, list[dict[int, Line]]] | None:
-    """A wire and its lines by kind and peer; None on every rank where any couldn't reach another.
+) -> tuple[Wire, list[dict[int, Line]]] | str:
+    """A wire and its lines by kind and peer; where any rank couldn't reach another, why, alike on all ranks.
 
     The second kind takes memory for what arrives (see ``Line``). Every rank of the group calls it; two small
     exchanges.
     """
     rank, world = group.rank(), group.size()
     listener, own = _listen(world)
-    places: list[_Listening | None] = [None] * world
+    places: list[_Listening | str] = [""] * world
     dist.all_gather_object(places, own, group=group)
-    reached = [place for place in places if place is not None]
-    connections = None
-    if listener is not None and len(reached) == world:
-        connections = _connect(rank, reached, listener, min(timeout_s, _PATIENCE_S))
-    if listener is not None:
-        listener.close()
-    agreed: list[bool] = [False] * world
-    dist.all_gather_object(agreed, connections is not None, group=group)
-    if connections is None or not all(agreed):
-        _close(connections or {})
-        return None
+    reached = [place for place in places if not isinstance(place, str)]
+    if len(reached) < world or listener is None:
+        if listener is not None:
+            listener.close()
+        refusals = [place if isinstance(place, str) else "" for place in places]
+        return _first(refusals, log)
+    connections = _connect(rank, reached, listener, min(timeout_s, _PATIENCE_S))
+    listener.close()
+    refusals = [""] * world
+    dist.all_gather_object(refusals, connections if isinstance(connections, str) else "", group=group)
+    if isinstance(connections, str) or any(refusals):
+        _close({} if isinstance(connections, str) else connections)
+        return _first(refusals, log)
     side = Side(rank, timeout_s, log)
     lines: list[dict[int, Line]] = [{} for _ in range(KINDS)]
     for (kind, peer), connection in connections.items():
@@ -65,7 +71,13 @@ def open_wire(
     return Wire(side, (line for by_peer in lines for line in by_peer.values())), lines
 
 
-def _listen(world: int) -> tuple[socket.socket | None, _Listening | None]:
+def _first(refusals: Sequence[str], log: LaunchLog) -> str:
+    return next(f"rank {log.ranks[peer]}: {why}" for peer, why in enumerate(refusals) if why)
+
+
+def _listen(world: int) -> tuple[socket.socket | None, _Listening | str]:
+    if not hasattr(socket.socket, "sendmsg"):
+        return None, "Python has no sendmsg here"
     for host in _hosts():
         try:
             family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
@@ -73,13 +85,13 @@ def _listen(world: int) -> tuple[socket.socket | None, _Listening | None]:
         except OSError:  # a name of another machine, or one that nobody knows
             continue
         return listener, _Listening(listener.getsockname()[:2], secrets.token_bytes(16))
-    return None, None
+    return None, "it has no address of its own to listen at"
 
 
 def _hosts() -> list[str]:
     """Addresses to listen at, the best first; chosen as Gloo does, so that one variable steers both."""
     names = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    if not names:
+    if not names or fcntl is None:
         return [socket.gethostname(), "127.0.0.1"]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -91,8 +103,8 @@ def _hosts() -> list[str]:
 
 def _connect(
     rank: int, places: Sequence[_Listening], listener: socket.socket, patience_s: float
-) -> dict[tuple[int, int], socket.socket] | None:
-    """Call the lower ranks and take the calls of the higher ones; by kind and peer."""
+) -> dict[tuple[int, int], socket.socket] | str:
+    """Call the lower ranks and take the calls of the higher ones; by kind and peer. Else why not."""
     deadline = time.monotonic() + patience_s
     found: dict[tuple[int, int], socket.socket] = {}
     try:
@@ -109,9 +121,9 @@ def _connect(
                 connection.close()
             else:
                 found[caller] = connection
-    except OSError:  # refused, not routed, or too late
+    except OSError as error:  # refused, not routed, or too late
         _close(found)
-        return None
+        return f"not all ranks could be called ({error})"
     for connection in found.values():
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a host that vanished is noticed

@@ -5,6 +5,8 @@ never started it gets a world of one, so that sharded code runs in a notebook.
 """
 
 import datetime
+import functools
+import logging
 import os
 from dataclasses import dataclass
 from enum import StrEnum
@@ -18,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
+from shardwright.comm.arena import Arena
 from shardwright.comm.attempt import join_job, new_group
 from shardwright.comm.base import Comm
 from shardwright.comm.gloo import GlooComm
@@ -29,6 +32,8 @@ from shardwright.comm.sockets import SocketComm
 from shardwright.comm.streams import Streams
 from shardwright.errors import InputError
 from shardwright.policy import DataParallelMeshDims
+
+logger = logging.getLogger(__name__)
 
 # Bounds a wait for a rank that never comes. new_group() ignores the default group's own timeout (30 min).
 TIMEOUT = datetime.timedelta(minutes=10)
@@ -94,7 +99,8 @@ class Axis:
 class Transport(StrEnum):
     """How the ranks of an axis move bytes between hosts' memories.
 
-    AUTO: NCCL collectives on CUDA; on CPU shared memory where all ranks are on one host, else sockets.
+    AUTO: NCCL collectives on CUDA; on CPU shared memory where all ranks are on one host, else sockets, else
+    as GLOO. A warning says why, unless the ranks are on several hosts.
     SOCKETS: TCP connections of our own, also on one host; where ranks can't reach each other so, as GLOO.
     GLOO: Gloo's point-to-point messages. COLLECTIVES: the backend's own collectives.
     """
@@ -313,20 +319,35 @@ def _make_comm(ranks: list[int], device_type: str, within: ProcessGroup, host: C
         return group
 
     gather_group = make_group()
+    refused = []
     if device_type == "cpu" and _transport is Transport.AUTO:
         arena = open_arena(gather_group, timeout.total_seconds(), log)
-        if arena is not None:
+        if isinstance(arena, Arena):
             return ShmComm(arena, len(ranks))
+        refused += [f"no shared memory ({arena})"] if arena else []
     if device_type == "cpu" and _transport in (Transport.AUTO, Transport.SOCKETS):
         opened = open_wire(gather_group, timeout.total_seconds(), log)
-        if opened is not None:
+        if not isinstance(opened, str):
+            _tell_of_fall("TCP sockets", refused, ranks)
             return SocketComm(*opened)
+        _tell_of_fall("Gloo's messages", [*refused, f"no sockets of our own ({opened})"], ranks)
     # Only where it is needed: a Gloo group that nobody uses takes about 2 ms of CPU a second all the same.
     reduce_group = make_group()
     if device_type != "cpu" or _transport is Transport.COLLECTIVES:
         streams = None if backend == "gloo" else Streams.of(_device(device_type))
         return NcclComm(gather_group, reduce_group, log, streams, host)
     return GlooComm(gather_group, reduce_group, log)
+
+
+def _tell_of_fall(to: str, refused: list[str], ranks: list[int]) -> None:
+    """Say, once in a program, over what its ranks talk that share no better way, and why."""
+    if refused and len(ranks) > 1 and dist.get_rank() == ranks[0]:
+        _warn_once(f"ranks talk over {to}: {', '.join(refused)}")
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    logger.warning(text)
 
 
 def timeout_of(group: ProcessGroup) -> datetime.timedelta:

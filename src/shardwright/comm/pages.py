@@ -15,13 +15,15 @@ import weakref
 
 import torch
 
+from shardwright.comm.libc import LIBC
 from shardwright.comm.memfile import memory_file
 from shardwright.comm.process import process_is_ours
 
 HUGE_PAGE_NBYTES = 2 << 20
 SMALL_NBYTES = 128 << 10  # below, malloc keeps memory by itself
 _ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux only
-_madvise = getattr(ctypes.CDLL(None), "madvise", None) if _ADVICE is not None else None
+_madvise = getattr(LIBC, "madvise", None) if _ADVICE is not None else None
+_OWN = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 _PAGEMAP = "/proc/self/pagemap"
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 _MOST_BY_HEAP_NBYTES = 32 << 20  # the largest that glibc takes for it
@@ -96,7 +98,7 @@ def keep_freed_pages() -> bool:
     tuned = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "") or not process_is_ours()
     if tuned or any(name in os.environ for name in _CHOICES):
         return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    mallopt = getattr(LIBC, "mallopt", None)
     if mallopt is None:
         return False
     return bool(mallopt(_MMAP_THRESHOLD, _MOST_BY_HEAP_NBYTES) and mallopt(_TRIM_THRESHOLD, _KEPT_NBYTES))
@@ -164,7 +166,7 @@ def pages_of_its_own(nbytes: int) -> torch.Tensor:
 
 def _mapped(nbytes: int) -> mmap.mmap:
     page = HUGE_PAGE_NBYTES if nbytes >= HUGE_PAGE_NBYTES else mmap.PAGESIZE
-    block = mmap.mmap(-1, -(-nbytes // page) * page, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    block = mmap.mmap(-1, -(-nbytes // page) * page, **_OWN)
     if _ADVICE is not None and len(block) >= HUGE_PAGE_NBYTES:
         block.madvise(_ADVICE)
     return block

@@ -27,45 +27,58 @@ from shardwright.plan.layout import pack
 _GATHERED_NBYTES = 64 << 20  # at most so many of all ranks together lie in their segments for a ``gather``
 
 
-def open_arena(group: ProcessGroup, timeout_s: float, log: LaunchLog) -> Arena | None:
-    """Segments of all ranks of ``group``, mapped by all; None on every rank where any can't share memory.
+def open_arena(group: ProcessGroup, timeout_s: float, log: LaunchLog) -> Arena | str:
+    """Segments of all ranks of ``group``, mapped by all. Where any can't share memory, why, alike on all
+    ranks: "" where they are on several hosts.
 
     Every rank of the group calls it; three small exchanges.
     """
     rank, world = group.rank(), group.size()
-    fd = _create()
-    hosts: list[Host | None] = [None] * world
-    dist.all_gather_object(hosts, None if fd is None else this_host(fd), group=group)
-    segments = _map_all(hosts)
-    agreed: list[bool] = [False] * world
+    own = _create()
+    hosts: list[Host | str] = [""] * world
+    dist.all_gather_object(hosts, own, group=group)
+    segments = _map_all(hosts, log.ranks)
+    refusals: list[str | None] = [None] * world
     # Also the barrier after which nobody needs another rank's descriptor any more.
-    dist.all_gather_object(agreed, segments is not None, group=group)
-    if fd is not None:
-        os.close(fd)
-    if segments is None or not all(agreed):
-        return None
-    return Arena(rank, segments, [host.pid for host in hosts if host is not None], timeout_s, log)
+    dist.all_gather_object(refusals, segments if isinstance(segments, str) else None, group=group)
+    if isinstance(own, Host):
+        os.close(own.fd)
+    told = [why for why in refusals if why is not None]
+    if isinstance(segments, str) or told:
+        return next(filter(None, told), "")
+    return Arena(rank, segments, [host.pid for host in hosts if isinstance(host, Host)], timeout_s, log)
 
 
-def _create() -> int | None:
+def _create() -> Host | str:
+    if not (hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")):
+        return "it takes Linux"
     try:
         os.close(os.pidfd_open(os.getpid()))
-        return memory_file(RESERVED_NBYTES)
-    except (OSError, AttributeError):  # an old kernel, a limit on file sizes, not Linux
-        return None
+        fd = memory_file(RESERVED_NBYTES)
+    except OSError as error:  # an old kernel, a limit on file sizes
+        return f"the kernel gives none ({error})"
+    try:
+        return this_host(fd)
+    except OSError as error:
+        os.close(fd)
+        return f"the kernel tells too little ({error})"
 
 
-def _map_all(hosts: Sequence[Host | None]) -> list[Segment] | None:
-    found = [host for host in hosts if host is not None]
-    if len(found) < len(hosts) or len({host.place for host in found}) > 1 or found[0].machine != "x86_64":
-        return None
+def _map_all(hosts: Sequence[Host | str], ranks: Sequence[int]) -> list[Segment] | str:
+    found = [host for host in hosts if isinstance(host, Host)]
+    if len(found) < len(hosts):
+        return next(f"rank {r}: {why}" for r, why in zip(ranks, hosts, strict=True) if isinstance(why, str))
+    if len({host.place for host in found}) > 1:
+        return ""
+    if found[0].machine != "x86_64":
+        return f"it takes an x86_64 processor, this is {found[0].machine}"
     segments = []
     try:
         for host in found:
             with opened_again(host.pid, host.fd) as fd:
                 segments.append(Segment(fd, len(hosts)))
-    except OSError:  # another user, or no room in the address space
-        return None
+    except OSError as error:  # another user, or no room in the address space
+        return f"a rank's memory can't be mapped by another ({error})"
     return segments
 
 

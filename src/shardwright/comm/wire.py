@@ -108,4 +108,5 @@ atexit.register(_join_all)
 
 
 # A forked process has copies of the lines, which would keep them open after this one has ended.
-os.register_at_fork(after_in_child=_close_all)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_all)

@@ -5,15 +5,17 @@ collective, which is when one asks. Its C half writes the signal's number into a
 the watch thread looks there. A handler or a pipe that the program has set already is left alone.
 """
 
+import _thread
 import contextlib
 import os
 import signal
 import threading
 from types import FrameType
+from typing import Any
 
 from shardwright.comm.launches import here
 
-SIGNAL = signal.SIGUSR1
+SIGNAL: Any = getattr(signal, "SIGUSR1", None)
 
 
 class Requests:
@@ -28,7 +30,9 @@ class Requests:
             self._take()
 
     def _take(self) -> None:
-        read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        read, write = os.pipe()
+        for end in (read, write):
+            os.set_blocking(end, False)
         before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         if before != -1:  # an event loop's
             signal.set_wakeup_fd(before)
@@ -51,7 +55,9 @@ class Requests:
         """Have the main thread raise the verdict out of whatever Python or system call it is in."""
         self._interrupting = self.taken
         main = threading.main_thread().ident
-        if main is not None:
+        if not hasattr(signal, "pthread_kill"):  # Windows: between two of Python's steps, at the earliest
+            _thread.interrupt_main()
+        elif main is not None:
             signal.pthread_kill(main, SIGNAL if self.taken else signal.SIGINT)
 
     def close(self) -> None:
@@ -71,7 +77,7 @@ class Requests:
 
 def _is_free() -> bool:
     """Whether nobody has set a handler for the signal, in Python or in C (faulthandler does the latter)."""
-    if signal.getsignal(SIGNAL) is not signal.SIG_DFL:
+    if SIGNAL is None or signal.getsignal(SIGNAL) is not signal.SIG_DFL:
         return False
     try:
         with open("/proc/self/status") as file:
