@@ -12,15 +12,20 @@ from shardwright.motion.clone import Blueprint, deep_copy, pack, rebuild
 from shardwright.motion.hooks import reset_step
 from shardwright.motion.methods import run_as_forward
 from shardwright.motion.setters import GradientSetters, MotionSetters
+from shardwright.motion.torch_state import TorchState, show_state
 from shardwright.motion.unit import Unit
 from shardwright.observe.trace import Trace
 from shardwright.plan.schedule import ActionKind, Schedule
 from shardwright.state.edits import unsharded_versions, write_back
 from shardwright.state.param import keep_attributes
+from shardwright.torch_fsdp import TorchFSDPModule
 
 
-class FSDPModule(GradientSetters, MotionSetters):
-    """What a module is besides its own class once ``fully_shard`` was called on it."""
+class FSDPModule(GradientSetters, MotionSetters, TorchFSDPModule):
+    """What a module is besides its own class once ``fully_shard`` was called on it.
+
+    Of torch's class of that name nothing is inherited but the name: frameworks ask for it by ``isinstance``.
+    """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """An instance of the module's own class: ``model[:2]`` of a sharded Sequential is a plain one."""
@@ -119,10 +124,16 @@ class FSDPModule(GradientSetters, MotionSetters):
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         # .to(), .double(), .to_empty(): they act on the shards, so the shards must be what modules show.
         self._unit().runtime.rest()
-        super()._apply(*args, **kwargs)  # type: ignore[misc]
+        super(TorchFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
         for param in self._unit().params:
             keep_attributes(param)
         return self
+
+    def _get_fsdp_state(self) -> Any:
+        return TorchState(cast(nn.Module, self))
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Accepted, without effect: all-gathers are launched ahead here anyway."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A model of its own, sharded alike on the same mesh, with copies of the shards; at rest."""
@@ -183,6 +194,7 @@ def become_fsdp_module(module: nn.Module) -> None:
     if cls not in _classes:
         _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
     module.__class__ = _classes[cls]
+    show_state(module)
 
 
 def original_class(cls: type) -> type:

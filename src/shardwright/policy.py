@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from shardwright import torch_fsdp
 from shardwright.errors import InputError
 
 
@@ -280,6 +281,14 @@ class DiskOffloadPolicy(CPUOffloadPolicy):
 DEFAULT_OFFLOAD = OffloadPolicy()
 
 
+def adopt(policy: Any) -> Any:
+    """Torch's own policy as ours of the same fields; anything else as it is."""
+    for theirs, ours in _ADOPTED.items():
+        if isinstance(policy, theirs):
+            return ours(**{field.name: getattr(policy, field.name) for field in dataclasses.fields(theirs)})
+    return policy
+
+
 @dataclass(frozen=True)
 class DataParallelMeshDims:
     """Which axes of a larger mesh are data parallel, by name; a tuple of names is flattened into one axis.
@@ -310,6 +319,12 @@ def _as_names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return () if names is None else (names,) if isinstance(names, str) else tuple(names)
 
 
+_ADOPTED: dict[Any, Any] = {
+    torch_fsdp.TorchMixedPrecisionPolicy: MixedPrecisionPolicy,
+    torch_fsdp.TorchCPUOffloadPolicy: CPUOffloadPolicy,
+    torch_fsdp.TorchOffloadPolicy: OffloadPolicy,
+    torch_fsdp.TorchDataParallelMeshDims: DataParallelMeshDims,
+}
 _ON_OFF = {"on": True, "off": False}
 _WATCH_SECONDS = ("suspect_s", "answer_s", "lost_s", "stall_s", "collective_s")
 

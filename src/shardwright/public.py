@@ -8,6 +8,7 @@ from shardwright.comm.mesh import set_transport
 from shardwright.comm.process import set_process
 from shardwright.explanation import Explanation, explain
 from shardwright.gather import gathered, scattered
+from shardwright.installed import install, uninstall
 from shardwright.loss import loss_weights
 from shardwright.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from shardwright.motion.build import ShardPlacementResult
@@ -57,6 +58,7 @@ __all__ = [
     "full_state_dict",
     "fully_shard",
     "gathered",
+    "install",
     "lockstep",
     "loss_weights",
     "nf4",
@@ -70,4 +72,5 @@ __all__ = [
     "share_comm_ctx",
     "stats",
     "stream_state_dict",
+    "uninstall",
 ]

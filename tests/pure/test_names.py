@@ -36,6 +36,7 @@ NAMES = [
     "explain",
     "full_state_dict",
     "fully_shard",
+    "install",
     "lockstep",
     "loss_weights",
     "gathered",
@@ -50,6 +51,7 @@ NAMES = [
     "set_watch",
     "stats",
     "stream_state_dict",
+    "uninstall",
 ]
 
 

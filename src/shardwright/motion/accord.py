@@ -24,7 +24,7 @@ from shardwright.plan.hands import Call, Said, bits
 from shardwright.plan.orders import Orders, Told
 from shardwright.plan.schedule import Action, ActionKind, Event, EventKind, GroupFacts, Phase
 from shardwright.state import together
-from shardwright.state.group import Stage
+from shardwright.state.group import Stage, keeps_grads
 
 _WORD_BITS = 62
 _NAMES = {
@@ -191,7 +191,7 @@ class TableHands:
             if params.has_grads:
                 self.table.reduce([group])
             return False
-        return params.has_grads or (reducer.policy.unused_params and not reducer.done)
+        return params.has_grads or keeps_grads(params) or (reducer.policy.unused_params and not reducer.done)
 
     def facts(self, group: int) -> GroupFacts:
         """See ``Hands.facts``."""

@@ -16,7 +16,7 @@ from shardwright.motion.runtime import Runtime
 from shardwright.motion.unit import Unit
 from shardwright.plan.schedule import EventKind, Phase
 from shardwright.state.buffer import Buffer
-from shardwright.state.group import ParamGroup
+from shardwright.state.group import ParamGroup, keeps_grads
 
 
 def in_backward() -> bool:
@@ -91,13 +91,16 @@ class Backward:
                 return
             self.forget()
             self.runtime.abandon()  # an exception ended that backward, and this one follows it at once
+        self._enter_phase()
+        ending = _Ending(self)
+        self._ending = weakref.ref(ending)
+        Variable._execution_engine.queue_callback(ending)
+
+    def _enter_phase(self) -> None:
         self.number += 1
         self.runtime.begin(Phase.BACKWARD)
         for group in self.runtime.groups:
             group.reducer.done = False
-        ending = _Ending(self)
-        self._ending = weakref.ref(ending)
-        Variable._execution_engine.queue_callback(ending)
 
     def enter(self, unit: Unit, call: Call) -> None:
         """The gradient of one of the call's outputs is there: its backward begins."""
@@ -147,6 +150,15 @@ class Backward:
         """All gradients of the group that this backward can bring by now are there."""
         self._arrived.pop(group, None)
         self.runtime.at(EventKind.GRADS_READY, group)
+
+    def reduce_held(self) -> None:
+        """Reduce the gradients that earlier backwards have kept, as a backward that brings none; every rank
+        of the model's meshes calls it."""
+        self._enter_phase()
+        for group in self.runtime.groups:
+            if keeps_grads(group):
+                self.grads_ready(group)
+        self.end()
 
     def forget(self) -> None:
         """Drop the calls of a backward that an exception ended, and the gradients that it had counted."""

@@ -25,7 +25,7 @@ from shardwright.motion.unit import (
     units_in,
 )
 from shardwright.observe.life import keep_watch
-from shardwright.policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from shardwright.policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, adopt
 from shardwright.state.extended import ExtendedParam, is_extended, not_extensible
 from shardwright.state.flat import NAME as FLAT_NAME
 from shardwright.state.flat import FlatParam, check_flat
@@ -60,6 +60,10 @@ class Options:
     offload: OffloadPolicy
     dims: DataParallelMeshDims | None = None
     flat: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("precision", "offload", "dims"):
+            object.__setattr__(self, name, adopt(getattr(self, name)))
 
     def check(self) -> None:
         """Raises: InputError for what isn't of its type."""

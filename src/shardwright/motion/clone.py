@@ -21,6 +21,7 @@ from shardwright.errors import InputError, StageError
 from shardwright.motion.hooks import ModuleHooks, hooks_of
 from shardwright.motion.methods import methods_run_as_forward, run_as_forward
 from shardwright.motion.runtime import Runtime
+from shardwright.motion.torch_state import hide_state, show_state
 from shardwright.motion.unit import Unit, mark, unit_of, units_in, unmark
 from shardwright.plan.schedule import GroupFacts
 from shardwright.policy import MixedPrecisionPolicy, ReductionPolicy, SchedulePolicy
@@ -95,6 +96,8 @@ def plain(model: nn.Module) -> Iterator[Blueprint]:
                 for name in methods_run_as_forward(module):
                     undo.callback(module.__dict__.__setitem__, name, module.__dict__.pop(name))
                 unmark(module)
+                undo.callback(show_state, module)
+                hide_state(module)
             undo.enter_context(_without(hooks_of(unit.modules[0])))
         for module in (m for unit in top for m in unit.modules):
             module.__class__ = type(module).__bases__[1]

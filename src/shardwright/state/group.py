@@ -331,6 +331,11 @@ class ParamGroup:
         self.stage = to
 
 
+def keeps_grads(group: ParamGroup) -> bool:
+    """Whether it has unsharded gradients of earlier microbatches."""
+    return any(param.accumulated is not None for param in group.params)
+
+
 def follow_freezing(group: ParamGroup) -> None:
     """Where the caller has frozen or unfrozen one face of a parameter since the last unshard, do so with the
     other: which of them modules show depends on where the group stands."""

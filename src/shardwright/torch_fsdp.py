@@ -1,0 +1,40 @@
+"""What of ``torch.distributed.fsdp`` is touched here, and the only file that imports it: its names, not its
+runtime. Taken when this package is imported, so they are torch's own also while ours are installed there."""
+
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from torch.distributed import fsdp
+from torch.distributed.fsdp import CPUOffloadPolicy as TorchCPUOffloadPolicy
+from torch.distributed.fsdp import DataParallelMeshDims as TorchDataParallelMeshDims
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
+from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy
+from torch.distributed.fsdp import _fully_shard, api, fully_sharded_data_parallel, wrap
+
+__all__ = [
+    "PLACES",
+    "TorchCPUOffloadPolicy",
+    "TorchDataParallelMeshDims",
+    "TorchFSDPModule",
+    "TorchMixedPrecisionPolicy",
+    "TorchOffloadPolicy",
+    "originals",
+]
+
+PLACES: tuple[ModuleType, ...] = (
+    fsdp,
+    _fully_shard,
+    api,
+    fully_sharded_data_parallel,
+    wrap,
+    import_module("torch.distributed._composable.fsdp"),
+    import_module("torch.distributed._composable.fsdp.fully_shard"),
+)
+"""The modules that clients take its names from."""
+
+
+def originals(names: tuple[str, ...]) -> dict[str, Any]:
+    """Torch's own object of each name."""
+    return {name: getattr(fsdp, name, None) or getattr(wrap, name) for name in names}
