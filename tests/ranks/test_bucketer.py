@@ -325,17 +325,118 @@ def test_a_callback_that_raises_or_adds_more_loses_nothing():
     run_ranks(WORLD, raising)
 
 
-def differently(rank, world, transport):
+def differently(rank, world, transport, cap, what):
     set_transport(transport)
-    bucketer = ReduceScatterBucketer(1)
+    torch.distributed.barrier()
+    bucketer = ReduceScatterBucketer(cap)
+    dtype = torch.int32 if what == "dtype" and rank else torch.float32
+    inputs = ones(world, 3 + rank if what == "size" else 4, dtype)
+    with pytest.raises(CommError, match=r"different collectives(.|\n)*reduce-scatter of 1 inputs, [34] x"):
+        bucketer.reduce_scatter_async(inputs)
+        bucketer.flush()
+    bucketer.flush()
+    bucketer.teardown()
+    if not cap:
+        return
     handle = bucketer.reduce_scatter_async(ones(world, 3 + rank))
-    with pytest.raises(CommError, match="different collectives"):
+    with pytest.raises(CommError):
         bucketer.flush()
     with pytest.raises(StageError, match="failed earlier"):
         handle.wait()
-    bucketer.teardown()
 
 
-@pytest.mark.parametrize("transport", ["auto", "sockets"])
-def test_ranks_that_add_different_sizes_are_told_so_at_once(transport):  # R24
-    run_ranks(WORLD, differently, transport)
+@pytest.mark.parametrize("transport", ["auto", "sockets", "collectives"])
+@pytest.mark.parametrize("what", ["size", "dtype"])
+@pytest.mark.parametrize("cap", [1, 0])
+@pytest.mark.each_case
+def test_ranks_that_add_different_sizes_or_dtypes_are_told_so_on_every_transport(transport, what, cap):  # R24
+    run_ranks(WORLD, differently, transport, cap, what)
+
+
+def in_callbacks(rank, world):
+    weight = torch.nn.Parameter(torch.ones(3))
+    enabled = []
+
+    def step(total):
+        enabled.append(torch.is_grad_enabled())
+        weight.sub_(total)  # of a leaf that asks for a gradient
+
+    for cap in (1, 0):
+        bucketer = ReduceScatterBucketer(cap)
+        bucketer.reduce_scatter_async(ones(world, 3), None, step)
+        bucketer.flush()
+        bucketer.reduce_scatter_async(ones(world, 3), None, step).wait()
+    assert enabled == [False] * 4 and torch.is_grad_enabled()
+    assert weight.tolist() == [1.0 - 4 * world] * 3
+
+
+def test_callbacks_run_without_gradients_so_that_they_may_step_a_parameter():  # R23
+    run_ranks(WORLD, in_callbacks)
+
+
+def subset(rank, world, transport):
+    set_transport(transport)
+    members = [0, 2]
+    group = dist.new_group(members)
+    bucketer = ReduceScatterBucketer(1)
+    if rank not in members:
+        with pytest.raises(InputError, match="ProcessGroup that has this rank"):
+            bucketer.reduce_scatter_async(ones(2, 4), group)
+        return None
+    with pytest.raises(InputError, match=r"received 3 inputs, expected group.size\(\) \(2\)"):
+        bucketer.reduce_scatter_async(ones(3, 4), group)
+    small = bucketer.reduce_scatter_async([torch.full((4,), 10.0 * rank + part) for part in range(2)], group)
+    large = bucketer.reduce_scatter_async(ones(2, 2**18), group)
+    bucketer.flush()
+    assert large.wait()[0].item() == 2.0
+    return small.wait()[0].item()
+
+
+@pytest.mark.parametrize("transport", ["auto", "sockets", "collectives"])
+@pytest.mark.each_case
+def test_a_group_of_some_of_the_ranks_sums_over_these(transport):  # R13
+    assert run_ranks(3, subset, transport) == [20.0, None, 22.0]
+
+
+def capped(rank, world):
+    assert ReduceScatterBucketer().bucket_cap_mb == 25
+    assert ReduceScatterBucketer().shard_numel(torch.float32, world) == 25 * 2**20 // 4 // world
+    for cap in (-1, -0.5, 0):
+        calls = Calls()
+        bucketer = ReduceScatterBucketer(cap)
+        assert bucketer.shard_numel(torch.float32, world) == 0
+        handles = [bucketer.reduce_scatter_async(ones(world, numel)) for numel in (1, 0, 5)]
+        assert len(calls) == 3 and bucketer.held_nbytes == 0
+        bucketer.flush()
+        assert [handle.wait().tolist() for handle in handles] == [[world], [], [world] * 5]
+        bucketer.teardown()
+    for cap in (float("nan"), float("inf"), None):
+        with pytest.raises(InputError, match="number of MiB"):
+            ReduceScatterBucketer(cap)
+
+
+def test_the_cap_is_25_mib_and_zero_or_less_buckets_nothing():  # R4 R10
+    run_ranks(WORLD, capped)
+
+
+def only_that_one(rank, world):
+    calls = Calls()
+    bucketer = ReduceScatterBucketer(1)
+    kept = bucketer.reduce_scatter_async(ones(world, 4, torch.float64))
+    full = bucketer.reduce_scatter_async(ones(world, ROW_NUMEL))
+    assert len(calls) == 0
+    bucketer.reduce_scatter_async(ones(world, 1))  # no room beside the full one
+    assert len(calls) == 1
+    (piece,) = calls.pieces[0]
+    assert piece.flat.dtype is torch.float32 and piece.spans[0] == (0, ROW_NUMEL)
+    full.wait()
+    assert not kept.done and len(calls) == 1
+    with pytest.raises(StageError, match="2 reduce-scatters pending"):
+        bucketer.teardown()
+    assert kept.wait().tolist() == [world] * 4 and len(calls) == 2
+    bucketer.flush()
+    assert len(calls) == 3
+
+
+def test_making_room_issues_that_bucket_and_no_other():  # R8
+    run_ranks(WORLD, only_that_one)

@@ -12,6 +12,7 @@ import torch
 from shardwright.comm.base import Comm, Piece
 from shardwright.comm.nccl import NcclComm
 from shardwright.comm.shm import ShmComm
+from shardwright.errors import CommError
 
 
 def on_host(comm: Comm) -> Comm:
@@ -53,6 +54,19 @@ def compare(comm: Comm, text: str, key: str) -> list[str]:
     return [
         bytes(row[:nbytes]).decode(errors="replace") for row, (_, nbytes) in zip(texts, rows, strict=True)
     ]
+
+
+def check_alike(comm: Comm, text: str, key: str) -> None:
+    """Before a collective of which ``text`` says what it moves: on a transport of c10d's collectives, which
+    compare nothing (other sizes end the process, other dtypes give other numbers), wait for all ranks' words.
+
+    Every rank of the axis calls it. Raises: CommError where ranks say different things.
+    """
+    if isinstance(comm, NcclComm) and (texts := compare(comm, text, key)):
+        told = "".join(f"\n  rank {rank}: {each}" for rank, each in zip(comm.log.ranks, texts, strict=True))
+        raise CommError(
+            f"ranks are in different collectives:{told}\nAll ranks must make the same calls in one order"
+        )
 
 
 def _piece(table: torch.Tensor) -> Piece:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from shardwright.comm.agreement import check_alike
 from shardwright.comm.base import Comm, Piece, Reduction
 from shardwright.comm.mesh import comm_of
 from shardwright.errors import InputError, StageError
@@ -133,11 +134,12 @@ class ReduceScatterBucketer:
 
         input_list: as many tensors as the group has ranks, equal in shape, dtype and device. Small ones are
             copied before this returns; large ones must stay unchanged until the handle is done.
-        group: None: all ranks. callback_fn: called with this rank's sum, in the inputs' shape; a caller can
-            rely on it only after ``flush`` or the handle's ``wait``.
+        group: None: all ranks. callback_fn: called with this rank's sum, in the inputs' shape, in
+            ``torch.no_grad``; a caller can rely on it only after ``flush`` or the handle's ``wait``.
 
         Every rank of the group calls it; the first call for a group makes two process groups.
         Raises: InputError, before anything was started, for a list of another length, or tensors that differ.
+            CommError where ranks have other sizes or dtypes: here, or when the sum is waited for.
             What a callback raises is raised where it runs, after the other callbacks of its collective.
         """
         inputs, ranks = list(input_list), _ranks_of(group)
@@ -264,6 +266,7 @@ class _Bucket:
         flight = _Flight(self, handles, rows, nbytes)
         for handle in handles:
             handle._issued(flight)
+        check_alike(self.comm, what, "what a bucketer sends next")
         with torch.no_grad():
             flight.reduction = self.comm.reduce_scatter(pieces, [self._dtype] * len(pieces), what)
         self.flights.append(flight)
@@ -317,11 +320,12 @@ class _Flight:
         for handle in self.handles:
             handle._landed(total)
         errors = []
-        for handle in self.handles:
-            try:
-                handle._call()
-            except Exception as error:
-                errors.append(error)
+        with torch.no_grad():
+            for handle in self.handles:
+                try:
+                    handle._call()
+                except Exception as error:
+                    errors.append(error)
         self.handles = []
         if errors:
             raise errors[0]
