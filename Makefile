@@ -84,4 +84,4 @@ setup-bnb: .venv-bnb/.installed
 	@touch $@
 
 test-bnb: setup-bnb
-	.venv-bnb/bin/python -m pytest tests/pure/test_interchange.py tests/pure/test_nf4.py tests/ranks/test_quantised.py tests/ranks/test_quantised_states.py tests/hf/test_peft.py
+	.venv-bnb/bin/python -m pytest tests/pure/test_interchange.py tests/pure/test_nf4.py tests/ranks/test_quantised.py tests/ranks/test_quantised_states.py tests/ranks/test_nf4_given.py tests/hf/test_peft.py

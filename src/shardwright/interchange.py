@@ -76,9 +76,13 @@ def to_bitsandbytes(
     return theirs
 
 
+NF4_ROWS = ("quantized_data", "quantized_scalers", "quantization_factor")
+"""Of what torchao's ``NF4Tensor`` is made of, what lies in the order of its rows; the rest is one for all."""
+
+
 def is_nf4_tensor(weight: Any) -> bool:
     """Whether a tensor is torchao's ``NF4Tensor``, wherever the class lives in its version."""
-    return all(hasattr(weight, name) for name in ("quantized_data", "quantized_scalers", "scaler_mean"))
+    return all(hasattr(weight, name) for name in (*NF4_ROWS, "scaler_mean"))
 
 
 def from_nf4_tensor(weight: Any, name: str = "weight") -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,6 +19,7 @@ from shardwright.checkpoint.format import Box, chunk
 from shardwright.checkpoint.shardfile import DTYPE_NAME
 from shardwright.checkpoint.tree import Tensors, encode
 from shardwright.errors import CheckpointError
+from shardwright.interchange import NF4_ROWS, is_nf4_tensor
 from shardwright.state.place import cuts_of
 from shardwright.xla.placeholder import Placeholder
 
@@ -187,7 +188,7 @@ def model_tensors(model: nn.Module) -> tuple[dict[str, Any], dict[str, tuple[str
         first[id(value)] = name
         layout = layout_of(value) if isinstance(value, torch.Tensor) else None
         if layout is None:
-            named[name] = value
+            named |= _inner_tensors(name, value)
             continue
         prefix = name[: name.rfind(".") + 1]
         for entry in layout.entries:
@@ -195,6 +196,23 @@ def model_tensors(model: nn.Module) -> tuple[dict[str, Any], dict[str, tuple[str
             if entry.aliases:
                 aliases[prefix + entry.name] = tuple(prefix + alias for alias in entry.aliases)
     return named, aliases
+
+
+def _inner_tensors(name: str, value: Any) -> dict[str, Any]:
+    """What a file has of a value: itself, or the tensors that torchao's ``NF4Tensor`` is made of, each under
+    both names. The same memory; of a shard, shards: its codes and scales lie in the order of rows."""
+    local = value.to_local() if isinstance(value, DTensor) else value
+    if not is_nf4_tensor(local):
+        return {name: value}
+    found = {}
+    for inner in local.__tensor_flatten__()[0]:
+        part = getattr(local, inner)
+        if isinstance(value, DTensor):
+            whole = [Replicate()] * value.device_mesh.ndim
+            placements = value.placements if inner in NF4_ROWS else whole
+            part = DTensor.from_local(part, value.device_mesh, placements, run_check=False)
+        found[f"{name}.{inner}"] = part
+    return found
 
 
 def names_of(named: Mapping[str, Any]) -> dict[int, dict[str, Saved]]:

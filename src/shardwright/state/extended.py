@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardwright.comm.base import Piece
 from shardwright.comm.mesh import Axis
@@ -39,6 +40,16 @@ def is_extended(param: torch.Tensor) -> bool:
             f"{type(local).__name__} has only one of them"
         )
     return has[0]
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with memory of its own: of the tensors that a subclass is made of, where it says which they are.
+    Its own ``clone`` may decode and encode anew, and so be another weight (torchao's ``NF4Tensor``)."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return tensor.clone()
+    names, context = tensor.__tensor_flatten__()
+    inner = {name: getattr(tensor, name).clone() for name in names}
+    return type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
 
 
 @dataclass
@@ -68,7 +79,7 @@ class ExtendedParam(ShardedParam):
         # torch.chunk and not narrow: the operation that such classes know, since torch's fully_shard uses it.
         chunks = torch.chunk(whole, self.axis.world)
         rank = self.axis.rank
-        rows = chunks[rank].clone() if rank < len(chunks) else chunks[0].new_zeros((0, *whole.shape[1:]))
+        rows = copied(chunks[rank]) if rank < len(chunks) else chunks[0].new_zeros((0, *whole.shape[1:]))
         return nn.Parameter(self.dtensor(rows), requires_grad=trainable)
 
     def twin(self, slots: list[Slot]) -> ShardedParam:

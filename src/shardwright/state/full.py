@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.comm.pages import pages_of_its_own
 from shardwright.state.decoding import EncodedPair, pairs_in
-from shardwright.state.extended import ExtendedParam
+from shardwright.state.extended import ExtendedParam, copied
 from shardwright.state.flat import FlatParam
 from shardwright.state.param import ShardedParam
 
@@ -66,8 +66,8 @@ def _decoded(
 
 def _whole(value: torch.Tensor, param: ShardedParam | None, dst: int) -> torch.Tensor | None:
     if param is None or param.inner is not None or isinstance(param, ExtendedParam):
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
-        return whole.detach().to("cpu", copy=True)
+        whole = (value.full_tensor() if isinstance(value, DTensor) else value).detach()
+        return copied(whole).to("cpu") if isinstance(param, ExtendedParam) else whole.to("cpu", copy=True)
     layout, axis = param.layout, param.axis
     local = param.local.detach()
     if layout.dim is None:
