@@ -205,7 +205,7 @@ def _inner_tensors(name: str, value: Any) -> dict[str, Any]:
     if not is_nf4_tensor(local):
         return {name: value}
     found = {}
-    for inner in local.__tensor_flatten__()[0]:
+    for inner in local.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
         part = getattr(local, inner)
         if isinstance(value, DTensor):
             whole = [Replicate()] * value.device_mesh.ndim
