@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from shardwright import SchedulePolicy, fully_shard, set_transport
 from shardwright.checkpoint import save
 from shardwright.comm.lines import Line
+from shardwright.motion.accord import TableHands
 from shardwright.observe.rollcall import Roll
 from tests.ranks.scripts import fault, run_scripts
 
@@ -82,6 +83,15 @@ def bad_batch() -> None:
     raise ValueError("bad batch")
 
 
+def while_asking(rank: int, act: Callable[[], Any]) -> None:
+    """Rank 1 does ``act()`` where ranks ask each other what to launch; the others wait there, inside of the
+    agreement: the second layer runs by itself, which no schedule has."""
+    model = until_fault()
+    if rank == 1:
+        TableHands.least = lambda *_: act()
+    model[1](torch.ones(2, 8)).sum().backward()
+
+
 # ---- ranks that fail, leave or die
 
 
@@ -100,6 +110,14 @@ def raises_in_backward(rank: int, world: int) -> None:
         out.register_hook(lambda grad: bad_batch())
     model[2](out).sum().backward()
     rest(model)
+
+
+def raises_while_asking(rank: int, world: int) -> None:
+    while_asking(rank, bad_batch)
+
+
+def is_elsewhere_while_asking(rank: int, world: int) -> None:
+    while_asking(rank, dist.barrier)
 
 
 def two_fail(rank: int, world: int) -> None:
@@ -438,6 +456,13 @@ CASES = {
     ),
     "raise on the rank that holds the store": Case(
         store_host_raises, "RankFailed", ("rank 0 raised ValueError: bad batch",), (0,)
+    ),
+    "raise while the others ask": Case(raises_while_asking, "RankFailed", BAD, world=3),
+    "barrier while the others ask": Case(
+        is_elsewhere_while_asking,
+        "Diverged",
+        ("ranks 0, 2 are in agree", "rank 1 is in torch.distributed.barrier"),
+        world=3,
     ),
     "two ranks raise": Case(two_fail, "RankFailed", BAD, (1, 2), world=3),
     "sys.exit in forward": Case(exits, "RankFailed", ("rank 1 ended its program",)),
