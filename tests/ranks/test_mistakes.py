@@ -199,6 +199,7 @@ def copied_and_saved(rank, world, folder):
     assert_equal_states(copy.deepcopy(model).state_dict(), state)
     assert_equal_states(pickle.loads(pickle.dumps(model)).state_dict(), state)
     copy.deepcopy(optimizer.state_dict())
+    assert_equal_states({"weight": copy.copy(state["0.0.weight"])}, {"weight": state["0.0.weight"]})
     dcp.save({"model": state, "optimizer": optimizer.state_dict()}, checkpoint_id=f"{folder}/dcp")
     dcp.async_save({"model": state}, checkpoint_id=f"{folder}/async").result()
     checkpoint.async_save(f"{folder}/ours", model=model, optimizer=optimizer, step=1).wait()

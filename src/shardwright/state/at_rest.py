@@ -4,7 +4,9 @@ At rest a parameter is a DTensor: its shape is the whole one, its numbers are th
 not ours to extend, so ours are known by their meshes.
 """
 
+import copy
 import copyreg
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -63,7 +65,8 @@ def _reduced(tensor: DTensor) -> Any:
         spec.mesh.size(axis) > 1 and not placement.is_replicate()
         for axis, placement in enumerate(spec.placements)
     )
-    if cuts and hash(spec.mesh) in _meshes and not (_allowed.get() or hasattr(tensor, _PER_RANK)):
+    allowed = _allowed.get() or hasattr(tensor, _PER_RANK) or sys._getframe(1).f_code is copy.copy.__code__
+    if cuts and hash(spec.mesh) in _meshes and not allowed:
         raise InputError(
             f"a sharded tensor of shape {list(tensor.shape)} is being pickled, of which this rank holds "
             f"{list(tensor._local_tensor.shape)}: the file would have the whole shape and lack the numbers "
