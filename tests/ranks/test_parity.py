@@ -283,6 +283,23 @@ def clip_parity(rank, world):
             assert (full(param.grad) - other.grad).abs().max() <= 1e-6
 
 
+def evaluated_before_clipping(rank, world):
+    model = shard_decoder(build(), fully_shard)
+    tokens = batches(0, world)[rank]
+    loss_of(model, tokens).backward()
+    expected = [(name, p.grad) for name, p in model.named_parameters()]
+    norm = full(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9))
+    for _ in range(2):
+        with torch.no_grad():
+            model(tokens)
+        assert [(name, p.grad) for name, p in model.named_parameters()] == expected
+        assert full(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)) == norm
+
+
+def test_an_evaluation_between_a_backward_and_its_step_hides_no_gradient():
+    run_ranks(2, evaluated_before_clipping)
+
+
 @pytest.mark.parametrize("world", [2, 3])
 def test_clip_grad_norm_gives_the_norm_of_one_process(world):
     run_ranks(world, clip_parity)

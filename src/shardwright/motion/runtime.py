@@ -19,7 +19,7 @@ from shardwright.motion.accord import channel_of
 from shardwright.motion.alone import Alone
 from shardwright.motion.costs import Stats, communication_s, stats
 from shardwright.motion.passes import NO_ENTRY, Entry, Pass, StepPolicy, Way
-from shardwright.motion.table import GroupTable, tables
+from shardwright.motion.table import GroupTable, end_pass, tables
 from shardwright.motion.together import Private, Together
 from shardwright.motion.transforms import beneath_transforms
 from shardwright.observe.trace import Trace, TraceEntry
@@ -231,8 +231,7 @@ class Runtime:
             here.failed(sys.exc_info()[1])
         with beneath_transforms():
             taken = current.way.end(current, failed)
-        if current.phase is Phase.BACKWARD:
-            self.table.forget_versions()
+        end_pass(self.table, current.phase, current.nested)
         if failed:
             if not self._passes:
                 self._reshard_unsharded()

@@ -12,7 +12,7 @@ from shardwright.motion.census import check_same_model
 from shardwright.motion.hosting import choose_hosted
 from shardwright.motion.lookups import choose_row_wise
 from shardwright.plan.planner import Planner
-from shardwright.plan.schedule import Action, ActionKind, GroupFacts
+from shardwright.plan.schedule import Action, ActionKind, GroupFacts, Phase
 from shardwright.policy import Agreement, SchedulePolicy
 from shardwright.state import together
 from shardwright.state.group import ParamGroup, Stage, follow_freezing
@@ -291,3 +291,16 @@ class GroupTable:
             (group.axis.comm, group.axis.replicate, group.near and group.near.comm) for group in self.groups
         ]
         return list({id(comm): comm for comms in used for comm in comms if comm is not None}.values())
+
+
+def end_pass(table: GroupTable, phase: Phase, nested: bool) -> None:
+    """A pass over these groups has ended, maybe inside of another."""
+    if phase is Phase.BACKWARD:
+        table.forget_versions()
+    elif phase is Phase.EVALUATION and not nested:
+        # Between a backward and its step the shards have gradients, and who clips or reads them by
+        # ``model.parameters()`` would miss those of what has stayed unsharded.
+        for index, group in enumerate(table.groups):
+            kept = group.stage is Stage.UNSHARDED and index not in table.asked
+            if kept and any(param.sharded.grad is not None for param in group.params):
+                table.take(Action(ActionKind.RESHARD, index))
