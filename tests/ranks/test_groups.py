@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwright import MixedPrecisionPolicy, SchedulePolicy, fully_shard, set_transport, stats
 from shardwright.errors import StageError
-from shardwright.motion.unit import unit_of
+from shardwright.motion.unit import is_sharded, unit_of
 from shardwright.plan.schedule import Action, ActionKind, Event, EventKind, Phase, Schedule
 from shardwright.plan.soundness import check
 from tests.ranks.models import Block, Run, assert_same, batches, build, full, loss_of, shard_decoder
@@ -50,6 +50,36 @@ def storage_freed(rank, world):
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_after_every_step_all_unsharded_storage_is_freed(world):
     run_ranks(world, storage_freed)
+
+
+def owned_by_the_root(rank, world):
+    """Each call owns what nested calls have left; the root's stays from forward to the end of backward."""
+    model = build()
+    fully_shard(model.blocks[0].up)
+    for block in model.blocks[:2]:
+        fully_shard(block)
+    fully_shard(model)
+    owned = {name: {p.fqn for p in unit_of(m).params} for name, m in model.named_modules() if is_sharded(m)}
+    of_block = {"norm.weight", "norm.bias", "up.weight", "up.bias", "down.weight", "down.bias", "scale"}
+    assert owned.pop("blocks.0.up") == {"weight", "bias"}
+    assert owned.pop("blocks.0") == of_block - {"up.weight", "up.bias"}
+    assert owned.pop("blocks.1") == of_block
+    ends = {"embedding.weight", "norm.weight", "norm.bias", "head.weight"}
+    assert owned.pop("") == ends | {f"blocks.2.{each}" for each in of_block}
+    assert not owned
+    root = unit_of(model).group
+    held = []
+    model.blocks[0].register_full_backward_hook(lambda *_: held.append(root.buffer.allocated_nbytes))
+    for _ in range(3):
+        loss = loss_of(model, batches(0, world)[rank])
+        assert root.buffer.allocated_nbytes == root.buffer.nbytes
+        loss.backward()
+        assert held.pop() == root.buffer.nbytes, "freed before the end of backward"
+        assert root.buffer.allocated_nbytes == 0
+
+
+def test_the_root_owns_what_nested_calls_have_left_and_is_resharded_at_the_end_of_backward():
+    run_ranks(2, owned_by_the_root)
 
 
 def graph_keeps_nothing(rank, world):

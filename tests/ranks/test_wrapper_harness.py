@@ -10,6 +10,8 @@ import gc
 import itertools
 import time
 import weakref
+from collections import Counter
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -19,7 +21,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwright.motion.unit import unit_of, units_in
-from shardwright.state.group import ParamGroup
+from shardwright.state.group import ParamGroup, Stage
 from shardwright.wrapper import FSDP, BackwardPrefetch, CPUOffload, CustomPolicy, ShardingStrategy
 from tests.ranks.models import Decoder, Run, batches, build, loss_of, train_beside
 from tests.ranks.pool import run_ranks
@@ -91,6 +93,27 @@ def test_an_optimizer_built_after_wrapping_and_before_the_move_steps_what_was_mo
     run_ranks(2, built_before_the_move, offload)
 
 
+def moved_for_real(rank, world):
+    """To another dtype and back, and from the meta device, between wrapping and training."""
+    model = nested(build()).double()
+    ours, theirs = Run.of(model), Run.of(build().double())
+    train_beside(ours, theirs, rank, world, steps=2, tolerance=1e-12)
+    assert {p.dtype for p in model.parameters()} == {torch.float64}
+    assert model.float() is model
+    train_beside(Run.of(model), Run.of(theirs.model.float()), rank, world, steps=2)
+    with torch.device("meta"):
+        plain = Decoder()
+    empty = nested(plain, param_init_fn=lambda module: module.to_empty(device="cpu", recurse=False))
+    empty.load_state_dict(model.state_dict())
+    for buffer, full in zip(empty.buffers(), model.buffers(), strict=True):
+        assert torch.equal(buffer, full)
+    train_beside(Run.of(empty), Run.of(theirs.model), rank, world, steps=2)
+
+
+def test_a_model_that_is_moved_to_another_dtype_or_from_meta_after_wrapping_trains_on():  # P13 P14
+    run_ranks(2, moved_for_real)
+
+
 def all_taken(rank, world):
     model = everything(build())
     inner = {id(p) for m in model.module.modules() if isinstance(m, FSDP) for p in m.parameters()}
@@ -119,6 +142,20 @@ def options_of_each(rank, world):
     assert (linear.cpu_offload.offload_params, linear.backward_prefetch) == (False, PREFETCHES[0])
     assert norm.weight.to_local().shape == norm.weight.shape
     assert linear.weight.to_local().shape[0] < linear.weight.shape[0]
+    # Offloaded or not by each wrapper's own word, also where one group holds both kinds of ranks' parts.
+    norms = CustomPolicy(
+        lambda m: {"cpu_offload": CPUOffload(True)} if isinstance(m, nn.LayerNorm) else False
+    )
+    mixed = FSDP(build(), auto_wrap_policy=norms)
+    offloaded = {p.fqn: p.split.on_host for unit in units_in(mixed) for p in unit.params}
+    assert any(offloaded.values()) and not all(offloaded.values())
+    wrapped = {
+        id(p) for m in FSDP.fsdp_modules(mixed) if m.cpu_offload.offload_params for p in m.parameters()
+    }
+    shards = [p for unit in units_in(mixed) for p in unit.params]
+    own = {id(p) for p in mixed.parameters()} - wrapped
+    assert all(p.split.on_host == (id(p.sharded) not in own) for p in shards)
+    beside_ddp(build, mixed, rank, world, steps=2)
 
 
 def test_group_offload_and_prefetch_may_be_given_for_each_wrapper():  # P38 P45
@@ -198,12 +235,15 @@ def test_parts_that_are_wrapped_and_dropped_before_the_root_leave_nothing():  # 
     run_ranks(2, dropped)
 
 
-def hooks_of_outputs(rank, world):
-    model = nested(build())
+def hooks_of_outputs(rank, world, use_orig_params):
+    model = nested(build(), use_orig_params=use_orig_params)
     tokens = batches(0, world)[rank]
     for _ in range(2):
         out = model(tokens)
         assert len(out._backward_hooks) == 1
+        [hook] = out._backward_hooks.values()
+        out.sum().backward()
+        assert list(out._backward_hooks.values()) == [hook]  # it stays, for a second backward through a graph
         model.load_state_dict(model.state_dict())  # hooks survive it
     with torch.no_grad():
         assert torch.equal(model(tokens), out)
@@ -216,8 +256,10 @@ def hooks_of_outputs(rank, world):
     torch.testing.assert_close(after, plain(tokens))
 
 
-def test_one_hook_on_an_output_that_stays_and_changes_after_wrapping_are_seen():  # P47
-    run_ranks(2, hooks_of_outputs)
+@pytest.mark.each_case
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_one_hook_on_an_output_that_stays_and_changes_after_wrapping_are_seen(use_orig_params):  # P47
+    run_ranks(2, hooks_of_outputs, use_orig_params)
 
 
 class AnyOrder(Decoder):
@@ -232,24 +274,44 @@ class AnyOrder(Decoder):
         return self.head(self.norm(x))
 
 
-def other_order(rank, world):
+def other_order(rank, world, bucket_cap_mb):
+    gathered = Counter()
+    real = ParamGroup.fill
+
+    def counted(group, *args):
+        gathered[group] += 1
+        return real(group, *args)
+
     for prefetch in PREFETCHES:
-        ours, theirs = nested(AnyOrder(), backward_prefetch=prefetch), AnyOrder()
-        theirs.load_state_dict(ours.state_dict())
-        for step, order in enumerate(((2, 0, 1), (2, 0, 1), (1, 2, 0))):
+        model, theirs = AnyOrder(), AnyOrder()
+        theirs.load_state_dict(model.state_dict())
+        model.blocks = nn.ModuleList(FSDP(block, backward_prefetch=prefetch) for block in model.blocks)
+        ours = FSDP(model, backward_prefetch=prefetch)
+        runtime = unit_of(ours.module).runtime
+        runtime.set_policy(replace(runtime.policy, bucket_cap_mb=bucket_cap_mb))
+        for step, order in enumerate(((2, 0, 1), (2, 0, 1), (2, 0, 1), (1, 2, 0))):
             ours.module.order = theirs.order = order
             tokens = batches(step, world)
-            loss_of(ours, tokens[rank]).backward()
+            gathered.clear()
+            with mock.patch.object(ParamGroup, "fill", counted):
+                loss = loss_of(ours, tokens[rank])
+                forward, kept = gathered.copy(), {g for g in runtime.groups if g.stage is not Stage.SHARDED}
+                gathered.clear()
+                loss.backward()
+            if step < 3:  # none twice, none lost
+                assert forward == dict.fromkeys(runtime.groups, 1)
+                assert gathered == dict.fromkeys(set(runtime.groups) - kept, 1)
+                assert len(kept) < len(runtime.groups) == 4
             (sum(loss_of(theirs, rows) for rows in tokens) / world).backward()
-            for entries in unit_of(ours.module).runtime.trace.phases.values():
-                gathered = [a.group for entry in entries for a in entry.actions if a.kind.name == "UNSHARD"]
-                assert len(gathered) == len(set(gathered)), "a group was gathered twice in one phase"
         for param, other in zip(ours.parameters(), theirs.parameters(), strict=True):
             torch.testing.assert_close(param.grad.full_tensor(), other.grad, atol=1e-6, rtol=1e-5)
 
 
-def test_groups_that_run_in_another_order_than_wrapped_are_gathered_once_and_exact():  # P4 P5 P9
-    run_ranks(2, other_order)
+@pytest.mark.parametrize(
+    "bucket_cap_mb", [25, 0]
+)  # the last alone in make test: each collective has one group
+def test_groups_that_run_in_another_order_than_wrapped_are_gathered_once_and_exact(bucket_cap_mb):  # P4 P5 P9
+    run_ranks(2, other_order, bucket_cap_mb)
 
 
 def strategies(rank, world):
