@@ -80,7 +80,7 @@ def chosen(rank: int, world: int) -> list[str]:
         dist.destroy_process_group()
         dist.init_process_group(form, store=dist.HashStore(), rank=0, world_size=1)
         device = None if accelerator is None else torch.device(accelerator)
-        torch.accelerator.current_accelerator = lambda device=device: device
+        torch.accelerator.current_accelerator = lambda check_available=False, device=device: device
         found.append(mesh._default_device_type())
     return found
 
@@ -91,19 +91,24 @@ def test_the_accelerator_is_taken_where_the_process_group_has_a_backend_of_its_o
 
 @pytest.mark.each_case
 @pytest.mark.parametrize(
-    ("accelerator", "backend"),
+    ("accelerator", "is_there", "backend"),
     [
-        (None, "gloo"),
-        ("cuda", "cpu:gloo,cuda:nccl"),
-        ("xpu", "cpu:gloo,xpu:xccl"),
-        ("mps", "gloo"),
+        (None, False, "gloo"),
+        ("cuda", True, "cpu:gloo,cuda:nccl"),
+        ("cuda", False, "gloo"),  # torch is built for it, and the machine has none
+        ("xpu", True, "cpu:gloo,xpu:xccl"),
+        ("mps", True, "gloo"),
     ],
 )
 def test_a_group_that_is_made_for_the_caller_has_the_hosts_backend_and_the_accelerators(
-    accelerator, backend, monkeypatch
+    accelerator, is_there, backend, monkeypatch
 ):
     found = None if accelerator is None else type("Device", (), {"type": accelerator})()
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: found)
+    monkeypatch.setattr(
+        torch.accelerator,
+        "current_accelerator",
+        lambda check_available=False: found if is_there or not check_available else None,
+    )
     assert mesh.default_backend() == backend
 
 

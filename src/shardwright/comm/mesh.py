@@ -287,14 +287,14 @@ def _default_mesh() -> DeviceMesh:
 def default_backend() -> str:
     """What ``init_process_group`` is given where the caller didn't start it: Gloo for words and for CPU
     tensors, beside it the backend of the accelerator, if it has one of its own (MPS has not)."""
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     own = None if accelerator is None else dist.Backend.default_device_backend_map.get(accelerator.type)
     return "gloo" if accelerator is None or own in (None, "gloo") else f"cpu:gloo,{accelerator.type}:{own}"
 
 
 def _default_device_type() -> str:
     """The accelerator, if the default process group has a backend for it that isn't Gloo; else the CPU."""
-    accelerator, group = torch.accelerator.current_accelerator(), dist.group.WORLD
+    accelerator, group = torch.accelerator.current_accelerator(check_available=True), dist.group.WORLD
     assert group is not None
     if accelerator is None or accelerator.type not in {device.type for device in group._device_types}:
         return "cpu"
