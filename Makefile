@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup train test test-all check bench dist setup-xla test-xla setup-hf test-hf finetune setup-bnb test-bnb
+.PHONY: setup train test test-all test-torch check bench dist setup-xla test-xla setup-hf test-hf finetune setup-bnb test-bnb
 
 setup: .venv/.installed
 
@@ -23,6 +23,21 @@ test: setup
 # The whole matrix and what takes long besides: kills, random faults, real restarts, environments made anew.
 test-all: setup
 	$(BIN)/python -m pytest
+
+# `make test` on another torch, in an environment of its own; docs/versions.md says what came of it.
+# Exactly 2.13.0 is a build without CUDA where the index has one; others bring 5 GB.
+TORCH ?= 2.14.1
+OTHER := .venv-torch-$(TORCH)
+
+test-torch: $(OTHER)/.installed
+	$(OTHER)/bin/python -m pytest tests/pure tests/ranks -m "not slow"
+
+$(OTHER)/.installed: requirements.lock pyproject.toml
+	$(PYTHON) -m venv $(OTHER)
+	grep -v '^torch==' requirements.lock > $(OTHER)/requirements.txt
+	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $(OTHER)/requirements.txt torch==$(TORCH)
+	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@touch $@
 
 check: setup
 	$(BIN)/ruff check

@@ -8,6 +8,7 @@ and prints what it takes on each of them.
 """
 
 import argparse
+from typing import Any
 
 import torch
 from torch import nn
@@ -71,6 +72,24 @@ class VisionTransformer(nn.Module):
         return self.head(self.norm(x).mean(1))
 
 
+def add_sharding_options(parser: argparse.ArgumentParser) -> None:
+    """Options of XlaFullyShardedDataParallel's examples, by their names."""
+    parser.add_argument("--shard_param_on_dim_0", action="store_true", help="split and gather rows")
+    parser.add_argument("--pin_layout_in_collective_ops", action="store_true", help="no effect, says so")
+    parser.add_argument("--no_sync_buffers", action="store_true", help="statistics stay each device's own")
+    parser.add_argument("--bf16", action="store_true", help="compute in bf16, sum gradients in fp32")
+
+
+def sharding_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of ``xla.fully_shard`` that these options ask for."""
+    return {
+        "shard_param_on_dim_0": options.shard_param_on_dim_0,
+        "pin_layout_in_collective_ops": True if options.pin_layout_in_collective_ops else None,
+        "compute_dtype": torch.bfloat16 if options.bf16 else None,
+        "fp32_reduce_scatter": options.bf16,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -79,7 +98,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8, help="rows of a batch, over all devices")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--plan", action="store_true", help="compile from shapes only and print the memory")
-    parser.add_argument("--bf16", action="store_true", help="compute in bf16, sum gradients in fp32")
+    parser.add_argument("--no_grad_ckpt", action="store_true", help="keep activations for the backward")
+    add_sharding_options(parser)
     options = parser.parse_args()
 
     torch.manual_seed(0)
@@ -88,16 +108,16 @@ def main() -> None:
     xla.fully_shard(
         model,
         auto_wrap_policy=(Block,),
-        flatten_parameters=True,
-        checkpoint_activations=True,
-        compute_dtype=torch.bfloat16 if options.bf16 else None,
-        fp32_reduce_scatter=options.bf16,
+        flatten_parameters=not options.shard_param_on_dim_0,
+        checkpoint_activations=not options.no_grad_ckpt,
+        **sharding_of(options),
     )
     step = xla.make_train_step(
         model,
         lambda model, x, y: F.cross_entropy(model(x).float(), y),
         xla.AdamW(lr=1e-4, weight_decay=0.05),
         clip_norm=1.0,
+        sync_buffers=not options.no_sync_buffers,
     )
     shape = (options.rows, 3, SIZES[options.size][3], SIZES[options.size][3])
     stats = xla.stats(model)

@@ -1,5 +1,7 @@
 """The examples run, each as its first lines say."""
 
+import argparse
+import importlib
 import os
 import re
 import subprocess
@@ -9,6 +11,11 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("torchax", reason="the extra shardwright[xla] isn't installed (make setup-xla)")
+
+import torch
+from jax import numpy as jnp
+
+from shardwright import xla
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -40,10 +47,47 @@ def test_a_vision_transformer_trains_and_is_planned():
     assert "temporary, at most" in run("xla_vit.py", "--size", "tiny", "--plan")
 
 
+LIKE_THE_ORIGINAL = ["--shard_param_on_dim_0", "--pin_layout_in_collective_ops", "--no_sync_buffers"]
+
+
+def test_a_vision_transformer_trains_alike_in_rows_and_without_checkpointing():
+    tiny = ["--size", "tiny", "--steps", "2"]
+    plain, rows = run("xla_vit.py", *tiny), run("xla_vit.py", *tiny, *LIKE_THE_ORIGINAL, "--no_grad_ckpt")
+    losses, others = (list(map(float, re.findall(r"loss (\S+)", out))) for out in (plain, rows))
+    assert losses == pytest.approx(others, abs=2e-4)
+
+
+def imagenet(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    return importlib.import_module("xla_imagenet")
+
+
+def test_resnet50_is_the_known_one_and_its_step_is_built(monkeypatch):
+    example = imagenet(monkeypatch)
+    with torch.device("meta"):
+        model = example.ResNet(example.DEPTHS["resnet50"], 1000)
+    xla.fully_shard(model, 2, (example.Bottleneck,), shard_param_on_dim_0=True)
+    stats = xla.stats(model)
+    assert (stats.param_numel, stats.num_units) == (25_557_032, 1 + 16)
+    xla.materialize(model)
+    step = xla.make_train_step(model, lambda m, x, y: m(x).logsumexp(1).mean() + 0 * y.sum(), xla.SGD(0.1))
+    text = step.lower(torch.empty(2, 3, 64, 64, device="meta"), torch.empty(2, device="meta")).as_text()
+    assert (
+        text.count("stablehlo.convolution") >= 53 * 3 - 1
+    )  # forward, and both gradients but the first input's
+
+
+def test_the_rate_of_imagenet_is_the_original_recipe(monkeypatch):
+    example = imagenet(monkeypatch)
+    options = argparse.Namespace(lr=0.4, warmup=5, divide_every=30)
+    rates = [float(example.rate_at(jnp.float32(epoch), options)) for epoch in (0, 2.5, 5, 29.9, 30, 60, 89)]
+    assert rates == pytest.approx([0, 0.2, 0.4, 0.4, 0.04, 0.004, 0.004])
+
+
 @pytest.mark.parametrize("model", ["resnet26", "vit"])
 def test_imagenet_trains_saves_and_goes_on(tmp_path, model):
     options = ["--fake-data", "--model", model, "--image", "32", "--rows", "4", "--steps", "2"]
-    options += ["--save", str(tmp_path)]
+    options += ["--save", str(tmp_path), *LIKE_THE_ORIGINAL]
     assert "from epoch 1" in run("xla_imagenet.py", *options, "--epochs", "1")
     out = run("xla_imagenet.py", *options, "--epochs", "2")
     assert "from epoch 2" in out

@@ -104,6 +104,11 @@ OPTIONS = {
     "flat": {"flatten_parameters": True},
     "rows": {"shard_param_on_dim_0": True},
     "rows_flat": {"shard_param_on_dim_0": True, "flatten_parameters": True},
+    "rows_fp32": {
+        "shard_param_on_dim_0": True,
+        "compute_dtype": torch.float32,
+        "fp32_reduce_scatter": True,
+    },
     "unpadded": {"pad_multiple": 1},
     "recomputed": {"checkpoint_activations": True},
     "groups": {"sharding_groups": [[0, 2], [1, 3]]},
@@ -126,6 +131,104 @@ def test_every_option_trains_as_plain_torch(kind, options):
 def test_batchnorm_statistics_are_carried(options):
     _, state = train("convnet", "sgd", 4, **options)
     assert state < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["mlp", "convnet"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_rows_train_as_plain_torch(kind, optimizer):
+    loss, state = train(kind, optimizer, 4, shard_param_on_dim_0=True)
+    assert loss < 5e-6
+    assert state < 1e-6
+
+
+def test_rows_of_a_flat_unit_are_the_flat_unit_and_both_are_torchs():
+    states = []
+    for options in (
+        {"flatten_parameters": True},
+        {"flatten_parameters": True, "shard_param_on_dim_0": True},
+        {},
+    ):
+        model = MODELS["convnet"]()
+        xla.fully_shard(model, 4, UNITS["convnet"], **options)
+        step = xla.make_train_step(model, loss_fn, xla.SGD(0.1, 0.9, 1e-2))
+        torch.manual_seed(1)
+        for _ in range(STEPS):
+            step(*batch("convnet"))
+        states.append((xla.stats(model).at_rest_nbytes, xla.full_state_dict(model)))
+    (flat, first), (flat_rows, second), _ = states
+    assert flat == flat_rows
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert max(float((first[name] - states[2][1][name]).abs().max()) for name in first) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"shard_param_on_dim_0": True}, {"flatten_parameters": True}], ids=str
+)
+def test_bf16_parameters_train_as_plain_torch(options):
+    model = MODELS["convnet"]().to(torch.bfloat16)
+    plain = copy.deepcopy(model)
+    ours, theirs = optimizers("sgd", plain)
+    xla.fully_shard(model, 2, UNITS["convnet"], **options)
+    step = xla.make_train_step(model, loss_fn, ours)
+    torch.manual_seed(1)
+    for _ in range(STEPS):
+        x, y = batch("convnet")
+        expected = reference_step(plain, theirs, (x.to(torch.bfloat16), y), 2)
+        assert float(step(x.to(torch.bfloat16), y)) == pytest.approx(expected, abs=2e-2)
+    state = xla.full_state_dict(model)
+    assert {tensor.dtype for tensor in state.values()} == {torch.bfloat16, torch.int64}
+    assert difference(state, plain) < 2e-2
+
+
+class Aside(nn.Module):
+    """Its second layer is called, and nothing comes of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused, self.detached = (nn.Linear(10, 10) for _ in range(3))
+        self.head = nn.Linear(10, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.unused(x)
+        return self.head(self.used(x) + self.detached(x).detach())
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"shard_param_on_dim_0": True}], ids=str)
+def test_a_called_module_that_the_loss_does_not_depend_on_stays_as_it_is(options, accumulation):
+    torch.manual_seed(0)
+    model = Aside()
+    plain = copy.deepcopy(model)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    ours, theirs = optimizers("sgd", plain)  # decays
+    xla.fully_shard(model, 2, (nn.Linear,), **options)
+    step = xla.make_train_step(model, loss_fn, ours, accumulation=accumulation)
+    for _ in range(STEPS):
+        rows = batch("mlp")
+        reference_step(plain, theirs, rows, 2 * accumulation)
+        step(*rows)
+    state = xla.full_state_dict(model)
+    assert difference(state, plain) < 1e-6
+    for name in state:
+        assert torch.equal(state[name], before[name]) is name.startswith(("unused", "detached"))
+
+
+def doubled(linear: nn.Linear) -> None:
+    linear.forward = lambda x: 2 * nn.functional.linear(x, linear.weight, linear.bias).tanh()
+
+
+def test_a_forward_that_was_replaced_is_trained():
+    models = [MODELS["mlp"](), MODELS["mlp"]()]
+    for model in models:
+        doubled(model[0])
+    ours, theirs = optimizers("adamw", models[1])
+    xla.fully_shard(models[0], 4, (nn.Linear,))
+    step = xla.make_train_step(models[0], loss_fn, ours)
+    torch.manual_seed(1)
+    for _ in range(STEPS):
+        rows = batch("mlp")
+        assert float(step(*rows)) == pytest.approx(reference_step(models[1], theirs, rows, 4), abs=5e-6)
+    assert difference(xla.full_state_dict(models[0]), models[1]) < 1e-6
 
 
 def test_batchnorm_can_stay_apart_and_counts_every_microbatch():

@@ -125,6 +125,19 @@ def test_rows_are_padded_to_the_devices_only(rows, on_each):
     assert torch.allclose(model(x), x @ weight.T, atol=1e-6)
 
 
+def test_rows_travel_as_rows_in_both_directions():
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.Flatten(), nn.Linear(6, 8))
+    xla.fully_shard(model, 4, shard_param_on_dim_0=True)
+    text = xla.make_train_step(model, squared, xla.SGD(0.1)).lower(torch.empty(8, 3, 3, 3)).as_text()
+    gathers, sums = (
+        re.findall(rf"{op}.*?\(tensor<(\S+?)xf32>\) -> tensor<(\S+?)xf32>", text, re.DOTALL)
+        for op in ("all_gather", "reduce_scatter")
+    )
+    rows = [("2x3x3x3", "8x3x3x3"), ("2", "8"), ("2x6", "8x6"), ("2", "8")]
+    assert sorted(gathers) == sorted(rows)
+    assert sorted(sums) == sorted((whole, part) for part, whole in rows)
+
+
 def branches(depth: int) -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), *([branches(depth - 1)] if depth else []), nn.Linear(8, 8))
 

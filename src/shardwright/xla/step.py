@@ -61,7 +61,7 @@ class TrainStep:
     Every process calls it with its own rows, on dim 0 of each tensor, the same number on every process; they
     are split over its devices. The loss is a 0-d jax array, averaged over all devices; ``float(loss)`` waits
     for it. Parameters, buffers and the optimizer's state are updated in place (their memory is donated). A
-    unit that the forward doesn't call is left alone by the optimizer. Compiled once for each shape of batch
+    unit that the loss doesn't depend on is left alone by the optimizer. Compiled once for each shape of batch
     and each combination of ``module.training``.
 
     grad_norm: the gradient's global norm in the last step, before clipping; a 0-d jax array, None without
@@ -180,7 +180,7 @@ class TrainStep:
         axes = self.home.axes
         buffers = [buffer[0] for buffer in buffers]
         key = device_key(axes, key_data)
-        loss, grads, buffers, entered = self._accumulate(trained, buffers, key, frozen, (leaves, spec))
+        loss, grads, buffers, reached = self._accumulate(trained, buffers, key, frozen, (leaves, spec))
         grads, norm = self._reduced(grads)
         loss = jax.lax.pmean(loss, axes.names)
         if self.sync_buffers:
@@ -189,7 +189,7 @@ class TrainStep:
             ]
         new, new_state = [], []
         for stored, param, grad, old in zip(self.home.trained, trained, grads, state, strict=True):
-            if stored in entered:
+            if stored in reached:
                 updates, old = self.transform(stored).update(grad, old, param)
                 param = optax.apply_updates(param, updates)
             new.append(param)
@@ -205,15 +205,17 @@ class TrainStep:
         frozen: list[Any],
         batch: tuple[list[Any], Any],
     ) -> tuple[Any, list[Any], list[Any], set[Stored]]:
-        """``(mean loss, gradients summed over microbatches and shards, buffers, arrays in use)``."""
+        """``(mean loss, gradients summed over microbatches and shards, buffers, arrays that have one)``."""
         home, (leaves, spec) = self.home, batch
-        entered: set[Stored] = set()
+        reached: set[Stored] = set()
 
         def loss_of(trained: list[Any], buffers: list[Any], key: Any, leaves: list[Any]) -> Any:
-            shards = dict(zip((*home.trained, *home.frozen), (*trained, *frozen), strict=True))
+            noted = [
+                _noted(array, reached, stored) for stored, array in zip(home.trained, trained, strict=True)
+            ]
+            shards = dict(zip((*home.trained, *home.frozen), (*noted, *frozen), strict=True))
             trace = Trace(home.root, shards, reshard=True)
             result, _, buffers, key = home.run(trace, self.loss_fn, buffers, key, (leaves, spec))
-            entered.update(stored for unit in trace.entered for stored in unit.stored)
             if len(result) != 1 or result[0].shape:
                 raise InputError(
                     "loss_fn must return one scalar tensor, got shapes "
@@ -224,7 +226,7 @@ class TrainStep:
         graded = jax.value_and_grad(loss_of, has_aux=True)
         if self.accumulation == 1:
             (loss, (buffers, _)), grads = graded(trained, buffers, key, leaves)
-            return loss, grads, buffers, entered
+            return loss, grads, buffers, reached
 
         def microbatch(carry: Any, leaves: list[Any]) -> Any:
             total, sums, buffers, key = carry
@@ -234,7 +236,7 @@ class TrainStep:
         parts = [leaf.reshape(self.accumulation, -1, *leaf.shape[1:]) for leaf in leaves]
         zeros = [jnp.zeros_like(param) for param in trained]
         carry, _ = jax.lax.scan(microbatch, (jnp.float32(0), zeros, buffers, key), parts)
-        return carry[0] / self.accumulation, carry[1], carry[2], entered
+        return carry[0] / self.accumulation, carry[1], carry[2], reached
 
     def _reduced(self, grads: Sequence[Any]) -> tuple[list[Any], Any]:
         """Gradients averaged over all devices and microbatches, and clipped; their norm before (0: not
@@ -249,3 +251,19 @@ class TrainStep:
         norm = jnp.sqrt(jax.lax.psum(squares, axes.shard))
         scale = jnp.minimum(1.0, self.clip_norm / (norm + 1e-6))
         return [grad * scale.astype(grad.dtype) for grad in grads], norm
+
+
+def _noted(array: Any, reached: set[Stored], stored: Stored) -> Any:
+    """``array``; while a program is traced, ``stored`` is put into ``reached`` if a gradient comes to it. JAX
+    asks nobody for one that is known to be zero."""
+
+    @jax.custom_vjp
+    def same(value: Any) -> Any:
+        return value
+
+    def backward(_: None, gradient: Any) -> tuple[Any]:
+        reached.add(stored)
+        return (gradient,)
+
+    same.defvjp(lambda value: (value, None), backward)
+    return same(array)

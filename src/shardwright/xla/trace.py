@@ -10,7 +10,7 @@ in the forward and (through its transpose) in the backward, so that the compiler
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -53,7 +53,6 @@ class Trace:
     root: Unit
     shards: Mapping[Stored, Any]
     reshard: bool
-    entered: set[Unit] = field(default_factory=set)
 
 
 _OTHER_UNIT = "it reads a weight of another unit rather than calling the module itself"
@@ -137,7 +136,6 @@ def read_buffers(slots: Sequence[list[Slot]]) -> list[Any]:
 
 def enter(trace: Trace, unit: Unit, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Run ``call`` (the module's own ``__call__``) with the unit's parameters unsharded."""
-    trace.entered.add(unit)
     leaves, spec = bridge.flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     inputs = [bridge.as_jax(leaves[i]) for i in places]

@@ -191,12 +191,17 @@ class Unit:
     def unshard(self, shards: Sequence[Any]) -> list[Any]:
         """Whole parameters, one per leaf, from this device's part of each stored array (inside shard_map).
 
-        One all-gather for each dtype, apart for frozen parameters; its transpose is one reduce-scatter.
+        One all-gather for each dtype, apart for frozen parameters; its transpose is one reduce-scatter. What
+        is split in rows has one of its own, of rows: no array is flattened on its way.
         """
         groups: dict[Any, list[int]] = {}
-        for i, stored in enumerate(self.stored):
-            groups.setdefault((stored.trainable, stored.dtype), []).append(i)
         whole: dict[int, Any] = {}
+        for i, stored in enumerate(self.stored):
+            if stored.by_rows:
+                rows = self._all_gather(shards[i], stored.dtype, by_rows=True)
+                whole[i] = rows[: stored.leaves[0].shape[0]]
+            else:
+                groups.setdefault((stored.trainable, stored.dtype), []).append(i)
         for (_, dtype), members in groups.items():
             joined = jnp.concatenate([shards[i].reshape(-1) for i in members])
             gathered = self._all_gather(joined, dtype)
@@ -206,33 +211,36 @@ class Unit:
                 whole[i] = gathered[:, start:stop].reshape(-1)
                 start = stop
         return [
-            whole[i][entry.start : entry.start + entry.numel].reshape(entry.shape)
+            whole[i]
+            if stored.by_rows
+            else whole[i][entry.start : entry.start + entry.numel].reshape(entry.shape)
             for i, stored in enumerate(self.stored)
             for entry in stored.flat.entries
         ]
 
-    def _all_gather(self, part: Any, dtype: torch.dtype) -> Any:
+    def _all_gather(self, part: Any, dtype: torch.dtype, by_rows: bool = False) -> Any:
+        """[ranks, *part], or by_rows the rows of all ranks one after another."""
         compute = self.options.compute_dtype
         if compute is None or not dtype.is_floating_point:
-            return jax.lax.all_gather(part, self.axes.shard)
+            return jax.lax.all_gather(part, self.axes.shard, tiled=by_rows)
         if self.options.fp32_reduce_scatter:
-            return _gather_cast_reduce_fp32(self.axes.shard, jax_dtype(compute), part)
-        return jax.lax.all_gather(part.astype(jax_dtype(compute)), self.axes.shard)
+            return _gather_cast_reduce_fp32(self.axes.shard, jax_dtype(compute), by_rows, part)
+        return jax.lax.all_gather(part.astype(jax_dtype(compute)), self.axes.shard, tiled=by_rows)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _gather_cast_reduce_fp32(axis: str, dtype: Any, part: Any) -> Any:
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _gather_cast_reduce_fp32(axis: str, dtype: Any, by_rows: bool, part: Any) -> Any:
     """All-gather in ``dtype``; the gradient is widened first and reduce-scattered in fp32."""
-    return jax.lax.all_gather(part.astype(dtype), axis)
+    return jax.lax.all_gather(part.astype(dtype), axis, tiled=by_rows)
 
 
-def _forward(axis: str, dtype: Any, part: Any) -> tuple[Any, Any]:
+def _forward(axis: str, dtype: Any, by_rows: bool, part: Any) -> tuple[Any, Any]:
     # An empty array carries the dtype at rest to the backward: a residual must be an array.
-    return _gather_cast_reduce_fp32(axis, dtype, part), jnp.zeros((0,), part.dtype)
+    return _gather_cast_reduce_fp32(axis, dtype, by_rows, part), jnp.zeros((0,), part.dtype)
 
 
-def _backward(axis: str, dtype: Any, at_rest: Any, gradient: Any) -> tuple[Any]:
-    summed = jax.lax.psum_scatter(gradient.astype(jnp.float32), axis)
+def _backward(axis: str, dtype: Any, by_rows: bool, at_rest: Any, gradient: Any) -> tuple[Any]:
+    summed = jax.lax.psum_scatter(gradient.astype(jnp.float32), axis, tiled=by_rows)
     return (summed.astype(at_rest.dtype),)
 
 
