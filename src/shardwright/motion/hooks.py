@@ -21,12 +21,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from shardwright.motion.backward import Call, backward_of, in_backward, needed
 from shardwright.motion.containers import cast_floating, map_tensors, opaque_tensors_in, tensors_in
+from shardwright.motion.factored import show_grads
 from shardwright.motion.lookups import is_lookup, wanted_rows
 from shardwright.motion.optimizers import OptimizerGuard
 from shardwright.motion.runtime import Runtime
@@ -302,6 +303,7 @@ def guard_optimizers() -> None:
         register_optimizer_kernels()
         amendments.add(name_remedy)
         _guard.handle = register_optimizer_step_pre_hook(_guard)
+        register_optimizer_step_post_hook(show_grads)
 
 
 _guard = OptimizerGuard()

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from shardwright.errors import StageError
+from shardwright.motion.factored import step_whole, warn_of_roundings
 from shardwright.motion.table import tables
 from shardwright.motion.together import unsettled
 from shardwright.motion.unit import sharded_from
@@ -28,8 +29,11 @@ class OptimizerGuard:
             if unsettled:
                 _check_settled(optimizer, params)
             _forget_unsharded(params)
-        if self._checked.get(optimizer) == len(params):
-            return
+        if self._checked.get(optimizer) != len(params):
+            self._check(optimizer, params)
+        step_whole(optimizer)
+
+    def _check(self, optimizer: Optimizer, params: list[Any]) -> None:
         stale = [found.fqn for found in map(sharded_from, params) if found is not None]
         if stale:
             raise StageError(
@@ -40,6 +44,7 @@ class OptimizerGuard:
         _check_sharded(optimizer, params)
         self._checked[optimizer] = len(params)
         _choose_foreach(optimizer)
+        warn_of_roundings(optimizer, params)
 
 
 def _check_settled(optimizer: Optimizer, params: list[Any]) -> None:

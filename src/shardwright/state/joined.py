@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 
+from shardwright.errors import StageError
 from shardwright.state.grads import add_sharded_grad
 from shardwright.state.param import ShardedParam
 
@@ -22,7 +23,15 @@ class Joined:
         self._aside: dict[ShardedParam, torch.Tensor] = {}
 
     def add(self, param: ShardedParam, total: torch.Tensor) -> None:
-        """Add a reduced gradient to the shard's, or put it aside (see ``add_sharded_grad``)."""
+        """Add a reduced gradient to the shard's, or put it aside (see ``add_sharded_grad``).
+
+        Raises: StageError for a parameter that torch's ``_apply_optimizer_in_backward`` should step.
+        """
+        if hasattr(param.sharded, "_in_backward_optimizers"):
+            raise StageError(
+                f"{param.fqn!r} was given to torch's _apply_optimizer_in_backward, whose hook never fires "
+                "for a sharded parameter, so nothing would step it: use shardwright.StepInBackward instead"
+            )
         if param in self.brought:
             add_sharded_grad(param, total)
         else:

@@ -1,0 +1,102 @@
+"""Optimizers of torch that shards make harder, and torch's replicate around sharded parts."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.optim import _apply_optimizer_in_backward
+
+from shardwright import fully_shard
+from shardwright.errors import StageError
+from tests.ranks.models import full
+from tests.ranks.pool import run_ranks
+
+
+def build():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+def step_both(model, whole, optimizers, rank, world, steps=range(4)):
+    """Largest difference of the weights after steps on halves, and on all, of the same rows."""
+    for step in steps:
+        rows = torch.randn(12, 8, generator=torch.Generator().manual_seed(step))
+        model(rows.chunk(world)[rank]).square().mean().backward()
+        whole(rows).square().mean().backward()
+        before = [p.grad for p in model.parameters()]
+        for optimizer in optimizers:
+            optimizer.step()
+        assert all(p.grad is grad for p, grad in zip(model.parameters(), before, strict=True))
+        model.zero_grad()
+        whole.zero_grad()
+    pairs = zip(model.parameters(), whole.parameters(), strict=True)
+    return max((full(p) - q).abs().max().item() for p, q in pairs)
+
+
+def adafactor(rank, world, shape):
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("r", "s")[-len(shape) :])
+    model = fully_shard(build(), mesh=mesh)
+    whole = build()
+    make = [torch.optim.Adafactor(m.parameters(), lr=0.05, weight_decay=0.1) for m in (model, whole)]
+    begun = step_both(model, whole, make, rank, world, range(2))
+    saved = copy.deepcopy(make[0].state_dict())
+    make[0] = torch.optim.Adafactor(model.parameters(), lr=0.05, weight_decay=0.1)
+    make[0].load_state_dict(saved)
+    return max(begun, step_both(model, whole, make, rank, world, range(2, 5)))
+
+
+@pytest.mark.each_case
+@pytest.mark.parametrize("shape", [(3,), (2, 2)])
+def test_adafactor_over_shards_steps_as_one_process_and_its_state_is_loaded_again(shape):
+    world = 3 if shape == (3,) else 4
+    assert max(run_ranks(world, adafactor, shape)) < 1e-6
+
+
+def muon(rank, world):
+    model, whole = (
+        fully_shard(nn.Sequential(nn.Linear(8, 8, bias=False))),
+        nn.Sequential(nn.Linear(8, 8, bias=False)),
+    )
+    with model.unsharded(), torch.no_grad():
+        whole[0].weight.copy_(model[0].weight)
+    optimizers = [torch.optim.Muon(m.parameters(), lr=0.01) for m in (model, whole)]
+    with pytest.warns(UserWarning, match=r"torch\.optim\.Muon over shards isn't exact"):
+        return step_both(model, whole, optimizers, rank, world)
+
+
+def test_muon_over_shards_says_that_it_is_not_exact_and_is_near():
+    assert max(run_ranks(2, muon)) < 1e-2
+
+
+def stepped_by_torch(rank, world, first):
+    model = build()
+    params = list(model.parameters())
+    if first:
+        _apply_optimizer_in_backward(torch.optim.SGD, params, {"lr": 0.1})
+    fully_shard(model)
+    if not first:
+        _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    with pytest.raises(StageError, match=r"_apply_optimizer_in_backward.*use shardwright\.StepInBackward"):
+        model(torch.randn(4, 8)).sum().backward()
+
+
+@pytest.mark.each_case
+@pytest.mark.parametrize("first", [True, False])
+def test_torchs_optimizer_in_the_backward_is_refused_with_ours_named(first):
+    run_ranks(2, stepped_by_torch, first)
+
+
+def replicated(rank, world):
+    model = build()
+    whole = build()
+    fully_shard(model[0])
+    replicate(model)
+    optimizers = [torch.optim.Adam(m.parameters(), 0.05) for m in (model, whole)]
+    return step_both(model, whole, optimizers, rank, world)
+
+
+def test_replicate_around_sharded_parts_averages_the_rest_as_in_torch():
+    assert max(run_ranks(2, replicated)) < 1e-6
