@@ -17,7 +17,7 @@ from shardwright.checkpoint import latest, load, save
 def train(config: dict) -> int:
     """Train as one worker; every worker calls. Returns the number of steps done."""
     folder, steps = config["folder"], config["steps"]
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1)).to(device)
     fully_shard(model)
