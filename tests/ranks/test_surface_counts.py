@@ -1,6 +1,7 @@
 """How many collectives a step takes and how many bytes it sends, as torch's CommDebugMode counts them."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from shardwright import fully_shard, set_transport, stats
+from shardwright import MixedPrecisionPolicy, fully_shard, set_transport, stats
 from shardwright.errors import StageError
 from tests.ranks.pool import run_ranks
 
@@ -208,6 +209,37 @@ def written_meanwhile(rank, world):
             fresh = headed(fully_shard, None)
             fresh.load_state_dict(model.state_dict())
             assert torch.equal(found, fresh(x)) and not torch.equal(found, kept)
+
+
+def edited_meanwhile(rank, world, mode, dtype):
+    """What ``model.parameters()`` shows after an evaluation may be edited in place, as shards may."""
+
+    def seen() -> dict[str, torch.Tensor]:  # as the forward sees it
+        return {name: value.full_tensor().to(dtype) for name, value in model.state_dict().items()}
+
+    shard = partial(fully_shard, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+    model, x = headed(shard, None), torch.ones(2, WIDTH)
+    for factor in (0.5, 2.0, 0.25):  # powers of two: exact in any dtype
+        before = seen()
+        with mode():
+            model(x)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(factor)
+            found = model(x)
+        if factor == 2.0:
+            model(x).sum().backward()
+        after, fresh = seen(), headed(shard, None)
+        assert all(torch.equal(after[name], value * factor) for name, value in before.items())
+        fresh.load_state_dict(model.state_dict())
+        assert torch.equal(found, fresh(x))
+
+
+@pytest.mark.each_case
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_edit_in_place_of_what_stays_after_an_evaluation_is_kept(mode, dtype):
+    run_ranks(2, edited_meanwhile, mode, dtype)
 
 
 def test_what_stays_after_an_evaluation_is_gathered_anew_where_a_rank_has_written_its_shard():

@@ -231,7 +231,7 @@ class Runtime:
             here.failed(sys.exc_info()[1])
         with beneath_transforms():
             taken = current.way.end(current, failed)
-        end_pass(self.table, current.phase, current.nested)
+            end_pass(self.table, current.phase, current.nested)
         if failed:
             if not self._passes:
                 self._reshard_unsharded()

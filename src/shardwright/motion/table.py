@@ -14,7 +14,7 @@ from shardwright.motion.lookups import choose_row_wise
 from shardwright.plan.planner import Planner
 from shardwright.plan.schedule import Action, ActionKind, GroupFacts, Phase
 from shardwright.policy import Agreement, SchedulePolicy
-from shardwright.state import together
+from shardwright.state import edits, together
 from shardwright.state.group import ParamGroup, Stage, follow_freezing
 from shardwright.state.param import ShardedParam
 
@@ -202,7 +202,7 @@ class GroupTable:
         if kind is ActionKind.WAIT:
             self.memory.touch(group.wait() - held_nbytes)
         else:
-            group.reshard(nearby)
+            edits.reshard(group, nearby)
         self.memory.take(group.held_nbytes - held_nbytes)
 
     def unshard(self, indices: Sequence[int], near: AbstractSet[int] | None = None) -> None:
@@ -304,3 +304,5 @@ def end_pass(table: GroupTable, phase: Phase, nested: bool) -> None:
             kept = group.stage is Stage.UNSHARDED and index not in table.asked
             if kept and any(param.sharded.grad is not None for param in group.params):
                 table.take(Action(ActionKind.RESHARD, index))
+            elif kept:
+                edits.show(group)

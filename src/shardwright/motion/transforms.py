@@ -1,13 +1,14 @@
-"""Weights are moved outside of the transforms of ``torch.func`` that a model runs in.
+"""Weights are moved outside of ``torch.func``'s transforms, and of the inference mode, that a model runs in.
 
 Inside of one, every tensor that the transformed function did not make is a constant that may not be written
 to. The buffers of unsharded weights are such: they are filled beneath all transforms, and what runs inside
-reads them as it reads any captured tensor.
+reads them as it reads any captured tensor. What an inference mode makes may not be trained with after it.
 """
 
 from collections.abc import Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
+import torch
 from torch._C import _functorch as functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
@@ -15,11 +16,17 @@ _INSIDE_NONE = nullcontext()
 
 
 def beneath_transforms() -> AbstractContextManager[None]:
-    """A context in which no transform of ``torch.func`` is entered. 0.1 us where none was."""
+    """A context in which no transform of ``torch.func`` and no inference mode is entered. 0.1 us where none
+    was."""
+    if torch.is_inference_mode_enabled():
+        return _beneath(torch.inference_mode(False), torch.no_grad())
     return _INSIDE_NONE if functorch.peek_interpreter_stack() is None else _beneath()
 
 
 @contextmanager
-def _beneath() -> Generator[None]:
-    with temporarily_clear_interpreter_stack():
-        yield
+def _beneath(*modes: AbstractContextManager[None]) -> Generator[None]:
+    with ExitStack() as entered:
+        for mode in modes:
+            entered.enter_context(mode)
+        with temporarily_clear_interpreter_stack():
+            yield
