@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup train test test-all test-torch check bench dist setup-xla test-xla setup-hf test-hf finetune setup-bnb test-bnb
+.PHONY: setup train test test-all test-torch check bench dist setup-xla test-xla setup-hf test-hf finetune setup-bnb test-bnb setup-clients clients clients-short
 
 setup: .venv/.installed
 
@@ -79,6 +79,24 @@ setup-hf: .venv-hf/.installed
 
 test-hf: setup-hf
 	HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=error .venv-hf/bin/python -m pytest tests/hf
+
+# Frameworks that import torch.distributed.fsdp by themselves, with our names in its place. torchtitan is taken without
+# its dependencies, of which it needs these here: others of them bring other versions of what the rest is run with.
+setup-clients: .venv-clients/.installed
+
+.venv-clients/.installed: requirements.lock pyproject.toml
+	$(PYTHON) -m venv .venv-clients
+	.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check --requirement requirements.lock "transformers==5.23.0" "accelerate==1.15.0" "peft==0.21.2" "trl==1.16.0" "lightning-fabric==2.6.6" "lightning==2.6.6"
+	-.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check --no-deps "torchtitan==0.3.0" "spmd_types==0.2.3" "torch_checkpointing==0.1.1" "tyro==1.0.17" "einops==0.8.2" "torchdata==0.11.0" "typeguard==4.6.0" "docstring_parser==0.18.0"
+	.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@touch $@
+
+# Runs every client (at most 20 minutes) and writes docs/compatibility.md; clients-short checks the rows of install() alone.
+clients: setup-clients
+	HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=error .venv-clients/bin/python -m tests.clients.table
+
+clients-short: setup-clients
+	HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=error .venv-clients/bin/python -m tests.clients.table --short
 
 # QLoRA on a base that is trained here: the quickstart's model, exported as a Llama, then torch's own source.
 # CORPUS=folder or file for another text, or .jsonl.

@@ -188,11 +188,25 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
 _classes: dict[type, type] = {}
 
 
+def _save_pretrained(self: Any, folder: Any, *args: Any, **kwargs: Any) -> Any:
+    """As of the model's own class, where a whole ``state_dict`` is given. Raises: InputError without one."""
+    if kwargs.get("state_dict") is None and len(args) < 2:
+        raise InputError(
+            "this model is sharded, and its own save_pretrained would write this rank's rows alone: call "
+            "shardwright.hf.save_pretrained(model, folder) on every rank, or pass state_dict= on rank 0, "
+            "from shardwright.full_state_dict(model)"
+        )
+    return original_class(type(self)).save_pretrained(self, folder, *args, **kwargs)  # type: ignore[attr-defined]
+
+
 def become_fsdp_module(module: nn.Module) -> None:
     """Swap the module's class for a subclass of it and FSDPModule, one for each class."""
     cls = type(module)
     if cls not in _classes:
-        _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
+        own: dict[str, Any] = {"__module__": cls.__module__}
+        if hasattr(cls, "save_pretrained"):
+            own["save_pretrained"] = _save_pretrained
+        _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), own)
     module.__class__ = _classes[cls]
     show_state(module)
 

@@ -13,7 +13,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from shardwright import fully_shard, hf, nf4
+from shardwright import full_state_dict, fully_shard, hf, nf4
 from shardwright.errors import CheckpointError, InputError
 from shardwright.hf import library
 from shardwright.train.lora import Lora
@@ -234,6 +234,21 @@ def _exports_deep(rank, world, folder):
 def test_an_export_holds_no_more_than_two_tensors(tmp_path):
     """Of 160 MiB: the largest has 16 MiB, and as much of two of them is on its way."""
     assert max(run_ranks(2, _exports_deep, tmp_path)) < 80 << 20
+
+
+def _saves_by_its_own_method(rank, world, folder, out):
+    model = hf.load(folder)
+    with pytest.raises(InputError, match=r"call shardwright\.hf\.save_pretrained\(model, folder\)"):
+        model.save_pretrained(out)
+    whole = full_state_dict(model)
+    if rank == 0:
+        model.save_pretrained(out, state_dict=whole)
+
+
+def test_a_sharded_models_own_save_pretrained_names_ours_and_writes_a_whole_state_dict(folders, tmp_path):
+    run_ranks(2, _saves_by_its_own_method, folders["llama"], tmp_path / "out")
+    before, after = models.whole(folders["llama"]).state_dict(), models.whole(tmp_path / "out").state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
 
 
 def _finetune(rank, world, folder, options):

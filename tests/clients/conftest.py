@@ -1,0 +1,1 @@
+"""Clients of ``torch.distributed.fsdp``, run as they are after ``shardwright.install()`` (make clients)."""
