@@ -310,3 +310,25 @@ def test_a_script_that_computes_with_a_weight_at_rest_is_told_the_remedy():
     for rank in run_scripts(2, computed):
         assert rank.code == 1
         assert re.search(TOLD, rank.stderr), rank.stderr
+
+
+def left_out(rank, world, ignored):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model[1])
+    if ignored:
+        fully_shard(model, ignored_params=set(model[0].parameters()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(2, 4)).sum().backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.step()
+        optimizer.step()
+    said = [str(each.message) for each in caught if "no fully_shard call has taken" in str(each.message)]
+    assert len(said) == (not ignored and world > 1)
+    assert all("steps 2 parameters" in each and "[4, 4], [4]" in each for each in said)
+
+
+@pytest.mark.each_case
+@pytest.mark.parametrize(("world", "ignored"), [(1, False), (2, False), (2, True)])
+def test_an_optimizer_of_parameters_that_nobody_averages_says_so_once(world, ignored):
+    run_ranks(world, left_out, ignored)

@@ -122,6 +122,7 @@ def whole(place):
     """The folder of an uninterrupted run on two ranks, which the others are compared with."""
     code, out, err = run(place)
     assert code == 0, err
+    assert re.search(r"^step \d+/40  loss \d+\.\d+, .* s left$", out, re.MULTILINE), out
     return place / "runs" / "tiny", out
 
 
@@ -219,7 +220,8 @@ def test_bf16_tied_recomputed_and_accumulated_under_torchrun(place):
 
 
 @pytest.mark.slow
-def test_top_shows_a_healthy_run_as_running(place):
+@pytest.mark.parametrize("json", [(), ("--json",)], ids=["table", "json"])
+def test_top_shows_a_healthy_run_as_running_and_ends_with_it(place, json):
     process = start(place, "--run.folder", "shown", "--training.steps=100000", "--heldout.every=100000")
     try:
         wait_for_steps(place / "shown", 3)
@@ -231,9 +233,18 @@ def test_top_shows_a_healthy_run_as_running(place):
             return re.search(pattern, out) and "of the host" in out
 
         wait_for(shown, "a table that says how far the run is")
+        words = [sys.executable, "-m", "shardwright", "top", "shown", *json]
+        following = subprocess.Popen(
+            words, cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert following.stdout is not None
+        following.stdout.readline()  # it looks again and again, also where nobody sees a terminal
     finally:
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=LIMIT_S)
+    out, err = following.communicate(timeout=LIMIT_S)
+    assert following.returncode == 0, err
+    assert (err if json else out).rstrip().endswith("the job at shown has ended")
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import argparse
 import json
 import threading
 import time
+from contextlib import nullcontext
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +17,7 @@ from shardwright.errors import CommError, ConfigError
 from shardwright.extras import from_extra
 from shardwright.observe.rollcall import Roll, find_roll, store_at
 from shardwright.observe.status import status
-from shardwright.observe.verdict import judge
+from shardwright.observe.verdict import Findings, judge
 from shardwright.policy import WatchPolicy
 from shardwright.train.folder import JOB_FILE
 from shardwright.train.report import as_json, open_console
@@ -54,49 +55,52 @@ def run_top(known: argparse.Namespace) -> int:
     """Ask and show, until Ctrl-C or the job's end.
 
     Raises:
-        ConfigError: nothing is at JOB. CommError: no job is watched there, or it has ended.
+        ConfigError: nothing is at JOB. CommError: no job is watched there.
     """
-    roll, console = _roll(known.job), open_console()
+    address = _address(known.job)
+    roll, console = _roll(address), open_console()
+    live = console.is_terminal and not (known.json or known.once)
     try:
-        if known.json:
-            print(_object(roll), flush=True)
-            while not known.once:
+        with Live(console=console, auto_refresh=False) if live else nullcontext() as screen:
+            while ":" in address or Path(address).exists():  # else the launcher has ended
+                found = roll.call(_ANSWER_S)
+                if known.json:
+                    print(_object(found), flush=True)
+                elif screen is not None:
+                    screen.update(Text(status(found, WatchPolicy())), refresh=True)
+                else:
+                    console.print(status(found, WatchPolicy()), markup=False)
+                if known.once:
+                    return 0
+                if len(roll.ended(range(found.world)) | {note.rank for note in found.notes}) == found.world:
+                    break
                 time.sleep(_PAUSE_S)
-                print(_object(roll), flush=True)
-            return 0
-        if known.once:
-            console.print(_table(roll), soft_wrap=True)
-            return 0
-        with Live(_table(roll), console=console, auto_refresh=False) as live:
-            while True:
-                time.sleep(_PAUSE_S)
-                live.update(_table(roll), refresh=True)
     except KeyboardInterrupt:
         return 0
-    except RuntimeError as error:
-        raise CommError(f"the job at {known.job} can't be asked any more, it has ended ({error})") from error
+    except RuntimeError:
+        pass  # the store is gone, and with it the process that held it
+    open_console(stderr=known.json).print(f"the job at {known.job} has ended", markup=False)
+    return 0
 
 
-def _object(roll: Roll) -> str:
+def _object(found: Findings) -> str:
     """What each rank answers, what the ended ones left behind, and the verdict (null: nothing is wrong)."""
-    found = roll.call(_ANSWER_S)
     verdict = judge(found, WatchPolicy())
     return as_json({**asdict(found), "verdict": verdict and asdict(verdict)})
 
 
-def _table(roll: Roll) -> Text:
-    return Text(status(roll.call(_ANSWER_S), WatchPolicy()), no_wrap=True, overflow="ellipsis")
+def _address(job: str) -> str:
+    if not Path(job).is_dir():
+        return job
+    file = Path(job, JOB_FILE)
+    if not file.exists():
+        raise ConfigError(
+            f"{job} has no {JOB_FILE}: no run of `shardwright train` on several ranks trains there"
+        )
+    return json.loads(file.read_text(encoding="utf-8"))["store"]
 
 
-def _roll(job: str) -> Roll:
-    address = job
-    if Path(job).is_dir():
-        file = Path(job, JOB_FILE)
-        if not file.exists():
-            raise ConfigError(
-                f"{job} has no {JOB_FILE}: no run of `shardwright train` on several ranks trains there"
-            )
-        address = json.loads(file.read_text(encoding="utf-8"))["store"]
+def _roll(address: str) -> Roll:
     if ":" not in address and not Path(address).exists():
         raise ConfigError(f"no store is at {address}: the job has ended, or runs on another host")
     roll = _find(address)

@@ -13,6 +13,7 @@ from shardwright.comm.mesh import Axis, resolve, smaller_world
 from shardwright.errors import InputError, MisuseError
 from shardwright.motion.foreign import check_foreign
 from shardwright.motion.hooks import ModuleHooks
+from shardwright.motion.optimizers import leave_out
 from shardwright.motion.runtime import Runtime
 from shardwright.motion.unit import (
     Unit,
@@ -138,6 +139,7 @@ def shard_modules(
     worlds = {split.axis: options.world_nearby(split.axis) for split in splits.values()}
     options.world_nearby(axis)
     # From here on nothing is refused any more.
+    leave_out(param for module in modules for param in module.parameters() if id(param) in ignored)
     runtime = Runtime()
     nested = list(dict.fromkeys(unit for m in modules for unit in units_in(m)))
     fresh = tuple(m for m in modules if not is_sharded(m))

@@ -105,7 +105,8 @@ class _RootLeftOut:
         self.said = True
         warnings.warn(
             f"{other.name!r} and {unit.name!r} were each sharded as a model of its own, and the output of the"
-            " first is the input of the second: each plans alone, so nothing is gathered ahead of the next. "
+            " first is the input of the second: each plans alone, so nothing is gathered ahead of the next, "
+            "and parameters around them that no call has taken are averaged by nobody. "
             "Call fully_shard on the module that holds them, too, after them (said once)",
             stacklevel=2,
         )

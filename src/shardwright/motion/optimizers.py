@@ -1,6 +1,8 @@
 """What is seen to before an optimizer's step: that its gradients are those of all ranks, and before its first
 one that it holds shards and steps them fast."""
 
+import warnings
+from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,6 +16,8 @@ from shardwright.motion.table import tables
 from shardwright.motion.together import unsettled
 from shardwright.motion.unit import sharded_from
 from shardwright.state.group import Stage
+
+_LEFT_OUT = "_left_out_of_sharding"
 
 
 class OptimizerGuard:
@@ -37,14 +41,15 @@ class OptimizerGuard:
         stale = [found.fqn for found in map(sharded_from, params) if found is not None]
         if stale:
             raise StageError(
-                f"{type(optimizer).__name__} holds {len(stale)} parameters that fully_shard has replaced, "
-                f"or quantize_ ({', '.join(stale[:3])}{', ...' if len(stale) > 3 else ''}): stepping it "
+                f"{type(optimizer).__name__} holds {len(stale)} parameters that fully_shard has replaced, as "
+                f"quantize_ does ({', '.join(stale[:3])}{', ...' if len(stale) > 3 else ''}): stepping it "
                 "would train nothing. Build the optimizer after both, from model.parameters()"
             )
         _check_sharded(optimizer, params)
         self._checked[optimizer] = len(params)
         _choose_foreach(optimizer)
         warn_of_roundings(optimizer, params)
+        _warn_of_left_out(optimizer, params)
 
 
 def _check_settled(optimizer: Optimizer, params: list[Any]) -> None:
@@ -74,6 +79,29 @@ def _check_sharded(optimizer: Optimizer, params: list[Any]) -> None:
             f"{type(optimizer).__name__} was built on {len(names)} parameters while they were unsharded, as "
             f"after an evaluation ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}): stepping it "
             "would train nothing. Call reshard() on their modules and build it then, or build it earlier"
+        )
+
+
+def leave_out(params: Iterable[torch.Tensor]) -> None:
+    """The caller has said that these are not to be sharded: what becomes of their gradients is known."""
+    for param in params:
+        setattr(param, _LEFT_OUT, True)
+
+
+def _warn_of_left_out(optimizer: Optimizer, params: list[Any]) -> None:
+    groups = [group for table in tables for group in table.groups]
+    ours = {id(param.sharded): group.axis.world for group in groups for param in group.params}
+    if max((ours.get(id(param), 1) for param in params), default=1) == 1:
+        return
+    plain = [p for p in params if id(p) not in ours and not isinstance(p, DTensor) and p.grad is not None]
+    left = [list(param.shape) for param in plain if not hasattr(param, _LEFT_OUT)]
+    if left:
+        warnings.warn(
+            f"{type(optimizer).__name__} steps {len(left)} parameters that no fully_shard call has taken, of "
+            f"shapes {', '.join(map(str, left[:3]))}{', ...' if len(left) > 3 else ''}, beside sharded ones: "
+            "nobody averages their gradients, so ranks train them apart. Call fully_shard on the module that "
+            "holds them (the whole model, last); where you average them yourself, say so by ignored_params",
+            stacklevel=2,
         )
 
 

@@ -223,7 +223,9 @@ def store_at(address: str, timeout: timedelta) -> Store:
     host, colon, port = address.rpartition(":")
     if colon and port.isdigit():
         return TCPStore(host, int(port), None, False, timeout, wait_for_workers=False)
-    return FileStore(address, -1)
+    store = FileStore(address, -1)
+    store.set_timeout(timeout)  # else a file that is taken away meanwhile is waited for, for minutes
+    return store
 
 
 def address_of(store: Store) -> str:

@@ -87,7 +87,7 @@ class Screen:
         """A logged step."""
         self._bar.update(self._task, completed=report.step, figures=figures(report))
         if not self._console.is_terminal:
-            self.say(f"step {report.step}/{self._steps}  {figures}  {seconds_left:.0f} s left")
+            self.say(f"step {report.step}/{self._steps}  {figures(report)}  {seconds_left:.0f} s left")
 
     def summary(self, summary: Mapping[str, Any], length: int) -> None:
         """The table of ``summary.json`` (keys: see :mod:`shardwright.train.run`), and the sample below it, of

@@ -112,8 +112,14 @@ def _read(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         near = sorted(str(p) for folder in {path.parent, Path("recipes")} for p in folder.glob("*.toml"))
-        hint = f"; there is: {', '.join(near)}" if near else "; to begin from one of ours: shardwright recipe"
-        raise ConfigError(f"no recipe at {path}: give the path of a TOML file{hint}") from None
+        hint = f"; there is: {', '.join(near)}" if near else ""
+        raise ConfigError(
+            f"no recipe at {path}: give the path of a TOML file{hint}; ours: shardwright recipe"
+        ) from None
+    except IsADirectoryError:
+        raise ConfigError(
+            f"{path} is a folder: give the path of a TOML file (of a run's folder, {path / 'config.toml'})"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"can't read the recipe {path}: {error}; give the path of a TOML file") from None
     except tomllib.TOMLDecodeError as error:
