@@ -19,7 +19,7 @@ def name_of(requirement: str) -> str:
 def run(code, cwd=ROOT):
     """stdout of a process that runs ``code``, and must succeed."""
     listing = [sys.executable, "-c", code]
-    done = subprocess.run(listing, cwd=cwd, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(listing, cwd=cwd, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
