@@ -200,7 +200,9 @@ def agent_on(
     within, address = node
     arguments = [f"--nnodes={nnodes}", "--nproc-per-node=1", "--max-restarts=3", f"--local-addr={address}"]
     rendezvous = ["--rdzv-backend=c10d", "--rdzv-endpoint=10.78.0.1:29617", "--rdzv-id=restart"]
-    quick = ["--rdzv-conf=last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"]
+    # Both namespaces have the machine's name, which may resolve to neither: who holds the store is said.
+    held_here = f"is_host={address == '10.78.0.1'}"
+    quick = [f"--rdzv-conf={held_here},last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"]
     return torchrun(*arguments, *rendezvous, *quick, *script, interface="eth9", within=within, env=env)
 
 
