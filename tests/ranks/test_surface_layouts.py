@@ -201,7 +201,9 @@ def nearby(rank, world, size, placement, hybrid_mesh):
     train_beside(Run.of(model), Run.of(build(tied=True)), rank, world)
     with torch.no_grad():
         loss_of(model, batches(0, world)[rank])
-    assert stats(model).unsharded_nbytes == 0
+    assert (stats(model).unsharded_nbytes > 0) == (
+        size == 1
+    )  # of a world of one everything stays, as by False
 
 
 @pytest.mark.parametrize(
