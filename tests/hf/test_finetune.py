@@ -29,7 +29,7 @@ from shardwright.train.models import Transformer
 from shardwright.train.ranks import RankPlace
 from shardwright.train.report import Screen
 from shardwright.train.resolve import Resolved, resolve
-from shardwright.train.run import Options, _train
+from shardwright.train.run import _train
 from tests.ranks.pool import run_ranks
 
 SIZES = {"num_layers": 2, "dim": 64, "num_heads": 2, "hidden_dim": 96}
@@ -118,8 +118,10 @@ def tune(rank, world, recipe, resume=False, steps=10**6):
     """A run of the recipe, as ``shardwright train`` does it."""
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
     place = RankPlace(rank, world, torch.device("cpu"), mesh)
+    if resume:
+        recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update={"resume": "last"})})
     resolved = Resolved(recipe, "test.toml", resolve_origins())
-    _train(resolved, place, Screen(shown=False), StopAfter(steps), Options(FineTuning, resume))
+    _train(resolved, place, Screen(shown=False), StopAfter(steps), FineTuning)
 
 
 def resolve_origins():
