@@ -41,8 +41,8 @@ class OptimizerGuard:
         stale = [found.fqn for found in map(sharded_from, params) if found is not None]
         if stale:
             raise StageError(
-                f"{type(optimizer).__name__} holds {len(stale)} parameters that fully_shard has replaced, as "
-                f"quantize_ does ({', '.join(stale[:3])}{', ...' if len(stale) > 3 else ''}): stepping it "
+                f"{type(optimizer).__name__} holds {len(stale)} parameters that fully_shard has replaced, "
+                f"or quantize_ has ({', '.join(stale[:3])}{', ...' if len(stale) > 3 else ''}): stepping it "
                 "would train nothing. Build the optimizer after both, from model.parameters()"
             )
         _check_sharded(optimizer, params)
