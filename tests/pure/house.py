@@ -58,7 +58,7 @@ EXCEPTIONS: dict[tuple[str, str, str], tuple[int, str]] = {
         "the stages of one group, whatever it is gathered by",
     ),
     ("state/group.py", "attributes", "ParamGroup"): (14, "what it moves, with what, and where that stands"),
-    ("state/reducer.py", "attributes", "Reducer"): (14, "what it reduces, how, and where that stands"),
+    ("state/reducer.py", "attributes", "Reducer"): (15, "what it reduces, how, and where that stands"),
     ("observe/verdict.py", "file lines", "observe/verdict.py"): (
         410,
         "what ranks say, and the one judgement of it",

@@ -2,10 +2,19 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
-from shardwright import explain, fully_shard, loss_weights
+from shardwright import (
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    SchedulePolicy,
+    explain,
+    fully_shard,
+    loss_weights,
+    set_transport,
+)
 from shardwright.errors import InputError
 from tests.ranks.models import VOCAB, Run, assert_same, build, full, loss_of, shard_decoder
 from tests.ranks.pool import run_ranks
@@ -79,3 +88,73 @@ def summed(rank, world):
 
 def test_gradients_are_summed_or_averaged_as_asked():
     run_ranks(2, summed)
+
+
+class Slope(nn.Module):
+    """Its weight's gradient is ``slope`` everywhere."""
+
+    def __init__(self, dtype: torch.dtype = torch.float16) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(7, 3, dtype=dtype))
+
+    def forward(self, slope: float) -> torch.Tensor:
+        return self.weight * slope
+
+
+def large_halves(rank, world, transport):
+    set_transport(transport)
+    copies = init_device_mesh("cpu", (2, world // 2))
+
+    def grad_of(model, *slopes, expected=20_000):
+        for slope in slopes or (20_000,):
+            model(slope).sum().backward()
+        for param in model.parameters():
+            assert (full(param.grad) == expected).all(), full(param.grad)
+
+    grad_of(fully_shard(Slope()))
+    grad_of(fully_shard(Slope(), mesh=copies))
+    grad_of(fully_shard(Slope(torch.float32), mp_policy=MixedPrecisionPolicy(torch.float16)))
+    grad_of(fully_shard(Slope(torch.float32), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16)))
+    grad_of(FullyShardedDataParallel(Slope(), use_orig_params=False))
+    divided = fully_shard(Slope())
+    divided.set_gradient_divide_factor(2.0)
+    grad_of(divided, expected=40_000)
+
+    added = fully_shard(Slope(), mesh=copies)
+    added.set_requires_all_reduce(False)
+    added(10_000).sum().backward()
+    added.set_requires_all_reduce(True)
+    added.set_gradient_divide_factor(16.0)  # what was summed before was divided for the factor before
+    added(10_000).sum().backward()
+    assert (full(added.weight.grad) == 5_000).all()
+
+    lookup = fully_shard(nn.Embedding(64, 3, dtype=torch.float16))
+    lookup.set_schedule_policy(SchedulePolicy(row_wise=True))
+    (lookup(torch.tensor([5])) * 20_000).sum().backward()
+    rows = full(lookup.weight.grad)
+    assert (rows[5] == 20_000).all() and rows.count_nonzero() == 3
+
+
+@pytest.mark.each_case
+@pytest.mark.parametrize("transport", ["auto", "sockets", "collectives"])
+def test_large_float16_gradients_are_averaged_without_an_overflow(transport):
+    run_ranks(4, large_halves, transport)
+
+
+def divided_once(rank, world):
+    for dtype in (torch.float32, torch.bfloat16):
+        for factor in (None, 3.0):
+            model = fully_shard(Slope(dtype))
+            if factor is not None:
+                model.set_gradient_divide_factor(factor)
+            slopes = [torch.randn(7, 3, generator=torch.Generator().manual_seed(r)) for r in range(world)]
+            (model(1.0) * slopes[rank].to(dtype)).sum().backward()
+            total = slopes[0].to(dtype)
+            for slope in slopes[1:]:
+                total = total + slope.to(dtype)
+            assert torch.equal(full(model.weight.grad), total / (factor or world))
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_gradients_of_other_dtypes_are_summed_as_they_are_and_divided_once(world):
+    run_ranks(world, divided_once)

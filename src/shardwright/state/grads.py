@@ -34,13 +34,28 @@ def accumulate_grad(param: ShardedParam, policy: MixedPrecisionPolicy) -> None:
         param.accumulated = grad.to(param.reduce_dtype(policy))
 
 
-def reduce_piece(param: ShardedParam, grad: torch.Tensor, policy: MixedPrecisionPolicy) -> Piece:
-    """The gradient's part in the group's reduce-scatter.
+def predivisor(divisor: float) -> float:
+    """The part of ``divisor`` that float16 gradients are divided by before they are summed, so that the sum
+    doesn't overflow: the least power of two that isn't below the divisor's square root. It is exact, except
+    for numbers so small that float16 has fewer bits for them."""
+    power = 1.0
+    while power * power < divisor:
+        power *= 2
+    return power
+
+
+def reduce_piece(
+    param: ShardedParam, grad: torch.Tensor, policy: MixedPrecisionPolicy, divided: float
+) -> Piece:
+    """The gradient's part in the group's reduce-scatter; ``divided``: what it is divided by where it is
+    summed in float16 (``predivisor``).
 
     It travels in the narrower of its own dtype and the reduce dtype: widening on arrival gives the same
     sum as widening before, for half the bytes.
     """
     reduce_dtype = param.reduce_dtype(policy)
+    if reduce_dtype is torch.float16 and divided != 1:
+        grad = grad / divided
     if torch.promote_types(grad.dtype, reduce_dtype) != reduce_dtype:
         grad = grad.to(reduce_dtype)
     layout = param.layout

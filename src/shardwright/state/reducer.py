@@ -23,7 +23,7 @@ from shardwright.comm.mesh import Axis
 from shardwright.comm.watched import Collective, tell
 from shardwright.errors import StageError
 from shardwright.policy import MixedPrecisionPolicy, ReductionPolicy
-from shardwright.state.grads import accumulate_grad, reduce_piece, take_grad, zero_grad
+from shardwright.state.grads import accumulate_grad, predivisor, reduce_piece, take_grad, zero_grad
 from shardwright.state.joined import Joined
 from shardwright.state.param import ShardedParam
 
@@ -57,6 +57,12 @@ class Reducer:
         self._reduction: tuple[Reduction, list[ShardedParam]] | None = None
         self._all_reduce: tuple[Reduction, list[ShardedParam]] | None = None
         self._partial: dict[ShardedParam, torch.Tensor] = {}
+        self._predivisor = 1.0
+
+    @property
+    def _ranks(self) -> int:
+        """How many ranks' gradients are summed, over shards and copies."""
+        return self._axis.world * self._axis.num_copies
 
     @property
     def in_flight(self) -> bool:
@@ -83,6 +89,8 @@ class Reducer:
             self._refuse_optimizer_inside()
         self.done = True
         self._held = []
+        if not self._partial:  # what is added up must have been divided alike
+            self._predivisor = predivisor(self.policy.divisor(self._ranks))
         self.joined.keeps = not self.policy.reduce
         for param in self.params:
             if param.is_bound and not param.trainable:
@@ -119,7 +127,7 @@ class Reducer:
 
     def inputs(self, grads: Grads) -> tuple[list[Piece], list[torch.dtype]]:
         """What a reduce-scatter of ``grads`` takes."""
-        pieces = [reduce_piece(param, grad, self._precision) for param, grad in grads]
+        pieces = [reduce_piece(param, grad, self._precision, self._predivisor) for param, grad in grads]
         return pieces, [param.reduce_dtype(self._precision) for param, _ in grads]
 
     def issue(self, grads: Grads) -> Reduction:
@@ -218,9 +226,12 @@ class Reducer:
             self._all_reduce = (self._all_reduce[0], [])
 
     def _finish(self, totals: list[torch.Tensor], params: Sequence[ShardedParam]) -> None:
-        divisor = self.policy.divisor(self._axis.world * self._axis.num_copies)
-        if divisor != 1:
-            torch._foreach_div_(totals, divisor)  # pyright: ignore[reportPrivateImportUsage]
+        divisor = self.policy.divisor(self._ranks)
+        half = [total for total in totals if total.dtype is torch.float16]  # divided in part already
+        others = [total for total in totals if total.dtype is not torch.float16] if half else totals
+        for sums, rest in ((half, divisor / self._predivisor), (others, divisor)):
+            if sums and rest != 1:
+                torch._foreach_div_(sums, rest)  # pyright: ignore[reportPrivateImportUsage]
         if self.hook is not None:
             self._call(self.hook, totals)
         for param, total in zip(params, totals, strict=True):
