@@ -289,12 +289,6 @@ SYSTEMS = {
     "shardwright-rows": lambda model: Shardwright(
         model, split=True, policy=shardwright.SchedulePolicy(row_wise=True)
     ),
-    "shardwright-one-copy": lambda model: Shardwright(
-        model, split=True, policy=shardwright.SchedulePolicy(one_copy_per_host=True)
-    ),
-    "shardwright-one-copy-keep": lambda model: Shardwright(
-        model, split=True, policy=shardwright.SchedulePolicy(one_copy_per_host=True), keep=True
-    ),
     "shardwright-ends": lambda model: Shardwright(model, split=True, ends=True),
     "shardwright-goal": lambda model: Shardwright(
         model, split=True, policy=shardwright.SchedulePolicy(row_wise=True, keep_last=2), ends=True

@@ -1,6 +1,6 @@
 """Systems by turns in one process: which of them is quicker, on a machine whose speed changes within minutes.
 
-    python bench/turns.py --systems fsdp2,shardwright-split,shardwright-one-copy --rounds 16
+    python bench/turns.py --systems fsdp2,shardwright-split,shardwright-keep --rounds 16
 
 In each round a local step and one of each system come in an order of their own, begun by all ranks together.
 A system's ratio is the sum of its steps over the sum of the local ones, the mean over ranks; its CPU is what
@@ -72,7 +72,7 @@ def _against(found: list[tuple[float, float]], local: list[tuple[float, float]])
 def main() -> None:
     """Parse, then measure as a rank or launch the ranks."""
     parser = arguments(__doc__, limit_s=900.0)
-    parser.add_argument("--systems", default="local-met,shardwright-split,shardwright-one-copy")
+    parser.add_argument("--systems", default="local-met,shardwright-split,shardwright-keep")
     parser.add_argument("--rounds", type=int, default=16)
     parser.set_defaults(size=Size())
     add_toy(parser, rounds=1, size=Size(2, 64, 256, 32, 2))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -91,8 +91,21 @@ def _agreement() -> Agreement:
     return Agreement(asked)
 
 
+REMOVED = {  # options of earlier versions, in calls and recipes
+    "one_copy_per_host": "one_copy_per_host was removed: it took more memory, and no less time; leave it out"
+}
+
+
+class _WithoutRemoved:
+    def __new__(cls, *_: Any, **options: Any) -> Self:
+        """Raises: InputError, with what to do, for an option that was removed."""
+        for name in REMOVED.keys() & options.keys():
+            raise InputError(f"{cls.__name__}: {REMOVED[name]}")
+        return super().__new__(cls)
+
+
 @dataclass(frozen=True)
-class SchedulePolicy:
+class SchedulePolicy(_WithoutRemoved):
     """When collectives are issued, and how many may be outstanding. Counts are groups.
 
     backward_prefetch: see ``BackwardPrefetch``; its value or its name.
@@ -114,11 +127,6 @@ class SchedulePolicy:
     row_wise: a group that is one ``nn.Embedding`` moves only rows in use: the all-gather those that any rank
         looks up, the reduce-scatter those that any rank has a gradient of. Same bits, as long as nothing but
         the lookup reads the weight inside of its forward (hooks of others make it move whole).
-    one_copy_per_host: ranks of one host share one copy of each group's unsharded parameters, in memory that
-        is never freed: each rank copies its shard there, all compute with what is there, and nothing is
-        gathered. Same bits. What a forward writes to its weights is its rank's own, and gone after it, as
-        ever. For CPU ranks that share memory, and groups of more than ``bucket_cap_mb``; the log says which
-        can't. A tensor over unsharded parameters that outlives them reads on without an error.
     forget_after: where ranks agree: backwards after which a group that no rank has used since leaves the
         schedule of forwards and backwards, so that its bytes no longer move. Its next use is agreed on as a
         first one is.
@@ -141,7 +149,6 @@ class SchedulePolicy:
     bucket_cap_mb: float = 1.0
     ahead: Mapping[str, Mapping[str, Sequence[str]]] = dataclasses.field(default_factory=dict)
     row_wise: bool = False
-    one_copy_per_host: bool = False
     forget_after: int = 100
     agreement: Agreement = dataclasses.field(default_factory=_agreement)
 

@@ -1,14 +1,15 @@
 """A recipe: what comes from where, and that everything wrong with it is said at once."""
 
 import ast
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import tomli_w
 
 from shardwright import cli
-from shardwright.errors import ConfigError
+from shardwright.errors import ConfigError, InputError
 from shardwright.policy import SchedulePolicy
 from shardwright.train import config
 from shardwright.train.config import Recipe
@@ -171,7 +172,6 @@ def test_every_schedule_policy_is_reachable_from_a_recipe(tmp_path):
         bucket_cap_mb=2.5,
         ahead={"forward": {"blocks.0": ["blocks.1", "blocks.2"]}, "backward": {"blocks.2": ["blocks.0"]}},
         row_wise=True,
-        one_copy_per_host=True,
         forget_after=5,
         agreement="off",
     )
@@ -181,6 +181,20 @@ def test_every_schedule_policy_is_reachable_from_a_recipe(tmp_path):
     resolved = resolve(path)
     assert resolved.recipe.schedule.policy() == wanted
     assert resolve(write(tmp_path, resolved.to_toml())).recipe == resolved.recipe
+
+
+REMOVED = "one_copy_per_host was removed: it took more memory, .*; leave it out"
+
+
+def test_an_option_that_was_removed_is_an_error_that_says_what_to_do(tmp_path):
+    for make in (SchedulePolicy, partial(replace, SchedulePolicy())):
+        with pytest.raises(InputError, match=f"SchedulePolicy: {REMOVED}"):
+            make(one_copy_per_host=True)
+    path = write(tmp_path, "[schedule]\none_copy_per_host = true\n")
+    with pytest.raises(ConfigError, match=rf"schedule.one_copy_per_host \(file\): unknown key; {REMOVED}"):
+        resolve(path)
+    with pytest.raises(ConfigError, match=f"unknown key; {REMOVED}"):
+        resolve(write(tmp_path, ""), [("schedule.one_copy_per_host", "true")])
 
 
 def test_epochs_stand_for_steps():

@@ -1,6 +1,5 @@
-"""Fresh buffers lie in huge pages where the kernel gives them on request; written pages are found."""
+"""Fresh buffers lie in huge pages where the kernel gives them on request."""
 
-import ctypes
 import mmap
 import os
 import re
@@ -14,9 +13,6 @@ import torch
 from shardwright.comm.pages import (
     HUGE_PAGE_NBYTES,
     Pool,
-    advise,
-    can_tell_private_pages,
-    has_private_pages,
     take_bytes,
 )
 from shardwright.state.buffer import Buffer
@@ -114,27 +110,3 @@ def test_what_a_step_frees_and_takes_again_stays_with_the_process():
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
 def test_what_the_environment_chooses_of_malloc_is_left_alone():
     assert faults_of_rounds(MALLOC_TRIM_THRESHOLD_="131072") > 10_000
-
-
-def test_pages_of_a_private_mapping_that_were_written_to_are_found():
-    fd = os.memfd_create("test")
-    os.ftruncate(fd, 8 * mmap.PAGESIZE)
-    shared = mmap.mmap(fd, 8 * mmap.PAGESIZE)
-    private = mmap.mmap(fd, 8 * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE)
-    os.close(fd)
-    begin = ctypes.addressof(ctypes.c_char.from_buffer(private))
-
-    def found(first=0, num=8):
-        return has_private_pages(begin + first * mmap.PAGESIZE, num * mmap.PAGESIZE)
-
-    assert can_tell_private_pages()
-    shared[:] = b"a" * len(shared)
-    assert private[:] == shared[:]  # read, all of them
-    assert not found()
-    private[5 * mmap.PAGESIZE - 1] = 7  # the last byte of page 4
-    assert found() and found(4, 1) and not found(0, 4) and not found(5, 3)
-    shared[4 * mmap.PAGESIZE] = 9
-    assert private[4 * mmap.PAGESIZE] == ord("a")  # a copy of its own
-    assert advise(begin, len(private), mmap.MADV_DONTNEED)
-    assert not found()
-    assert private[4 * mmap.PAGESIZE] == 9 and private[5 * mmap.PAGESIZE - 1] == ord("a")

@@ -38,8 +38,8 @@ RESERVED_NBYTES = 64 << 30
 NUM_RECORDS = 256  # operations that may be issued and not yet read by all; a schedule keeps below ten
 _RECORD_NBYTES = 256
 _KEY_NBYTES = _RECORD_NBYTES - 4 * 8
-MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0)
-LOOK_S = 0.02  # how often who waits looks whether the peer lives, and what the watch has found
+_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0)
+_LOOK_S = 0.02  # how often who waits looks whether the peer lives, and what the watch has found
 _SPINS = 40  # times to yield before sleeping: a peer that is nearly there is seen within 2 us (measured)
 
 
@@ -65,7 +65,7 @@ class Segment:
     """One rank's segment as this process maps it."""
 
     def __init__(self, fd: int, world: int) -> None:
-        self._map = mmap.mmap(fd, RESERVED_NBYTES, flags=mmap.MAP_SHARED | MAP_NORESERVE)
+        self._map = mmap.mmap(fd, RESERVED_NBYTES, flags=mmap.MAP_SHARED | _MAP_NORESERVE)
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self._view = memoryview(self._map)
         self._words = self._view[: header_nbytes(world)].cast("q")
@@ -145,15 +145,14 @@ class Operation(Protocol):
 class Arena:
     """All ranks' segments, as one of them sees them. Operations are numbered from 1, alike on all ranks.
 
-    pids: of the ranks' processes, in their order. log: where operations are written down when published.
+    log: where operations are written down when published.
     """
 
     def __init__(
         self, rank: int, segments: list[Segment], pids: list[int], timeout_s: float, log: LaunchLog
     ) -> None:
         self.rank = rank
-        self.world = len(segments)
-        self.pids = pids
+        self._pids = pids
         self.log = log
         self._segments = segments
         self._timeout_s = timeout_s
@@ -202,7 +201,7 @@ class Arena:
             for peer, segment in enumerate(self._segments):
                 if peer != self.rank:
                     read = functools.partial(segment.has_read, self.rank, oldest)
-                    self.until(peer, read, lambda: time.sleep(1e-3), launch)
+                    self._until(peer, read, lambda: time.sleep(1e-3), launch)
         self._free_read()
         offset = self._first_fit(nbytes)
         self._held[number] = (offset, offset + align(nbytes))
@@ -235,7 +234,7 @@ class Arena:
         number, key = launch.number, launch.key
         segment = self._segments[peer]
         if not segment.has(number):
-            self.until(peer, lambda: segment.has(number), lambda: segment.sleep(number, LOOK_S), launch)
+            self._until(peer, lambda: segment.has(number), lambda: segment.sleep(number, _LOOK_S), launch)
         theirs = self._segments[peer].key(number)
         if theirs != key[:_KEY_NBYTES]:
             with self.log.waiting(launch):
@@ -271,7 +270,7 @@ class Arena:
             )
         return offset
 
-    def until(self, peer: int, ready: Callable[[], bool], sleep: Callable[[], None], launch: Launch) -> None:
+    def _until(self, peer: int, ready: Callable[[], bool], sleep: Callable[[], None], launch: Launch) -> None:
         """Return when ``peer`` is ``ready`` for what ``launch`` waits for. sleep: takes below a second.
 
         Raises: CommError where the peer has ended, or isn't ready within the timeout; the watch's verdict.
@@ -286,7 +285,7 @@ class Arena:
                     continue
                 sleep()
                 now = time.monotonic()
-                if now - checked > LOOK_S:
+                if now - checked > _LOOK_S:
                     checked = now
                     here.raise_verdict()
                     self._check_alive(peer, launch.key)
@@ -295,7 +294,7 @@ class Arena:
     def _check_alive(self, peer: int, what: str) -> None:
         if select.select([self._ends[peer]], [], [], 0)[0]:
             raise CommError(
-                f"rank {self.log.ranks[peer]} (pid {self.pids[peer]}) has ended while rank "
+                f"rank {self.log.ranks[peer]} (pid {self._pids[peer]}) has ended while rank "
                 f"{self.log.ranks[self.rank]} waited for it in {what!r}; its own error says why"
             )
 
@@ -303,7 +302,7 @@ class Arena:
         if waited_s > self._timeout_s:
             raise CommError(
                 f"rank {self.log.ranks[self.rank]} waited {self._timeout_s:.0f} s for rank "
-                f"{self.log.ranks[peer]} (pid {self.pids[peer]}) in {what!r}; it runs but did not come there"
+                f"{self.log.ranks[peer]} (pid {self._pids[peer]}) in {what!r}; it runs but did not come there"
             )
 
 

@@ -16,7 +16,6 @@ import weakref
 import torch
 
 from shardwright.comm.libc import LIBC
-from shardwright.comm.memfile import memory_file
 from shardwright.comm.process import process_is_ours
 
 HUGE_PAGE_NBYTES = 2 << 20
@@ -24,7 +23,6 @@ SMALL_NBYTES = 128 << 10  # below, malloc keeps memory by itself
 _ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux only
 _madvise = getattr(LIBC, "madvise", None) if _ADVICE is not None else None
 _OWN = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
-_PAGEMAP = "/proc/self/pagemap"
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 _MOST_BY_HEAP_NBYTES = 32 << 20  # the largest that glibc takes for it
 _KEPT_NBYTES = 1 << 30
@@ -37,38 +35,6 @@ def advise(begin: int, nbytes: int, advice: int) -> bool:
     Unlike ``mmap.madvise`` it leaves the interpreter's lock to others meanwhile.
     """
     return _madvise is not None and not _madvise(ctypes.c_void_p(begin), ctypes.c_size_t(nbytes), advice)
-
-
-def has_private_pages(begin: int, nbytes: int) -> bool:
-    """Whether any page of a private mapping of a file, from the address ``begin`` on, was written to: the
-    kernel has given this process a copy of it then. 0.2 ms for 12 MiB.
-
-    Raises: OSError where the kernel doesn't tell (see ``can_tell_private_pages``).
-    """
-    with open(_PAGEMAP, "rb", buffering=0) as file:
-        first, last = begin // mmap.PAGESIZE, (begin + nbytes - 1) // mmap.PAGESIZE
-        found = bytearray(os.pread(file.fileno(), 8 * (last - first + 1), 8 * first))
-    # Bits 63 and 62: present, swapped out; 61: a page of the file.
-    kinds = torch.frombuffer(found, dtype=torch.int64) >> 61 & 7
-    return bool(((kinds != 0) & (kinds & 1 == 0)).any())
-
-
-@functools.cache
-def can_tell_private_pages() -> bool:
-    """Whether the kernel says which pages were written to, and does so rightly."""
-    try:
-        fd = memory_file(2 * mmap.PAGESIZE)
-        private = mmap.mmap(fd, 2 * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE)
-        os.close(fd)
-        begin = ctypes.addressof(ctypes.c_char.from_buffer(private))
-        seen = []
-        for write in (lambda: private[0], lambda: private.__setitem__(mmap.PAGESIZE, 1)):
-            write()
-            seen.append(has_private_pages(begin, 2 * mmap.PAGESIZE))
-        gone = advise(begin, 2 * mmap.PAGESIZE, mmap.MADV_DONTNEED)
-        return gone and seen == [False, True] and private[mmap.PAGESIZE] == 0
-    except (OSError, AttributeError):  # not Linux, or /proc isn't there
-        return False
 
 
 def advise_huge(storage: torch.UntypedStorage) -> None:

@@ -1,7 +1,6 @@
 """Same-host transport: ranks read each other's parts straight from memory that they share.
 
     all-gather       my spans -> my segment; each peer copies them from there into its buffer
-                     (or straight to the one copy that all read: see ``hostcopy``)
     reduce-scatter   the other ranks' spans of my gradient -> my segment; their owners sum from there
 
 No socket, no kernel, no helper thread: two copies per byte at memory speed. The parts stay readable until
@@ -10,7 +9,8 @@ every peer has read them, so no rank waits for another to write.
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,7 @@ from torch.distributed import ProcessGroup
 
 from shardwright.comm.arena import RESERVED_NBYTES, Arena, Host, Segment, this_host
 from shardwright.comm.base import Piece, join, spread, sum_in_rank_order, whole_place
-from shardwright.comm.hostcopy import HostPiece
 from shardwright.comm.launches import Launch, LaunchLog
-from shardwright.comm.memfile import memory_file, opened_again
 from shardwright.comm.streams import Streams
 from shardwright.plan.layout import pack
 
@@ -54,7 +52,7 @@ def _create() -> Host | str:
         return "it takes Linux"
     try:
         os.close(os.pidfd_open(os.getpid()))
-        fd = memory_file(RESERVED_NBYTES)
+        fd = _memory_file(RESERVED_NBYTES)
     except OSError as error:  # an old kernel, a limit on file sizes
         return f"the kernel gives none ({error})"
     try:
@@ -62,6 +60,30 @@ def _create() -> Host | str:
     except OSError as error:
         os.close(fd)
         return f"the kernel tells too little ({error})"
+
+
+def _memory_file(nbytes: int) -> int:
+    """A descriptor of a new anonymous file of ``nbytes``. Raises: OSError, where nothing is left open."""
+    fd = os.memfd_create("shardwright")
+    try:
+        os.ftruncate(fd, nbytes)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+@contextmanager
+def _opened_again(pid: int, fd: int) -> Iterator[int]:
+    """Another process' descriptor, as one of this process' own for a while.
+
+    Raises: OSError for a process of another user, or one that has ended.
+    """
+    ours = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
+    try:
+        yield ours
+    finally:
+        os.close(ours)
 
 
 def _map_all(hosts: Sequence[Host | str], ranks: Sequence[int]) -> list[Segment] | str:
@@ -75,7 +97,7 @@ def _map_all(hosts: Sequence[Host | str], ranks: Sequence[int]) -> list[Segment]
     segments = []
     try:
         for host in found:
-            with opened_again(host.pid, host.fd) as fd:
+            with _opened_again(host.pid, host.fd) as fd:
                 segments.append(Segment(fd, len(hosts)))
     except OSError as error:  # another user, or no room in the address space
         return f"a rank's memory can't be mapped by another ({error})"
@@ -103,8 +125,7 @@ class ShmComm:
     def all_gather(self, pieces: Sequence[Piece], key: str) -> "_ShmGather":
         """See ``Comm.all_gather``."""
         start = time.perf_counter()
-        hosted = [piece for piece in pieces if isinstance(piece, HostPiece)]
-        launch = self._publish([piece.part_bytes(self.rank) for piece in pieces], key, hosted)
+        launch = self._publish([piece.part_bytes(self.rank) for piece in pieces], key)
         self.spent(start)
         return _ShmGather(self, pieces, launch)
 
@@ -147,9 +168,7 @@ class ShmComm:
         assert self.exposed_s is not None
         self.exposed_s += time.perf_counter() - start
 
-    def _publish(
-        self, parts: list[torch.Tensor], key: str, hosted: Sequence[HostPiece] = (), asks: int | None = None
-    ) -> Launch:
+    def _publish(self, parts: list[torch.Tensor], key: str, asks: int | None = None) -> Launch:
         """asks: the rank that must have come to this operation before memory is filled for it, or None."""
         if not self.peers:
             return Launch(0, key, "", 0)
@@ -159,8 +178,6 @@ class ShmComm:
         if asks not in (None, self.rank):
             self.arena.read(asks, launch)
         join(parts, place)
-        for piece in hosted:
-            piece.put(launch)
         self.arena.announce(launch, total)
         return launch
 

@@ -45,9 +45,8 @@ class Call:
             if group.buffer is not buffer:
                 raise StageError(
                     f"group {group.name!r}: between this forward and its backward its unsharded parameters "
-                    "came to lie in other memory, since they were cast or quantised, or "
-                    "SchedulePolicy.one_copy_per_host was switched; do that before a forward or after its "
-                    "backward"
+                    "came to lie in other memory, since they were cast or quantised; do that before a "
+                    "forward or after its backward"
                 )
 
 

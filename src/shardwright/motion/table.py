@@ -9,7 +9,6 @@ from weakref import WeakSet
 from shardwright.comm.base import Comm
 from shardwright.errors import InputError
 from shardwright.motion.census import check_same_model
-from shardwright.motion.hosting import choose_hosted
 from shardwright.motion.lookups import choose_row_wise
 from shardwright.plan.planner import Planner
 from shardwright.plan.schedule import Action, ActionKind, GroupFacts, Phase
@@ -46,7 +45,7 @@ class GroupTable:
 
     agreement: that of the schedule policy in force, which all ranks must have alike.
     root: the groups of the outermost module, which stay unsharded after a forward by default.
-    chosen: whether it is up to date which groups move rows in use only, and which share a copy per host.
+    chosen: whether it is up to date which groups move rows in use only.
     asked: groups that the caller has unsharded, and nobody resharded since.
     due: by group, the steps of optimizers that run inside of the backward, once their gradients are complete.
     listed: what the policy has gathered ahead of a group: field of ``GroupFacts`` -> group -> groups.
@@ -148,11 +147,8 @@ class GroupTable:
         }
 
     def choose(self, policy: SchedulePolicy) -> None:
-        """Have groups move rows in use only, or share one copy per host, where ``policy`` says so and they
-        can."""
+        """Have groups move rows in use only, where ``policy`` says so and they can."""
         choose_row_wise(self.groups, self.facts, policy)
-        for index in choose_hosted(self.groups, policy):
-            self.take(Action(ActionKind.RESHARD, index))  # all ranks take part as its memory becomes another
         self.chosen = True
 
     def planner(self, policy: SchedulePolicy) -> Planner:

@@ -33,9 +33,6 @@ def fill_aside(group: ParamGroup, nearby: bool) -> list[Piece] | None:
         if gather is not None:
             gather.wait()
             return None
-    hosted = group.hosted_aside()
-    if hosted is not None:
-        return [hosted]
     return [_filled(param) for param in group.params if param.layout.dim is not None]
 
 

@@ -22,7 +22,6 @@ from shardwright.state.binding import own_buffer
 from shardwright.state.buffer import Buffer
 from shardwright.state.decoding import Decoding
 from shardwright.state.extended import follow_extensions
-from shardwright.state.hosted import HostedBuffer, hosted_buffer
 from shardwright.state.near import Near, Versions
 from shardwright.state.param import ShardedParam
 from shardwright.state.reducer import Reducer
@@ -51,7 +50,6 @@ class ParamGroup:
     comm: the axis' transport, or a caller's own. reducer: what becomes of the gradients.
     near: where its parameters are kept between forward and backward, if over a smaller world.
     decoding: its quantised weights, which travel as codes and scales.
-    is_hosted: whether its buffer is to be one for all ranks of the host.
     trainable: bits of the parameters that ask for a gradient, as of the last unshard.
     """
 
@@ -69,7 +67,6 @@ class ParamGroup:
         self.stage = Stage.SHARDED
         self.buffer: Buffer | None = None
         self.trainable = 0
-        self.is_hosted = False
         self._gathered_versions: Versions = ()
         self._gather: Gather | None = None
 
@@ -95,7 +92,7 @@ class ParamGroup:
         self.decoding = Decoding(self.params, self.policy, self.axis.device)
         comm = self.near.comm if self.near and not self.decoding.extended else None
         self.near = None if comm is None else Near(comm, self.params)
-        self.buffer, self.is_hosted = None, False
+        self.buffer = None
         self._gathered_versions = ()
 
     @property
@@ -123,18 +120,14 @@ class ParamGroup:
         written: they are now, so that what is unsharded is stale."""
         if written or self.stage is Stage.SHARDED:
             self._gathered_versions = ()
-        if isinstance(self.buffer, HostedBuffer):
-            self.buffer.written = ()
 
     def _versions(self) -> Versions:
         return tuple((id(param.local), param.version) for param in self.params)
 
-    def _bind(self, dtypes: tuple[torch.dtype, ...], hosted: bool) -> None:
+    def _bind(self, dtypes: tuple[torch.dtype, ...]) -> None:
         self.decoding.bind()
         bound = [b for b in zip(self._buffered, dtypes, strict=True) if b[0] not in self.decoding.parts]
-        self.buffer = hosted_buffer(bound, self.comm, self.name) if hosted else None
-        self.is_hosted = self.buffer is not None
-        self.buffer = self.buffer or own_buffer(bound, self.axis.device)
+        self.buffer = own_buffer(bound, self.axis.device)
 
     # ---- the all-gather
 
@@ -150,14 +143,8 @@ class ParamGroup:
         for pair in self.decoding.frozen:
             pair.check_frozen()
         dtypes = tuple(param.compute_dtype(self.policy) for param in self._buffered)
-        # A caller's own collective moves bytes between buffers of the ranks.
-        hosted = self.is_hosted and self.comm is self.axis.comm
-        if (
-            self.buffer is None
-            or hosted != isinstance(self.buffer, HostedBuffer)
-            or dtypes != tuple(param.unsharded.dtype for param in self._buffered)
-        ):
-            self._bind(dtypes, hosted)
+        if self.buffer is None or dtypes != tuple(param.unsharded.dtype for param in self._buffered):
+            self._bind(dtypes)
         for param in self.params:
             if param.is_bound and param.unsharded.requires_grad != param.trainable:
                 param.unsharded.requires_grad_(param.trainable)
@@ -185,8 +172,6 @@ class ParamGroup:
             if gather is not None:
                 self.receive(gather)
                 return None
-        if isinstance(self.buffer, HostedBuffer):
-            return [self.buffer.piece(self._gathered_versions)]
         streams = self.comm.streams
         if streams is None:
             return self._copy_in(self.params)
@@ -208,20 +193,6 @@ class ParamGroup:
                     if param.layout.dim is not None:
                         pieces.append(param.gather_piece())
         return pieces
-
-    def hosted_aside(self) -> Piece | None:
-        """Its part in an all-gather for others, whatever stage it is in; None where its buffer isn't shared.
-
-        What it has unsharded it keeps, in a copy of this rank's own.
-        """
-        if not isinstance(self.buffer, HostedBuffer):
-            return None
-        if self._gather is not None:
-            self._gather.wait()
-        if self.stage is not Stage.SHARDED:
-            self.buffer.detach()
-        self.buffer.written = ()
-        return self.buffer.piece(self._versions(), is_aside=True)
 
     def keep_near(self) -> None:
         """Keep shards over the smaller world of what is unsharded."""

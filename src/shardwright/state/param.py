@@ -292,12 +292,12 @@ class ShardedParam:
         assert self._unsharded is not None, "bind() first"
         return self._unsharded.own
 
-    def copy_in(self, place: torch.Tensor | None = None) -> None:
-        """Copy the shard to this rank's part of the buffer, or to a ``place`` like it."""
-        source, place = self.local, self.own if place is None else place
+    def copy_in(self) -> None:
+        """Copy the shard to this rank's part of the buffer."""
+        source = self.local
         if isinstance(self.split.offload, OptimizerOffloadPolicy):
-            source = self._device_copy.of(source, self.version, place)
-        place.copy_(source, non_blocking=True)
+            source = self._device_copy.of(source, self.version, self.own)
+        self.own.copy_(source, non_blocking=True)
 
     @property
     def version(self) -> int:

@@ -247,9 +247,6 @@ class ScheduleConfig(Section):
     row_wise: bool = Field(
         default=False, description="move only those rows of an embedding that are in use; same bits"
     )
-    one_copy_per_host: bool = Field(
-        default=False, description="CPU ranks of one host share unsharded parameters, and gather nothing"
-    )
     forget_after: int = Field(
         default=100, ge=1, description="backwards after which a group that no rank uses leaves the schedule"
     )

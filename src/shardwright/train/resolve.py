@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from shardwright.errors import ConfigError
 from shardwright.extras import from_extra
+from shardwright.policy import REMOVED
 from shardwright.train.config import Recipe
 
 with from_extra("train"):
@@ -152,6 +153,8 @@ def _sentence(detail: Any, origins: Mapping[str, Origin]) -> str:
 
 def _nearest(key: str, known: Any, wider: Any = (), prefix: str = "") -> str:
     names = list(dict.fromkeys((*known, *wider)))
+    if why := REMOVED.get(key.split(".")[-1]):
+        return f"; {why}"
     same_leaf = [name for name in names if name.split(".")[-1] == key.split(".")[-1]]
     close = same_leaf or difflib.get_close_matches(key, names, n=1, cutoff=0.6)
     if close:
