@@ -278,7 +278,7 @@ SYSTEMS = {
     "fsdp2-async": lambda model: FSDP2(model, prefetching=True),
     "shardwright": lambda model: Shardwright(model, split=False),
     "shardwright-sockets": lambda model: Shardwright(model, split=False, transport="sockets"),
-    "shardwright-gloo": lambda model: Shardwright(model, split=False, transport="gloo"),
+    "shardwright-collectives": lambda model: Shardwright(model, split=False, transport="collectives"),
     "shardwright-wrapper": ShardwrightWrapper,
     "shardwright-split": lambda model: Shardwright(model, split=True),
     "shardwright-keep": lambda model: Shardwright(model, split=True, keep=True),

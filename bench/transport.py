@@ -1,6 +1,6 @@
 """What moving bytes costs alone, by transport: wall time, CPU time and wakeups of its collectives.
 
-    python bench/transport.py --link 1gbit --transports gloo,sockets
+    python bench/transport.py --link 1gbit --transports collectives,sockets
 
 Every round gathers and reduces ``--num`` pieces of ``--mib`` MiB, two collectives in flight, without any
 compute. CPU time and context switches are those of a rank's whole process; a busy step has to find that time.
@@ -80,7 +80,7 @@ def measure(options: argparse.Namespace) -> None:
 def main() -> None:
     """Parse, then measure as a rank or launch the ranks."""
     parser = arguments(__doc__, limit_s=120.0)
-    parser.add_argument("--transports", default="gloo,sockets", help="see set_transport")
+    parser.add_argument("--transports", default="collectives,sockets", help="see set_transport")
     parser.add_argument("--num", type=int, default=8, help="pieces")
     parser.add_argument("--mib", type=float, default=12.0, help="of one piece")
     parser.add_argument("--rounds", type=int, default=5)

@@ -117,6 +117,13 @@ def test_what_is_no_toml_is_refused_with_the_line(tmp_path):
         resolve(write(tmp_path, "[training]\nsteps == 3\n"))
 
 
+def test_an_old_recipe_with_gloos_own_messages_is_refused_with_what_to_take_instead(tmp_path):
+    with pytest.raises(
+        ConfigError, match=r'schedule\.transport.*removed; take .*"sockets", or "collectives"'
+    ):
+        resolve(write(tmp_path, '[schedule]\ntransport = "gloo"\n'))
+
+
 def test_text_keys_take_the_command_line_as_it_is(tmp_path):
     path = write(tmp_path, "")
     recipe = resolve(path, [("data.path", "123"), ("sample.prompt", "true"), ("run.folder", "[a]")]).recipe

@@ -444,7 +444,7 @@ PLACES = ("rank 0", "rank 1", "of pass", "faults.py:")
 CASES = {
     "raise in forward": Case(raises_in_forward, "RankFailed", BAD),
     "raise in forward, sockets": Case(raises_in_forward, "RankFailed", BAD, transport="sockets"),
-    "raise in forward, Gloo": Case(raises_in_forward, "RankFailed", BAD, transport="gloo"),
+    "raise in forward, collectives": Case(raises_in_forward, "RankFailed", BAD, transport="collectives"),
     "raise in forward, file store": Case(raises_in_forward, "RankFailed", BAD, store="file"),
     "raise in forward, 4 ranks": Case(raises_in_forward, "RankFailed", BAD, world=4),
     "raise in backward": Case(raises_in_backward, "RankFailed", BAD),
@@ -469,14 +469,18 @@ CASES = {
     "data end early, program ends": Case(ends_early, "RankFailed", ("rank 1 ended its program", "lockstep")),
     "SIGKILL": Case(killed, "RankLost", ("rank 1 is lost",)),
     "SIGKILL, 4 ranks": Case(killed, "RankLost", ("rank 1 is lost",), world=4),
-    "SIGKILL, Gloo": Case(killed, "RankLost", ("rank 1 is lost",), transport="gloo", world=3),
+    "SIGKILL, collectives": Case(killed, "RankLost", ("rank 1 is lost",), transport="collectives", world=3),
     "SIGKILL of the rank that holds the store": Case(store_host_killed, "RankLost", ("store",), (0,)),
     "SIGKILL of a rank that has called the roll": Case(
         caller_dies, "RankLost", ("rank 2 is lost",), (2,), world=3
     ),
     "exception caught, next step, agreement strict": Case(catches, "Diverged", PLACES, culprits=()),
-    "exception caught, next step, agreement off, Gloo": Case(
-        catches_unagreed, "Diverged", (*PLACES, "after ValueError: bad batch"), culprits=(), transport="gloo"
+    "exception caught, next step, agreement off, collectives": Case(
+        catches_unagreed,
+        "Diverged",
+        (*PLACES, "after ValueError: bad batch"),
+        culprits=(),
+        transport="collectives",
     ),
     "exception caught, next step, agreement off, sockets": Case(
         catches_unagreed,
@@ -488,7 +492,9 @@ CASES = {
     "save on rank 0 alone": Case(saves_alone, "Diverged", (*PLACES, "save("), culprits=()),
     "backward skipped": Case(skips_backward, "Diverged", PLACES, culprits=()),
     "backward skipped, 4 ranks": Case(skips_backward, "Diverged", PLACES, culprits=(), world=4),
-    "backward skipped, Gloo": Case(skips_backward, "Diverged", PLACES, culprits=(), transport="gloo"),
+    "backward skipped, collectives": Case(
+        skips_backward, "Diverged", PLACES, culprits=(), transport="collectives"
+    ),
     "backward skipped on a 2 x 2 mesh": Case(
         diverges_under_copies, "Diverged", ("rank 3", "of pass", "faults.py:"), culprits=(), world=4
     ),
@@ -512,7 +518,7 @@ CASES = {
     "comes 3 s late to a barrier": Case(comes_late_to_a_barrier, world=3),
     "holds the GIL 3 s": Case(holds_the_gil),
     "stopped 3 s": Case(stopped),
-    "stopped 3 s, Gloo": Case(stopped, transport="gloo"),
+    "stopped 3 s, collectives": Case(stopped, transport="collectives"),
     "bytes take 3 s": Case(slow_bytes, transport="sockets"),
     "bytes take 3 s, collective_s=1": Case(
         slow_bytes,

@@ -12,7 +12,7 @@ from shardwright.errors import CommError, DataError, Diverged, InputError
 from tests.ranks.models import Run, assert_same, batches, build, fresh_mesh, loss_of, shard_decoder
 from tests.ranks.pool import run_ranks
 
-TRANSPORTS = ("auto", "sockets", "gloo", "collectives")
+TRANSPORTS = ("auto", "sockets", "collectives")
 
 
 def exchanged(rank, world):

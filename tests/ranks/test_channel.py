@@ -5,7 +5,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardwright import set_transport
 from shardwright.comm.channel import NOTHING, AxisChannel, JointChannel, tell
-from shardwright.comm.gloo import GlooComm
 from shardwright.comm.mesh import resolve
 from shardwright.comm.nccl import NcclComm
 from shardwright.comm.shm import ShmComm
@@ -15,7 +14,7 @@ from tests.ranks.pool import run_ranks
 
 
 def combined(rank, world):
-    kinds = {"auto": ShmComm, "sockets": SocketComm, "gloo": GlooComm, "collectives": NcclComm}
+    kinds = {"auto": ShmComm, "sockets": SocketComm, "collectives": NcclComm}
     for transport, kind in kinds.items():
         set_transport(transport)
         axis = resolve(fresh_mesh(world))

@@ -116,8 +116,9 @@ def trained(blocked):
         (NOT_LINUX, "ranks talk over TCP sockets: no shared memory (rank 0: it takes Linux)\n"),
         (
             WINDOWS,
-            "ranks talk over Gloo's messages: no shared memory (rank 0: it takes Linux), "
-            "no sockets of our own (rank 0: Python has no sendmsg here)\n",
+            "ranks talk over torch's collectives on Gloo: no shared memory (rank 0: it takes Linux), "
+            "no sockets of our own (rank 0: Python has no sendmsg here); they sum in another order, so bits "
+            "may differ, and send up to twice the bytes\n",
         ),
     ],
     ids=["linux", "not_linux", "windows"],

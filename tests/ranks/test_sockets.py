@@ -1,4 +1,4 @@
-"""Collectives over lines of our own: the bytes and sums of Gloo's messages, and errors that name ranks."""
+"""Collectives over lines of our own: sums in rank order, no byte too many, and errors that name ranks."""
 
 import os
 import re
@@ -11,27 +11,41 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwright import SchedulePolicy, fully_shard, set_transport
-from shardwright.comm import meeting
+from shardwright import SchedulePolicy, fully_shard, set_transport, stats
+from shardwright.comm import meeting, mesh
 from shardwright.comm.base import Piece
-from shardwright.comm.gloo import GlooComm
 from shardwright.comm.mesh import resolve
+from shardwright.comm.nccl import NcclComm
 from shardwright.comm.shm import ShmComm
 from shardwright.comm.sockets import SocketComm
 from shardwright.comm.wire import Wire
 from shardwright.errors import CommError
 from shardwright.plan.layout import ParamLayout
-from tests.ranks.models import batches, build, loss_of, shard_decoder
+from tests.ranks.models import batches, build, fresh_mesh, loss_of, shard_decoder
 from tests.ranks.pool import run_ranks
 from tests.ranks.scripts import run_scripts
 
 SHAPES = ((7, 3), (1,), (64, 700), (13,), (0, 4), (500, 501))
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float32, torch.float32, torch.bfloat16)
+SUMMED_IN = [torch.float32] * 2 + [torch.float64] + [torch.float32] * 3
 
 
 def comm_over(transport):
     set_transport(transport)
     return resolve(None).comm
+
+
+def gradient(rank, layout, dtype):
+    torch.manual_seed(1000 * rank + layout.numel)
+    return torch.randn(layout.numel).to(dtype)
+
+
+def sum_of(parts, dtype):
+    """Rank by rank, in ``dtype``."""
+    total = parts[0].to(dtype)
+    for part in parts[1:]:
+        total = total + part.to(dtype)
+    return total
 
 
 def collectives(rank, world, transport):
@@ -45,10 +59,9 @@ def collectives(rank, world, transport):
         region = torch.zeros_like(whole)
         region[slice(*layout.span(rank))] = whole[slice(*layout.span(rank))]
         gathered.append((Piece(region, layout.spans), whole))
-        torch.manual_seed(1000 * rank + layout.numel)
-        reduced.append(Piece(torch.randn(layout.numel).to(dtype), layout.spans))
+        reduced.append(Piece(gradient(rank, layout, dtype), layout.spans))
     in_flight = comm.all_gather([piece for piece, _ in gathered], "gather")
-    sums = comm.reduce_scatter(reduced, [torch.float32] * 2 + [torch.float64] + [torch.float32] * 3, "reduce")
+    sums = comm.reduce_scatter(reduced, SUMMED_IN, "reduce")
     in_flight.wait()
     for (piece, whole), layout in zip(gathered, layouts, strict=True):
         assert torch.equal(piece.flat[: layout.numel], whole[: layout.numel])
@@ -59,38 +72,50 @@ def collectives(rank, world, transport):
 
 
 @pytest.mark.parametrize("world", [2, 3, 8])
-def test_sums_and_bytes_sent_are_those_of_gloo_for_uneven_shards_of_several_dtypes(world):
-    ours, theirs = (run_ranks(world, collectives, transport) for transport in ("sockets", "gloo"))
-    assert {result[0] for result in ours} == {SocketComm.__name__}
-    assert {result[0] for result in theirs} == {GlooComm.__name__}
-    for (_, sums, collected, _), (_, same, _, _) in zip(ours, theirs, strict=True):
-        assert sums == same  # bit for bit
+def test_sums_are_in_rank_order_and_every_byte_is_one_of_the_pieces_for_uneven_shards(world):
+    layouts = [ParamLayout(shape, world) for shape in SHAPES]
+    whole = [
+        sum_of([gradient(rank, layout, dtype) for rank in range(world)], summed_in)
+        for layout, dtype, summed_in in zip(layouts, DTYPES, SUMMED_IN, strict=True)
+    ]
+    for rank, (name, sums, collected, sent) in enumerate(run_ranks(world, collectives, "sockets")):
+        assert name == SocketComm.__name__
+        parts = [total[slice(*layout.span(rank))] for total, layout in zip(whole, layouts, strict=True)]
+        assert sums == [part.tolist() for part in parts]  # bit for bit
         assert collected is None or collected.tolist() == [e for r in range(world) for e in range(r + 1)]
-    # Gloo packs small pieces, aligned; here every byte is one of the pieces.
-    assert all(mine[3] <= gloo[3] for mine, gloo in zip(ours, theirs, strict=True))
+        own = [part.numel() * dtype.itemsize for part, dtype in zip(parts, DTYPES, strict=True)]
+        every = [layout.numel * dtype.itemsize for layout, dtype in zip(layouts, DTYPES, strict=True)]
+        shard = 0 if rank == world - 1 else 4 * (rank + 1)
+        assert sent == (world - 1) * sum(own) + sum(every) - sum(own) + shard
 
 
-def reduce_embedding(rank, world, transport):
-    """A dense gradient whose rows are mostly zeros, other rows on each rank, among full ones."""
-    comm = comm_over(transport)
-    layout = ParamLayout((4099, 129), world)
+def of_embedding(rank, layout):
+    """Gradients whose rows are mostly zeros, other rows on each rank, among full ones."""
     torch.manual_seed(rank)
     sparse, full = torch.zeros(layout.shape), torch.randn(layout.shape)
     used = torch.randint(layout.shape[0], (300,))
     sparse[used] = torch.randn(300, layout.shape[1])
     sparse[used[:50]] = -0.0
-    pieces = [Piece(gradient.flatten(), layout.spans) for gradient in (full, sparse, full, 0 * sparse.abs())]
+    return [each.flatten() for each in (full, sparse, full, 0 * sparse.abs())]
+
+
+def reduce_embedding(rank, world):
+    comm = comm_over("sockets")
+    layout = ParamLayout((4099, 129), world)
+    pieces = [Piece(each, layout.spans) for each in of_embedding(rank, layout)]
     totals = comm.reduce_scatter(pieces, [torch.float32] * 4, "reduce").wait()
     bits = [total.view(torch.int32).tolist() for total in totals]
-    return bits, comm.sent_nbytes, sum(layout.padded_numel * 4 * (world - 1) / world for _ in range(4))
+    return bits, comm.sent_nbytes
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_zeros_of_a_dense_gradient_are_not_sent_and_sums_are_the_same_bit_for_bit(world):
-    ours, theirs = (run_ranks(world, reduce_embedding, transport) for transport in ("sockets", "gloo"))
-    for (bits, sent, whole), (same, everything, _) in zip(ours, theirs, strict=True):
-        assert bits == same
-        assert everything == pytest.approx(whole, rel=0.01)
+    layout = ParamLayout((4099, 129), world)
+    of_ranks = [of_embedding(rank, layout) for rank in range(world)]
+    sums = [sum_of(parts, torch.float32).view(torch.int32) for parts in zip(*of_ranks, strict=True)]
+    whole = 4 * layout.padded_numel * 4 * (world - 1) / world
+    for rank, (bits, sent) in enumerate(run_ranks(world, reduce_embedding)):
+        assert bits == [total[slice(*layout.span(rank))].tolist() for total in sums]
         assert whole / 2 < sent < 0.6 * whole  # two of the four, and 300 of 4099 rows or some more
 
 
@@ -100,8 +125,50 @@ def one_rank_cannot(rank, world):
     return type(comm_over("sockets")).__name__
 
 
-def test_all_ranks_take_gloo_where_one_has_no_address():
-    assert set(run_ranks(3, one_rank_cannot)) == {GlooComm.__name__}
+def test_all_ranks_take_torchs_collectives_where_one_has_no_address():
+    assert set(run_ranks(3, one_rank_cannot)) == {NcclComm.__name__}
+
+
+def gathers_every_dtype(rank, world):
+    comm = comm_over("collectives")
+    layout = ParamLayout((5, 3), world)
+    for dtype in (torch.float8_e4m3fn, torch.int16, torch.bool, torch.bfloat16):
+        region, own = torch.zeros(layout.padded_numel).to(dtype), slice(*layout.span(rank))
+        region[own] = torch.ones_like(region[own])
+        comm.all_gather([Piece(region, layout.spans)], "gather").wait()
+        assert region[: layout.numel].float().tolist() == [1.0] * layout.numel, dtype
+
+
+def test_torchs_collectives_gather_dtypes_that_gloo_does_not_know():
+    run_ranks(2, gathers_every_dtype)
+
+
+def trains_without_sockets(rank, world):
+    mesh._told.clear()  # another test of this process may have been told
+    warned = []
+    mesh.logger.warning = lambda text, *args: warned.append(text % args)
+    assert one_rank_cannot(rank, world) == NcclComm.__name__
+    alone, data = build(), batches(0, world)
+    (sum(loss_of(alone, each) for each in data) / world).backward()
+    for axis in (None, fresh_mesh(world)):
+        model = shard_decoder(build(), fully_shard, mesh=axis)
+        before = stats(model)
+        loss_of(model, data[rank]).backward()
+        for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+        after = stats(model)
+        assert after.sent_nbytes > before.sent_nbytes
+        assert after.exposed_s > before.exposed_s  # over Gloo the host waits, and says so
+    return warned
+
+
+def test_ranks_without_sockets_train_with_torchs_collectives_and_are_warned_once():
+    warnings, none = run_ranks(2, trains_without_sockets)
+    assert none == []
+    (warning,) = warnings
+    assert "over torch's collectives on Gloo: no sockets of our own (rank 1: " in warning
+    assert "another order" in warning
+    assert "twice the bytes" in warning
 
 
 def stranger_first(rank, world):

@@ -48,8 +48,13 @@ def test_all_ranks_take_sockets_where_one_cannot_share_memory():
 
 
 def test_an_unknown_transport_is_refused():
-    with pytest.raises(InputError, match="'auto', 'sockets', 'gloo', 'collectives', got 'pigeon'"):
+    with pytest.raises(InputError, match=r"'auto', 'sockets', 'collectives', got 'pigeon'$"):
         set_transport("pigeon")
+
+
+def test_gloos_own_messages_are_refused_with_what_to_take_instead():
+    with pytest.raises(InputError, match=r"got 'gloo'; .* removed: take 'sockets', or 'collectives'"):
+        set_transport("gloo")
 
 
 def limits(rank, world, folder, transport):
@@ -68,11 +73,13 @@ def limits(rank, world, folder, transport):
 
 @pytest.mark.parametrize(
     ("transport", "default_s", "expected_s"),
-    [("auto", 20.0, 20.0), ("auto", 3600.0, 600.0), ("gloo", 20.0, 20.0)],
+    [("auto", 20.0, 20.0), ("auto", 3600.0, 600.0), ("collectives", 20.0, 20.0)],
 )
 def test_every_new_process_group_has_a_time_limit(tmp_path, transport, default_s, expected_s):
     for found, axes in run_ranks(4, limits, tmp_path, transport, timeout_s=default_s):
-        assert axes >= 4 * (1 + (transport == "gloo"))  # all ranks, copies, shards, neighbours; its own apart
+        assert axes >= 4 * (
+            1 + (transport == "collectives")
+        )  # all ranks, copies, shards, neighbours; its own apart
         assert expected_s in found[:axes]  # not longer than the caller's group
         assert len(found) > axes
         assert max(found) <= TIMEOUT.total_seconds()  # torch's default is half an hour
@@ -193,7 +200,7 @@ def never_waited_for(rank, world, transport, collect):
 
 
 @pytest.mark.parametrize("collect", [True, False], ids=["collected", "garbage"])
-@pytest.mark.parametrize("transport", ["auto", "sockets", "gloo"])
+@pytest.mark.parametrize("transport", ["auto", "sockets", "collectives"])
 def test_what_nobody_waits_for_is_in_nobodys_way(transport, collect):
     run_ranks(2, never_waited_for, transport, collect, timeout_s=20.0)
 

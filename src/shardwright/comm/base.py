@@ -30,7 +30,7 @@ class Piece:
         return self.flat[start:stop]
 
     def part_bytes(self, rank: int) -> torch.Tensor:
-        """The same as uint8: transports move bytes, and Gloo has no float8."""
+        """The same as uint8: transports move bytes."""
         return self.part(rank).view(torch.uint8)
 
     def part_nbytes(self, rank: int) -> int:

@@ -5,7 +5,6 @@ never started it gets a world of one, so that sharded code runs in a notebook.
 """
 
 import datetime
-import functools
 import logging
 import os
 from dataclasses import dataclass
@@ -23,7 +22,6 @@ from torch.distributed.tensor.placement_types import Placement
 from shardwright.comm.arena import Arena
 from shardwright.comm.attempt import join_job, new_group
 from shardwright.comm.base import Comm
-from shardwright.comm.gloo import GlooComm
 from shardwright.comm.launches import LaunchLog
 from shardwright.comm.meeting import open_wire
 from shardwright.comm.nccl import NcclComm
@@ -100,31 +98,38 @@ class Transport(StrEnum):
     """How the ranks of an axis move bytes between hosts' memories.
 
     AUTO: NCCL collectives on CUDA; on CPU shared memory where all ranks are on one host, else sockets, else
-    as GLOO. A warning says why, unless the ranks are on several hosts.
-    SOCKETS: TCP connections of our own, also on one host; where ranks can't reach each other so, as GLOO.
-    GLOO: Gloo's point-to-point messages. COLLECTIVES: the backend's own collectives.
+    as COLLECTIVES. A warning says why, unless the ranks are on several hosts and have sockets.
+    SOCKETS: TCP connections of our own, also on one host; where ranks can't reach each other so, as
+    COLLECTIVES, with a warning.
+    COLLECTIVES: torch's collectives over the backend. Over Gloo they sum in another order, so bits may
+    differ from those of other transports, and a reduce-scatter is an all-reduce: up to twice the bytes.
     """
 
     AUTO = "auto"
     SOCKETS = "sockets"
-    GLOO = "gloo"
     COLLECTIVES = "collectives"
 
 
+_COSTS = "they sum in another order, so bits may differ, and send up to twice the bytes"
+
+_GLOO_REMOVED = f"Gloo's own messages were removed: take 'sockets', or 'collectives' for torch's ({_COSTS})"
+
 _transport = Transport.AUTO
+_told: set[str] = set()
 
 
 def set_transport(transport: Transport | str) -> None:
     """Choose the transport of meshes that are sharded over from now on; alike on all ranks.
 
-    Raises: InputError for a name that isn't a ``Transport``.
+    Raises: InputError for a name that isn't a ``Transport``, such as "gloo", which was one once.
     """
     global _transport
     try:
         _transport = Transport(transport)
     except ValueError:
         choices = ", ".join(repr(str(choice)) for choice in Transport)
-        raise InputError(f"transport must be one of {choices}, got {transport!r}") from None
+        removed = f"; {_GLOO_REMOVED}" if transport == "gloo" else ""
+        raise InputError(f"transport must be one of {choices}, got {transport!r}{removed}") from None
 
 
 class _Made:
@@ -330,24 +335,19 @@ def _make_comm(ranks: list[int], device_type: str, within: ProcessGroup, host: C
         if not isinstance(opened, str):
             _tell_of_fall("TCP sockets", refused, ranks)
             return SocketComm(*opened)
-        _tell_of_fall("Gloo's messages", [*refused, f"no sockets of our own ({opened})"], ranks)
+        _tell_of_fall("torch's collectives on Gloo", [*refused, f"no sockets of our own ({opened})"], ranks)
     # Only where it is needed: a Gloo group that nobody uses takes about 2 ms of CPU a second all the same.
     reduce_group = make_group()
-    if device_type != "cpu" or _transport is Transport.COLLECTIVES:
-        streams = None if backend == "gloo" else Streams.of(_device(device_type))
-        return NcclComm(gather_group, reduce_group, log, streams, host)
-    return GlooComm(gather_group, reduce_group, log)
+    streams = None if backend == "gloo" else Streams.of(_device(device_type))
+    return NcclComm(gather_group, reduce_group, log, streams, host)
 
 
 def _tell_of_fall(to: str, refused: list[str], ranks: list[int]) -> None:
-    """Say, once in a program, over what its ranks talk that share no better way, and why."""
-    if refused and len(ranks) > 1 and dist.get_rank() == ranks[0]:
-        _warn_once(f"ranks talk over {to}: {', '.join(refused)}")
-
-
-@functools.cache
-def _warn_once(text: str) -> None:
-    logger.warning(text)
+    """Say, once in a process, over what its ranks talk that share no better way, and why."""
+    if refused and len(ranks) > 1 and dist.get_rank() == ranks[0] and to not in _told:
+        _told.add(to)
+        costs = "" if to == "TCP sockets" else f"; {_COSTS}"
+        logger.warning("ranks talk over %s: %s%s", to, ", ".join(refused), costs)
 
 
 def timeout_of(group: ProcessGroup) -> datetime.timedelta:

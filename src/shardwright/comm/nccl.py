@@ -4,10 +4,13 @@ NCCL runs collectives on streams of its own: a launch waits, on the device, for 
 queued so far, and ``wait`` makes the current stream wait for the collective. What is current here, and when
 memory may be used again, is settled in ``comm/streams.py``.
 
-The same code runs over any backend that has ``all_gather_single`` and ``reduce_scatter_single``; without
-coalescing (``coalesce=False``) that includes Gloo, which is how its layout logic is tested without a GPU.
+The same code runs over any backend that has ``all_gather_single`` and ``reduce_scatter_single``. Without
+side streams that includes Gloo, one collective per piece: what CPU ranks take that can't open sockets, and
+how the layout logic is tested without a GPU. Gloo's reduce-scatter is an all-reduce inside: it sends up to
+twice the bytes, and sums in an order of its own.
 """
 
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -25,7 +28,8 @@ from shardwright.comm.streams import Due, Streams
 class NcclComm:
     """Collectives of one mesh axis over two process groups, so that gathers don't queue behind reductions.
 
-    On CUDA the host never blocks, so ``exposed_s`` is None: what is exposed is seen on the device only.
+    On CUDA the host never blocks, so ``exposed_s`` is None: what is exposed is seen on the device only. Over
+    Gloo the host waits, and its waits are counted.
     """
 
     reads_in_place = False
@@ -45,7 +49,7 @@ class NcclComm:
         self.rank = gather_group.rank()
         self.log = log
         self.sent_nbytes = 0
-        self.exposed_s: float | None = None
+        self.exposed_s: float | None = 0.0 if streams is None else None
         self._gather_group = gather_group
         self._reduce_group = reduce_group
         self._coalesce = streams is not None
@@ -54,7 +58,7 @@ class NcclComm:
 
     def all_gather(self, pieces: Sequence[Piece], key: str) -> "_NcclGather":
         """See ``Comm.all_gather``. In place: each rank's input is its own span of the output."""
-        flight = _Flight(self.log, self.log.launch(key), [])
+        flight = _Flight(self, self.log.launch(key), [])
         if self.streams is None:
             self._launch_gather(flight, pieces)
             return _NcclGather(flight, None, None)
@@ -74,16 +78,17 @@ class NcclComm:
                 work = self._gather_group.all_gather_single_coalesced(outputs, inputs, options)
                 flight.works.append(work)
             else:
-                flight.works.extend(
+                whole, parts = ([each.view(torch.uint8) for each in side] for side in (outputs, inputs))
+                flight.works.extend(  # as bytes: Gloo refuses float8 and int16
                     dist.all_gather_single(full, shard, self._gather_group, async_op=True)
-                    for full, shard in zip(outputs, inputs, strict=True)
+                    for full, shard in zip(whole, parts, strict=True)
                 )
 
     def reduce_scatter(
         self, pieces: Sequence[Piece], dtypes: Sequence[torch.dtype], key: str
     ) -> "_NcclReduction":
         """See ``Comm.reduce_scatter``. Sums in NCCL's order: repeatable for one world, not a fixed one."""
-        flight = _Flight(self.log, self.log.launch(key), [])
+        flight = _Flight(self, self.log.launch(key), [])
         owned = [stop - start for start, stop in (piece.spans[self.rank] for piece in pieces)]
         if self.streams is None or self.world == 1:  # alone there is nothing to run beside
             inputs, outputs = self._launch_reduction(flight, pieces, dtypes)
@@ -123,7 +128,7 @@ class NcclComm:
     def gather(self, shard: torch.Tensor, spans: Sequence[tuple[int, int]], dst: int) -> torch.Tensor | None:
         """See ``Comm.gather``."""
         group = self._gather_group
-        flight = _Flight(self.log, self.log.launch(f"gather {spans[-1][1]} elements on rank {dst}"), [])
+        flight = _Flight(self, self.log.launch(f"gather {spans[-1][1]} elements on rank {dst}"), [])
         if self.rank != dst:
             if shard.numel():
                 flight.works.append(group.send([shard.contiguous()], dst, 0))
@@ -151,14 +156,17 @@ class NcclComm:
 class _Flight(NamedTuple):
     """A collective in flight. On CUDA ``wait`` makes the current stream wait for it, elsewhere the host."""
 
-    log: LaunchLog
+    comm: NcclComm
     launch: Launch
     works: list[Any]
 
     def wait(self) -> None:
-        with self.log.waiting(self.launch):
+        start = time.perf_counter()
+        with self.comm.log.waiting(self.launch):
             for work in self.works:
                 work.wait()
+        if self.comm.exposed_s is not None:
+            self.comm.exposed_s += time.perf_counter() - start
 
 
 class _NcclGather:

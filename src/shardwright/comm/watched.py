@@ -13,7 +13,6 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from shardwright.comm.base import Comm
-from shardwright.comm.gloo import GlooComm
 from shardwright.comm.shm import ShmComm
 from shardwright.comm.sockets import SocketComm
 
@@ -41,7 +40,7 @@ class _Told:
 def tell(comm: Comm, kind: Collective) -> None:
     """A collective begins on ``comm``. 0.2 us where no mode is entered. In a world of one nothing is sent."""
     watched = torch._C._len_torch_dispatch_stack() and comm.world > 1
-    if watched and isinstance(comm, (GlooComm, ShmComm, SocketComm)):
+    if watched and isinstance(comm, (ShmComm, SocketComm)):
         loaded = sys.modules.get(_WHERE)  # importing it costs 1 s, and who uses the mode has done so
         if loaded is None:
             return

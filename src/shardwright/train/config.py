@@ -32,6 +32,15 @@ def _resume(value: object) -> object:
     return text
 
 
+def _transport(value: object) -> object:
+    if value == "gloo":
+        raise ValueError(
+            'Gloo\'s own messages were removed; take "auto" or "sockets", or "collectives" for torch\'s '
+            "collectives (over Gloo they sum in another order and send up to twice the bytes)"
+        )
+    return value
+
+
 class RunConfig(Section):
     """Where the run keeps its files, its seed, and whether it goes on."""
 
@@ -253,7 +262,7 @@ class ScheduleConfig(Section):
     agreement: Literal["strict", "off"] = Field(
         default="strict", description="whether ranks agree on what they launch; off: all must run alike"
     )
-    transport: Literal["auto", "sockets", "gloo", "collectives"] = Field(
+    transport: Annotated[Literal["auto", "sockets", "collectives"], BeforeValidator(_transport)] = Field(
         default="auto", description="how bytes move; auto: shared memory between CPU ranks of one host"
     )
 
