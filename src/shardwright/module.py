@@ -1,6 +1,5 @@
 """``FSDPModule``: what a module can do once ``fully_shard`` was called on it."""
 
-import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -8,7 +7,7 @@ from typing import Any, cast
 from torch import nn
 
 from shardwright.errors import InputError, StageError
-from shardwright.motion.clone import Blueprint, deep_copy, pack, rebuild
+from shardwright.motion.clone import deep_copy, rebuild
 from shardwright.motion.hooks import reset_step
 from shardwright.motion.methods import run_as_forward
 from shardwright.motion.setters import GradientSetters, MotionSetters
@@ -137,11 +136,18 @@ class FSDPModule(GradientSetters, MotionSetters, TorchFSDPModule):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A model of its own, sharded alike on the same mesh, with copies of the shards; at rest."""
-        return _restore(*deep_copy(cast(nn.Module, self), memo))
+        model, blueprint = deep_copy(cast(nn.Module, self), memo)
+        for module in rebuild(model, blueprint):
+            become_fsdp_module(module)
+        return model
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle this rank's shards and how they were made; every rank unpickles its own, on as many."""
-        return _unpickle, pack(cast(nn.Module, self))
+        """``pickle``, ``torch.save`` and ``copy.copy`` ask for this. Raises: InputError, always."""
+        raise InputError(
+            f"{self._get_name()} is sharded, and a sharded module can't be pickled or copied by copy.copy: "
+            "this rank holds its own shards alone. Save shardwright.checkpoint.save(folder, model=model) or "
+            "shardwright.full_state_dict(model), called on every rank; copy.deepcopy(model) copies it"
+        )
 
 
 class UnshardHandle:
@@ -214,13 +220,3 @@ def become_fsdp_module(module: nn.Module) -> None:
 def original_class(cls: type) -> type:
     """The class that a module had before it was sharded."""
     return cls.__bases__[1] if cls.__bases__[0] is FSDPModule else cls
-
-
-def _restore(model: nn.Module, blueprint: Blueprint) -> nn.Module:
-    for module in rebuild(model, blueprint):
-        become_fsdp_module(module)
-    return model
-
-
-def _unpickle(data: bytes, blueprint: Blueprint) -> nn.Module:
-    return _restore(pickle.loads(data), blueprint)

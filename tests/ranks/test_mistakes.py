@@ -197,7 +197,6 @@ def copied_and_saved(rank, world, folder):
     optimizer, state = trained(model), model.state_dict()
     assert_equal_states(copy.deepcopy(state), state)
     assert_equal_states(copy.deepcopy(model).state_dict(), state)
-    assert_equal_states(pickle.loads(pickle.dumps(model)).state_dict(), state)
     copy.deepcopy(optimizer.state_dict())
     assert_equal_states({"weight": copy.copy(state["0.0.weight"])}, {"weight": state["0.0.weight"]})
     dcp.save({"model": state, "optimizer": optimizer.state_dict()}, checkpoint_id=f"{folder}/dcp")

@@ -2,8 +2,10 @@
 
 import copy
 import dataclasses
+import io
 import pickle
 import warnings
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
@@ -12,7 +14,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from shardwright import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method, stats
+from shardwright import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+    pickle_shards,
+    register_fsdp_forward_method,
+    stats,
+)
 from shardwright.errors import InputError, StageError
 from tests.ranks.models import (
     Block,
@@ -36,11 +46,11 @@ def twins(make):
     return model, make()
 
 
-def copied(rank, world, how):
+def copied(rank, world):
     model = shard_decoder(build(tied=True), fully_shard)
     run, reference = Run.of(model), Run.of(build(tied=True))
     train_beside(run, reference, rank, world, 1)
-    other = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
+    other = copy.deepcopy(model)
     assert isinstance(other, FSDPModule) and isinstance(other.blocks[0], FSDPModule)
     assert other.head.weight is other.embedding.weight  # still tied
     assert other.head.weight is not model.head.weight
@@ -55,10 +65,9 @@ def copied(rank, world, how):
     assert_same(model, reference.model)
 
 
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_a_copy_of_a_sharded_model_is_a_model_of_its_own_that_trains_exactly(world, how):
-    run_ranks(world, copied, how)
+def test_a_copy_of_a_sharded_model_is_a_model_of_its_own_that_trains_exactly(world):
+    run_ranks(world, copied)
 
 
 def copied_options(rank, world):
@@ -89,17 +98,26 @@ def test_a_copy_keeps_its_options_and_the_callers_hooks():
     run_ranks(4, copied_options)
 
 
-def pickle_elsewhere(rank, world):
-    data = pickle.dumps(fully_shard(nn.Linear(4, 4)))
-    gathered = [None] * world
-    torch.distributed.all_gather_object(gathered, data)
-    if rank:
-        with pytest.raises(InputError, match=r"pickled by rank 0 .*unpickled by rank 1.*full_state_dict"):
-            pickle.loads(gathered[0])
+def pickled(rank, world):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    inner = fully_shard(model[0])
+    wrapped = [FullyShardedDataParallel(nn.Linear(4, 4), use_orig_params=orig) for orig in (True, False)]
+    remedy = r"Linear is sharded.*can't be pickled.*checkpoint\.save.*full_state_dict.*copy\.deepcopy"
+    for each in (inner, model, *wrapped):  # also inside of a model that isn't sharded
+        for save in (pickle.dumps, lambda m: torch.save(m, io.BytesIO()), ForkingPickler.dumps):
+            with pytest.raises(InputError, match=remedy):
+                save(each)
+        copy.deepcopy(each)(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(InputError, match=remedy):
+        copy.copy(inner)
+    with pickle_shards(), pytest.raises(InputError, match=remedy):
+        pickle.dumps(model)
+    pickle.dumps(nn.Linear(4, 4))  # no business of ours
 
 
-def test_a_pickle_of_another_rank_is_refused_with_the_remedy():
-    run_ranks(2, pickle_elsewhere)
+@pytest.mark.parametrize("world", [1, 2])
+def test_pickling_a_sharded_module_is_refused_with_the_remedy_and_deepcopy_is_not(world):
+    run_ranks(world, pickled)
 
 
 def averaged(rank, world):

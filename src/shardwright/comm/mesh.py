@@ -9,7 +9,6 @@ import logging
 import os
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -78,17 +77,6 @@ class Axis:
             )
         return self.mesh.get_group(self.shards.index(True))
 
-    def __reduce__(self) -> Any:
-        """Pickled as its mesh and this rank's place; unpickled on the same rank of as many."""
-        names = self.mesh.mesh_dim_names
-        return axis_again, (
-            self.mesh.device_type,
-            self.mesh.mesh.tolist(),
-            names,
-            self.shards,
-            dist.get_rank(),
-        )
-
     def placements(self, placement: Placement) -> tuple[Placement, ...]:
         """A parameter's placement on each axis of the mesh: ``placement`` on the sharded one."""
         return tuple(placement if sharded else Replicate() for sharded in self.shards)
@@ -144,7 +132,6 @@ class _Made:
         self.comms: dict[tuple[ProcessGroup, str], Comm] = {}
         self.smaller: dict[tuple[ProcessGroup, int], Comm] = {}
         self.mesh: DeviceMesh | None = None
-        self.remade: dict[Any, DeviceMesh] = {}
 
 
 _made = _Made(None)
@@ -199,31 +186,6 @@ def _axis(mesh: DeviceMesh, shards: tuple[bool, ...]) -> Axis:
     if False in shards and len(ranks[shards.index(False)]) > 1:
         replicate = comm_of(mesh.get_group(shards.index(False)), device_type)
     return Axis(mesh, shards, _device(device_type), comm or _solo(device_type), replicate)
-
-
-def axis_again(
-    device_type: str, ranks: list[Any], names: tuple[str, ...] | None, shards: tuple[bool, ...], rank: int
-) -> Axis:
-    """The axis that was pickled by ``rank``. Every rank of its mesh unpickles; makes the mesh where needed.
-
-    Raises: InputError on another rank, or in a world that doesn't have the mesh's ranks.
-    """
-    default = _default_mesh()
-    ours = dist.get_rank()
-    layout = torch.tensor(ranks, dtype=torch.int)
-    if ours != rank or int(layout.max()) >= dist.get_world_size():
-        raise InputError(
-            f"this was pickled by rank {rank} of the mesh {ranks} and is being unpickled by rank {ours} of "
-            f"{dist.get_world_size()}: a pickle holds one rank's shards. For another number of ranks save "
-            "full_state_dict(model) or a checkpoint instead"
-        )
-    if default.device_type == device_type and names is None and torch.equal(default.mesh, layout):
-        return resolve(default)
-    made = _made_here().remade
-    key = (device_type, str(ranks), names)
-    if key not in made:
-        made[key] = DeviceMesh(device_type, layout, mesh_dim_names=names)
-    return _axis(made[key], shards)
 
 
 def _data_parallel(mesh: DeviceMesh, dims: DataParallelMeshDims) -> tuple[DeviceMesh, tuple[bool, ...]]:

@@ -1,13 +1,11 @@
-"""Copies of a sharded model: ``copy.deepcopy`` and ``pickle``.
+"""Copies of a sharded model: ``copy.deepcopy``.
 
 While a model is copied its modules are what they were before ``fully_shard``: of their own class, without
 our hooks, each parameter replaced by this rank's plain shard. A blueprint says how they were sharded, and
-the copy is sharded alike from it, without communication (unpickling makes process groups, so all ranks
-unpickle).
+the copy is sharded alike from it, without communication.
 """
 
 import copy
-import pickle
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -137,12 +135,6 @@ def deep_copy(model: nn.Module, memo: dict[int, Any]) -> tuple[nn.Module, Bluepr
     """A copy of the plain model, and how to shard it."""
     with plain(model) as blueprint:
         return copy.deepcopy(model, memo), blueprint
-
-
-def pack(model: nn.Module) -> tuple[bytes, Blueprint]:
-    """This rank's shards and modules as bytes, and how they were sharded."""
-    with plain(model) as blueprint:
-        return pickle.dumps(model), blueprint
 
 
 def rebuild(model: nn.Module, blueprint: Blueprint) -> list[nn.Module]:

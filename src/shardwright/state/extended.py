@@ -89,10 +89,6 @@ class ExtendedParam(ShardedParam):
         twin.unbind(self.sharded.dtype)
         return twin
 
-    def __getstate__(self) -> dict[str, Any]:
-        mine = ("_wire", "_made", "_metadata", "_inner")
-        return {name: value for name, value in super().__getstate__().items() if name not in mine}
-
     def unbind(self, dtype: torch.dtype) -> None:
         """Forget wire and unsharded face; a stand-in of ``dtype`` is there until ``arrive``."""
         self._wire, self._made, self._metadata, self._inner = None, False, None, ()

@@ -112,15 +112,16 @@ class FlatParam(ShardedParam):
 
     def twin(self, *places: list[Slot]) -> ShardedParam:
         """Another parameter split alike, as ``ShardedParam.twin``."""
-        twin: Any = super().twin(places[0])  # whose members have no places yet: a copy leaves them behind
+        twin: Any = super().twin(places[0])  # whose members have no places yet
         pairs = zip(self.members, places[1:], strict=True)
         twin.members = [Member(member.entry, slots, member.attributes) for member, slots in pairs]
         twin.show(twin.sharded)
         return twin
 
-    def __getstate__(self) -> dict[str, Any]:
-        members = [Member(member.entry, [], member.attributes) for member in self.members]
-        return {**super().__getstate__(), "members": members}
+    def __copy__(self) -> ShardedParam:
+        twin: Any = super().__copy__()
+        twin.members = [Member(member.entry, [], member.attributes) for member in self.members]
+        return twin
 
     # ---- state dicts
 

@@ -95,9 +95,6 @@ class ShardedParam:
         """Another parameter split alike, whose shard is what ``places`` show now: a plain parameter."""
         twin = copy.copy(self)
         twin.slots = slots = places[0]
-        twin.accumulated = None
-        twin._unsharded = twin.rows = None
-        twin._device_copy = DeviceCopy()
         shard: Any = slots[0].module._parameters[slots[0].name]
         sharded = nn.Parameter(self.dtensor(shard.detach()), requires_grad=shard.requires_grad)
         twin.sharded = give(self.attributes, sharded)
@@ -117,27 +114,18 @@ class ShardedParam:
         self.sharded = give(self.attributes, nn.Parameter(self.dtensor(rows), requires_grad=False))
         self.show(self.sharded)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """For pickling: what ``twin`` needs; the shard itself is pickled with the module that shows it."""
+    def __copy__(self) -> "ShardedParam":
+        """Split alike, and shown nowhere; the shard is still to come. Raises: InputError for a parameter that
+        tensor parallelism splits, too."""
         if self.inner is not None:
             raise InputError(
-                f"parameter {self.fqn!r} is split by tensor parallelism too, which a pickle can't restore; "
-                "save the model's state_dict() with a checkpoint instead"
+                f"parameter {self.fqn!r} is split by tensor parallelism too, and can't be copied; save the "
+                "model's state_dict() with a checkpoint, and load that into a model that is made alike"
             )
-        state = dict.fromkeys(("accumulated", "rows", "_unsharded", "sharded"))
-        meta = self.spec.tensor_meta
-        return {
-            **self.__dict__,
-            **state,
-            "_device_copy": DeviceCopy(),
-            "slots": [],
-            "spec": (self.spec.placements, meta),
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.spec = DTensorSpec(self.axis.mesh, *state["spec"])
-        guard(self.spec.mesh)
+        twin = object.__new__(type(self))
+        twin.__dict__ = self.__dict__ | dict.fromkeys(("accumulated", "rows", "_unsharded", "sharded"))
+        twin.slots, twin._device_copy = [], DeviceCopy()
+        return twin
 
     @property
     def is_first(self) -> bool:
