@@ -1,0 +1,73 @@
+"""A process that plays rank 0 of any number of ranks, over collectives that do nothing.
+
+For what one rank's host does by itself: calls, operations launched, time. Values mean nothing.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.distributed import ProcessGroup
+from torch.testing._internal.distributed import fake_pg  # noqa: F401 (registers the backend "fake")
+
+from shardwright.comm import mesh
+from shardwright.comm.base import Comm
+from shardwright.comm.channel import AxisChannel
+from shardwright.comm.launches import LaunchLog
+from shardwright.comm.nccl import NcclComm
+from shardwright.comm.streams import Streams
+from shardwright.observe import life
+
+EXCHANGE = AxisChannel.exchange.__code__
+"""Runs once for every exchange of control words."""
+COLLECTIVES = {"all-gather": NcclComm.all_gather.__code__, "reduce-scatter": NcclComm.reduce_scatter.__code__}
+"""Run once for every collective of a group."""
+
+
+class NoStream:
+    """A stream of a device on which everything is done at once, and an event of it."""
+
+    def record_event(self) -> "NoStream":
+        """An event that nobody need wait for."""
+        return self
+
+    def wait_event(self, event: "NoStream") -> None:
+        """Wait for nothing."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: Any) -> None: ...
+
+
+class NoHost:
+    """The host's transport: the words of all ranks are this rank's own."""
+
+    world = 1
+    rank = 0
+
+
+def _make_comm(ranks: list[int], device_type: str, within: ProcessGroup, host: Comm | None = None) -> Comm:
+    log = LaunchLog(ranks, device_type)
+    streams = Streams(NoStream, NoStream)
+    return NcclComm(within, within, log, streams, NoHost())  # type: ignore[arg-type]
+
+
+@contextmanager
+def rank_zero_of(world: int) -> Iterator[None]:
+    """Inside, this process is rank 0 of ``world`` ranks, whose collectives over host memory move nothing.
+
+    What is sharded inside goes through the transport of accelerators, the one over a backend's collectives,
+    with side streams on which everything is done at once. Control words come back as they were said.
+    """
+    alone = mock.patch.dict(os.environ, {"SHARDWRIGHT_PROCESS": "off"})  # nobody to watch over,
+    unmet = mock.patch.object(life, "_PATIENCE_S", 0.0)  # and nobody to wait for
+    with alone, unmet, mock.patch.object(mesh, "_make_comm", _make_comm):
+        dist.init_process_group("fake", store=HashStore(), rank=0, world_size=world)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
