@@ -11,7 +11,8 @@ until the host looks again, so that peaks depend on timing. It isn't used; inste
 1. Shards that may have changed (a first gather, an optimizer step, a load) are read by gather after all that
    compute had queued. Unchanged ones (the gather for a backward) wait for nothing but rule 2, so that the
    copy and the all-gather run beside computations that were queued long before.
-2. A buffer that compute gives back is written again by gather only after what compute had queued by then.
+2. A buffer that compute gives back (at a reshard, or once what it held was decoded) is written again by
+   gather only after what compute had queued by then.
    So the buffers of a step form a ring: as many as the schedule has live at once, handed on when released.
 3. Before compute reads a buffer it waits for gather once; before it reads a sum, for reduce once.
 4. Gradients are read by reduce after what compute had queued, and are held until compute has waited for that:

@@ -222,6 +222,8 @@ class ParamGroup:
         held_nbytes = self.held_nbytes - self.decoding.held_nbytes
         self.buffer.arrive(keep_wire=self.near is not None)
         held_nbytes += self.decoding.arrive(keep_wire=self.near is not None)
+        if held_nbytes > self.held_nbytes:  # what was gathered was given back once it was decoded
+            self._release()
         self._move(Stage.UNSHARDED)
         for param in self.params:
             if param not in self.decoding.parts:
@@ -259,8 +261,13 @@ class ParamGroup:
             param.show(param.sharded)
         self.buffer.free()
         self.decoding.free()
-        if self.comm.streams is not None:
-            self.comm.streams.release()
+        self._release()
+
+    def _release(self) -> None:
+        """Memory that was gathered into was given back: the next gather follows what compute still reads."""
+        streams = self.axis.comm.streams
+        if streams is not None:
+            streams.release()
 
     @property
     def grad_nbytes(self) -> int:
