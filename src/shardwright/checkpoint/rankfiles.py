@@ -155,18 +155,9 @@ def _fairscale(contents: Mapping[Path, Content], where: str) -> _Found:
 
 def _xla(contents: Mapping[Path, Content]) -> _Found:
     (first, content), *_ = contents.items()
-    buffers, joined = {}, []
-    for key, tensor in content["model"].items():
-        stored = xla.stored_in(key, content["shard_metadata"])
-        if stored is None:
-            buffers[xla.plain_name(key)] = entry_of(first, key, tensor, 0)
-            continue
-        parts = [other["model"][key] for other in contents.values()]
-        xla.check_parts(key, parts, stored[0])
-        layout = FlatLayout.of(stored[1])
-        ends = [min(end, layout.numel) for end in accumulate(part.numel() for part in parts)]
-        joined.append(_Joined(key, layout, [b - a for a, b in zip([0, *ends], ends, strict=False)]))
-    return buffers, joined, {}
+    buffers, stored = xla.stored_in_all(list(contents.values()))
+    found = {name: entry_of(first, key, content["model"][key], 0) for name, key in buffers.items()}
+    return found, [_Joined(key, FlatLayout.of(held), numels) for key, (held, numels) in stored.items()], {}
 
 
 # ---- writing
@@ -181,7 +172,8 @@ def write_rank_files(
     ``buffers``: names of those that every rank has whole. Host memory: one rank's parts.
     """
     for rank in range(world):
-        model, metadata = (_as_fairscale if to == "fairscale" else _as_xla)(tensors, rank, world, buffers)
+        content = _as_fairscale if to == "fairscale" else xla.content_of_rank
+        model, metadata = content(tensors, rank, world, buffers)
         path = folder / f"model-rank-{rank:05d}-of-{world:05d}.pt"
         with open(path, "xb") as file:
             torch.save({"model": model, "shard_metadata": metadata}, file)
@@ -212,19 +204,3 @@ def _as_fairscale(
         params[name] = {**described, "padding": padding}
     unit = {"fsdp_path": "", "params": params, "no_broadcast_optim_state": False, "shared_param_info": tied}
     return model, {"param_metadata": [unit], "buffer_names": [name for name in tensors if name in buffers]}
-
-
-def _as_xla(
-    tensors: Mapping[str, torch.Tensor], rank: int, world: int, buffers: Collection[str]
-) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    model, info = dict[str, torch.Tensor](), {}
-    for name, tensor in tensors.items():
-        if name in buffers:
-            model[f"{xla.WRAPPED}.{name}"] = tensor.clone()
-            continue
-        original = f"{xla.WRAPPED}.{xla.FLAT}.{name}"
-        key = f"{xla.SHARD}.{original}".replace(".", xla.SEPARATOR)
-        model[key], _ = _part(tensor, rank, world)
-        info[key] = {"_orig_size": tensor.shape, "_orig_name": original}
-    ranks = {"world_size": world, "rank": rank}
-    return model, {"shard_info": {"": info}, "flatten_info": {}, "buffer_info": {}, **ranks}

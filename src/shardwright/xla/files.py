@@ -15,9 +15,10 @@ and the padding cut off: by numel where a part is 1-D, by rows else. Only torch 
 
 import os
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from glob import glob
+from itertools import accumulate, pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -203,6 +204,50 @@ def _pieces(name: str, size: torch.Size, metadata: Mapping[str, Any]) -> list[tu
         raise CheckpointError(f"flatten_info of {name} describes {sum(numels)} numbers, it has {prod(size)}")
     unit = name.rpartition(".")[0]
     return [(plain_name(f"{unit}.{n}"), torch.Size(s)) for n, s in zip(names, shapes, strict=True)]
+
+
+def stored_in_all(
+    files: Sequence[Mapping[str, Any]],
+) -> tuple[dict[str, str], dict[str, tuple[list[tuple[str, torch.Size]], list[int]]]]:
+    """What the files of all ranks, in order, have in ``model``, by where it lies: ``(buffers, stored)``.
+
+    buffers: key by name. stored: for each key, the names and shapes of the parameters in it, and how many
+    elements of each rank's part count. Raises: CheckpointError for parts that don't make up the whole.
+    """
+    buffers, stored = {}, {}
+    for key in files[0]["model"]:
+        known = stored_in(key, files[0]["shard_metadata"])
+        if known is None:
+            buffers[plain_name(key)] = key
+            continue
+        size, held = known
+        parts = [file["model"][key] for file in files]
+        check_parts(key, parts, size)
+        ends = [min(end, prod(size)) for end in accumulate(part.numel() for part in parts)]
+        stored[key] = held, [stop - start for start, stop in pairwise([0, *ends])]
+    return buffers, stored
+
+
+def content_of_rank(
+    tensors: Mapping[str, torch.Tensor], rank: int, world: int, buffers: Collection[str]
+) -> tuple[Names, dict[str, Any]]:
+    """``(model, shard_metadata)`` of a rank's file: one wrapper around the model, nothing flattened.
+
+    ``tensors``: whole ones by name. ``buffers``: names of those that every rank has whole.
+    """
+    model, info = Names(), {}
+    for name, tensor in tensors.items():
+        if name in buffers:
+            model[f"{WRAPPED}.{name}"] = tensor.clone()
+            continue
+        original = f"{WRAPPED}.{FLAT}.{name}"
+        key = f"{SHARD}.{original}".replace(".", SEPARATOR)
+        size = -(-tensor.numel() // world)
+        part = tensor.reshape(-1)[rank * size :][:size]
+        model[key] = torch.nn.functional.pad(part, (0, size - part.numel())).clone()
+        info[key] = {"_orig_size": tensor.shape, "_orig_name": original}
+    ranks = {"world_size": world, "rank": rank}
+    return model, {"shard_info": {"": info}, "flatten_info": {}, "buffer_info": {}, **ranks}
 
 
 def join(key: str, parts: Sequence[torch.Tensor], size: torch.Size) -> torch.Tensor:
