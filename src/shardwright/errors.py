@@ -6,6 +6,7 @@
     |-- ConfigError (ValueError)       a configuration file or command line; lists everything wrong at once
     |-- MissingExtra (ModuleNotFoundError)  a package that comes with an extra of ours and isn't installed
     |-- DataError (ValueError)         a corpus that is missing, empty or too small
+    |-- ScheduleError (AssertionError) a schedule that isn't sound
     |-- StageError (RuntimeError)      a call that is illegal in the stage that a group is in
     |-- CommError (RuntimeError)       ranks in different collectives, or a rank that ended or never came
     |   |-- Diverged                   ranks wait for each other in different places: proven, not timed
@@ -43,6 +44,10 @@ class MissingExtra(ShardwrightError, ModuleNotFoundError):
 
 class DataError(ShardwrightError, ValueError):
     """A corpus that is missing, empty or too small for the batch that was asked for."""
+
+
+class ScheduleError(ShardwrightError, AssertionError):
+    """A schedule that isn't sound: it uses, gathers, reduces or frees something at a wrong place."""
 
 
 class StageError(ShardwrightError, RuntimeError):

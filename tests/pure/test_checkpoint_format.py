@@ -238,6 +238,13 @@ def test_what_would_need_a_pickle_is_refused_by_its_path():
         encode({"a": [object()]}, "extra", {})
 
 
+@pytest.mark.parametrize(("offset", "shape"), [((-1,), (3,)), ((0, 0), (3,)), ((0,), (-3,))])
+def test_a_piece_that_is_nowhere_in_its_tensor_is_a_damaged_checkpoint(offset, shape):
+    piece = Piece("0.shard", 0, 12, 0, offset, shape)
+    with pytest.raises(CheckpointError, match=r"offset .* and shape .* damaged"):
+        coverage_faults(TensorEntry((3,), "F32", (piece,), (), False))
+
+
 @pytest.mark.parametrize("size", [0, 1, 15, 64, 1000, 5000, 70_001])
 def test_the_fast_checksum_is_that_of_zlib(size):
     data = bytes(random.Random(size).randbytes(size))

@@ -225,6 +225,14 @@ def test_a_quantised_model_can_be_copied_and_pickled(copied):
     assert torch.equal(copied(model)(x), model(x))
 
 
+def test_codes_whose_scales_were_taken_away_are_refused_by_name():
+    model = model_of()
+    quantize_(model)
+    model[0].weight_absmax = None
+    with pytest.raises(InputError, match="'weight' has codes, and 'weight_absmax' is None"):
+        model(torch.randn(3, 100))
+
+
 def test_on_the_meta_device_the_shapes_are_there_for_loading():
     with torch.device("meta"):
         model = model_of()

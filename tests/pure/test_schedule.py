@@ -1,5 +1,8 @@
 """Plans are sound for any order of groups, and print as text that parses back."""
 
+import os
+import subprocess
+import sys
 from itertools import pairwise
 
 import pytest
@@ -348,6 +351,41 @@ def test_check_finds_each_kind_of_unsound_schedule(lines, complaint):
 def test_text_that_is_not_a_schedule_is_refused_by_line(line):
     with pytest.raises(ValueError, match="line 2 of the schedule"):
         Schedule.parse(f"forward\n{line}")
+
+
+WITHOUT_ASSERTS = """
+from shardwright.errors import InputError, ScheduleError
+from shardwright.plan.schedule import Schedule
+from shardwright.plan.soundness import check
+
+assert False, "runs without asserts"
+for text in ("F+ 0: unshard 0", "forward\\n\\nQ 0"):
+    try:
+        Schedule.parse(text)
+    except InputError as error:
+        print(error)
+for text in ("F+ 0: unshard 0", "F- 0: reshard 0"):
+    try:
+        check(Schedule.parse(f"forward\\n{text}"))
+    except ScheduleError as error:
+        print(error)
+"""
+
+
+def test_without_asserts_schedules_are_parsed_and_checked_alike():
+    child = subprocess.run(
+        [sys.executable, "-O", "-c", WITHOUT_ASSERTS],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    lines = child.stdout.splitlines()
+    assert len(lines) == 4, child.stdout + child.stderr
+    assert "line 1 of the schedule" in lines[0] and "before its phase" in lines[0]
+    assert "line 3 of the schedule" in lines[1]
+    assert lines[2] == "F+ 0 : unshard 0: group 0 is used before its wait"
+    assert lines[3] == "F- 0 : reshard 0: reshards group 0, which is at rest"
 
 
 def test_a_stop_prints_its_event_and_actions():

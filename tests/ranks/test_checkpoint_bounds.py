@@ -7,13 +7,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from shardwright import fully_shard, stream_state_dict
 from shardwright.checkpoint import load, save
 from shardwright.checkpoint.tools import consolidate
+from shardwright.errors import CheckpointError
 from tests.ranks.pool import run_ranks
 from tests.ranks.test_checkpoint import assert_equal, everything
 
@@ -155,3 +159,17 @@ def test_no_rank_holds_more_than_a_part_of_a_model_that_is_streamed() -> None:
     assert found[0][1] == [("first.weight", 2.0), *layers, ("last.weight", 2.0)]
     # The caller's last tensor and the next one, and what is on its way: all in all 224 MiB.
     assert max(nbytes for nbytes, _ in found) < 96 * MIB
+
+
+def save_uneven(rank, world, path):
+    mesh = init_device_mesh("cpu", (world,))
+    rows = torch.ones(4 if rank else 2)  # of six, that three each would hold
+    parts = DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, shape=(6,), stride=(1,))
+    model = nn.Module()
+    model.weight = nn.Parameter(parts)
+    with pytest.raises(CheckpointError, match=r"weight: .*this rank holds \[[24]\], expected \[3\]"):
+        save(path, model=model, step=1)
+
+
+def test_a_tensor_that_is_cut_unlike_its_placement_says_is_not_saved(tmp_path):
+    run_ranks(2, save_uneven, str(tmp_path))

@@ -55,8 +55,11 @@ class Box:
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        assert len(self.offset) == len(self.shape), f"{self.offset} and {self.shape} differ in rank"
-        assert min((*self.offset, *self.shape), default=0) >= 0, f"negative box {self}"
+        if len(self.offset) != len(self.shape) or min((*self.offset, *self.shape), default=0) < 0:
+            raise CheckpointError(
+                f"a piece of a tensor has offset {self.offset} and shape {self.shape}, expected a "
+                "number >= 0 for each dim in both; the checkpoint is damaged, take an older one"
+            )
 
     @property
     def numel(self) -> int:

@@ -89,7 +89,11 @@ def part_of(key: str, tensor: Saved, rank: int) -> Part:
     first_copy = box is not None and all(
         c == 0 for c, p in zip(coordinate, tensor.placements, strict=True) if isinstance(p, Replicate)
     )
-    assert box is None or tuple(local.shape) == box.shape, f"{key}: local shape {local.shape}, expected {box}"
+    if box is not None and tuple(local.shape) != box.shape:
+        raise CheckpointError(
+            f"{key}: by its placements {tensor.placements} this rank holds {list(local.shape)}, expected "
+            f"{list(box.shape)}; cut it as torch.distributed.tensor.distribute_tensor does"
+        )
     return Part(local, shape, boxes, first_copy, True)
 
 

@@ -32,6 +32,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NamedTuple
 
+from shardwright.errors import InputError
+
 
 class EventKind(StrEnum):
     """What happens in a step; the value is its text form."""
@@ -151,7 +153,7 @@ class Schedule:
 
     @staticmethod
     def parse(text: str) -> "Schedule":
-        """The schedule that prints as ``text``. Raises: ValueError naming the line that doesn't parse."""
+        """The schedule that prints as ``text``. Raises: InputError naming the line that doesn't parse."""
         phases: dict[Phase, list[Stop]] = {}
         stops: list[Stop] | None = None
         for number, line in enumerate(text.splitlines(), 1):
@@ -159,10 +161,14 @@ class Schedule:
                 if line.strip() in list(Phase):
                     stops = phases.setdefault(Phase(line.strip()), [])
                 elif line.strip():
-                    assert stops is not None
+                    if stops is None:
+                        raise ValueError(f"a stop before its phase; first a line with one of {[*Phase]}")
                     stops.append(_parse_stop(line))
-            except (ValueError, AssertionError) as error:
-                raise ValueError(f"line {number} of the schedule doesn't parse: {line!r}") from error
+            except ValueError as error:
+                raise InputError(
+                    f"line {number} of the schedule doesn't parse: {line!r} ({error}); a line is a phase, "
+                    "or a stop as str(schedule) prints it"
+                ) from error
         return Schedule({phase: tuple(stops) for phase, stops in phases.items()})
 
 

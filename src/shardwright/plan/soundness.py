@@ -2,16 +2,19 @@
 
 from dataclasses import dataclass, field
 
+from shardwright.errors import ScheduleError
 from shardwright.plan.schedule import BEGINS, Action, ActionKind, Phase, Schedule, Stop
 
 
 def check(schedule: Schedule) -> None:
-    """Prove that a schedule is sound, or raise AssertionError saying where it is not.
+    """Prove that a schedule is sound, or say where it is not.
 
     Nothing is used before it is waited for, nothing is unsharded twice or resharded while at rest, each
     reduction is waited for, gradients that are held back are reduced, a group is stepped once after each
     reduction and never before, and a step ends with every group at rest and no reduction in flight. After an
     evaluation groups may stay unsharded, with no all-gather in flight.
+
+    Raises: ScheduleError that names the stop and the group.
     """
     for start in (Phase.EVALUATION, Phase.FORWARD):
         stops = list(schedule.phases.get(start, ()))
@@ -24,12 +27,17 @@ def check(schedule: Schedule) -> None:
                     state.take(stop, action, group)
             if stop.event.kind in BEGINS:
                 group = stop.event.group
-                assert state.live.get(group), f"{stop}: group {group} is used before its wait"
+                _require(state.live.get(group), f"{stop}: group {group} is used before its wait")
         if stops and (start is Phase.EVALUATION or Phase.BACKWARD in schedule.phases):
             stays = start is Phase.EVALUATION
             live = {group for group, waited in state.live.items() if not (stays and waited)}
             left = (live, state.held, state.reducing)
-            assert not any(left), "left at the end: live={} held={} reducing={}".format(*left)
+            _require(not any(left), "left at the end: live={} held={} reducing={}".format(*left))
+
+
+def _require(holds: object, complaint: str) -> None:
+    if not holds:
+        raise ScheduleError(complaint)
 
 
 @dataclass
@@ -46,25 +54,25 @@ class _State:
         """What ``action`` does to one of its groups."""
         live, kind = self.live, action.kind
         if kind is ActionKind.UNSHARD:
-            assert group not in live, f"{stop}: group {group} is unsharded twice"
+            _require(group not in live, f"{stop}: group {group} is unsharded twice")
             live[group] = False
         elif kind is ActionKind.WAIT:
-            assert group in live, f"{stop}: waits for group {group}, which nothing has unsharded"
+            _require(group in live, f"{stop}: waits for group {group}, which nothing has unsharded")
             live[group] = True
         elif kind is ActionKind.RESHARD:
-            assert group in live, f"{stop}: reshards group {group}, which is at rest"
+            _require(group in live, f"{stop}: reshards group {group}, which is at rest")
             del live[group]
         elif kind is ActionKind.WAIT_REDUCE:
-            assert group in self.reducing, f"{stop}: group {group} has no reduction in flight to wait for"
+            _require(group in self.reducing, f"{stop}: group {group} has no reduction in flight to wait for")
             self.reducing.remove(group)
             self.reduced.add(group)
         elif kind is ActionKind.STEP:
-            assert group in self.reduced, f"{stop}: steps group {group}, whose gradients aren't reduced"
+            _require(group in self.reduced, f"{stop}: steps group {group}, whose gradients aren't reduced")
             self.reduced.remove(group)
         else:
-            assert group not in self.reducing, f"{stop}: group {group} is already being reduced"
+            _require(group not in self.reducing, f"{stop}: group {group} is already being reduced")
             if kind is ActionKind.HOLD:
-                assert group not in self.held, f"{stop}: gradients of group {group} are held already"
+                _require(group not in self.held, f"{stop}: gradients of group {group} are held already")
                 self.held.add(group)
             else:
                 self.held.discard(group)

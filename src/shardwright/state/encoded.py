@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardwright.errors import InputError
 from shardwright.state.codec import Codec, Encoding
 
 _ENCODINGS = "_shardwright_encodings"
@@ -127,7 +128,11 @@ def _read(module: nn.Module, name: str) -> Any:
     scales = module._parameters[scales_name(name, encoding.codec)]
     if codes is None or isinstance(codes, DTensor) or codes.is_floating_point():
         return codes  # at rest and sharded, or decoded by its group
-    assert scales is not None, f"{name}: codes without scales"
+    if scales is None:
+        missing = scales_name(name, encoding.codec)
+        raise InputError(
+            f"{name!r} has codes, and {missing!r} is None; set it to the scales of these codes again"
+        )
     decode = partial(encoding.decode, codes.detach(), scales.detach())
     weight = decode()
     decoded = module.__dict__.get(_DECODED)
