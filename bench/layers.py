@@ -1,15 +1,17 @@
 """A model of equal layers, and one step of it, for what is measured by the group."""
 
 import time
+from itertools import chain, islice
 
 import torch
 from torch import nn
 
 
-def build_layers(num: int, width: int) -> nn.Sequential:
-    """``num`` layers of ``width * (width + 1)`` parameters."""
+def build_layers(num: int, width: int, depth: int = 1) -> nn.Sequential:
+    """``num`` blocks of ``depth`` layers, each of ``width * (width + 1)`` parameters."""
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(num)))
+    layers = ([nn.Linear(width, width), nn.Tanh()] for _ in range(num * depth))
+    return nn.Sequential(*(nn.Sequential(*chain(*islice(layers, depth))) for _ in range(num)))
 
 
 def step_s(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor) -> float:

@@ -1,10 +1,12 @@
 """What a model of many tiny groups costs per step, by how much of it may share a collective.
 
     python bench/tiny.py --link 1gbit --num 1000
+    python bench/tiny.py --num 100 --depth 2 --width 64 --caps 1 --beside
 
-A model of ``--num`` layers, each a group of its own, trains with every ``bucket_cap_mb`` of ``--caps`` and
+A model of ``--num`` groups of ``--depth`` layers each trains with every ``bucket_cap_mb`` of ``--caps`` and
 without any communication; the steps alternate in one process, one compute thread per rank. Median of the
-steps, in ms; ``local`` is the step without communication.
+steps, in ms; ``local`` is the step without communication. ``--beside`` adds FSDP2 with the same groups, and
+DDP, and to each line the median of its steps' ratios to DDP's step of the same round.
 """
 
 import argparse
@@ -18,7 +20,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))  # this che
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+import torch.distributed.fsdp as torch_fsdp
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 from bench.launch import arguments, run, slowest_s
 from bench.layers import build_layers, step_s
@@ -39,13 +44,19 @@ def collectives(model: nn.Module) -> tuple[int, int]:
 def measure(options: argparse.Namespace) -> None:
     """One rank: every variant's steps; rank 0 prints the table."""
     set_transport(options.transport)
-    local = build_layers(options.num, options.width)
+    local = build_layers(options.num, options.width, options.depth)
     models: dict[str, nn.Module] = {"local": copy.deepcopy(local)}
     for cap in options.caps:
         model = models[f"{cap:g} MiB"] = copy.deepcopy(local)
         for layer in model:
             fully_shard(layer)
         fully_shard(model).set_schedule_policy(SchedulePolicy(bucket_cap_mb=cap))
+    if options.beside:
+        models["fsdp2"] = copy.deepcopy(local)
+        mesh = init_device_mesh("cpu", (options.world,))
+        for module in [*models["fsdp2"], models["fsdp2"]]:
+            torch_fsdp.fully_shard(module, mesh=mesh)
+        models["ddp"] = DistributedDataParallel(copy.deepcopy(local))
     optimizers = {name: torch.optim.SGD(model.parameters(), 1e-3) for name, model in models.items()}
     inputs = torch.randn(options.batch, options.width, generator=torch.Generator().manual_seed(options.rank))
     times: dict[str, list[float]] = {name: [] for name in models}
@@ -58,7 +69,10 @@ def measure(options: argparse.Namespace) -> None:
         for name, model in models.items():
             took_ms = [each * 1e3 for each in times[name][WARM_UP_STEPS:]]
             line = f"  {name:>9} {median(took_ms):8.1f} ms ({min(took_ms):.1f}-{max(took_ms):.1f})"
-            if name != "local":
+            if options.beside:
+                ratios = (step / ddp for step, ddp in zip(times[name], times["ddp"], strict=True))
+                line += f"  {median(list(ratios)[WARM_UP_STEPS:]):5.2f} of ddp"
+            if name.endswith("MiB"):
                 gathers, reductions = collectives(model)
                 peak = stats(model).peak_unsharded_nbytes / 2**20
                 line += f"  {gathers} all-gathers, {reductions} reduce-scatters, {peak:.1f} MiB unsharded"
@@ -70,7 +84,9 @@ def main() -> None:
     parser = arguments(__doc__, limit_s=300.0)
     parser.add_argument("--transport", default="auto", help="see set_transport")
     parser.add_argument("--num", type=int, default=1000, help="number of groups")
-    parser.add_argument("--width", type=int, default=32, help="a group has width * (width + 1) parameters")
+    parser.add_argument("--width", type=int, default=32, help="a layer has width * (width + 1) parameters")
+    parser.add_argument("--depth", type=int, default=1, help="layers of a group")
+    parser.add_argument("--beside", action="store_true", help="measure FSDP2 and DDP, too")
     parser.add_argument("--batch", type=int, default=64, help="rows of each rank's input")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--caps", type=float, nargs="+", default=[0, 0.25, 1, 4], help="MiB, each measured")
