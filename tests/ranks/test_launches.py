@@ -1,18 +1,25 @@
 """Each rank writes down what it launches and what it waits for; all ranks of a transport write the same."""
 
+import gc
 import os
 import signal
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from shardwright import fully_shard, set_transport
+from shardwright.comm import closing
+from shardwright.comm.closing import is_closed
 from shardwright.comm.launches import RING, LaunchLog, here
+from shardwright.comm.streams import Streams
 from shardwright.motion.unit import unit_of
-from tests.ranks.models import batches, build, loss_of, shard_decoder
+from tests.pure.test_streams import Device, FakeStream, flat
+from tests.ranks.models import batches, build, fresh_mesh, loss_of, shard_decoder
 from tests.ranks.pool import run_ranks
 
 TRANSPORTS = ("auto", "sockets", "collectives")
@@ -98,3 +105,49 @@ def test_a_verdict_ends_a_wait_in_shared_memory_and_every_later_launch():
 def test_a_log_of_other_ranks_or_made_later_has_another_name():
     names = [LaunchLog(ranks, "test").name for ranks in ((0, 1), (0, 1), (0, 2))]
     assert len(set(names)) == 3
+
+
+def probes(rank, world):
+    group = dist.new_group(range(world), timeout=timedelta(seconds=20))
+    known = len(closing._sent)
+    if rank == 0:
+        assert not any(is_closed(group, 1) for _ in range(300))
+        assert len(closing._sent) == known + 1
+        assert list(closing._sent[group]) == [1]
+    words = [torch.zeros(1) for _ in range(world)]
+    dist.all_gather(words, torch.full((1,), float(rank)), group)  # the group is as good as before
+    assert torch.cat(words).tolist() == [0.0, 1.0]
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    assert len(closing._sent) == known
+
+
+def test_looking_whether_a_peer_is_gone_keeps_one_message_and_none_of_a_group_that_is_gone():
+    run_ranks(2, probes)
+
+
+def fails_to_issue(rank, world):
+    set_transport("collectives")
+    model = fully_shard(nn.Linear(4, 4), mesh=fresh_mesh(world))
+    comm, device, places = unit_of(model).group.comm, Device(), []
+    comm.streams = Streams(lambda: FakeStream(device), lambda: device.current[-1])
+
+    def refuse(pieces, key):
+        places.extend(flat(piece.flat.data_ptr()) for piece in pieces)
+        raise RuntimeError("not now")
+
+    comm.all_gather = refuse
+    with pytest.raises(RuntimeError, match="not now"):
+        model.unshard()
+    assert places
+    for place in places:  # handed out again, and filled by compute this time
+        device.run("fill", writes=[place.data_ptr()])
+    with comm.streams.gathering(places):
+        for place in places:
+            device.run("all-gather", writes=[place.data_ptr()])
+    assert device.races == []
+
+
+def test_memory_of_a_gather_that_failed_does_not_count_as_filled():
+    run_ranks(1, fails_to_issue)

@@ -7,6 +7,7 @@ every wait in that group ends with an error at once, and other groups live on.
 
 import contextlib
 import datetime
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.distributed import ProcessGroup, Work
@@ -15,7 +16,10 @@ _TAG = 1 << 30
 """Above those of our transports (30 bits): nobody ever sends or receives with it."""
 
 
-_sent: list[tuple[torch.Tensor, Work]] = []  # a message must be there for as long as it may be sent
+_MESSAGE = torch.zeros(1)  # there for as long as it may be sent: as long as the process
+
+# The last message to each peer of a group. Gloo lets go of one before it, which nobody receives.
+_sent: WeakKeyDictionary[ProcessGroup, dict[int, Work]] = WeakKeyDictionary()
 
 
 def close(group: ProcessGroup) -> None:
@@ -39,8 +43,7 @@ def is_closed(group: ProcessGroup, peer: int) -> bool:
     if group.name() == "nccl":
         return False
     try:
-        message = torch.zeros(1)
-        _sent.append((message, group.send([message], peer, _TAG + 1)))
+        _sent.setdefault(group, {})[peer] = group.send([_MESSAGE], peer, _TAG + 1)
     except RuntimeError:
         return True
     return False

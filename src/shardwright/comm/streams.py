@@ -79,6 +79,10 @@ class Streams:
         """What was filled so, and needn't wait for compute when it is gathered."""
         self._filled.update(flat.data_ptr() for flat in flats)
 
+    def forget_filled(self) -> None:
+        """No gather of what was filled was launched: its memory goes back, and compute may fill it next."""
+        self._filled.clear()
+
     def release(self) -> None:
         """Compute has given a buffer back, or will read it no more (rule 2)."""
         self._released = Due(self._current())

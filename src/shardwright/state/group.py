@@ -210,6 +210,8 @@ class ParamGroup:
             self.stage = Stage.SHARDED
             self.buffer.free()
             self.decoding.free()
+            if self.comm.streams is not None:
+                self.comm.streams.forget_filled()
 
     def wait(self) -> int:
         """Wait for the all-gather; from now on modules show the unsharded parameters.
