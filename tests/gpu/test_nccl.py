@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardwright import MixedPrecisionPolicy, fully_shard, stats
+from shardwright import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, stats
 from shardwright.comm.nccl import NcclComm
 from shardwright.motion.unit import unit_of
 from tests.ranks.models import Run, assert_same, batches, build, loss_of, shard_decoder
@@ -80,3 +80,21 @@ def test_a_compute_stream_that_lags_far_behind_changes_nothing(nccl):
             torch.cuda._sleep(20_000_000)
             run.step()
         assert_same(model, reference, 1e-5)
+
+
+def test_a_model_on_the_meta_device_is_offloaded_to_pinned_memory_and_trains(nccl):
+    with torch.device("meta"):
+        model = build()
+    shard_decoder(model, fully_shard, mesh=nccl, offload_policy=CPUOffloadPolicy())
+    reference = build().cuda()
+    model.to_empty(device="cpu")
+    model.load_state_dict(build().state_dict(), assign=True)
+    ours, theirs = Run.of(model), Run.of(reference)
+    for step in range(3):
+        tokens = batches(step, 1)[0].cuda()
+        for run in (ours, theirs):
+            loss_of(run.model, tokens).backward()
+            run.step()
+        assert all(param.to_local().is_pinned() for param in model.parameters())
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.to_local(), theirs.detach().cpu(), atol=1e-5, rtol=1e-5)

@@ -62,6 +62,7 @@ EXCEPTIONS: dict[tuple[str, str, str], tuple[int, str]] = {
         "the stages of one group, whatever it is gathered by",
     ),
     ("state/group.py", "attributes", "ParamGroup"): (14, "what it moves, with what, and where that stands"),
+    ("state/param.py", "attributes", "ShardedParam"): (13, "its two faces, and where the shard lies"),
     ("state/reducer.py", "attributes", "Reducer"): (15, "what it reduces, how, and where that stands"),
     ("observe/verdict.py", "file lines", "observe/verdict.py"): (
         410,

@@ -14,8 +14,10 @@ from shardwright import (
     explain,
     fully_shard,
 )
-from shardwright.errors import InputError
+from shardwright.errors import InputError, StageError
 from shardwright.motion.unit import unit_of
+from shardwright.state import host
+from shardwright.state import param as param_module
 from tests.ranks.models import Run, batches, build, full, loss_of, shard_decoder, train_beside
 from tests.ranks.pool import run_ranks
 
@@ -66,6 +68,81 @@ def copies(rank, world):
 
 def test_the_copy_on_the_device_is_made_once_after_each_change_of_the_shard():
     run_ranks(2, copies)
+
+
+class Pinning:
+    """Page-locked memory without a device that wants it: which storages are, and what was asked in order."""
+
+    def __init__(self):
+        self.asked, self.pinned = [], {}
+        torch.Tensor.pin_memory = lambda tensor: self.pin(tensor)
+        torch.Tensor.is_pinned = lambda tensor: self.is_pinned(tensor)
+        placed = host.placed
+        param_module.placed = lambda shard, offload, _: placed(shard, offload, torch.device("cuda"))
+
+    def pin(self, tensor):
+        assert tensor.device.type == "cpu", f"cannot pin {tensor.device}"
+        assert not self.is_pinned(tensor), "pinned twice"
+        self.asked.append("pin")
+        made = tensor.clone()
+        self.pinned[made.untyped_storage()._cdata] = made
+        return made
+
+    def is_pinned(self, tensor):
+        return tensor.untyped_storage()._cdata in self.pinned
+
+
+def pinned_again(rank, world):
+    pinning = Pinning()
+    with torch.device("meta"):
+        model = build()
+    shard_decoder(model, fully_shard, offload_policy=CPUOffloadPolicy())
+    num_params = len(list(model.parameters()))
+
+    def used():
+        """How many shards were pinned by the next steps; all of them are pinned then."""
+        pinning.asked.clear()
+        for step in range(2):
+            loss_of(model, batches(step, world)[rank]).backward()
+        assert all(pinning.is_pinned(param.to_local()) for param in model.parameters())
+        return len(pinning.asked)
+
+    assert not pinning.asked  # on the meta device there is nothing to pin
+    with pytest.raises(StageError, match="still on meta device"):
+        loss_of(model, batches(0, world)[rank])
+    model.to_empty(device="cpu")
+    model.load_state_dict(build().state_dict())
+    assert used() == num_params
+    assert used() == 0
+    Run.of(model).step()
+    assert used() == 0  # an optimizer writes where they lie
+    model.to_empty(device="cpu")
+    model.load_state_dict(build().state_dict())
+    assert used() == num_params
+    model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+    assert used() == num_params
+    model.load_state_dict(build().state_dict(), assign=True)
+    assert used() == num_params
+    model.zero_grad()
+    train_beside(Run.of(model), Run.of(build()), rank, world, 1)
+
+
+def test_shards_on_the_host_are_pinned_once_they_have_memory_and_again_when_it_was_replaced():
+    run_ranks(2, pinned_again)
+
+
+def mapped_again(rank, world, folder):
+    model = fully_shard(build(), offload_policy=DiskOffloadPolicy(folder=folder))
+    for _ in range(2):
+        model.to_empty(device="cpu")
+        model.load_state_dict(build().state_dict())
+        loss_of(model, batches(0, world)[rank]).backward()
+        owned = sum(param.to_local().numel() > 0 for param in model.parameters())
+        assert Path("/proc/self/maps").read_text().count(f"{folder}/") == owned
+
+
+def test_shards_in_files_lie_in_files_again_after_to_empty(tmp_path):
+    run_ranks(2, mapped_again, str(tmp_path))
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path):

@@ -4,22 +4,26 @@ import os
 import tempfile
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardwright.policy import CPUOffloadPolicy, DiskOffloadPolicy, OffloadPolicy
 
 
 def placed(shard: torch.Tensor, offload: OffloadPolicy, device: torch.device) -> torch.Tensor:
-    """A shard where its policy wants it; ``device`` is where it is computed with."""
+    """A shard where its policy wants it; ``device`` is where it is computed with. The shard itself where it
+    lies there already, or can't yet: on the meta device, or made of other tensors."""
+    if shard.device.type != "cpu" or is_traceable_wrapper_subclass(shard):
+        return shard
     if isinstance(offload, DiskOffloadPolicy):
         return mapped(shard, offload)
     if isinstance(offload, CPUOffloadPolicy) and offload.pin_memory and device.type != "cpu":
-        return shard.pin_memory()
+        return shard if shard.is_pinned() else shard.pin_memory()
     return shard
 
 
 def mapped(shard: torch.Tensor, offload: DiskOffloadPolicy) -> torch.Tensor:
     """The same values in a file of their own, mapped. Unlinked at once: it ends with its last user."""
-    if not shard.numel() or shard.device.type == "meta":
+    if not shard.numel():
         return shard
     handle, path = tempfile.mkstemp(suffix=".shard", dir=offload.folder)
     os.close(handle)

@@ -12,6 +12,7 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
@@ -22,10 +23,10 @@ from shardwright.comm.base import Piece
 from shardwright.comm.mesh import Axis
 from shardwright.errors import InputError, StageError
 from shardwright.plan.layout import ParamLayout
-from shardwright.policy import DiskOffloadPolicy, MixedPrecisionPolicy, OptimizerOffloadPolicy
+from shardwright.policy import MixedPrecisionPolicy, OptimizerOffloadPolicy
 from shardwright.state.at_rest import guard
 from shardwright.state.buffer import Buffer
-from shardwright.state.host import DeviceCopy, mapped, placed
+from shardwright.state.host import DeviceCopy, placed
 from shardwright.state.place import Place, Split
 from shardwright.state.rows import Rows
 
@@ -89,6 +90,7 @@ class ShardedParam:
         self._unsharded: Unsharded | None = None
         self._device_copy = DeviceCopy()
         self.sharded = give(self.attributes, self._shard(whole.detach(), param.requires_grad))
+        self._placed: Any = ref(self.local)  # the shard that lies where its policy wants it
         self.show(self.sharded)
 
     def twin(self, *places: list[Slot]) -> "ShardedParam":
@@ -172,8 +174,17 @@ class ShardedParam:
         """
         slot = self.slots[0]
         shown = slot.module._parameters.get(slot.name)
-        if shown is self.sharded:
-            return
+        if shown is not self.sharded:
+            self._take_over(shown)
+        # Also where only its local tensor was replaced, as ``to_empty`` may do.
+        if self.split.on_host and (self._placed is None or self._placed() is not self.local):
+            there = placed(self.local, self.split.offload, self.axis.device)
+            if there is not self.local:
+                with torch.no_grad():
+                    self.local.set_(there)  # type: ignore[arg-type]
+            self._placed = ref(self.local)
+
+    def _take_over(self, shown: nn.Parameter | None) -> None:
         shape = self.spec.shape
         if not (
             isinstance(shown, DTensor)
@@ -188,9 +199,6 @@ class ShardedParam:
                 "load_state_dict or shardwright.checkpoint.load"
             )
         self.sharded = give(self.attributes, shown)  # type: ignore[arg-type]
-        if isinstance(self.split.offload, DiskOffloadPolicy):
-            with torch.no_grad():
-                self.local.set_(mapped(self.local, self.split.offload))  # type: ignore[arg-type]
         self.show(self.sharded)
 
     def show(self, param: nn.Parameter) -> None:
