@@ -14,13 +14,13 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed import ProcessGroup
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 (registers the backend "fake")
 
-from shardwright.comm import mesh
-from shardwright.comm.base import Comm
-from shardwright.comm.channel import AxisChannel
-from shardwright.comm.launches import LaunchLog
-from shardwright.comm.nccl import NcclComm
-from shardwright.comm.streams import Streams
-from shardwright.observe import life
+from shardwright.observe import lifecycle as life
+from shardwright.transport import mesh
+from shardwright.transport.base import Comm
+from shardwright.transport.channel import AxisChannel
+from shardwright.transport.launches import LaunchLog
+from shardwright.transport.nccl import NcclComm
+from shardwright.transport.streams import Streams
 
 EXCHANGE = AxisChannel.exchange.__code__
 """Runs once for every exchange of control words."""

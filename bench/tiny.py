@@ -29,7 +29,7 @@ from bench.launch import arguments, run, slowest_s
 from bench.layers import build_layers, step_s
 from bench.toy import add_toy
 from shardwright import SchedulePolicy, fully_shard, set_transport, stats
-from shardwright.plan.schedule import ActionKind
+from shardwright.schedule.schedule import ActionKind
 
 WARM_UP_STEPS = 2
 

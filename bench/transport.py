@@ -22,9 +22,9 @@ import torch.distributed as dist
 from bench.launch import arguments, run
 from bench.toy import add_toy
 from shardwright import set_transport
-from shardwright.comm.base import Comm, Piece
-from shardwright.comm.mesh import comm_of
-from shardwright.plan.layout import ParamLayout
+from shardwright.schedule.layout import ParamLayout
+from shardwright.transport.base import Comm, Piece
+from shardwright.transport.mesh import comm_of
 
 
 def one_round(comm: Comm, pieces: list[Piece]) -> None:

@@ -9,13 +9,14 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwright.engine.build import Options, PlacementFunction, check_modules, has_no_forward, shard_modules
+from shardwright.engine.costs import Stats
+from shardwright.engine.hooks import guard_optimizers
+from shardwright.engine.unit import unit_of, units_in
 from shardwright.errors import InputError
 from shardwright.grouped import Groups, shard_groups
 from shardwright.module import FSDPModule, become_fsdp_module
-from shardwright.motion.build import Options, PlacementFunction, check_modules, has_no_forward, shard_modules
-from shardwright.motion.costs import Stats
-from shardwright.motion.hooks import guard_optimizers
-from shardwright.motion.unit import unit_of, units_in
+from shardwright.params.gather_full import stream_full
 from shardwright.policy import (
     DEFAULT_OFFLOAD,
     DEFAULT_PRECISION,
@@ -23,7 +24,6 @@ from shardwright.policy import (
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
-from shardwright.state.full import stream_full
 
 M = TypeVar("M", bound=nn.Module)
 

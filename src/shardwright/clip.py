@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from shardwright.engine.optimizer_in_backward import steps_in_backward
 from shardwright.errors import InputError, StageError
-from shardwright.motion.stepping import steps_in_backward
 
 
 @torch.no_grad()

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from shardwright.engine.group import ParamGroup
+from shardwright.engine.unit import Unit, units_in
 from shardwright.errors import InputError
-from shardwright.motion.unit import Unit, units_in
+from shardwright.params.quantized.codec import Encoding
 from shardwright.policy import CPUOffloadPolicy, MixedPrecisionPolicy, ReductionPolicy
-from shardwright.state.codec import Encoding
-from shardwright.state.group import ParamGroup
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardwright.errors import InputError
-from shardwright.plan.layout import ParamLayout
-from shardwright.state.place import cuts_of
+from shardwright.params.placement import cuts_of
+from shardwright.schedule.layout import ParamLayout
 
 
 def gathered(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

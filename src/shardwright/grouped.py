@@ -11,12 +11,20 @@ from typing import Any
 
 from torch import nn
 
+from shardwright.engine.build import check_modules, has_no_forward
+from shardwright.engine.foreign import check_foreign
+from shardwright.engine.unit import is_sharded
 from shardwright.errors import InputError
-from shardwright.motion.build import check_modules, has_no_forward
-from shardwright.motion.foreign import check_foreign
-from shardwright.motion.unit import is_sharded
-from shardwright.plan.grouping import Hints, NamedGroups, Node, groups_from_hints, joined, leftovers, repeated
 from shardwright.policy import Grouping
+from shardwright.schedule.grouping import (
+    Hints,
+    NamedGroups,
+    Node,
+    groups_from_hints,
+    joined,
+    leftovers,
+    repeated,
+)
 
 Entry = str | nn.Module
 Groups = str | Grouping | Sequence[Sequence[Entry]]

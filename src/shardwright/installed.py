@@ -6,7 +6,7 @@ from types import ModuleType
 from typing import Any
 
 from shardwright import api, module, policy, torch_fsdp, wrapper
-from shardwright.motion.torch_state import TorchState
+from shardwright.engine.torch_state import TorchState
 
 _SHARDING = ("fully_shard",)
 _MODULES = ("FSDPModule", "UnshardHandle", "register_fsdp_forward_method", "share_comm_ctx")

@@ -7,10 +7,10 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from shardwright.comm.agreement import on_host
-from shardwright.comm.all_reduce import AllReduce
+from shardwright.engine.unit import units_in
 from shardwright.errors import InputError
-from shardwright.motion.unit import units_in
+from shardwright.transport.all_reduce import AllReduce
+from shardwright.transport.words import on_host
 
 
 def loss_weights(model: nn.Module, weights: Sequence[float]) -> list[float]:

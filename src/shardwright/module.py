@@ -6,17 +6,17 @@ from typing import Any, cast
 
 from torch import nn
 
+from shardwright.engine.clone import deep_copy, rebuild
+from shardwright.engine.edits import unsharded_versions, write_back
+from shardwright.engine.hooks import reset_step
+from shardwright.engine.methods import run_as_forward
+from shardwright.engine.setters import GradientSetters, MotionSetters
+from shardwright.engine.torch_state import TorchState, show_state
+from shardwright.engine.unit import Unit
 from shardwright.errors import InputError, StageError
-from shardwright.motion.clone import deep_copy, rebuild
-from shardwright.motion.hooks import reset_step
-from shardwright.motion.methods import run_as_forward
-from shardwright.motion.setters import GradientSetters, MotionSetters
-from shardwright.motion.torch_state import TorchState, show_state
-from shardwright.motion.unit import Unit
 from shardwright.observe.trace import Trace
-from shardwright.plan.schedule import ActionKind, Schedule
-from shardwright.state.edits import unsharded_versions, write_back
-from shardwright.state.param import keep_attributes
+from shardwright.params.param import keep_attributes
+from shardwright.schedule.schedule import ActionKind, Schedule
 from shardwright.torch_fsdp import TorchFSDPModule
 
 

@@ -2,19 +2,18 @@
 
 from shardwright import nf4
 from shardwright.api import communication_s, full_state_dict, fully_shard, stats, stream_state_dict
+from shardwright.bucketer import ReduceScatterBucketer, ReduceScatterHandle
 from shardwright.clip import clip_grad_norm_
-from shardwright.comm.bucketer import ReduceScatterBucketer, ReduceScatterHandle
-from shardwright.comm.mesh import set_transport
-from shardwright.comm.process import set_process
+from shardwright.engine.build import ShardPlacementResult
+from shardwright.engine.costs import Stats
+from shardwright.engine.optimizer_in_backward import StepInBackward
 from shardwright.explanation import Explanation, explain
 from shardwright.gather import gathered, scattered
 from shardwright.installed import install, uninstall
 from shardwright.loss import loss_weights
 from shardwright.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
-from shardwright.motion.build import ShardPlacementResult
-from shardwright.motion.costs import Stats
-from shardwright.motion.stepping import StepInBackward
-from shardwright.observe.life import set_watch
+from shardwright.observe.lifecycle import set_watch
+from shardwright.params.at_rest import pickle_shards
 from shardwright.policy import (
     BackwardPrefetch,
     CPUOffloadPolicy,
@@ -28,7 +27,8 @@ from shardwright.policy import (
     WatchPolicy,
 )
 from shardwright.quantize import quantize_
-from shardwright.state.at_rest import pickle_shards
+from shardwright.transport.mesh import set_transport
+from shardwright.transport.process import set_process
 from shardwright.uneven import lockstep
 from shardwright.wrapper import FullyShardedDataParallel
 

@@ -8,15 +8,15 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardwright.engine.group import ParamGroup
+from shardwright.engine.unit import Unit, remember_replaced, units_in
 from shardwright.errors import InputError, StageError
 from shardwright.interchange import from_nf4_tensor, is_nf4_tensor
 from shardwright.module import FSDPModule, become_fsdp_module, original_class
-from shardwright.motion.unit import Unit, remember_replaced, units_in
-from shardwright.state.codec import NF4, Encoding, codec_of
-from shardwright.state.decoding import encode_sharded
-from shardwright.state.encoded import encodings, set_encoded
-from shardwright.state.group import ParamGroup
-from shardwright.state.param import ShardedParam
+from shardwright.params.param import ShardedParam
+from shardwright.params.quantized.codec import NF4, Encoding, codec_of
+from shardwright.params.quantized.group import encode_sharded
+from shardwright.params.quantized.module import encodings, set_encoded
 
 Where = str | Sequence[str] | Callable[[str, nn.Parameter], bool]
 Shown = dict[nn.Parameter, list[tuple[str, nn.Module, str]]]

@@ -6,9 +6,9 @@ from typing import Generic, TypeVar
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright.comm.agreement import exchange
-from shardwright.comm.mesh import resolve
 from shardwright.errors import DataError, InputError
+from shardwright.transport.mesh import resolve
+from shardwright.transport.words import exchange
 
 T = TypeVar("T")
 MODES = ("pad", "stop")

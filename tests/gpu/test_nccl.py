@@ -6,8 +6,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwright import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, stats
-from shardwright.comm.nccl import NcclComm
-from shardwright.motion.unit import unit_of
+from shardwright.engine.unit import unit_of
+from shardwright.transport.nccl import NcclComm
 from tests.ranks.models import Run, assert_same, batches, build, loss_of, shard_decoder
 
 pytestmark = [

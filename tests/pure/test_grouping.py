@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardwright.plan.grouping import Hints, Node, groups_from_hints, joined, leftovers, repeated
+from shardwright.schedule.grouping import Hints, Node, groups_from_hints, joined, leftovers, repeated
 
 LLAMA = {
     "model": "LlamaModel", "model.embed_tokens": "Embedding", "model.layers": "ModuleList",

@@ -43,21 +43,33 @@ def lines(count: int) -> str:
 
 LONG_METHODS = "".join(f"    def f{i}(self):\n" + "        pass\n" * 50 for i in range(5))
 BAD = [
-    (house.arrows_up, {"plan/layout.py": "from shardwright.state.group import X", "state/group.py": ""}),
-    (house.arrows_up, {"plan/layout.py": "import shardwright.state.group", "state/group.py": ""}),
-    (house.arrows_up, {"plan/layout.py": "from ..state import group", "state/group.py": ""}),
-    (house.arrows_up, {"plan/layout.py": "from shardwright import fully_shard", "__init__.py": ""}),
-    (house.arrows_up, {"checkpoint/live.py": "from shardwright.xla.home import home_of", "xla/home.py": ""}),
+    (
+        house.arrows_up,
+        {"schedule/layout.py": "from shardwright.engine.group import X", "engine/group.py": ""},
+    ),
+    (house.arrows_up, {"schedule/layout.py": "import shardwright.engine.group", "engine/group.py": ""}),
+    (house.arrows_up, {"schedule/layout.py": "from ..engine import group", "engine/group.py": ""}),
+    (house.arrows_up, {"schedule/layout.py": "from shardwright import fully_shard", "__init__.py": ""}),
+    (
+        house.arrows_up,
+        {"checkpoint/live.py": "from shardwright.xla.spmd_model import home_of", "xla/spmd_model.py": ""},
+    ),
     (house.arrows_up, {"xla/files.py": "from shardwright.checkpoint import load", "checkpoint/load.py": ""}),
-    (house.arrows_up, {"comm/shm.py": "from shardwright.observe import trace", "observe/trace.py": ""}),
+    (
+        house.arrows_up,
+        {"transport/cpu/shm.py": "from shardwright.observe import trace", "observe/trace.py": ""},
+    ),
     (house.arrows_up, {"somewhere/new.py": ""}),
-    (house.circles, {"plan/a.py": "from shardwright.plan import b", "plan/b.py": "from .a import x"}),
+    (
+        house.circles,
+        {"schedule/a.py": "from shardwright.schedule import b", "schedule/b.py": "from .a import x"},
+    ),
     (house.circles, {"a.py": "from . import b", "b.py": "from . import c", "c.py": "from .a import x"}),
     (house.stray_bridges, {"xla/step.py": "import torchax"}),
     (house.stray_bridges, {"api.py": "from transformers.models import x"}),
     (house.local_imports, {"api.py": "def f():\n    import json\n"}),
     (house.local_imports, {"api.py": "class A:\n    async def f(self):\n        from os import path\n"}),
-    (house.bad_names, {"comm/utils.py": ""}),
+    (house.bad_names, {"transport/utils.py": ""}),
     (house.bad_names, {"context/x.py": ""}),
     (house.bad_names, {"_misc.py": ""}),
     (house.foreign_runtime, {"api.py": "from torch.distributed.fsdp import fully_shard"}),
@@ -66,7 +78,7 @@ BAD = [
     (house.foreign_runtime, {"api.py": "import torch\nx = torch.distributed.fsdp.FSDPModule"}),
     (house.foreign_runtime, {"api.py": "import_module('torch.distributed.fsdp')"}),
     (house.stray_hooks, {"api.py": "m.register_forward_pre_hook(f)"}),
-    (house.stray_hooks, {"motion/runtime.py": "p.register_post_accumulate_grad_hook(f)"}),
+    (house.stray_hooks, {"engine/runtime.py": "p.register_post_accumulate_grad_hook(f)"}),
     (house.stray_hooks, {"api.py": "class F(torch.autograd.Function): pass"}),
     (house.stray_hooks, {"api.py": "from torch.autograd import Function"}),
     (house.stray_hooks, {"api.py": "from torch.autograd.graph import register_multi_grad_hook"}),
@@ -96,12 +108,13 @@ def test_every_rule_catches_a_breach(rule, package):
 
 GOOD = {
     "__init__.py": "from shardwright.api import fully_shard",
-    "api.py": '"""Doc."""\nfrom .motion import hooks\nfrom shardwright import errors\n',
-    "motion/hooks.py": "m.register_forward_hook(f)\nclass F(torch.autograd.Function): pass",
-    "motion/runtime.py": "from shardwright.plan.layout import X\nimport torch.distributed as dist",
-    "comm/mesh.py": "dist.new_group(ranks, T)\ninit_process_group(timeout=T)",
-    "plan/layout.py": "from shardwright.errors import InputError\n\ndef f(a, b, c, d, e, f):\n" + lines(59),
-    "plan/schedule.py": "from .layout import X\n\nclass A:\n    def f(self, a, b, c, d, e, g): pass",
+    "api.py": '"""Doc."""\nfrom .engine import hooks\nfrom shardwright import errors\n',
+    "engine/hooks.py": "m.register_forward_hook(f)\nclass F(torch.autograd.Function): pass",
+    "engine/runtime.py": "from shardwright.schedule.layout import X\nimport torch.distributed as dist",
+    "transport/mesh.py": "dist.new_group(ranks, T)\ninit_process_group(timeout=T)",
+    "schedule/layout.py": "from shardwright.errors import InputError\n\ndef f(a, b, c, d, e, f):\n"
+    + lines(59),
+    "schedule/schedule.py": "from .layout import X\n\nclass A:\n    def f(self, a, b, c, d, e, g): pass",
     "errors.py": 'def f():\n    """' + "doc\n" * 80 + '"""\n',
 }
 

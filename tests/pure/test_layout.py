@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.errors import InputError
-from shardwright.plan.flat import FlatLayout
-from shardwright.plan.layout import ALIGNMENT_NBYTES, GroupLayout, ParamLayout, pack
+from shardwright.schedule.flat_layout import FlatLayout
+from shardwright.schedule.layout import ALIGNMENT_NBYTES, GroupLayout, ParamLayout, pack
 
 SHAPES = st.lists(st.integers(0, 9), min_size=1, max_size=4).map(tuple)
 WORLDS = st.integers(1, 9)

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwright.comm.pages import (
+from shardwright.params.buffer import Buffer
+from shardwright.transport.cpu.pages import (
     HUGE_PAGE_NBYTES,
     Pool,
     take_bytes,
 )
-from shardwright.state.buffer import Buffer
 
 CHOICE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
@@ -75,7 +75,7 @@ def test_memory_is_used_again_when_the_last_tensor_over_it_dies():
 
 ROUNDS = """
 import resource, torch
-from shardwright.state.buffer import Buffer
+from shardwright.params.buffer import Buffer
 buffer = Buffer(12 << 20, torch.device("cpu"))
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

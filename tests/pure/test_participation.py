@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.plan.hands import Call, Said, bits
-from shardwright.plan.orders import Orders
-from shardwright.plan.participation import Participant
-from shardwright.plan.schedule import Action, ActionKind, Event, EventKind, GroupFacts, Phase
-from shardwright.plan.supersequence import supersequence
 from shardwright.policy import SchedulePolicy
+from shardwright.schedule.follower import Participant
+from shardwright.schedule.hands import Call, Said, bits
+from shardwright.schedule.merge_orders import supersequence
+from shardwright.schedule.recorded import Orders
+from shardwright.schedule.schedule import Action, ActionKind, Event, EventKind, GroupFacts, Phase
 
 F_BEGIN, F_END = EventKind.FORWARD_BEGIN, EventKind.FORWARD_END
 B_BEGIN, B_END = EventKind.BACKWARD_BEGIN, EventKind.BACKWARD_END

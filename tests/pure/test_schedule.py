@@ -10,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.errors import InputError
-from shardwright.plan.planner import Planner, plan
-from shardwright.plan.schedule import (
+from shardwright.policy import BackwardPrefetch, SchedulePolicy
+from shardwright.schedule.check import check
+from shardwright.schedule.planner import Planner, plan
+from shardwright.schedule.schedule import (
     BEGINS,
     Action,
     ActionKind,
@@ -22,8 +24,6 @@ from shardwright.plan.schedule import (
     Schedule,
     Stop,
 )
-from shardwright.plan.soundness import check
-from shardwright.policy import BackwardPrefetch, SchedulePolicy
 
 POLICIES = st.builds(
     SchedulePolicy,
@@ -355,8 +355,8 @@ def test_text_that_is_not_a_schedule_is_refused_by_line(line):
 
 WITHOUT_ASSERTS = """
 from shardwright.errors import InputError, ScheduleError
-from shardwright.plan.schedule import Schedule
-from shardwright.plan.soundness import check
+from shardwright.schedule.schedule import Schedule
+from shardwright.schedule.check import check
 
 assert False, "runs without asserts"
 for text in ("F+ 0: unshard 0", "forward\\n\\nQ 0"):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from shardwright.comm.streams import Due, Streams
+from shardwright.transport.streams import Due, Streams
 
 
 class FakeStream:

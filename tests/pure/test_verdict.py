@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.errors import CommError, InputError
-from shardwright.observe.rollcall import _answer
-from shardwright.observe.verdict import (
+from shardwright.observe.diagnosis import (
     ERRORS,
     Answer,
     Fault,
@@ -22,6 +21,7 @@ from shardwright.observe.verdict import (
     table,
     tell,
 )
+from shardwright.observe.status_exchange import _answer
 from shardwright.policy import WatchPolicy
 
 POLICY = WatchPolicy()

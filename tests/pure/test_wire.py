@@ -6,12 +6,12 @@ import time
 import pytest
 import torch
 
-from shardwright.comm import lines
-from shardwright.comm.launches import Launch, LaunchLog
-from shardwright.comm.lines import Line, Side, Transfer
-from shardwright.comm.views import views_of
-from shardwright.comm.wire import Wire
 from shardwright.errors import CommError
+from shardwright.transport.cpu import connection as lines
+from shardwright.transport.cpu.connection import Line, Side, Transfer
+from shardwright.transport.cpu.event_loop import Wire
+from shardwright.transport.cpu.views import views_of
+from shardwright.transport.launches import Launch, LaunchLog
 
 
 class End:

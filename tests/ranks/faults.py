@@ -22,9 +22,9 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwright import SchedulePolicy, fully_shard, set_transport
 from shardwright.checkpoint import save
-from shardwright.comm.lines import Line
-from shardwright.motion.accord import TableHands
-from shardwright.observe.rollcall import Roll
+from shardwright.engine.consensus import TableHands
+from shardwright.observe.status_exchange import Roll
+from shardwright.transport.cpu.connection import Line
 from tests.ranks.scripts import fault, run_scripts
 
 STEP = 2  # the step in which the fault comes

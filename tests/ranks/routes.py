@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwright.motion.unit import unit_of, units_in
+from shardwright.engine.unit import unit_of, units_in
 from tests.ranks.models import Run, full
 
 WIDTH = 7  # every shard of every world is uneven

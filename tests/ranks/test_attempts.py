@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwright import fully_shard, set_transport
-from shardwright.comm.attempt import Attempt
+from shardwright.transport.attempt import Attempt
 from tests.ranks.pool import run_ranks
 
 

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from shardwright import ReduceScatterBucketer, set_transport
-from shardwright.comm.bucketer import HOST_NBYTES
-from shardwright.comm.mesh import comm_of
+from shardwright.bucketer import HOST_NBYTES
 from shardwright.errors import CommError, InputError, StageError
+from shardwright.transport.mesh import comm_of
 from tests.ranks.pool import run_ranks
 
 WORLD = 2

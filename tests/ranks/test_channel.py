@@ -4,11 +4,11 @@ import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwright import set_transport
-from shardwright.comm.channel import NOTHING, AxisChannel, JointChannel, tell
-from shardwright.comm.mesh import resolve
-from shardwright.comm.nccl import NcclComm
-from shardwright.comm.shm import ShmComm
-from shardwright.comm.sockets import SocketComm
+from shardwright.transport.channel import NOTHING, AxisChannel, JointChannel, tell
+from shardwright.transport.cpu.shm import ShmComm
+from shardwright.transport.cpu.sockets import SocketComm
+from shardwright.transport.mesh import resolve
+from shardwright.transport.nccl import NcclComm
 from tests.ranks.models import fresh_mesh
 from tests.ranks.pool import run_ranks
 

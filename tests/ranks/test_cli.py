@@ -12,7 +12,7 @@ from torch import nn
 from shardwright import fully_shard
 from shardwright.checkpoint import save
 from shardwright.cli import main
-from shardwright.observe.life import store_address
+from shardwright.observe.lifecycle import store_address
 from tests.ranks.pool import run_ranks
 
 

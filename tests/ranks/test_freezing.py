@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from shardwright import fully_shard, stats
+from shardwright.engine.consensus import TableHands
 from shardwright.errors import StageError
-from shardwright.motion.accord import TableHands
 from tests.ranks.models import Block, Run, assert_same
 from tests.ranks.pool import run_ranks
 

@@ -9,10 +9,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwright import MixedPrecisionPolicy, SchedulePolicy, fully_shard, set_transport, stats
+from shardwright.engine.unit import is_sharded, unit_of
 from shardwright.errors import StageError
-from shardwright.motion.unit import is_sharded, unit_of
-from shardwright.plan.schedule import Action, ActionKind, Event, EventKind, Phase, Schedule
-from shardwright.plan.soundness import check
+from shardwright.schedule.check import check
+from shardwright.schedule.schedule import Action, ActionKind, Event, EventKind, Phase, Schedule
 from tests.ranks.models import Block, Run, assert_same, batches, build, full, loss_of, shard_decoder
 from tests.ranks.pool import run_ranks
 

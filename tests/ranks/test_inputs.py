@@ -17,8 +17,8 @@ from shardwright import (
     fully_shard,
     stats,
 )
+from shardwright.engine.unit import unit_of
 from shardwright.errors import InputError, ShardwrightError, StageError
-from shardwright.motion.unit import unit_of
 from tests.ranks.models import Run, batches, build, loss_of, shard_decoder
 from tests.ranks.pool import run_ranks
 

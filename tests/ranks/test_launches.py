@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwright import fully_shard, set_transport
-from shardwright.comm import closing
-from shardwright.comm.closing import is_closed
-from shardwright.comm.launches import RING, LaunchLog, here
-from shardwright.comm.streams import Streams
-from shardwright.motion.unit import unit_of
+from shardwright.engine.unit import unit_of
+from shardwright.transport import abort as closing
+from shardwright.transport.abort import is_closed
+from shardwright.transport.launches import RING, LaunchLog, here
+from shardwright.transport.streams import Streams
 from tests.pure.test_streams import Device, FakeStream, flat
 from tests.ranks.models import batches, build, fresh_mesh, loss_of, shard_decoder
 from tests.ranks.pool import run_ranks

@@ -25,8 +25,8 @@ from shardwright import (
     fully_shard,
     pickle_shards,
 )
+from shardwright.engine.unit import units_in
 from shardwright.errors import InputError, MisuseError
-from shardwright.motion.unit import units_in
 from shardwright.wrapper import StateDictType
 from tests.ranks.pool import run_ranks
 from tests.ranks.scripts import run_scripts

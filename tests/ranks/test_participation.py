@@ -10,10 +10,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwright import MixedPrecisionPolicy, SchedulePolicy, fully_shard
+from shardwright.engine.consensus import TableHands
+from shardwright.engine.unit import unit_of
 from shardwright.errors import Diverged, InputError, StageError
-from shardwright.motion.accord import TableHands
-from shardwright.motion.unit import unit_of
-from shardwright.plan.hands import Call
+from shardwright.schedule.hands import Call
 from shardwright.wrapper import FSDP, ModuleWrapPolicy
 from tests.ranks.models import Run, full
 from tests.ranks.pool import run_ranks

@@ -12,12 +12,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from shardwright import SchedulePolicy, fully_shard, set_transport, stats
+from shardwright.engine.group import ParamGroup
+from shardwright.engine.reducer import Reducer
+from shardwright.engine.unit import unit_of
 from shardwright.errors import InputError
-from shardwright.motion.unit import unit_of
-from shardwright.plan.schedule import ActionKind, EventKind, Phase
-from shardwright.plan.soundness import check
-from shardwright.state.group import ParamGroup
-from shardwright.state.reducer import Reducer
+from shardwright.schedule.check import check
+from shardwright.schedule.schedule import ActionKind, EventKind, Phase
 from shardwright.train.config import ModelConfig, Recipe, ScheduleConfig
 from shardwright.train.eager import build_model
 from shardwright.train.ranks import RankPlace

@@ -13,13 +13,13 @@ import torch
 
 from shardwright import WatchPolicy, set_process
 from shardwright.cli import top
-from shardwright.comm.pages import keep_freed_pages
 from shardwright.errors import CommError, InputError
-from shardwright.observe.life import keep_watch, store_address
-from shardwright.observe.rollcall import find_roll, store_at
+from shardwright.observe.diagnosis import Answer, Findings, Status, Waits
+from shardwright.observe.lifecycle import keep_watch, store_address
 from shardwright.observe.status import status
-from shardwright.observe.verdict import Answer, Findings, Status, Waits
+from shardwright.observe.status_exchange import find_roll, store_at
 from shardwright.train.ranks import RankPlace
+from shardwright.transport.cpu.pages import keep_freed_pages
 from tests.ranks.faults import built, step
 from tests.ranks.scripts import fault, run_scripts
 

@@ -10,9 +10,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from shardwright import MixedPrecisionPolicy, SchedulePolicy, fully_shard, set_transport, stats
-from shardwright.motion.unit import unit_of
-from shardwright.plan.soundness import check
+from shardwright.engine.unit import unit_of
 from shardwright.policy import Agreement
+from shardwright.schedule.check import check
 from tests.ranks.models import Run
 from tests.ranks.pool import run_ranks
 
@@ -226,7 +226,7 @@ def fallbacks(rank, world):
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
-    logger = logging.getLogger("shardwright.motion.lookups")
+    logger = logging.getLogger("shardwright.engine.lookups")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     tied, stays, whole = Scores(tied=True), Scores(), Scores()

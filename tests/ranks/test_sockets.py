@@ -12,15 +12,16 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwright import SchedulePolicy, fully_shard, set_transport, stats
-from shardwright.comm import meeting, mesh
-from shardwright.comm.base import Piece
-from shardwright.comm.mesh import resolve
-from shardwright.comm.nccl import NcclComm
-from shardwright.comm.shm import ShmComm
-from shardwright.comm.sockets import SocketComm
-from shardwright.comm.wire import Wire
 from shardwright.errors import CommError
-from shardwright.plan.layout import ParamLayout
+from shardwright.schedule.layout import ParamLayout
+from shardwright.transport import mesh
+from shardwright.transport.base import Piece
+from shardwright.transport.cpu import handshake as meeting
+from shardwright.transport.cpu.event_loop import Wire
+from shardwright.transport.cpu.shm import ShmComm
+from shardwright.transport.cpu.sockets import SocketComm
+from shardwright.transport.mesh import resolve
+from shardwright.transport.nccl import NcclComm
 from tests.ranks.models import batches, build, fresh_mesh, loss_of, shard_decoder
 from tests.ranks.pool import run_ranks
 from tests.ranks.scripts import run_scripts

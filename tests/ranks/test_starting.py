@@ -9,11 +9,11 @@ import torch.testing._internal.distributed.fake_pg  # registers the backend "fak
 from torch import nn
 
 from shardwright import full_state_dict, fully_shard, lockstep, loss_weights, set_transport
-from shardwright.comm import mesh
-from shardwright.comm.agreement import compare
-from shardwright.comm.channel import AxisChannel
-from shardwright.comm.nccl import NcclComm
-from shardwright.comm.shm import ShmComm
+from shardwright.transport import mesh
+from shardwright.transport.channel import AxisChannel
+from shardwright.transport.cpu.shm import ShmComm
+from shardwright.transport.nccl import NcclComm
+from shardwright.transport.words import compare
 from tests.ranks.models import fresh_mesh
 from tests.ranks.pool import as_torchrun, free_port, run_ranks
 

@@ -6,10 +6,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from shardwright import SchedulePolicy, StepInBackward, clip_grad_norm_, fully_shard
+from shardwright.engine.unit import unit_of
 from shardwright.errors import InputError, StageError
-from shardwright.motion.unit import unit_of
-from shardwright.plan.schedule import ActionKind, EventKind, Phase, Schedule
-from shardwright.plan.soundness import check
+from shardwright.schedule.check import check
+from shardwright.schedule.schedule import ActionKind, EventKind, Phase, Schedule
 from tests.ranks.models import batches, build, loss_of, shard_decoder
 from tests.ranks.pool import run_ranks
 

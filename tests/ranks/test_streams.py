@@ -18,14 +18,14 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from shardwright import CPUOffloadPolicy, MixedPrecisionPolicy, SchedulePolicy, fully_shard
-from shardwright.comm import mesh as meshes
-from shardwright.comm.launches import LaunchLog
-from shardwright.comm.nccl import NcclComm
-from shardwright.comm.streams import Streams
-from shardwright.motion import build as building
-from shardwright.motion.unit import units_in
+from shardwright.engine import build as building
+from shardwright.engine import grads, joined
+from shardwright.engine.unit import units_in
 from shardwright.policy import OptimizerOffloadPolicy
-from shardwright.state import grads, joined
+from shardwright.transport import mesh as meshes
+from shardwright.transport.launches import LaunchLog
+from shardwright.transport.nccl import NcclComm
+from shardwright.transport.streams import Streams
 from tests.pure.test_streams import Device, FakeStream, NoRule1, NoRule2, NoRule4
 from tests.ranks import quantised
 from tests.ranks.models import Run, build, loss_of, shard_decoder

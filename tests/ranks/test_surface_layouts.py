@@ -19,7 +19,7 @@ from shardwright import (
     set_transport,
     stats,
 )
-from shardwright.motion.unit import unit_of
+from shardwright.engine.unit import unit_of
 from tests.ranks.models import (
     WIDTH,
     Run,

@@ -14,10 +14,10 @@ from shardwright import (
     explain,
     fully_shard,
 )
+from shardwright.engine.unit import unit_of
 from shardwright.errors import InputError, StageError
-from shardwright.motion.unit import unit_of
-from shardwright.state import host
-from shardwright.state import param as param_module
+from shardwright.params import offload as host
+from shardwright.params import param as param_module
 from tests.ranks.models import Run, batches, build, full, loss_of, shard_decoder, train_beside
 from tests.ranks.pool import run_ranks
 

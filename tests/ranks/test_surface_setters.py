@@ -22,9 +22,9 @@ from shardwright import (
     share_comm_ctx,
     stats,
 )
+from shardwright.engine.unit import unit_of
 from shardwright.errors import InputError, StageError
-from shardwright.motion.unit import unit_of
-from shardwright.plan.schedule import Event, EventKind, Phase
+from shardwright.schedule.schedule import Event, EventKind, Phase
 from tests.ranks.models import (
     Block,
     Run,

@@ -15,8 +15,8 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
 
 import shardwright
+from shardwright.engine.build import Options
 from shardwright.errors import InputError
-from shardwright.motion.build import Options
 from tests.ranks.models import full
 from tests.ranks.pool import run_ranks
 

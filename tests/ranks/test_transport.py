@@ -13,12 +13,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardwright import SchedulePolicy, WatchPolicy, fully_shard, set_transport, set_watch
 from shardwright.checkpoint import save
-from shardwright.comm import futex
-from shardwright.comm.mesh import TIMEOUT, timeout_of
-from shardwright.comm.shm import ShmComm
-from shardwright.comm.sockets import SocketComm
+from shardwright.engine.unit import unit_of
 from shardwright.errors import CommError, Diverged, InputError, RankLost
-from shardwright.motion.unit import unit_of
+from shardwright.transport.cpu import futex
+from shardwright.transport.cpu.shm import ShmComm
+from shardwright.transport.cpu.sockets import SocketComm
+from shardwright.transport.mesh import TIMEOUT, timeout_of
 from tests.ranks.models import batches, build, full, loss_of, shard_decoder
 from tests.ranks.pool import run_ranks
 

@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwright import WatchPolicy, fully_shard, set_watch
-from shardwright.comm import presence
-from shardwright.comm.attempt import this_attempt
-from shardwright.comm.launches import here
 from shardwright.errors import RankLost
-from shardwright.observe.life import store_address
+from shardwright.observe.lifecycle import store_address
 from shardwright.observe.watchdog import Watch
+from shardwright.transport import liveness as presence
+from shardwright.transport.attempt import this_attempt
+from shardwright.transport.launches import here
 from tests.ranks.faults import CASES, built, compiles_long, step
 from tests.ranks.pool import run_ranks
 from tests.ranks.scripts import Outcome, fault, run_scripts

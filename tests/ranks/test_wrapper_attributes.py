@@ -10,12 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwright import fully_shard
 from shardwright.errors import InputError
-from shardwright.wrapper import (
-    FSDP,
-    ModuleWrapPolicy,
-    ShardingStrategy,
-    size_based_auto_wrap_policy,
-)
+from shardwright.wrapper import FSDP, ModuleWrapPolicy, ShardingStrategy, size_based_auto_wrap_policy
 from tests.ranks.models import Block, build
 from tests.ranks.pool import run_ranks
 from tests.ranks.wrapped import nested

@@ -9,13 +9,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 
 from shardwright import fully_shard
-from shardwright.wrapper import (
-    FSDP,
-    ModuleWrapPolicy,
-    OptimStateKeyType,
-    StateDictType,
-    TrainingState,
-)
+from shardwright.wrapper import FSDP, ModuleWrapPolicy, OptimStateKeyType, StateDictType, TrainingState
 from tests.ranks.models import Block, batches, build, full, loss_of, shard_decoder
 from tests.ranks.pool import run_ranks
 

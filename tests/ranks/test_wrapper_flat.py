@@ -9,15 +9,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwright import checkpoint, full_state_dict
+from shardwright.engine.unit import units_in
 from shardwright.errors import InputError
-from shardwright.motion.unit import units_in
-from shardwright.wrapper import (
-    FSDP,
-    FullStateDictConfig,
-    MixedPrecision,
-    ShardingStrategy,
-    StateDictType,
-)
+from shardwright.wrapper import FSDP, FullStateDictConfig, MixedPrecision, ShardingStrategy, StateDictType
 from tests.ranks.models import batches, build, full, loss_of
 from tests.ranks.pool import run_ranks
 from tests.ranks.test_wrapper_harness import MATRIX, NEVER_MOVED, trains

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwright.motion.unit import unit_of, units_in
-from shardwright.state.group import ParamGroup, Stage
+from shardwright.engine.group import ParamGroup, Stage
+from shardwright.engine.unit import unit_of, units_in
 from shardwright.wrapper import FSDP, BackwardPrefetch, CPUOffload, CustomPolicy, ShardingStrategy
 from tests.ranks.models import Decoder, Run, batches, build, loss_of, train_beside
 from tests.ranks.pool import run_ranks

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardwright.engine.unit import unit_of, units_in
 from shardwright.errors import InputError, StageError
-from shardwright.motion.unit import unit_of, units_in
-from shardwright.state.param import ShardedParam
+from shardwright.params.param import ShardedParam
 from shardwright.wrapper import (
     FSDP,
     CPUOffload,

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from shardwright.comm.attempt import Attempt, new_group, this_attempt
-from shardwright.comm.launches import LaunchLog, here
 from shardwright.errors import CheckpointError
+from shardwright.transport.attempt import Attempt, new_group, this_attempt
+from shardwright.transport.launches import LaunchLog, here
 
 T = TypeVar("T")
 

@@ -20,7 +20,7 @@ from shardwright.checkpoint.shardfile import DTYPE_NAME
 from shardwright.checkpoint.tree import Tensors, encode
 from shardwright.errors import CheckpointError
 from shardwright.interchange import NF4_ROWS, is_nf4_tensor
-from shardwright.state.place import cuts_of
+from shardwright.params.placement import cuts_of
 from shardwright.xla.placeholder import Placeholder
 
 

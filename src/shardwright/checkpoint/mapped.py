@@ -11,7 +11,7 @@ import os
 
 import numpy as np
 
-from shardwright.comm.pages import HUGE_PAGE_NBYTES, advise
+from shardwright.transport.cpu.pages import HUGE_PAGE_NBYTES, advise
 
 EXTENT_NBYTES = HUGE_PAGE_NBYTES
 _WINDOW_NBYTES = 2 * EXTENT_NBYTES  # what a process has mapped counts as memory that it uses

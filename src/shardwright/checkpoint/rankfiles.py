@@ -26,7 +26,7 @@ from shardwright.checkpoint.format import Piece, TensorEntry
 from shardwright.checkpoint.shardfile import DTYPE_NAME
 from shardwright.checkpoint.torchfile import entry_of, fake_load, piece_of
 from shardwright.errors import CheckpointError
-from shardwright.plan.flat import FlatLayout
+from shardwright.schedule.flat_layout import FlatLayout
 from shardwright.xla import files as xla
 
 Content = Mapping[str, Any]

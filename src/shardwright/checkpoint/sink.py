@@ -5,8 +5,8 @@ import os
 from typing import Protocol
 
 from shardwright.checkpoint.background import Pace
-from shardwright.comm.pages import take_bytes
-from shardwright.comm.views import view_of
+from shardwright.transport.cpu.pages import take_bytes
+from shardwright.transport.cpu.views import view_of
 
 try:
     import fcntl

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwright.comm.attempt import new_group
-from shardwright.comm.mesh import TIMEOUT
 from shardwright.errors import InputError
+from shardwright.transport.attempt import new_group
+from shardwright.transport.mesh import TIMEOUT
 
 
 class StopRequest:

@@ -16,9 +16,9 @@ from shardwright.checkpoint.format import Box, Manifest, TensorEntry
 from shardwright.checkpoint.live import Stateful, box_at, box_of, model_tensors
 from shardwright.checkpoint.shardfile import TORCH_DTYPE
 from shardwright.checkpoint.tree import Tensors, encode, keys_in
-from shardwright.comm.pages import advise_huge
 from shardwright.errors import CheckpointError
-from shardwright.state.place import Cut
+from shardwright.params.placement import Cut
+from shardwright.transport.cpu.pages import advise_huge
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from typing import Any
 
 from shardwright.errors import CommError, ConfigError
 from shardwright.extras import from_extra
-from shardwright.observe.rollcall import Roll, find_roll, store_at
+from shardwright.observe.diagnosis import Findings, judge
 from shardwright.observe.status import status
-from shardwright.observe.verdict import Findings, judge
+from shardwright.observe.status_exchange import Roll, find_roll, store_at
 from shardwright.policy import WatchPolicy
 from shardwright.train.folder import JOB_FILE
 from shardwright.train.report import as_json, open_console

@@ -14,11 +14,11 @@ from torch import nn
 from shardwright.checkpoint.agree import ranks
 from shardwright.checkpoint.shardfile import DTYPE_NAME, bits_of, header_of
 from shardwright.checkpoint.sink import write_all
+from shardwright.engine.unit import units_in
 from shardwright.errors import CheckpointError, InputError
 from shardwright.hf import library
 from shardwright.module import original_class
-from shardwright.motion.unit import units_in
-from shardwright.state.full import stream_full
+from shardwright.params.gather_full import stream_full
 
 MAX_FILE_NBYTES = 5 * 10**9
 _TOKENIZER = (

@@ -17,11 +17,11 @@ from shardwright.checkpoint.install import install
 from shardwright.checkpoint.load import fill
 from shardwright.checkpoint.shardfile import Reader
 from shardwright.checkpoint.target import Plan, allocated, plan
+from shardwright.engine.unit import unit_of
 from shardwright.errors import InputError
 from shardwright.grouped import hints_of, suggested
 from shardwright.hf import library
 from shardwright.hf.weights import open_folder, under_model_names
-from shardwright.motion.unit import unit_of
 from shardwright.policy import DEFAULT_PRECISION, MixedPrecisionPolicy
 from shardwright.quantize import quantisable, quantize_
 from shardwright.train.lora import Lora, adapter_names, add_lora, reset_adapters

@@ -13,7 +13,7 @@ import threading
 from types import FrameType
 from typing import Any
 
-from shardwright.comm.launches import here
+from shardwright.transport.launches import here
 
 SIGNAL: Any = getattr(signal, "SIGUSR1", None)
 

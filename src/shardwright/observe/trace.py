@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from shardwright.plan.schedule import Action, Event, Phase, Schedule, Stop
+from shardwright.schedule.schedule import Action, Event, Phase, Schedule, Stop
 
 
 class TraceEntry(NamedTuple):

@@ -20,16 +20,16 @@ from dataclasses import dataclass, field, replace
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import _world  # no public list of the process' groups
 
-from shardwright.comm.attempt import Attempt
-from shardwright.comm.closing import close, is_closed
-from shardwright.comm.launches import here
-from shardwright.observe.doing import Doing
+from shardwright.observe.backoff import Suspicion
+from shardwright.observe.diagnosis import ERRORS, Fault, Findings, Note, judge, tell
+from shardwright.observe.process_status import Doing
 from shardwright.observe.requests import Requests
-from shardwright.observe.rollcall import Roll, Ruling
 from shardwright.observe.status import status
-from shardwright.observe.suspicion import Suspicion
-from shardwright.observe.verdict import ERRORS, Fault, Findings, Note, judge, tell
+from shardwright.observe.status_exchange import Roll, Ruling
 from shardwright.policy import WatchPolicy
+from shardwright.transport.abort import close, is_closed
+from shardwright.transport.attempt import Attempt
+from shardwright.transport.launches import here
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.api import communication_s, full_state_dict, fully_shard, stats
 from shardwright.checkpoint import Restored, load, save
-from shardwright.comm.mesh import set_transport
 from shardwright.module import FSDPModule
 from shardwright.policy import MixedPrecisionPolicy
 from shardwright.train.config import OptimizerConfig, Recipe
@@ -23,6 +22,7 @@ from shardwright.train.engine import Reading, Sizes
 from shardwright.train.loop import learning_rate
 from shardwright.train.models import Transformer, loss_of
 from shardwright.train.ranks import RankPlace
+from shardwright.transport.mesh import set_transport
 
 
 def build_model(recipe: Recipe, place: RankPlace) -> Transformer:

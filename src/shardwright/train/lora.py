@@ -28,10 +28,10 @@ from torch.nn import functional as F
 
 from shardwright.checkpoint.agree import ranks
 from shardwright.checkpoint.live import Whole
+from shardwright.engine.unit import units_in
 from shardwright.errors import CheckpointError, InputError
 from shardwright.extras import from_extra
-from shardwright.motion.unit import units_in
-from shardwright.state.encoded import encoded_class, encodings, own_class
+from shardwright.params.quantized.module import encoded_class, encodings, own_class
 
 with from_extra("checkpoint"):
     from safetensors.torch import load_file, save_file

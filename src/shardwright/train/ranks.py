@@ -23,13 +23,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwright.checkpoint import StopRequest
-from shardwright.comm.attempt import join_job
-from shardwright.comm.launches import LaunchLog
 from shardwright.errors import CheckpointError, ConfigError, DataError, InputError
-from shardwright.observe.life import keep_watch, leave, set_watch, store_address
+from shardwright.observe.lifecycle import keep_watch, leave, set_watch, store_address
 from shardwright.train.config import LaunchConfig, Recipe
 from shardwright.train.data import Share
 from shardwright.train.launch import CPU_RANKS, FAILURE_VARIABLE, STOP_SIGNALS, STORE_VARIABLE, Failure
+from shardwright.transport.attempt import join_job
+from shardwright.transport.launches import LaunchLog
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,6 @@ import torch
 from shardwright.checkpoint import StopRequest
 from shardwright.checkpoint.folder import step_folder
 from shardwright.checkpoint.lock import Held, holder
-from shardwright.comm.launches import here
 from shardwright.errors import ConfigError
 from shardwright.train.config import Recipe
 from shardwright.train.engine import Job, Place
@@ -34,6 +33,7 @@ from shardwright.train.ranks import LaunchedStop, life_of_a_rank
 from shardwright.train.report import Screen, figures
 from shardwright.train.resolve import Resolved
 from shardwright.train.resume import batch_of, choose, restore, with_saved_batch
+from shardwright.transport.launches import here
 
 Prepare = Callable[[Recipe, Place], Job]
 """Makes the job of this process."""

@@ -5,7 +5,7 @@ from shardwright.wrapper import FullyShardedDataParallel as FSDP, ModuleWrapPoli
 model = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
 """
 
-from shardwright.wrapper.door import FullyShardedDataParallel
+from shardwright.wrapper.fsdp1 import FullyShardedDataParallel
 from shardwright.wrapper.options import (
     BackwardPrefetch,
     CPUOffload,

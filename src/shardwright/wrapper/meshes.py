@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright.comm.agreement import exchange
-from shardwright.comm.mesh import comm_of, resolve
 from shardwright.errors import InputError
+from shardwright.transport.mesh import comm_of, resolve
+from shardwright.transport.words import exchange
 from shardwright.wrapper.options import ShardingStrategy
 
 

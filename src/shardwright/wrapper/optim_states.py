@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwright.errors import InputError
-from shardwright.state.flat import FlatParam, original_name
-from shardwright.state.param import ShardedParam
+from shardwright.params.flat_param import FlatParam, original_name
+from shardwright.params.param import ShardedParam
 from shardwright.wrapper.options import OptimStateKeyType, StateDictSettings, StateDictType
 from shardwright.wrapper.states import convert, names_of, params_by_id, sharded_like, split
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwright.errors import InputError
-from shardwright.state.flat import CHECKPOINTED, key_of
+from shardwright.params.flat_param import CHECKPOINTED, key_of
 from shardwright.wrapper import optim_states, states
 from shardwright.wrapper.options import (
     OptimStateDictConfig,

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardwright.engine.unit import units_in
 from shardwright.errors import InputError
-from shardwright.motion.unit import units_in
-from shardwright.state.at_rest import keep_per_rank
-from shardwright.state.flat import WRAPPED, FlatParam, original_name
-from shardwright.state.full import stream_full
-from shardwright.state.param import ShardedParam, give
+from shardwright.params.at_rest import keep_per_rank
+from shardwright.params.flat_param import WRAPPED, FlatParam, original_name
+from shardwright.params.gather_full import stream_full
+from shardwright.params.param import ShardedParam, give
 from shardwright.wrapper.options import StateDictSettings, StateDictType
 
 INNER = WRAPPED

@@ -13,9 +13,9 @@ from torch import nn
 
 from shardwright.errors import CheckpointError, InputError
 from shardwright.xla.files import FLAT, SEPARATOR, SHARD, WRAPPED, read
-from shardwright.xla.home import Home, home_of
 from shardwright.xla.optim import Optimizer
 from shardwright.xla.processes import together
+from shardwright.xla.spmd_model import Home, home_of
 from shardwright.xla.state import load_full_state_dict
 from shardwright.xla.step import TrainStep
 from shardwright.xla.torch_bridge import from_numpy

@@ -19,8 +19,8 @@ from shardwright.checkpoint.save import save
 from shardwright.checkpoint.sources import locate, open_source
 from shardwright.errors import CheckpointError
 from shardwright.xla.checkpoint import named_state, optimizer_state, option_groups
-from shardwright.xla.home import home_of
 from shardwright.xla.processes import is_first_process, together
+from shardwright.xla.spmd_model import home_of
 from shardwright.xla.state import full_state_dict, load_full_state_dict, random_state, set_random_state
 from shardwright.xla.step import TrainStep
 

@@ -10,10 +10,10 @@ from jax.sharding import Mesh
 from torch import nn
 
 from shardwright.errors import InputError
-from shardwright.xla.home import home_of
 from shardwright.xla.mesh import resolve
 from shardwright.xla.options import Options
 from shardwright.xla.placeholder import LEAF, PlaceholderUsed, placeholder, watch_optimizers
+from shardwright.xla.spmd_model import home_of
 from shardwright.xla.torch_bridge import from_numpy
 from shardwright.xla.trace import current, enter
 from shardwright.xla.unit import UNIT, Leaf, Unit, unit_of

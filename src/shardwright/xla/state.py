@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardwright.errors import InputError
-from shardwright.xla.home import Home, home_of
+from shardwright.xla.spmd_model import Home, home_of
 from shardwright.xla.torch_bridge import from_numpy, to_numpy
 
 

@@ -14,8 +14,8 @@ from torch import nn
 
 from shardwright.errors import InputError
 from shardwright.xla import torch_bridge as bridge
-from shardwright.xla.home import Home, device_key, home_of
 from shardwright.xla.optim import Optimizer
+from shardwright.xla.spmd_model import Home, device_key, home_of
 from shardwright.xla.trace import Trace
 from shardwright.xla.unit import Stored
 

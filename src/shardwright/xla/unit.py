@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from shardwright.errors import InputError, StageError
-from shardwright.plan.flat import FlatLayout
-from shardwright.plan.layout import ParamLayout
+from shardwright.schedule.flat_layout import FlatLayout
+from shardwright.schedule.layout import ParamLayout
 from shardwright.xla.mesh import Axes
 from shardwright.xla.options import Options
 from shardwright.xla.torch_bridge import jax_dtype, to_numpy

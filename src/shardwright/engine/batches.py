@@ -1,0 +1,134 @@
+"""Several groups in one collective: small ones, whose own would cost its latency and little else."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import TypeVar
+
+from shardwright.engine.aside import fill_aside
+from shardwright.engine.group import ParamGroup, Stage
+from shardwright.engine.reducer import Grads, Reducer
+from shardwright.transport.all_reduce import AllReduce
+from shardwright.transport.base import Comm, Piece, Reduction
+from shardwright.transport.shared import SharedGather, SharedReduction
+
+Member = TypeVar("Member")
+
+
+def unshard(groups: Sequence[ParamGroup], near: AbstractSet[ParamGroup] | None = None) -> None:
+    """Issue the all-gathers of groups, one for each transport that they use.
+
+    Those that aren't at rest take part for others, with memory that is dropped. near: the groups whose
+    neighbours have them; None: each rank sees by itself.
+    Raises: StageError, before anything was issued (see ``ParamGroup.prepare``); what issuing raises, and then
+        the groups that it had not come to are at rest.
+    """
+    at_rest = [group for group in groups if group.stage is Stage.SHARDED]
+    for group in at_rest:
+        group.prepare()
+    try:
+        _issue(groups, at_rest, near)
+    except BaseException:
+        for group in at_rest:
+            group.give_up()
+        raise
+
+
+def _issue(
+    groups: Sequence[ParamGroup], at_rest: Sequence[ParamGroup], near: AbstractSet[ParamGroup] | None
+) -> None:
+    pieces: dict[ParamGroup, list[Piece]] = {}
+    for group in groups:
+        nearby = None if near is None else group in near
+        own = group.fill(nearby) if group in at_rest else fill_aside(group, bool(nearby))
+        if own is not None:
+            pieces[group] = own
+    for comm, members in _by_comm(pieces, lambda group: group.comm):
+        gather = comm.all_gather([p for g in members for p in pieces[g]], _key("all-gather", members))
+        shared = gather if len(members) == 1 else SharedGather(gather)
+        waiting = [group for group in members if group in at_rest]
+        for group in waiting:
+            group.receive(shared)
+        if not waiting:
+            shared.wait()
+
+
+def join(group: ParamGroup, nearby: bool) -> None:
+    """Take part in a group's all-gather for others, and drop what it brings."""
+    pieces = fill_aside(group, nearby)
+    if pieces is not None:
+        group.comm.all_gather(pieces, _key("all-gather", [group])).wait()
+
+
+def reduce(reducers: Sequence[Reducer]) -> None:
+    """Issue the reduce-scatters of what is held or was just brought, one for each transport.
+
+    Nothing of theirs may be in flight.
+    """
+    grads = {}
+    for reducer in reducers:
+        if not reducer.holds:
+            reducer.hold()
+        held = reducer.release()
+        if held:
+            grads[reducer] = held
+    for reducer, reduction in _issued(grads):
+        reducer.send(reduction, [param for param, _ in grads[reducer]])
+
+
+def rehearse(reducers: Sequence[Reducer]) -> Callable[[], None]:
+    """Issue the reduce-scatters that ``reduce`` would, of zeros; what it returns waits and drops the sums."""
+    grads = {reducer: zeros for reducer in reducers if (zeros := reducer.zeros())}
+    flying = _issued(grads)
+
+    def wait() -> None:
+        for reducer, reduction in flying:
+            totals = reduction.wait()
+            if reducer.has_copies:
+                AllReduce(reducer.copies, totals, f"all-reduce {reducer.name}").wait()
+
+    return wait
+
+
+def _issued(grads: Mapping[Reducer, Grads]) -> list[tuple[Reducer, Reduction]]:
+    """One reduce-scatter for each transport; what each reducer waits for."""
+    flying: list[tuple[Reducer, Reduction]] = []
+    for comm, members in _by_comm(grads, lambda reducer: reducer.comm):
+        if len(members) == 1:
+            flying.append((members[0], members[0].issue(grads[members[0]])))
+            continue
+        inputs = [reducer.inputs(grads[reducer]) for reducer in members]
+        pieces = [piece for own, _ in inputs for piece in own]
+        dtypes = [dtype for _, own in inputs for dtype in own]
+        whole = SharedReduction(comm.reduce_scatter(pieces, dtypes, _key("reduce-scatter", members)))
+        parts = whole.parts([len(grads[reducer]) for reducer in members])
+        flying += zip(members, parts, strict=True)
+    return flying
+
+
+def land(reducers: Sequence[Reducer]) -> None:
+    """Wait for reduce-scatters, and issue the all-reduces over copies, one for each transport."""
+    found = {reducer: reducer.land() for reducer in reducers}
+    partial = {reducer: totals for reducer, totals in found.items() if totals}
+    for comm, members in _by_comm(partial, lambda reducer: reducer.copies):
+        values = [total for reducer in members for total in partial[reducer].values()]
+        whole = SharedReduction(AllReduce(comm, values, _key("all-reduce", members)))
+        parts = whole.parts([len(partial[reducer]) for reducer in members])
+        for reducer, part in zip(members, parts, strict=True):
+            reducer.send_copies(part, list(partial[reducer]))
+
+
+def _by_comm(
+    members: Iterable[Member], comm_of: Callable[[Member], Comm]
+) -> Iterable[tuple[Comm, list[Member]]]:
+    """Members by transport, in order."""
+    found: dict[int, tuple[Comm, list[Member]]] = {}
+    for member in members:
+        comm = comm_of(member)
+        found.setdefault(id(comm), (comm, []))[1].append(member)
+    return found.values()
+
+
+def _key(what: str, members: Sequence[ParamGroup] | Sequence[Reducer]) -> str:
+    """For messages, alike on all ranks."""
+    more = f" and {len(members) - 1} more, to {members[-1].name}" if len(members) > 1 else ""
+    return f"{what} {members[0].name}{more}"

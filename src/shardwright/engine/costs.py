@@ -1,0 +1,97 @@
+"""What a sharded model costs on this rank: bytes held and sent, seconds of its collectives."""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from shardwright.engine import batches as together
+from shardwright.engine.executor import GroupTable
+from shardwright.engine.group import ParamGroup
+from shardwright.policy import SchedulePolicy
+from shardwright.schedule.planner import plan
+from shardwright.schedule.schedule import ActionKind, Event, EventKind, Phase, Schedule, Stop
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Bytes and seconds of a sharded model on this rank.
+
+    param_numel: logical elements of all sharded parameters. full_nbytes: their bytes unsharded, at rest's
+    dtype. at_rest_nbytes: bytes of this rank's shards. unsharded_nbytes, peak_unsharded_nbytes: buffers of
+    unsharded parameters held now, and at most since the start. sent_nbytes: sent by this rank since the
+    start. exposed_s: seconds that the host was blocked in waits since the start (None on CUDA, where a
+    stream waits and not the host).
+    """
+
+    num_groups: int
+    param_numel: int
+    full_nbytes: int
+    at_rest_nbytes: int
+    unsharded_nbytes: int
+    peak_unsharded_nbytes: int
+    sent_nbytes: int
+    exposed_s: float | None
+
+
+def stats(table: GroupTable) -> Stats:
+    """Bytes and seconds so far; no communication."""
+    params = [param for group in table.groups for param in group.params]
+    logical = [each for group in table.groups for each in _logical(group)]
+    exposed = [comm.exposed_s for comm in table.comms()]
+    return Stats(
+        num_groups=len(table.groups),
+        param_numel=sum(math.prod(shape) for shape, _ in logical),
+        full_nbytes=sum(math.prod(shape) * dtype.itemsize for shape, dtype in logical),
+        at_rest_nbytes=sum(param.local.nbytes for param in params),
+        unsharded_nbytes=table.memory.now_nbytes,
+        peak_unsharded_nbytes=table.memory.peak_nbytes,
+        sent_nbytes=sum(comm.sent_nbytes for comm in table.comms()),
+        exposed_s=None if None in exposed else sum(value for value in exposed if value is not None),
+    )
+
+
+def _logical(group: ParamGroup) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shapes and dtypes of its parameters; of a quantised weight, those before it was quantised."""
+    pairs = group.decoding.frozen
+    parts = {part for pair in pairs for part in pair.parts}
+    plain = [(p.layout.shape, p.sharded.dtype) for p in group.params if p not in parts]
+    return plain + [(pair.encoding.shape, pair.encoding.dtype) for pair in pairs]
+
+
+def communication_s(table: GroupTable, schedule: Schedule) -> float:
+    """Seconds that the collectives of one step take alone: the median of three times. All groups at rest.
+
+    schedule: what is launched and waited for, in its order; before there is one, each group's own.
+    """
+    phases = schedule.phases if Phase.BACKWARD in schedule.phases else _one_by_one(table).phases
+    return sorted(_rehearse(table, phases) for _ in range(3))[1]
+
+
+def _one_by_one(table: GroupTable) -> Schedule:
+    """Every group is run once, in the order of sharding."""
+    groups = range(len(table.groups))
+    forward = [Event(kind, g) for g in groups for kind in (EventKind.FORWARD_BEGIN, EventKind.FORWARD_END)]
+    ends = (EventKind.BACKWARD_BEGIN, EventKind.GRADS_READY, EventKind.BACKWARD_END)
+    backward = [Event(kind, g) for g in reversed(groups) for kind in ends] + [Event(EventKind.STEP_END)]
+    orders = {Phase.FORWARD: tuple(forward), Phase.BACKWARD: tuple(backward)}
+    return plan(orders, SchedulePolicy(), table.facts)
+
+
+def _rehearse(table: GroupTable, phases: dict[Phase, tuple[Stop, ...]]) -> float:
+    """Follow the schedule of a step without its compute, with gradients of zeros that nobody gets."""
+    start = time.perf_counter()
+    flying: dict[tuple[int, ...], Callable[[], None]] = {}
+    stops = [stop for phase in (Phase.FORWARD, Phase.BACKWARD) for stop in phases.get(phase, ())]
+    for action in (action for stop in stops for action in stop.actions):
+        if action.kind is ActionKind.REDUCE:
+            flying[action.groups] = together.rehearse([table.groups[g].reducer for g in action.groups])
+        elif action.kind is ActionKind.WAIT_REDUCE:
+            flying.pop(action.groups)()
+        elif action.kind is not ActionKind.HOLD:
+            table.take(action)
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    return time.perf_counter() - start

@@ -1,0 +1,62 @@
+"""Edits of unsharded parameters, on their way back into the shards."""
+
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardwright.engine.group import ParamGroup, Stage
+from shardwright.params.param import ShardedParam
+from shardwright.params.subclass import ExtendedParam
+
+
+def unsharded_versions(group: ParamGroup) -> list[int]:
+    """How often each unsharded parameter has been changed in place; for ``write_back``."""
+    return [param.unsharded._version for param in group.params] + group.decoding.versions()
+
+
+def write_back(group: ParamGroup, before: Sequence[int], unmarked: bool = True) -> None:
+    """Copy this rank's rows of the unsharded parameters into the shards, where they may have changed.
+
+    With ``unmarked``, where the dtype is that of the shards all are copied, since an edit of ``.data`` leaves
+    no mark; else those whose version isn't the one ``before``, so that nothing is rounded without need.
+    """
+    if group.stage is not Stage.UNSHARDED:
+        return
+    with torch.no_grad():
+        group.decoding.write_back(before[len(group.params) :])
+        for param, version in zip(group.params, before, strict=False):
+            if param in group.decoding.parts:
+                continue
+            if isinstance(param, ExtendedParam):
+                if param.unsharded._version != version:
+                    param.write_back()
+            elif param.unsharded._version != version or (unmarked and param.own.dtype == param.local.dtype):
+                param.local.copy_(_rows(param))
+
+
+_shown: WeakKeyDictionary[ParamGroup, list[int]] = WeakKeyDictionary()
+"""Groups that have stayed unsharded after an evaluation, for anybody to edit: ``unsharded_versions`` then."""
+
+
+def show(group: ParamGroup) -> None:
+    """From here on what the caller edits of the unsharded parameters is an edit, as one of shards is."""
+    _shown.setdefault(group, unsharded_versions(group))
+
+
+def reshard(group: ParamGroup, nearby: bool) -> None:
+    """``ParamGroup.reshard``, after edits that were made since ``show`` have gone into the shards; where the
+    shards were written themselves since, by an optimizer, they stay."""
+    before = _shown.pop(group, None)
+    if before is not None and not group.is_stale:
+        write_back(group, before, unmarked=False)  # of shards there may be edits without a mark, too
+    group.reshard(nearby)
+
+
+def _rows(param: ShardedParam) -> torch.Tensor:
+    """This rank's rows of the unsharded parameter, as code has left them."""
+    if param.layout.in_order:
+        return param.own
+    face = param.unsharded.detach()
+    return param.rows_of(face._local_tensor if isinstance(face, DTensor) else face)

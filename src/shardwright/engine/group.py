@@ -1,0 +1,343 @@
+"""A group: parameters that share one all-gather and one reduce-scatter.
+
+    stage        legal next      what it holds
+    SHARDED      GATHERING       shards
+    GATHERING    UNSHARDED       shards, and the buffer being filled (SHARDED, where that could not begin)
+    UNSHARDED    SHARDED         shards, and the filled buffer; modules show the unsharded parameters
+
+A group knows nothing of its neighbours, of the order they run in, or of hooks.
+"""
+
+from collections.abc import Sequence
+from enum import StrEnum
+
+import torch
+
+from shardwright.engine.reducer import Reducer
+from shardwright.errors import StageError
+from shardwright.params.binding import own_buffer
+from shardwright.params.buffer import Buffer
+from shardwright.params.param import ShardedParam
+from shardwright.params.quantized.group import Decoding
+from shardwright.params.rows import Rows
+from shardwright.params.smaller_world import Near, Versions
+from shardwright.params.subclass import follow_extensions
+from shardwright.policy import MixedPrecisionPolicy
+from shardwright.transport.base import Comm, Gather, Piece
+from shardwright.transport.mesh import Axis
+from shardwright.transport.watched import Collective, tell
+
+
+class Stage(StrEnum):
+    """Where a group's parameters are (see the table above)."""
+
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    UNSHARDED = "unsharded"
+
+
+_MOVES = {
+    Stage.SHARDED: Stage.GATHERING,
+    Stage.GATHERING: Stage.UNSHARDED,
+    Stage.UNSHARDED: Stage.SHARDED,
+}
+
+
+class ParamGroup:
+    """Parameters of one or several modules on one axis, moved together.
+
+    name: for messages; of the first module. policy: replaced as a whole by setters, never edited.
+    comm: the axis' transport, or a caller's own. reducer: what becomes of the gradients.
+    near: where its parameters are kept between forward and backward, if over a smaller world.
+    decoding: its quantised weights, which travel as codes and scales.
+    trainable: bits of the parameters that ask for a gradient, as of the last unshard.
+    """
+
+    def __init__(
+        self, name: str, params: Sequence[ShardedParam], axis: Axis, policy: MixedPrecisionPolicy
+    ) -> None:
+        self.name = name
+        self.params = tuple(params)
+        self.axis = axis
+        self.policy = policy
+        self.comm: Comm = axis.comm
+        self.reducer = Reducer(name, self.params, axis, policy)
+        self.near: Near | None = None
+        self.decoding = Decoding(self.params, policy, axis.device)
+        self.stage = Stage.SHARDED
+        self.buffer: Buffer | None = None
+        self.trainable = 0
+        self._gathered_versions: Versions = ()
+        self._gather: Gather | None = None
+
+    def rename(self, name: str) -> None:
+        """Another name for messages: its group became part of a larger model."""
+        self.name = self.reducer.name = name
+
+    @property
+    def rows(self) -> Rows | None:
+        """What moves only rows in use: of the one weight of a lookup, where the schedule's policy says so."""
+        return self.params[0].rows
+
+    @rows.setter
+    def rows(self, rows: Rows | None) -> None:
+        self.params[0].rows = rows
+
+    # ---- parameters
+
+    def regroup(self, params: Sequence[ShardedParam]) -> None:
+        """Hold ``params`` from now on; at rest."""
+        self.params[0].rows = None
+        self.params = self.reducer.params = tuple(params)
+        self.decoding = Decoding(self.params, self.policy, self.axis.device)
+        comm = self.near.comm if self.near and not self.decoding.extended else None
+        self.near = None if comm is None else Near(comm, self.params)
+        self.buffer = None
+        self._gathered_versions = ()
+
+    @property
+    def num_trainable(self) -> int:
+        """How many of its parameters ask for a gradient."""
+        return self.trainable.bit_count()
+
+    @property
+    def is_near(self) -> bool:
+        """Whether neighbours keep what the next unshard needs."""
+        return self.near is not None and self.near.holds(self._versions())
+
+    @property
+    def _buffered(self) -> list[ShardedParam]:
+        """The parameters that are gathered in the group's buffers."""
+        return [param for param in self.params if param not in self.decoding.extended]
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether a shard has changed since the group was unsharded (an optimizer step, a load)."""
+        return self.stage is not Stage.SHARDED and self._versions() != self._gathered_versions
+
+    def forget_versions(self, written: bool = False) -> None:
+        """From here on shards may be written in a way that leaves no mark (an edit of ``.data``).
+        written: they are now, so that what is unsharded is stale."""
+        if written or self.stage is Stage.SHARDED:
+            self._gathered_versions = ()
+
+    def _versions(self) -> Versions:
+        return tuple((id(param.local), param.version) for param in self.params)
+
+    def _bind(self, dtypes: tuple[torch.dtype, ...]) -> None:
+        self.decoding.bind()
+        bound = [b for b in zip(self._buffered, dtypes, strict=True) if b[0] not in self.decoding.parts]
+        self.buffer = own_buffer(bound, self.axis.device)
+
+    # ---- the all-gather
+
+    def prepare(self) -> None:
+        """Before ``fill``: follow what was done to the parameters (replaced, frozen or unfrozen, cast).
+
+        Raises: StageError for a parameter that is still on the meta device or was replaced by something else.
+        """
+        for param in self.params:
+            param.adopt()
+        if follow_extensions(self.params):
+            self.regroup(self.params)
+        for pair in self.decoding.frozen:
+            pair.check_frozen()
+        dtypes = tuple(param.compute_dtype(self.policy) for param in self._buffered)
+        if self.buffer is None or dtypes != tuple(param.unsharded.dtype for param in self._buffered):
+            self._bind(dtypes)
+        for param in self.params:
+            if param.is_bound and param.unsharded.requires_grad != param.trainable:
+                param.unsharded.requires_grad_(param.trainable)
+        self.trainable = sum(param.trainable << place for place, param in enumerate(self.params))
+        _check_materialised(self)
+
+    def fill(self, nearby: bool | None = None) -> list[Piece] | None:
+        """Take the buffer and fill this rank's part; what an all-gather has to move, for ``receive``.
+
+        None where an all-gather of another kind is issued here: among neighbours, or of rows in use. nearby:
+        whether neighbours have it, where ranks agreed on that; None: whether this rank has kept its part.
+        """
+        self._move(Stage.GATHERING)
+        before, self._gathered_versions = self._gathered_versions, self._versions()
+        if self.near is not None and (self.is_near if nearby is None else nearby):
+            self._copy_in(())
+            tell(self.near.comm, Collective.ALL_GATHER)
+            self.receive(self.near.gather(f"all-gather {self.name} nearby"))
+            return None
+        tell(self.comm, Collective.ALL_GATHER)
+        if self.rows is not None:
+            self._copy_in(())
+            region = self.params[0].gather_piece().flat
+            gather = self.rows.gather(self.comm, self.params[0].local, region, f"all-gather {self.name}")
+            if gather is not None:
+                self.receive(gather)
+                return None
+        streams = self.comm.streams
+        if streams is None:
+            return self._copy_in(self.params)
+        # Of rows the buffer is memory of compute already, and waits for it.
+        with streams.filling(changed=before != self._gathered_versions or self.rows is not None):
+            pieces = self._copy_in(self.params)
+        streams.filled(piece.flat for piece in pieces)
+        return pieces
+
+    def _copy_in(self, params: Sequence[ShardedParam]) -> list[Piece]:
+        """Take the buffer, and fill this rank's part of ``params``; what of them is to be gathered."""
+        assert self.buffer is not None
+        self.buffer.alloc()
+        with torch.no_grad():
+            pieces = self.decoding.fill()
+            for param in params:
+                if param not in self.decoding.extended:
+                    param.copy_in()
+                    if param.layout.dim is not None:
+                        pieces.append(param.gather_piece())
+        return pieces
+
+    def keep_near(self) -> None:
+        """Keep shards over the smaller world of what is unsharded."""
+        if self.near is not None:
+            self.near.keep(self._gathered_versions)
+
+    def receive(self, gather: Gather) -> None:
+        """The all-gather in flight that ``wait`` waits for."""
+        self._gather = gather
+
+    def give_up(self) -> None:
+        """Be at rest again where ``fill`` was not followed by an all-gather, since issuing it failed."""
+        assert self.buffer is not None
+        if self.stage is Stage.GATHERING and self._gather is None:
+            self.stage = Stage.SHARDED
+            self.buffer.free()
+            self.decoding.free()
+            if self.comm.streams is not None:
+                self.comm.streams.forget_filled()
+
+    def wait(self) -> int:
+        """Wait for the all-gather; from now on modules show the unsharded parameters.
+
+        Returns the bytes of buffers that it held at most: while decoding, codes and decoded weights.
+        """
+        assert self._gather is not None and self.buffer is not None
+        self._gather.wait()
+        self._gather = None
+        held_nbytes = self.held_nbytes - self.decoding.held_nbytes
+        self.buffer.arrive(keep_wire=self.near is not None)
+        held_nbytes += self.decoding.arrive(keep_wire=self.near is not None)
+        if held_nbytes > self.held_nbytes:  # what was gathered was given back once it was decoded
+            self._release()
+        self._move(Stage.UNSHARDED)
+        for param in self.params:
+            if param not in self.decoding.parts:
+                param.show(param.unsharded)
+        self.decoding.show()
+        return held_nbytes
+
+    def cover(self) -> None:
+        """Modules show the shards while the unsharded parameters are kept for the backward: between the two
+        everything is as it would be after a reshard, but that memory."""
+        if self.stage is Stage.UNSHARDED and not self.decoding.frozen:
+            for param in self.params:
+                param.show(param.sharded)
+
+    def uncover(self) -> None:
+        """Modules show the unsharded parameters again, where they were covered."""
+        slot = self.params[0].slots[0]
+        if self.stage is Stage.UNSHARDED and slot.module._parameters.get(slot.name) is self.params[0].sharded:
+            for param in self.params:
+                param.show(param.unsharded)
+
+    def reshard(self, nearby: bool = False) -> None:
+        """Modules show the shards again; the buffer's memory is freed.
+
+        nearby: keep shards over the smaller world, where the group has one, for the next unshard.
+        """
+        assert self.buffer is not None
+        if self.stage is Stage.GATHERING:
+            self.wait()
+        if nearby:
+            self.keep_near()
+        follow_freezing(self)
+        self._move(Stage.SHARDED)
+        for param in self.params:
+            param.show(param.sharded)
+        self.buffer.free()
+        self.decoding.free()
+        self._release()
+
+    def _release(self) -> None:
+        """Memory that was gathered into was given back: the next gather follows what compute still reads."""
+        streams = self.axis.comm.streams
+        if streams is not None:
+            streams.release()
+
+    @property
+    def grad_nbytes(self) -> int:
+        """Bytes of the gradients that a backward brings now, of unsharded parameters in the dtype at rest."""
+        return sum(p.local.element_size() * p.layout.numel for p in self.params if p.trainable)
+
+    @property
+    def unsharded_nbytes(self) -> int:
+        """Bytes of the buffers while unsharded (0 before the first unshard)."""
+        return 0 if self.buffer is None else self.buffer.nbytes + self.decoding.dense.nbytes
+
+    @property
+    def held_nbytes(self) -> int:
+        """Bytes held now for unsharded parameters, or for their shards over a smaller world."""
+        held = 0 if self.buffer is None else self.buffer.allocated_nbytes + self.decoding.held_nbytes
+        return held + (0 if self.near is None else self.near.held_nbytes)
+
+    @property
+    def has_grads(self) -> bool:
+        """Whether a backward has brought gradients that are not reduced yet."""
+        return any(param.is_bound and param.unsharded.grad is not None for param in self.params)
+
+    def drop_grads(self) -> None:
+        """Forget the gradients of a backward that failed; a reduction in flight ends unseen."""
+        self.reducer.drop()
+        for param in self.params:
+            param.accumulated = None
+            if param.is_bound:
+                param.unsharded.grad = None
+
+    # ---- stages
+
+    def _move(self, to: Stage) -> None:
+        if _MOVES[self.stage] is not to:
+            raise StageError(
+                f"group {self.name!r} can't go from {self.stage} to {to}: "
+                f"from {self.stage} it only goes to {_MOVES[self.stage]}"
+            )
+        self.stage = to
+
+
+def keeps_grads(group: ParamGroup) -> bool:
+    """Whether it has unsharded gradients of earlier microbatches."""
+    return any(param.accumulated is not None for param in group.params)
+
+
+def follow_freezing(group: ParamGroup) -> None:
+    """Where the caller has frozen or unfrozen one face of a parameter since the last unshard, do so with the
+    other: which of them modules show depends on where the group stands."""
+    for place, param in enumerate(group.params):
+        was = bool(group.trainable >> place & 1)
+        if param.is_bound and (param.trainable != was or param.unsharded.requires_grad != was):
+            param.sharded.requires_grad_(not was)
+            param.unsharded.requires_grad_(not was)
+            group.trainable ^= 1 << place
+
+
+def _check_materialised(group: ParamGroup) -> None:
+    names = [param.fqn for param in group.params if param.local.device.type == "meta"]
+    if names:
+        raise StageError(
+            "FSDP parameters should be materialized from meta device before training, but the following "
+            f"were still on meta device: {names} of group {group.name!r}. Before the first forward call "
+            'model.to_empty(device="cpu" or "cuda"), and initialise or load every parameter'
+        )
+    for param in group.params:
+        if param.split.on_host and param.local.device.type != "cpu":
+            raise StageError(
+                f"Expected param to be on CPU: {param.fqn!r} is offloaded to the host but was moved to "
+                f"{param.local.device}; leave out the .to() after sharding, or the offload"
+            )

@@ -1,0 +1,310 @@
+"""Where the runtime meets PyTorch: the only file that touches module, autograd or optimizer hooks.
+
+    hook                                 event
+    module, before forward               F+ of the groups it needs (R+ inside a backward: recomputation)
+    module, after forward                F-
+    gradient of one of its outputs       B+
+    gradient of one of its inputs        B-, when those of all inputs are there
+    a parameter's gradient accumulated   G, when those of all trainable parameters of the group are there
+    end of the backward                  G of groups that still hold gradients, then E
+
+Inputs that need a gradient are passed on as aliases (``view_as``), so that the hook tells when the module's
+own share of the gradient is done, however else the caller uses the tensor.
+"""
+
+import sys
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.hooks import RemovableHandle
+
+from shardwright.engine.backward import Call, backward_of, in_backward, needed
+from shardwright.engine.containers import cast_floating, map_tensors, opaque_tensors_in, tensors_in
+from shardwright.engine.factored import show_grads
+from shardwright.engine.group import ParamGroup
+from shardwright.engine.lookups import is_lookup, wanted_rows
+from shardwright.engine.optimizer_guard import OptimizerGuard
+from shardwright.engine.runtime import Runtime
+from shardwright.engine.transforms import beneath_transforms
+from shardwright.engine.uncompiled import uncompiled
+from shardwright.engine.unit import Unit, unit_of
+from shardwright.observe.lifecycle import amendments
+from shardwright.params.at_rest import name_remedy
+from shardwright.params.dtensor_ops import register_optimizer_kernels
+from shardwright.params.load_plain import shard_plain_entries
+from shardwright.schedule.schedule import EventKind, Phase
+
+
+class _GradWatch:
+    """Tells when all trainable parameters of a unit's group have their gradients, whatever runs last."""
+
+    def __init__(self, owner: Unit, group: ParamGroup) -> None:
+        # Weak, since this is kept in a table by its group: else no model that was dropped would be freed.
+        self._owner = weakref.ref(owner)
+        self._group = weakref.ref(group)
+        self._watched: nn.Parameter | None = None
+
+    def attach(self) -> None:
+        """Hook the unsharded parameters, where they are not the ones hooked before."""
+        group = self._group()
+        assert group is not None
+        params = group.params
+        if self._watched is params[0].unsharded:
+            return
+        self._watched = params[0].unsharded
+        for unsharded in (param.unsharded for param in params):
+            if unsharded.is_floating_point() or unsharded.is_complex():
+                # A hook can only be set on a parameter that asks for a gradient; it may be unfrozen later.
+                trainable = unsharded.requires_grad
+                with beneath_transforms():
+                    unsharded.requires_grad_(True).register_post_accumulate_grad_hook(self._arrive)
+                    unsharded.requires_grad_(trainable)
+
+    @uncompiled
+    def _arrive(self, _: torch.Tensor) -> None:
+        owner, group = self._owner(), self._group()
+        assert owner is not None
+        assert group is not None
+        backward_of(owner.runtime).arrived(group)
+
+
+_watches: WeakKeyDictionary[ParamGroup, _GradWatch] = WeakKeyDictionary()
+
+
+class _RootLeftOut:
+    """Finds, and says once, that a module which was sharded as a model of its own is fed by another of its
+    class: layers of one model, on whose root ``fully_shard`` was not called."""
+
+    def __init__(self) -> None:
+        self.said = False
+        self._left: tuple[weakref.ref[nn.Module], weakref.ref[torch.Tensor]] | None = None
+
+    def leave(self, module: nn.Module, output: Any) -> None:
+        """The outermost sharded module has run."""
+        if not self.said:
+            first = next(tensors_in(output), None)
+            self._left = None if first is None else (weakref.ref(module), weakref.ref(first))
+
+    def enter(self, unit: Unit, module: nn.Module, inputs: Any) -> None:
+        """The outermost sharded module begins."""
+        if self.said or self._left is None:
+            return
+        before, output = self._left[0](), self._left[1]()
+        if before is None or output is None or type(before) is not type(module):
+            return
+        other = unit_of(before)
+        if other.runtime is unit.runtime or all(tensor is not output for tensor in tensors_in(inputs)):
+            return
+        self.said = True
+        warnings.warn(
+            f"{other.name!r} and {unit.name!r} were each sharded as a model of its own, and the output of the"
+            " first is the input of the second: each plans alone, so nothing is gathered ahead of the next, "
+            "and parameters around them that no call has taken are averaged by nobody. "
+            "Call fully_shard on the module that holds them, too, after them (said once)",
+            stacklevel=2,
+        )
+
+
+_root_left_out = _RootLeftOut()
+
+
+class ModuleHooks:
+    """The hooks of one unit's modules, known by ``ids``. Stays alive through them."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self._calls: list[Call] = []
+        self.ids: set[int] = set()
+        for module in unit.modules:
+            handles = (
+                module.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True),
+                module.register_forward_hook(self.after, always_call=True),
+                module.register_state_dict_pre_hook(self._at_rest),
+                module.register_load_state_dict_pre_hook(self._before_load),
+            )
+            self.ids.update(handle.id for handle in handles)
+
+    def _at_rest(self, *_: Any) -> None:
+        self.unit.runtime.rest()
+
+    def _before_load(self, module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        self.unit.runtime.rest()
+        shown = [param for unit in (self.unit, *self.unit.lenders) for param in unit.params]
+        shard_plain_entries(module, state, prefix, shown, missing=rest[2], errors=rest[4])
+
+    # ---- before the forward
+
+    @uncompiled
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Unshard what the module's forward needs; cast and watch its inputs."""
+        unit = self.unit
+        call = Call(recomputed=in_backward())
+        if call.recomputed:
+            self._calls.append(call)
+            backward_of(unit.runtime).begin()
+            for group in needed(unit):
+                unit.runtime.at(EventKind.RECOMPUTE, group)
+        else:
+            if unit.runtime.depth == 0:
+                _root_left_out.enter(unit, module, (args, kwargs))
+            with wanted_rows(unit.group, module, args, kwargs):
+                self._enter(call)
+        for owner in unit.owners:
+            self._watch_grads(owner)
+        if unit.device is not None and unit.runtime.depth == 1 and unit.device.type != "cpu":
+            args, kwargs = map_tensors(lambda t: t.to(unit.device, non_blocking=True), (args, kwargs))
+        dtype = unit.policy.param_dtype if unit.policy.cast_forward_inputs else None
+        if dtype is not None:
+            args, kwargs = map_tensors(lambda t: cast_floating(t, dtype), (args, kwargs))
+        if torch.is_grad_enabled() and unit.owners:
+            args, kwargs = self._watch_inputs(call, args, kwargs)
+        return args, kwargs
+
+    def _enter(self, call: Call) -> None:
+        unit, runtime = self.unit, self.unit.runtime
+        if runtime.phase is not None and (runtime.depth == 0 or runtime.phase is Phase.BACKWARD):
+            backward_of(runtime).forget()
+            runtime.abandon()  # an exception ended that pass: its end never came
+        if runtime.depth == 0:
+            runtime.begin(Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION, unit.entry)
+        if unit.pass_number != runtime.pass_number:
+            self._calls.clear()
+        unit.enter_pass()
+        self._calls.append(call)
+        runtime.depth += 1
+        unit.running += 1
+        if not unit.awaited:
+            unit.awaited = set(unit.modules)
+            if unit.running == 1:
+                self._begin_forward()
+
+    def _begin_forward(self) -> None:
+        for owner in self.unit.owners:
+            owner.enter_pass()
+            owner.users += 1
+            self.unit.runtime.at(EventKind.FORWARD_BEGIN, owner.group)
+
+    def _watch_grads(self, owner: Unit) -> None:
+        assert owner.group is not None
+        if owner.group not in _watches:
+            _watches[owner.group] = _GradWatch(owner, owner.group)
+        _watches[owner.group].attach()
+
+    def _watch_inputs(self, call: Call, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        leaves, spec = tree_flatten((args, kwargs))
+        if any(tensor.requires_grad for tensor in opaque_tensors_in(leaves)):
+            # Those can't be replaced by aliases, and without them nobody knows when the module's share of
+            # the gradient is done: then the end of the backward reshards.
+            return args, kwargs
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.layout is torch.strided:
+                alias = leaf.view_as(leaf)
+                alias.register_hook(self._input_hook(call))
+                leaves[index] = alias
+                call.num_inputs += 1
+        return tree_unflatten(leaves, spec) if call.num_inputs else (args, kwargs)
+
+    def _input_hook(self, call: Call) -> Callable[[torch.Tensor], None]:
+        def arrived(grad: torch.Tensor) -> None:
+            if grad.requires_grad:
+                # With create_graph: a backward through this gradient reads the same weights again.
+                grad.register_hook(lambda _: backward_of(self.unit.runtime).enter(self.unit, call))
+            backward_of(self.unit.runtime).input_done(self.unit, call)
+
+        return arrived
+
+    # ---- after the forward
+
+    @uncompiled
+    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Reshard after the module's forward; cast and watch its outputs."""
+        if not self._calls:
+            return None  # another hook failed before ours ran
+        call = self._calls.pop()
+        failed = output is None and sys.exc_info()[1] is not None
+        if not call.recomputed:
+            self._leave(module, failed)
+        if failed:
+            name_remedy(sys.exc_info()[1])
+            return None
+        dtype = self.unit.policy.output_dtype
+        if dtype is not None:
+            output = map_tensors(lambda t: cast_floating(t, dtype), output)
+        if self.unit.runtime.depth == 0 and not call.recomputed:
+            _root_left_out.leave(module, output)
+        if torch.is_grad_enabled() and self.unit.owners:
+            hooked = [t for t in tensors_in(output) if t.requires_grad and not t.is_leaf]
+            call.reads_weights = not is_lookup(module, output)
+            call.memory = {group: group.buffer for group in needed(self.unit)}
+            for tensor in hooked:
+                self._watch_output(call, tensor)
+            if hooked and len(self.unit.modules) > 1:
+                self.unit.calls.append(call)
+        return output if dtype is not None else None
+
+    def _leave(self, module: nn.Module, failed: bool) -> None:
+        unit, runtime = self.unit, self.unit.runtime
+        runtime.depth -= 1
+        unit.running -= 1
+        unit.awaited.discard(module)
+        if unit.running == 0 and not unit.awaited and not failed:
+            for owner in unit.owners:
+                owner.users -= 1
+                if owner.users == 0:
+                    runtime.at(EventKind.FORWARD_END, owner.group)
+        if runtime.depth == 0:
+            runtime.end(failed)
+
+    def _watch_output(self, call: Call, output: torch.Tensor) -> None:
+        output.register_hook(lambda _: backward_of(self.unit.runtime).enter(self.unit, call))
+        base = output._base
+        if base is not None and base.grad_fn is not None:
+            # An in-place change of a view gives it a new node and drops its hook; its base's node stays.
+            base.grad_fn.register_prehook(lambda _: self._enter_if_missed(call))
+
+    def _enter_if_missed(self, call: Call) -> None:
+        if call.task != torch._C._current_graph_task_id():
+            backward_of(self.unit.runtime).enter(self.unit, call)
+
+
+def hooks_of(module: nn.Module) -> ModuleHooks:
+    """The hooks of a sharded module."""
+    owners = (getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values())
+    return next(owner for owner in owners if isinstance(owner, ModuleHooks))
+
+
+def reset_step(runtime: Runtime) -> None:
+    """Forget a step that was cut short, after what is in flight has ended."""
+    backward_of(runtime).forget()
+    runtime.abandon()
+    runtime.rest()
+    for group in runtime.groups:
+        group.reducer.wait()
+        group.reducer.settle()
+
+
+def watch_sharded_grad(param: torch.Tensor, call: Callable[[torch.Tensor], None]) -> RemovableHandle:
+    """Call ``call(param)`` whenever a gradient was reduced and added to a sharded parameter's."""
+    return param.register_post_accumulate_grad_hook(call)
+
+
+def guard_optimizers() -> None:
+    """From now on refuse to step an optimizer that holds parameters which sharding has replaced.
+
+    And have every elementwise optimizer of ``torch.optim`` work on those that it has made.
+    """
+    if _guard.handle is None:
+        register_optimizer_kernels()
+        amendments.add(name_remedy)
+        _guard.handle = register_optimizer_step_pre_hook(_guard)
+        register_optimizer_step_post_hook(show_grads)
+
+
+_guard = OptimizerGuard()

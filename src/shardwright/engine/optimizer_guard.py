@@ -1,0 +1,118 @@
+"""What is seen to before an optimizer's step: that its gradients are those of all ranks, and before its first
+one that it holds shards and steps them fast."""
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer
+
+from shardwright.engine.executor import tables
+from shardwright.engine.factored import step_whole, warn_of_roundings
+from shardwright.engine.group import Stage
+from shardwright.engine.together import unsettled
+from shardwright.engine.unit import sharded_from
+from shardwright.errors import StageError
+
+_LEFT_OUT = "_left_out_of_sharding"
+
+
+class OptimizerGuard:
+    """Checks each optimizer once, before its first step; and each step against a backward cut short."""
+
+    def __init__(self) -> None:
+        self.handle: Any = None
+        self._checked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        if torch._C._current_graph_task_id() == -1:  # else it steps from inside the backward
+            if unsettled:
+                _check_settled(optimizer, params)
+            _forget_unsharded(params)
+        if self._checked.get(optimizer) != len(params):
+            self._check(optimizer, params)
+        step_whole(optimizer)
+
+    def _check(self, optimizer: Optimizer, params: list[Any]) -> None:
+        stale = [found.fqn for found in map(sharded_from, params) if found is not None]
+        if stale:
+            raise StageError(
+                f"{type(optimizer).__name__} holds {len(stale)} parameters that fully_shard has replaced, "
+                f"or quantize_ has ({', '.join(stale[:3])}{', ...' if len(stale) > 3 else ''}): stepping it "
+                "would train nothing. Build the optimizer after both, from model.parameters()"
+            )
+        _check_sharded(optimizer, params)
+        self._checked[optimizer] = len(params)
+        _choose_foreach(optimizer)
+        warn_of_roundings(optimizer, params)
+        _warn_of_left_out(optimizer, params)
+
+
+def _check_settled(optimizer: Optimizer, params: list[Any]) -> None:
+    if any(model.holds_any(params) for model in tuple(unsettled)):
+        raise StageError(
+            f"{type(optimizer).__name__} would step with gradients of a backward that didn't end on all "
+            "ranks: parameters would differ between them. Leave the step out where backward() raised; the "
+            "next forward starts afresh"
+        )
+
+
+def _forget_unsharded(written: list[Any]) -> None:
+    """What stayed unsharded after an evaluation isn't used again where the optimizer writes its shards."""
+    kept = [group for table in tuple(tables) for group in table.groups if group.stage is Stage.UNSHARDED]
+    ids = {id(param) for param in written} if kept else set()
+    for group in kept:
+        if any(id(param.sharded) in ids for param in group.params):
+            group.forget_versions(written=True)
+
+
+def _check_sharded(optimizer: Optimizer, params: list[Any]) -> None:
+    groups = [group for table in tuple(tables) for group in table.groups]
+    faces = {id(param.unsharded): param.fqn for group in groups for param in group.params if param.is_bound}
+    names = [faces[id(param)] for param in params if id(param) in faces]
+    if names:
+        raise StageError(
+            f"{type(optimizer).__name__} was built on {len(names)} parameters while they were unsharded, as "
+            f"after an evaluation ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}): stepping it "
+            "would train nothing. Call reshard() on their modules and build it then, or build it earlier"
+        )
+
+
+def leave_out(params: Iterable[torch.Tensor]) -> None:
+    """The caller has said that these are not to be sharded: what becomes of their gradients is known."""
+    for param in params:
+        setattr(param, _LEFT_OUT, True)
+
+
+def _warn_of_left_out(optimizer: Optimizer, params: list[Any]) -> None:
+    groups = [group for table in tables for group in table.groups]
+    ours = {id(param.sharded): group.axis.world for group in groups for param in group.params}
+    if max((ours.get(id(param), 1) for param in params), default=1) == 1:
+        return
+    plain = [p for p in params if id(p) not in ours and not isinstance(p, DTensor) and p.grad is not None]
+    left = [list(param.shape) for param in plain if not hasattr(param, _LEFT_OUT)]
+    if left:
+        warnings.warn(
+            f"{type(optimizer).__name__} steps {len(left)} parameters that no fully_shard call has taken, of "
+            f"shapes {', '.join(map(str, left[:3]))}{', ...' if len(left) > 3 else ''}, beside sharded ones: "
+            "nobody averages their gradients, so ranks train them apart. Call fully_shard on the module that "
+            "holds them (the whole model, last); where you average them yourself, say so by ignored_params",
+            stacklevel=2,
+        )
+
+
+def _choose_foreach(optimizer: Optimizer) -> None:
+    """Step DTensors with foreach kernels where torch would for plain parameters: on an accelerator.
+
+    With neither ``foreach`` nor ``fused`` given, torch takes foreach for plain CUDA parameters but, not
+    knowing a DTensor for one, a Python loop over sharded ones.
+    """
+    for group in optimizer.param_groups:
+        asked = group.get("fused") or group.get("differentiable") or group.get("foreach", False) is not None
+        sharded = [param for param in group["params"] if isinstance(param, DTensor)]
+        if not asked and sharded and sharded[0].device.type != "cpu":
+            group["foreach"] = True

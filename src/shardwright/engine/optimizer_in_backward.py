@@ -1,0 +1,109 @@
+"""An optimizer that steps inside of the backward: each group's as soon as its gradients are reduced.
+
+A gradient that has landed makes a step due; it is taken where the schedule says ``step``. In a backward that
+departs from the schedule that is where its reduction is waited for, and for what is left the end.
+"""
+
+from collections.abc import Callable
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from shardwright.engine.backward import backward_of
+from shardwright.engine.group import ParamGroup
+from shardwright.engine.hooks import watch_sharded_grad
+from shardwright.engine.unit import unit_of, units_in
+from shardwright.errors import InputError, StageError
+
+# Parameters whose gradients are gone when a backward returns, and the object that steps them.
+_steppers = WeakTensorKeyDictionary()
+
+
+class StepInBackward:
+    """Steps a sharded model's parameters in the backward, and frees each gradient there.
+
+    model: what ``fully_shard`` was last called on. make_optimizer: called with a list of one parameter, for
+        each that is trainable now: ``lambda params: torch.optim.AdamW(params, lr=1e-3)``.
+    optimizers: one for each parameter, by its name in the model: for schedulers, and to save their state.
+
+    Equal bit for bit to ``step`` and ``zero_grad`` of one such optimizer after the backward, for every
+    optimizer that treats parameters one by one. All ranks make it alike. A backward is a step, but:
+
+    - while accumulating with ``set_requires_gradient_sync(False)`` nothing is stepped, until the backward
+      that reduces all; gradients reduced in several backwards (``set_is_last_backward(False)``) are refused;
+    - gradients can't be clipped by their total norm, which isn't known then: ``clip_grad_norm_`` raises;
+    - parameters that aren't sharded are left to the caller.
+
+    Raises: InputError where nothing is trainable, or another object steps a parameter already. The backward
+        raises StageError where a parameter's gradient comes in several reductions.
+    """
+
+    def __init__(self, model: nn.Module, make_optimizer: Callable[[list[torch.Tensor]], Optimizer]) -> None:
+        self._unit = unit_of(model)
+        self._handles: list[RemovableHandle] = []
+        self._stepped: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        owners = {
+            id(p.sharded): group for unit in units_in(model) for group in unit.groups for p in group.params
+        }
+        named = [(n, p) for n, p in model.named_parameters() if id(p) in owners and p.requires_grad]
+        taken = [name for name, param in named if param in _steppers]
+        if taken or not named:
+            what = f"{taken[:3]} are stepped in the backward already" if taken else "nothing is trainable"
+            raise InputError(f"StepInBackward: {what}; remove() the other one, or unfreeze parameters first")
+        self.optimizers = {name: make_optimizer([param]) for name, param in named}
+        for name, param in named:
+            _steppers[param] = name
+            self._handles.append(watch_sharded_grad(param, self._stepper(name, owners[id(param)])))
+        self._params = [param for _, param in named]
+        self._groups = list(dict.fromkeys(owners[id(param)] for param in self._params))
+        self._plan(True)
+
+    def remove(self) -> None:
+        """Step nothing from now on; the optimizers stay as they are."""
+        self._plan(False)
+        for handle in self._handles:
+            handle.remove()
+        for param in self._params:
+            _steppers.pop(param, None)
+        self._handles, self._params, self._groups = [], [], []
+
+    def _plan(self, steps: bool) -> None:
+        """Have the schedule say so."""
+        for group in self._groups:
+            self._unit.runtime.set_facts(group, steps=steps)
+
+    def _stepper(self, name: str, group: ParamGroup) -> Callable[[torch.Tensor], None]:
+        optimizer = self.optimizers[name]
+
+        def step() -> None:
+            self._stepped[optimizer] = backward_of(self._unit.runtime).number
+            optimizer.step()
+            optimizer.zero_grad()
+
+        def landed(_: torch.Tensor) -> None:
+            runtime = self._unit.runtime
+            backward = backward_of(runtime)
+            if backward.partial or not runtime.step.is_last_backward:
+                raise StageError(
+                    f"StepInBackward got a part of the gradient of {name!r}: of a backward that was not the "
+                    "last one of its step; accumulate with set_requires_gradient_sync(False) instead"
+                )
+            if self._stepped.get(optimizer) == backward.number:
+                raise StageError(
+                    f"the gradient of {name!r} was reduced twice in one backward (a layer that several "
+                    "checkpointed calls share), so it was stepped with a part of it; use a plain optimizer, "
+                    "or checkpoint with use_reentrant=False"
+                )
+            table = runtime.table
+            table.due.setdefault(table.number(group), {})[step] = None
+
+        return landed
+
+
+def steps_in_backward(param: torch.Tensor) -> bool:
+    """Whether a ``StepInBackward`` steps the parameter: its gradient is gone when a backward returns."""
+    return param in _steppers

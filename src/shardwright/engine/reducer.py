@@ -1,0 +1,254 @@
+"""What becomes of a group's gradients: unsharded on this rank -> reduced over ranks -> added to the shards'.
+
+    hold()     take what a backward has brought      (or keep it unsharded, while accumulating)
+    reduce()   issue the reduce-scatter of that
+    wait()     wait for it; issue the all-reduce over copies, where the mesh has them
+    settle()   wait for that; divide, and add to the gradients of the shards
+    decide()   add what was reduced for others, or drop it
+
+Between ``wait`` and ``settle`` the all-reduce runs beside the rest of the backward. Where ranks *join* each
+other's reductions, one that has no gradient of a parameter reduces zeros; whether anybody had one it learns
+at the end of the backward, and what it has got for the parameter is put aside until then. A parameter that
+nobody used so keeps ``grad = None``, as in one process.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from shardwright.engine.grads import accumulate_grad, predivisor, reduce_piece, take_grad, zero_grad
+from shardwright.engine.joined import Joined
+from shardwright.errors import StageError
+from shardwright.params.param import ShardedParam
+from shardwright.policy import MixedPrecisionPolicy, ReductionPolicy
+from shardwright.transport.all_reduce import AllReduce
+from shardwright.transport.base import Comm, Piece, Reduction
+from shardwright.transport.mesh import Axis
+from shardwright.transport.watched import Collective, tell
+
+Hook = Callable[[torch.Tensor], None]
+Grads = list[tuple[ShardedParam, torch.Tensor]]
+
+
+class Reducer:
+    """The gradients of one group.
+
+    params: the group's. policy: replaced as a whole by setters.
+    hook: called with the group's reduced gradients, one flat tensor for each dtype, before they are added to
+        the shards'; stream: where it runs (CUDA).
+    done: whether this backward has reduced them. joined: what is reduced for other ranks' sake.
+    """
+
+    def __init__(
+        self, name: str, params: Sequence[ShardedParam], axis: Axis, precision: MixedPrecisionPolicy
+    ) -> None:
+        self.policy = ReductionPolicy()
+        self.comm: Comm = axis.comm
+        self.hook: Hook | None = None
+        self.stream: Any = None
+        self.done = False
+        self.joined = Joined()
+        self.name = name
+        self.params = params
+        self._axis = axis
+        self._precision = precision
+        self._held: Grads | None = None
+        self._reduction: tuple[Reduction, list[ShardedParam]] | None = None
+        self._all_reduce: tuple[Reduction, list[ShardedParam]] | None = None
+        self._partial: dict[ShardedParam, torch.Tensor] = {}
+        self._predivisor = 1.0
+
+    @property
+    def _ranks(self) -> int:
+        """How many ranks' gradients are summed, over shards and copies."""
+        return self._axis.world * self._axis.num_copies
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a reduce-scatter is in flight."""
+        return self._reduction is not None
+
+    # ---- the reduce-scatter
+
+    @property
+    def holds(self) -> bool:
+        """Whether gradients were taken by ``hold`` and not reduced since."""
+        return self._held is not None
+
+    def hold(self, join: bool = False, widen: bool = False) -> None:
+        """Take the gradients that this backward has brought, for ``release``.
+
+        While accumulating they stay here, unsharded, to be reduced with later ones.
+        join: other ranks may have gradients where this one has none: those are zeros here. widen: they travel
+        in the reduce dtype, as those of earlier microbatches do, which another rank may have.
+        """
+        assert self._held is None, f"{self.name}: gradients are held already"
+        assert self._reduction is None and self._all_reduce is None, f"{self.name}: wait and settle first"
+        if self.done and join:
+            self._refuse_optimizer_inside()
+        self.done = True
+        self._held = []
+        if not self._partial:  # what is added up must have been divided alike
+            self._predivisor = predivisor(self.policy.divisor(self._ranks))
+        self.joined.keeps = not self.policy.reduce
+        for param in self.params:
+            if param.is_bound and not param.trainable:
+                param.unsharded.grad = None  # frozen since the forward: as in one process it brings none
+        if self.joined.keeps:
+            for param in self.params:
+                accumulate_grad(param, self._precision)
+            return
+        for param in self.params:
+            if not param.trainable:
+                continue
+            grad = take_grad(param)
+            if grad is not None or self.policy.unused_params:
+                self.joined.brought.add(param)
+            if grad is None and (join or self.policy.unused_params):
+                grad = zero_grad(param, self._precision)
+            if grad is not None:
+                self._held.append((param, grad.to(param.reduce_dtype(self._precision)) if widen else grad))
+
+    def _refuse_optimizer_inside(self) -> None:
+        """Raises: StageError where a hook waits for the gradients of a group that is reduced once more."""
+        hooked = [p.fqn for p in self.params if getattr(p.sharded, "_post_accumulate_grad_hooks", None)]
+        if hooked:
+            raise StageError(
+                f"group {self.name!r} is reduced twice in one backward (ranks ran it in different "
+                f"orders, or it ran twice), but {hooked[0]!r} has a hook that takes each gradient for the "
+                "whole one: an optimizer inside of the backward; step after the backward instead"
+            )
+
+    def release(self) -> Grads:
+        """What is held; the caller reduces it. Empty where this backward has brought none."""
+        held, self._held = self._held, None
+        return held or []
+
+    def inputs(self, grads: Grads) -> tuple[list[Piece], list[torch.dtype]]:
+        """What a reduce-scatter of ``grads`` takes."""
+        pieces = [reduce_piece(param, grad, self._precision, self._predivisor) for param, grad in grads]
+        return pieces, [param.reduce_dtype(self._precision) for param, _ in grads]
+
+    def issue(self, grads: Grads) -> Reduction:
+        """Issue a reduce-scatter of ``grads`` alone."""
+        (pieces, dtypes), key = self.inputs(grads), f"reduce-scatter {self.name}"
+        rows = grads[0][0].rows
+        if rows is None:
+            return self.comm.reduce_scatter(pieces, dtypes, key)
+        return rows.reduce(self.comm, pieces[0], dtypes[0], key)
+
+    def send(self, reduction: Reduction, params: list[ShardedParam]) -> None:
+        """From here on the gradients of ``params`` are in flight."""
+        tell(self.comm, Collective.REDUCE_SCATTER)
+        self._reduction = reduction, params
+
+    def wait(self) -> None:
+        """Wait for the reduce-scatter, and issue the all-reduce over copies. No-op where none is out."""
+        partial = self.land()
+        if partial:
+            key = f"all-reduce {self.name}"
+            self.send_copies(AllReduce(self.copies, list(partial.values()), key), list(partial))
+
+    def land(self) -> dict[ShardedParam, torch.Tensor]:
+        """Wait for the reduce-scatter; what is to be all-reduced over copies now, if anything."""
+        if self._reduction is None:
+            return {}
+        reduction, params = self._reduction
+        self._reduction = None
+        totals = reduction.wait()
+        if not params:
+            return {}
+        if not self.has_copies:
+            self._finish(totals, params)
+            return {}
+        for param, total in zip(params, totals, strict=True):
+            earlier = self._partial.get(param)
+            self._partial[param] = total if earlier is None else earlier.add_(total)
+        if not self.policy.all_reduce:
+            return {}
+        partial, self._partial = self._partial, {}
+        return partial
+
+    # ---- the all-reduce over copies
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether other ranks hold the same shards."""
+        return self._axis.replicate is not None
+
+    @property
+    def copies(self) -> Comm:
+        """The transport among the ranks that hold the same shards; only where there are such."""
+        assert self._axis.replicate is not None
+        return self._axis.replicate
+
+    def send_copies(self, all_reduce: Reduction, params: list[ShardedParam]) -> None:
+        """From here on the sums of ``params`` are in flight over the copies."""
+        tell(self.copies, Collective.ALL_REDUCE)
+        self._all_reduce = all_reduce, params
+
+    def settle(self) -> None:
+        """Wait for the all-reduce, and add to the shards' gradients. No-op where none is out."""
+        if self._all_reduce is not None:
+            all_reduce, params = self._all_reduce
+            self._all_reduce = None
+            totals = all_reduce.wait()
+            if params:
+                self._finish(totals, params)
+
+    @property
+    def brought(self) -> int:
+        """Bits of the parameters that this rank has had a gradient of, since the last ``decide``."""
+        brought = self.joined.brought
+        if len(brought) == len(self.params):
+            return (1 << len(self.params)) - 1
+        return sum((param in brought) << place for place, param in enumerate(self.params))
+
+    def decide(self, brought: int) -> None:
+        """Add or drop what was put aside; ``brought``: bits of the parameters that somebody used."""
+        places = {param: place for place, param in enumerate(self.params)}
+        self.joined.decide(lambda param: bool(brought >> places[param] & 1), again=bool(self._partial))
+
+    def zeros(self) -> Grads:
+        """Gradients of zeros, of what is trained: to time the collectives alone."""
+        return [(p, zero_grad(p, self._precision)) for p in self.params if p.trainable]
+
+    def drop(self) -> None:
+        """Forget the gradients of a backward that failed; what is in flight ends unseen."""
+        self._partial = {}
+        self._held = None
+        self.joined.drop()
+        self.done = False
+        if self._reduction is not None:
+            self._reduction = (self._reduction[0], [])
+        if self._all_reduce is not None:
+            self._all_reduce = (self._all_reduce[0], [])
+
+    def _finish(self, totals: list[torch.Tensor], params: Sequence[ShardedParam]) -> None:
+        divisor = self.policy.divisor(self._ranks)
+        half = [total for total in totals if total.dtype is torch.float16]  # divided in part already
+        others = [total for total in totals if total.dtype is not torch.float16] if half else totals
+        for sums, rest in ((half, divisor / self._predivisor), (others, divisor)):
+            if sums and rest != 1:
+                torch._foreach_div_(sums, rest)  # pyright: ignore[reportPrivateImportUsage]
+        if self.hook is not None:
+            self._call(self.hook, totals)
+        for param, total in zip(params, totals, strict=True):
+            self.joined.add(param, total)
+
+    def _call(self, hook: Hook, totals: list[torch.Tensor]) -> None:
+        """Show the caller's hook one flat tensor of each dtype, and take over what it makes of it."""
+        if self.stream is not None:
+            self.stream.wait_stream(torch.accelerator.current_stream())
+        for dtype in dict.fromkeys(total.dtype for total in totals):
+            members = [total for total in totals if total.dtype == dtype]
+            flat = torch.cat(members)
+            if self.stream is None:
+                hook(flat)
+            else:
+                with self.stream:
+                    hook(flat)
+                torch.accelerator.current_stream().wait_stream(self.stream)
+            for total, part in zip(members, flat.split([m.numel() for m in members]), strict=True):
+                total.copy_(part)

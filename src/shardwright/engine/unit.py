@@ -1,0 +1,148 @@
+"""A unit: what one call of ``fully_shard`` made. Modules that run together, and the groups they need."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from shardwright.engine.foreign import register, unregister
+from shardwright.engine.group import ParamGroup
+from shardwright.engine.passes import Entry
+from shardwright.engine.runtime import Runtime
+from shardwright.errors import InputError
+from shardwright.params.param import ShardedParam
+from shardwright.policy import MixedPrecisionPolicy
+
+_ATTRIBUTE = "_shardwright_unit"
+
+
+@dataclass(eq=False)
+class Unit:
+    """``modules`` share ``group`` (None where nested calls have taken every parameter).
+
+    parts: units without modules that hold these modules' other groups, where they are on several axes.
+    lenders: units whose parameters these modules show too (tied weights); their groups are unsharded and
+        resharded around these modules as well.
+    home: the runtime that it was made with; ``runtime`` is the one that has taken that in since.
+
+    The rest is where the current forward stands: how deep the modules run, which of them are still to run,
+    how many running units need the group, the calls of several modules whose backwards end together, and the
+    pass that all this belongs to.
+    """
+
+    name: str
+    modules: tuple[nn.Module, ...]
+    group: ParamGroup | None
+    lenders: tuple["Unit", ...]
+    policy: MixedPrecisionPolicy
+    home: Runtime
+    running: int = 0
+    users: int = 0
+    awaited: set[nn.Module] = field(default_factory=set)
+    calls: list[Any] = field(default_factory=list)
+    pass_number: int = -1
+    parts: tuple["Unit", ...] = ()
+
+    @property
+    def owners(self) -> tuple["Unit", ...]:
+        """The units whose groups these modules need: its own first, if it has a group."""
+        others = (*self.parts, *self.lenders)
+        return others if self.group is None else (self, *others)
+
+    @property
+    def groups(self) -> list[ParamGroup]:
+        """The groups that this unit made."""
+        return [unit.group for unit in (self, *self.parts) if unit.group is not None]
+
+    @property
+    def params(self) -> list[ShardedParam]:
+        """The parameters of its groups."""
+        return [param for group in self.groups for param in group.params]
+
+    @property
+    def entry(self) -> Entry:
+        """It as the outermost one of a pass."""
+        return Entry(self.name, self._groups_needed)
+
+    def _groups_needed(self) -> list[ParamGroup]:
+        """The groups that these modules and those inside them need, each once."""
+        units = (unit for module in self.modules for unit in units_in(module))
+        owners = (owner for unit in units for owner in unit.owners)
+        return list(dict.fromkeys(owner.group for owner in owners if owner.group is not None))
+
+    @property
+    def device(self) -> torch.device | None:
+        """The device that its parameters are unsharded on; None where nested calls have taken them all."""
+        groups = [owner.group for owner in self.owners if owner.group is not None]
+        return groups[0].axis.device if groups else None
+
+    @property
+    def runtime(self) -> Runtime:
+        """The runtime of the outermost sharded module that this unit is part of."""
+        while self.home.successor is not None:
+            self.home = self.home.successor
+        return self.home
+
+    def enter_pass(self) -> None:
+        """Start the counts anew in a new pass (the last one may have been cut short)."""
+        if self.pass_number != self.runtime.pass_number:
+            self.pass_number = self.runtime.pass_number
+            self.running = self.users = 0
+            self.awaited.clear()
+            self.calls.clear()
+
+
+def unit_of(module: nn.Module) -> Unit:
+    """The unit of a sharded module. Raises: InputError for a module that isn't sharded."""
+    unit = module.__dict__.get(_ATTRIBUTE)
+    if unit is None:
+        raise InputError(f"{type(module).__name__} is not sharded; call shardwright.fully_shard on it first")
+    return unit
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether ``fully_shard`` was called on this very module."""
+    return _ATTRIBUTE in module.__dict__
+
+
+def mark(unit: Unit) -> None:
+    """Remember the unit on each of its modules."""
+    for module in unit.modules:
+        module.__dict__[_ATTRIBUTE] = unit
+        register(module)
+
+
+def units_in(module: nn.Module) -> list[Unit]:
+    """The units of the sharded modules in a tree, each once, in the order of ``modules()``."""
+    found = (m.__dict__[_ATTRIBUTE] for m in module.modules() if is_sharded(m))
+    return list(dict.fromkeys(found))
+
+
+def unmark(module: nn.Module) -> None:
+    """Forget the unit of a module."""
+    del module.__dict__[_ATTRIBUTE]
+    unregister(module)
+
+
+# The parameters that modules had before they were sharded. Whoever still holds one (an optimizer built too
+# early, a module tied to it) is told, or is given the sharded one.
+_replaced = WeakTensorKeyDictionary()
+
+
+def remember_replaced(param: nn.Parameter, unit: Unit, sharded: ShardedParam) -> None:
+    """``param`` is no longer shown by any module: ``sharded``, of ``unit``'s group, is."""
+    _replaced[param] = (unit, sharded)
+
+
+def sharded_from(param: nn.Parameter) -> ShardedParam | None:
+    """What ``fully_shard`` made of a parameter that modules had before; None for any other."""
+    found = _replaced.get(param)
+    return None if found is None else found[1]
+
+
+def owner_of(param: nn.Parameter) -> Unit | None:
+    """The unit that owns what ``fully_shard`` made of ``param``."""
+    found = _replaced.get(param)
+    return None if found is None else found[0]

@@ -1,0 +1,61 @@
+"""When a rank asks the others what they do, and what it writes into the log."""
+
+import threading
+import time
+
+from shardwright.observe.diagnosis import Verdict
+from shardwright.transport.launches import Wait
+
+_LONGEST_PAUSE_S = 5.0
+_QUIET_S = 60.0  # between two lines of the log, unless the waits get much longer
+_URGENT_PAUSE_S = 0.3
+_URGENT_CALLS = 3  # what ended a connection is known before the connection ends, so more would not help
+
+
+class Suspicion:
+    """``heard``: a verdict is there, or none will explain what a transport met (``error``)."""
+
+    def __init__(self, suspect_s: float) -> None:
+        self.heard = threading.Event()
+        self.error = ""
+        self.suspect_s = suspect_s
+        self._urgent_calls = 0
+        self._wait: Wait | None = None
+        self._next_s = self._pause_s = 0.0
+        self._logged = (-_QUIET_S, 0.0)  # when, and how long a wait that was
+
+    def alarm(self, error: str) -> None:
+        """A transport has met an error: ask now."""
+        self.heard.clear()
+        self._urgent_calls, self._next_s = _URGENT_CALLS, 0.0
+        self.error = error
+
+    def is_due(self, wait: Wait | None) -> bool:
+        """Whether to ask now, seen what the rank waits for."""
+        now = time.monotonic()
+        if not self.error:
+            if wait is None:
+                return False
+            if wait is not self._wait:
+                self._wait, self._pause_s = wait, self.suspect_s
+                self._next_s = wait.since_s + self.suspect_s
+        return now >= self._next_s
+
+    def calm(self, verdict: Verdict) -> str:
+        """The ranks were asked and nothing is wrong: ask later. Returns the line to log, if any."""
+        now = time.monotonic()
+        if self.error:
+            self._next_s = now + _URGENT_PAUSE_S
+            self._urgent_calls -= 1
+            if self._urgent_calls == 0:
+                self.error = ""
+                self.heard.set()
+            return ""
+        self._next_s = now + self._pause_s
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        waited_s = now - self._wait.since_s if self._wait else 0.0
+        at_s, longest_s = self._logged
+        if now - at_s < _QUIET_S and waited_s < 2 * longest_s:
+            return ""
+        self._logged = (now, waited_s)
+        return f"{verdict.sentence}. {verdict.remedy}"

@@ -1,0 +1,160 @@
+"""What this process does, as its watch thread sees it: where the training thread is, and if anything runs."""
+
+import mmap
+import os
+import sys
+import sysconfig
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from shardwright.observe.diagnosis import Answer, Launched, Status, Waits
+from shardwright.transport.launches import Wait, here
+
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_OURS = str(Path(__file__).parents[1]) + os.sep
+_STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
+_SITE = os.sep + "site-packages" + os.sep
+_C10D = _TORCH + os.path.join("distributed", "distributed_c10d.py")
+_SAMPLE_S = 0.1  # at least between two samples: a share of less says nothing
+_BUSY_SHARE = 0.05  # of a core: below it a process counts as idle, if no thread of it is runnable either
+
+
+def frame_of(thread: int) -> FrameType | None:
+    """Where a thread is now; None for one that has ended."""
+    return sys._current_frames().get(thread)
+
+
+def user_line(frame: FrameType | None) -> str:
+    """``"train.py:40 in main"``: the innermost frame that is the user's: not ours, torch's or Python's own.
+
+    Where there is none (``shardwright train`` itself), the outermost of ours. "" without a frame.
+    """
+    outermost = frame
+    while frame is not None:
+        if not is_library(frame.f_code.co_filename):
+            return _said(frame)
+        if frame.f_code.co_filename.startswith(_OURS + "train"):
+            return _said(frame)
+        outermost, frame = frame, frame.f_back
+    return _said(outermost) if outermost is not None else ""
+
+
+def foreign_call(frame: FrameType | None) -> tuple[str, object]:
+    """The ``torch.distributed`` function that a thread is in, and the frame that called it; ("", None)."""
+    name, caller = "", None
+    while frame is not None and (frame.f_code.co_filename.startswith(_TORCH) or not name):
+        if frame.f_code.co_filename == _C10D:
+            name, caller = frame.f_code.co_name, frame.f_back
+        elif not frame.f_code.co_filename.startswith(_TORCH):
+            break
+        frame = frame.f_back
+    return name, caller
+
+
+def is_library(path: str) -> bool:
+    """Whether a source file is ours, torch's or Python's own."""
+    if path.startswith((_TORCH, _OURS, "<frozen")):
+        return True
+    return path.startswith(_STDLIB) and _SITE not in path
+
+
+def _said(frame: FrameType) -> str:
+    path = frame.f_code.co_filename
+    here_path = os.getcwd() + os.sep
+    return f"{path.removeprefix(here_path)}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+class Doing:
+    """Samples of this process, taken by the watch thread a few times a second."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._sampled_s = self._ran_s = time.monotonic()
+        self._cpu_s = _others_cpu_s()
+        self._foreign: tuple[str, object, float] = ("", None, 0.0)
+
+    @property
+    def wait(self) -> Wait | None:
+        """What the training thread waits for."""
+        return here.waits.get(here.thread)
+
+    def sample(self) -> None:
+        """Note whether anything ran since the last sample, and the foreign call that is running."""
+        now = time.monotonic()
+        if now - self._sampled_s < _SAMPLE_S:
+            return
+        cpu = _others_cpu_s()
+        share = (cpu - self._cpu_s) / (now - self._sampled_s)
+        self._sampled_s, self._cpu_s = now, cpu
+        # CPU time is no sign of life on a busy machine: a thread that waits for a core counts as running.
+        if self.wait is not None or share > _BUSY_SHARE or _runnable():
+            self._ran_s = now
+        name, caller = ("", None) if self.wait is not None else foreign_call(frame_of(here.thread))
+        call = (id(caller), getattr(caller, "f_lasti", 0))
+        if (name, call) != self._foreign[:2]:
+            self._foreign = (name, call, now)
+
+    def answer(self) -> Answer:
+        """What this rank says of itself now."""
+        self.sample()
+        now, wait = time.monotonic(), self.wait
+        idle_s = now - self._ran_s
+        foreign, _, since_s = self._foreign
+        caught, caught_step = here.caught
+        progress = here.progress or (f"pass {here.step}" if here.step else "")
+        logs = {
+            log.name: Launched(log.ranks, log.launched, tuple(launch.key for launch in tuple(log.ring)))
+            for log in here.logs
+            if log.launched
+        }
+        return Answer(
+            rank=self._rank,
+            place=f"{here.phase} of pass {here.step}" if here.phase else "",
+            line=user_line(frame_of(here.thread)),
+            waits=wait and Waits(wait.log.name, wait.launch.number, wait.launch.key, now - wait.since_s),
+            does="idle" if idle_s > 0.5 else "computes",
+            since_s=(now - since_s) if foreign else idle_s if idle_s > 0.5 else now - here.moved_s,
+            idle_s=idle_s,
+            foreign=foreign,
+            foreign_s=(now - since_s) if foreign else 0.0,
+            caught=caught if caught_step >= here.step - 1 else "",
+            status=Status(progress, _resident_nbytes(), _device_nbytes()),
+            logs=logs,
+        )
+
+
+def _others_cpu_s() -> float:
+    """CPU time of this process, without what the calling thread has used."""
+    return time.process_time() - time.thread_time()
+
+
+def _resident_nbytes() -> int:
+    """Memory that this process has now; 0 where nothing tells."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * mmap.PAGESIZE
+    except OSError:
+        return 0
+
+
+def _device_nbytes() -> int:
+    """Memory of this process' tensors on accelerators; the watch thread has no current one of its own."""
+    return sum(map(torch.accelerator.memory_allocated, range(torch.accelerator.device_count())))
+
+
+def _runnable() -> bool:
+    """Whether a thread of this process other than this one is running or waits for a core."""
+    own = str(threading.get_native_id())
+    try:
+        for thread in os.listdir("/proc/self/task"):
+            if thread != own:
+                with open(f"/proc/self/task/{thread}/stat") as file:
+                    if file.read().rpartition(")")[2].split()[0] == "R":
+                        return True
+    except OSError:  # not Linux, or a thread that has just ended
+        return True
+    return False

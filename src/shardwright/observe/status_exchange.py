@@ -1,0 +1,236 @@
+"""The roll call: how ranks ask each other, through the job's store, what they do.
+
+In peace nothing is written.
+
+    latest          number of the last call           caller writes, everyone looks a few times a second
+    answer/<rank>   the number it answers, and what the rank says of itself
+    came/<call>     how many have answered
+    who/<rank>      the rank's process, to see from the same host whether it has ended
+    note/<n>        what a rank left behind as it ended
+    verdict         what is wrong for good: the first one counts
+    heard/<rank>    it has read the verdict
+
+A rank that was away (stopped, or held by native code) answers the latest call only. Two callers at once have
+two numbers; an answer to the later one serves both.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
+
+from shardwright.observe.diagnosis import Answer, Fault, Findings, Launched, Note, Status, Verdict, Waits
+from shardwright.transport import liveness as presence
+
+_POLL_S = 0.02
+
+
+@dataclass(frozen=True)
+class Ruling:
+    """A verdict as all ranks read it: whose call it came from, and the whole text."""
+
+    fault: Fault
+    ranks: tuple[int, ...]
+    text: str
+
+
+class Roll:
+    """The roll of one job, over a store connection of its own.
+
+    world: number of ranks. holds_store: whether the store ends with this process.
+    """
+
+    def __init__(self, store: Store, world: int, holds_store: bool = False) -> None:
+        self.world = world
+        self.holds_store = holds_store
+        self._store = store
+        store.compare_set("latest", "", "0")
+
+    # ---- calls and answers
+
+    def latest(self) -> int:
+        """The number of the last call; 0 before the first."""
+        return int(self._store.get("latest"))
+
+    def ring(self) -> int:
+        """Call the roll; returns the number of this call."""
+        call = self._store.add("calls", 1)
+        self._store.set("latest", str(call))
+        if call > 8:
+            self._store.delete_key(f"came/{call - 8}")
+        return call
+
+    def answer(self, call: int, answer: Answer) -> None:
+        """Answer a call."""
+        self._store.set(f"answer/{answer.rank}", json.dumps([call, asdict(answer)]))
+        self._store.add(f"came/{call}", 1)
+
+    def call(self, wait_s: float, meanwhile: Callable[[], None] = lambda: None) -> Findings:
+        """Ring, and collect what ranks say within ``wait_s``, which have ended, and what they left behind.
+
+        meanwhile: called while waiting; a rank that calls answers itself there.
+        """
+        began = time.monotonic()
+        number, ranks = self.ring(), range(self.world)
+        meanwhile()
+        answers = {a.rank: a for a in self.collect(number, wait_s, meanwhile, self.ended(ranks))}
+        missing = [rank for rank in ranks if rank not in answers]
+        gone = self.ended(missing)
+        silent = dict.fromkeys(missing, wait_s)
+        took_s = time.monotonic() - began
+        return Findings(self.world, answers, self.notes(), frozenset(gone), silent, took_s)
+
+    def collect(
+        self, call: int, wait_s: float, meanwhile: Callable[[], None], gone: set[int]
+    ) -> list[Answer]:
+        """The answers that come within ``wait_s`` (sooner where only ranks in ``gone`` are missing)."""
+        deadline = time.monotonic() + wait_s
+        while time.monotonic() < deadline and self._came(call) < self.world - len(gone):
+            meanwhile()
+            time.sleep(_POLL_S)
+            if self.latest() < call:  # two callers wrote it in the wrong order
+                self._store.set("latest", str(call))
+        return [self._said(rank)[1] for rank in range(self.world) if self._has_answered(rank, call)]
+
+    def _said(self, rank: int) -> tuple[int, Answer]:
+        call, said = json.loads(self._store.get(f"answer/{rank}"))
+        return call, _answer(said)
+
+    def _has_answered(self, rank: int, call: int) -> bool:
+        return self._store.check([f"answer/{rank}"]) and self._said(rank)[0] >= call
+
+    def _has_left(self, rank: int) -> bool:
+        return any(note.rank == rank for note in self.notes())
+
+    def _came(self, call: int) -> int:
+        return int(self._store.get(f"came/{call}")) if self._store.check([f"came/{call}"]) else 0
+
+    # ---- who ended, and what they left
+
+    def enrol(self, rank: int) -> None:
+        """Say which process this rank is."""
+        identity = presence.identity()
+        if identity is not None:
+            self._store.set(f"who/{rank}", identity)
+
+    def ended(self, ranks: Iterable[int]) -> set[int]:
+        """Those of ``ranks`` whose processes, of this host, are known to have ended."""
+        found = set()
+        for rank in ranks:
+            if self._store.check([f"who/{rank}"]):
+                identity = self._store.get(f"who/{rank}").decode()
+                found |= {rank} if presence.has_ended(identity) else set()
+        return found
+
+    def leave(self, note: Note) -> None:
+        """Leave a note; it stays when the process is gone."""
+        number = self._store.add("notes", 1)
+        self._store.set(f"note/{number}", json.dumps(asdict(note)))
+
+    def part(self, wait_s: float) -> None:
+        """Return when all other ranks have left, or been told that this one does; or ``wait_s`` later.
+
+        For the process that holds the store, which nobody can ask any more once it has ended.
+        """
+        call = self.ring()
+        self._await(wait_s, lambda rank: self._has_answered(rank, call) or self._has_left(rank))
+
+    def notes(self) -> list[Note]:
+        """All notes, in the order in which they were left."""
+        found, number = [], 1
+        while self._store.check([f"note/{number}"]):
+            found.append(Note(**json.loads(self._store.get(f"note/{number}"))))
+            number += 1
+        return found
+
+    # ---- the verdict
+
+    def decide(self, verdict: Verdict, text: str) -> Ruling:
+        """Make a verdict that of the job; returns the one that counts, which may be another rank's."""
+        mine = json.dumps([verdict.fault, verdict.ranks, text])
+        return _ruling(self._store.compare_set("verdict", "", mine))
+
+    def hear(self, rank: int) -> None:
+        """This rank has read the verdict."""
+        self._store.set(f"heard/{rank}", "")
+
+    def linger(self, wait_s: float) -> None:
+        """Return when all living ranks have read the verdict, at most ``wait_s`` later."""
+        self._await(wait_s, lambda rank: self._store.check([f"heard/{rank}"]))
+
+    def _await(self, wait_s: float, done: Callable[[int], bool]) -> None:
+        """Return when each rank has ended or is ``done``, at most ``wait_s`` later."""
+        deadline, pending = time.monotonic() + wait_s, set(range(self.world))
+        while pending and time.monotonic() < deadline:
+            pending -= {rank for rank in pending if done(rank)}
+            pending -= self.ended(pending)
+            time.sleep(_POLL_S if pending else 0)
+
+    def decided(self) -> Ruling | None:
+        """The job's verdict, if there is one."""
+        return _ruling(self._store.get("verdict")) if self._store.check(["verdict"]) else None
+
+
+def _ruling(data: bytes) -> Ruling:
+    fault, ranks, text = json.loads(data)
+    return Ruling(Fault(fault), tuple(ranks), text)
+
+
+def _answer(said: dict) -> Answer:
+    waits, status = said.pop("waits"), Status(*said.pop("status"))
+    logs = {
+        name: Launched(tuple(log["ranks"]), log["count"], tuple(log["keys"]))
+        for name, log in said.pop("logs").items()
+    }
+    return Answer(**said, waits=waits and Waits(**waits), status=status, logs=logs)
+
+
+_NAME = "shardwright/watch"
+
+
+def bottom_of(store: Store) -> Store:
+    """The store itself, without the prefixes that were put before its keys."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def open_roll(store: Store, world: int, token: str) -> Roll:
+    """The roll of the attempt ``token``, on a connection of its own to ``store``. Every rank opens it.
+
+    What ``find_roll`` needs is left under ``shardwright/job``.
+    """
+    bottom = bottom_of(store)
+    holds_store = isinstance(bottom, TCPStore) and "server=<nullptr>" not in repr(bottom)
+    own = bottom.clone()  # pyright: ignore[reportAttributeAccessIssue]  # missing in the stub
+    own.set("shardwright/job", json.dumps([token, world]))
+    return Roll(PrefixStore(f"{_NAME}/{token}", own), world, holds_store)
+
+
+def find_roll(store: Store) -> Roll | None:
+    """The roll of the job that last used ``store``, for a process that is no rank of it; None without one."""
+    if not store.check(["shardwright/job"]):
+        return None
+    token, world = json.loads(store.get("shardwright/job"))
+    return Roll(PrefixStore(f"{_NAME}/{token}", store), world)
+
+
+def store_at(address: str, timeout: timedelta) -> Store:
+    """A connection to the store at ``HOST:PORT``, or in the file that the path names."""
+    host, colon, port = address.rpartition(":")
+    if colon and port.isdigit():
+        return TCPStore(host, int(port), None, False, timeout, wait_for_workers=False)
+    store = FileStore(address, -1)
+    store.set_timeout(timeout)  # else a file that is taken away meanwhile is waited for, for minutes
+    return store
+
+
+def address_of(store: Store) -> str:
+    """What ``store_at`` takes to reach ``store`` from this host; "" where it can't be reached."""
+    bottom = bottom_of(store)
+    if isinstance(bottom, TCPStore):
+        return f"{bottom.host}:{bottom.port}"
+    return getattr(bottom, "path", "")  # a FileStore's

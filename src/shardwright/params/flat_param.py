@@ -1,0 +1,223 @@
+"""A flat parameter: those of a group one after another in one, cut evenly over ranks whatever their borders.
+
+    stage       ``module._flat_param``            ``layer.weight``, in each place
+    at rest     Parameter(DTensor) of 1 dim       a meta tensor: its shape, no numbers
+    unsharded   Parameter (plain) of 1 dim        a view of it, through which its gradient comes
+
+For everything else it is a parameter like any other, of one dim. ``schedule/flat_layout.py`` says what lies
+where.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from shardwright.errors import InputError
+from shardwright.params.param import ShardedParam, Slot, Split, attributes_of, give
+from shardwright.params.quantized.module import encodings
+from shardwright.params.subclass import is_extended
+from shardwright.schedule.flat_layout import FlatEntry, FlatLayout
+from shardwright.schedule.layout import ParamLayout
+
+NAME = "_flat_param"
+Found = Mapping[nn.Parameter, tuple[str, list[Slot]]]
+
+
+@dataclass(eq=False)
+class Member:
+    """One of the parameters inside: where it lies, the places that show it, what the caller had set on it."""
+
+    entry: FlatEntry
+    slots: list[Slot]
+    attributes: dict[str, Any]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its names in the module of the flat parameter, one for each path to a place."""
+        return (self.entry.name, *self.entry.aliases)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.entry.shape
+
+
+class FlatParam(ShardedParam):
+    """The parameters of a group that have one dtype, and are all trained or all frozen, as one."""
+
+    def __init__(self, slot: Slot, found: Found, split: Split) -> None:
+        """Take the parameters out of the modules that show them; ``slot`` shows the flat one."""
+        names, start = _names_in(slot.module), 0
+        self.members: list[Member] = []
+        for param, (_, slots) in found.items():
+            own, *others = (name for s in slots for name in names[id(s.module), s.name])
+            entry = FlatEntry(own, tuple(param.shape), start, tuple(others))
+            self.members.append(Member(entry, slots, attributes_of(param)))
+            start += entry.numel
+        self.flat = FlatLayout(tuple(member.entry for member in self.members))
+        first = next(iter(found))
+        device = torch.device("cpu") if split.on_host else split.axis.device
+        parts = [param.detach().reshape(-1) for param in found]
+        whole = torch.cat(parts if first.is_meta else [part.to(device) for part in parts])
+        for member in self.members:
+            for each in member.slots:
+                del each.module._parameters[each.name]
+        flat = nn.Parameter(whole, requires_grad=first.requires_grad)
+        give(_shared([member.attributes for member in self.members]), flat)
+        super().__init__(slot.name, [slot], flat, split)
+
+    # ---- what modules show
+
+    def show(self, param: nn.Parameter) -> None:
+        """The flat parameter, and views of it where it is unsharded."""
+        super().show(param)
+        param.flat_layout = self.flat  # type: ignore[attr-defined]
+        # Normal tensors whoever unshards: views made in inference mode would bring no gradient later.
+        with torch.inference_mode(False), torch.enable_grad():
+            if self._unsharded is not None and param is self.unsharded:
+                views = self.parts_of(param)
+            else:
+                views = [torch.empty(m.shape, dtype=param.dtype, device="meta") for m in self.members]
+        for member, view in zip(self.members, views, strict=True):
+            give(member.attributes, view)
+            for slot in member.slots:
+                slot.module._parameters.pop(slot.name, None)
+                slot.module.__dict__[slot.name] = view
+
+    def show_whole(self, whole: torch.Tensor, grad: torch.Tensor | None) -> list[nn.Parameter]:
+        """Each member as a parameter over its part of ``whole``, in place of the flat one."""
+        shown = []
+        for slot in self.slots:
+            del slot.module._parameters[slot.name]
+        for index, (member, part) in enumerate(zip(self.members, self.parts_of(whole), strict=True)):
+            shown.append(give(member.attributes, nn.Parameter(part, requires_grad=self.trainable)))
+            shown[-1].grad = None if grad is None else self.parts_of(grad)[index]
+            for slot in member.slots:
+                slot.module.__dict__.pop(slot.name, None)
+                slot.module._parameters[slot.name] = shown[-1]
+        return shown
+
+    def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """One row of numbers from one tensor for each member."""
+        return torch.cat([part.detach().reshape(-1) for part in parts])
+
+    def parts_of(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        """A view of each member's part of a row of numbers, in its shape."""
+        parts = whole.split([entry.numel for entry in self.flat.entries])
+        return [part.view(member.shape) for part, member in zip(parts, self.members, strict=True)]
+
+    # ---- copies
+
+    def twin(self, *places: list[Slot]) -> ShardedParam:
+        """Another parameter split alike, as ``ShardedParam.twin``."""
+        twin: Any = super().twin(places[0])  # whose members have no places yet
+        pairs = zip(self.members, places[1:], strict=True)
+        twin.members = [Member(member.entry, slots, member.attributes) for member, slots in pairs]
+        twin.show(twin.sharded)
+        return twin
+
+    def __copy__(self) -> ShardedParam:
+        twin: Any = super().__copy__()
+        twin.members = [Member(member.entry, [], member.attributes) for member in self.members]
+        return twin
+
+    # ---- state dicts
+
+    def entries(self, key: str, whole: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """``(name, tensor)`` of each member and place, from a whole tensor laid out like this parameter.
+        Copies. key: what the flat one is called."""
+        prefix = key.removesuffix(self.slots[0].name)
+        for member, part in zip(self.members, self.parts_of(whole), strict=True):
+            own = part.clone()
+            for name in member.names:
+                yield prefix + name, own
+
+    def names(self, key: str) -> list[str]:
+        """The first name of each member, where the flat parameter is called ``key``."""
+        prefix = key.removesuffix(self.slots[0].name)
+        return [prefix + member.names[0] for member in self.members]
+
+    def cut(self, whole: torch.Tensor) -> DTensor:
+        """A whole member as a DTensor cut by rows over the axis, as if it lay by itself. A copy."""
+        axis = self.axis
+        layout = ParamLayout(tuple(whole.shape), axis.world, 0 if whole.ndim else None)
+        start, stop = layout.row_range(axis.rank)
+        local = (whole.narrow(0, start, stop - start) if whole.ndim else whole).clone()
+        placements = axis.placements(Shard(0) if whole.ndim else Replicate())
+        return DTensor.from_local(
+            local, axis.mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+
+    def fill(self, local: torch.Tensor, index: int, value: torch.Tensor) -> None:
+        """Copy this rank's part of a member's whole value into a shard laid out like this parameter's."""
+        begin, end = self.layout.span(self.axis.rank)
+        entry = self.members[index].entry
+        first, stop = entry.held(begin, end)
+        place = entry.start + first - begin
+        local[place : place + stop - first].copy_(value.detach().reshape(-1)[first:stop])
+
+
+def _shared(attributes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Flags that all members have alike."""
+    return {
+        name: value
+        for name, value in attributes[0].items()
+        if isinstance(value, bool | int | float | str | None)
+        and all(name in other and other[name] == value for other in attributes)
+    }
+
+
+def places_of(param: ShardedParam) -> tuple[list[Slot], ...]:
+    """The places that show a parameter, then those of each member of a flat one: what ``twin`` takes."""
+    members = param.members if isinstance(param, FlatParam) else ()
+    return (param.slots, *(member.slots for member in members))
+
+
+WRAPPED = "_fsdp_wrapped_module"  # what torch, and so our wrapper, calls the module inside of it
+CHECKPOINTED = "_checkpoint_wrapped_module"  # the same of torch's wrappers for activation checkpointing
+_COMPILED = "_orig_mod."  # of torch.compile, which leaves it in the keys of state dicts
+
+
+def key_of(name: str) -> str:
+    """A name in a tree of wrapped modules as the keys of its state dict have it."""
+    for wrapper in (WRAPPED, CHECKPOINTED):
+        name = name.replace(f"{wrapper}.", "").removesuffix(f".{wrapper}")
+    return name
+
+
+def original_name(name: str) -> str:
+    """A name in the model as it was before any module was wrapped, or compiled."""
+    return key_of(name).replace(_COMPILED, "")
+
+
+def _names_in(module: nn.Module) -> dict[tuple[int, str], list[str]]:
+    """The names in state dicts of each place that shows a parameter: one for each path to its module.
+
+    Without what wrappers put in and leave out there themselves.
+    """
+    found: dict[tuple[int, str], list[str]] = {}
+    for path, each in module.named_modules(remove_duplicate=False):
+        for name in each._parameters:
+            whole = f"{path}.{name}" if path else name
+            found.setdefault((id(each), name), []).append(original_name(whole))
+    return found
+
+
+def check_flat(found: Found) -> None:
+    """Raises: InputError for a parameter that can't lie in a flat one."""
+    for param, (fqn, slots) in found.items():
+        reason = ""
+        if isinstance(param, DTensor):
+            reason = f"is a DTensor already ({param.placements})"
+        elif is_extended(param):
+            reason = f"is a {type(param.data).__name__} that says itself what is gathered"
+        elif any(encodings(slot.module) for slot in slots):
+            reason = "is part of a quantised weight, which is gathered as codes"
+        if reason:
+            raise InputError(
+                f"use_orig_params=False: {fqn!r} {reason} and can't lie in a flat parameter; leave the "
+                "argument out, or wrap that module by itself with use_orig_params=True"
+            )

@@ -1,0 +1,315 @@
+"""One parameter and its two faces: the shard at rest (a DTensor), and the whole tensor while unsharded.
+
+    stage       module attribute                        bytes held
+    at rest     ``sharded``: Parameter(DTensor)         this rank's rows
+    unsharded   ``unsharded``: Parameter (plain)        a region of the group's buffer
+
+Both are Parameter objects that live as long as the model (the optimizer holds the first, autograd the
+second); sharding swaps which of them the module shows, never their identity.
+"""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from shardwright.errors import InputError, StageError
+from shardwright.params.at_rest import guard
+from shardwright.params.buffer import Buffer
+from shardwright.params.offload import DeviceCopy, placed
+from shardwright.params.placement import Place, Split
+from shardwright.params.rows import Rows
+from shardwright.policy import MixedPrecisionPolicy, OptimizerOffloadPolicy
+from shardwright.schedule.layout import ParamLayout
+from shardwright.transport.base import Piece
+from shardwright.transport.mesh import Axis
+
+
+def attributes_of(param: torch.Tensor) -> dict[str, Any]:
+    """What the caller has set on a parameter (``param.expert = True``), without what its class has."""
+    found = dict(vars(param))
+    if found:
+        found = {name: found[name] for name in found.keys() - vars(param.detach()).keys() - {"_is_param"}}
+    return found
+
+
+def give(attributes: Mapping[str, Any], face: Any) -> Any:
+    """A face of a parameter, with the caller's attributes where it doesn't have them yet."""
+    for name, value in attributes.items():
+        vars(face).setdefault(name, value)
+    return face
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place in the module tree that shows the parameter: ``module.name``."""
+
+    module: nn.Module
+    name: str
+
+
+@dataclass
+class Unsharded:
+    """The unsharded face, bound to a buffer: the parameter that modules see, and the region it lies in."""
+
+    param: nn.Parameter
+    region: torch.Tensor  # 1-D, padded to ``world`` equal spans
+    own: torch.Tensor  # this rank's part of the region, in the shape of the local shard
+
+
+class ShardedParam:
+    """A parameter split over an axis. ``fqn`` is its name in the module that ``fully_shard`` was called on.
+
+    slots: every place that shows it (more than one where modules share it).
+    place: where its shards lie. attributes: what the caller had set on it; every face has them.
+    accumulated: unsharded gradient of earlier microbatches in the reduce dtype, or None.
+    compared: its names, and by each the one to compare with other ranks' where that is another (``census``).
+    kept_dtype: it is never cast (codes, scales). rows: ranks move only those in use (a lookup's), or None.
+    """
+
+    def __init__(self, fqn: str, slots: list[Slot], param: nn.Parameter, split: Split) -> None:
+        """Split ``param``, or take it over where it is a DTensor that was split like that before."""
+        self.fqn = fqn
+        self.slots = slots
+        inner = param._spec if isinstance(param, DTensor) else None
+        whole = param._local_tensor if isinstance(param, DTensor) else param
+        self.place = Place(split, ParamLayout(tuple(whole.shape), split.axis.world, split.dim), inner)
+        self.spec = self.place.spec(param)
+        guard(self.spec.mesh)
+        self.attributes = attributes_of(param)
+        self.accumulated: torch.Tensor | None = None
+        self.compared: Mapping[str, str] = {}
+        self.kept_dtype = False
+        self.rows: Rows | None = None
+        self._unsharded: Unsharded | None = None
+        self._device_copy = DeviceCopy()
+        self.sharded = give(self.attributes, self._shard(whole.detach(), param.requires_grad))
+        self._placed: Any = ref(self.local)  # the shard that lies where its policy wants it
+        self.show(self.sharded)
+
+    def twin(self, *places: list[Slot]) -> "ShardedParam":
+        """Another parameter split alike, whose shard is what ``places`` show now: a plain parameter."""
+        twin = copy.copy(self)
+        twin.slots = slots = places[0]
+        shard: Any = slots[0].module._parameters[slots[0].name]
+        sharded = nn.Parameter(self.dtensor(shard.detach()), requires_grad=shard.requires_grad)
+        twin.sharded = give(self.attributes, sharded)
+        twin.show(twin.sharded)
+        return twin
+
+    def become(self, shape: tuple[int, ...], rows: torch.Tensor) -> None:
+        """From now on be a frozen parameter of the local shape ``shape``, never cast; at rest.
+
+        rows: this rank's shard of it, on the device of the shards. Cut on the same dim over the same ranks.
+        """
+        layout = ParamLayout(shape, self.axis.world, self.layout.dim)
+        self.place = Place(self.split, layout, self.inner)
+        self.spec = self.place.spec(torch.empty(shape, dtype=rows.dtype, device="meta"))
+        self.accumulated = self._unsharded = None
+        self.kept_dtype = True
+        self.sharded = give(self.attributes, nn.Parameter(self.dtensor(rows), requires_grad=False))
+        self.show(self.sharded)
+
+    def __copy__(self) -> "ShardedParam":
+        """Split alike, and shown nowhere; the shard is still to come. Raises: InputError for a parameter that
+        tensor parallelism splits, too."""
+        if self.inner is not None:
+            raise InputError(
+                f"parameter {self.fqn!r} is split by tensor parallelism too, and can't be copied; save the "
+                "model's state_dict() with a checkpoint, and load that into a model that is made alike"
+            )
+        twin = object.__new__(type(self))
+        twin.__dict__ = self.__dict__ | dict.fromkeys(("accumulated", "rows", "_unsharded", "sharded"))
+        twin.slots, twin._device_copy = [], DeviceCopy()
+        return twin
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first of all ranks that hold a part of it."""
+        return not any(self.spec.mesh.get_coordinate() or ())
+
+    @property
+    def split(self) -> Split:
+        """How it is sharded."""
+        return self.place.split
+
+    @property
+    def layout(self) -> ParamLayout:
+        """The spans that it is cut into."""
+        return self.place.layout
+
+    @property
+    def inner(self) -> DTensorSpec | None:
+        """Its placement under tensor parallelism; what is split is then this rank's local tensor."""
+        return self.place.inner
+
+    @property
+    def axis(self) -> Axis:
+        """The axis that it is split over."""
+        return self.split.axis
+
+    # ---- at rest
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's shard, a plain tensor: ``layout.shard_shape(rank)`` in the dtype at rest."""
+        return self.sharded._local_tensor  # type: ignore[attr-defined]
+
+    @property
+    def trainable(self) -> bool:
+        """Whether the parameter asks for a gradient now (it may be frozen and unfrozen at any time)."""
+        return self.sharded.requires_grad
+
+    def adopt(self) -> None:
+        """Take over what the module shows at rest, where someone replaced it.
+
+        ``to_empty``, ``load_state_dict(assign=True)`` and parametrisation code set new Parameter objects.
+        Raises: StageError where the new one isn't a DTensor of this parameter's shape and placement.
+        """
+        slot = self.slots[0]
+        shown = slot.module._parameters.get(slot.name)
+        if shown is not self.sharded:
+            self._take_over(shown)
+        # Also where only its local tensor was replaced, as ``to_empty`` may do.
+        if self.split.on_host and (self._placed is None or self._placed() is not self.local):
+            there = placed(self.local, self.split.offload, self.axis.device)
+            if there is not self.local:
+                with torch.no_grad():
+                    self.local.set_(there)  # type: ignore[arg-type]
+            self._placed = ref(self.local)
+
+    def _take_over(self, shown: nn.Parameter | None) -> None:
+        shape = self.spec.shape
+        if not (
+            isinstance(shown, DTensor)
+            and shown.shape == shape
+            and shown.placements == self.spec.placements
+            and shown.device_mesh == self.spec.mesh
+        ):
+            got = "nothing" if shown is None else f"{type(shown).__name__} of shape {list(shown.shape)}"
+            raise StageError(
+                f"parameter {self.fqn!r} was replaced by {got}; a sharded parameter must stay a DTensor of "
+                f"shape {list(shape)} placed {self.spec.placements}: copy into it, or load it with "
+                "load_state_dict or shardwright.checkpoint.load"
+            )
+        self.sharded = give(self.attributes, shown)  # type: ignore[arg-type]
+        self.show(self.sharded)
+
+    def show(self, param: nn.Parameter) -> None:
+        """Make every slot show ``param``. Past ``nn.Module.__setattr__``, which costs 5 us a parameter."""
+        for slot in self.slots:
+            slot.module._parameters[slot.name] = param
+
+    def dtensor(self, local: torch.Tensor) -> DTensor:
+        """A DTensor placed like this parameter over ``local``, which has the shape of the local shard.
+
+        Straight to the constructor: from_local() costs 30 us and checks what is true by construction.
+        """
+        spec = self.spec
+        if local.dtype != self.spec.tensor_meta.dtype:  # type: ignore[union-attr]
+            meta = spec.tensor_meta._replace(dtype=local.dtype)  # type: ignore[union-attr]
+            spec = DTensorSpec(spec.mesh, spec.placements, meta)
+        return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
+
+    def rows_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of a whole parameter (of the local one, under tensor parallelism): a view."""
+        return self.place.rows_of(whole)
+
+    def shard_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's shard of a plain tensor of the logical shape: a view."""
+        return self.place.shard_of(whole)
+
+    def _shard(self, whole: torch.Tensor, trainable: bool) -> nn.Parameter:
+        if whole.device.type != "meta":
+            whole = whole.to("cpu" if self.split.on_host else self.axis.device)
+        rows = self.rows_of(whole)
+        if self.axis.world > 1 or not rows.is_contiguous():
+            # A copy, so that the whole parameter's memory can go.
+            rows = rows.clone(memory_format=torch.contiguous_format)
+        rows = placed(rows, self.split.offload, self.axis.device)
+        return nn.Parameter(self.dtensor(rows), requires_grad=trainable)
+
+    # ---- dtypes
+
+    def compute_dtype(self, policy: MixedPrecisionPolicy) -> torch.dtype:
+        """Dtype while unsharded. Integer parameters (packed weights) and their scales are never cast."""
+        dtype = self.sharded.dtype
+        casts = policy.param_dtype is not None and dtype.is_floating_point and not self.kept_dtype
+        return policy.param_dtype or dtype if casts else dtype
+
+    def reduce_dtype(self, policy: MixedPrecisionPolicy) -> torch.dtype:
+        """Dtype in which the gradient is summed over ranks and over microbatches."""
+        return policy.reduce_dtype or self.compute_dtype(policy)
+
+    # ---- unsharded
+
+    @property
+    def unsharded(self) -> nn.Parameter:
+        """The parameter that modules see while unsharded; at rest its memory may be freed."""
+        assert self._unsharded is not None, "bind() first"
+        return self._unsharded.param
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether there is an unsharded face: it is made before the first all-gather, or by it."""
+        return self._unsharded is not None
+
+    def bind(
+        self, buffer: Buffer, offset_nbytes: int, dtype: torch.dtype, face: torch.Tensor | None = None
+    ) -> None:
+        """Lay the region that it is gathered in at ``offset_nbytes`` of ``buffer`` (which must hold its
+        memory), and the unsharded face there too, if that isn't ``face``."""
+        layout = self.layout
+        region = buffer.tensor(dtype, offset_nbytes, (layout.padded_numel,), (1,))
+        start, _ = layout.span(self.axis.rank)
+        own = buffer.tensor(
+            dtype,
+            offset_nbytes + start * dtype.itemsize,
+            layout.shard_shape(self.axis.rank),
+            layout.strides,
+        )
+        whole = buffer.tensor(dtype, offset_nbytes, layout.shape, layout.strides) if face is None else face
+        if self.inner is not None:
+            meta = TensorMeta(self.spec.shape, self.spec.stride, dtype)
+            spec = DTensorSpec(self.inner.mesh, self.inner.placements, meta)
+            whole = DTensor(whole, spec, requires_grad=False)  # type: ignore[call-arg]
+        param = nn.Parameter(whole, requires_grad=self.trainable)
+        self._unsharded = Unsharded(give(self.attributes, param), region, own)
+
+    @property
+    def own(self) -> torch.Tensor:
+        """This rank's part of the buffer, in the shape of the local shard."""
+        assert self._unsharded is not None, "bind() first"
+        return self._unsharded.own
+
+    def copy_in(self) -> None:
+        """Copy the shard to this rank's part of the buffer."""
+        source = self.local
+        if isinstance(self.split.offload, OptimizerOffloadPolicy):
+            source = self._device_copy.of(source, self.version, self.own)
+        self.own.copy_(source, non_blocking=True)
+
+    @property
+    def version(self) -> int:
+        """How often the shard was changed in place: an operation on a DTensor counts on it alone, one on its
+        local tensor on that alone."""
+        return self.local._version + self.sharded._version
+
+    def gather_piece(self, layout: ParamLayout | None = None) -> Piece:
+        """Its part in the group's all-gather; ``layout``: over another world, at most as large."""
+        assert self._unsharded is not None, "bind() first"
+        layout = layout or self.layout
+        return Piece(self._unsharded.region[: layout.padded_numel], layout.spans)
+
+
+def keep_attributes(param: ShardedParam) -> None:
+    """Have what modules show at rest have the caller's: ``.to()`` and ``to_empty()`` take them away."""
+    shown = param.slots[0].module._parameters.get(param.slots[0].name)
+    if shown is not None:
+        give(param.attributes, shown)

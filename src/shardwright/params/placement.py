@@ -1,0 +1,107 @@
+"""Where the shards of a parameter lie: how it is cut, over which ranks, and beside which other placements."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from shardwright.policy import DEFAULT_OFFLOAD, CPUOffloadPolicy, DataParallelMeshDims, OffloadPolicy
+from shardwright.schedule.layout import ParamLayout
+from shardwright.transport.mesh import Axis
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a parameter is to be sharded.
+
+    dim: the dim that is cut (None: kept whole). offload: where its shard lies.
+    dims: the data-parallel axes, where the parameter is a DTensor on a mesh that has them already.
+    """
+
+    axis: Axis
+    dim: int | None
+    offload: OffloadPolicy = DEFAULT_OFFLOAD
+    dims: DataParallelMeshDims | None = None
+
+    @property
+    def on_host(self) -> bool:
+        """Whether shard and gradient lie on the host."""
+        return isinstance(self.offload, CPUOffloadPolicy)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one parameter's shards lie.
+
+    layout: the spans that ``split`` cuts it into. inner: the placement that tensor parallelism has given it,
+    or None; what is split here is then this rank's local tensor.
+    """
+
+    split: Split
+    layout: ParamLayout
+    inner: DTensorSpec | None
+
+    def rows_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of a whole parameter (of the local one, under tensor parallelism): a view."""
+        start, stop = self.layout.row_range(self.split.axis.rank)
+        return whole if self.layout.dim is None else whole.narrow(self.layout.dim, start, stop - start)
+
+    def shard_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's shard of a plain tensor of the logical shape: a view."""
+        for mesh, sharding in self._other_axes():
+            if isinstance(sharding, Shard):
+                layout = ParamLayout(tuple(whole.shape), mesh.size(), sharding.dim)
+                start, stop = layout.row_range(mesh.get_local_rank())
+                whole = whole.narrow(sharding.dim, start, stop - start)
+        return self.rows_of(whole)
+
+    def spec(self, param: torch.Tensor) -> DTensorSpec:
+        """Where the shards lie. Tensor parallelism that cuts the same dim has cut it first (strided)."""
+        axis, dim = self.split.axis, self.layout.dim
+        meta = TensorMeta(param.shape, torch.empty(param.shape, device="meta").stride(), param.dtype)
+        placement: Placement = Replicate() if dim is None else Shard(dim)
+        others = self._other_axes()
+        cuts = [mesh.size() for mesh, sharding in others if sharding.is_shard(dim)]
+        if cuts and dim is not None:
+            placement = _StridedShard(dim, split_factor=math.prod(cuts))
+        mesh = axis.mesh
+        if others:
+            mesh = DeviceMesh._concatenate([mesh, *(other for other, _ in others)])
+        return DTensorSpec(mesh, (*axis.placements(placement), *(p for _, p in others)), meta)
+
+    def _other_axes(self) -> list[tuple[DeviceMesh, Placement]]:
+        """The axes that aren't data parallel, on which the parameter was a DTensor before."""
+        if self.inner is None:
+            return []
+        mesh, dims = self.inner.mesh, self.split.dims
+        if mesh.ndim == 1 and dims is None:
+            return [(mesh, self.inner.placements[0])]
+        ours = () if dims is None else (*dims.shard_names, *dims.replicate_names)
+        placed = zip(mesh.mesh_dim_names or (), self.inner.placements, strict=True)
+        return [(mesh[name], placement) for name, placement in placed if name not in ours]
+
+    def local_grad(self, grad: DTensor) -> torch.Tensor:
+        """This rank's part of an unsharded gradient: placed like the parameter on all but the data-parallel
+        axes, over which it is reduced later."""
+        assert self.inner is not None
+        dims, names = self.split.dims, self.inner.mesh.mesh_dim_names or ()
+        ours = () if dims is None else (*dims.shard_names, *dims.replicate_names)
+        wanted = tuple(
+            grad.placements[place] if names[place : place + 1] and names[place] in ours else placement
+            for place, placement in enumerate(self.inner.placements)
+        )
+        return grad.redistribute(placements=wanted).to_local()
+
+
+Cut = Shard | _StridedShard
+
+
+def cuts_of(placements: Sequence[Placement]) -> list[tuple[int, Cut]]:
+    """Mesh axes that cut, in the order in which they did: tensor parallelism first where both cut one dim."""
+    cuts = [(axis, p) for axis, p in enumerate(placements) if isinstance(p, Cut)]
+    return sorted(cuts, key=lambda cut: isinstance(cut[1], _StridedShard))

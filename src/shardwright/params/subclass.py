@@ -1,0 +1,240 @@
+"""Parameters of a tensor subclass that says itself what is gathered: the methods torch's fully_shard calls.
+
+    fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy) -> (tensors, metadata)
+    fsdp_post_all_gather(outputs, metadata, param_dtype, *, out=None) -> (unsharded, tensors to be freed)
+
+at rest      the subclass, this rank's rows (``torch.chunk``'s)
+gathering    ``wire``: what the first method gave, of all ranks
+unsharded    what the second method made of it; later calls fill that very tensor, ``out``
+"""
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from shardwright.errors import InputError, StageError
+from shardwright.params.buffer import Buffer
+from shardwright.params.param import ShardedParam, Slot, Unsharded, give
+from shardwright.policy import MixedPrecisionPolicy
+from shardwright.schedule.layout import ParamLayout
+from shardwright.transport.base import Piece
+from shardwright.transport.mesh import Axis
+
+_PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+
+
+def is_extended(param: torch.Tensor) -> bool:
+    """Whether a parameter's class has both methods. Raises: InputError where it has one of them only."""
+    local = param._local_tensor if isinstance(param, DTensor) else param
+    has = [hasattr(local, name) for name in (_PRE, _POST)]
+    if has[0] != has[1]:
+        raise InputError(
+            f"Both {_PRE} and {_POST} should be defined if using all-gather extensions; "
+            f"{type(local).__name__} has only one of them"
+        )
+    return has[0]
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with memory of its own: of the tensors that a subclass is made of, where it says which they are.
+    Its own ``clone`` may decode and encode anew, and so be another weight (torchao's ``NF4Tensor``)."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return tensor.clone()
+    names, context = tensor.__tensor_flatten__()
+    inner = {name: getattr(tensor, name).clone() for name in names}
+    return type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
+
+
+@dataclass
+class _Wire:
+    """The memory that inputs are gathered in: a buffer for each, since code of such classes may count on an
+    output that has a storage of its own. own: this rank's places; outputs: those of all ranks."""
+
+    buffers: list[Buffer]
+    kinds: list[tuple[torch.Size, torch.dtype]]
+    layouts: list[ParamLayout]
+    regions: list[torch.Tensor]
+    own: list[torch.Tensor]
+    outputs: list[torch.Tensor]
+
+
+class ExtendedParam(ShardedParam):
+    """One such parameter. It has no region in its group's buffer: ``fill``, ``arrive``, ``free``."""
+
+    _wire: _Wire | None = None
+    _made = False
+    _metadata: Any = None
+    _inner: tuple[tuple[torch.UntypedStorage, int], ...] = ()
+
+    def _shard(self, whole: torch.Tensor, trainable: bool) -> nn.Parameter:
+        if whole.device.type != "meta":
+            whole = whole.to("cpu" if self.split.on_host else self.axis.device)
+        # torch.chunk and not narrow: the operation that such classes know, since torch's fully_shard uses it.
+        chunks = torch.chunk(whole, self.axis.world)
+        rank = self.axis.rank
+        rows = copied(chunks[rank]) if rank < len(chunks) else chunks[0].new_zeros((0, *whole.shape[1:]))
+        return nn.Parameter(self.dtensor(rows), requires_grad=trainable)
+
+    def twin(self, slots: list[Slot]) -> ShardedParam:
+        """See ``ShardedParam.twin``."""
+        twin = super().twin(slots)
+        assert isinstance(twin, ExtendedParam)
+        twin.unbind(self.sharded.dtype)
+        return twin
+
+    def unbind(self, dtype: torch.dtype) -> None:
+        """Forget wire and unsharded face; a stand-in of ``dtype`` is there until ``arrive``."""
+        self._wire, self._made, self._metadata, self._inner = None, False, None, ()
+        self._expose(nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=self.trainable))
+
+    def _expose(self, param: nn.Parameter) -> None:
+        nowhere = torch.empty(0)
+        self._unsharded = Unsharded(give(self.attributes, param), nowhere, nowhere)
+
+    # ---- the all-gather
+
+    def fill(self, policy: MixedPrecisionPolicy) -> list[Piece]:
+        """Put this rank's inputs on the wire; what has to be gathered.
+
+        Raises: StageError for inputs of other shapes or dtypes than before; InputError for inputs whose rows
+            are neither the shard's nor padded like it where the ranks don't divide the rows.
+        """
+        inputs, self._metadata = self._call_pre(policy)
+        inputs = [part.reshape(1) if part.ndim == 0 else part for part in inputs]
+        kinds = [(part.shape, part.dtype) for part in inputs]
+        if self._wire is None:
+            self._wire = self._lay_out(kinds)
+        if kinds != self._wire.kinds:
+            raise StageError(
+                f"{_PRE} of parameter {self.fqn!r} gave {kinds}, and {self._wire.kinds} before; "
+                "shapes and dtypes must stay the same"
+            )
+        for buffer in self._wire.buffers:
+            buffer.alloc()
+        for layout, output in zip(self._wire.layouts, self._wire.outputs, strict=True):
+            output[layout.rows :].zero_()  # padding, which no rank sends
+        for own, part in zip(self._wire.own, inputs, strict=True):
+            own.copy_(part[: len(own)], non_blocking=True)
+        pairs = zip(self._wire.regions, self._wire.layouts, strict=True)
+        return [Piece(region, layout.spans) for region, layout in pairs]
+
+    def arrive(self, policy: MixedPrecisionPolicy) -> None:
+        """Make the unsharded parameter of what was gathered."""
+        assert self._wire is not None
+        dtype = policy.param_dtype or self.sharded.dtype
+        post = getattr(self.local, _POST)
+        outputs = tuple(self._wire.outputs)
+        if self._made:
+            for storage, nbytes in self._inner:
+                storage.resize_(nbytes)
+            post(outputs, self._metadata, dtype, out=self.unsharded)
+            return
+        made, inner = post(outputs, self._metadata, dtype)
+        if made.shape != self.spec.shape:  # padded like its inputs
+            made = torch.as_strided(made, self.spec.shape, self.spec.stride, 0)
+        storages = {storage.data_ptr(): storage for storage in (t.untyped_storage() for t in inner)}
+        for output in outputs:
+            storages.pop(output.untyped_storage().data_ptr(), None)
+        self._inner = tuple((storage, storage.nbytes()) for storage in storages.values())
+        self._expose(nn.Parameter(made, requires_grad=self.trainable))
+        self._made = True
+
+    def free(self) -> None:
+        """Give the memory of the wire and of the unsharded parameter back."""
+        for buffer in self._wire.buffers if self._wire is not None else ():
+            buffer.free()
+        for storage, _ in self._inner:
+            storage.resize_(0)
+
+    @property
+    def held_nbytes(self) -> int:
+        """Bytes of both, now."""
+        buffers = self._wire.buffers if self._wire is not None else ()
+        wire = sum(buffer.allocated_nbytes for buffer in buffers)
+        return wire + sum(storage.nbytes() for storage, _ in self._inner)
+
+    def write_back(self) -> None:
+        """Copy this rank's rows of the unsharded parameter into the shard."""
+        self.local.copy_(self.rows_of(self.unsharded.detach()))
+
+    def _call_pre(self, policy: MixedPrecisionPolicy) -> tuple[Any, Any]:
+        local = self.local.to(self.axis.device, non_blocking=True) if self.split.on_host else self.local
+        pre, mesh = getattr(local, _PRE), _shard_mesh(self.axis)
+        takes = inspect.signature(pre)
+        if len(takes.parameters) == 1:
+            return pre(mesh)
+        if len(takes.parameters) != 5:
+            raise InputError(
+                f"Invalid {_PRE}: {takes}\nExpects {_PRE}(self, mesh: DeviceMesh, outer_size: torch.Size, "
+                "outer_stride: tuple[int, ...], module: nn.Module, mp_policy: MixedPrecisionPolicy)"
+            )
+        return pre(mesh, self.spec.shape, self.spec.stride, self.slots[0].module, policy)
+
+    def _lay_out(self, kinds: list[tuple[torch.Size, torch.dtype]]) -> _Wire:
+        world, rank = self.axis.world, self.axis.rank
+        wire = _Wire([], kinds, [self._layout_of(shape) for shape, _ in kinds], [], [], [])
+        for layout, (_, dtype) in zip(wire.layouts, kinds, strict=True):
+            start = layout.span(rank)[0] * dtype.itemsize
+            shape = (layout.chunk_rows * world, *layout.shape[1:])
+            buffer = Buffer(layout.padded_numel * dtype.itemsize, self.axis.device)
+            buffer.alloc()
+            wire.buffers.append(buffer)
+            wire.regions.append(buffer.tensor(dtype, 0, (layout.padded_numel,), (1,)))
+            wire.own.append(buffer.tensor(dtype, start, layout.shard_shape(rank), layout.strides))
+            wire.outputs.append(buffer.tensor(dtype, 0, shape, layout.strides))
+        return wire
+
+    def _layout_of(self, shape: torch.Size) -> ParamLayout:
+        """How an input lies among the ranks: like the parameter's rows, or in equal parts."""
+        rows, world = self.layout.rows, self.axis.world
+        if rows % world == 0:
+            return ParamLayout((shape[0] * world, *shape[1:]), world)
+        if shape[0] not in (self.layout.shard_shape(self.axis.rank)[0], self.layout.chunk_rows):
+            raise InputError(
+                f"When a parameter is unevenly sharded by FSDP ({self.fqn!r}, {rows} rows over {world} "
+                f"ranks), {_PRE} must return inputs with the rows of the shard, padded to "
+                f"{self.layout.chunk_rows} or not, but got {list(shape)}"
+            )
+        return ParamLayout((rows, *shape[1:]), world)
+
+
+def follow_extensions(params: Sequence[ShardedParam]) -> bool:
+    """Whether any of ``params``, at rest, has begun or ceased to say itself what is gathered, and is now so.
+
+    The methods may be set on its local tensor at any time, and a new tensor (``to_empty``) hasn't those that
+    were set on the one before. Raises: InputError for a parameter that can't have them.
+    """
+    changed = [param for param in params if is_extended(param.local) != isinstance(param, ExtendedParam)]
+    for param in changed:
+        extends = not isinstance(param, ExtendedParam)
+        if extends and (param.layout.dim != 0 or param.inner is not None or type(param) is not ShardedParam):
+            raise InputError(not_extensible(param.fqn, param.local))
+    each: Any
+    for each in changed:
+        for name in ("_wire", "_made", "_metadata", "_inner"):
+            vars(each).pop(name, None)
+        each._unsharded = None
+        kind: Any = ShardedParam if isinstance(each, ExtendedParam) else ExtendedParam
+        each.__class__ = kind
+    return bool(changed)
+
+
+def not_extensible(fqn: str, param: torch.Tensor) -> str:
+    """Why a parameter can't have extensions."""
+    return (
+        f"parameter {fqn!r} is a {type(param).__name__} of shape {list(param.shape)} with extensions of "
+        "the all-gather, which are for dim 0 of plain parameters of one dim or more"
+    )
+
+
+def _shard_mesh(axis: Axis) -> DeviceMesh:
+    """The 1-D mesh of the sharded axis."""
+    names = axis.mesh.mesh_dim_names
+    return axis.mesh if axis.mesh.ndim == 1 or not names else axis.mesh[names[axis.shards.index(True)]]

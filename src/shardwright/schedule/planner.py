@@ -1,0 +1,286 @@
+"""The planner: decides the actions of every event of a step, from the order in which groups ran. Pure.
+
+One planner serves both uses: with the order of a recorded phase ahead it prefetches, with nothing ahead (a
+first step, or one that departs from the plan) it unshards on demand.
+
+Small groups travel together, up to ``bucket_cap_mb`` besides the one that they go with:
+
+    all-gathers   a collective that is issued ahead of its use takes the groups that follow in the order along
+    reductions    gradients of small groups are held back, and go with the next group that doesn't fit
+
+A limit of the policy that counts groups ahead or collectives in flight counts them as one.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+
+from shardwright.policy import BackwardPrefetch, SchedulePolicy
+from shardwright.schedule.bucket import fits
+from shardwright.schedule.schedule import (
+    BEGINS,
+    Action,
+    ActionKind,
+    Event,
+    EventKind,
+    GroupFacts,
+    Phase,
+    Schedule,
+    Stop,
+)
+
+
+class Planner:
+    """Decides the actions of one event after another; holds only which groups are live and being reduced.
+
+    live: groups whose all-gather has been issued and that have not been resharded since, with the number of
+        that collective.
+    waited: those of them that have been waited for.
+    held: groups whose gradients wait for a collective to go with. reducing: those in flight, together.
+    unstepped: groups whose reduced gradients are stepped with at the end of the backward.
+    kept: groups that the backward needs first, which stay unsharded until then.
+    """
+
+    def __init__(
+        self, policy: SchedulePolicy, facts: Callable[[int], GroupFacts], kept: frozenset[int] = frozenset()
+    ) -> None:
+        self.policy = policy
+        self.facts = facts
+        self.kept = kept
+        self.live: dict[int, int] = {}
+        self.waited: set[int] = set()
+        self.held: list[int] = []
+        self.reducing: list[tuple[int, ...]] = []
+        self.unstepped: list[int] = []
+        self._issued = 0
+        self._landed: set[int] = set()
+
+    def suppose(self, live: Iterable[int], waited: Iterable[int]) -> None:
+        """Start from groups that are live already, each gathered by itself."""
+        self.live = {group: -1 - group for group in live}
+        self.waited = set(waited)
+        self._landed = {self.live[group] for group in self.waited}
+
+    def at(self, phase: Phase, event: Event, ahead: Iterable[int] = ()) -> tuple[Action, ...]:
+        """Actions at ``event``; ``ahead`` are the groups of the phase's later begin events, in order."""
+        actions: list[Action] = []
+        group = event.group
+        if event.kind in BEGINS:
+            self._begin(phase, event, ahead, actions)
+        elif event.kind is EventKind.FORWARD_END:
+            if not self._keeps(phase, group):
+                self._reshard(group, actions)
+        elif event.kind is EventKind.GRADS_READY:
+            self._reduce(group, actions)
+        elif event.kind is EventKind.BACKWARD_END:
+            if self.facts(group).reshard_after_backward:
+                self._reshard(group, actions)
+            if self.policy.backward_prefetch is BackwardPrefetch.POST:
+                self._prefetch(phase, group, ahead, actions)
+        else:
+            self._end_step(actions)
+        return tuple(actions)
+
+    def end_forward(self, phase: Phase) -> tuple[Action, ...]:
+        """Actions after the last event of a forward: reshard what no policy keeps for the backward, and after
+        an evaluation what was gathered ahead and not used."""
+        actions: list[Action] = []
+        for group in tuple(self.live):
+            is_idle = phase is Phase.EVALUATION and group not in self.waited
+            if is_idle or not self._keeps(phase, group):
+                self._reshard(group, actions)
+        return tuple(actions)
+
+    def _begin(self, phase: Phase, event: Event, ahead: Iterable[int], actions: list[Action]) -> None:
+        group = event.group
+        needed = event.kind is not EventKind.BACKWARD_BEGIN or self.facts(group).unshard_in_backward
+        if needed and group not in self.live:
+            self._issued += 1
+            self.live[group] = self._issued
+            actions.append(Action(ActionKind.UNSHARD, group))
+        if self._prefetches_at_begin(phase, event.kind):
+            self._prefetch(phase, group, ahead, actions)
+        if needed and group not in self.waited:
+            self.waited.add(group)
+            self._landed.add(self.live[group])
+            actions.append(Action(ActionKind.WAIT, group))
+
+    def _end_step(self, actions: list[Action]) -> None:
+        for lane in dict.fromkeys(self.facts(group).lane for group in self.held):
+            self._issue_reduction([g for g in self.held if self.facts(g).lane == lane], actions)
+        for together in tuple(self.reducing):
+            self._wait_reduce(together, actions)
+        if self.unstepped:
+            actions.append(Action(ActionKind.STEP, self.unstepped[0], tuple(self.unstepped[1:])))
+            self.unstepped.clear()
+        for live in tuple(self.live):
+            if self.facts(live).reshard_after_backward:
+                self._reshard(live, actions)
+
+    def _keeps(self, phase: Phase, group: int) -> bool:
+        reshard = self.facts(group).reshard_after_forward
+        if reshard is None:
+            return phase is Phase.FORWARD and group in self.kept
+        return not reshard
+
+    def _reshard(self, group: int, actions: list[Action]) -> None:
+        if group in self.live:
+            self._landed.add(self.live.pop(group))
+            self.waited.discard(group)
+            actions.append(Action(ActionKind.RESHARD, group))
+
+    # ---- reductions
+
+    def _reduce(self, group: int, actions: list[Action]) -> None:
+        """Hold the group's gradients back where they are small, else reduce them with those held so far."""
+        if group in self.held:
+            # A second backward through the group in one step (reentrant checkpointing of a shared layer).
+            self._issue_reduction(self._companions(group), actions)
+        for together in tuple(self.reducing):
+            if group in together:
+                self._wait_reduce(together, actions)
+        facts, cap = self.facts(group), self.policy.bucket_cap_nbytes
+        held = self._companions(group)
+        sizes = (self.facts(other).grad_nbytes for other in held)
+        if facts.lane is None or not fits(sizes, facts.grad_nbytes, cap):
+            self._issue_reduction([*held, group], actions)
+        else:
+            self.held.append(group)
+            actions.append(Action(ActionKind.HOLD, group))
+
+    def _companions(self, group: int) -> list[int]:
+        lane = self.facts(group).lane
+        return [] if lane is None else [other for other in self.held if self.facts(other).lane == lane]
+
+    def _issue_reduction(self, groups: Sequence[int], actions: list[Action]) -> None:
+        while len(self.reducing) >= self.policy.max_reductions:
+            self._wait_reduce(self.reducing[0], actions)
+        self.held = [group for group in self.held if group not in groups]
+        self.reducing.append(tuple(groups))
+        actions.append(Action(ActionKind.REDUCE, groups[0], tuple(groups[1:])))
+
+    def _wait_reduce(self, together: tuple[int, ...], actions: list[Action]) -> None:
+        """Wait for the reduction, and step with what is complete by it."""
+        self.reducing.remove(together)
+        actions.append(Action(ActionKind.WAIT_REDUCE, together[0], together[1:]))
+        steps = [group for group in together if self.facts(group).steps]
+        ready = [group for group in steps if not self.facts(group).late]
+        if ready:
+            actions.append(Action(ActionKind.STEP, ready[0], tuple(ready[1:])))
+        self.unstepped += [group for group in steps if group not in (*ready, *self.unstepped)]
+
+    # ---- gathering ahead
+
+    def _prefetches_at_begin(self, phase: Phase, kind: EventKind) -> bool:
+        """A recomputation prefetches nothing: the backward that asked for it needs the same group at once,
+        and what a forward would need next is the wrong direction there."""
+        if kind is EventKind.RECOMPUTE:
+            return False
+        if phase is Phase.BACKWARD:
+            return self.policy.backward_prefetch is BackwardPrefetch.PRE
+        return self.policy.forward_prefetch
+
+    def _prefetch(self, phase: Phase, group: int, ahead: Iterable[int], actions: list[Action]) -> None:
+        """Issue the next ``depth`` all-gathers, or those of the groups that were listed."""
+        facts = self.facts(group)
+        listed = facts.ahead_in_backward if phase is Phase.BACKWARD else facts.ahead_in_forward
+        if listed is not None:
+            self._gather_ahead(listed, group, len(listed), actions)
+        elif phase is Phase.BACKWARD:
+            needed = (following for following in ahead if self.facts(following).unshard_in_backward)
+            self._gather_ahead(needed, group, self.policy.depth, actions)
+        else:
+            self._gather_ahead(ahead, group, self.policy.depth, actions)
+
+    def _gather_ahead(
+        self, following: Iterable[int], current: int, depth: int, actions: list[Action]
+    ) -> None:
+        """Unshard what follows ``current``, until ``depth`` collectives are ahead of its own or a limit is
+        reached. Each takes along what follows it, up to the cap."""
+        seen = {current}
+        ahead: set[int] = set()
+        batches: list[list[int]] = []
+        for group in following:
+            if group in seen or self.facts(group).on_use:
+                continue
+            seen.add(group)
+            if group in self.live:
+                ahead |= {self.live[group]} - {self.live.get(current)}
+                if len(ahead) + len(batches) > depth:
+                    break
+                continue
+            joins = bool(batches) and self._joins(group, batches[-1])
+            if not joins and (len(ahead) + len(batches) >= depth or not self._may_issue()):
+                break
+            if not self._within_budget(group, current):
+                break
+            if joins:
+                batches[-1].append(group)
+            else:
+                self._issued += 1
+                batches.append([group])
+            self.live[group] = self._issued
+        actions += [Action(ActionKind.UNSHARD, first, tuple(rest)) for first, *rest in batches]
+
+    def _joins(self, group: int, batch: Sequence[int]) -> bool:
+        """Whether the group's all-gather may be part of that of ``batch``."""
+        lane = self.facts(group).lane
+        if lane is None or lane != self.facts(batch[0]).lane:
+            return False
+        sizes = (self.facts(other).nbytes for other in batch[1:])
+        return fits(sizes, self.facts(group).nbytes, self.policy.bucket_cap_nbytes)
+
+    def _may_issue(self) -> bool:
+        in_flight = {self.live[group] for group in self.live if group not in self.waited} - self._landed
+        return self.policy.max_gathers is None or len(in_flight) < self.policy.max_gathers
+
+    def _within_budget(self, group: int, current: int) -> bool:
+        if self.policy.budget_nbytes is None:
+            return True
+        held = [g for g in self.live if g not in self.waited and g != current]
+        return sum(self.facts(g).nbytes for g in (*held, group)) <= self.policy.budget_nbytes
+
+
+def plan(
+    orders: dict[Phase, tuple[Event, ...]], policy: SchedulePolicy, facts: Callable[[int], GroupFacts]
+) -> Schedule:
+    """The schedule for recorded ``orders`` (the events of each phase as they happened).
+
+    The backward is planned from what the forward leaves unsharded. Each phase's plan is a pure function
+    of its arguments, so every rank that recorded the same order plans the same collectives.
+    """
+    facts = functools.cache(facts)
+    step = Planner(policy, facts, needed_first(orders, policy, facts))
+    planners = {Phase.FORWARD: step, Phase.BACKWARD: step, Phase.EVALUATION: Planner(policy, facts)}
+    return Schedule(
+        {phase: _plan_phase(planners[phase], phase, orders[phase]) for phase in planners if phase in orders}
+    )
+
+
+def needed_first(
+    orders: dict[Phase, tuple[Event, ...]], policy: SchedulePolicy, facts: Callable[[int], GroupFacts]
+) -> frozenset[int]:
+    """The groups that the backward needs first, of those that may be kept for it: the first ``keep_last``,
+    and more while all of them fit in ``keep_nbytes``."""
+    backward = (event.group for event in orders.get(Phase.BACKWARD, ()) if event.kind in BEGINS)
+    kept: list[int] = []
+    for group in dict.fromkeys(backward):
+        if facts(group).reshard_after_forward is None:
+            fits = 0 < sum(facts(g).nbytes for g in (*kept, group)) <= policy.keep_nbytes
+            if len(kept) >= policy.keep_last and not fits:
+                break
+            kept.append(group)
+    return frozenset(kept)
+
+
+def _plan_phase(planner: Planner, phase: Phase, order: tuple[Event, ...]) -> tuple[Stop, ...]:
+    begins = [event.group for event in order if event.kind in BEGINS]
+    passed = 0
+    stops = []
+    for event in order:
+        passed += event.kind in BEGINS
+        ahead = (begins[index] for index in range(passed, len(begins)))
+        stops.append(Stop(event, planner.at(phase, event, ahead)))
+    if phase is not Phase.BACKWARD and stops:
+        last = stops.pop()
+        stops.append(Stop(last.event, last.actions + planner.end_forward(phase)))
+    return tuple(stops)

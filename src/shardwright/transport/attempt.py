@@ -1,0 +1,157 @@
+"""One attempt of a job: ranks that know each other apart from the ranks of an attempt before.
+
+A launcher that starts a job again keeps its store (torchrun's lives in the agent), and with it every key of
+the attempt that failed: its verdict, its addresses, what its ranks had announced. No variable of the
+environment tells two attempts apart: agents count restarts each for themselves. So the first rank makes a
+random token, and keys lie under it. How the others learn it, by keys that may all be left over:
+
+    hello/<rank>            the rank's own random number      written by the rank
+    welcome/<rank>          that number, and the token        written by the first rank, for every hello
+    <token>/met/<rank>      where its process is looked up    written by the rank, once it is welcome
+
+A welcome counts for the number that it repeats, so nobody takes an old one. Nothing here is a collective: a
+rank that never comes keeps nobody waiting for longer than it is asked to.
+"""
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from weakref import ref
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import _get_default_store, _world  # no public way to the job's store
+from torch.distributed.rendezvous import rendezvous
+
+from shardwright.errors import CommError
+from shardwright.transport import liveness as presence
+
+_NAME = "shardwright/attempt"
+_POLL_S = 0.002
+
+
+class Attempt:
+    """The ranks ``0..world-1`` that use ``store`` now, as ``rank`` sees them.
+
+    token: random, alike on all ranks; "" until this rank has met the first one.
+    """
+
+    def __init__(self, store: Store, rank: int, world: int) -> None:
+        self._store = PrefixStore(_NAME, store)
+        self._rank = rank
+        self._number = secrets.token_hex(8)
+        self._unmet = set(range(1, world)) if rank == 0 else set[int]()
+        self.token = ""
+        if rank == 0:
+            self._join(secrets.token_hex(8))
+        else:
+            self._store.set(f"hello/{rank}", self._number)
+
+    def meet(self) -> bool:
+        """Answer who says hello, or see whether this rank was answered. Returns whether all is said."""
+        if self._rank == 0:
+            for rank in tuple(self._unmet):
+                if self._store.check([self._met(rank)]):
+                    self._unmet.discard(rank)
+                elif self._store.check([f"hello/{rank}"]):
+                    number = self._store.get(f"hello/{rank}").decode()
+                    self._store.set(f"welcome/{rank}", f"{number} {self.token}")
+            return not self._unmet
+        if not self.token and self._store.check([f"welcome/{self._rank}"]):
+            number, token = self._store.get(f"welcome/{self._rank}").decode().split()
+            if number == self._number:
+                self._join(token)
+        return bool(self.token)
+
+    def meet_within(self, seconds: float) -> bool:
+        """``meet`` until all is said, or ``seconds`` are over; whether all is said."""
+        deadline = time.monotonic() + seconds
+        while not self.meet():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_S)
+        return True
+
+    @property
+    def missing(self) -> str:
+        """Who hasn't come, for messages."""
+        return f"ranks {sorted(self._unmet)}" if self._rank == 0 else "the first of them"
+
+    def keys(self) -> Store:
+        """Where this attempt's keys lie, for a rank that has the token."""
+        return PrefixStore(self.token, self._store)
+
+    def ended(self, ranks: list[int]) -> list[int]:
+        """Those of ``ranks`` that were here and whose processes, of this host, are known to have ended."""
+        if not self.token:
+            return []
+        here = [rank for rank in ranks if self._store.check([self._met(rank)])]
+        return [rank for rank in here if presence.has_ended(self._store.get(self._met(rank)).decode())]
+
+    def _join(self, token: str) -> None:
+        self.token = token
+        self._store.set(self._met(self._rank), presence.identity() or "")
+
+    def _met(self, rank: int) -> str:
+        return f"{self.token}/met/{rank}"
+
+
+_last: tuple[Callable[[], object], Attempt | None] = (lambda: None, None)
+_swapping = threading.Lock()
+
+
+def this_attempt() -> Attempt:
+    """The attempt of the default process group; begun at the first call, on a connection of its own."""
+    global _last
+    group = dist.group.WORLD
+    assert group is not None
+    of, attempt = _last
+    if attempt is None or of() is not group:
+        own = _get_default_store().clone()  # pyright: ignore[reportAttributeAccessIssue]  # not in the stub
+        attempt = Attempt(own, dist.get_rank(), dist.get_world_size())
+        _last = (ref(group), attempt)
+    return attempt
+
+
+def new_group(ranks: Sequence[int], backend: str, timeout: timedelta) -> ProcessGroup:
+    """``dist.new_group`` among ``ranks``, which all call it, by keys of this attempt alone.
+
+    Raises: CommError where one of them doesn't come within ``timeout``.
+    """
+    default, ours = dist.group.WORLD, list(ranks).index(dist.get_rank())
+    assert default is not None
+    kind, store = _world.pg_map[default]
+    members = PrefixStore(f"group/{','.join(map(str, ranks))}", store)
+    attempt = _met(Attempt(members, ours, len(ranks)), timeout, "to make a process group")
+    with _swapping:
+        _world.pg_map[default] = (kind, attempt.keys())  # new_group takes no store
+        try:
+            made = dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True)
+        finally:
+            _world.pg_map[default] = (kind, store)
+    assert isinstance(made, ProcessGroup)
+    return made
+
+
+def join_job(backend: str | None, timeout: timedelta) -> None:
+    """``init_process_group`` by the launcher's variables, also where the store has keys of an attempt before.
+
+    torch 2.13 itself has ranks of a new attempt connect to addresses that the last one left in the store of
+    torchrun. Every rank calls it. Raises: CommError where some rank doesn't come within ``timeout``.
+    """
+    store, rank, world = next(rendezvous("env://", timeout=timeout))
+    attempt = _met(Attempt(store, rank, world), timeout, "to start")
+    dist.init_process_group(backend, store=attempt.keys(), rank=rank, world_size=world, timeout=timeout)
+
+
+def _met(attempt: Attempt, timeout: timedelta, what: str) -> Attempt:
+    seconds = timeout.total_seconds()
+    if not attempt.meet_within(seconds):
+        raise CommError(
+            f"waited {seconds:.0f} s for other ranks {what}, and {attempt.missing} did not come: look at "
+            "what the launcher says of them"
+        )
+    return attempt

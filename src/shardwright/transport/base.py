@@ -1,0 +1,126 @@
+"""What the rest of the house knows of a transport: the :class:`Comm` protocol and the data it moves."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from shardwright.schedule.layout import pack
+from shardwright.transport.cpu.pages import pages_of_its_own, take_bytes
+from shardwright.transport.streams import Streams
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One parameter's (or gradient's) part in a collective.
+
+    flat: 1-D contiguous tensor in storage order (sharded dim first). For an all-gather it is the padded
+        region in the group's buffer, ``world`` equal spans long, with this rank's span already filled.
+        For a reduce-scatter it is the whole gradient of this rank, without padding.
+    spans: ``(start, stop)`` elements of each rank's shard in ``flat``, without padding.
+    """
+
+    flat: torch.Tensor
+    spans: tuple[tuple[int, int], ...]
+
+    def part(self, rank: int) -> torch.Tensor:
+        """The span of ``rank``, 1-D, in the piece's dtype."""
+        start, stop = self.spans[rank]
+        return self.flat[start:stop]
+
+    def part_bytes(self, rank: int) -> torch.Tensor:
+        """The same as uint8: transports move bytes."""
+        return self.part(rank).view(torch.uint8)
+
+    def part_nbytes(self, rank: int) -> int:
+        """Bytes of the span of ``rank``."""
+        start, stop = self.spans[rank]
+        return (stop - start) * self.flat.element_size()
+
+
+class Gather(Protocol):
+    """An all-gather in flight."""
+
+    def wait(self) -> None:
+        """Return when every span of every piece may be read (on CUDA: by the current stream)."""
+        ...
+
+
+class Reduction(Protocol):
+    """A reduce-scatter in flight; it keeps its input gradients alive until ``wait`` returns."""
+
+    def wait(self) -> list[torch.Tensor]:
+        """The sums over ranks of this rank's spans, 1-D, one per piece, in the reduce dtype."""
+        ...
+
+
+def join(parts: Sequence[torch.Tensor], place: torch.Tensor) -> None:
+    """Copy uint8 ``parts`` one after another into ``place`` (``pack`` says how long), each aligned so that it
+    can be viewed in its own dtype again."""
+    offsets, _ = pack([part.numel() for part in parts])
+    for offset, part in zip(offsets, parts, strict=True):
+        place[offset : offset + part.numel()].copy_(part)
+
+
+def spread(joined: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    """The reverse of ``join``: copy what was joined elsewhere into ``parts``."""
+    offsets, _ = pack([part.numel() for part in parts])
+    for offset, part in zip(offsets, parts, strict=True):
+        part.copy_(joined[offset : offset + part.numel()])
+
+
+def whole_place(spans: Sequence[tuple[int, int]], dst: int, shard: torch.Tensor) -> torch.Tensor:
+    """Where rank ``dst`` collects 1-D shards on the host, with its own in place."""
+    whole = pages_of_its_own(max(stop for _, stop in spans) * shard.element_size()).view(shard.dtype)
+    whole[slice(*spans[dst])].copy_(shard)
+    return whole
+
+
+def sum_in_rank_order(parts: Sequence[torch.Tensor], dtype: torch.dtype, scratch: int | None) -> torch.Tensor:
+    """``parts[0] + parts[1] + ...`` in ``dtype``, rank by rank, so that the bits don't depend on arrival.
+
+    parts: of two or more ranks, on the host. scratch: 0 or 1: the part that the sum may overwrite (the first
+        two commute); None: the sum lies in memory of its own.
+    """
+    first, second = (parts[1], parts[0]) if scratch == 1 else (parts[0], parts[1])
+    if scratch is None:
+        place = take_bytes(first.numel() * dtype.itemsize).view(dtype)
+        total = torch.add(first.to(dtype), second.to(dtype), out=place)
+    else:
+        total = first.to(dtype).add_(second)
+    for part in parts[2:]:
+        total.add_(part)
+    return total
+
+
+class Comm(Protocol):
+    """The collectives of one mesh axis. All ranks of the axis issue the same calls in the same order.
+
+    world, rank: number of ranks on the axis, and this rank's place on it.
+    sent_nbytes: bytes that this rank has sent since the start.
+    exposed_s: seconds that this rank's host thread has spent in collectives, issuing them and waiting; None
+        where waiting is done by a device stream and the host doesn't know.
+    reads_in_place: whether a reduce-scatter reads each rank's part where it lies. Else the backend takes one
+        tensor of equal parts, and pieces that aren't such a tensor are copied into one.
+    streams: the side streams that it works on, where it moves device memory; else None.
+    """
+
+    reads_in_place: bool
+    streams: Streams | None
+    world: int
+    rank: int
+    sent_nbytes: int
+    exposed_s: float | None
+
+    def all_gather(self, pieces: Sequence[Piece], key: str) -> Gather:
+        """Fill every rank's span of every piece. ``key`` names group and purpose, alike on all ranks."""
+        ...
+
+    def reduce_scatter(self, pieces: Sequence[Piece], dtypes: Sequence[torch.dtype], key: str) -> Reduction:
+        """Sum every piece's spans over ranks, in rank order, in ``dtypes`` (one per piece)."""
+        ...
+
+    def gather(self, shard: torch.Tensor, spans: Sequence[tuple[int, int]], dst: int) -> torch.Tensor | None:
+        """Collect 1-D shards on rank ``dst`` (a 1-D tensor on the shards' device; None on other ranks)."""
+        ...

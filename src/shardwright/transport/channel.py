@@ -1,0 +1,104 @@
+"""Channels: words of every rank, combined into the same words on every rank. For agreeing, not for data.
+
+Both ways of combining are idempotent, so words may reach a rank twice: any number of ranks, any route, and
+one axis of a mesh after the other, all give the same answer.
+"""
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol
+from weakref import WeakKeyDictionary
+
+from shardwright.transport.base import Comm
+from shardwright.transport.cpu.sockets import SocketComm
+from shardwright.transport.words import exchange, on_host
+
+Combine = Literal["or", "min"]
+
+NOTHING = 2**63 - 1
+"""What a rank says in a ``"min"`` that has nothing to say; 0 says nothing in an ``"or"``."""
+
+COMBINE: dict[str, Callable[[int, int], int]] = {"or": operator.or_, "min": min}
+
+
+class Channel(Protocol):
+    """Ranks that agree with each other. All of them call it equally often, with as many words."""
+
+    def exchange(self, words: list[int], combine: Combine = "or") -> list[int]:
+        """The ranks' ``words`` (int64), combined one by one; the same on every rank.
+
+        Every rank of the channel calls it, and none returns before all have.
+        Raises: CommError for a rank that has ended or does not come in time.
+        """
+        ...
+
+
+_used: WeakKeyDictionary[Comm, int] = WeakKeyDictionary()  # channels that have been used on each transport
+
+_MOST_AT_ONCE = 4
+"""Ranks of several hosts that send their words to each other directly; more of them pass words on."""
+
+
+class AxisChannel:
+    """The ranks of one mesh axis, over the transport that moves its parameters, or the host's beside that.
+
+    Ranks that share memory read each other's words there. Many ranks of several hosts pass words on, each
+    time to one that is twice as far: in log2(ranks) hops all reach all, with a message of each rank per hop.
+    Each channel has a number on its transport, so that words of two are never taken for each other's.
+    """
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = on_host(comm)
+        self._number = 0
+
+    def exchange(self, words: list[int], combine: Combine = "or") -> list[int]:
+        """See ``Channel.exchange``."""
+        comm = self._comm
+        if not self._number:  # all ranks are here for the first time; one of them may have made it earlier
+            self._number = _used[comm] = _used.get(comm, 0) + 1
+        key = f"agree on {len(words)} words ({self._number})"
+        if isinstance(comm, SocketComm) and comm.world > _MOST_AT_ONCE:
+            hop = 1
+            while hop < comm.world:
+                to, source = (comm.rank + hop) % comm.world, (comm.rank - hop) % comm.world
+                words = list(map(COMBINE[combine], words, comm.pass_on(words, to, source, key)))
+                hop *= 2
+            return words
+        rows = exchange(comm, words, key)
+        return [functools.reduce(COMBINE[combine], column) for column in zip(*rows, strict=True)]
+
+
+class JointChannel:
+    """The ranks of several axes of one mesh: what one axis says travels on along the next."""
+
+    def __init__(self, channels: Sequence[Channel]) -> None:
+        self._channels = tuple(channels)
+
+    def exchange(self, words: list[int], combine: Combine = "or") -> list[int]:
+        """See ``Channel.exchange``."""
+        for channel in self._channels:
+            words = channel.exchange(words, combine)
+        return words
+
+
+def tell(
+    channel: Channel, key: int, data: bytes | None, kind: Callable[[int], int] = lambda key: key
+) -> dict[int, bytes]:
+    """What the ranks have to say, each *kind* of it once: ``{key: data}``, the same on every rank.
+
+    Every rank of the channel calls it. ``data`` of None says nothing. Ranks whose keys are of one kind say
+    alike, so only those with the smallest key of each kind are heard: as many rounds as there are kinds,
+    however many ranks. Ranks with the same key have the same data.
+    """
+    told: dict[int, bytes] = {}
+    while True:
+        silent = data is None or kind(key) in map(kind, told)
+        [first] = channel.exchange([NOTHING if silent else key], "min")
+        if first == NOTHING:
+            return told
+        mine = data if data is not None and not silent and key == first else b""
+        [nbytes] = channel.exchange([len(mine)])
+        words = [int.from_bytes(mine[at : at + 7], "little") for at in range(0, nbytes, 7)]
+        said = b"".join(word.to_bytes(7, "little") for word in channel.exchange(words or [0]))
+        told[first] = said[:nbytes]

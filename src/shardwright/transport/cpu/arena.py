@@ -1,0 +1,311 @@
+"""Memory that the ranks of one host share, and the flags that say what may be read in it.
+
+Each rank owns one segment, an anonymous memory file that the others map: nothing appears in ``/dev/shm``
+(which containers often limit to 64 MiB), and nothing is left behind however a rank ends. A segment is
+reserved at a size that no step fills; pages that were never written take no memory, and freed places are
+written again first, so that a steady state touches no fresh page.
+
+    segment of rank r   [ records: one per operation | read flags | bytes of operations ... ]
+
+    record   number, offset, bytes, and the operation's key: what rank r has issued; written by r only
+    read     per owner and operation: that r has read it; written by r only
+
+Every word has one writer, so no lock is needed: a record's number is stored after the bytes it stands for,
+and x86 keeps the order of stores. (On other processors that takes a fence that Python doesn't have: there
+ranks talk through sockets.)
+"""
+
+import functools
+import mmap
+import os
+import platform
+import select
+import time
+import weakref
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from shardwright.errors import CommError
+from shardwright.schedule.layout import align
+from shardwright.transport.cpu import futex
+from shardwright.transport.launches import Launch, LaunchLog, here
+
+RESERVED_NBYTES = 64 << 30
+NUM_RECORDS = 256  # operations that may be issued and not yet read by all; a schedule keeps below ten
+_RECORD_NBYTES = 256
+_KEY_NBYTES = _RECORD_NBYTES - 4 * 8
+_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0)
+_LOOK_S = 0.02  # how often who waits looks whether the peer lives, and what the watch has found
+_SPINS = 40  # times to yield before sleeping: a peer that is nearly there is seen within 2 us (measured)
+
+
+@dataclass(frozen=True)
+class Host:
+    """What ranks must have in common to share memory, and where this rank's segment is found."""
+
+    machine: str
+    boot: str
+    pids: int
+    network: int
+    pid: int
+    fd: int
+
+    @property
+    def place(self) -> tuple[str, str, int, int]:
+        """Equal for ranks of one host. Ranks in network namespaces of their own count as apart: they stand
+        for hosts (containers of different jobs, or a test of a slow link)."""
+        return self.machine, self.boot, self.pids, self.network
+
+
+class Segment:
+    """One rank's segment as this process maps it."""
+
+    def __init__(self, fd: int, world: int) -> None:
+        self._map = mmap.mmap(fd, RESERVED_NBYTES, flags=mmap.MAP_SHARED | _MAP_NORESERVE)
+        self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._view = memoryview(self._map)
+        self._words = self._view[: header_nbytes(world)].cast("q")
+        self._reads = NUM_RECORDS * _RECORD_NBYTES // 8
+        self._address = self.bytes.data_ptr()
+
+    def write_record(self, number: int, offset: int, nbytes: int, key: str) -> None:
+        """Announce an operation whose bytes are written, and wake who sleeps for it. The number goes last."""
+        place = number % NUM_RECORDS * _RECORD_NBYTES
+        text = key.encode()[:_KEY_NBYTES].ljust(_KEY_NBYTES, b"\0")
+        self._map[place + 32 : place + _RECORD_NBYTES] = text
+        self._words[place // 8 + 1] = offset
+        self._words[place // 8 + 2] = nbytes
+        self._words[place // 8] = number
+        futex.wake(self._address + place)
+
+    def sleep(self, number: int, seconds: float) -> None:
+        """Return when the operation is announced, or after ``seconds``; maybe earlier."""
+        place = number % NUM_RECORDS * _RECORD_NBYTES
+        seen = self._words[place // 8]
+        if seen != number:
+            futex.sleep_while(self._address + place, seen, seconds)
+
+    def has(self, number: int) -> bool:
+        """Whether the operation has been announced."""
+        return self._words[number % NUM_RECORDS * _RECORD_NBYTES // 8] == number
+
+    def key(self, number: int) -> str:
+        """The key of an announced operation."""
+        place = number % NUM_RECORDS * _RECORD_NBYTES
+        return self._map[place + 32 : place + _RECORD_NBYTES].rstrip(b"\0").decode(errors="replace")
+
+    def span(self, number: int) -> slice:
+        """Where the bytes of an announced operation are."""
+        place = number % NUM_RECORDS * _RECORD_NBYTES // 8
+        offset = self._words[place + 1]
+        return slice(offset, offset + self._words[place + 2])
+
+    def write_words(self, offset: int, words: Sequence[int]) -> None:
+        """Fill the bytes from ``offset`` on with int64."""
+        self._view[offset : offset + 8 * len(words)] = array("q", words).tobytes()
+
+    def words(self, number: int) -> list[int]:
+        """The int64 of an announced operation."""
+        return self._view[self.span(number)].cast("q").tolist()
+
+    def mark_read(self, owner: int, number: int) -> None:
+        """Say (in one's own segment) that ``owner``'s operation has been read."""
+        self._words[self._reads + owner * NUM_RECORDS + number % NUM_RECORDS] = number
+
+    def has_read(self, owner: int, number: int) -> bool:
+        """Whether the segment's rank has read ``owner``'s operation."""
+        return self._words[self._reads + owner * NUM_RECORDS + number % NUM_RECORDS] == number
+
+
+def header_nbytes(world: int) -> int:
+    """Bytes of a segment's records and read flags."""
+    return align(NUM_RECORDS * (_RECORD_NBYTES + 8 * world))
+
+
+def this_host(fd: int) -> Host:
+    """This process' ``Host``, for the ranks to compare. Raises: OSError, where there is no /proc."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    pids, network = (os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("pid", "net"))
+    return Host(platform.machine(), boot, pids, network, os.getpid(), fd)
+
+
+class Operation(Protocol):
+    """What a rank does with the peers' bytes of an operation."""
+
+    def complete(self) -> None:
+        """Do it now, if it isn't done, and give the bytes back."""
+        ...
+
+
+class Arena:
+    """All ranks' segments, as one of them sees them. Operations are numbered from 1, alike on all ranks.
+
+    log: where operations are written down when published.
+    """
+
+    def __init__(
+        self, rank: int, segments: list[Segment], pids: list[int], timeout_s: float, log: LaunchLog
+    ) -> None:
+        self.rank = rank
+        self._pids = pids
+        self.log = log
+        self._segments = segments
+        self._timeout_s = timeout_s
+        self._number = 0
+        self._held: dict[int, tuple[int, int]] = {}  # operation -> (offset, end) in the own segment
+        self._open: weakref.WeakValueDictionary[int, Operation] = weakref.WeakValueDictionary()
+        self._ends = [os.pidfd_open(pid) for pid in pids]
+        weakref.finalize(self, _close_all, self._ends).atexit = False
+
+    def exchange(self, words: Sequence[int], key: str) -> list[list[int]]:
+        """Every rank's ``words`` (int64, as many on each), in rank order: an operation of its own.
+
+        Raises: as ``read``.
+        """
+        number, span = self._reserve(8 * len(words))
+        self._segments[self.rank].write_words(span.start, words)
+        launch = self.launch(number, key)
+        self.announce(launch, 8 * len(words))
+        rows = []
+        for peer, segment in enumerate(self._segments):
+            if peer != self.rank:
+                self._await(peer, launch)
+                rows.append(segment.words(number))
+                self.done(peer, number)
+            else:
+                rows.append(list(words))
+        return rows
+
+    def reserve(self, nbytes: int) -> tuple[int, torch.Tensor]:
+        """A new operation's number, and the bytes of the own segment that it may fill; then ``launch``.
+
+        Raises: CommError where a peer has not read the operation of 256 ago within the timeout.
+        """
+        number, span = self._reserve(nbytes)
+        return number, self._segments[self.rank].bytes[span]
+
+    def _reserve(self, nbytes: int) -> tuple[int, slice]:
+        number = self._number + 1
+        oldest = number - NUM_RECORDS
+        # An unshard that nobody came for, say: every rank has come to this operation, and none goes beyond
+        # it before all have read that one.
+        if (forgotten := self._open.pop(oldest, None)) is not None:
+            forgotten.complete()
+        if oldest in self._held:
+            launch = Launch(oldest, f"operation {oldest}", here.phase, here.step)
+            for peer, segment in enumerate(self._segments):
+                if peer != self.rank:
+                    read = functools.partial(segment.has_read, self.rank, oldest)
+                    self._until(peer, read, lambda: time.sleep(1e-3), launch)
+        self._free_read()
+        offset = self._first_fit(nbytes)
+        self._held[number] = (offset, offset + align(nbytes))
+        return number, slice(offset, offset + nbytes)
+
+    def launch(self, number: int, key: str) -> Launch:
+        """Begin the operation that was reserved; then ``announce``. Raises: the watch's verdict, if any."""
+        launch = self.log.launch(key)
+        assert launch.number == number, "an operation was launched that the log doesn't have, or the reverse"
+        self._number = number
+        return launch
+
+    def announce(self, launch: Launch, nbytes: int) -> None:
+        """The bytes of an operation are in place: peers may read them."""
+        offset = self._held[launch.number][0]
+        self._segments[self.rank].write_record(launch.number, offset, nbytes, launch.key)
+
+    def read(self, peer: int, launch: Launch) -> torch.Tensor:
+        """``peer``'s bytes of an operation, once they are there. ``done`` gives them back.
+
+        Raises: CommError where the peer is in another operation, has ended, or doesn't come in time; the
+            watch's verdict, where there is one.
+        """
+        self._await(peer, launch)
+        segment = self._segments[peer]
+        return segment.bytes[segment.span(launch.number)]
+
+    def _await(self, peer: int, launch: Launch) -> None:
+        """Until ``peer`` has announced the operation, and it is the same."""
+        number, key = launch.number, launch.key
+        segment = self._segments[peer]
+        if not segment.has(number):
+            self._until(peer, lambda: segment.has(number), lambda: segment.sleep(number, _LOOK_S), launch)
+        theirs = self._segments[peer].key(number)
+        if theirs != key[:_KEY_NBYTES]:
+            with self.log.waiting(launch):
+                raise CommError(
+                    f"ranks are in different collectives (number {number} of this mesh): rank "
+                    f"{self.log.ranks[self.rank]} is in {key!r}, rank {self.log.ranks[peer]} in {theirs!r}. "
+                    "Every rank must run the same modules in the same order"
+                )
+
+    def opened(self, number: int, operation: Operation) -> None:
+        """``operation`` is going to read the peers' bytes, at the latest when its record is needed."""
+        self._open[number] = operation
+
+    def done(self, peer: int, number: int) -> None:
+        """The peer may write over its bytes of an operation."""
+        self._segments[self.rank].mark_read(peer, number)
+
+    def _free_read(self) -> None:
+        peers = [peer for peer in range(len(self._segments)) if peer != self.rank]
+        for number in tuple(self._held):
+            if all(self._segments[peer].has_read(self.rank, number) for peer in peers):
+                del self._held[number]
+
+    def _first_fit(self, nbytes: int) -> int:
+        offset = header_nbytes(len(self._segments))
+        for start, end in sorted(self._held.values()):
+            if start - offset >= align(nbytes):
+                break
+            offset = max(offset, end)
+        if offset + nbytes > RESERVED_NBYTES:
+            raise CommError(
+                f"one collective needs {nbytes} bytes, more than the {RESERVED_NBYTES} that are shared"
+            )
+        return offset
+
+    def _until(self, peer: int, ready: Callable[[], bool], sleep: Callable[[], None], launch: Launch) -> None:
+        """Return when ``peer`` is ``ready`` for what ``launch`` waits for. sleep: takes below a second.
+
+        Raises: CommError where the peer has ended, or isn't ready within the timeout; the watch's verdict.
+        """
+        start = checked = time.monotonic()
+        with self.log.waiting(launch):
+            turns = 0
+            while not ready():
+                turns += 1
+                if turns <= _SPINS:
+                    os.sched_yield()
+                    continue
+                sleep()
+                now = time.monotonic()
+                if now - checked > _LOOK_S:
+                    checked = now
+                    here.raise_verdict()
+                    self._check_alive(peer, launch.key)
+                    self._check_time(peer, launch.key, now - start)
+
+    def _check_alive(self, peer: int, what: str) -> None:
+        if select.select([self._ends[peer]], [], [], 0)[0]:
+            raise CommError(
+                f"rank {self.log.ranks[peer]} (pid {self._pids[peer]}) has ended while rank "
+                f"{self.log.ranks[self.rank]} waited for it in {what!r}; its own error says why"
+            )
+
+    def _check_time(self, peer: int, what: str, waited_s: float) -> None:
+        if waited_s > self._timeout_s:
+            raise CommError(
+                f"rank {self.log.ranks[self.rank]} waited {self._timeout_s:.0f} s for rank "
+                f"{self.log.ranks[peer]} (pid {self._pids[peer]}) in {what!r}; it runs but did not come there"
+            )
+
+
+def _close_all(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

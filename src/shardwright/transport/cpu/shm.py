@@ -1,0 +1,283 @@
+"""Same-host transport: ranks read each other's parts straight from memory that they share.
+
+    all-gather       my spans -> my segment; each peer copies them from there into its buffer
+    reduce-scatter   the other ranks' spans of my gradient -> my segment; their owners sum from there
+
+No socket, no kernel, no helper thread: two copies per byte at memory speed. The parts stay readable until
+every peer has read them, so no rank waits for another to write.
+"""
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from shardwright.schedule.layout import pack
+from shardwright.transport.base import Piece, join, spread, sum_in_rank_order, whole_place
+from shardwright.transport.cpu.arena import RESERVED_NBYTES, Arena, Host, Segment, this_host
+from shardwright.transport.launches import Launch, LaunchLog
+from shardwright.transport.streams import Streams
+
+_GATHERED_NBYTES = 64 << 20  # at most so many of all ranks together lie in their segments for a ``gather``
+
+
+def open_arena(group: ProcessGroup, timeout_s: float, log: LaunchLog) -> Arena | str:
+    """Segments of all ranks of ``group``, mapped by all. Where any can't share memory, why, alike on all
+    ranks: "" where they are on several hosts.
+
+    Every rank of the group calls it; three small exchanges.
+    """
+    rank, world = group.rank(), group.size()
+    own = _create()
+    hosts: list[Host | str] = [""] * world
+    dist.all_gather_object(hosts, own, group=group)
+    segments = _map_all(hosts, log.ranks)
+    refusals: list[str | None] = [None] * world
+    # Also the barrier after which nobody needs another rank's descriptor any more.
+    dist.all_gather_object(refusals, segments if isinstance(segments, str) else None, group=group)
+    if isinstance(own, Host):
+        os.close(own.fd)
+    told = [why for why in refusals if why is not None]
+    if isinstance(segments, str) or told:
+        return next(filter(None, told), "")
+    return Arena(rank, segments, [host.pid for host in hosts if isinstance(host, Host)], timeout_s, log)
+
+
+def _create() -> Host | str:
+    if not (hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")):
+        return "it takes Linux"
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+        fd = _memory_file(RESERVED_NBYTES)
+    except OSError as error:  # an old kernel, a limit on file sizes
+        return f"the kernel gives none ({error})"
+    try:
+        return this_host(fd)
+    except OSError as error:
+        os.close(fd)
+        return f"the kernel tells too little ({error})"
+
+
+def _memory_file(nbytes: int) -> int:
+    """A descriptor of a new anonymous file of ``nbytes``. Raises: OSError, where nothing is left open."""
+    fd = os.memfd_create("shardwright")
+    try:
+        os.ftruncate(fd, nbytes)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+@contextmanager
+def _opened_again(pid: int, fd: int) -> Iterator[int]:
+    """Another process' descriptor, as one of this process' own for a while.
+
+    Raises: OSError for a process of another user, or one that has ended.
+    """
+    ours = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
+    try:
+        yield ours
+    finally:
+        os.close(ours)
+
+
+def _map_all(hosts: Sequence[Host | str], ranks: Sequence[int]) -> list[Segment] | str:
+    found = [host for host in hosts if isinstance(host, Host)]
+    if len(found) < len(hosts):
+        return next(f"rank {r}: {why}" for r, why in zip(ranks, hosts, strict=True) if isinstance(why, str))
+    if len({host.place for host in found}) > 1:
+        return ""
+    if found[0].machine != "x86_64":
+        return f"it takes an x86_64 processor, this is {found[0].machine}"
+    segments = []
+    try:
+        for host in found:
+            with _opened_again(host.pid, host.fd) as fd:
+                segments.append(Segment(fd, len(hosts)))
+    except OSError as error:  # another user, or no room in the address space
+        return f"a rank's memory can't be mapped by another ({error})"
+    return segments
+
+
+class ShmComm:
+    """Collectives of one mesh axis whose ranks share memory.
+
+    sent_nbytes stays 0: nothing leaves the host.
+    """
+
+    reads_in_place = True
+    streams: Streams | None = None
+
+    def __init__(self, arena: Arena, world: int) -> None:
+        self.world = world
+        self.rank = arena.rank
+        self.sent_nbytes = 0
+        self.exposed_s: float | None = 0.0
+        self.arena = arena
+        self.log = arena.log
+        self.peers = tuple((self.rank + shift) % world for shift in range(1, world))
+
+    def all_gather(self, pieces: Sequence[Piece], key: str) -> "_ShmGather":
+        """See ``Comm.all_gather``."""
+        start = time.perf_counter()
+        launch = self._publish([piece.part_bytes(self.rank) for piece in pieces], key)
+        self.spent(start)
+        return _ShmGather(self, pieces, launch)
+
+    def reduce_scatter(
+        self, pieces: Sequence[Piece], dtypes: Sequence[torch.dtype], key: str
+    ) -> "_ShmReduction":
+        """See ``Comm.reduce_scatter``."""
+        start = time.perf_counter()
+        parts = [piece.part_bytes(r) for r in range(self.world) if r != self.rank for piece in pieces]
+        launch = self._publish(parts, key)
+        self.spent(start)
+        return _ShmReduction(self, (pieces, dtypes), launch)
+
+    def gather(self, shard: torch.Tensor, spans: Sequence[tuple[int, int]], dst: int) -> torch.Tensor | None:
+        """See ``Comm.gather``. In parts, each when ``dst`` asks for it: nobody runs ahead of who reads."""
+        whole = whole_place(spans, dst, shard) if self.rank == dst else None
+        part_numel = _GATHERED_NBYTES // self.world // shard.element_size()
+        for start in range(0, max(1, max(map(_len, spans))), part_numel):
+            key = f"gather {spans[-1][1]} elements on rank {dst}, from {start} of each rank's"
+            part = shard[:0] if self.rank == dst else shard[start : start + part_numel]
+            launch = self._publish([part.contiguous().view(torch.uint8)], key, asks=dst)
+            for peer in self.peers:
+                read = self.arena.read(peer, launch)
+                if whole is not None:
+                    place = whole[slice(*spans[peer])][start : start + part_numel].view(torch.uint8)
+                    place.copy_(read[: place.numel()])
+                self.arena.done(peer, launch.number)
+        return whole
+
+    def exchange(self, words: Sequence[int], key: str) -> list[list[int]]:
+        """Every rank's ``words`` (int64, as many on each), in rank order: a small all-gather without tensors,
+        which take longer than its bytes. Raises: as the wait of an all-gather."""
+        start = time.perf_counter()
+        rows = self.arena.exchange(words, key)
+        self.spent(start)
+        return rows
+
+    def spent(self, start: float) -> None:
+        """Count the time since ``start`` as exposed: the host thread itself moves the bytes."""
+        assert self.exposed_s is not None
+        self.exposed_s += time.perf_counter() - start
+
+    def _publish(self, parts: list[torch.Tensor], key: str, asks: int | None = None) -> Launch:
+        """asks: the rank that must have come to this operation before memory is filled for it, or None."""
+        if not self.peers:
+            return Launch(0, key, "", 0)
+        _, total = pack([part.numel() for part in parts])
+        number, place = self.arena.reserve(total)
+        launch = self.arena.launch(number, key)
+        if asks not in (None, self.rank):
+            self.arena.read(asks, launch)
+        join(parts, place)
+        self.arena.announce(launch, total)
+        return launch
+
+
+class _Reads:
+    """The peers' parts of one operation, that this rank is to read, all of them and once.
+
+    A peer waits with its 256th operation from here for that. So an operation that nobody waits for, since its
+    model was dropped or an exception came between, gives the parts back as it is dropped itself.
+    """
+
+    def __init__(self, comm: ShmComm, launch: Launch) -> None:
+        self._comm = comm
+        self._launch = launch
+        self._unread = set(comm.peers)
+
+    def _read(self, peer: int) -> torch.Tensor:
+        return self._comm.arena.read(peer, self._launch)
+
+    def _done(self, peer: int) -> None:
+        self._comm.arena.done(peer, self._launch.number)
+        self._unread.discard(peer)
+
+    def __del__(self) -> None:
+        for peer in tuple(self._unread):
+            self._done(peer)
+
+
+class _ShmGather(_Reads):
+    """An all-gather in flight: the own part is published, the others' are still to be read."""
+
+    def __init__(self, comm: ShmComm, pieces: Sequence[Piece], launch: Launch) -> None:
+        super().__init__(comm, launch)
+        self._pieces = pieces
+        comm.arena.opened(launch.number, self)
+
+    def wait(self) -> None:
+        """Copy every peer's spans into the buffer."""
+        start = time.perf_counter()
+        for peer in self._comm.peers:
+            if peer in self._unread:
+                spread(self._read(peer), [piece.part_bytes(peer) for piece in self._pieces])
+                self._done(peer)
+        self._comm.spent(start)
+
+    complete = wait
+
+
+class _ShmReduction(_Reads):
+    """A reduce-scatter in flight: the peers' spans are published, theirs for this rank still to be summed."""
+
+    def __init__(
+        self, comm: ShmComm, inputs: tuple[Sequence[Piece], Sequence[torch.dtype]], launch: Launch
+    ) -> None:
+        super().__init__(comm, launch)
+        self._pieces, self._dtypes = inputs
+        self._sums: list[torch.Tensor] | None = None
+        comm.arena.opened(launch.number, self)
+
+    def complete(self) -> None:
+        """Sum now, for whoever waits later."""
+        if self._sums is None:
+            self._sums = self._summed()
+
+    def wait(self) -> list[torch.Tensor]:
+        """Sum this rank's spans in rank order (see ``Reduction.wait``)."""
+        self.complete()
+        sums, self._sums = self._sums, []
+        assert sums is not None
+        return sums
+
+    def _summed(self) -> list[torch.Tensor]:
+        start = time.perf_counter()
+        comm = self._comm
+        received = {peer: self._received(peer) for peer in comm.peers}
+        sums = []
+        for index, (piece, dtype) in enumerate(zip(self._pieces, self._dtypes, strict=True)):
+            own = piece.part(comm.rank)
+            if comm.peers and own.numel():
+                parts = [own if r == comm.rank else received[r][index] for r in range(comm.world)]
+                own = sum_in_rank_order(parts, dtype, scratch=None)
+            sums.append(own.to(dtype, copy=not own.numel()))  # an empty view would hold the whole gradient
+        for peer in comm.peers:
+            self._done(peer)
+        self._pieces = ()
+        comm.spent(start)
+        return sums
+
+    def _received(self, peer: int) -> list[torch.Tensor]:
+        """The peer's parts for this rank: after those for the ranks before it."""
+        joined = self._read(peer)
+        ranks = [rank for rank in range(self._comm.world) if rank != peer]
+        sizes = [piece.part_nbytes(rank) for rank in ranks for piece in self._pieces]
+        offsets, _ = pack(sizes)
+        first = ranks.index(self._comm.rank) * len(self._pieces)
+        return [
+            joined[offsets[first + i] : offsets[first + i] + sizes[first + i]].view(piece.flat.dtype)
+            for i, piece in enumerate(self._pieces)
+        ]
+
+
+def _len(span: tuple[int, int]) -> int:
+    return span[1] - span[0]

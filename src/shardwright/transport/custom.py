@@ -1,0 +1,113 @@
+"""A caller's own all-gather or reduce-scatter, in the shape that ``set_custom_all_gather`` takes.
+
+Such a callable moves one flat tensor: ``comm.allocate(size, dtype=, device=)`` gives the memory and
+``comm(output_tensor=, input_tensor=, group=[, op=], async_op=)`` moves it. Here pieces are copied into and
+out of it; each rank's part is padded to the longest one.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from shardwright.transport.base import Comm, Gather, Piece, Reduction
+from shardwright.transport.streams import Streams
+
+
+class CustomComm:
+    """``inner``, with one or both collectives replaced by the caller's."""
+
+    reads_in_place = False
+    streams: Streams | None = None
+
+    def __init__(self, inner: Comm, group: ProcessGroup, all_gather: Any, reduce_scatter: Any) -> None:
+        self.inner = inner
+        self.group = group
+        self.custom_all_gather = all_gather
+        self.custom_reduce_scatter = reduce_scatter
+        self.world, self.rank = inner.world, inner.rank
+        # What the caller's collectives send and wait isn't known; the transport inside counts its own.
+        self.sent_nbytes = 0
+        self.exposed_s: float | None = None
+
+    def all_gather(self, pieces: Sequence[Piece], key: str) -> Gather:
+        """See ``Comm.all_gather``. All pieces travel in one tensor, as bytes where their dtypes differ."""
+        if self.custom_all_gather is None or not pieces:
+            return self.inner.all_gather(pieces, key)
+        dtypes = {piece.flat.dtype for piece in pieces}
+        dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
+        # Every piece is padded to equal spans, so each rank's row is one span of each.
+        rows = [piece.flat.view(self.world, -1).view(dtype) for piece in pieces]
+        size, device = sum(row.shape[1] for row in rows), pieces[0].flat.device
+        comm = self.custom_all_gather
+        received = comm.allocate((size * self.world,), dtype=dtype, device=device)
+        sent = received.view(self.world, -1)[self.rank]
+        torch.cat([row[self.rank] for row in rows], out=sent)
+        work = comm(output_tensor=received, input_tensor=sent, group=self.group, async_op=True)
+        return _CustomGather(work, received.view(self.world, -1), rows)
+
+    def reduce_scatter(self, pieces: Sequence[Piece], dtypes: Sequence[torch.dtype], key: str) -> Reduction:
+        """See ``Comm.reduce_scatter``. One tensor in the widest reduce dtype."""
+        if self.custom_reduce_scatter is None or not pieces:
+            return self.inner.reduce_scatter(pieces, dtypes, key)
+        dtype = dtypes[0]
+        for other in dtypes[1:]:
+            dtype = torch.promote_types(dtype, other)
+        comm, device = self.custom_reduce_scatter, pieces[0].flat.device
+        longest = [max(stop - start for start, stop in piece.spans) for piece in pieces]
+        sent = comm.allocate((sum(longest) * self.world,), dtype=dtype, device=device).zero_()
+        received = comm.allocate((sum(longest),), dtype=dtype, device=device)
+        for rank, row in enumerate(sent.view(self.world, -1)):
+            for place, piece in zip(row.split(longest), pieces, strict=True):
+                part = piece.flat[slice(*piece.spans[rank])]
+                place[: part.numel()].copy_(part)
+        work = comm(
+            output_tensor=received,
+            input_tensor=sent,
+            group=self.group,
+            op=dist.ReduceOp.SUM,
+            async_op=True,
+        )
+        owned = [stop - start for start, stop in (piece.spans[self.rank] for piece in pieces)]
+        places = zip(received.split(longest), owned, dtypes, strict=True)
+        return _CustomReduction(work, sent, [(place[:numel], kind) for place, numel, kind in places])
+
+    def gather(self, shard: torch.Tensor, spans: Sequence[tuple[int, int]], dst: int) -> torch.Tensor | None:
+        """See ``Comm.gather``."""
+        return self.inner.gather(shard, spans, dst)
+
+
+class _CustomGather:
+    """A caller's all-gather in flight."""
+
+    def __init__(self, work: Any, received: torch.Tensor, rows: list[torch.Tensor]) -> None:
+        self._work = work
+        self._received = received
+        self._rows = rows
+
+    def wait(self) -> None:
+        """Wait for it, then put every rank's part in its place."""
+        if self._work is not None:
+            self._work.wait()
+        for row, part in zip(
+            self._rows, self._received.split([r.shape[1] for r in self._rows], 1), strict=True
+        ):
+            row.copy_(part)
+
+
+class _CustomReduction:
+    """A caller's reduce-scatter in flight."""
+
+    def __init__(self, work: Any, sent: torch.Tensor, sums: list[tuple[torch.Tensor, torch.dtype]]) -> None:
+        self._work = work
+        self._sent: torch.Tensor | None = sent
+        self._sums = sums
+
+    def wait(self) -> list[torch.Tensor]:
+        """Wait for it; the sums in their reduce dtypes."""
+        if self._work is not None:
+            self._work.wait()
+        self._sent = None
+        return [total.to(dtype) for total, dtype in self._sums]

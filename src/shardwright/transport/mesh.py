@@ -1,0 +1,318 @@
+"""Ranks, groups and devices: the only place that asks for them.
+
+``torch.distributed`` is started elsewhere (torchrun's script, ``shardwright train``). A single process that
+never started it gets a world of one, so that sharded code runs in a notebook.
+"""
+
+import datetime
+import logging
+import os
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from shardwright.errors import InputError
+from shardwright.policy import DataParallelMeshDims
+from shardwright.transport.attempt import join_job, new_group
+from shardwright.transport.base import Comm
+from shardwright.transport.cpu.arena import Arena
+from shardwright.transport.cpu.handshake import open_wire
+from shardwright.transport.cpu.shm import ShmComm, open_arena
+from shardwright.transport.cpu.sockets import SocketComm
+from shardwright.transport.launches import LaunchLog
+from shardwright.transport.nccl import NcclComm
+from shardwright.transport.streams import Streams
+
+logger = logging.getLogger(__name__)
+
+# Bounds a wait for a rank that never comes. new_group() ignores the default group's own timeout (30 min).
+TIMEOUT = datetime.timedelta(minutes=10)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Where parameters are sharded: this rank's device, the collectives among the ranks that share a copy,
+    and those among the ranks that hold the same shards.
+
+    mesh: the 1-D or 2-D mesh that the parameters' DTensors are on. shards: for each of its axes whether
+        parameters are sharded over it (else it holds copies).
+    comm: over the sharded axis. replicate: over the other one, None where there are no copies.
+    """
+
+    mesh: DeviceMesh
+    shards: tuple[bool, ...]
+    device: torch.device
+    comm: Comm
+    replicate: Comm | None = None
+
+    @property
+    def world(self) -> int:
+        """Number of ranks on the sharded axis."""
+        return self.comm.world
+
+    @property
+    def rank(self) -> int:
+        """This rank's place on the sharded axis."""
+        return self.comm.rank
+
+    @property
+    def num_copies(self) -> int:
+        """Number of ranks that hold the same shard."""
+        return 1 if self.replicate is None else self.replicate.world
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The caller's process group of the sharded axis."""
+        if True not in self.shards:
+            raise InputError(
+                f"the mesh {self.mesh} replicates only: no process group shards over it, so a custom "
+                "collective has nothing to move"
+            )
+        return self.mesh.get_group(self.shards.index(True))
+
+    def placements(self, placement: Placement) -> tuple[Placement, ...]:
+        """A parameter's placement on each axis of the mesh: ``placement`` on the sharded one."""
+        return tuple(placement if sharded else Replicate() for sharded in self.shards)
+
+
+class Transport(StrEnum):
+    """How the ranks of an axis move bytes between hosts' memories.
+
+    AUTO: NCCL collectives on CUDA; on CPU shared memory where all ranks are on one host, else sockets, else
+    as COLLECTIVES. A warning says why, unless the ranks are on several hosts and have sockets.
+    SOCKETS: TCP connections of our own, also on one host; where ranks can't reach each other so, as
+    COLLECTIVES, with a warning.
+    COLLECTIVES: torch's collectives over the backend. Over Gloo they sum in another order, so bits may
+    differ from those of other transports, and a reduce-scatter is an all-reduce: up to twice the bytes.
+    """
+
+    AUTO = "auto"
+    SOCKETS = "sockets"
+    COLLECTIVES = "collectives"
+
+
+_COSTS = "they sum in another order, so bits may differ, and send up to twice the bytes"
+
+_GLOO_REMOVED = f"Gloo's own messages were removed: take 'sockets', or 'collectives' for torch's ({_COSTS})"
+
+_transport = Transport.AUTO
+_told: set[str] = set()
+
+
+def set_transport(transport: Transport | str) -> None:
+    """Choose the transport of meshes that are sharded over from now on; alike on all ranks.
+
+    Raises: InputError for a name that isn't a ``Transport``, such as "gloo", which was one once.
+    """
+    global _transport
+    try:
+        _transport = Transport(transport)
+    except ValueError:
+        choices = ", ".join(repr(str(choice)) for choice in Transport)
+        removed = f"; {_GLOO_REMOVED}" if transport == "gloo" else ""
+        raise InputError(f"transport must be one of {choices}, got {transport!r}{removed}") from None
+
+
+class _Made:
+    """What was made for one default process group, and goes with it: descriptors, threads, address space.
+
+    comms: one transport per axis and device type, however many modules are sharded over it. Keyed by the
+        axis' own group (a DeviceMesh compares equal to that of an earlier, destroyed world).
+    """
+
+    def __init__(self, world: ProcessGroup | None) -> None:
+        self.world = world
+        self.comms: dict[tuple[ProcessGroup, str], Comm] = {}
+        self.smaller: dict[tuple[ProcessGroup, int], Comm] = {}
+        self.mesh: DeviceMesh | None = None
+
+
+_made = _Made(None)
+
+
+def _made_here() -> _Made:
+    """What was made for the default process group that is there now; what was made for another is let go."""
+    global _made
+    if _made.world is not dist.group.WORLD:
+        _made = _Made(dist.group.WORLD)
+    return _made
+
+
+def resolve(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = None) -> Axis:
+    """Where to shard: on ``mesh``, or over all ranks where it is None.
+
+    A 1-D mesh shards; of a 2-D mesh the first axis holds copies and the second one shards. ``dims`` names
+    the axes of a larger mesh instead. Every rank of the mesh calls it; the first call for an axis makes two
+    process groups.
+    Raises: InputError for a mesh of more axes without ``dims``, names that it doesn't have, or a mesh that
+        doesn't have this rank.
+    """
+    if mesh is None:
+        mesh = _default_mesh()
+    elif not isinstance(mesh, DeviceMesh):
+        raise InputError(
+            f"mesh must be a torch DeviceMesh or None, got {type(mesh).__name__}; "
+            'make one with init_device_mesh("cuda", (world,))'
+        )
+    if dims is None and mesh.ndim not in (1, 2):
+        raise InputError(
+            f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}; pass one axis to shard over, or "
+            'two of which the first holds copies, for example mesh["shard"]'
+        )
+    if mesh.get_coordinate() is None:
+        raise InputError(
+            f"rank {dist.get_rank()} is not in the mesh {mesh.mesh.tolist()}; call fully_shard only on the "
+            "ranks of its mesh, or make a mesh of all ranks"
+        )
+    if dims is not None:
+        mesh, shards = _data_parallel(mesh, dims)
+    else:
+        shards = (True,) if mesh.ndim == 1 else (False, True)
+    return _axis(mesh, shards)
+
+
+def _axis(mesh: DeviceMesh, shards: tuple[bool, ...]) -> Axis:
+    device_type = mesh.device_type
+    ranks = [dist.get_process_group_ranks(mesh.get_group(axis)) for axis in range(mesh.ndim)]
+    comm = comm_of(mesh.get_group(shards.index(True)), device_type) if True in shards else None
+    replicate = None
+    if False in shards and len(ranks[shards.index(False)]) > 1:
+        replicate = comm_of(mesh.get_group(shards.index(False)), device_type)
+    return Axis(mesh, shards, _device(device_type), comm or _solo(device_type), replicate)
+
+
+def _data_parallel(mesh: DeviceMesh, dims: DataParallelMeshDims) -> tuple[DeviceMesh, tuple[bool, ...]]:
+    """The data-parallel part of a larger mesh, and which of its axes shard."""
+    names = mesh.mesh_dim_names
+    if names is None:
+        raise InputError("mesh must have mesh_dim_names when dp_mesh_dims is provided: they name its axes")
+    missing = [name for name in (*dims.shard_names, *dims.replicate_names) if name not in names]
+    if missing:
+        raise InputError(f"Mesh dim name {missing[0]!r} not found in mesh.mesh_dim_names {names}")
+    parts = [
+        (mesh[wanted[0]] if len(wanted) == 1 else mesh[wanted]._flatten("_".join(wanted)), shards)
+        for wanted, shards in ((dims.replicate_names, False), (dims.shard_names, True))
+        if wanted
+    ]
+    if len(parts) == 1:
+        return parts[0][0], (parts[0][1],)
+    return DeviceMesh._concatenate([part for part, _ in parts]), (False, True)
+
+
+def smaller_world(axis: Axis, size: int) -> Comm:
+    """Collectives among ``size`` neighbours on the sharded axis. Every rank of the axis calls it."""
+    ranks = dist.get_process_group_ranks(axis.group)
+    start = axis.rank // size * size
+    made, key = _made_here().smaller, (axis.group, size)
+    if key not in made:
+        made[key] = _make_comm(ranks[start : start + size], axis.mesh.device_type, axis.group)
+    return made[key]
+
+
+def comm_of(group: ProcessGroup | None, device_type: str) -> Comm:
+    """The transport among the ranks of a process group (None: all ranks), for tensors of a device type.
+
+    Every rank of the group calls it; the first call makes one or two process groups.
+    """
+    group = group or dist.group.WORLD
+    assert group is not None
+    made, key = _made_here().comms, (group, device_type)
+    if key not in made:
+        host = None if device_type == "cpu" else comm_of(group, "cpu")
+        made[key] = _make_comm(dist.get_process_group_ranks(group), device_type, group, host)
+    return made[key]
+
+
+def _solo(device_type: str) -> Comm:
+    """A world of one, for a mesh that only replicates."""
+    world = dist.group.WORLD
+    assert world is not None
+    return _make_comm([dist.get_rank()], device_type, world)
+
+
+def _default_mesh() -> DeviceMesh:
+    if not dist.is_initialized():
+        backend = default_backend()
+        if "RANK" not in os.environ:
+            # No launcher: a world of one, over a store in this process.
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
+        else:
+            join_job(backend, TIMEOUT)
+    made = _made_here()
+    if made.mesh is None:
+        made.mesh = init_device_mesh(_default_device_type(), (dist.get_world_size(),))
+    return made.mesh
+
+
+def default_backend() -> str:
+    """What ``init_process_group`` is given where the caller didn't start it: Gloo for words and for CPU
+    tensors, beside it the backend of the accelerator, if it has one of its own (MPS has not)."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    own = None if accelerator is None else dist.Backend.default_device_backend_map.get(accelerator.type)
+    return "gloo" if accelerator is None or own in (None, "gloo") else f"cpu:gloo,{accelerator.type}:{own}"
+
+
+def _default_device_type() -> str:
+    """The accelerator, if the default process group has a backend for it that isn't Gloo; else the CPU."""
+    accelerator, group = torch.accelerator.current_accelerator(check_available=True), dist.group.WORLD
+    assert group is not None
+    if accelerator is None or accelerator.type not in {device.type for device in group._device_types}:
+        return "cpu"
+    return "cpu" if group._get_backend(accelerator).name() == "gloo" else accelerator.type
+
+
+def _device(device_type: str) -> torch.device:
+    if device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(device_type, torch.accelerator.current_device_index())
+
+
+def _make_comm(ranks: list[int], device_type: str, within: ProcessGroup, host: Comm | None = None) -> Comm:
+    """host: the transport of the same ranks for words, where tensors are on an accelerator."""
+    backend = "gloo" if device_type == "cpu" else dist.get_default_backend_for_device(device_type)
+    timeout = min(TIMEOUT, timeout_of(within))
+    log = LaunchLog(ranks, device_type)
+
+    def make_group() -> ProcessGroup:
+        group = new_group(ranks, backend, timeout)
+        log.travels_on(group)
+        return group
+
+    gather_group = make_group()
+    refused = []
+    if device_type == "cpu" and _transport is Transport.AUTO:
+        arena = open_arena(gather_group, timeout.total_seconds(), log)
+        if isinstance(arena, Arena):
+            return ShmComm(arena, len(ranks))
+        refused += [f"no shared memory ({arena})"] if arena else []
+    if device_type == "cpu" and _transport in (Transport.AUTO, Transport.SOCKETS):
+        opened = open_wire(gather_group, timeout.total_seconds(), log)
+        if not isinstance(opened, str):
+            _tell_of_fall("TCP sockets", refused, ranks)
+            return SocketComm(*opened)
+        _tell_of_fall("torch's collectives on Gloo", [*refused, f"no sockets of our own ({opened})"], ranks)
+    # Only where it is needed: a Gloo group that nobody uses takes about 2 ms of CPU a second all the same.
+    reduce_group = make_group()
+    streams = None if backend == "gloo" else Streams.of(_device(device_type))
+    return NcclComm(gather_group, reduce_group, log, streams, host)
+
+
+def _tell_of_fall(to: str, refused: list[str], ranks: list[int]) -> None:
+    """Say, once in a process, over what its ranks talk that share no better way, and why."""
+    if refused and len(ranks) > 1 and dist.get_rank() == ranks[0] and to not in _told:
+        _told.add(to)
+        costs = "" if to == "TCP sockets" else f"; {_COSTS}"
+        logger.warning("ranks talk over %s: %s%s", to, ", ".join(refused), costs)
+
+
+def timeout_of(group: ProcessGroup) -> datetime.timedelta:
+    """How long a wait in a process group may take: the shortest limit of its backends, one per device."""
+    options = [group._get_backend(device).options for device in group._device_types]
+    return min((each._timeout for each in options if each is not None), default=TIMEOUT)

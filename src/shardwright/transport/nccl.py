@@ -1,0 +1,220 @@
+"""NCCL transport: one coalesced collective per group, straight between the places of use.
+
+NCCL runs collectives on streams of its own: a launch waits, on the device, for what the current stream has
+queued so far, and ``wait`` makes the current stream wait for the collective. What is current here, and when
+memory may be used again, is settled in ``transport/streams.py``.
+
+The same code runs over any backend that has ``all_gather_single`` and ``reduce_scatter_single``. Without
+side streams that includes Gloo, one collective per piece: what CPU ranks take that can't open sockets, and
+how the layout logic is tested without a GPU. Gloo's reduce-scatter is an all-reduce inside: it sends up to
+twice the bytes, and sums in an order of its own.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
+from torch.distributed import ProcessGroup
+
+from shardwright.transport.base import Comm, Piece
+from shardwright.transport.launches import Launch, LaunchLog
+from shardwright.transport.streams import Due, Streams
+
+
+class NcclComm:
+    """Collectives of one mesh axis over two process groups, so that gathers don't queue behind reductions.
+
+    On CUDA the host never blocks, so ``exposed_s`` is None: what is exposed is seen on the device only. Over
+    Gloo the host waits, and its waits are counted.
+    """
+
+    reads_in_place = False
+
+    def __init__(
+        self,
+        gather_group: ProcessGroup,
+        reduce_group: ProcessGroup,
+        log: LaunchLog,
+        streams: Streams | None,
+        host: Comm | None = None,
+    ) -> None:
+        """streams: None over Gloo, which coalesces nothing and waits for the current stream by itself.
+        host: the transport of the same ranks for what they agree on; None: these groups move host tensors.
+        """
+        self.world = gather_group.size()
+        self.rank = gather_group.rank()
+        self.log = log
+        self.sent_nbytes = 0
+        self.exposed_s: float | None = 0.0 if streams is None else None
+        self._gather_group = gather_group
+        self._reduce_group = reduce_group
+        self._coalesce = streams is not None
+        self.streams = streams
+        self.host = host
+
+    def all_gather(self, pieces: Sequence[Piece], key: str) -> "_NcclGather":
+        """See ``Comm.all_gather``. In place: each rank's input is its own span of the output."""
+        flight = _Flight(self, self.log.launch(key), [])
+        if self.streams is None:
+            self._launch_gather(flight, pieces)
+            return _NcclGather(flight, None, None)
+        with self.streams.gathering(piece.flat for piece in pieces):
+            due = self.streams.gathered()
+            self._launch_gather(flight, pieces)
+        return _NcclGather(flight, self.streams, due)
+
+    def _launch_gather(self, flight: "_Flight", pieces: Sequence[Piece]) -> None:
+        for members in _by_dtype(pieces).values() if self.world > 1 else ():
+            outputs = [pieces[i].flat for i in members]
+            inputs = [flat.view(self.world, -1)[self.rank] for flat in outputs]
+            self.sent_nbytes += sum(shard.nbytes for shard in inputs) * (self.world - 1)
+            if self._coalesce:
+                options = AllgatherOptions()
+                options.asyncOp = True
+                work = self._gather_group.all_gather_single_coalesced(outputs, inputs, options)
+                flight.works.append(work)
+            else:
+                whole, parts = ([each.view(torch.uint8) for each in side] for side in (outputs, inputs))
+                flight.works.extend(  # as bytes: Gloo refuses float8 and int16
+                    dist.all_gather_single(full, shard, self._gather_group, async_op=True)
+                    for full, shard in zip(whole, parts, strict=True)
+                )
+
+    def reduce_scatter(
+        self, pieces: Sequence[Piece], dtypes: Sequence[torch.dtype], key: str
+    ) -> "_NcclReduction":
+        """See ``Comm.reduce_scatter``. Sums in NCCL's order: repeatable for one world, not a fixed one."""
+        flight = _Flight(self, self.log.launch(key), [])
+        owned = [stop - start for start, stop in (piece.spans[self.rank] for piece in pieces)]
+        if self.streams is None or self.world == 1:  # alone there is nothing to run beside
+            inputs, outputs = self._launch_reduction(flight, pieces, dtypes)
+            return _NcclReduction(flight, (inputs, outputs, owned), None, None)
+        with self.streams.reducing():
+            inputs, outputs = self._launch_reduction(flight, pieces, dtypes)
+            due = self.streams.reduced()
+        kept = [*inputs, *(piece.flat for piece in pieces)]
+        return _NcclReduction(flight, (kept, outputs, owned), self.streams, due)
+
+    def _launch_reduction(
+        self, flight: "_Flight", pieces: Sequence[Piece], dtypes: Sequence[torch.dtype]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """What is read, and the sums."""
+        inputs = [self._padded(piece, dtype) for piece, dtype in zip(pieces, dtypes, strict=True)]
+        if self.world == 1:
+            return inputs, inputs
+        outputs = [flat.new_empty(flat.numel() // self.world) for flat in inputs]
+        for members in _by_dtype(Piece(flat, ()) for flat in inputs).values():
+            self.sent_nbytes += sum(outputs[i].nbytes for i in members) * (self.world - 1)
+            if self._coalesce:
+                options = ReduceScatterOptions()
+                options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
+                options.asyncOp = True
+                flight.works.append(
+                    self._reduce_group.reduce_scatter_single_coalesced(
+                        [outputs[i] for i in members], [inputs[i] for i in members], options
+                    )
+                )
+            else:
+                flight.works.extend(
+                    dist.reduce_scatter_single(outputs[i], inputs[i], group=self._reduce_group, async_op=True)
+                    for i in members
+                )
+        return inputs, outputs
+
+    def gather(self, shard: torch.Tensor, spans: Sequence[tuple[int, int]], dst: int) -> torch.Tensor | None:
+        """See ``Comm.gather``."""
+        group = self._gather_group
+        flight = _Flight(self, self.log.launch(f"gather {spans[-1][1]} elements on rank {dst}"), [])
+        if self.rank != dst:
+            if shard.numel():
+                flight.works.append(group.send([shard.contiguous()], dst, 0))
+            flight.wait()
+            return None
+        whole = shard.new_empty(max(stop for _, stop in spans))
+        whole[slice(*spans[dst])].copy_(shard)
+        for peer, span in enumerate(spans):
+            if peer != dst and span[1] > span[0]:
+                flight.works.append(group.recv([whole[slice(*span)]], peer, 0))
+        flight.wait()
+        return whole
+
+    def _padded(self, piece: Piece, dtype: torch.dtype) -> torch.Tensor:
+        """The gradient in the reduce dtype, each rank's span padded with zeros to the longest one."""
+        chunk = max(stop - start for start, stop in piece.spans)
+        if piece.spans == tuple((r * chunk, (r + 1) * chunk) for r in range(self.world)):
+            return piece.flat[: chunk * self.world].to(dtype)
+        padded = piece.flat.new_zeros(chunk * self.world, dtype=dtype)
+        for rank, (start, stop) in enumerate(piece.spans):
+            padded[rank * chunk : rank * chunk + stop - start].copy_(piece.flat[start:stop])
+        return padded
+
+
+class _Flight(NamedTuple):
+    """A collective in flight. On CUDA ``wait`` makes the current stream wait for it, elsewhere the host."""
+
+    comm: NcclComm
+    launch: Launch
+    works: list[Any]
+
+    def wait(self) -> None:
+        start = time.perf_counter()
+        with self.comm.log.waiting(self.launch):
+            for work in self.works:
+                work.wait()
+        if self.comm.exposed_s is not None:
+            self.comm.exposed_s += time.perf_counter() - start
+
+
+class _NcclGather:
+    """An all-gather in flight; ``due``: the copy-in before it, where it ran on a side stream."""
+
+    def __init__(self, flight: _Flight, streams: Streams | None, due: Due | None) -> None:
+        self._flight = flight
+        self._streams = streams
+        self._due = due
+
+    def wait(self) -> None:
+        """Make the current stream wait for it."""
+        if self._streams is not None and self._due is not None:
+            self._streams.land(self._due)
+        self._flight.wait()
+
+
+class _NcclReduction:
+    """A reduce-scatter in flight; holds its inputs until the current stream waits for it.
+
+    tensors: inputs, sums with padding, and elements of each sum. due: casts and padding, on a side stream.
+    """
+
+    def __init__(
+        self,
+        flight: _Flight,
+        tensors: tuple[list[torch.Tensor], list[torch.Tensor], list[int]],
+        streams: Streams | None,
+        due: Due | None,
+    ) -> None:
+        self._flight = flight
+        self._inputs, self._outputs, self._owned = tensors
+        self._streams = streams
+        self._due = due
+
+    def wait(self) -> list[torch.Tensor]:
+        """Make the current stream wait for it; the sums, without padding."""
+        if self._streams is not None and self._due is not None:
+            self._streams.land(self._due)
+        self._flight.wait()
+        self._inputs = []
+        return [total[:numel] for total, numel in zip(self._outputs, self._owned, strict=True)]
+
+
+def _by_dtype(pieces: Iterable[Piece]) -> dict[torch.dtype, list[int]]:
+    """Indices by dtype, empty pieces left out: one coalesced call moves one dtype."""
+    members: dict[torch.dtype, list[int]] = defaultdict(list)
+    for index, piece in enumerate(pieces):
+        if piece.flat.numel():
+            members[piece.flat.dtype].append(index)
+    return dict(members)

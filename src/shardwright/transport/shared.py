@@ -1,0 +1,52 @@
+"""One collective in flight that several owners wait for, each for its own part."""
+
+from collections.abc import Sequence
+
+import torch
+
+from shardwright.transport.base import Gather, Reduction
+
+
+class SharedGather:
+    """An all-gather of several groups: the first that waits waits for all of it."""
+
+    def __init__(self, gather: Gather) -> None:
+        self._gather: Gather | None = gather
+
+    def wait(self) -> None:
+        """See ``Gather.wait``; may be called by every owner."""
+        if self._gather is not None:
+            self._gather.wait()  # where it fails it stays, to fail for the next one too
+            self._gather = None
+
+
+class SharedReduction:
+    """A reduction (a reduce-scatter, or an all-reduce) of several owners' tensors, one after another."""
+
+    def __init__(self, reduction: Reduction) -> None:
+        self._reduction: Reduction | None = reduction
+        self._totals: list[torch.Tensor] = []
+
+    def parts(self, counts: Sequence[int]) -> "list[_Part]":
+        """Of each owner what it waits for: the next ``count`` sums."""
+        stops = [sum(counts[: i + 1]) for i in range(len(counts))]
+        return [_Part(self, stop - count, stop) for count, stop in zip(counts, stops, strict=True)]
+
+    def wait(self) -> list[torch.Tensor]:
+        """All sums."""
+        if self._reduction is not None:
+            self._totals = self._reduction.wait()
+            self._reduction = None
+        return self._totals
+
+
+class _Part:
+    """One owner's part of a reduction."""
+
+    def __init__(self, whole: SharedReduction, start: int, stop: int) -> None:
+        self._whole = whole
+        self._start, self._stop = start, stop
+
+    def wait(self) -> list[torch.Tensor]:
+        """See ``Reduction.wait``."""
+        return self._whole.wait()[self._start : self._stop]

@@ -1,0 +1,351 @@
+"""``FullyShardedDataParallel``: the door shaped like torch's wrapper class, onto our own runtime.
+
+The wrapped module is sharded by ``fully_shard``; the wrapper translates arguments, keeps names clean, casts
+inputs and says what state dicts look like. Parameters lie as DTensors of their logical shapes.
+"""
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwright.api import shard_as
+from shardwright.clip import clip_grad_norm_
+from shardwright.engine.build import Options, check_modules, has_no_forward
+from shardwright.engine.containers import map_tensors
+from shardwright.engine.foreign import check_foreign
+from shardwright.engine.unit import Unit, units_in
+from shardwright.errors import InputError, StageError
+from shardwright.module import FSDPModule
+from shardwright.params.flat_param import key_of
+from shardwright.policy import DEFAULT_OFFLOAD, DEFAULT_PRECISION, CPUOffloadPolicy
+from shardwright.wrapper import policies, prepare, states
+from shardwright.wrapper.comm_hook import HookedReduceScatter
+from shardwright.wrapper.meshes import mesh_for
+from shardwright.wrapper.options import (
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+    TrainingState,
+    schedule_policy,
+)
+from shardwright.wrapper.saving import StatefulWrapper
+
+
+class FullyShardedDataParallel(StatefulWrapper):
+    """Shard a module's parameters over ranks: ``torch.distributed.fsdp.FullyShardedDataParallel``'s arguments
+    and methods, with their meanings; docs/from-fsdp1.md lists each.
+
+    Wrap bottom-up, or name what is nested with ``auto_wrap_policy``; every rank of the mesh wraps the same
+    modules in the same order. Build the optimizer afterwards. ``.module`` is the module that was given, and
+    attributes that the wrapper doesn't have are looked up in it. Names of parameters and buffers are those
+    that the model had before.
+
+    process_group: ranks to shard over (one rank alone: not sharded, not reduced, not divided); for hybrid
+        strategies (shard, replicate). device_mesh: instead of it.
+    ignored_modules, ignored_states: modules, or parameters, left as they are.
+    forward_prefetch: accepted; the next group is always gathered ahead in forward here.
+    limit_all_gathers: at most two all-gathers in flight. device_id: only its type is read; a CUDA process
+        uses its current device.
+    use_orig_params: False: the parameters of this wrapper lie in one flat DTensor, ``_flat_param``, cut
+        evenly over ranks whatever their borders (``_flat_param_1``, ... for other dtypes, and frozen ones).
+        It is what ``parameters()`` gives; modules show views of it in forward and backward. State dicts have
+        the original names either way. Not for parameters that several wrappers share.
+    Raises: InputError for arguments that don't fit.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: Any = None,
+        sharding_strategy: ShardingStrategy | None = None,
+        cpu_offload: CPUOffload | None = None,
+        auto_wrap_policy: Any = None,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: prepare.InitFn | None = None,
+        device_id: int | torch.device | None = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = True,
+        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
+        device_mesh: DeviceMesh | None = None,
+    ) -> None:
+        super().__init__()
+        check_modules([module])
+        self.sharding_strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
+        self.cpu_offload = cpu_offload or CPUOffload()
+        self.backward_prefetch = backward_prefetch
+        self.forward_prefetch = forward_prefetch
+        self.limit_all_gathers = limit_all_gathers
+        self.mixed_precision = mixed_precision or MixedPrecision()
+        schedule = schedule_policy(backward_prefetch, limit_all_gathers)
+        modules, params = _ignored(module, ignored_modules, ignored_states)
+        ignored = [*params, *(param for each in modules for param in each.parameters())]
+        check_foreign([module], {id(param) for param in ignored})
+        device_type = torch.device(device_id).type if device_id is not None else None
+        mesh = mesh_for(self.sharding_strategy, process_group, device_mesh, device_type)
+        if auto_wrap_policy is not None:
+            arguments = {
+                "process_group": process_group,
+                "sharding_strategy": sharding_strategy,
+                "cpu_offload": cpu_offload,
+                "backward_prefetch": backward_prefetch,
+                "mixed_precision": mixed_precision,
+                "ignored_modules": modules,
+                "param_init_fn": param_init_fn,
+                "device_id": device_id,
+                "sync_module_states": sync_module_states,
+                "forward_prefetch": forward_prefetch,
+                "limit_all_gathers": limit_all_gathers,
+                "use_orig_params": use_orig_params,
+                "ignored_states": params,
+                "device_mesh": device_mesh,
+            }
+            _wrap_inside(module, auto_wrap_policy, modules, arguments)
+        nested = self.fsdp_modules(module)
+        own = prepare.own_modules(module, [*nested, *modules])
+        prepare.materialise(own, param_init_fn, torch.device(mesh.device_type))
+        if sync_module_states:
+            prepare.broadcast(own, mesh)
+        options = Options(
+            reshard_after_forward=self.sharding_strategy.reshard_after_forward,
+            placement_fn=None,
+            precision=self.mixed_precision.policy if mixed_precision else DEFAULT_PRECISION,
+            offload=CPUOffloadPolicy() if self.cpu_offload.offload_params else DEFAULT_OFFLOAD,
+            flat=not use_orig_params,
+        )
+        shard_as([module], mesh, options, ignored)
+        cast(FSDPModule, module).set_schedule_policy(schedule)
+        self._fsdp_wrapped_module = module
+        self._mesh = mesh
+        _warn_of_container(module, self._unit)
+        before = prepare.cast_buffers(own, self.mixed_precision.buffer_dtype)
+        self._buffer_dtypes = {name: before[id(b)] for name, b in self.named_buffers() if id(b) in before}
+        self._is_root = True
+        self._summoned = False
+        for each in nested:
+            each._is_root = False
+
+    # ---- the wrapped module
+
+    @property
+    def _unit(self) -> Unit:
+        """Of the module that was sharded: the first one inside, whatever was put in between since."""
+        return units_in(self._fsdp_wrapped_module)[0]
+
+    def __getattr__(self, name: str) -> Any:
+        """What the wrapper doesn't have is looked up in the wrapped module."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == states.INNER or name.startswith("__"):
+                raise  # copying and pickling ask for methods that are the wrapped module's own
+            return getattr(self._fsdp_wrapped_module, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return cast(Any, self.module)[key]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped module's forward, its floating-point inputs in ``param_dtype`` where asked for."""
+        precision = self.mixed_precision
+        casts = precision.cast_root_forward_inputs if self._is_root else precision.cast_forward_inputs
+        dtype = precision.param_dtype
+        if casts and dtype is not None:
+            args, kwargs = map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))
+        return self._fsdp_wrapped_module(*args, **kwargs)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of the model before it was wrapped: clean names, original shapes."""
+        for name, param in super().named_parameters(*args, **kwargs):
+            yield key_of(name), param
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """As of the model before it was wrapped."""
+        for name, buffer in super().named_buffers(*args, **kwargs):
+            yield key_of(name), buffer
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> "FullyShardedDataParallel":
+        """Call ``fn`` on every module while its parameters are whole, and keep what it changed. Every rank
+        calls it, between steps, with a function that does the same on each."""
+        with self.summon_full_params(self, recurse=False):
+            super().apply(fn)
+        return self
+
+    def check_is_root(self) -> bool:
+        """Whether no other wrapper is around this one."""
+        return self._is_root
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list["FullyShardedDataParallel"]:
+        """The wrappers in a tree, the module itself included."""
+        found = [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
+        return [m for m in found if m._is_root] if root_only else found
+
+    @property
+    def training_state(self) -> TrainingState:
+        """IDLE between steps."""
+        if self._summoned:
+            return TrainingState.SUMMON_FULL_PARAMS
+        running = self._unit.runtime.phase is not None
+        return TrainingState.FORWARD_BACKWARD if running else TrainingState.IDLE
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The parameters that this wrapper shards (not those of wrappers inside), as they are at rest."""
+        return [param.sharded for param in self._unit.params]
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The ranks that it shards over; of ``NO_SHARD``, those that it all-reduces over."""
+        copies_only = self.sharding_strategy is ShardingStrategy.NO_SHARD
+        return self._mesh.get_group(0 if copies_only else self._mesh.ndim - 1)
+
+    @property
+    def rank(self) -> int:
+        """This rank's place in ``process_group``."""
+        return dist.get_rank(self.process_group)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in ``process_group``."""
+        return dist.get_world_size(self.process_group)
+
+    @property
+    def compute_device(self) -> torch.device:
+        """The device that parameters are unsharded on."""
+        return self._unit.device or torch.device(self._mesh.device_type)
+
+    # ---- gradients
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside of it add up unsharded gradients; the first one outside reduces them all."""
+        groups = [group for unit in units_in(self) for group in unit.groups]
+        before = [group.reducer.policy for group in groups]
+        for group in groups:
+            group.reducer.policy = replace(group.reducer.policy, reduce=False, all_reduce=False)
+        try:
+            yield
+        finally:
+            for group, policy in zip(groups, before, strict=True):
+                group.reducer.policy = policy
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """``shardwright.clip_grad_norm_`` of all parameters, on whatever meshes. Every rank calls it."""
+        return clip_grad_norm_(self.parameters(), max_norm, norm_type)
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Reduce gradients by ``hook(state, whole, shard)``, in this wrapper and those inside of it.
+
+        whole: this rank's flat gradient of a group, one part per rank, padded to equal ones. shard: to be
+        filled with this rank's part, divided as it should be: nothing is divided afterwards.
+        Raises: InputError where parameters are copied (hybrid strategies, ``NO_SHARD``).
+        """
+        units = [unit for unit in units_in(self) if unit.group is not None]
+        if any(group.axis.replicate is not None for unit in units for group in unit.groups):
+            raise InputError(
+                "register_comm_hook replaces the reduce-scatter, and this model all-reduces over copies too; "
+                "use it with FULL_SHARD or SHARD_GRAD_OP"
+            )
+        for unit in units:
+            for module in unit.modules:
+                module.set_custom_reduce_scatter(HookedReduceScatter(state, hook))  # type: ignore[operator]
+                module.set_gradient_divide_factor(1.0)  # type: ignore[operator]
+
+    # ---- whole parameters
+
+    @staticmethod
+    @contextmanager
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> Iterator[None]:
+        """Inside of it parameters are plain and whole, in the dtype at rest. Every rank enters it, between
+        steps; all make the same edits, which are kept where ``writeback``.
+
+        recurse: of wrappers inside too. rank0_only: other ranks see their shards and hold no more.
+        with_grads: gradients are whole too. Raises: InputError, StageError.
+        """
+        if rank0_only and writeback:
+            raise InputError("writeback=True with rank0_only=True would leave the ranks with different edits")
+        roots = FullyShardedDataParallel.fsdp_modules(module)
+        units = [wrapper._unit for wrapper in (roots if recurse else roots[:1])]
+        if any(unit.runtime.phase is not None for unit in units) or any(w._summoned for w in roots):
+            raise StageError("summon_full_params was entered inside a step, or inside of itself")
+        params = [param for unit in units for group in unit.groups for param in group.params]
+        with ExitStack() as stack:
+            for unit in units:
+                unit.runtime.rest()
+            shown = not rank0_only or all(param.is_first for param in params)
+            stack.enter_context(states.shown_whole(params, shown, offload_to_cpu, writeback, with_grads))
+            for wrapper in roots if recurse else roots[:1]:
+                stack.callback(setattr, wrapper, "_summoned", False)
+                wrapper._summoned = True
+            yield
+
+
+def _warn_of_container(module: nn.Module, unit: Unit) -> None:
+    if has_no_forward(module) and unit.params:
+        warnings.warn(
+            f"{type(module).__name__} has no forward of its own, so nothing gathers its parameters: "
+            f"{[param.fqn for param in unit.params][:5]}; wrap the modules in it that are called",
+            stacklevel=3,
+        )
+
+
+def _ignored(
+    wrapped: nn.Module, modules: Iterable[nn.Module] | None, listed: Iterable[Any] | None
+) -> tuple[set[nn.Module], list[nn.Parameter]]:
+    """The modules, with all inside of them, and the parameters that are left alone. Raises: InputError."""
+    tops, params = list(modules or ()), []
+    for each in listed or ():
+        (tops if isinstance(each, nn.Module) else params).append(each)
+    for each in tops:
+        if not isinstance(each, nn.Module) or isinstance(each, FullyShardedDataParallel):
+            raise InputError(
+                f"ignored modules must be modules that aren't wrapped, got a {type(each).__name__}"
+            )
+    if wrapped in tops:
+        warnings.warn(
+            f"ignored_modules has the {type(wrapped).__name__} that is being wrapped: every parameter is "
+            "left as it is, and no gradient is reduced; leave the module out of it to shard it",
+            stacklevel=3,
+        )
+    return {inner for each in tops for inner in each.modules()}, params
+
+
+def _wrap_inside(module: nn.Module, policy: Any, ignored: set[nn.Module], options: dict[str, Any]) -> None:
+    for name, inner in module.named_modules():
+        if isinstance(inner, FullyShardedDataParallel):
+            raise InputError(
+                f"auto_wrap_policy is for a model without wrapped modules, and {name!r} is wrapped already; "
+                "either wrap all by hand, from the inside out, or all by the policy"
+            )
+
+    def wrap_one(each: nn.Module, **changes: Any) -> nn.Module:
+        if has_no_forward(each):
+            return each
+        return FullyShardedDataParallel(each, **{**options, **changes})
+
+    precision = options["mixed_precision"]
+    if precision is not None and precision._module_classes_to_ignore:
+        plain = policies.ModuleWrapPolicy(precision._module_classes_to_ignore)
+        policies.wrap_tree(module, plain, ignored, lambda each: wrap_one(each, mixed_precision=None))
+        ignored = ignored | {
+            inner for found in FullyShardedDataParallel.fsdp_modules(module) for inner in found.modules()
+        }
+    policies.wrap_tree(module, policy, ignored, wrap_one)
