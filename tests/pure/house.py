@@ -88,6 +88,7 @@ EXCEPTIONS: dict[tuple[str, str, str], tuple[int, str]] = {
 BANNED_NAMES = {"utils", "util", "common", "helper", "helpers", "manager", "context", "misc"}
 BRIDGES = {"torchax": "xla/torch_bridge.py", "transformers": "hf/library.py"}
 HOOKS_FILE = "engine/hooks.py"
+STAGES_FILE = "engine/group.py"
 FSDP_FILE = "torch_fsdp.py"
 # Of optimizers, neither of modules nor of autograd; it stands below engine/, and refuses theirs.
 OPTIMIZER_HOOK = ("xla/placeholder.py", "torch.optim.optimizer.register_optimizer_step_pre_hook")
@@ -259,6 +260,21 @@ def stray_hooks(package: dict[str, str]) -> list[str]:
                 complaints.append(
                     f"{path}:{getattr(node, 'lineno', 0)}: {name}; only {HOOKS_FILE} sets hooks"
                 )
+    return complaints
+
+
+def stray_stages(package: dict[str, str]) -> list[str]:
+    """Places that set the stage of a group past its setter, which knows what may follow what."""
+    complaints = []
+    for path, source in package.items():
+        for function in _functions(ast.parse(source)):
+            if path == STAGES_FILE and function.name in ("__init__", "_move"):
+                continue
+            for node in ast.walk(function):
+                stored = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del)
+                named = isinstance(node, ast.Call) and "setattr" in ast.unparse(node.func)
+                if (stored and node.attr == "stage") or (named and "'stage'" in ast.unparse(node)):
+                    complaints.append(f"{path}:{node.lineno}: {ast.unparse(node)}; only _move sets a stage")
     return complaints
 
 

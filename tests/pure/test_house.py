@@ -22,6 +22,7 @@ RULES = [
     house.bad_names,
     house.foreign_runtime,
     house.stray_hooks,
+    house.stray_stages,
     house.unbounded_groups,
     over_budget,
 ]
@@ -88,6 +89,9 @@ BAD = [
         {"api.py": f"from torch.optim.optimizer import {house.OPTIMIZER_HOOK[1].split('.')[-1]}"},
     ),
     (house.unbounded_groups, {"api.py": "group = dist.new_group([0, 1], backend='gloo')"}),
+    (house.stray_stages, {"engine/executor.py": "def f(group):\n    group.stage = Stage.SHARDED"}),
+    (house.stray_stages, {"engine/group.py": "def f(self):\n    self.stage, x = Stage.SHARDED, 1"}),
+    (house.stray_stages, {"api.py": "def f(group):\n    object.__setattr__(group, 'stage', 0)"}),
     (house.unbounded_groups, {"api.py": "init_process_group('gloo', rank=0)"}),
     (over_budget, {"api.py": "x = 1\n" * 401}),
     (over_budget, {"api.py": "def f():\n" + lines(60)}),

@@ -37,9 +37,9 @@ class Stage(StrEnum):
 
 
 _MOVES = {
-    Stage.SHARDED: Stage.GATHERING,
-    Stage.GATHERING: Stage.UNSHARDED,
-    Stage.UNSHARDED: Stage.SHARDED,
+    Stage.SHARDED: (Stage.GATHERING,),
+    Stage.GATHERING: (Stage.UNSHARDED, Stage.SHARDED),
+    Stage.UNSHARDED: (Stage.SHARDED,),
 }
 
 
@@ -207,7 +207,7 @@ class ParamGroup:
         """Be at rest again where ``fill`` was not followed by an all-gather, since issuing it failed."""
         assert self.buffer is not None
         if self.stage is Stage.GATHERING and self._gather is None:
-            self.stage = Stage.SHARDED
+            self._move(Stage.SHARDED)
             self.buffer.free()
             self.decoding.free()
             if self.comm.streams is not None:
@@ -303,10 +303,10 @@ class ParamGroup:
     # ---- stages
 
     def _move(self, to: Stage) -> None:
-        if _MOVES[self.stage] is not to:
+        if to not in _MOVES[self.stage]:
             raise StageError(
                 f"group {self.name!r} can't go from {self.stage} to {to}: "
-                f"from {self.stage} it only goes to {_MOVES[self.stage]}"
+                f"from {self.stage} it only goes to {' or '.join(_MOVES[self.stage])}"
             )
         self.stage = to
 
