@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 from shardwright.errors import InputError, StageError
 from shardwright.schedule.bucket import fits
-from shardwright.transport.base import Comm, Piece, Reduction
+from shardwright.transport.base import Comm, Reduction, Segment
 from shardwright.transport.mesh import comm_of
 from shardwright.transport.words import check_alike
 
@@ -218,7 +218,7 @@ class _Bucket:
         shape, numel = inputs[0].shape, inputs[0].numel()
         if not fits((), numel, self._capacity):
             handle = ReduceScatterHandle(self, shape, 0, callback)
-            self._send(self._pieces_of(inputs), [handle], None)
+            self._send(self._segments_of(inputs), [handle], None)
             return handle
         if self._rows is not None and not fits((self._used,), numel, self._rows.shape[1]):
             self.issue()
@@ -241,7 +241,7 @@ class _Bucket:
         self.handles, self._rows, self._used = [], None, 0
         numel = rows.shape[1]
         spans = tuple((r * numel, r * numel + used) for r in range(self.comm.world))
-        self._send([Piece(rows.view(-1), spans)], handles, rows)
+        self._send([Segment(rows.view(-1), spans)], handles, rows)
 
     def give_back(self, rows: torch.Tensor) -> None:
         """A bucket's memory, sent and read, to be filled again."""
@@ -257,30 +257,30 @@ class _Bucket:
         return torch.empty(shape, dtype=self._dtype, device=self._device)
 
     def _send(
-        self, pieces: list[Piece], handles: list[ReduceScatterHandle], rows: torch.Tensor | None
+        self, segments: list[Segment], handles: list[ReduceScatterHandle], rows: torch.Tensor | None
     ) -> None:
-        numel = pieces[0].spans[0][1] - pieces[0].spans[0][0]
+        numel = segments[0].spans[0][1] - segments[0].spans[0][0]
         what = f"reduce-scatter of {len(handles)} inputs, {numel} x {self._dtype}"
         # Known as issued before anything can raise: a failure leaves no handle waiting in a bucket.
-        nbytes = sum(piece.part_nbytes(rank) for piece in pieces for rank in range(self.comm.world))
+        nbytes = sum(segment.part_nbytes(rank) for segment in segments for rank in range(self.comm.world))
         flight = _Flight(self, handles, rows, nbytes)
         for handle in handles:
             handle._issued(flight)
         check_alike(self.comm, what, "what a bucketer sends next")
         with torch.no_grad():
-            flight.reduction = self.comm.reduce_scatter(pieces, [self._dtype] * len(pieces), what)
+            flight.reduction = self.comm.reduce_scatter(segments, [self._dtype] * len(segments), what)
         self.flights.append(flight)
 
-    def _pieces_of(self, inputs: list[torch.Tensor]) -> list[Piece]:
-        """Large inputs where they lie: mostly parts of one tensor, else one piece for each rank."""
+    def _segments_of(self, inputs: list[torch.Tensor]) -> list[Segment]:
+        """Large inputs where they lie: mostly parts of one tensor, else one segment for each rank."""
         world, numel = len(inputs), inputs[0].numel()
         whole = _whole(inputs)
         if whole is None and not self.comm.reads_in_place:
             whole = torch.stack(inputs).view(-1)
         if whole is not None:
-            return [Piece(whole, tuple((r * numel, (r + 1) * numel) for r in range(world)))]
+            return [Segment(whole, tuple((r * numel, (r + 1) * numel) for r in range(world)))]
         return [
-            Piece(tensor.reshape(-1), tuple((0, numel if r == owner else 0) for r in range(world)))
+            Segment(tensor.reshape(-1), tuple((0, numel if r == owner else 0) for r in range(world)))
             for owner, tensor in enumerate(inputs)
         ]
 

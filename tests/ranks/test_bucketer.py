@@ -38,16 +38,16 @@ class Calls:
 
     def __init__(self, group=None):
         self.comm = comm_of(group, "cpu")
-        self.pieces = []
+        self.segments = []
         self._inner = self.comm.reduce_scatter
         self.comm.reduce_scatter = self
 
-    def __call__(self, pieces, dtypes, key):
-        self.pieces.append(pieces)
-        return self._inner(pieces, dtypes, key)
+    def __call__(self, segments, dtypes, key):
+        self.segments.append(segments)
+        return self._inner(segments, dtypes, key)
 
     def __len__(self):
-        return len(self.pieces)
+        return len(self.segments)
 
 
 def sums(rank, world, transport):
@@ -264,17 +264,17 @@ def in_place(rank, world):
     calls = Calls()
     whole = torch.arange(8.0)
     bucketer.reduce_scatter_async(whole.chunk(world)).wait()
-    (piece,) = calls.pieces[-1]
-    assert piece.flat.data_ptr() == whole.data_ptr()
+    (segment,) = calls.segments[-1]
+    assert segment.flat.data_ptr() == whole.data_ptr()
     apart = [torch.ones(4), torch.ones(4)]
     assert bucketer.reduce_scatter_async(apart).wait().tolist() == [2.0] * 4
-    assert [piece.flat.data_ptr() for piece in calls.pieces[-1]] == [t.data_ptr() for t in apart]
+    assert [segment.flat.data_ptr() for segment in calls.segments[-1]] == [t.data_ptr() for t in apart]
     part = ReduceScatterBucketer(1)
     part.reduce_scatter_async(ones(world, 5))
     part.flush()
-    (piece,) = calls.pieces[-1]
-    assert piece.flat.nbytes == 2**20  # the bucket itself, of which 5 elements a rank are sent
-    assert [stop - start for start, stop in piece.spans] == [5, 5]
+    (segment,) = calls.segments[-1]
+    assert segment.flat.nbytes == 2**20  # the bucket itself, of which 5 elements a rank are sent
+    assert [stop - start for start, stop in segment.spans] == [5, 5]
 
 
 def test_large_inputs_and_part_filled_buckets_are_sent_from_where_they_lie():  # D7
@@ -423,8 +423,8 @@ def only_that_one(rank, world):
     assert len(calls) == 0
     bucketer.reduce_scatter_async(ones(world, 1))  # no room beside the full one
     assert len(calls) == 1
-    (piece,) = calls.pieces[0]
-    assert piece.flat.dtype is torch.float32 and piece.spans[0] == (0, ROW_NUMEL)
+    (segment,) = calls.segments[0]
+    assert segment.flat.dtype is torch.float32 and segment.spans[0] == (0, ROW_NUMEL)
     full.wait()
     assert not kept.done and len(calls) == 1
     with pytest.raises(StageError, match="2 reduce-scatters pending"):

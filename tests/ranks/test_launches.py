@@ -133,8 +133,8 @@ def fails_to_issue(rank, world):
     comm, device, places = unit_of(model).group.comm, Device(), []
     comm.streams = Streams(lambda: FakeStream(device), lambda: device.current[-1])
 
-    def refuse(pieces, key):
-        places.extend(flat(piece.flat.data_ptr()) for piece in pieces)
+    def refuse(segments, key):
+        places.extend(flat(segment.flat.data_ptr()) for segment in segments)
         raise RuntimeError("not now")
 
     comm.all_gather = refuse

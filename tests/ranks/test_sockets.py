@@ -15,7 +15,7 @@ from shardwright import SchedulePolicy, fully_shard, set_transport, stats
 from shardwright.errors import CommError
 from shardwright.schedule.layout import ParamLayout
 from shardwright.transport import mesh
-from shardwright.transport.base import Piece
+from shardwright.transport.base import Segment
 from shardwright.transport.cpu import handshake as meeting
 from shardwright.transport.cpu.event_loop import Wire
 from shardwright.transport.cpu.shm import ShmComm
@@ -50,7 +50,7 @@ def sum_of(parts, dtype):
 
 
 def collectives(rank, world, transport):
-    """An all-gather, a reduce-scatter and a gather of uneven pieces of several dtypes; what came of them."""
+    """An all-gather, a reduce-scatter and a gather of uneven segments of several dtypes; their results."""
     comm = comm_over(transport)
     layouts = [ParamLayout(shape, world) for shape in SHAPES]
     gathered, reduced = [], []
@@ -59,13 +59,13 @@ def collectives(rank, world, transport):
         whole = torch.randn(layout.padded_numel).to(dtype)
         region = torch.zeros_like(whole)
         region[slice(*layout.span(rank))] = whole[slice(*layout.span(rank))]
-        gathered.append((Piece(region, layout.spans), whole))
-        reduced.append(Piece(gradient(rank, layout, dtype), layout.spans))
-    in_flight = comm.all_gather([piece for piece, _ in gathered], "gather")
+        gathered.append((Segment(region, layout.spans), whole))
+        reduced.append(Segment(gradient(rank, layout, dtype), layout.spans))
+    in_flight = comm.all_gather([segment for segment, _ in gathered], "gather")
     sums = comm.reduce_scatter(reduced, SUMMED_IN, "reduce")
     in_flight.wait()
-    for (piece, whole), layout in zip(gathered, layouts, strict=True):
-        assert torch.equal(piece.flat[: layout.numel], whole[: layout.numel])
+    for (segment, whole), layout in zip(gathered, layouts, strict=True):
+        assert torch.equal(segment.flat[: layout.numel], whole[: layout.numel])
     shard = torch.arange(rank + 1, dtype=torch.float32)
     spans = [(r * (r + 1) // 2, (r + 1) * (r + 2) // 2) for r in range(world)]
     collected = comm.gather(shard, spans, world - 1)
@@ -103,8 +103,8 @@ def of_embedding(rank, layout):
 def reduce_embedding(rank, world):
     comm = comm_over("sockets")
     layout = ParamLayout((4099, 129), world)
-    pieces = [Piece(each, layout.spans) for each in of_embedding(rank, layout)]
-    totals = comm.reduce_scatter(pieces, [torch.float32] * 4, "reduce").wait()
+    segments = [Segment(each, layout.spans) for each in of_embedding(rank, layout)]
+    totals = comm.reduce_scatter(segments, [torch.float32] * 4, "reduce").wait()
     bits = [total.view(torch.int32).tolist() for total in totals]
     return bits, comm.sent_nbytes
 
@@ -136,7 +136,7 @@ def gathers_every_dtype(rank, world):
     for dtype in (torch.float8_e4m3fn, torch.int16, torch.bool, torch.bfloat16):
         region, own = torch.zeros(layout.padded_numel).to(dtype), slice(*layout.span(rank))
         region[own] = torch.ones_like(region[own])
-        comm.all_gather([Piece(region, layout.spans)], "gather").wait()
+        comm.all_gather([Segment(region, layout.spans)], "gather").wait()
         assert region[: layout.numel].float().tolist() == [1.0] * layout.numel, dtype
 
 
@@ -241,7 +241,7 @@ kept = []
 def kept_to_the_end(rank, world):
     comm = comm_over("sockets")
     layout = ParamLayout((8,), world)
-    comm.all_gather([Piece(torch.ones(layout.numel), layout.spans)], "gather").wait()
+    comm.all_gather([Segment(torch.ones(layout.numel), layout.spans)], "gather").wait()
     kept.append(comm)
     close = Wire.close
 
@@ -267,9 +267,9 @@ def faults_of_rounds(rank, world, transport):
     def faults():
         start = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         for _ in range(4):
-            comm.all_gather([Piece(region, layout.spans)], "gather").wait()
+            comm.all_gather([Segment(region, layout.spans)], "gather").wait()
             dist.barrier()  # a peer that is late with reading has the next operation take another place, once
-            total = comm.reduce_scatter([Piece(gradient, layout.spans)], [torch.float32], "reduce").wait()
+            total = comm.reduce_scatter([Segment(gradient, layout.spans)], [torch.float32], "reduce").wait()
             assert total[0][-1] == world
             dist.barrier()
         return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - start

@@ -177,7 +177,7 @@ def late_reductions(rank, world):
         beside_ddp(build, sharded, rank, world, steps=2, after_loss_s=0.01)
         # One point that all reductions go through: P40. Small groups share a collective.
         groups = [unit.group for unit in units_in(sharded) if unit.group]
-        reduced = sum(len(pieces) for pieces, *_ in calls)
+        reduced = sum(len(segments) for segments, *_ in calls)
         assert reduced == 2 * sum(group.num_trainable for group in groups)
         for comm in comms.values():
             del comm.reduce_scatter

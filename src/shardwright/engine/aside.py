@@ -7,10 +7,10 @@ from shardwright.errors import StageError
 from shardwright.params.param import ShardedParam
 from shardwright.params.smaller_world import Near
 from shardwright.schedule.layout import ParamLayout
-from shardwright.transport.base import Piece
+from shardwright.transport.base import Segment
 
 
-def fill_aside(group: ParamGroup, nearby: bool) -> list[Piece] | None:
+def fill_aside(group: ParamGroup, nearby: bool) -> list[Segment] | None:
     """As ``ParamGroup.fill``, whatever stage the group is in; it stays so.
 
     None where an all-gather of another kind was issued, and dropped: among neighbours, or of rows in use.
@@ -37,28 +37,28 @@ def fill_aside(group: ParamGroup, nearby: bool) -> list[Piece] | None:
 
 
 def _gather_near(near: Near, key: str) -> None:
-    pieces = []
+    segments = []
     for param, layout, shard in near.kept():
         if layout.dim is not None:
-            pieces.append(_empty(param, layout))
-            pieces[-1].part(near.comm.rank).copy_(shard)
+            segments.append(_empty(param, layout))
+            segments[-1].part(near.comm.rank).copy_(shard)
     near.forget()
-    near.comm.all_gather(pieces, key).wait()
+    near.comm.all_gather(segments, key).wait()
 
 
-def _empty(param: ShardedParam, layout: ParamLayout) -> Piece:
+def _empty(param: ShardedParam, layout: ParamLayout) -> Segment:
     """Its part in an all-gather, in memory of its own that holds nothing yet."""
     flat = torch.empty(layout.padded_numel, dtype=param.own.dtype, device=param.own.device)
-    return Piece(flat, layout.spans)
+    return Segment(flat, layout.spans)
 
 
-def _filled(param: ShardedParam) -> Piece:
+def _filled(param: ShardedParam) -> Segment:
     """The same over the axis, with this rank's span filled."""
     layout, rank = param.layout, param.axis.rank
-    piece = _empty(param, layout)
+    segment = _empty(param, layout)
     start, stop = layout.span(rank)
     if stop > start:
         with torch.no_grad():
-            own = piece.flat.as_strided(layout.shard_shape(rank), layout.strides, start)
+            own = segment.flat.as_strided(layout.shard_shape(rank), layout.strides, start)
             own.copy_(param.local, non_blocking=True)
-    return piece
+    return segment

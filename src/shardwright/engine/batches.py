@@ -8,7 +8,7 @@ from shardwright.engine.aside import fill_aside
 from shardwright.engine.group import ParamGroup, Stage
 from shardwright.engine.reducer import Grads, Reducer
 from shardwright.transport.all_reduce import AllReduce
-from shardwright.transport.base import Comm, Piece, Reduction
+from shardwright.transport.base import Comm, Reduction, Segment
 from shardwright.transport.shared import SharedGather, SharedReduction
 
 Member = TypeVar("Member")
@@ -36,14 +36,14 @@ def unshard(groups: Sequence[ParamGroup], near: AbstractSet[ParamGroup] | None =
 def _issue(
     groups: Sequence[ParamGroup], at_rest: Sequence[ParamGroup], near: AbstractSet[ParamGroup] | None
 ) -> None:
-    pieces: dict[ParamGroup, list[Piece]] = {}
+    segments: dict[ParamGroup, list[Segment]] = {}
     for group in groups:
         nearby = None if near is None else group in near
         own = group.fill(nearby) if group in at_rest else fill_aside(group, bool(nearby))
         if own is not None:
-            pieces[group] = own
-    for comm, members in _by_comm(pieces, lambda group: group.comm):
-        gather = comm.all_gather([p for g in members for p in pieces[g]], _key("all-gather", members))
+            segments[group] = own
+    for comm, members in _by_comm(segments, lambda group: group.comm):
+        gather = comm.all_gather([p for g in members for p in segments[g]], _key("all-gather", members))
         shared = gather if len(members) == 1 else SharedGather(gather)
         waiting = [group for group in members if group in at_rest]
         for group in waiting:
@@ -54,9 +54,9 @@ def _issue(
 
 def join(group: ParamGroup, nearby: bool) -> None:
     """Take part in a group's all-gather for others, and drop what it brings."""
-    pieces = fill_aside(group, nearby)
-    if pieces is not None:
-        group.comm.all_gather(pieces, _key("all-gather", [group])).wait()
+    segments = fill_aside(group, nearby)
+    if segments is not None:
+        group.comm.all_gather(segments, _key("all-gather", [group])).wait()
 
 
 def reduce(reducers: Sequence[Reducer]) -> None:
@@ -97,9 +97,9 @@ def _issued(grads: Mapping[Reducer, Grads]) -> list[tuple[Reducer, Reduction]]:
             flying.append((members[0], members[0].issue(grads[members[0]])))
             continue
         inputs = [reducer.inputs(grads[reducer]) for reducer in members]
-        pieces = [piece for own, _ in inputs for piece in own]
+        segments = [segment for own, _ in inputs for segment in own]
         dtypes = [dtype for _, own in inputs for dtype in own]
-        whole = SharedReduction(comm.reduce_scatter(pieces, dtypes, _key("reduce-scatter", members)))
+        whole = SharedReduction(comm.reduce_scatter(segments, dtypes, _key("reduce-scatter", members)))
         parts = whole.parts([len(grads[reducer]) for reducer in members])
         flying += zip(members, parts, strict=True)
     return flying

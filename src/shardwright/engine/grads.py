@@ -1,4 +1,4 @@
-"""A parameter's gradient on its way: unsharded, as a piece of a reduce-scatter, added to the shard's."""
+"""A parameter's gradient on its way: unsharded, as a segment of a reduce-scatter, added to the shard's."""
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -6,7 +6,7 @@ from torch.distributed.tensor import DTensor
 from shardwright.errors import InputError
 from shardwright.params.param import ShardedParam
 from shardwright.policy import MixedPrecisionPolicy
-from shardwright.transport.base import Piece
+from shardwright.transport.base import Segment
 
 
 def take_grad(param: ShardedParam) -> torch.Tensor | None:
@@ -44,9 +44,9 @@ def predivisor(divisor: float) -> float:
     return power
 
 
-def reduce_piece(
+def reduce_segment(
     param: ShardedParam, grad: torch.Tensor, policy: MixedPrecisionPolicy, divided: float
-) -> Piece:
+) -> Segment:
     """The gradient's part in the group's reduce-scatter; ``divided``: what it is divided by where it is
     summed in float16 (``predivisor``).
 
@@ -63,8 +63,8 @@ def reduce_piece(
         # Kept whole: every rank's span is a copy, so the reduce-scatter gives every rank the sum.
         flat = grad.reshape(-1).repeat(layout.world)
         numel = layout.numel
-        return Piece(flat, tuple((r * numel, (r + 1) * numel) for r in range(layout.world)))
-    return Piece(grad.movedim(layout.dim, 0).contiguous().view(-1), layout.spans)
+        return Segment(flat, tuple((r * numel, (r + 1) * numel) for r in range(layout.world)))
+    return Segment(grad.movedim(layout.dim, 0).contiguous().view(-1), layout.spans)
 
 
 def add_sharded_grad(param: ShardedParam, total: torch.Tensor) -> None:

@@ -23,7 +23,7 @@ from shardwright.params.rows import Rows
 from shardwright.params.smaller_world import Near, Versions
 from shardwright.params.subclass import follow_extensions
 from shardwright.policy import MixedPrecisionPolicy
-from shardwright.transport.base import Comm, Gather, Piece
+from shardwright.transport.base import Comm, Gather, Segment
 from shardwright.transport.mesh import Axis
 from shardwright.transport.watched import Collective, tell
 
@@ -151,7 +151,7 @@ class ParamGroup:
         self.trainable = sum(param.trainable << place for place, param in enumerate(self.params))
         _check_materialised(self)
 
-    def fill(self, nearby: bool | None = None) -> list[Piece] | None:
+    def fill(self, nearby: bool | None = None) -> list[Segment] | None:
         """Take the buffer and fill this rank's part; what an all-gather has to move, for ``receive``.
 
         None where an all-gather of another kind is issued here: among neighbours, or of rows in use. nearby:
@@ -167,7 +167,7 @@ class ParamGroup:
         tell(self.comm, Collective.ALL_GATHER)
         if self.rows is not None:
             self._copy_in(())
-            region = self.params[0].gather_piece().flat
+            region = self.params[0].gather_segment().flat
             gather = self.rows.gather(self.comm, self.params[0].local, region, f"all-gather {self.name}")
             if gather is not None:
                 self.receive(gather)
@@ -177,22 +177,22 @@ class ParamGroup:
             return self._copy_in(self.params)
         # Of rows the buffer is memory of compute already, and waits for it.
         with streams.filling(changed=before != self._gathered_versions or self.rows is not None):
-            pieces = self._copy_in(self.params)
-        streams.filled(piece.flat for piece in pieces)
-        return pieces
+            segments = self._copy_in(self.params)
+        streams.filled(segment.flat for segment in segments)
+        return segments
 
-    def _copy_in(self, params: Sequence[ShardedParam]) -> list[Piece]:
+    def _copy_in(self, params: Sequence[ShardedParam]) -> list[Segment]:
         """Take the buffer, and fill this rank's part of ``params``; what of them is to be gathered."""
         assert self.buffer is not None
         self.buffer.alloc()
         with torch.no_grad():
-            pieces = self.decoding.fill()
+            segments = self.decoding.fill()
             for param in params:
                 if param not in self.decoding.extended:
                     param.copy_in()
                     if param.layout.dim is not None:
-                        pieces.append(param.gather_piece())
-        return pieces
+                        segments.append(param.gather_segment())
+        return segments
 
     def keep_near(self) -> None:
         """Keep shards over the smaller world of what is unsharded."""

@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
-from shardwright.engine.grads import accumulate_grad, predivisor, reduce_piece, take_grad, zero_grad
+from shardwright.engine.grads import accumulate_grad, predivisor, reduce_segment, take_grad, zero_grad
 from shardwright.engine.joined import Joined
 from shardwright.errors import StageError
 from shardwright.params.param import ShardedParam
 from shardwright.policy import MixedPrecisionPolicy, ReductionPolicy
 from shardwright.transport.all_reduce import AllReduce
-from shardwright.transport.base import Comm, Piece, Reduction
+from shardwright.transport.base import Comm, Reduction, Segment
 from shardwright.transport.mesh import Axis
 from shardwright.transport.watched import Collective, tell
 
@@ -125,18 +125,18 @@ class Reducer:
         held, self._held = self._held, None
         return held or []
 
-    def inputs(self, grads: Grads) -> tuple[list[Piece], list[torch.dtype]]:
+    def inputs(self, grads: Grads) -> tuple[list[Segment], list[torch.dtype]]:
         """What a reduce-scatter of ``grads`` takes."""
-        pieces = [reduce_piece(param, grad, self._precision, self._predivisor) for param, grad in grads]
-        return pieces, [param.reduce_dtype(self._precision) for param, _ in grads]
+        segments = [reduce_segment(param, grad, self._precision, self._predivisor) for param, grad in grads]
+        return segments, [param.reduce_dtype(self._precision) for param, _ in grads]
 
     def issue(self, grads: Grads) -> Reduction:
         """Issue a reduce-scatter of ``grads`` alone."""
-        (pieces, dtypes), key = self.inputs(grads), f"reduce-scatter {self.name}"
+        (segments, dtypes), key = self.inputs(grads), f"reduce-scatter {self.name}"
         rows = grads[0][0].rows
         if rows is None:
-            return self.comm.reduce_scatter(pieces, dtypes, key)
-        return rows.reduce(self.comm, pieces[0], dtypes[0], key)
+            return self.comm.reduce_scatter(segments, dtypes, key)
+        return rows.reduce(self.comm, segments[0], dtypes[0], key)
 
     def send(self, reduction: Reduction, params: list[ShardedParam]) -> None:
         """From here on the gradients of ``params`` are in flight."""

@@ -27,7 +27,7 @@ from shardwright.params.placement import Place, Split
 from shardwright.params.rows import Rows
 from shardwright.policy import MixedPrecisionPolicy, OptimizerOffloadPolicy
 from shardwright.schedule.layout import ParamLayout
-from shardwright.transport.base import Piece
+from shardwright.transport.base import Segment
 from shardwright.transport.mesh import Axis
 
 
@@ -301,11 +301,11 @@ class ShardedParam:
         local tensor on that alone."""
         return self.local._version + self.sharded._version
 
-    def gather_piece(self, layout: ParamLayout | None = None) -> Piece:
+    def gather_segment(self, layout: ParamLayout | None = None) -> Segment:
         """Its part in the group's all-gather; ``layout``: over another world, at most as large."""
         assert self._unsharded is not None, "bind() first"
         layout = layout or self.layout
-        return Piece(self._unsharded.region[: layout.padded_numel], layout.spans)
+        return Segment(self._unsharded.region[: layout.padded_numel], layout.spans)
 
 
 def keep_attributes(param: ShardedParam) -> None:

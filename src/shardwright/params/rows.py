@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from shardwright.schedule.layout import ParamLayout
-from shardwright.transport.base import Comm, Gather, Piece, Reduction
+from shardwright.transport.base import Comm, Gather, Reduction, Segment
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
@@ -48,9 +48,9 @@ class Rows:
         rows = _Exchange(comm, wanted.to(region.device), self._layout, f"rows of {key}").wait()
         return None if rows is None else _RowGather(comm, local, region, rows, key)
 
-    def reduce(self, comm: Comm, piece: Piece, dtype: torch.dtype, key: str) -> Reduction:
+    def reduce(self, comm: Comm, segment: Segment, dtype: torch.dtype, key: str) -> Reduction:
         """Issue the exchange for a reduce-scatter of a gradient; ``wait`` does the rest."""
-        return _RowReduction(comm, piece, dtype, self._layout, key)
+        return _RowReduction(comm, segment, dtype, self._layout, key)
 
 
 class _Rows:
@@ -79,7 +79,7 @@ class _Exchange:
         self._bits = torch.empty(comm.world, nbytes, dtype=torch.uint8, device=used.device)
         self._bits[comm.rank] = _pack(used)
         spans = tuple((r * nbytes, (r + 1) * nbytes) for r in range(comm.world))
-        self._gather = comm.all_gather([Piece(self._bits.view(-1), spans)], key)
+        self._gather = comm.all_gather([Segment(self._bits.view(-1), spans)], key)
 
     def wait(self) -> _Rows | None:
         """The rows; None where they are more than half of all."""
@@ -97,14 +97,14 @@ class _RowGather:
         stride = max(rows.counts)
         flat = region.new_empty(comm.world * stride * rows.width)
         self._region, self._rows = region, rows
-        self._piece = Piece(flat, rows.spans(stride))
-        self._piece.part(comm.rank).view(-1, rows.width).copy_(local.flatten(1).index_select(0, rows.own))
-        self._gather = comm.all_gather([self._piece], key)
+        self._segment = Segment(flat, rows.spans(stride))
+        self._segment.part(comm.rank).view(-1, rows.width).copy_(local.flatten(1).index_select(0, rows.own))
+        self._gather = comm.all_gather([self._segment], key)
 
     def wait(self) -> None:
         """Wait for it, then put the rows in their places."""
         self._gather.wait()
-        parts = [self._piece.part(r) for r in range(len(self._rows.counts))]
+        parts = [self._segment.part(r) for r in range(len(self._rows.counts))]
         whole = self._region.view(-1, self._rows.width)
         whole.index_copy_(0, self._rows.ids, torch.cat(parts).view(-1, self._rows.width))
 
@@ -112,19 +112,21 @@ class _RowGather:
 class _RowReduction:
     """A reduce-scatter of the rows that have gradients, in flight."""
 
-    def __init__(self, comm: Comm, piece: Piece, dtype: torch.dtype, layout: ParamLayout, key: str) -> None:
+    def __init__(
+        self, comm: Comm, segment: Segment, dtype: torch.dtype, layout: ParamLayout, key: str
+    ) -> None:
         self._comm, self._layout = comm, layout
-        self._piece, self._dtype, self._key = piece, dtype, key
-        self._exchange = _Exchange(comm, _rows_with_bits(piece.flat, layout), layout, f"rows of {key}")
+        self._segment, self._dtype, self._key = segment, dtype, key
+        self._exchange = _Exchange(comm, _rows_with_bits(segment.flat, layout), layout, f"rows of {key}")
 
     def wait(self) -> list[torch.Tensor]:
         """See ``Reduction.wait``: the whole shard's sum."""
         rows = self._exchange.wait()
-        piece, layout = self._piece, self._layout
+        segment, layout = self._segment, self._layout
         if rows is None:
-            return self._comm.reduce_scatter([piece], [self._dtype], self._key).wait()
-        some = piece.flat.view(layout.rows, rows.width).index_select(0, rows.ids)
-        narrow = Piece(some.view(-1), rows.spans())
+            return self._comm.reduce_scatter([segment], [self._dtype], self._key).wait()
+        some = segment.flat.view(layout.rows, rows.width).index_select(0, rows.ids)
+        narrow = Segment(some.view(-1), rows.spans())
         (total,) = self._comm.reduce_scatter([narrow], [self._dtype], self._key).wait()
         whole = total.new_zeros(layout.shard_numel(self._comm.rank))
         whole.view(-1, rows.width).index_copy_(0, rows.own, total.view(-1, rows.width))

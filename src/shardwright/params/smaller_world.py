@@ -44,9 +44,9 @@ class Near:
         for span, shard in zip(self._spans(), self._shards, strict=True):
             span.copy_(shard)
         self.forget()
-        pieces = zip(self._params, self._layouts, strict=True)
+        pairs = zip(self._params, self._layouts, strict=True)
         return self.comm.all_gather(
-            [param.gather_piece(layout) for param, layout in pieces if layout.dim is not None], key
+            [param.gather_segment(layout) for param, layout in pairs if layout.dim is not None], key
         )
 
     def kept(self) -> list[tuple[ShardedParam, ParamLayout, torch.Tensor]]:
@@ -59,6 +59,6 @@ class Near:
         self._shards = []
 
     def _spans(self) -> list[torch.Tensor]:
-        pieces = zip(self._params, self._layouts, strict=True)
-        spans = (param.gather_piece(layout) for param, layout in pieces)
-        return [piece.flat[slice(*piece.spans[self.comm.rank])] for piece in spans]
+        pairs = zip(self._params, self._layouts, strict=True)
+        spans = (param.gather_segment(layout) for param, layout in pairs)
+        return [segment.flat[slice(*segment.spans[self.comm.rank])] for segment in spans]

@@ -24,7 +24,7 @@ from shardwright.params.buffer import Buffer
 from shardwright.params.param import ShardedParam, Slot, Unsharded, give
 from shardwright.policy import MixedPrecisionPolicy
 from shardwright.schedule.layout import ParamLayout
-from shardwright.transport.base import Piece
+from shardwright.transport.base import Segment
 from shardwright.transport.mesh import Axis
 
 _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
@@ -100,7 +100,7 @@ class ExtendedParam(ShardedParam):
 
     # ---- the all-gather
 
-    def fill(self, policy: MixedPrecisionPolicy) -> list[Piece]:
+    def fill(self, policy: MixedPrecisionPolicy) -> list[Segment]:
         """Put this rank's inputs on the wire; what has to be gathered.
 
         Raises: StageError for inputs of other shapes or dtypes than before; InputError for inputs whose rows
@@ -123,7 +123,7 @@ class ExtendedParam(ShardedParam):
         for own, part in zip(self._wire.own, inputs, strict=True):
             own.copy_(part[: len(own)], non_blocking=True)
         pairs = zip(self._wire.regions, self._wire.layouts, strict=True)
-        return [Piece(region, layout.spans) for region, layout in pairs]
+        return [Segment(region, layout.spans) for region, layout in pairs]
 
     def arrive(self, policy: MixedPrecisionPolicy) -> None:
         """Make the unsharded parameter of what was gathered."""

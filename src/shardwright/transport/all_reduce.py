@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from shardwright.schedule.layout import ParamLayout
-from shardwright.transport.base import Comm, Piece
+from shardwright.transport.base import Comm, Segment
 
 
 class AllReduce:
@@ -21,16 +21,16 @@ class AllReduce:
         self._key = key
         self._values = list(values)
         self._layouts = [ParamLayout((value.numel(),), comm.world) for value in values]
-        pieces = [Piece(v, layout.spans) for v, layout in zip(self._values, self._layouts, strict=True)]
-        self._reduction = comm.reduce_scatter(pieces, [v.dtype for v in self._values], f"reduce {key}")
+        segments = [Segment(v, layout.spans) for v, layout in zip(self._values, self._layouts, strict=True)]
+        self._reduction = comm.reduce_scatter(segments, [v.dtype for v in self._values], f"reduce {key}")
 
     def wait(self) -> list[torch.Tensor]:
         """The sums over the axis, 1-D, one per value."""
-        pieces = []
+        segments = []
         for layout, own in zip(self._layouts, self._reduction.wait(), strict=True):
             whole = own.new_empty(layout.padded_numel)
             whole[slice(*layout.span(self._comm.rank))].copy_(own)
-            pieces.append(Piece(whole, layout.spans))
-        self._comm.all_gather(pieces, f"spread {self._key}").wait()
+            segments.append(Segment(whole, layout.spans))
+        self._comm.all_gather(segments, f"spread {self._key}").wait()
         self._values.clear()
-        return [piece.flat[: layout.numel] for piece, layout in zip(pieces, self._layouts, strict=True)]
+        return [segment.flat[: layout.numel] for segment, layout in zip(segments, self._layouts, strict=True)]

@@ -12,7 +12,7 @@ from shardwright.transport.streams import Streams
 
 
 @dataclass(frozen=True)
-class Piece:
+class Segment:
     """One parameter's (or gradient's) part in a collective.
 
     flat: 1-D contiguous tensor in storage order (sharded dim first). For an all-gather it is the padded
@@ -25,7 +25,7 @@ class Piece:
     spans: tuple[tuple[int, int], ...]
 
     def part(self, rank: int) -> torch.Tensor:
-        """The span of ``rank``, 1-D, in the piece's dtype."""
+        """The span of ``rank``, 1-D, in the segment's dtype."""
         start, stop = self.spans[rank]
         return self.flat[start:stop]
 
@@ -43,7 +43,7 @@ class Gather(Protocol):
     """An all-gather in flight."""
 
     def wait(self) -> None:
-        """Return when every span of every piece may be read (on CUDA: by the current stream)."""
+        """Return when every span of every segment may be read (on CUDA: by the current stream)."""
         ...
 
 
@@ -51,7 +51,7 @@ class Reduction(Protocol):
     """A reduce-scatter in flight; it keeps its input gradients alive until ``wait`` returns."""
 
     def wait(self) -> list[torch.Tensor]:
-        """The sums over ranks of this rank's spans, 1-D, one per piece, in the reduce dtype."""
+        """The sums over ranks of this rank's spans, 1-D, one per segment, in the reduce dtype."""
         ...
 
 
@@ -102,7 +102,7 @@ class Comm(Protocol):
     exposed_s: seconds that this rank's host thread has spent in collectives, issuing them and waiting; None
         where waiting is done by a device stream and the host doesn't know.
     reads_in_place: whether a reduce-scatter reads each rank's part where it lies. Else the backend takes one
-        tensor of equal parts, and pieces that aren't such a tensor are copied into one.
+        tensor of equal parts, and segments that aren't such a tensor are copied into one.
     streams: the side streams that it works on, where it moves device memory; else None.
     """
 
@@ -113,12 +113,14 @@ class Comm(Protocol):
     sent_nbytes: int
     exposed_s: float | None
 
-    def all_gather(self, pieces: Sequence[Piece], key: str) -> Gather:
-        """Fill every rank's span of every piece. ``key`` names group and purpose, alike on all ranks."""
+    def all_gather(self, segments: Sequence[Segment], key: str) -> Gather:
+        """Fill every rank's span of every segment. ``key`` names group and purpose, alike on all ranks."""
         ...
 
-    def reduce_scatter(self, pieces: Sequence[Piece], dtypes: Sequence[torch.dtype], key: str) -> Reduction:
-        """Sum every piece's spans over ranks, in rank order, in ``dtypes`` (one per piece)."""
+    def reduce_scatter(
+        self, segments: Sequence[Segment], dtypes: Sequence[torch.dtype], key: str
+    ) -> Reduction:
+        """Sum every segment's spans over ranks, in rank order, in ``dtypes`` (one per segment)."""
         ...
 
     def gather(self, shard: torch.Tensor, spans: Sequence[tuple[int, int]], dst: int) -> torch.Tensor | None:

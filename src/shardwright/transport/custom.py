@@ -1,7 +1,7 @@
 """A caller's own all-gather or reduce-scatter, in the shape that ``set_custom_all_gather`` takes.
 
 Such a callable moves one flat tensor: ``comm.allocate(size, dtype=, device=)`` gives the memory and
-``comm(output_tensor=, input_tensor=, group=[, op=], async_op=)`` moves it. Here pieces are copied into and
+``comm(output_tensor=, input_tensor=, group=[, op=], async_op=)`` moves it. Here segments are copied into and
 out of it; each rank's part is padded to the longest one.
 """
 
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from shardwright.transport.base import Comm, Gather, Piece, Reduction
+from shardwright.transport.base import Comm, Gather, Reduction, Segment
 from shardwright.transport.streams import Streams
 
 
@@ -32,15 +32,15 @@ class CustomComm:
         self.sent_nbytes = 0
         self.exposed_s: float | None = None
 
-    def all_gather(self, pieces: Sequence[Piece], key: str) -> Gather:
-        """See ``Comm.all_gather``. All pieces travel in one tensor, as bytes where their dtypes differ."""
-        if self.custom_all_gather is None or not pieces:
-            return self.inner.all_gather(pieces, key)
-        dtypes = {piece.flat.dtype for piece in pieces}
+    def all_gather(self, segments: Sequence[Segment], key: str) -> Gather:
+        """See ``Comm.all_gather``. All segments travel in one tensor, as bytes where their dtypes differ."""
+        if self.custom_all_gather is None or not segments:
+            return self.inner.all_gather(segments, key)
+        dtypes = {segment.flat.dtype for segment in segments}
         dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
-        # Every piece is padded to equal spans, so each rank's row is one span of each.
-        rows = [piece.flat.view(self.world, -1).view(dtype) for piece in pieces]
-        size, device = sum(row.shape[1] for row in rows), pieces[0].flat.device
+        # Every segment is padded to equal spans, so each rank's row is one span of each.
+        rows = [segment.flat.view(self.world, -1).view(dtype) for segment in segments]
+        size, device = sum(row.shape[1] for row in rows), segments[0].flat.device
         comm = self.custom_all_gather
         received = comm.allocate((size * self.world,), dtype=dtype, device=device)
         sent = received.view(self.world, -1)[self.rank]
@@ -48,20 +48,22 @@ class CustomComm:
         work = comm(output_tensor=received, input_tensor=sent, group=self.group, async_op=True)
         return _CustomGather(work, received.view(self.world, -1), rows)
 
-    def reduce_scatter(self, pieces: Sequence[Piece], dtypes: Sequence[torch.dtype], key: str) -> Reduction:
+    def reduce_scatter(
+        self, segments: Sequence[Segment], dtypes: Sequence[torch.dtype], key: str
+    ) -> Reduction:
         """See ``Comm.reduce_scatter``. One tensor in the widest reduce dtype."""
-        if self.custom_reduce_scatter is None or not pieces:
-            return self.inner.reduce_scatter(pieces, dtypes, key)
+        if self.custom_reduce_scatter is None or not segments:
+            return self.inner.reduce_scatter(segments, dtypes, key)
         dtype = dtypes[0]
         for other in dtypes[1:]:
             dtype = torch.promote_types(dtype, other)
-        comm, device = self.custom_reduce_scatter, pieces[0].flat.device
-        longest = [max(stop - start for start, stop in piece.spans) for piece in pieces]
+        comm, device = self.custom_reduce_scatter, segments[0].flat.device
+        longest = [max(stop - start for start, stop in segment.spans) for segment in segments]
         sent = comm.allocate((sum(longest) * self.world,), dtype=dtype, device=device).zero_()
         received = comm.allocate((sum(longest),), dtype=dtype, device=device)
         for rank, row in enumerate(sent.view(self.world, -1)):
-            for place, piece in zip(row.split(longest), pieces, strict=True):
-                part = piece.flat[slice(*piece.spans[rank])]
+            for place, segment in zip(row.split(longest), segments, strict=True):
+                part = segment.flat[slice(*segment.spans[rank])]
                 place[: part.numel()].copy_(part)
         work = comm(
             output_tensor=received,
@@ -70,7 +72,7 @@ class CustomComm:
             op=dist.ReduceOp.SUM,
             async_op=True,
         )
-        owned = [stop - start for start, stop in (piece.spans[self.rank] for piece in pieces)]
+        owned = [stop - start for start, stop in (segment.spans[self.rank] for segment in segments)]
         places = zip(received.split(longest), owned, dtypes, strict=True)
         return _CustomReduction(work, sent, [(place[:numel], kind) for place, numel, kind in places])
 

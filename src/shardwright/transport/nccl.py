@@ -5,7 +5,7 @@ queued so far, and ``wait`` makes the current stream wait for the collective. Wh
 memory may be used again, is settled in ``transport/streams.py``.
 
 The same code runs over any backend that has ``all_gather_single`` and ``reduce_scatter_single``. Without
-side streams that includes Gloo, one collective per piece: what CPU ranks take that can't open sockets, and
+side streams that includes Gloo, one collective per segment: what CPU ranks take that can't open sockets, and
 how the layout logic is tested without a GPU. Gloo's reduce-scatter is an all-reduce inside: it sends up to
 twice the bytes, and sums in an order of its own.
 """
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch.distributed import ProcessGroup
 
-from shardwright.transport.base import Comm, Piece
+from shardwright.transport.base import Comm, Segment
 from shardwright.transport.launches import Launch, LaunchLog
 from shardwright.transport.streams import Due, Streams
 
@@ -56,20 +56,20 @@ class NcclComm:
         self.streams = streams
         self.host = host
 
-    def all_gather(self, pieces: Sequence[Piece], key: str) -> "_NcclGather":
+    def all_gather(self, segments: Sequence[Segment], key: str) -> "_NcclGather":
         """See ``Comm.all_gather``. In place: each rank's input is its own span of the output."""
         flight = _Flight(self, self.log.launch(key), [])
         if self.streams is None:
-            self._launch_gather(flight, pieces)
+            self._launch_gather(flight, segments)
             return _NcclGather(flight, None, None)
-        with self.streams.gathering(piece.flat for piece in pieces):
+        with self.streams.gathering(segment.flat for segment in segments):
             due = self.streams.gathered()
-            self._launch_gather(flight, pieces)
+            self._launch_gather(flight, segments)
         return _NcclGather(flight, self.streams, due)
 
-    def _launch_gather(self, flight: "_Flight", pieces: Sequence[Piece]) -> None:
-        for members in _by_dtype(pieces).values() if self.world > 1 else ():
-            outputs = [pieces[i].flat for i in members]
+    def _launch_gather(self, flight: "_Flight", segments: Sequence[Segment]) -> None:
+        for members in _by_dtype(segments).values() if self.world > 1 else ():
+            outputs = [segments[i].flat for i in members]
             inputs = [flat.view(self.world, -1)[self.rank] for flat in outputs]
             self.sent_nbytes += sum(shard.nbytes for shard in inputs) * (self.world - 1)
             if self._coalesce:
@@ -85,29 +85,29 @@ class NcclComm:
                 )
 
     def reduce_scatter(
-        self, pieces: Sequence[Piece], dtypes: Sequence[torch.dtype], key: str
+        self, segments: Sequence[Segment], dtypes: Sequence[torch.dtype], key: str
     ) -> "_NcclReduction":
         """See ``Comm.reduce_scatter``. Sums in NCCL's order: repeatable for one world, not a fixed one."""
         flight = _Flight(self, self.log.launch(key), [])
-        owned = [stop - start for start, stop in (piece.spans[self.rank] for piece in pieces)]
+        owned = [stop - start for start, stop in (segment.spans[self.rank] for segment in segments)]
         if self.streams is None or self.world == 1:  # alone there is nothing to run beside
-            inputs, outputs = self._launch_reduction(flight, pieces, dtypes)
+            inputs, outputs = self._launch_reduction(flight, segments, dtypes)
             return _NcclReduction(flight, (inputs, outputs, owned), None, None)
         with self.streams.reducing():
-            inputs, outputs = self._launch_reduction(flight, pieces, dtypes)
+            inputs, outputs = self._launch_reduction(flight, segments, dtypes)
             due = self.streams.reduced()
-        kept = [*inputs, *(piece.flat for piece in pieces)]
+        kept = [*inputs, *(segment.flat for segment in segments)]
         return _NcclReduction(flight, (kept, outputs, owned), self.streams, due)
 
     def _launch_reduction(
-        self, flight: "_Flight", pieces: Sequence[Piece], dtypes: Sequence[torch.dtype]
+        self, flight: "_Flight", segments: Sequence[Segment], dtypes: Sequence[torch.dtype]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """What is read, and the sums."""
-        inputs = [self._padded(piece, dtype) for piece, dtype in zip(pieces, dtypes, strict=True)]
+        inputs = [self._padded(segment, dtype) for segment, dtype in zip(segments, dtypes, strict=True)]
         if self.world == 1:
             return inputs, inputs
         outputs = [flat.new_empty(flat.numel() // self.world) for flat in inputs]
-        for members in _by_dtype(Piece(flat, ()) for flat in inputs).values():
+        for members in _by_dtype(Segment(flat, ()) for flat in inputs).values():
             self.sent_nbytes += sum(outputs[i].nbytes for i in members) * (self.world - 1)
             if self._coalesce:
                 options = ReduceScatterOptions()
@@ -142,14 +142,14 @@ class NcclComm:
         flight.wait()
         return whole
 
-    def _padded(self, piece: Piece, dtype: torch.dtype) -> torch.Tensor:
+    def _padded(self, segment: Segment, dtype: torch.dtype) -> torch.Tensor:
         """The gradient in the reduce dtype, each rank's span padded with zeros to the longest one."""
-        chunk = max(stop - start for start, stop in piece.spans)
-        if piece.spans == tuple((r * chunk, (r + 1) * chunk) for r in range(self.world)):
-            return piece.flat[: chunk * self.world].to(dtype)
-        padded = piece.flat.new_zeros(chunk * self.world, dtype=dtype)
-        for rank, (start, stop) in enumerate(piece.spans):
-            padded[rank * chunk : rank * chunk + stop - start].copy_(piece.flat[start:stop])
+        chunk = max(stop - start for start, stop in segment.spans)
+        if segment.spans == tuple((r * chunk, (r + 1) * chunk) for r in range(self.world)):
+            return segment.flat[: chunk * self.world].to(dtype)
+        padded = segment.flat.new_zeros(chunk * self.world, dtype=dtype)
+        for rank, (start, stop) in enumerate(segment.spans):
+            padded[rank * chunk : rank * chunk + stop - start].copy_(segment.flat[start:stop])
         return padded
 
 
@@ -211,10 +211,10 @@ class _NcclReduction:
         return [total[:numel] for total, numel in zip(self._outputs, self._owned, strict=True)]
 
 
-def _by_dtype(pieces: Iterable[Piece]) -> dict[torch.dtype, list[int]]:
-    """Indices by dtype, empty pieces left out: one coalesced call moves one dtype."""
+def _by_dtype(segments: Iterable[Segment]) -> dict[torch.dtype, list[int]]:
+    """Indices by dtype, empty segments left out: one coalesced call moves one dtype."""
     members: dict[torch.dtype, list[int]] = defaultdict(list)
-    for index, piece in enumerate(pieces):
-        if piece.flat.numel():
-            members[piece.flat.dtype].append(index)
+    for index, segment in enumerate(segments):
+        if segment.flat.numel():
+            members[segment.flat.dtype].append(index)
     return dict(members)

@@ -10,7 +10,7 @@ import hashlib
 import torch
 
 from shardwright.errors import CommError
-from shardwright.transport.base import Comm, Piece
+from shardwright.transport.base import Comm, Segment
 from shardwright.transport.cpu.shm import ShmComm
 from shardwright.transport.nccl import NcclComm
 
@@ -33,7 +33,7 @@ def exchange(comm: Comm, words: list[int], key: str) -> list[list[int]]:
     sent_nbytes = comm.sent_nbytes
     table = torch.zeros(comm.world, len(words), dtype=torch.int64, device="cpu")
     table[comm.rank] = torch.tensor(words, dtype=torch.int64, device="cpu")
-    comm.all_gather([_piece(table)], key).wait()
+    comm.all_gather([_segment(table)], key).wait()
     comm.sent_nbytes = sent_nbytes
     return table.tolist()
 
@@ -69,6 +69,6 @@ def check_alike(comm: Comm, text: str, key: str) -> None:
         )
 
 
-def _piece(table: torch.Tensor) -> Piece:
+def _segment(table: torch.Tensor) -> Segment:
     world, width = table.shape
-    return Piece(table.view(-1), tuple((rank * width, (rank + 1) * width) for rank in range(world)))
+    return Segment(table.view(-1), tuple((rank * width, (rank + 1) * width) for rank in range(world)))

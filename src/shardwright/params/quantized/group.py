@@ -22,7 +22,7 @@ from shardwright.params.quantized.module import encodings, scales_name, set_comp
 from shardwright.params.subclass import ExtendedParam
 from shardwright.policy import MixedPrecisionPolicy
 from shardwright.schedule.layout import GroupLayout, ParamLayout, pack
-from shardwright.transport.base import Piece
+from shardwright.transport.base import Segment
 
 
 @dataclass(frozen=True)
@@ -153,10 +153,10 @@ class Decoding:
             self._filled[pair.codes] = filled  # of its own, so that filling is no in-place change of a weight
         self.dense.free()
 
-    def fill(self) -> list[Piece]:
+    def fill(self) -> list[Segment]:
         """Take the wire's memory; what extended parameters have to gather."""
         self.wire.alloc()
-        return [piece for param in self.extended for piece in param.fill(self._policy)]
+        return [segment for param in self.extended for segment in param.fill(self._policy)]
 
     def arrive(self, keep_wire: bool) -> int:
         """Decode what was gathered; returns the bytes that were held meanwhile.

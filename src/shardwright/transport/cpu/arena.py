@@ -61,7 +61,7 @@ class Host:
         return self.machine, self.boot, self.pids, self.network
 
 
-class Segment:
+class MemorySegment:
     """One rank's segment as this process maps it."""
 
     def __init__(self, fd: int, world: int) -> None:
@@ -149,7 +149,7 @@ class Arena:
     """
 
     def __init__(
-        self, rank: int, segments: list[Segment], pids: list[int], timeout_s: float, log: LaunchLog
+        self, rank: int, segments: list[MemorySegment], pids: list[int], timeout_s: float, log: LaunchLog
     ) -> None:
         self.rank = rank
         self._pids = pids

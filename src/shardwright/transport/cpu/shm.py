@@ -1,7 +1,7 @@
 """Same-host transport: ranks read each other's parts straight from memory that they share.
 
-    all-gather       my spans -> my segment; each peer copies them from there into its buffer
-    reduce-scatter   the other ranks' spans of my gradient -> my segment; their owners sum from there
+    all-gather       my spans -> my shared memory; each peer copies them from there into its buffer
+    reduce-scatter   the other ranks' spans of my gradient -> my shared memory; their owners sum there
 
 No socket, no kernel, no helper thread: two copies per byte at memory speed. The parts stay readable until
 every peer has read them, so no rank waits for another to write.
@@ -17,17 +17,17 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from shardwright.schedule.layout import pack
-from shardwright.transport.base import Piece, join, spread, sum_in_rank_order, whole_place
-from shardwright.transport.cpu.arena import RESERVED_NBYTES, Arena, Host, Segment, this_host
+from shardwright.transport.base import Segment, join, spread, sum_in_rank_order, whole_place
+from shardwright.transport.cpu.arena import RESERVED_NBYTES, Arena, Host, MemorySegment, this_host
 from shardwright.transport.launches import Launch, LaunchLog
 from shardwright.transport.streams import Streams
 
-_GATHERED_NBYTES = 64 << 20  # at most so many of all ranks together lie in their segments for a ``gather``
+_GATHERED_NBYTES = 64 << 20  # at most so many of all ranks together lie in shared memory for a ``gather``
 
 
 def open_arena(group: ProcessGroup, timeout_s: float, log: LaunchLog) -> Arena | str:
-    """Segments of all ranks of ``group``, mapped by all. Where any can't share memory, why, alike on all
-    ranks: "" where they are on several hosts.
+    """Memory segments of all ranks of ``group``, mapped by all. Where any can't share memory, the reason, the
+    same on all ranks: "" where they are on several hosts.
 
     Every rank of the group calls it; three small exchanges.
     """
@@ -86,7 +86,7 @@ def _opened_again(pid: int, fd: int) -> Iterator[int]:
         os.close(ours)
 
 
-def _map_all(hosts: Sequence[Host | str], ranks: Sequence[int]) -> list[Segment] | str:
+def _map_all(hosts: Sequence[Host | str], ranks: Sequence[int]) -> list[MemorySegment] | str:
     found = [host for host in hosts if isinstance(host, Host)]
     if len(found) < len(hosts):
         return next(f"rank {r}: {why}" for r, why in zip(ranks, hosts, strict=True) if isinstance(why, str))
@@ -98,7 +98,7 @@ def _map_all(hosts: Sequence[Host | str], ranks: Sequence[int]) -> list[Segment]
     try:
         for host in found:
             with _opened_again(host.pid, host.fd) as fd:
-                segments.append(Segment(fd, len(hosts)))
+                segments.append(MemorySegment(fd, len(hosts)))
     except OSError as error:  # another user, or no room in the address space
         return f"a rank's memory can't be mapped by another ({error})"
     return segments
@@ -122,22 +122,22 @@ class ShmComm:
         self.log = arena.log
         self.peers = tuple((self.rank + shift) % world for shift in range(1, world))
 
-    def all_gather(self, pieces: Sequence[Piece], key: str) -> "_ShmGather":
+    def all_gather(self, segments: Sequence[Segment], key: str) -> "_ShmGather":
         """See ``Comm.all_gather``."""
         start = time.perf_counter()
-        launch = self._publish([piece.part_bytes(self.rank) for piece in pieces], key)
+        launch = self._publish([segment.part_bytes(self.rank) for segment in segments], key)
         self.spent(start)
-        return _ShmGather(self, pieces, launch)
+        return _ShmGather(self, segments, launch)
 
     def reduce_scatter(
-        self, pieces: Sequence[Piece], dtypes: Sequence[torch.dtype], key: str
+        self, segments: Sequence[Segment], dtypes: Sequence[torch.dtype], key: str
     ) -> "_ShmReduction":
         """See ``Comm.reduce_scatter``."""
         start = time.perf_counter()
-        parts = [piece.part_bytes(r) for r in range(self.world) if r != self.rank for piece in pieces]
+        parts = [segment.part_bytes(r) for r in range(self.world) if r != self.rank for segment in segments]
         launch = self._publish(parts, key)
         self.spent(start)
-        return _ShmReduction(self, (pieces, dtypes), launch)
+        return _ShmReduction(self, (segments, dtypes), launch)
 
     def gather(self, shard: torch.Tensor, spans: Sequence[tuple[int, int]], dst: int) -> torch.Tensor | None:
         """See ``Comm.gather``. In parts, each when ``dst`` asks for it: nobody runs ahead of who reads."""
@@ -209,9 +209,9 @@ class _Reads:
 class _ShmGather(_Reads):
     """An all-gather in flight: the own part is published, the others' are still to be read."""
 
-    def __init__(self, comm: ShmComm, pieces: Sequence[Piece], launch: Launch) -> None:
+    def __init__(self, comm: ShmComm, segments: Sequence[Segment], launch: Launch) -> None:
         super().__init__(comm, launch)
-        self._pieces = pieces
+        self._segments = segments
         comm.arena.opened(launch.number, self)
 
     def wait(self) -> None:
@@ -219,7 +219,7 @@ class _ShmGather(_Reads):
         start = time.perf_counter()
         for peer in self._comm.peers:
             if peer in self._unread:
-                spread(self._read(peer), [piece.part_bytes(peer) for piece in self._pieces])
+                spread(self._read(peer), [segment.part_bytes(peer) for segment in self._segments])
                 self._done(peer)
         self._comm.spent(start)
 
@@ -230,10 +230,10 @@ class _ShmReduction(_Reads):
     """A reduce-scatter in flight: the peers' spans are published, theirs for this rank still to be summed."""
 
     def __init__(
-        self, comm: ShmComm, inputs: tuple[Sequence[Piece], Sequence[torch.dtype]], launch: Launch
+        self, comm: ShmComm, inputs: tuple[Sequence[Segment], Sequence[torch.dtype]], launch: Launch
     ) -> None:
         super().__init__(comm, launch)
-        self._pieces, self._dtypes = inputs
+        self._segments, self._dtypes = inputs
         self._sums: list[torch.Tensor] | None = None
         comm.arena.opened(launch.number, self)
 
@@ -254,15 +254,15 @@ class _ShmReduction(_Reads):
         comm = self._comm
         received = {peer: self._received(peer) for peer in comm.peers}
         sums = []
-        for index, (piece, dtype) in enumerate(zip(self._pieces, self._dtypes, strict=True)):
-            own = piece.part(comm.rank)
+        for index, (segment, dtype) in enumerate(zip(self._segments, self._dtypes, strict=True)):
+            own = segment.part(comm.rank)
             if comm.peers and own.numel():
                 parts = [own if r == comm.rank else received[r][index] for r in range(comm.world)]
                 own = sum_in_rank_order(parts, dtype, scratch=None)
             sums.append(own.to(dtype, copy=not own.numel()))  # an empty view would hold the whole gradient
         for peer in comm.peers:
             self._done(peer)
-        self._pieces = ()
+        self._segments = ()
         comm.spent(start)
         return sums
 
@@ -270,12 +270,12 @@ class _ShmReduction(_Reads):
         """The peer's parts for this rank: after those for the ranks before it."""
         joined = self._read(peer)
         ranks = [rank for rank in range(self._comm.world) if rank != peer]
-        sizes = [piece.part_nbytes(rank) for rank in ranks for piece in self._pieces]
+        sizes = [segment.part_nbytes(rank) for rank in ranks for segment in self._segments]
         offsets, _ = pack(sizes)
-        first = ranks.index(self._comm.rank) * len(self._pieces)
+        first = ranks.index(self._comm.rank) * len(self._segments)
         return [
-            joined[offsets[first + i] : offsets[first + i] + sizes[first + i]].view(piece.flat.dtype)
-            for i, piece in enumerate(self._pieces)
+            joined[offsets[first + i] : offsets[first + i] + sizes[first + i]].view(segment.flat.dtype)
+            for i, segment in enumerate(self._segments)
         ]
 
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import torch
 
-from shardwright.transport.base import Piece, sum_in_rank_order, whole_place
+from shardwright.transport.base import Segment, sum_in_rank_order, whole_place
 from shardwright.transport.cpu.connection import Line, Transfer
 from shardwright.transport.cpu.event_loop import Wire
 from shardwright.transport.cpu.views import views_of
@@ -42,39 +42,39 @@ class SocketComm:
         self._peers = tuple((self.rank + shift) % self.world for shift in range(1, self.world))
         weakref.finalize(self, wire.stop)
 
-    def all_gather(self, pieces: Sequence[Piece], key: str) -> "_SocketGather":
+    def all_gather(self, segments: Sequence[Segment], key: str) -> "_SocketGather":
         """See ``Comm.all_gather``."""
         start = time.perf_counter()
-        transfer = Transfer(self._wire.side, self.log.launch(key), [piece.flat for piece in pieces])
+        transfer = Transfer(self._wire.side, self.log.launch(key), [segment.flat for segment in segments])
         for peer in self._peers:
-            nbytes = sum(piece.part_nbytes(peer) for piece in pieces)
+            nbytes = sum(segment.part_nbytes(peer) for segment in segments)
             if nbytes:
-                places = views_of(piece.part(peer) for piece in pieces)
+                places = views_of(segment.part(peer) for segment in segments)
                 self._gather_lines[peer].receive(transfer, nbytes, places)
         for peer in self._peers:
-            self._send(self._gather_lines[peer], transfer, [piece.part(self.rank) for piece in pieces])
+            self._send(self._gather_lines[peer], transfer, [segment.part(self.rank) for segment in segments])
         self._wire.go()
         self.spent(start)
         return _SocketGather(self, transfer)
 
     def reduce_scatter(
-        self, pieces: Sequence[Piece], dtypes: Sequence[torch.dtype], key: str
+        self, segments: Sequence[Segment], dtypes: Sequence[torch.dtype], key: str
     ) -> "_SocketReduction":
         """See ``Comm.reduce_scatter``."""
         start = time.perf_counter()
-        transfer = Transfer(self._wire.side, self.log.launch(key), [piece.flat for piece in pieces])
+        transfer = Transfer(self._wire.side, self.log.launch(key), [segment.flat for segment in segments])
         # Wider elements first: so every part in a slot begins at a multiple of its own element's size.
-        order = sorted(range(len(pieces)), key=lambda index: -pieces[index].flat.element_size())
-        nbytes = sum(piece.part_nbytes(self.rank) for piece in pieces)
+        order = sorted(range(len(segments)), key=lambda index: -segments[index].flat.element_size())
+        nbytes = sum(segment.part_nbytes(self.rank) for segment in segments)
         for peer in self._peers:
             if nbytes:
                 self._reduce_lines[peer].receive(transfer, nbytes, views_of(()))
             self._send_filled(
-                self._reduce_lines[peer], transfer, [pieces[index].part(peer) for index in order]
+                self._reduce_lines[peer], transfer, [segments[index].part(peer) for index in order]
             )
         self._wire.go()
         self.spent(start)
-        return _SocketReduction(self, transfer, [(pieces[index], dtypes[index], index) for index in order])
+        return _SocketReduction(self, transfer, [(segments[index], dtypes[index], index) for index in order])
 
     def gather(self, shard: torch.Tensor, spans: Sequence[tuple[int, int]], dst: int) -> torch.Tensor | None:
         """See ``Comm.gather``."""
@@ -151,11 +151,11 @@ class _SocketGather:
 class _SocketReduction:
     """A reduce-scatter in flight; sums when it is waited for.
 
-    inputs: piece, reduce dtype and place in the result, in the order of sending.
+    inputs: segment, reduce dtype and place in the result, in the order of sending.
     """
 
     def __init__(
-        self, comm: SocketComm, transfer: Transfer, inputs: Sequence[tuple[Piece, torch.dtype, int]]
+        self, comm: SocketComm, transfer: Transfer, inputs: Sequence[tuple[Segment, torch.dtype, int]]
     ) -> None:
         self._comm = comm
         self._transfer = transfer
@@ -168,9 +168,9 @@ class _SocketReduction:
         self._comm.spent(start)
         sums: dict[int, torch.Tensor] = {}
         begin = 0
-        for piece, dtype, index in self._inputs:
-            end = begin + piece.part_nbytes(self._comm.rank)
-            sums[index] = self._sum(piece.part(self._comm.rank), dtype, slice(begin, end))
+        for segment, dtype, index in self._inputs:
+            end = begin + segment.part_nbytes(self._comm.rank)
+            sums[index] = self._sum(segment.part(self._comm.rank), dtype, slice(begin, end))
             begin = end
         start = time.perf_counter()
         self._transfer.wait_sent()
@@ -182,6 +182,6 @@ class _SocketReduction:
         if not own.numel() or world == 1:
             return own.to(dtype, copy=not own.numel())  # an empty view would hold the whole gradient
         received = {peer: slot[place].view(own.dtype) for peer, slot in self._transfer.slots.items()}
-        # Into a received part, never into the own one: that is a piece of a whole gradient, soon to be freed.
+        # Into a received part, never into the own one: that is a part of a whole gradient, soon to be freed.
         parts = [received.get(r, own) for r in range(world)]
         return sum_in_rank_order(parts, dtype, scratch=1 if rank == 0 else 0)
