@@ -99,7 +99,7 @@ def explain(model: nn.Module) -> Explanation:
     owned = [(unit, group) for unit in units for group in unit.groups]
     owned.sort(key=lambda pair: pair[0].runtime.groups.index(pair[1]))
     managed = {
-        (id(slot.module), slot.name) for _, group in owned for param in group.params for slot in param.slots
+        (id(site.module), site.name) for _, group in owned for param in group.params for site in param.sites
     }
     unmanaged = [
         f"{prefix}.{name}" if prefix else name
@@ -114,10 +114,10 @@ def _row(unit: Unit, group: ParamGroup, names: dict[int, str]) -> GroupRow:
     codecs = {pair.codes: _codec(pair.encoding) for pair in group.decoding.frozen}
     params = []
     for param in group.params:
-        place = names.get(id(param.slots[0].module), "")
+        place = names.get(id(param.sites[0].module), "")
         params.append(
             ParamRow(
-                f"{place}.{param.slots[0].name}" if place else param.slots[0].name,
+                f"{place}.{param.sites[0].name}" if place else param.sites[0].name,
                 tuple(param.spec.shape),
                 ", ".join(map(str, param.spec.placements)),
                 param.sharded.dtype,

@@ -162,10 +162,10 @@ def _encode_sharded(param: ShardedParam, unit: Unit, encoding: Encoding) -> Shar
     remember_replaced(param.sharded, unit, param)
     with torch.no_grad():
         scales = encode_sharded(param, encoding)
-    for slot in param.slots:
-        is_sharded = isinstance(slot.module, FSDPModule)
-        slot.module.__class__ = original_class(type(slot.module))
-        set_encoded(slot.module, slot.name, encoding, (param.sharded, scales.sharded))
+    for site in param.sites:
+        is_sharded = isinstance(site.module, FSDPModule)
+        site.module.__class__ = original_class(type(site.module))
+        set_encoded(site.module, site.name, encoding, (param.sharded, scales.sharded))
         if is_sharded:
-            become_fsdp_module(slot.module)
+            become_fsdp_module(site.module)
     return scales

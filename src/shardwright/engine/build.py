@@ -28,7 +28,7 @@ from shardwright.errors import InputError, MisuseError
 from shardwright.observe.lifecycle import keep_watch
 from shardwright.params.flat_param import NAME as FLAT_NAME
 from shardwright.params.flat_param import FlatParam, check_flat
-from shardwright.params.param import ShardedParam, Slot
+from shardwright.params.param import ParamSite, ShardedParam
 from shardwright.params.placement import Split
 from shardwright.params.smaller_world import Near
 from shardwright.params.subclass import ExtendedParam, is_extended, not_extensible
@@ -36,7 +36,7 @@ from shardwright.policy import DataParallelMeshDims, MixedPrecisionPolicy, Offlo
 from shardwright.transport.mesh import Axis, resolve, smaller_world
 
 PlacementFunction = Callable[[nn.Parameter], Any]
-Found = dict[nn.Parameter, tuple[str, list[Slot]]]
+Found = dict[nn.Parameter, tuple[str, list[ParamSite]]]
 
 
 @dataclass(frozen=True)
@@ -149,10 +149,10 @@ def shard_modules(
     if options.flat:
         params = _flatten(found, splits, unit)
     else:
-        params, unit.lenders = _shard_params(found, splits, unit)
+        params, unit.shared_owners = _shard_params(found, splits, unit)
     for param in params:
         param.compared = numbered
-    for inner in (*nested, *unit.lenders):
+    for inner in (*nested, *unit.shared_owners):
         if inner.runtime is not runtime:
             runtime.absorb(inner.runtime)
     for place, members in enumerate(_by_axis(params)):
@@ -175,10 +175,10 @@ def _join(unit: Unit, others: list[Unit]) -> None:
     """
     if others and not unit.modules:
         others[0].parts = (*others[0].parts, *(owner for owner in (unit, *unit.parts) if owner.group))
-        others[0].lenders = (*others[0].lenders, *unit.lenders)
+        others[0].shared_owners = (*others[0].shared_owners, *unit.shared_owners)
         others = others[1:]
     for other in others:
-        other.lenders = (*other.lenders, *unit.owners)
+        other.shared_owners = (*other.shared_owners, *unit.owners)
 
 
 def _name_by_path(modules: Sequence[nn.Module]) -> None:
@@ -266,7 +266,7 @@ def _check_composes(fqn: str, param: nn.Parameter, axis: Axis, dims: DataParalle
             )
 
 
-def _named_slots(modules: Sequence[nn.Module]) -> Iterator[tuple[str, Slot, nn.Parameter]]:
+def _named_sites(modules: Sequence[nn.Module]) -> Iterator[tuple[str, ParamSite, nn.Parameter]]:
     """Every place in the trees that shows a parameter, tied ones each time, with its name in the tree."""
     seen: set[tuple[int, str]] = set()
     for root in modules:
@@ -274,7 +274,7 @@ def _named_slots(modules: Sequence[nn.Module]) -> Iterator[tuple[str, Slot, nn.P
             for name, param in m._parameters.items():
                 if param is not None and (id(m), name) not in seen:
                     seen.add((id(m), name))
-                    yield f"{prefix}.{name}" if prefix else name, Slot(m, name), param
+                    yield f"{prefix}.{name}" if prefix else name, ParamSite(m, name), param
 
 
 def _numbered_without(modules: Sequence[nn.Module], ignored: set[int]) -> dict[str, str]:
@@ -311,9 +311,9 @@ def _find_params(modules: Sequence[nn.Module], ignored: set[int]) -> Found:
         for param in group.params
     }
     found: Found = {}
-    for fqn, slot, param in _named_slots(modules):
+    for fqn, site, param in _named_sites(modules):
         if id(param) not in taken and id(param) not in ignored:
-            found.setdefault(param, (fqn, []))[1].append(slot)
+            found.setdefault(param, (fqn, []))[1].append(site)
     return found
 
 
@@ -322,19 +322,19 @@ def _shard_params(
 ) -> tuple[list[ShardedParam], tuple[Unit, ...]]:
     """Shard what is found. Parameters that another unit has sharded (tied weights) are shown, not taken."""
     params: list[ShardedParam] = []
-    lenders: dict[Unit, None] = {}
-    for param, (fqn, slots) in found.items():
+    shared_owners: dict[Unit, None] = {}
+    for param, (fqn, sites) in found.items():
         owner, sharded = owner_of(param), sharded_from(param)
         if owner is not None and sharded is not None:
-            sharded.slots.extend(slots)
+            sharded.sites.extend(sites)
             sharded.show(sharded.sharded)
-            lenders[owner] = None
+            shared_owners[owner] = None
             continue
         kind = ExtendedParam if is_extended(param) else ShardedParam
-        sharded = kind(fqn, slots, param, splits[param])
+        sharded = kind(fqn, sites, param, splits[param])
         remember_replaced(param, unit, sharded)
         params.append(sharded)
-    return params, tuple(lenders)
+    return params, tuple(shared_owners)
 
 
 def _check_flat(found: Found, flat: bool) -> None:
@@ -357,8 +357,8 @@ def _flatten(found: Found, splits: dict[nn.Parameter, Split], unit: Unit) -> lis
         kinds.setdefault((param.dtype, param.requires_grad), {})[param] = places
     flats: list[ShardedParam] = []
     for place, members in enumerate(kinds.values()):
-        slot = Slot(unit.modules[0], f"{FLAT_NAME}_{place}" if place else FLAT_NAME)
-        flats.append(FlatParam(slot, members, replace(splits[next(iter(members))], dim=0)))
+        site = ParamSite(unit.modules[0], f"{FLAT_NAME}_{place}" if place else FLAT_NAME)
+        flats.append(FlatParam(site, members, replace(splits[next(iter(members))], dim=0)))
         for param in members:
             remember_replaced(param, unit, flats[-1])
     return flats

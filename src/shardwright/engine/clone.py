@@ -21,7 +21,7 @@ from shardwright.engine.torch_state import hide_state, show_state
 from shardwright.engine.unit import Unit, mark, unit_of, units_in, unmark
 from shardwright.errors import InputError, StageError
 from shardwright.params.flat_param import places_of
-from shardwright.params.param import ShardedParam, Slot
+from shardwright.params.param import ParamSite, ShardedParam
 from shardwright.params.smaller_world import Near
 from shardwright.policy import MixedPrecisionPolicy, ReductionPolicy, SchedulePolicy
 from shardwright.schedule.schedule import GroupFacts
@@ -46,7 +46,7 @@ class GroupPrint:
 
 @dataclass(frozen=True)
 class UnitPrint:
-    """How one unit was made; ``modules`` by name, ``parts`` and ``lenders`` by place among the units.
+    """How one unit was made; ``modules`` by name, ``parts`` and ``shared_owners`` by place among the units.
 
     methods: of each module, those that are run like its forward.
     """
@@ -56,7 +56,7 @@ class UnitPrint:
     policy: MixedPrecisionPolicy
     methods: tuple[tuple[str, ...], ...]
     parts: tuple[int, ...]
-    lenders: tuple[int, ...]
+    shared_owners: tuple[int, ...]
     group: GroupPrint | None
 
 
@@ -147,7 +147,7 @@ def rebuild(model: nn.Module, blueprint: Blueprint) -> list[nn.Module]:
         units.append(Unit(made.name, members, None, (), made.policy, runtime))
     for unit, made in zip(units, blueprint.units, strict=True):
         unit.parts = tuple(units[place] for place in made.parts)
-        unit.lenders = tuple(units[place] for place in made.lenders)
+        unit.shared_owners = tuple(units[place] for place in made.shared_owners)
     owned = [(u, m.group) for u, m in zip(units, blueprint.units, strict=True) if m.group is not None]
     for unit, made in sorted(owned, key=lambda pair: pair[1].order):
         unit.group = _build_group(unit, made, modules)
@@ -169,7 +169,7 @@ def _draw(model: nn.Module, runtime: Runtime) -> Blueprint:
     names = {id(module): name for name, module in model.named_modules()}
     units = [part for unit in units_in(model) for part in (unit, *unit.parts)]
     for unit in units:
-        if any(id(module) not in names for module in unit.modules) or set(unit.lenders) - set(units):
+        if any(id(module) not in names for module in unit.modules) or set(unit.shared_owners) - set(units):
             raise InputError(
                 f"group {unit.name!r} is shared with modules outside of this {type(model).__name__}; "
                 "copy the module that holds them all"
@@ -185,7 +185,7 @@ def _draw(model: nn.Module, runtime: Runtime) -> Blueprint:
                 unit.policy,
                 tuple(tuple(methods_run_as_forward(module)) for module in unit.modules),
                 tuple(places[part] for part in unit.parts),
-                tuple(places[lender] for lender in unit.lenders),
+                tuple(places[owner] for owner in unit.shared_owners),
                 None if unit.group is None else _draw_group(unit.group, runtime, names, whole),
             )
         )
@@ -200,8 +200,8 @@ def _draw_group(group: ParamGroup, runtime: Runtime, names: dict[int, str], whol
         facts = replace(facts, ahead_in_forward=None, ahead_in_backward=None)
     places = tuple(
         tuple(
-            tuple((names[id(slot.module)], slot.name) for slot in slots if id(slot.module) in names)
-            for slots in places_of(param)
+            tuple((names[id(site.module)], site.name) for site in sites if id(site.module) in names)
+            for sites in places_of(param)
         )
         for param in group.params
     )
@@ -221,7 +221,7 @@ def _draw_group(group: ParamGroup, runtime: Runtime, names: dict[int, str], whol
 
 def _build_group(unit: Unit, made: GroupPrint, modules: dict[str, nn.Module]) -> ParamGroup:
     params = [
-        source.twin(*([Slot(modules[name], attribute) for name, attribute in slots] for slots in places))
+        source.twin(*([ParamSite(modules[name], attribute) for name, attribute in sites] for sites in places))
         for source, places in zip(made.params, made.places, strict=True)
     ]
     group = ParamGroup(unit.name, params, made.axis, unit.policy)

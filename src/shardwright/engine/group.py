@@ -242,8 +242,8 @@ class ParamGroup:
 
     def uncover(self) -> None:
         """Modules show the unsharded parameters again, where they were covered."""
-        slot = self.params[0].slots[0]
-        if self.stage is Stage.UNSHARDED and slot.module._parameters.get(slot.name) is self.params[0].sharded:
+        site = self.params[0].sites[0]
+        if self.stage is Stage.UNSHARDED and site.module._parameters.get(site.name) is self.params[0].sharded:
             for param in self.params:
                 param.show(param.unsharded)
 

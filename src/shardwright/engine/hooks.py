@@ -136,7 +136,7 @@ class ModuleHooks:
 
     def _before_load(self, module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
         self.unit.runtime.rest()
-        shown = [param for unit in (self.unit, *self.unit.lenders) for param in unit.params]
+        shown = [param for unit in (self.unit, *self.unit.shared_owners) for param in unit.params]
         shard_plain_entries(module, state, prefix, shown, missing=rest[2], errors=rest[4])
 
     # ---- before the forward

@@ -42,7 +42,7 @@ def choose_row_wise(
     for index, group in enumerate(groups):
         group.rows = None
         by_rows = (param for param in group.params if not isinstance(param, FlatParam))
-        lookups = any(_looks_up(slot.module) for param in by_rows for slot in param.slots)
+        lookups = any(_looks_up(site.module) for param in by_rows for site in param.sites)
         if not policy.row_wise or not lookups or group.axis.world == 1:
             continue
         why = _why_not(group, facts(index).reshard_after_forward is False, policy)
@@ -59,10 +59,10 @@ _said: WeakSet[ParamGroup] = WeakSet()
 def _why_not(group: ParamGroup, stays: bool, policy: SchedulePolicy) -> str:
     """Why code other than the lookup could read the weight while it is unsharded, or why it isn't in rows."""
     param = group.params[0]
-    module = param.slots[0].module
+    module = param.sites[0].module
     if len(group.params) > 1:
         return "it has other parameters; call fully_shard on the embedding by itself"
-    if len(param.slots) > 1:
+    if len(param.sites) > 1:
         return "its weight is tied, and another module reads all of it"
     if stays:
         return "it stays unsharded after its forward (reshard_after_forward=False, or the outermost module)"

@@ -23,8 +23,8 @@ class Unit:
     """``modules`` share ``group`` (None where nested calls have taken every parameter).
 
     parts: units without modules that hold these modules' other groups, where they are on several axes.
-    lenders: units whose parameters these modules show too (tied weights); their groups are unsharded and
-        resharded around these modules as well.
+    shared_owners: units that own parameters which these modules show too (tied weights); their groups are
+        unsharded and resharded around these modules as well.
     home: the runtime that it was made with; ``runtime`` is the one that has taken that in since.
 
     The rest is where the current forward stands: how deep the modules run, which of them are still to run,
@@ -35,7 +35,7 @@ class Unit:
     name: str
     modules: tuple[nn.Module, ...]
     group: ParamGroup | None
-    lenders: tuple["Unit", ...]
+    shared_owners: tuple["Unit", ...]
     policy: MixedPrecisionPolicy
     home: Runtime
     running: int = 0
@@ -48,7 +48,7 @@ class Unit:
     @property
     def owners(self) -> tuple["Unit", ...]:
         """The units whose groups these modules need: its own first, if it has a group."""
-        others = (*self.parts, *self.lenders)
+        others = (*self.parts, *self.shared_owners)
         return others if self.group is None else (self, *others)
 
     @property

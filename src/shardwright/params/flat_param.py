@@ -17,14 +17,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardwright.errors import InputError
-from shardwright.params.param import ShardedParam, Slot, Split, attributes_of, give
+from shardwright.params.param import ParamSite, ShardedParam, Split, attributes_of, give
 from shardwright.params.quantized.module import encodings
 from shardwright.params.subclass import is_extended
 from shardwright.schedule.flat_layout import FlatEntry, FlatLayout
 from shardwright.schedule.layout import ParamLayout
 
 NAME = "_flat_param"
-Found = Mapping[nn.Parameter, tuple[str, list[Slot]]]
+Found = Mapping[nn.Parameter, tuple[str, list[ParamSite]]]
 
 
 @dataclass(eq=False)
@@ -32,7 +32,7 @@ class Member:
     """One of the parameters inside: where it lies, the places that show it, what the caller had set on it."""
 
     entry: FlatEntry
-    slots: list[Slot]
+    sites: list[ParamSite]
     attributes: dict[str, Any]
 
     @property
@@ -48,14 +48,14 @@ class Member:
 class FlatParam(ShardedParam):
     """The parameters of a group that have one dtype, and are all trained or all frozen, as one."""
 
-    def __init__(self, slot: Slot, found: Found, split: Split) -> None:
-        """Take the parameters out of the modules that show them; ``slot`` shows the flat one."""
-        names, start = _names_in(slot.module), 0
+    def __init__(self, site: ParamSite, found: Found, split: Split) -> None:
+        """Take the parameters out of the modules that show them; ``site`` shows the flat one."""
+        names, start = _names_in(site.module), 0
         self.members: list[Member] = []
-        for param, (_, slots) in found.items():
-            own, *others = (name for s in slots for name in names[id(s.module), s.name])
+        for param, (_, sites) in found.items():
+            own, *others = (name for s in sites for name in names[id(s.module), s.name])
             entry = FlatEntry(own, tuple(param.shape), start, tuple(others))
-            self.members.append(Member(entry, slots, attributes_of(param)))
+            self.members.append(Member(entry, sites, attributes_of(param)))
             start += entry.numel
         self.flat = FlatLayout(tuple(member.entry for member in self.members))
         first = next(iter(found))
@@ -63,11 +63,11 @@ class FlatParam(ShardedParam):
         parts = [param.detach().reshape(-1) for param in found]
         whole = torch.cat(parts if first.is_meta else [part.to(device) for part in parts])
         for member in self.members:
-            for each in member.slots:
+            for each in member.sites:
                 del each.module._parameters[each.name]
         flat = nn.Parameter(whole, requires_grad=first.requires_grad)
         give(_shared([member.attributes for member in self.members]), flat)
-        super().__init__(slot.name, [slot], flat, split)
+        super().__init__(site.name, [site], flat, split)
 
     # ---- what modules show
 
@@ -83,21 +83,21 @@ class FlatParam(ShardedParam):
                 views = [torch.empty(m.shape, dtype=param.dtype, device="meta") for m in self.members]
         for member, view in zip(self.members, views, strict=True):
             give(member.attributes, view)
-            for slot in member.slots:
-                slot.module._parameters.pop(slot.name, None)
-                slot.module.__dict__[slot.name] = view
+            for site in member.sites:
+                site.module._parameters.pop(site.name, None)
+                site.module.__dict__[site.name] = view
 
     def show_whole(self, whole: torch.Tensor, grad: torch.Tensor | None) -> list[nn.Parameter]:
         """Each member as a parameter over its part of ``whole``, in place of the flat one."""
         shown = []
-        for slot in self.slots:
-            del slot.module._parameters[slot.name]
+        for site in self.sites:
+            del site.module._parameters[site.name]
         for index, (member, part) in enumerate(zip(self.members, self.parts_of(whole), strict=True)):
             shown.append(give(member.attributes, nn.Parameter(part, requires_grad=self.trainable)))
             shown[-1].grad = None if grad is None else self.parts_of(grad)[index]
-            for slot in member.slots:
-                slot.module.__dict__.pop(slot.name, None)
-                slot.module._parameters[slot.name] = shown[-1]
+            for site in member.sites:
+                site.module.__dict__.pop(site.name, None)
+                site.module._parameters[site.name] = shown[-1]
         return shown
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -111,11 +111,11 @@ class FlatParam(ShardedParam):
 
     # ---- copies
 
-    def twin(self, *places: list[Slot]) -> ShardedParam:
+    def twin(self, *places: list[ParamSite]) -> ShardedParam:
         """Another parameter split alike, as ``ShardedParam.twin``."""
         twin: Any = super().twin(places[0])  # whose members have no places yet
         pairs = zip(self.members, places[1:], strict=True)
-        twin.members = [Member(member.entry, slots, member.attributes) for member, slots in pairs]
+        twin.members = [Member(member.entry, sites, member.attributes) for member, sites in pairs]
         twin.show(twin.sharded)
         return twin
 
@@ -129,7 +129,7 @@ class FlatParam(ShardedParam):
     def entries(self, key: str, whole: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """``(name, tensor)`` of each member and place, from a whole tensor laid out like this parameter.
         Copies. key: what the flat one is called."""
-        prefix = key.removesuffix(self.slots[0].name)
+        prefix = key.removesuffix(self.sites[0].name)
         for member, part in zip(self.members, self.parts_of(whole), strict=True):
             own = part.clone()
             for name in member.names:
@@ -137,7 +137,7 @@ class FlatParam(ShardedParam):
 
     def names(self, key: str) -> list[str]:
         """The first name of each member, where the flat parameter is called ``key``."""
-        prefix = key.removesuffix(self.slots[0].name)
+        prefix = key.removesuffix(self.sites[0].name)
         return [prefix + member.names[0] for member in self.members]
 
     def cut(self, whole: torch.Tensor) -> DTensor:
@@ -170,10 +170,10 @@ def _shared(attributes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def places_of(param: ShardedParam) -> tuple[list[Slot], ...]:
+def places_of(param: ShardedParam) -> tuple[list[ParamSite], ...]:
     """The places that show a parameter, then those of each member of a flat one: what ``twin`` takes."""
     members = param.members if isinstance(param, FlatParam) else ()
-    return (param.slots, *(member.slots for member in members))
+    return (param.sites, *(member.sites for member in members))
 
 
 WRAPPED = "_fsdp_wrapped_module"  # what torch, and so our wrapper, calls the module inside of it
@@ -208,13 +208,13 @@ def _names_in(module: nn.Module) -> dict[tuple[int, str], list[str]]:
 
 def check_flat(found: Found) -> None:
     """Raises: InputError for a parameter that can't lie in a flat one."""
-    for param, (fqn, slots) in found.items():
+    for param, (fqn, sites) in found.items():
         reason = ""
         if isinstance(param, DTensor):
             reason = f"is a DTensor already ({param.placements})"
         elif is_extended(param):
             reason = f"is a {type(param.data).__name__} that says itself what is gathered"
-        elif any(encodings(slot.module) for slot in slots):
+        elif any(encodings(site.module) for site in sites):
             reason = "is part of a quantised weight, which is gathered as codes"
         if reason:
             raise InputError(

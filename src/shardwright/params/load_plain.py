@@ -34,13 +34,13 @@ def shard_plain_entries(
     # A wrapper's own name isn't part of the names in a state dict, until that wrapper's hook puts it there.
     known = {original_name(key): key for key in state if key.startswith(prefix)}
     for param in params:
-        if isinstance(param, FlatParam) and f"{prefix}{param.slots[0].name}" not in state:
+        if isinstance(param, FlatParam) and f"{prefix}{param.sites[0].name}" not in state:
             _flatten_entries(param, state, (prefix, known), missing, errors)
             continue
-        for slot in param.slots:
-            if id(slot.module) not in names:
+        for site in param.sites:
+            if id(site.module) not in names:
                 continue
-            key = known.get(original_name(f"{prefix}{names[id(slot.module)]}{slot.name}"), "")
+            key = known.get(original_name(f"{prefix}{names[id(site.module)]}{site.name}"), "")
             value = state.get(key)
             if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
                 continue
@@ -78,4 +78,4 @@ def _flatten_entries(
         else:
             value = values[0].full_tensor() if isinstance(values[0], DTensor) else values[0]
             param.fill(local, index, value)
-    state[f"{prefix}{param.slots[0].name}"] = param.dtensor(local)
+    state[f"{prefix}{param.sites[0].name}"] = param.dtensor(local)

@@ -47,7 +47,7 @@ def give(attributes: Mapping[str, Any], face: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Slot:
+class ParamSite:
     """A place in the module tree that shows the parameter: ``module.name``."""
 
     module: nn.Module
@@ -66,17 +66,17 @@ class Unsharded:
 class ShardedParam:
     """A parameter split over an axis. ``fqn`` is its name in the module that ``fully_shard`` was called on.
 
-    slots: every place that shows it (more than one where modules share it).
+    sites: every place that shows it (more than one where modules share it).
     place: where its shards lie. attributes: what the caller had set on it; every face has them.
     accumulated: unsharded gradient of earlier microbatches in the reduce dtype, or None.
     compared: its names, and by each the one to compare with other ranks' where that is another (``census``).
     kept_dtype: it is never cast (codes, scales). rows: ranks move only those in use (a lookup's), or None.
     """
 
-    def __init__(self, fqn: str, slots: list[Slot], param: nn.Parameter, split: Split) -> None:
+    def __init__(self, fqn: str, sites: list[ParamSite], param: nn.Parameter, split: Split) -> None:
         """Split ``param``, or take it over where it is a DTensor that was split like that before."""
         self.fqn = fqn
-        self.slots = slots
+        self.sites = sites
         inner = param._spec if isinstance(param, DTensor) else None
         whole = param._local_tensor if isinstance(param, DTensor) else param
         self.place = Place(split, ParamLayout(tuple(whole.shape), split.axis.world, split.dim), inner)
@@ -93,11 +93,11 @@ class ShardedParam:
         self._placed: Any = ref(self.local)  # the shard that lies where its policy wants it
         self.show(self.sharded)
 
-    def twin(self, *places: list[Slot]) -> "ShardedParam":
+    def twin(self, *places: list[ParamSite]) -> "ShardedParam":
         """Another parameter split alike, whose shard is what ``places`` show now: a plain parameter."""
         twin = copy.copy(self)
-        twin.slots = slots = places[0]
-        shard: Any = slots[0].module._parameters[slots[0].name]
+        twin.sites = sites = places[0]
+        shard: Any = sites[0].module._parameters[sites[0].name]
         sharded = nn.Parameter(self.dtensor(shard.detach()), requires_grad=shard.requires_grad)
         twin.sharded = give(self.attributes, sharded)
         twin.show(twin.sharded)
@@ -126,7 +126,7 @@ class ShardedParam:
             )
         twin = object.__new__(type(self))
         twin.__dict__ = self.__dict__ | dict.fromkeys(("accumulated", "rows", "_unsharded", "sharded"))
-        twin.slots, twin._device_copy = [], DeviceCopy()
+        twin.sites, twin._device_copy = [], DeviceCopy()
         return twin
 
     @property
@@ -172,8 +172,8 @@ class ShardedParam:
         ``to_empty``, ``load_state_dict(assign=True)`` and parametrisation code set new Parameter objects.
         Raises: StageError where the new one isn't a DTensor of this parameter's shape and placement.
         """
-        slot = self.slots[0]
-        shown = slot.module._parameters.get(slot.name)
+        site = self.sites[0]
+        shown = site.module._parameters.get(site.name)
         if shown is not self.sharded:
             self._take_over(shown)
         # Also where only its local tensor was replaced, as ``to_empty`` may do.
@@ -202,9 +202,9 @@ class ShardedParam:
         self.show(self.sharded)
 
     def show(self, param: nn.Parameter) -> None:
-        """Make every slot show ``param``. Past ``nn.Module.__setattr__``, which costs 5 us a parameter."""
-        for slot in self.slots:
-            slot.module._parameters[slot.name] = param
+        """Make every site show ``param``. Past ``nn.Module.__setattr__``, which costs 5 us a parameter."""
+        for site in self.sites:
+            site.module._parameters[site.name] = param
 
     def dtensor(self, local: torch.Tensor) -> DTensor:
         """A DTensor placed like this parameter over ``local``, which has the shape of the local shard.
@@ -310,6 +310,6 @@ class ShardedParam:
 
 def keep_attributes(param: ShardedParam) -> None:
     """Have what modules show at rest have the caller's: ``.to()`` and ``to_empty()`` take them away."""
-    shown = param.slots[0].module._parameters.get(param.slots[0].name)
+    shown = param.sites[0].module._parameters.get(param.sites[0].name)
     if shown is not None:
         give(param.attributes, shown)

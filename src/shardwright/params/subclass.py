@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardwright.errors import InputError, StageError
 from shardwright.params.buffer import Buffer
-from shardwright.params.param import ShardedParam, Slot, Unsharded, give
+from shardwright.params.param import ParamSite, ShardedParam, Unsharded, give
 from shardwright.policy import MixedPrecisionPolicy
 from shardwright.schedule.layout import ParamLayout
 from shardwright.transport.base import Segment
@@ -82,9 +82,9 @@ class ExtendedParam(ShardedParam):
         rows = copied(chunks[rank]) if rank < len(chunks) else chunks[0].new_zeros((0, *whole.shape[1:]))
         return nn.Parameter(self.dtensor(rows), requires_grad=trainable)
 
-    def twin(self, slots: list[Slot]) -> ShardedParam:
+    def twin(self, sites: list[ParamSite]) -> ShardedParam:
         """See ``ShardedParam.twin``."""
-        twin = super().twin(slots)
+        twin = super().twin(sites)
         assert isinstance(twin, ExtendedParam)
         twin.unbind(self.sharded.dtype)
         return twin
@@ -175,7 +175,7 @@ class ExtendedParam(ShardedParam):
                 f"Invalid {_PRE}: {takes}\nExpects {_PRE}(self, mesh: DeviceMesh, outer_size: torch.Size, "
                 "outer_stride: tuple[int, ...], module: nn.Module, mp_policy: MixedPrecisionPolicy)"
             )
-        return pre(mesh, self.spec.shape, self.spec.stride, self.slots[0].module, policy)
+        return pre(mesh, self.spec.shape, self.spec.stride, self.sites[0].module, policy)
 
     def _lay_out(self, kinds: list[tuple[torch.Size, torch.dtype]]) -> _Wire:
         world, rank = self.axis.world, self.axis.rank

@@ -16,7 +16,7 @@ from torch import nn
 
 from shardwright.errors import InputError
 from shardwright.params.buffer import Buffer
-from shardwright.params.param import ShardedParam, Slot
+from shardwright.params.param import ParamSite, ShardedParam
 from shardwright.params.quantized.codec import Encoding
 from shardwright.params.quantized.module import encodings, scales_name, set_compute_dtype
 from shardwright.params.subclass import ExtendedParam
@@ -35,8 +35,8 @@ class EncodedPair:
     @property
     def encoding(self) -> Encoding:
         """How the weight is encoded, now."""
-        slot = self.codes.slots[0]
-        return encodings(slot.module)[slot.name]
+        site = self.codes.sites[0]
+        return encodings(site.module)[site.name]
 
     def check_frozen(self) -> None:
         """Raises: InputError where the scales ask for a gradient."""
@@ -73,7 +73,7 @@ def encode_sharded(param: ShardedParam, encoding: Encoding) -> ShardedParam:
     shapes = [tuple(part.shape) for part in encode(torch.empty(encoding.shape, device="meta"))]
     scales = copy.copy(param)
     scales.fqn = scales_name(param.fqn, encoding.codec)
-    scales.slots = [Slot(slot.module, scales_name(slot.name, encoding.codec)) for slot in param.slots]
+    scales.sites = [ParamSite(site.module, scales_name(site.name, encoding.codec)) for site in param.sites]
     if dim is None or dim == len(encoding.shape) - 1:
         whole = encode(param.sharded.detach().full_tensor())  # type: ignore[attr-defined]
         ranges = [ParamLayout(s, param.axis.world, dim).row_range(param.axis.rank) for s in shapes]
@@ -89,13 +89,13 @@ def encode_sharded(param: ShardedParam, encoding: Encoding) -> ShardedParam:
 
 def pairs_in(params: Iterable[ShardedParam]) -> list[EncodedPair]:
     """The encoded weights of which both parts are among ``params``."""
-    by_slot = {(id(slot.module), slot.name): param for param in params for slot in param.slots}
+    by_site = {(id(site.module), site.name): param for param in params for site in param.sites}
     found: dict[ShardedParam, EncodedPair] = {}
-    for param in dict.fromkeys(by_slot.values()):
-        slot = param.slots[0]
-        encoding = encodings(slot.module).get(slot.name)
+    for param in dict.fromkeys(by_site.values()):
+        site = param.sites[0]
+        encoding = encodings(site.module).get(site.name)
         if encoding is not None:
-            scales = by_slot.get((id(slot.module), scales_name(slot.name, encoding.codec)))
+            scales = by_site.get((id(site.module), scales_name(site.name, encoding.codec)))
             if scales is not None:
                 found[param] = EncodedPair(param, scales)
     return list(found.values())
@@ -115,8 +115,8 @@ class Decoding:
         for pair in every:
             for part in pair.parts:
                 part.kept_dtype = True
-            for slot in pair.codes.slots:
-                set_compute_dtype(slot.module, slot.name, policy.param_dtype or pair.encoding.dtype)
+            for site in pair.codes.sites:
+                set_compute_dtype(site.module, site.name, policy.param_dtype or pair.encoding.dtype)
         self.frozen = every
         self.extended = [param for param in params if isinstance(param, ExtendedParam)]
         self._policy = policy
