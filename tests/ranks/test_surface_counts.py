@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -11,9 +12,13 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from shardwright import MixedPrecisionPolicy, fully_shard, set_transport, stats
+from shardwright import MixedPrecisionPolicy, SchedulePolicy, checkpoint, fully_shard, set_transport, stats
 from shardwright.errors import StageError
+from shardwright.params.buffer import Buffer
+from shardwright.params.smaller_world import Near
+from tests.ranks.models import Run, batches, build, loss_of, shard_decoder
 from tests.ranks.pool import run_ranks
+from tests.ranks.routes import built, inputs
 
 GATHER = torch.ops.c10d._allgather_base_
 REDUCE = torch.ops.c10d._reduce_scatter_base_
@@ -281,6 +286,106 @@ def shown(rank, world):
 
 def test_between_forward_and_backward_modules_show_shards_whatever_the_plan_keeps():
     run_ranks(2, shown)
+
+
+class Held:
+    """Counts the bytes of buffers and of shards over a smaller world as they come and go."""
+
+    def __init__(self) -> None:
+        self.peak_nbytes = 0
+        self.buffers: WeakSet = WeakSet()
+        self.nears: WeakSet = WeakSet()
+        self.watch(Buffer, "__init__", self.buffers)
+        self.watch(Near, "__init__", self.nears)
+        self.watch(Buffer, "alloc", self.buffers)
+        self.watch(Near, "keep", self.nears)
+
+    def watch(self, kind: type, name: str, known: WeakSet) -> None:
+        method = getattr(kind, name)
+
+        def watched(it, *args):
+            result = method(it, *args)
+            known.add(it)
+            self.peak_nbytes = max(self.peak_nbytes, self.now_nbytes)
+            return result
+
+        setattr(kind, name, watched)
+
+    @property
+    def now_nbytes(self) -> int:
+        shards = [shard for near in self.nears for shard in getattr(near, "_shards", ())]
+        return sum(b._storage.nbytes() for b in self.buffers) + sum(shard.nbytes for shard in shards)
+
+
+def smaller_world_held(rank, world, agreement, folder):
+    held = Held()
+    model = shard_decoder(build(), fully_shard, reshard_after_forward=2)
+    model.set_schedule_policy(SchedulePolicy(agreement=agreement))
+    run, tokens = Run.of(model), batches(0, world)[rank]
+
+    def check(peak=True):
+        now = stats(model)
+        assert now.unsharded_nbytes == held.now_nbytes
+        if peak:
+            assert now.peak_unsharded_nbytes == held.peak_nbytes
+        return held.now_nbytes
+
+    def train():
+        loss_of(model, tokens).backward()
+        check()
+        run.step()
+
+    for _ in range(3):
+        train()
+    loss = loss_of(model, tokens)
+    assert check() > 0  # shards over the smaller world
+    with torch.no_grad():
+        loss_of(model, tokens)
+    check()
+    del loss
+    model.unshard()
+    check()
+    model.reshard()
+    check()
+    with model.unsharded():
+        check()
+    check()
+    checkpoint.save(folder, model=model, step=3)
+    check()
+    train()
+    loss_of(model, tokens)
+    model.reset_iter_state()
+    check()
+    loss_of(model, tokens)
+    model.set_reshard_after_forward(True)
+    check(peak=False)
+    assert loss_of(model, tokens).isfinite()
+    check(peak=False)
+    train()
+
+
+@pytest.mark.each_case
+@pytest.mark.parametrize("agreement", ["strict", "off"])
+def test_bytes_are_counted_as_they_are_held_where_shards_lie_over_a_smaller_world(agreement, tmp_path):
+    run_ranks(4, smaller_world_held, agreement, str(tmp_path))
+
+
+def smaller_world_routed(rank, world):
+    held = Held()
+    model = built()
+    for part in model.parts.values():
+        fully_shard(part, reshard_after_forward=2)
+    fully_shard(model, reshard_after_forward=2)
+    for step in range(6):
+        route = ("ab", "bc", "ca", "", "b", "abc")[(step + rank) % 6]
+        loss = model(inputs(rank, step), route).square().mean()
+        assert stats(model).unsharded_nbytes == held.now_nbytes, step
+        loss.backward()
+        assert stats(model).unsharded_nbytes == held.now_nbytes, step
+
+
+def test_bytes_over_a_smaller_world_are_counted_where_ranks_use_different_groups():
+    run_ranks(4, smaller_world_routed)
 
 
 def alone(rank, world):

@@ -203,6 +203,7 @@ class TableHands:
             self.table.take(Action(ActionKind.RESHARD, group), nearby=True)
         elif self.table.groups[group].stage is Stage.UNSHARDED:
             self.table.groups[group].keep_near()
+            self.table.memory.count([self.table.groups[group]])
 
 
 def _read(data: bytes) -> Told:

@@ -38,6 +38,7 @@ class Stats:
 
 def stats(table: GroupTable) -> Stats:
     """Bytes and seconds so far; no communication."""
+    table.memory.count(table.groups)  # a setter may have dropped shards over a smaller world
     params = [param for group in table.groups for param in group.params]
     logical = [each for group in table.groups for each in _logical(group)]
     exposed = [comm.exposed_s for comm in table.comms()]

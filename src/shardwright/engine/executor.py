@@ -1,8 +1,8 @@
 """The groups of one model by number: what the planner knows of each, and the actions taken on them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakSet
 
@@ -21,20 +21,27 @@ from shardwright.transport.base import Comm
 
 @dataclass
 class Memory:
-    """Bytes of unsharded buffers, now and at most since the start."""
+    """Bytes of unsharded buffers, now and at most since the start; ``counted``: now, by group."""
 
     now_nbytes: int = 0
     peak_nbytes: int = 0
-
-    def take(self, nbytes: int) -> None:
-        """Count ``nbytes`` more (or less, if negative)."""
-        self.now_nbytes += nbytes
-        self.peak_nbytes = max(self.peak_nbytes, self.now_nbytes)
+    counted: dict[ParamGroup, int] = field(default_factory=dict)
 
     def touch(self, nbytes: int) -> None:
         """Count ``nbytes`` more that were held for a moment."""
-        self.take(nbytes)
-        self.now_nbytes -= nbytes
+        self.peak_nbytes = max(self.peak_nbytes, self.now_nbytes + nbytes)
+
+    def count(self, groups: Iterable[ParamGroup], freed_nbytes: int = 0) -> None:
+        """Count what ``groups`` hold now, instead of what they held when they were counted before.
+
+        freed_nbytes: what they gave back only once they held the rest.
+        """
+        before_nbytes = self.now_nbytes
+        for group in groups:
+            held_nbytes = group.held_nbytes
+            self.now_nbytes += held_nbytes - self.counted.get(group, 0)
+            self.counted[group] = held_nbytes
+        self.peak_nbytes = max(self.peak_nbytes, before_nbytes, self.now_nbytes + freed_nbytes)
 
 
 tables: "WeakSet[GroupTable]" = WeakSet()
@@ -75,8 +82,8 @@ class GroupTable:
 
     def regroup(self, group: ParamGroup, params: Sequence[ShardedParam]) -> None:
         """Give ``group`` other parameters; all at rest."""
-        self.memory.take(-group.held_nbytes)
         group.regroup(params)
+        self.memory.count([group])
         self.chosen = False
         self.compare_again()
 
@@ -90,7 +97,7 @@ class GroupTable:
         for group, facts in zip(other.groups, other._settings, strict=True):
             self.add(group, facts.shifted(shift))
         self.memory.peak_nbytes = max(self.memory.peak_nbytes, other.memory.peak_nbytes)
-        self.memory.take(other.memory.now_nbytes)
+        self.memory.count(self.groups)
 
     def number(self, group: ParamGroup) -> int:
         """The group's place in ``groups``."""
@@ -108,9 +115,9 @@ class GroupTable:
     def wishes(self, index: int) -> GroupFacts:
         """What was asked of a group, with what follows for the root; without its bytes."""
         group, facts = self.groups[index], self._settings[index]
-        for field, ahead in self.listed.items():
-            if index in ahead and getattr(facts, field) is None:
-                facts = replace(facts, **{field: ahead[index]})
+        for name, ahead in self.listed.items():
+            if index in ahead and getattr(facts, name) is None:
+                facts = replace(facts, **{name: ahead[index]})
         root_stays = facts.reshard_after_forward is None and group in self.root
         on_use = group.rows is not None
         if not root_stays and not on_use:
@@ -200,7 +207,8 @@ class GroupTable:
             self.memory.touch(group.wait() - held_nbytes)
         else:
             edits.reshard(group, nearby)
-        self.memory.take(group.held_nbytes - held_nbytes)
+        kept = kind is not ActionKind.WAIT and nearby and group.near is not None  # before the rest is freed
+        self.memory.count([group], freed_nbytes=held_nbytes if kept else 0)
 
     def unshard(self, indices: Sequence[int], near: AbstractSet[int] | None = None) -> None:
         """Issue the all-gather of groups together; those that aren't at rest are gathered aside, for others.
@@ -210,10 +218,12 @@ class GroupTable:
         groups = [self.groups[index] for index in indices]
         for comm in dict.fromkeys(group.axis.comm for group in groups):
             self._compare(comm)
-        held_nbytes = sum(group.held_nbytes for group in groups)
-        if groups:
-            together.unshard(groups, None if near is None else {self.groups[index] for index in near})
-        self.memory.take(sum(group.held_nbytes for group in groups) - held_nbytes)
+        near_nbytes = _near_nbytes(groups)
+        try:
+            if groups:
+                together.unshard(groups, None if near is None else {self.groups[index] for index in near})
+        finally:
+            self.memory.count(groups, freed_nbytes=near_nbytes - _near_nbytes(groups))
 
     def hold(self, indices: Sequence[int], join: bool = False, widen: int = 0) -> None:
         """Take gradients, where that isn't done; join and widen (bits of groups): see ``Reducer.hold``."""
@@ -269,12 +279,12 @@ class GroupTable:
         """Reshard what no longer shows the shards as they are, and drop shards over a smaller world."""
         for index, group in enumerate(self.groups):
             if group.near is not None:
-                self.memory.take(-group.near.held_nbytes)
                 group.near.forget()
             if group.stage is not Stage.SHARDED:
                 follow_freezing(group)
             if group.stage is Stage.UNSHARDED and group.is_stale:
                 self.take(Action(ActionKind.RESHARD, index))
+        self.memory.count(self.groups)
         self.forget_versions()
 
     def forget_versions(self) -> None:
@@ -288,6 +298,11 @@ class GroupTable:
             (group.axis.comm, group.axis.replicate, group.near and group.near.comm) for group in self.groups
         ]
         return list({id(comm): comm for comms in used for comm in comms if comm is not None}.values())
+
+
+def _near_nbytes(groups: Sequence[ParamGroup]) -> int:
+    """Bytes of shards over smaller worlds."""
+    return sum(group.near.held_nbytes for group in groups if group.near is not None)
 
 
 def end_pass(table: GroupTable, phase: Phase, nested: bool) -> None:
