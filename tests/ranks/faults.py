@@ -24,7 +24,7 @@ from shardwright import SchedulePolicy, fully_shard, set_transport
 from shardwright.checkpoint import save
 from shardwright.engine.consensus import TableHands
 from shardwright.observe.status_exchange import Roll
-from shardwright.transport.cpu.connection import Line
+from shardwright.transport.cpu.connection import Connection
 from tests.ranks.scripts import fault, run_scripts
 
 STEP = 2  # the step in which the fault comes
@@ -404,16 +404,16 @@ def stopped(rank: int, world: int) -> None:
 def slow_bytes(rank: int, world: int) -> None:
     """Every rank has launched the all-gather; rank 1's bytes take their time."""
     model = until_fault()
-    write = Line._write
+    write = Connection._write
 
-    def late(line: Line) -> None:
-        if line._out and line._out[0].transfer.launch.key.startswith("all-gather"):
-            Line._write = write
+    def late(connection: Connection) -> None:
+        if connection._out and connection._out[0].transfer.launch.key.startswith("all-gather"):
+            Connection._write = write
             time.sleep(LONG_S)
-        write(line)
+        write(connection)
 
     if rank == 1:
-        Line._write = late
+        Connection._write = late
     rest(model)
 
 

@@ -1,4 +1,4 @@
-"""Collectives over lines of our own: sums in rank order, no byte too many, and errors that name ranks."""
+"""Collectives over our own TCP connections: sums in rank order, no byte too many, errors that name ranks."""
 
 import os
 import re
@@ -16,8 +16,8 @@ from shardwright.errors import CommError
 from shardwright.schedule.layout import ParamLayout
 from shardwright.transport import mesh
 from shardwright.transport.base import Segment
-from shardwright.transport.cpu import handshake as meeting
-from shardwright.transport.cpu.event_loop import Wire
+from shardwright.transport.cpu import handshake
+from shardwright.transport.cpu.event_loop import EventLoop
 from shardwright.transport.cpu.shm import ShmComm
 from shardwright.transport.cpu.sockets import SocketComm
 from shardwright.transport.mesh import resolve
@@ -122,7 +122,7 @@ def test_zeros_of_a_dense_gradient_are_not_sent_and_sums_are_the_same_bit_for_bi
 
 def one_rank_cannot(rank, world):
     if rank == 1:
-        meeting._hosts = lambda: ["203.0.113.7"]  # an address of no machine, so none of this one
+        handshake._hosts = lambda: ["203.0.113.7"]  # an address of no machine, so none of this one
     return type(comm_over("sockets")).__name__
 
 
@@ -173,17 +173,17 @@ def test_ranks_without_sockets_train_with_torchs_collectives_and_are_warned_once
 
 
 def stranger_first(rank, world):
-    listen = meeting._listen
+    listen = handshake._listen
     strangers = []
 
     def listen_and_be_called(world):
         listener, own = listen(world)
-        stranger = meeting.socket.create_connection(own.address)
-        stranger.sendall(meeting._HELLO.pack(b"?" * 16, 1 - rank, 0))
+        stranger = handshake.socket.create_connection(own.address)
+        stranger.sendall(handshake._HELLO.pack(b"?" * 16, 1 - rank, 0))
         strangers.append(stranger)
         return listener, own
 
-    meeting._listen = listen_and_be_called
+    handshake._listen = listen_and_be_called
     name, sums, *_ = collectives(rank, world, "sockets")
     return name, sums
 
@@ -218,7 +218,7 @@ def killed(rank, world):
     model = shard_decoder(build(), fully_shard)
     loss_of(model, batches(0, world)[rank]).backward()
     if rank == 1:
-        if os.fork() == 0:  # a worker that outlives it must not keep its lines open
+        if os.fork() == 0:  # a worker that outlives it must not keep its connections open
             time.sleep(8)
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -243,20 +243,20 @@ def kept_to_the_end(rank, world):
     layout = ParamLayout((8,), world)
     comm.all_gather([Segment(torch.ones(layout.numel), layout.spans)], "gather").wait()
     kept.append(comm)
-    close = Wire.close
+    close = EventLoop.close
 
-    def late(wire):
+    def late(loop):
         time.sleep(0.5)
-        close(wire)
+        close(loop)
 
-    Wire.close = late
+    EventLoop.close = late
 
 
 def test_the_thread_that_moves_messages_ends_before_python_does():
     """Stopped anywhere, it could take what it is the last owner of down with the process (seen: SIGABRT)."""
     for outcome in run_scripts(2, kept_to_the_end):
         assert (outcome.code, outcome.error) == (0, "")
-        assert "shardwright-wire" not in outcome.threads
+        assert "shardwright-event-loop" not in outcome.threads
 
 
 def faults_of_rounds(rank, world, transport):

@@ -23,7 +23,7 @@ from shardwright.policy import DataParallelMeshDims
 from shardwright.transport.attempt import join_job, new_group
 from shardwright.transport.base import Comm
 from shardwright.transport.cpu.arena import Arena
-from shardwright.transport.cpu.handshake import open_wire
+from shardwright.transport.cpu.handshake import open_connections
 from shardwright.transport.cpu.shm import ShmComm, open_arena
 from shardwright.transport.cpu.sockets import SocketComm
 from shardwright.transport.launches import LaunchLog
@@ -293,7 +293,7 @@ def _make_comm(ranks: list[int], device_type: str, within: ProcessGroup, host: C
             return ShmComm(arena, len(ranks))
         refused += [f"no shared memory ({arena})"] if arena else []
     if device_type == "cpu" and _transport in (Transport.AUTO, Transport.SOCKETS):
-        opened = open_wire(gather_group, timeout.total_seconds(), log)
+        opened = open_connections(gather_group, timeout.total_seconds(), log)
         if not isinstance(opened, str):
             _tell_of_fall("TCP sockets", refused, ranks)
             return SocketComm(*opened)

@@ -1,7 +1,7 @@
-"""TCP lines between ranks of several hosts, and the messages of collectives on them.
+"""TCP connections between ranks of several hosts, and the messages of collectives on them.
 
-    caller     Line.send(parts) / Line.receive(places)  ->  Wire.go()  ...  Transfer.wait_received()
-    the wire   Line.move(events): sendmsg / recvmsg_into, from and into the tensors' own memory
+    caller       Connection.send(parts) / .receive(places)  ->  EventLoop.go()  ...  Transfer.wait_received()
+    event loop   Connection.move(events): sendmsg / recvmsg_into, from and into the tensors' own memory
 
 A message is all that one collective has for one peer: a head (number and key of the collective, bytes) and
 the parts one after another, gathered and scattered by the kernel. So nothing is packed, and ranks that are
@@ -40,11 +40,11 @@ _LOOK_S = 0.1  # how often who waits looks whether the watch has found something
 _VIEWS = 256  # parts per system call; the kernel takes up to 1024
 
 
-class Side:
-    """One rank's side of its lines.
+class Endpoint:
+    """One rank's end of its connections.
 
     rank: its place on the mesh axis. log: of the axis' transport.
-    changed: guards lines and transfers; notified when one of them is done or fails.
+    changed: guards connections and transfers; notified when one of them is done or fails.
     trouble: what ended all of them, "" while they work.
     """
 
@@ -70,7 +70,8 @@ class Side:
 class Incoming:
     """A message that is expected, or that arrives before it is.
 
-    views: the places that are still to be filled. slot: the memory behind them, where the wire took it.
+    views: the places that are still to be filled. memory: what lies behind them, where the event loop
+    took it.
     runs: the table that is to be filled first, where the message has one.
     transfer: who waits for it; None until the own rank comes to that collective.
     """
@@ -79,7 +80,7 @@ class Incoming:
     nbytes: int
     key: str
     views: deque[memoryview]
-    slot: torch.Tensor | None = None
+    memory: torch.Tensor | None = None
     runs: bytearray | None = None
     transfer: "Transfer | None" = None
 
@@ -102,17 +103,18 @@ class _Outgoing:
 
 @dataclass
 class Transfer:
-    """The messages of one collective of one rank. Its fields change under the side's lock.
+    """The messages of one collective of one rank. Its fields change under the endpoint's lock.
 
-    keep: what is sent from, and must live so long. slots: what arrived, by peer, on lines that take memory.
+    keep: what is sent from, and must live so long. received: what arrived, by peer, on connections
+        that take memory.
     """
 
-    side: Side
+    endpoint: Endpoint
     launch: Launch
     keep: list[torch.Tensor]
-    receiving: set["Line"] = field(default_factory=set)
-    sending: set["Line"] = field(default_factory=set)
-    slots: dict[int, torch.Tensor] = field(default_factory=dict)
+    receiving: set["Connection"] = field(default_factory=set)
+    sending: set["Connection"] = field(default_factory=set)
+    received: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def wait_received(self) -> None:
         """Return when everything has arrived. Raises: CommError naming a rank that ended, is in another
@@ -123,52 +125,52 @@ class Transfer:
         """Return when what is sent may be freed or changed. Raises: as ``wait_received``."""
         self._wait(self.sending)
 
-    def _wait(self, lines: set["Line"]) -> None:
-        if not lines:
+    def _wait(self, connections: set["Connection"]) -> None:
+        if not connections:
             return
         start = time.monotonic()
-        with self.side.log.waiting(self.launch), self.side.changed:
-            while lines:
-                for line in lines:
-                    if line.trouble or self.side.trouble:
+        with self.endpoint.log.waiting(self.launch), self.endpoint.changed:
+            while connections:
+                for connection in connections:
+                    if connection.trouble or self.endpoint.trouble:
                         raise CommError(
-                            f"{self.side.trouble or line.trouble} ({self._own} was in {self._what})"
+                            f"{self.endpoint.trouble or connection.trouble} ({self._own} was in {self._what})"
                         )
-                if not self.side.changed.wait(_LOOK_S):
+                if not self.endpoint.changed.wait(_LOOK_S):
                     here.raise_verdict()
-                    self._check_time(lines, time.monotonic() - start)
+                    self._check_time(connections, time.monotonic() - start)
 
-    def _check_time(self, lines: set["Line"], waited_s: float) -> None:
-        if lines and waited_s > self.side.timeout_s:
-            peer = self.side.name(min(line.peer for line in lines))
+    def _check_time(self, connections: set["Connection"], waited_s: float) -> None:
+        if connections and waited_s > self.endpoint.timeout_s:
+            peer = self.endpoint.name(min(connection.peer for connection in connections))
             raise CommError(
-                f"{self._own} waited {self.side.timeout_s:.0f} s for {peer} in {self._what}; the connection "
-                "is open but it did not come there"
+                f"{self._own} waited {self.endpoint.timeout_s:.0f} s for {peer} in {self._what}; the "
+                "connection is open but it did not come there"
             )
 
     @property
     def _own(self) -> str:
-        return self.side.name(self.side.rank)
+        return self.endpoint.name(self.endpoint.rank)
 
     @property
     def _what(self) -> str:
         return repr(self.launch.key)
 
 
-class Line:
-    """One TCP connection to one peer, for one kind of collective: messages arrive in the order of sending.
+class Connection:
+    """A TCP connection to one peer, for one kind of collective: messages arrive in the order of sending.
 
-    peer: its rank. takes_memory: what arrives lies in memory that the wire takes (a gradient to be summed),
-        so that it needn't wait for the own rank; else it waits, in the kernel, for a place to be named.
+    peer: its rank. takes_memory: what arrives lies in memory that the event loop takes (a gradient to be
+        summed), so that it needn't wait for the own rank; else it waits in the kernel for a place.
     trouble: what ended it, "" while it works.
     """
 
-    def __init__(self, side: Side, connection: socket.socket, peer: int, takes_memory: bool) -> None:
-        self.side = side
+    def __init__(self, endpoint: Endpoint, sock: socket.socket, peer: int, takes_memory: bool) -> None:
+        self.endpoint = endpoint
         self.peer = peer
         self.takes_memory = takes_memory
         self.trouble = ""
-        self.socket = connection
+        self.socket = sock
         self._out: deque[_Outgoing] = deque()
         self._expected: deque[Incoming] = deque()  # named by the own rank, head not yet arrived
         self._early: deque[Incoming] = deque()  # arrived, or arriving, before the own rank named them
@@ -182,10 +184,10 @@ class Line:
     def send(
         self, transfer: Transfer, parts: deque[memoryview], runs: Sequence[tuple[int, int]] | None = None
     ) -> int:
-        """Queue a message, from memory that stays as it is until ``transfer.wait_sent``; then ``Wire.go``.
+        """Queue a message; ``EventLoop.go`` follows. Its memory may change after ``transfer.wait_sent``.
 
         runs: ``(start, stop)`` bytes of all parts together that are sent, in order, the rest being zeros; for
-            lines that take memory. Returns the bytes that will be sent, without the head.
+            connections that take memory. Returns the bytes that will be sent, without the head.
         """
         nbytes = sum(map(len, parts))
         num_runs = _NO_RUNS
@@ -196,16 +198,16 @@ class Line:
         sent = sum(map(len, parts))
         head = _HEAD.pack(transfer.launch.number, nbytes, num_runs, _text(transfer.launch.key))
         parts.appendleft(memoryview(head))
-        with self.side.changed:
+        with self.endpoint.changed:
             transfer.sending.add(self)
             self._out.append(_Outgoing(parts, transfer))
         return sent
 
     def receive(self, transfer: Transfer, nbytes: int, places: deque[memoryview]) -> None:
-        """Say what is expected, and (unless the line takes memory) where it goes; then ``Wire.go``."""
+        """Say what is expected, and where (unless the connection takes memory); ``EventLoop.go`` follows."""
         key = _text(transfer.launch.key).decode(errors="replace")
         expected = Incoming(transfer.launch.number, nbytes, key, places)
-        with self.side.changed:
+        with self.endpoint.changed:
             if not self._early:
                 expected.transfer = transfer
                 transfer.receiving.add(self)
@@ -219,10 +221,10 @@ class Line:
                 early.transfer = transfer
                 transfer.receiving.add(self)
             else:
-                assert early.slot is not None
-                transfer.slots[self.peer] = early.slot
+                assert early.memory is not None
+                transfer.received[self.peer] = early.memory
 
-    # ---- called by the wire's thread
+    # ---- called by the event loop's thread
 
     @property
     def events(self) -> int:
@@ -243,7 +245,7 @@ class Line:
                 self._read()
         except OSError as error:
             self._break(
-                f"the connection to {self.side.name(self.peer)} broke: {error}; its own error says why"
+                f"the connection to {self.endpoint.name(self.peer)} broke: {error}; its own error says why"
             )
 
     def _write(self) -> None:
@@ -258,10 +260,10 @@ class Line:
                 skip(first.views, sent)
                 if sent < sum(map(len, views)):
                     return
-            with self.side.changed:
+            with self.endpoint.changed:
                 self._out.popleft()
                 first.transfer.sending.discard(self)
-                self.side.changed.notify_all()
+                self.endpoint.changed.notify_all()
 
     def _read(self) -> None:
         while True:
@@ -287,7 +289,7 @@ class Line:
                 return False
             if not got:
                 self._break(
-                    f"{self.side.name(self.peer)} has ended, or left the mesh; its own error says why"
+                    f"{self.endpoint.name(self.peer)} has ended, or left the mesh; its own error says why"
                 )
                 return False
             skip(views, got)
@@ -307,7 +309,7 @@ class Line:
         """Find the place of the message whose head is there; False where there is none yet."""
         number, nbytes, num_runs, key = _HEAD.unpack(self._head)
         arrived = Incoming(number, nbytes, key.rstrip(b"\0").decode(errors="replace"), deque())
-        with self.side.changed:
+        with self.endpoint.changed:
             if self._expected:
                 self._current = self._expected.popleft()
                 if self._current.name != arrived.name:
@@ -319,11 +321,11 @@ class Line:
             else:
                 return False
             if self.takes_memory:
-                self._current.slot = take_bytes(nbytes)
-                self._current.views = views_of([self._current.slot])
+                self._current.memory = take_bytes(nbytes)
+                self._current.views = views_of([self._current.memory])
             if num_runs != _NO_RUNS:
-                assert self._current.slot is not None, "runs on a line that takes no memory"
-                self._current.slot.zero_()
+                assert self._current.memory is not None, "runs on a connection that takes no memory"
+                self._current.memory.zero_()
                 self._current.runs = bytearray(num_runs * RUN.size)
                 self._current.views = deque([memoryview(self._current.runs)] if num_runs else [])
         return True
@@ -331,50 +333,50 @@ class Line:
     def _place_runs(self) -> bool:
         """The current message's table is there: its parts go where it says. False where that is nowhere."""
         current = self._current
-        assert current is not None and current.runs is not None and current.slot is not None
-        whole = view_of(current.slot)
+        assert current is not None and current.runs is not None and current.memory is not None
+        whole = view_of(current.memory)
         runs = list(RUN.iter_unpack(current.runs))
-        with self.side.changed:
+        with self.endpoint.changed:
             current.views = deque(whole[start:stop] for start, stop in runs)
             current.runs = None
             if any(not 0 <= start < stop <= len(whole) for start, stop in runs):
                 self._fail(
-                    f"{self.side.name(self.peer)} sent a table of runs outside of the {len(whole)} bytes of "
-                    f"{current.key!r}: the connection or its memory is damaged"
+                    f"{self.endpoint.name(self.peer)} sent a table of runs outside of the {len(whole)} bytes "
+                    f"of {current.key!r}: the connection or its memory is damaged"
                 )
                 return False
         return True
 
     def _finish(self) -> None:
         """The message is complete."""
-        with self.side.changed:
+        with self.endpoint.changed:
             arrived, self._current = self._current, None
             assert arrived is not None
             if arrived.transfer is not None:
-                if arrived.slot is not None:
-                    arrived.transfer.slots[self.peer] = arrived.slot
+                if arrived.memory is not None:
+                    arrived.transfer.received[self.peer] = arrived.memory
                 arrived.transfer.receiving.discard(self)
-                self.side.changed.notify_all()
+                self.endpoint.changed.notify_all()
         self._head_views.append(memoryview(self._head))
 
     def _break(self, trouble: str) -> None:
         """Nothing more can be sent, either."""
-        with self.side.changed:
+        with self.endpoint.changed:
             self._out.clear()
         self._fail(trouble)
 
     def _fail(self, trouble: str) -> None:
-        with self.side.changed:
+        with self.endpoint.changed:
             self.trouble = self.trouble or trouble
-            self.side.changed.notify_all()
+            self.endpoint.changed.notify_all()
 
 
 def _text(key: str) -> bytes:
     return key.encode()[:_KEY_NBYTES]
 
 
-def _mismatch(line: Line, expected: Incoming, arrived: Incoming) -> str:
-    own, peer = line.side.name(line.side.rank), line.side.name(line.peer)
+def _mismatch(connection: Connection, expected: Incoming, arrived: Incoming) -> str:
+    own, peer = connection.endpoint.name(connection.endpoint.rank), connection.endpoint.name(connection.peer)
     return (
         f"ranks are in different collectives: {own} is in {expected.key!r} (number {expected.number} of this "
         f"mesh, {expected.nbytes} bytes from {peer}), {peer} is in {arrived.key!r} (number {arrived.number}, "

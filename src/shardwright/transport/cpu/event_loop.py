@@ -1,4 +1,4 @@
-"""The one thread of a rank that moves what is on its lines to all peers of a mesh axis."""
+"""The one thread of a rank that moves what is on its connections to all peers of a mesh axis."""
 
 import atexit
 import contextlib
@@ -9,38 +9,38 @@ import threading
 from collections.abc import Iterable
 from weakref import WeakSet
 
-from shardwright.transport.cpu.connection import Line, Side
+from shardwright.transport.cpu.connection import Connection, Endpoint
 
 _PATIENCE_S = 2.0
 
 
-class Wire:
-    """The lines of one rank to its peers on a mesh axis, and the thread that serves them."""
+class EventLoop:
+    """The connections of one rank to its peers on a mesh axis, and the thread that serves them."""
 
-    def __init__(self, side: Side, lines: Iterable[Line]) -> None:
+    def __init__(self, endpoint: Endpoint, connections: Iterable[Connection]) -> None:
         """Start the thread. It holds no tensor beyond the messages under way, and ends at ``stop``."""
-        self.side = side
-        self._lines = list(lines)
+        self.endpoint = endpoint
+        self._connections = list(connections)
         self._selector = selectors.DefaultSelector()
-        self._bell, self._ring = socket.socketpair()
+        self._wakeup, self._waker = socket.socketpair()
         self._stopped = False
-        for line in self._lines:
-            line.socket.setblocking(False)
-            self._selector.register(line.socket, selectors.EVENT_READ, line)
-        self._bell.setblocking(False)
-        self._ring.setblocking(False)
-        self._selector.register(self._bell, selectors.EVENT_READ)
-        _wires.add(self)
-        self._thread = threading.Thread(target=self._run, name="shardwright-wire", daemon=True)
+        for connection in self._connections:
+            connection.socket.setblocking(False)
+            self._selector.register(connection.socket, selectors.EVENT_READ, connection)
+        self._wakeup.setblocking(False)
+        self._waker.setblocking(False)
+        self._selector.register(self._wakeup, selectors.EVENT_READ)
+        _loops.add(self)
+        self._thread = threading.Thread(target=self._run, name="shardwright-event-loop", daemon=True)
         self._thread.start()
 
     def go(self) -> None:
         """Have the thread look at what was queued."""
         with contextlib.suppress(OSError):  # it has rung often enough, or the thread has ended
-            self._ring.send(b"!")
+            self._waker.send(b"!")
 
     def stop(self) -> None:
-        """End the thread, which closes the lines."""
+        """End the thread, which closes the connections."""
         self._stopped = True
         self.go()
 
@@ -56,57 +56,57 @@ class Wire:
             while not self._stopped:
                 for key, events in self._selector.select():
                     if key.data is None:
-                        self._bell.recv(4096)
-                        for line in self._lines:
-                            self._attend(line, selectors.EVENT_WRITE | selectors.EVENT_READ)
+                        self._wakeup.recv(4096)
+                        for connection in self._connections:
+                            self._attend(connection, selectors.EVENT_WRITE | selectors.EVENT_READ)
                     else:
                         self._attend(key.data, events)
-            trouble = f"the lines of {self._own} were closed"
+            trouble = f"the connections of {self._own} were closed"
         except BaseException as error:
             trouble = f"the thread that moves the messages of {self._own} failed: {error!r}"
             raise
         finally:
-            self.side.fail(trouble)
+            self.endpoint.fail(trouble)
             self.close()
 
     @property
     def _own(self) -> str:
-        return self.side.name(self.side.rank)
+        return self.endpoint.name(self.endpoint.rank)
 
-    def _attend(self, line: Line, events: int) -> None:
-        line.move(events & line.events)
-        wanted, watched = line.events, line.socket in self._selector.get_map()
+    def _attend(self, connection: Connection, events: int) -> None:
+        connection.move(events & connection.events)
+        wanted, watched = connection.events, connection.socket in self._selector.get_map()
         if not wanted:
             if watched:
-                self._selector.unregister(line.socket)
+                self._selector.unregister(connection.socket)
         elif not watched:
-            self._selector.register(line.socket, wanted, line)
-        elif self._selector.get_key(line.socket).events != wanted:
-            self._selector.modify(line.socket, wanted, line)
+            self._selector.register(connection.socket, wanted, connection)
+        elif self._selector.get_key(connection.socket).events != wanted:
+            self._selector.modify(connection.socket, wanted, connection)
 
     def close(self) -> None:
-        """Close what this process has of the lines."""
-        for each in (*(line.socket for line in self._lines), self._bell, self._ring):
+        """Close what this process has of the connections."""
+        for each in (*(connection.socket for connection in self._connections), self._wakeup, self._waker):
             each.close()
 
 
-_wires: WeakSet[Wire] = WeakSet()
+_loops: WeakSet[EventLoop] = WeakSet()
 
 
 def _close_all() -> None:
-    for wire in _wires:
-        wire.close()
+    for loop in _loops:
+        loop.close()
 
 
 def _join_all() -> None:
-    for wire in list(_wires):
-        wire.join()
+    for loop in list(_loops):
+        loop.join()
 
 
 # A thread that still runs when Python ends is stopped wherever it is.
 atexit.register(_join_all)
 
 
-# A forked process has copies of the lines, which would keep them open after this one has ended.
+# A forked process has copies of the connections, which would keep them open after this one has ended.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_close_all)

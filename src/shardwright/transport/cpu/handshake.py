@@ -1,9 +1,9 @@
-"""How the ranks of a mesh axis come to have TCP lines to each other.
+"""How the ranks of a mesh axis come to have TCP connections to each other.
 
 Each rank listens at an address of its own; addresses travel over a process group that is there already. Of
 two ranks the higher one calls. A call shows a secret that its listener has made up and told only that group,
 so a stranger who finds the port gets no further. Where any rank can't be reached, all are told why, and none
-has lines.
+has connections.
 """
 
 import os
@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from shardwright.transport.cpu.connection import Line, Side
-from shardwright.transport.cpu.event_loop import Wire
+from shardwright.transport.cpu.connection import Connection, Endpoint
+from shardwright.transport.cpu.event_loop import EventLoop
 from shardwright.transport.launches import LaunchLog
 
 try:
@@ -26,8 +26,8 @@ try:
 except ModuleNotFoundError:  # Windows
     fcntl = None
 
-KINDS = 2  # lines to each peer: all-gathers, and reduce-scatters
-_HELLO = struct.Struct("<16sii")  # the listener's secret, the caller's rank, the kind of line
+KINDS = 2  # connections to each peer: all-gathers, and reduce-scatters
+_HELLO = struct.Struct("<16sii")  # the listener's secret, the caller's rank, the kind of connection
 _PATIENCE_S = 20.0
 _SIOCGIFADDR = 0x8915
 
@@ -39,13 +39,14 @@ class _Listening(NamedTuple):
     secret: bytes
 
 
-def open_wire(
+def open_connections(
     group: ProcessGroup, timeout_s: float, log: LaunchLog
-) -> tuple[Wire, list[dict[int, Line]]] | str:
-    """A wire and its lines by kind and peer; where any rank couldn't reach another, why, alike on all ranks.
+) -> tuple[EventLoop, list[dict[int, Connection]]] | str:
+    """The event loop and its connections, by kind and peer. Where any rank couldn't reach another, the
+    reason, the same on all ranks.
 
-    The second kind takes memory for what arrives (see ``Line``). Every rank of the group calls it; two small
-    exchanges.
+    The second kind takes memory for what arrives (see ``Connection``). Every rank of the group calls it; two
+    small exchanges.
     """
     rank, world = group.rank(), group.size()
     listener, own = _listen(world)
@@ -57,18 +58,18 @@ def open_wire(
             listener.close()
         refusals = [place if isinstance(place, str) else "" for place in places]
         return _first(refusals, log)
-    connections = _connect(rank, reached, listener, min(timeout_s, _PATIENCE_S))
+    socks = _connect(rank, reached, listener, min(timeout_s, _PATIENCE_S))
     listener.close()
     refusals = [""] * world
-    dist.all_gather_object(refusals, connections if isinstance(connections, str) else "", group=group)
-    if isinstance(connections, str) or any(refusals):
-        _close({} if isinstance(connections, str) else connections)
+    dist.all_gather_object(refusals, socks if isinstance(socks, str) else "", group=group)
+    if isinstance(socks, str) or any(refusals):
+        _close({} if isinstance(socks, str) else socks)
         return _first(refusals, log)
-    side = Side(rank, timeout_s, log)
-    lines: list[dict[int, Line]] = [{} for _ in range(KINDS)]
-    for (kind, peer), connection in connections.items():
-        lines[kind][peer] = Line(side, connection, peer, takes_memory=kind == 1)
-    return Wire(side, (line for by_peer in lines for line in by_peer.values())), lines
+    endpoint = Endpoint(rank, timeout_s, log)
+    connections: list[dict[int, Connection]] = [{} for _ in range(KINDS)]
+    for (kind, peer), sock in socks.items():
+        connections[kind][peer] = Connection(endpoint, sock, peer, takes_memory=kind == 1)
+    return EventLoop(endpoint, (each for by_peer in connections for each in by_peer.values())), connections
 
 
 def _first(refusals: Sequence[str], log: LaunchLog) -> str:
@@ -110,31 +111,31 @@ def _connect(
     try:
         for peer, place in enumerate(places[:rank]):
             for kind in range(KINDS):
-                connection = socket.create_connection(place.address, patience_s)
-                found[kind, peer] = connection
-                connection.sendall(_HELLO.pack(place.secret, rank, kind))
+                sock = socket.create_connection(place.address, patience_s)
+                found[kind, peer] = sock
+                sock.sendall(_HELLO.pack(place.secret, rank, kind))
         while len(found) < KINDS * (len(places) - 1):
             listener.settimeout(max(1e-3, deadline - time.monotonic()))
-            connection = listener.accept()[0]
-            caller = _caller(connection, places[rank].secret)
+            sock = listener.accept()[0]
+            caller = _caller(sock, places[rank].secret)
             if caller is None or caller in found:
-                connection.close()
+                sock.close()
             else:
-                found[caller] = connection
+                found[caller] = sock
     except OSError as error:  # refused, not routed, or too late
         _close(found)
         return f"not all ranks could be called ({error})"
-    for connection in found.values():
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a host that vanished is noticed
+    for sock in found.values():
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a host that vanished is noticed
     return found
 
 
-def _caller(connection: socket.socket, secret: bytes) -> tuple[int, int] | None:
-    """Kind of line and rank of who calls; None for a stranger."""
-    connection.settimeout(2.0)
+def _caller(sock: socket.socket, secret: bytes) -> tuple[int, int] | None:
+    """Kind of connection and rank of who calls; None for a stranger."""
+    sock.settimeout(2.0)
     try:
-        hello = connection.recv(_HELLO.size, socket.MSG_WAITALL)
+        hello = sock.recv(_HELLO.size, socket.MSG_WAITALL)
     except OSError:
         return None
     if len(hello) < _HELLO.size:
@@ -143,6 +144,6 @@ def _caller(connection: socket.socket, secret: bytes) -> tuple[int, int] | None:
     return (kind, peer) if secrets.compare_digest(shown, secret) else None
 
 
-def _close(connections: dict[tuple[int, int], socket.socket]) -> None:
-    for connection in connections.values():
-        connection.close()
+def _close(socks: dict[tuple[int, int], socket.socket]) -> None:
+    for sock in socks.values():
+        sock.close()

@@ -1,13 +1,13 @@
 """Socket transport: one message per peer and collective, straight between the places of use.
 
     all-gather       my spans  -> the same spans of every peer's buffer
-    reduce-scatter   peer r's spans of my gradients -> a slot on rank r, summed there in rank order
+    reduce-scatter   peer r's spans of my gradients -> memory of rank r, summed there in rank order
 
 Sums are done here, in the reduce dtype and in rank order, so that they are the same bit for bit however the
 messages arrive. Long runs of zeros in a gradient stay here (``zeros.py``). Gathers and reductions have
-lines of their own: a small all-gather behind bulk reductions waited 248 ms on a shared one, 8 ms on its own
-(measured with Gloo). A part of a gradient is taken in as it arrives, also before the own backward has come so
-far; a part of an all-gather waits in the kernel until its buffer is there.
+connections of their own: a small all-gather behind bulk reductions waited 248 ms on a shared one, 8 ms on
+its own (measured with Gloo). A part of a gradient is taken in as it arrives, also before the own backward has
+come so far; a part of an all-gather waits in the kernel until its buffer is there.
 """
 
 import time
@@ -17,43 +17,44 @@ from collections.abc import Sequence
 import torch
 
 from shardwright.transport.base import Segment, sum_in_rank_order, whole_place
-from shardwright.transport.cpu.connection import Line, Transfer
-from shardwright.transport.cpu.event_loop import Wire
+from shardwright.transport.cpu.connection import Connection, Transfer
+from shardwright.transport.cpu.event_loop import EventLoop
 from shardwright.transport.cpu.views import views_of
 from shardwright.transport.cpu.zeros import filled_runs
 from shardwright.transport.streams import Streams
 
 
 class SocketComm:
-    """Collectives of one mesh axis over TCP lines to every peer (see ``open_wire``)."""
+    """Collectives of one mesh axis over TCP connections to every peer (see ``open_connections``)."""
 
     reads_in_place = True
     streams: Streams | None = None
 
-    def __init__(self, wire: Wire, lines: Sequence[dict[int, Line]]) -> None:
-        self._gather_lines, self._reduce_lines = lines
-        self.world = len(self._gather_lines) + 1
-        self.rank = wire.side.rank
-        self.log = wire.side.log
+    def __init__(self, loop: EventLoop, connections: Sequence[dict[int, Connection]]) -> None:
+        self._gather_connections, self._reduce_connections = connections
+        self.world = len(self._gather_connections) + 1
+        self.rank = loop.endpoint.rank
+        self.log = loop.endpoint.log
         self.sent_nbytes = 0
         self.exposed_s: float | None = 0.0
-        self._wire = wire
+        self._loop = loop
         # Peers in an order that gives every rank another partner at each turn.
         self._peers = tuple((self.rank + shift) % self.world for shift in range(1, self.world))
-        weakref.finalize(self, wire.stop)
+        weakref.finalize(self, loop.stop)
 
     def all_gather(self, segments: Sequence[Segment], key: str) -> "_SocketGather":
         """See ``Comm.all_gather``."""
         start = time.perf_counter()
-        transfer = Transfer(self._wire.side, self.log.launch(key), [segment.flat for segment in segments])
+        transfer = Transfer(self._loop.endpoint, self.log.launch(key), [segment.flat for segment in segments])
         for peer in self._peers:
             nbytes = sum(segment.part_nbytes(peer) for segment in segments)
             if nbytes:
                 places = views_of(segment.part(peer) for segment in segments)
-                self._gather_lines[peer].receive(transfer, nbytes, places)
+                self._gather_connections[peer].receive(transfer, nbytes, places)
+        own = [segment.part(self.rank) for segment in segments]
         for peer in self._peers:
-            self._send(self._gather_lines[peer], transfer, [segment.part(self.rank) for segment in segments])
-        self._wire.go()
+            self._send(self._gather_connections[peer], transfer, own)
+        self._loop.go()
         self.spent(start)
         return _SocketGather(self, transfer)
 
@@ -62,17 +63,17 @@ class SocketComm:
     ) -> "_SocketReduction":
         """See ``Comm.reduce_scatter``."""
         start = time.perf_counter()
-        transfer = Transfer(self._wire.side, self.log.launch(key), [segment.flat for segment in segments])
-        # Wider elements first: so every part in a slot begins at a multiple of its own element's size.
+        transfer = Transfer(self._loop.endpoint, self.log.launch(key), [segment.flat for segment in segments])
+        # Wider elements first: so every part received begins at a multiple of its own element's size.
         order = sorted(range(len(segments)), key=lambda index: -segments[index].flat.element_size())
         nbytes = sum(segment.part_nbytes(self.rank) for segment in segments)
         for peer in self._peers:
             if nbytes:
-                self._reduce_lines[peer].receive(transfer, nbytes, views_of(()))
+                self._reduce_connections[peer].receive(transfer, nbytes, views_of(()))
             self._send_filled(
-                self._reduce_lines[peer], transfer, [segments[index].part(peer) for index in order]
+                self._reduce_connections[peer], transfer, [segments[index].part(peer) for index in order]
             )
-        self._wire.go()
+        self._loop.go()
         self.spent(start)
         return _SocketReduction(self, transfer, [(segments[index], dtypes[index], index) for index in order])
 
@@ -80,17 +81,17 @@ class SocketComm:
         """See ``Comm.gather``."""
         start = time.perf_counter()
         launch = self.log.launch(f"gather {spans[-1][1]} elements on rank {dst}")
-        transfer = Transfer(self._wire.side, launch, [])
+        transfer = Transfer(self._loop.endpoint, launch, [])
         whole = whole_place(spans, dst, shard) if self.rank == dst else None
         if whole is None:
             transfer.keep.append(shard.contiguous())
-            self._send(self._gather_lines[dst], transfer, transfer.keep)
+            self._send(self._gather_connections[dst], transfer, transfer.keep)
         else:
             for peer in self._peers:
                 place = whole[slice(*spans[peer])]
                 if place.numel():
-                    self._gather_lines[peer].receive(transfer, place.nbytes, views_of([place]))
-        self._wire.go()
+                    self._gather_connections[peer].receive(transfer, place.nbytes, views_of([place]))
+        self._loop.go()
         transfer.wait_received()
         transfer.wait_sent()
         self.spent(start)
@@ -100,10 +101,10 @@ class SocketComm:
         """Send int64 to one peer, and return those that come from another one: as many. A launch of its own,
         which every rank makes; not counted in ``sent_nbytes``. Raises: as the wait of an all-gather."""
         sent, place = torch.tensor(words), torch.empty(len(words), dtype=torch.int64)
-        transfer = Transfer(self._wire.side, self.log.launch(key), [sent])
-        self._gather_lines[source].receive(transfer, place.nbytes, views_of([place]))
-        self._gather_lines[to].send(transfer, views_of([sent]))
-        self._wire.go()
+        transfer = Transfer(self._loop.endpoint, self.log.launch(key), [sent])
+        self._gather_connections[source].receive(transfer, place.nbytes, views_of([place]))
+        self._gather_connections[to].send(transfer, views_of([sent]))
+        self._loop.go()
         transfer.wait_received()
         transfer.wait_sent()
         return place.tolist()
@@ -113,24 +114,24 @@ class SocketComm:
         assert self.exposed_s is not None
         self.exposed_s += time.perf_counter() - start
 
-    def _send(self, line: Line, transfer: Transfer, parts: Sequence[torch.Tensor]) -> None:
+    def _send(self, connection: Connection, transfer: Transfer, parts: Sequence[torch.Tensor]) -> None:
         views = views_of(parts)
         if views:
-            self.sent_nbytes += line.send(transfer, views)
+            self.sent_nbytes += connection.send(transfer, views)
 
-    def _send_filled(self, line: Line, transfer: Transfer, parts: Sequence[torch.Tensor]) -> None:
+    def _send_filled(self, connection: Connection, transfer: Transfer, parts: Sequence[torch.Tensor]) -> None:
         """The same, but for zeros where there are many."""
         parts = [part for part in parts if part.numel()]
         found = [filled_runs(part) for part in parts]
         if all(runs is None for runs in found):
-            self._send(line, transfer, parts)
+            self._send(connection, transfer, parts)
             return
         joined, begin = [], 0
         for part, runs in zip(parts, found, strict=True):
             whole = [(0, part.nbytes)] if runs is None else runs
             joined += [(begin + start, begin + stop) for start, stop in whole]
             begin += part.nbytes
-        self.sent_nbytes += line.send(transfer, views_of(parts), joined)
+        self.sent_nbytes += connection.send(transfer, views_of(parts), joined)
 
 
 class _SocketGather:
@@ -181,7 +182,7 @@ class _SocketReduction:
         rank, world = self._comm.rank, self._comm.world
         if not own.numel() or world == 1:
             return own.to(dtype, copy=not own.numel())  # an empty view would hold the whole gradient
-        received = {peer: slot[place].view(own.dtype) for peer, slot in self._transfer.slots.items()}
+        received = {peer: each[place].view(own.dtype) for peer, each in self._transfer.received.items()}
         # Into a received part, never into the own one: that is a part of a whole gradient, soon to be freed.
         parts = [received.get(r, own) for r in range(world)]
         return sum_in_rank_order(parts, dtype, scratch=1 if rank == 0 else 0)

@@ -1,4 +1,4 @@
-"""Lines between two ends in one process: whatever arrives early, in pieces or wrongly is dealt with."""
+"""Connections between two ends in one process: whatever arrives early, in pieces or wrongly is dealt with."""
 
 import socket
 import time
@@ -7,31 +7,31 @@ import pytest
 import torch
 
 from shardwright.errors import CommError
-from shardwright.transport.cpu import connection as lines
-from shardwright.transport.cpu.connection import Line, Side, Transfer
-from shardwright.transport.cpu.event_loop import Wire
+from shardwright.transport.cpu import connection as connection_file
+from shardwright.transport.cpu.connection import Connection, Endpoint, Transfer
+from shardwright.transport.cpu.event_loop import EventLoop
 from shardwright.transport.cpu.views import views_of
 from shardwright.transport.launches import Launch, LaunchLog
 
 
 class End:
-    """One end: a wire with a single line to the other one."""
+    """One end: an event loop with a single connection to the other one."""
 
     def __init__(self, rank, connection, takes_memory, timeout_s=5.0):
-        side = Side(rank, timeout_s, LaunchLog((0, 1)))
-        self.line = Line(side, connection, 1 - rank, takes_memory)
-        self.wire = Wire(side, [self.line])
+        endpoint = Endpoint(rank, timeout_s, LaunchLog((0, 1)))
+        self.connection = Connection(endpoint, connection, 1 - rank, takes_memory)
+        self.loop = EventLoop(endpoint, [self.connection])
 
     def send(self, number, parts, key="key", runs=None):
-        transfer = Transfer(self.wire.side, Launch(number, key, "", 0), list(parts))
-        self.line.send(transfer, views_of(parts), runs)
-        self.wire.go()
+        transfer = Transfer(self.loop.endpoint, Launch(number, key, "", 0), list(parts))
+        self.connection.send(transfer, views_of(parts), runs)
+        self.loop.go()
         return transfer
 
     def receive(self, number, places, key="key", nbytes=None):
-        transfer = Transfer(self.wire.side, Launch(number, key, "", 0), list(places))
-        self.line.receive(transfer, nbytes or sum(p.nbytes for p in places), views_of(places))
-        self.wire.go()
+        transfer = Transfer(self.loop.endpoint, Launch(number, key, "", 0), list(places))
+        self.connection.receive(transfer, nbytes or sum(p.nbytes for p in places), views_of(places))
+        self.loop.go()
         return transfer
 
 
@@ -41,13 +41,13 @@ def ends(request):
     ends = [End(rank, end, request.param) for rank, end in enumerate(pair)]
     yield ends
     for end in ends:
-        end.wire.stop()
+        end.loop.stop()
 
 
 def arrived(transfer, places):
-    """What has arrived, wherever the line put it."""
+    """What has arrived, wherever the connection put it."""
     transfer.wait_received()
-    joined = [transfer.slots[peer] for peer in sorted(transfer.slots)]
+    joined = [transfer.received[peer] for peer in sorted(transfer.received)]
     return torch.cat(joined or [place.view(torch.uint8) for place in places])
 
 
@@ -86,11 +86,11 @@ def test_messages_of_any_size_arrive_in_order_whoever_comes_first(ends, expected
 
 @pytest.fixture
 def taking():
-    """Two ends of a line that takes memory."""
+    """Two ends of a connection that takes memory."""
     ends = [End(rank, end, True) for rank, end in enumerate(socket.socketpair())]
     yield ends
     for end in ends:
-        end.wire.stop()
+        end.loop.stop()
 
 
 RUNS = (None, [], [(0, 1)], [(2, 5), (700, 1000), (1001, 4 << 20)], [(0, 1000), (1000, 5 << 20)])
@@ -121,7 +121,7 @@ def test_what_lies_between_runs_is_zeros_and_is_not_sent(taking, expected_first)
 
 @pytest.mark.parametrize("run", [(0, 9), (-1, 3), (5, 5), (1 << 40, 1 << 41)])
 def test_a_damaged_table_of_runs_is_told_and_nobody_waits_for_ever(taking, run, monkeypatch):
-    monkeypatch.setattr(lines, "cut", lambda parts, runs: parts)
+    monkeypatch.setattr(connection_file, "cut", lambda parts, runs: parts)
     sender, receiver = taking
     parts = [torch.ones(8, dtype=torch.uint8)]
     sender.send(1, parts, runs=[run])
@@ -155,7 +155,7 @@ def test_another_collective_is_told_from_the_head(ends, early, number, nbytes, k
 def test_an_end_that_goes_away_is_named_at_once_and_only_to_who_waits(ends):
     sender, receiver = ends
     sender.send(1, [torch.ones(8, dtype=torch.uint8)]).wait_sent()
-    sender.wire.stop()
+    sender.loop.stop()
     place = torch.zeros(8, dtype=torch.uint8)
     assert arrived(receiver.receive(1, [place]), [place]).sum() == 8
     with pytest.raises(CommError, match=r"rank 0 has ended, or left the mesh.*\(rank 1 was in 'next'\)"):
@@ -168,4 +168,4 @@ def test_an_end_that_says_nothing_is_named_after_the_timeout():
     with pytest.raises(CommError, match="rank 1 waited 0 s for rank 0 in 'key'; the connection is open"):
         ends[1].receive(1, [place]).wait_received()
     for end in ends:
-        end.wire.stop()
+        end.loop.stop()
