@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 
 from shardwright.errors import InputError, StageError
 from shardwright.schedule.bucket import fits
+from shardwright.schedule.layout import Spans, equal_spans
 from shardwright.transport.base import Comm, Reduction, Segment
 from shardwright.transport.mesh import comm_of
 from shardwright.transport.words import check_alike
@@ -240,7 +241,7 @@ class _Bucket:
         assert rows is not None
         self.handles, self._rows, self._used = [], None, 0
         numel = rows.shape[1]
-        spans = tuple((r * numel, r * numel + used) for r in range(self.comm.world))
+        spans = Spans((r * numel, r * numel + used) for r in range(self.comm.world))
         self._send([Segment(rows.view(-1), spans)], handles, rows)
 
     def give_back(self, rows: torch.Tensor) -> None:
@@ -278,9 +279,9 @@ class _Bucket:
         if whole is None and not self.comm.reads_in_place:
             whole = torch.stack(inputs).view(-1)
         if whole is not None:
-            return [Segment(whole, tuple((r * numel, (r + 1) * numel) for r in range(world)))]
+            return [Segment(whole, equal_spans(numel, world))]
         return [
-            Segment(tensor.reshape(-1), tuple((0, numel if r == owner else 0) for r in range(world)))
+            Segment(tensor.reshape(-1), Spans((0, numel if r == owner else 0) for r in range(world)))
             for owner, tensor in enumerate(inputs)
         ]
 

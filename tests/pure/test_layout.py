@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from shardwright.errors import InputError
 from shardwright.schedule.flat_layout import FlatLayout
-from shardwright.schedule.layout import ALIGNMENT_NBYTES, GroupLayout, ParamLayout, pack
+from shardwright.schedule.layout import ALIGNMENT_NBYTES, GroupLayout, ParamLayout, Spans, equal_spans, pack
 
 SHAPES = st.lists(st.integers(0, 9), min_size=1, max_size=4).map(tuple)
 WORLDS = st.integers(1, 9)
@@ -105,3 +105,16 @@ def test_a_scalar_is_kept_whole_by_every_rank():
 def test_a_dim_that_the_shape_does_not_have_is_refused(dim):
     with pytest.raises(InputError, match=r"shape \[4, 5\]: it has dims 0..1"):
         ParamLayout((4, 5), 2, dim)
+
+
+@given(layouts())
+def test_spans_know_what_follows_of_them(layout):
+    share = layout.padded_numel // layout.world
+    assert layout.spans.longest == share and layout.spans.is_chunked
+    assert layout.spans.is_even == (layout.numel == layout.padded_numel)
+    assert equal_spans(3, layout.world).is_even
+
+
+@pytest.mark.parametrize("spans", [((0, 2), (4, 6)), ((0, 0), (0, 3)), ((0, 1), (1, 4))])
+def test_spans_with_gaps_or_a_longer_one_behind_a_shorter_are_not_chunks(spans):
+    assert not Spans(spans).is_chunked and not Spans(spans).is_even

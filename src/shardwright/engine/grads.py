@@ -6,6 +6,7 @@ from torch.distributed.tensor import DTensor
 from shardwright.errors import InputError
 from shardwright.params.param import ShardedParam
 from shardwright.policy import MixedPrecisionPolicy
+from shardwright.schedule.layout import equal_spans
 from shardwright.transport.base import Segment
 
 
@@ -62,8 +63,7 @@ def reduce_segment(
     if layout.dim is None:
         # Kept whole: every rank's span is a copy, so the reduce-scatter gives every rank the sum.
         flat = grad.reshape(-1).repeat(layout.world)
-        numel = layout.numel
-        return Segment(flat, tuple((r * numel, (r + 1) * numel) for r in range(layout.world)))
+        return Segment(flat, equal_spans(layout.numel, layout.world))
     return Segment(grad.movedim(layout.dim, 0).contiguous().view(-1), layout.spans)
 
 

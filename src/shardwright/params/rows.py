@@ -14,7 +14,7 @@ gradients, whatever brought them. Where more than half of the rows are in use, a
 import torch
 from torch.nn import functional as F
 
-from shardwright.schedule.layout import ParamLayout
+from shardwright.schedule.layout import ParamLayout, Spans, equal_spans
 from shardwright.transport.base import Comm, Gather, Reduction, Segment
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
@@ -63,11 +63,11 @@ class _Rows:
         first = sum(self.counts[:rank])
         self.own = self.ids[first : first + self.counts[rank]] - layout.row_range(rank)[0]
 
-    def spans(self, stride: int | None = None) -> tuple[tuple[int, int], ...]:
+    def spans(self, stride: int | None = None) -> Spans:
         """Elements of each rank's rows: one after another, or every ``stride`` rows."""
         starts = [sum(self.counts[:r]) if stride is None else r * stride for r in range(len(self.counts))]
         pairs = zip(starts, self.counts, strict=True)
-        return tuple((start * self.width, (start + count) * self.width) for start, count in pairs)
+        return Spans((start * self.width, (start + count) * self.width) for start, count in pairs)
 
 
 class _Exchange:
@@ -78,7 +78,7 @@ class _Exchange:
         nbytes = -(-layout.rows // 8)
         self._bits = torch.empty(comm.world, nbytes, dtype=torch.uint8, device=used.device)
         self._bits[comm.rank] = _pack(used)
-        spans = tuple((r * nbytes, (r + 1) * nbytes) for r in range(comm.world))
+        spans = equal_spans(nbytes, comm.world)
         self._gather = comm.all_gather([Segment(self._bits.view(-1), spans)], key)
 
     def wait(self) -> _Rows | None:

@@ -15,12 +15,40 @@ spans and each aligned, so that an all-gather can be received straight into the 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 
 from shardwright.errors import InputError
 
 ALIGNMENT_NBYTES = 64  # a cache line; a multiple of every dtype's size and of NCCL's 16-byte vector loads
+
+
+class Spans(tuple[tuple[int, int], ...]):
+    """``(start, stop)`` elements of each rank's part of a flat tensor; what follows is worked out once."""
+
+    @cached_property
+    def longest(self) -> int:
+        """Elements of the longest part."""
+        return max(stop - start for start, stop in self)
+
+    @cached_property
+    def is_chunked(self) -> bool:
+        """Whether they are the tensor cut into parts of ``longest``, one after another until nothing is left:
+        with padding behind its end each part lies where equal parts would."""
+        end, longest = self[-1][1], self.longest
+        equal = ((rank * longest, (rank + 1) * longest) for rank in range(len(self)))
+        return self == tuple((min(start, end), min(stop, end)) for start, stop in equal)
+
+    @cached_property
+    def is_even(self) -> bool:
+        """Whether all parts are equal and one after another."""
+        return self.is_chunked and self[-1][1] == len(self) * self.longest
+
+
+@lru_cache
+def equal_spans(numel: int, world: int) -> Spans:
+    """Parts of ``numel`` elements for each of ``world`` ranks, one after another."""
+    return Spans((rank * numel, (rank + 1) * numel) for rank in range(world))
 
 
 @dataclass(frozen=True)
@@ -84,9 +112,9 @@ class ParamLayout:
         return start * self.row_numel, stop * self.row_numel
 
     @cached_property
-    def spans(self) -> tuple[tuple[int, int], ...]:
+    def spans(self) -> Spans:
         """``span(rank)`` of every rank."""
-        return tuple(self.span(rank) for rank in range(self.world))
+        return Spans(self.span(rank) for rank in range(self.world))
 
     def shard_numel(self, rank: int) -> int:
         """Elements of ``rank``'s shard."""

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from shardwright.schedule.layout import pack
+from shardwright.schedule.layout import Spans, pack
 from shardwright.transport.cpu.pages import pages_of_its_own, take_bytes
 from shardwright.transport.streams import Streams
 
@@ -22,7 +22,7 @@ class Segment:
     """
 
     flat: torch.Tensor
-    spans: tuple[tuple[int, int], ...]
+    spans: Spans
 
     def part(self, rank: int) -> torch.Tensor:
         """The span of ``rank``, 1-D, in the segment's dtype."""

@@ -58,13 +58,15 @@ class CustomComm:
         for other in dtypes[1:]:
             dtype = torch.promote_types(dtype, other)
         comm, device = self.custom_reduce_scatter, segments[0].flat.device
-        longest = [max(stop - start for start, stop in segment.spans) for segment in segments]
+        longest = [segment.spans.longest for segment in segments]
         sent = comm.allocate((sum(longest) * self.world,), dtype=dtype, device=device).zero_()
         received = comm.allocate((sum(longest),), dtype=dtype, device=device)
-        for rank, row in enumerate(sent.view(self.world, -1)):
-            for place, segment in zip(row.split(longest), segments, strict=True):
-                part = segment.flat[slice(*segment.spans[rank])]
-                place[: part.numel()].copy_(part)
+        for place, segment in zip(sent.view(self.world, -1).split(longest, 1), segments, strict=True):
+            if segment.spans.is_even:
+                place.copy_(segment.flat[: segment.spans[-1][1]].view(self.world, -1))
+                continue
+            for row, (start, stop) in zip(place, segment.spans, strict=True):
+                row[: stop - start].copy_(segment.flat[start:stop])
         work = comm(
             output_tensor=received,
             input_tensor=sent,

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch.distributed import ProcessGroup
 
+from shardwright.schedule.layout import pack
 from shardwright.transport.base import Comm, Segment
 from shardwright.transport.launches import Launch, LaunchLog
 from shardwright.transport.streams import Due, Streams
@@ -62,16 +63,16 @@ class NcclComm:
         if self.streams is None:
             self._launch_gather(flight, segments)
             return _NcclGather(flight, None, None)
-        with self.streams.gathering(segment.flat for segment in segments):
+        with self.streams.gathering([segment.flat for segment in segments]):
             due = self.streams.gathered()
             self._launch_gather(flight, segments)
         return _NcclGather(flight, self.streams, due)
 
     def _launch_gather(self, flight: "_Flight", segments: Sequence[Segment]) -> None:
-        for members in _by_dtype(segments).values() if self.world > 1 else ():
+        for members in _by_dtype([s.flat for s in segments]).values() if self.world > 1 else ():
             outputs = [segments[i].flat for i in members]
             inputs = [flat.view(self.world, -1)[self.rank] for flat in outputs]
-            self.sent_nbytes += sum(shard.nbytes for shard in inputs) * (self.world - 1)
+            self.sent_nbytes += sum([shard.nbytes for shard in inputs]) * (self.world - 1)
             if self._coalesce:
                 options = AllgatherOptions()
                 options.asyncOp = True
@@ -89,26 +90,26 @@ class NcclComm:
     ) -> "_NcclReduction":
         """See ``Comm.reduce_scatter``. Sums in NCCL's order: repeatable for one world, not a fixed one."""
         flight = _Flight(self, self.log.launch(key), [])
-        owned = [stop - start for start, stop in (segment.spans[self.rank] for segment in segments)]
+        owned = [stop - start for start, stop in [segment.spans[self.rank] for segment in segments]]
         if self.streams is None or self.world == 1:  # alone there is nothing to run beside
             inputs, outputs = self._launch_reduction(flight, segments, dtypes)
             return _NcclReduction(flight, (inputs, outputs, owned), None, None)
         with self.streams.reducing():
             inputs, outputs = self._launch_reduction(flight, segments, dtypes)
             due = self.streams.reduced()
-        kept = [*inputs, *(segment.flat for segment in segments)]
+        kept = inputs + [segment.flat for segment in segments]
         return _NcclReduction(flight, (kept, outputs, owned), self.streams, due)
 
     def _launch_reduction(
         self, flight: "_Flight", segments: Sequence[Segment], dtypes: Sequence[torch.dtype]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """What is read, and the sums."""
-        inputs = [self._padded(segment, dtype) for segment, dtype in zip(segments, dtypes, strict=True)]
+        inputs = _padded(segments, dtypes)
         if self.world == 1:
             return inputs, inputs
         outputs = [flat.new_empty(flat.numel() // self.world) for flat in inputs]
-        for members in _by_dtype(Segment(flat, ()) for flat in inputs).values():
-            self.sent_nbytes += sum(outputs[i].nbytes for i in members) * (self.world - 1)
+        for members in _by_dtype(inputs).values():
+            self.sent_nbytes += sum([outputs[i].nbytes for i in members]) * (self.world - 1)
             if self._coalesce:
                 options = ReduceScatterOptions()
                 options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
@@ -141,16 +142,6 @@ class NcclComm:
                 flight.works.append(group.recv([whole[slice(*span)]], peer, 0))
         flight.wait()
         return whole
-
-    def _padded(self, segment: Segment, dtype: torch.dtype) -> torch.Tensor:
-        """The gradient in the reduce dtype, each rank's span padded with zeros to the longest one."""
-        chunk = max(stop - start for start, stop in segment.spans)
-        if segment.spans == tuple((r * chunk, (r + 1) * chunk) for r in range(self.world)):
-            return segment.flat[: chunk * self.world].to(dtype)
-        padded = segment.flat.new_zeros(chunk * self.world, dtype=dtype)
-        for rank, (start, stop) in enumerate(segment.spans):
-            padded[rank * chunk : rank * chunk + stop - start].copy_(segment.flat[start:stop])
-        return padded
 
 
 class _Flight(NamedTuple):
@@ -211,10 +202,50 @@ class _NcclReduction:
         return [total[:numel] for total, numel in zip(self._outputs, self._owned, strict=True)]
 
 
-def _by_dtype(segments: Iterable[Segment]) -> dict[torch.dtype, list[int]]:
-    """Indices by dtype, empty segments left out: one coalesced call moves one dtype."""
+def _padded(segments: Sequence[Segment], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
+    """The gradients in their reduce dtypes, each rank's span padded with zeros to the longest one.
+
+    Where they lie where that is so already; else in memory of one tensor for each dtype, filled at once.
+    """
+    inputs = [segment.flat for segment in segments]
+    elsewhere: dict[torch.dtype, list[int]] = defaultdict(list)
+    for index, (flat, dtype) in enumerate(zip(inputs, dtypes, strict=True)):
+        spans = segments[index].spans
+        if spans.is_even and flat.dtype == dtype:
+            inputs[index] = flat[: spans[-1][1]]
+        else:
+            elsewhere[dtype].append(index)
+    for dtype, members in elsewhere.items():
+        sizes = [segments[i].spans.longest * len(segments[i].spans) for i in members]
+        offsets, nbytes = pack([numel * dtype.itemsize for numel in sizes])
+        whole = inputs[members[0]].new_empty(nbytes // dtype.itemsize, dtype=dtype)
+        zeros: list[torch.Tensor] = []
+        copies: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for index, offset, numel in zip(members, offsets, sizes, strict=True):
+            start = offset // dtype.itemsize
+            flat, spans, place = inputs[index], segments[index].spans, whole[start : start + numel]
+            inputs[index] = place
+            places, sources = copies.setdefault(flat.dtype, ([], []))
+            if spans.is_chunked:
+                end = spans[-1][1]
+                places.append(place[:end])
+                sources.append(flat[:end])
+                zeros += [place[end:]] if end < numel else []
+            else:
+                zeros.append(place)
+                places += [p[: b - a] for p, (a, b) in zip(place.split(spans.longest), spans, strict=True)]
+                sources += [flat[a:b] for a, b in spans]
+        if zeros:
+            torch._foreach_zero_(zeros)  # pyright: ignore[reportPrivateImportUsage]
+        for places, sources in copies.values():
+            torch._foreach_copy_(places, sources)  # pyright: ignore[reportPrivateImportUsage]
+    return inputs
+
+
+def _by_dtype(flats: Iterable[torch.Tensor]) -> dict[torch.dtype, list[int]]:
+    """Indices by dtype, empty tensors left out: one coalesced call moves one dtype."""
     members: dict[torch.dtype, list[int]] = defaultdict(list)
-    for index, segment in enumerate(segments):
-        if segment.flat.numel():
-            members[segment.flat.dtype].append(index)
+    for index, flat in enumerate(flats):
+        if flat.numel():
+            members[flat.dtype].append(index)
     return dict(members)

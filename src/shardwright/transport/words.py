@@ -10,6 +10,7 @@ import hashlib
 import torch
 
 from shardwright.errors import CommError
+from shardwright.schedule.layout import equal_spans
 from shardwright.transport.base import Comm, Segment
 from shardwright.transport.cpu.shm import ShmComm
 from shardwright.transport.nccl import NcclComm
@@ -71,4 +72,4 @@ def check_alike(comm: Comm, text: str, key: str) -> None:
 
 def _segment(table: torch.Tensor) -> Segment:
     world, width = table.shape
-    return Segment(table.view(-1), tuple((rank * width, (rank + 1) * width) for rank in range(world)))
+    return Segment(table.view(-1), equal_spans(width, world))

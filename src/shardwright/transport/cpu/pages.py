@@ -46,9 +46,8 @@ def advise_huge(storage: torch.UntypedStorage) -> None:
         return
     begin = -(-storage.data_ptr() // HUGE_PAGE_NBYTES) * HUGE_PAGE_NBYTES
     end = (storage.data_ptr() + storage.nbytes()) // HUGE_PAGE_NBYTES * HUGE_PAGE_NBYTES
-    if end > begin:
-        # Whether it was taken is left unread: it is advice, and the memory is as good without it.
-        advise(begin, end - begin, _ADVICE)
+    # Whether it was taken is left unread: it is advice, and the memory is as good without it.
+    advise(begin, max(0, end - begin), _ADVICE)
 
 
 @functools.cache
