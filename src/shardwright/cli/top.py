@@ -87,7 +87,7 @@ def run_top(known: argparse.Namespace) -> int:
 
 
 def _object(found: Findings) -> str:
-    """What each rank answers, what the ended ones left, and the diagnosis as "verdict" (null: all is well)."""
+    """What each rank answers, what the ended ones left, the diagnosis as "verdict" (null: all is well)."""
     diagnosis = diagnose(found, WatchPolicy())
     return as_json({**asdict(found), "verdict": diagnosis and asdict(diagnosis)})
 
