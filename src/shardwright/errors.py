@@ -5,6 +5,7 @@
     |   `-- MisuseError (also AssertionError)  where torch's ``fully_shard`` raises an AssertionError
     |-- ConfigError (ValueError)       a configuration file or command line; lists everything wrong at once
     |-- MissingExtra (ModuleNotFoundError)  a package that comes with an extra of ours and isn't installed
+    |-- UnsupportedTorch (ImportError) a torch that lacks a private name of torch that is needed
     |-- DataError (ValueError)         a corpus that is missing, empty or too small
     |-- ScheduleError (AssertionError) a schedule that isn't sound
     |-- StageError (RuntimeError)      a call that is illegal in the stage that a group is in
@@ -40,6 +41,10 @@ class ConfigError(ShardwrightError, ValueError):
 
 class MissingExtra(ShardwrightError, ModuleNotFoundError):
     """A package that comes with an extra of ours and isn't installed; says the line that installs it."""
+
+
+class UnsupportedTorch(ShardwrightError, ImportError):
+    """A torch that lacks a private name of torch that is needed; says the versions that have them all."""
 
 
 class DataError(ShardwrightError, ValueError):

@@ -11,6 +11,7 @@ from shardwright.engine.unit import Unit, units_in
 from shardwright.errors import InputError
 from shardwright.params.quantized.codec import Encoding
 from shardwright.policy import CPUOffloadPolicy, MixedPrecisionPolicy, ReductionPolicy
+from shardwright.torch_private import parameters_of
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ def explain(model: nn.Module) -> Explanation:
     unmanaged = [
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()
-        for name, param in module._parameters.items()
+        for name, param in parameters_of(module).items()
         if param is not None and (id(module), name) not in managed
     ]
     return Explanation(tuple(_row(unit, group, names) for unit, group in owned), tuple(unmanaged))

@@ -144,9 +144,10 @@ class FSDPModule(GradientSetters, MotionSetters, TorchFSDPModule):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """``pickle``, ``torch.save`` and ``copy.copy`` ask for this. Raises: InputError, always."""
         raise InputError(
-            f"{self._get_name()} is sharded, and a sharded module can't be pickled or copied by copy.copy: "
-            "this rank holds its own shards alone. Save shardwright.checkpoint.save(folder, model=model) or "
-            "shardwright.full_state_dict(model), called on every rank; copy.deepcopy(model) copies it"
+            f"{original_class(type(self)).__name__} is sharded, and a sharded module can't be pickled or "
+            "copied by copy.copy: this rank holds its own shards alone. Save "
+            "shardwright.checkpoint.save(folder, model=model) or shardwright.full_state_dict(model), called "
+            "on every rank; copy.deepcopy(model) copies it"
         )
 
 

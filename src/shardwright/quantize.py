@@ -17,6 +17,7 @@ from shardwright.params.param import ShardedParam
 from shardwright.params.quantized.codec import NF4, Encoding, codec_of
 from shardwright.params.quantized.group import encode_sharded
 from shardwright.params.quantized.module import encodings, set_encoded
+from shardwright.torch_private import parameters_of
 
 Where = str | Sequence[str] | Callable[[str, nn.Parameter], bool]
 Shown = dict[nn.Parameter, list[tuple[str, nn.Module, str]]]
@@ -125,7 +126,7 @@ def _shown(model: nn.Module) -> Shown:
     shown: Shown = {}
     for path, module in model.named_modules():
         parts = {f"{name}_{e.codec.scales}" for name, e in encodings(module).items()} | {*encodings(module)}
-        for name, param in module._parameters.items():
+        for name, param in parameters_of(module).items():
             if param is not None and name not in parts:
                 shown.setdefault(param, []).append((f"{path}.{name}" if path else name, module, name))
     return shown
@@ -135,7 +136,7 @@ def _matches(where: Any, param: nn.Parameter, places: list[tuple[str, nn.Module,
     if where is None:
         linear = param.ndim == 2 and all(isinstance(module, nn.Linear) for _, module, _ in places)
         experts = param.ndim == 3 and not any(
-            isinstance(module, nn.modules.conv._ConvNd) for _, module, _ in places
+            isinstance(module, nn.Conv1d | nn.ConvTranspose1d) for _, module, _ in places
         )
         adapter = any(".lora_" in name for name, _, _ in places)
         return param.is_floating_point() and (linear or experts) and not adapter

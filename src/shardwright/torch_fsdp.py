@@ -11,7 +11,9 @@ from torch.distributed.fsdp import DataParallelMeshDims as TorchDataParallelMesh
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
 from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy
-from torch.distributed.fsdp import _fully_shard, api, fully_sharded_data_parallel, wrap
+from torch.distributed.fsdp import api, fully_sharded_data_parallel, wrap
+
+from shardwright.torch_private import FSDP_MODULES
 
 __all__ = [
     "PLACES",
@@ -25,12 +27,10 @@ __all__ = [
 
 PLACES: tuple[ModuleType, ...] = (
     fsdp,
-    _fully_shard,
     api,
     fully_sharded_data_parallel,
     wrap,
-    import_module("torch.distributed._composable.fsdp"),
-    import_module("torch.distributed._composable.fsdp.fully_shard"),
+    *map(import_module, FSDP_MODULES),
 )
 """The modules that clients take its names from."""
 

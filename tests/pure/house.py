@@ -48,8 +48,9 @@ FLOORS = {
     "policy": 2,
     "extras": 2,
     "bnb": 1,
-    "errors": 1,
     "torch_fsdp": 1,
+    "torch_private": 0,
+    "errors": -1,
 }
 """Room (top folder or file of the package, or one file of a folder) -> floor. A room imports only from lower
 floors and itself."""
@@ -90,6 +91,7 @@ BRIDGES = {"torchax": "xla/torch_bridge.py", "transformers": "hf/library.py"}
 HOOKS_FILE = "engine/hooks.py"
 STAGES_FILE = "engine/group.py"
 FSDP_FILE = "torch_fsdp.py"
+PRIVATE_FILE = "torch_private.py"
 # Of optimizers, neither of modules nor of autograd; it stands below engine/, and refuses theirs.
 OPTIMIZER_HOOK = ("xla/placeholder.py", "torch.optim.optimizer.register_optimizer_step_pre_hook")
 AnyFunction = ast.FunctionDef | ast.AsyncFunctionDef
@@ -224,7 +226,7 @@ def foreign_runtime(package: dict[str, str]) -> list[str]:
     """Imports of ``torch.distributed.fsdp`` but by one file, for its names: the runtime is written here."""
     complaints = []
     for path, source in package.items():
-        if path == FSDP_FILE:
+        if path in (FSDP_FILE, PRIVATE_FILE):
             continue
         for node in ast.walk(ast.parse(source)):
             names: list[str] = []
@@ -261,6 +263,66 @@ def stray_hooks(package: dict[str, str]) -> list[str]:
                     f"{path}:{getattr(node, 'lineno', 0)}: {name}; only {HOOKS_FILE} sets hooks"
                 )
     return complaints
+
+
+def private_names(source: str) -> set[str]:
+    """The private attributes that a file reads of whatever objects, by name or by string."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "value", None)
+        if isinstance(name, str) and re.fullmatch(r"_[a-zA-Z]\w*", name):
+            found.add(name)
+    return found
+
+
+def stray_private_names(package: dict[str, str], of_torch: set[str]) -> list[str]:
+    """Private names of torch outside of the one file that may have them.
+
+    of_torch: private attributes of torch's objects. An override may call what it overrides, by ``super()``.
+    """
+    complaints = []
+    for path, source in package.items():
+        if path == PRIVATE_FILE:
+            continue
+        tree = ast.parse(source)
+        inherited = {
+            id(node)
+            for function in _functions(tree)
+            for node in ast.walk(function)
+            if isinstance(node, ast.Attribute)
+            and node.attr == function.name
+            and ast.unparse(node.value).startswith("super(")
+        }
+        bound: dict[str, str] = {}
+        for node in ast.walk(tree):
+            bound |= _bound_to_torch(node, bound)
+        for node in ast.walk(tree):
+            names = [*_bound_to_torch(node, bound).values()]
+            if isinstance(node, ast.Attribute) and id(node) not in inherited:
+                root, dot, rest = ast.unparse(node).partition(".")
+                names = [bound.get(root, root) + dot + rest if node.attr.startswith("_") else ""]
+                names += [f"torch.{node.attr}"] if node.attr in of_torch else []
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                names = [f"torch.{node.value}" if node.value in of_torch else node.value]
+            private = [name for name in names if re.fullmatch(r"torch(\.\w+)*\.\*?_[a-zA-Z][\w.]*", name)]
+            if private:
+                complaints.append(f"{path}:{getattr(node, 'lineno', 0)}: {private[0]}; see {PRIVATE_FILE}")
+    return complaints
+
+
+def _bound_to_torch(node: ast.AST, bound: dict[str, str]) -> dict[str, str]:
+    """What names stand for that this imports of torch, or assigns."""
+    if isinstance(node, ast.Import):
+        found = {alias.asname or alias.name.split(".")[0]: alias.name for alias in node.names}
+    elif isinstance(node, ast.ImportFrom) and not node.level:
+        found = {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Attribute):
+        root, dot, rest = ast.unparse(node.value).partition(".")
+        value = bound.get(root, root) + dot + rest
+        found = {target.id: value for target in node.targets if isinstance(target, ast.Name)}
+    else:
+        return {}
+    return {name: value for name, value in found.items() if (value + ".").startswith("torch.")}
 
 
 def stray_stages(package: dict[str, str]) -> list[str]:

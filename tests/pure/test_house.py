@@ -14,6 +14,13 @@ def over_budget(package):
     return house.over_budget(package, house.EXCEPTIONS if package is PACKAGE else {})
 
 
+PRIVATE = house.private_names(PACKAGE[house.PRIVATE_FILE])
+
+
+def stray_private_names(package):
+    return house.stray_private_names(package, PRIVATE)
+
+
 RULES = [
     house.arrows_up,
     house.circles,
@@ -23,6 +30,7 @@ RULES = [
     house.foreign_runtime,
     house.stray_hooks,
     house.stray_stages,
+    stray_private_names,
     house.unbounded_groups,
     over_budget,
 ]
@@ -92,6 +100,17 @@ BAD = [
     (house.stray_stages, {"engine/executor.py": "def f(group):\n    group.stage = Stage.SHARDED"}),
     (house.stray_stages, {"engine/group.py": "def f(self):\n    self.stage, x = Stage.SHARDED, 1"}),
     (house.stray_stages, {"api.py": "def f(group):\n    object.__setattr__(group, 'stage', 0)"}),
+    (stray_private_names, {"api.py": "from torch.utils._pytree import tree_map"}),
+    (stray_private_names, {"api.py": "from torch.utils import _pytree as pytree"}),
+    (stray_private_names, {"api.py": "import torch.utils._pytree as pytree"}),
+    (stray_private_names, {"api.py": "import torch\nx = torch._C.something"}),
+    (stray_private_names, {"api.py": "import torch.distributed as dist\nx = dist.distributed_c10d._world"}),
+    (stray_private_names, {"api.py": "from torch import nn\nx = nn.modules.conv._ConvNd"}),
+    (stray_private_names, {"api.py": "import torch\naten = torch.ops.aten\nx = aten._fused_adam_"}),
+    (stray_private_names, {"api.py": "import_module('torch.distributed._composable.fsdp')"}),
+    (stray_private_names, {"engine/edits.py": "def f(param):\n    return param._version"}),
+    (stray_private_names, {"xla/state.py": "def f(m):\n    return getattr(m, '_parameters')"}),
+    (stray_private_names, {"module.py": "class A:\n    def f(self):\n        super()._apply(1)"}),
     (house.unbounded_groups, {"api.py": "init_process_group('gloo', rank=0)"}),
     (over_budget, {"api.py": "x = 1\n" * 401}),
     (over_budget, {"api.py": "def f():\n" + lines(60)}),
@@ -115,6 +134,9 @@ GOOD = {
     "api.py": '"""Doc."""\nfrom .engine import hooks\nfrom shardwright import errors\n',
     "engine/hooks.py": "m.register_forward_hook(f)\nclass F(torch.autograd.Function): pass",
     "engine/runtime.py": "from shardwright.schedule.layout import X\nimport torch.distributed as dist",
+    "torch_private.py": "from torch import _C\nx = attrgetter('_version')",
+    "module.py": "import torch\n\nclass A:\n    def _apply(self):\n        super()._apply(1)\n        "
+    "self._own = torch.nn.__version__",
     "transport/mesh.py": "dist.new_group(ranks, T)\ninit_process_group(timeout=T)",
     "schedule/layout.py": "from shardwright.errors import InputError\n\ndef f(a, b, c, d, e, f):\n"
     + lines(59),

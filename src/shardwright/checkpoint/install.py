@@ -9,6 +9,7 @@ from torch import nn
 from shardwright.checkpoint.flat import home_of
 from shardwright.checkpoint.target import Plan, Target
 from shardwright.checkpoint.tree import decode
+from shardwright.torch_private import COMPILED, EXTRA_STATE, buffers_of, look_up_again, parameters_of
 
 
 def install(todo: Plan, filled: Mapping[str, Target], small: Mapping[str, torch.Tensor]) -> None:
@@ -19,7 +20,7 @@ def install(todo: Plan, filled: Mapping[str, Target], small: Mapping[str, torch.
 
     _replace_meta(todo, filled)
     for name, module in todo.model.named_modules():
-        key = f"{name}.{nn.modules.module._EXTRA_STATE_KEY_SUFFIX}".lstrip(".").replace("_orig_mod.", "")
+        key = f"{name}.{EXTRA_STATE}".lstrip(".").replace(COMPILED, "")
         if key in todo.state.get("model", {}):
             module.set_extra_state(decode(todo.state["model"][key], value_of))
     if todo.optimizer is not None:
@@ -51,7 +52,7 @@ def _replace_meta(todo: Plan, filled: Mapping[str, Target]) -> None:
         return
     new: dict[int, Any] = {}
     for module in todo.model.modules():
-        for tensors in (module._parameters, module._buffers):
+        for tensors in (parameters_of(module), buffers_of(module)):
             for name, old in tensors.items():
                 if old is None or id(old) not in todo.replaced:
                     continue
@@ -67,4 +68,4 @@ def _replace_meta(todo: Plan, filled: Mapping[str, Target]) -> None:
             if id(p) in new:
                 group["params"][i] = new[id(p)]
                 todo.names[id(new[id(p)])] = todo.names[id(p)]
-    todo.model._apply(lambda tensor: tensor)  # sharded modules look up their parameters again after an _apply
+    look_up_again(todo.model)

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Optimizer
 
 from shardwright.checkpoint.flat import FlatSlice, Saved, home_of, is_like, layout_of, views_of
@@ -21,6 +20,7 @@ from shardwright.checkpoint.tree import Tensors, encode
 from shardwright.errors import CheckpointError
 from shardwright.interchange import NF4_ROWS, is_nf4_tensor
 from shardwright.params.placement import cuts_of
+from shardwright.torch_private import COMPILED, StridedShard
 from shardwright.xla.placeholder import Placeholder
 
 
@@ -130,7 +130,7 @@ def box_at(
 def _has_boxes(axis: int, placements: Any, mesh_shape: tuple[int, ...]) -> bool:
     """Whether a rank holds a box: a strided cut must be of what the plain cuts of its dim have left."""
     placement = placements[axis]
-    if not isinstance(placement, _StridedShard):
+    if not isinstance(placement, StridedShard):
         return isinstance(placement, (Shard, Replicate))
     others = [(a, p) for a, p in cuts_of(placements) if a != axis and p.dim == placement.dim]
     before = prod(mesh_shape[a] for a, _ in others if a > axis)
@@ -184,7 +184,7 @@ def model_tensors(model: nn.Module) -> tuple[dict[str, Any], dict[str, tuple[str
             raise CheckpointError(
                 f"{raw} is of an XLA model: use save_xla or load_xla of shardwright.checkpoint.xla"
             )
-        name = raw.replace("_orig_mod.", "")  # torch.compile's wrapper
+        name = raw.replace(COMPILED, "")
         if isinstance(value, torch.Tensor) and id(value) in first:
             original = first[id(value)]
             aliases[original] = (*aliases.get(original, ()), name)

@@ -29,6 +29,7 @@ from shardwright.checkpoint.rankfiles import rank_entries, rank_files
 from shardwright.checkpoint.shardfile import DTYPE_NAME
 from shardwright.checkpoint.torchfile import fake_load, piece_of, torch_entries
 from shardwright.errors import CheckpointError
+from shardwright.torch_private import DCP_CLASSES, DCP_LAYOUT
 
 _DCP = ".metadata"
 
@@ -174,14 +175,14 @@ class _MetadataUnpickler(pickle.Unpickler):
             return getattr(allowed[module], name)
         if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
             return getattr(torch, name)
-        if (module, name) == ("torch.serialization", "_get_layout"):
+        if (module, name) == DCP_LAYOUT:
             return {str(torch.strided): torch.strided}.__getitem__
         raise CheckpointError(f".metadata names {module}.{name}, which does not describe a tensor; refused")
 
 
 _METADATA_CLASSES = {
     "Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "BytesStorageMetadata",
-    "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING", "_StorageInfo", "PosixPath", "WindowsPath",
+    "MetadataIndex", "StorageMeta", *DCP_CLASSES, "PosixPath", "WindowsPath",
     "PurePosixPath",
 }  # fmt: skip
 

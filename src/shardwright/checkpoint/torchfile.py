@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwright.checkpoint.format import Piece, TensorEntry
 from shardwright.checkpoint.shardfile import DTYPE_NAME
 from shardwright.errors import CheckpointError
+from shardwright.torch_private import FakeTensorMode, file_offset_of
 
 
 def torch_entries(path: Path) -> dict[str, TensorEntry]:
@@ -69,7 +69,7 @@ def piece_of(path: Path, name: str, tensor: torch.Tensor, base: int, offset: tup
             f"{path}: {name} is stored with stride {tensor.stride()} as {tensor.dtype}; only contiguous "
             "plain dtypes can be read in ranges: save it again with tensor.contiguous()"
         )
-    storage: Any = tensor.untyped_storage()  # under FakeTensorMode torch.load notes where the data lies
-    start = base + storage._checkpoint_offset + tensor.storage_offset() * tensor.element_size()
+    storage = tensor.untyped_storage()  # under FakeTensorMode torch.load notes where the data lies
+    start = base + file_offset_of(storage) + tensor.storage_offset() * tensor.element_size()
     nbytes = tensor.numel() * tensor.element_size()
     return Piece(path.name, start, nbytes, None, offset, tuple(tensor.shape))

@@ -8,20 +8,18 @@ import weakref
 from collections.abc import Callable
 from weakref import WeakKeyDictionary
 
-import torch
-from torch.autograd import Variable
-
 from shardwright.engine.group import ParamGroup, keeps_grads
 from shardwright.engine.runtime import Runtime
 from shardwright.engine.unit import Unit
 from shardwright.errors import StageError
 from shardwright.params.buffer import Buffer
 from shardwright.schedule.schedule import EventKind, Phase
+from shardwright.torch_private import current_graph_task, queue_callback
 
 
 def in_backward() -> bool:
     """Whether this thread is running a backward."""
-    return torch._C._current_graph_task_id() != -1
+    return current_graph_task() != -1
 
 
 class Call:
@@ -93,7 +91,7 @@ class Backward:
         self._enter_phase()
         ending = _Ending(self)
         self._ending = weakref.ref(ending)
-        Variable._execution_engine.queue_callback(ending)
+        queue_callback(ending)
 
     def _enter_phase(self) -> None:
         self.number += 1
@@ -104,7 +102,7 @@ class Backward:
     def enter(self, unit: Unit, call: Call) -> None:
         """The gradient of one of the call's outputs is there: its backward begins."""
         self.begin()
-        call.task = torch._C._current_graph_task_id()
+        call.task = current_graph_task()
         active = self._active.setdefault(unit, set())
         if call in active:
             return

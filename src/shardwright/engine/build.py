@@ -33,6 +33,7 @@ from shardwright.params.placement import Split
 from shardwright.params.smaller_world import Near
 from shardwright.params.subclass import ExtendedParam, is_extended, not_extensible
 from shardwright.policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, adopt
+from shardwright.torch_private import buffers_of, concatenated, parameters_of
 from shardwright.transport.mesh import Axis, resolve, smaller_world
 
 PlacementFunction = Callable[[nn.Parameter], Any]
@@ -252,7 +253,7 @@ def _check_composes(fqn: str, param: nn.Parameter, axis: Axis, dims: DataParalle
     mesh, names = param.device_mesh, param.device_mesh.mesh_dim_names or ()
     if dims is None:
         try:
-            DeviceMesh._concatenate([axis.mesh, mesh])
+            concatenated([axis.mesh, mesh])
         except (RuntimeError, TypeError) as error:  # the second where an axis has no name
             raise InputError(
                 f"parameter {fqn!r} is a DTensor already ({param.placements} on {mesh}), on a mesh that "
@@ -271,7 +272,7 @@ def _named_sites(modules: Sequence[nn.Module]) -> Iterator[tuple[str, ParamSite,
     seen: set[tuple[int, str]] = set()
     for root in modules:
         for prefix, m in root.named_modules():
-            for name, param in m._parameters.items():
+            for name, param in parameters_of(m).items():
                 if param is not None and (id(m), name) not in seen:
                     seen.add((id(m), name))
                     yield f"{prefix}.{name}" if prefix else name, ParamSite(m, name), param
@@ -285,7 +286,7 @@ def _numbered_without(modules: Sequence[nn.Module], ignored: set[int]) -> dict[s
     found: dict[str, str] = {}
 
     def visit(module: nn.Module, path: str, counted: str) -> None:
-        for name in module._parameters:
+        for name in parameters_of(module):
             found.setdefault(path + name, counted + name)
         skipped = 0
         for name, child in module.named_children():
@@ -367,6 +368,6 @@ def _flatten(found: Found, splits: dict[nn.Parameter, Split], unit: Unit) -> lis
 def _move_buffers(modules: Sequence[nn.Module], device: torch.device, ignored: set[int]) -> None:
     for m in modules:
         for child in m.modules():
-            for name, buffer in child._buffers.items():
+            for name, buffer in buffers_of(child).items():
                 if buffer is not None and buffer.device not in (device, torch.device("meta")):
-                    child._buffers[name] = buffer.to(device)
+                    buffers_of(child)[name] = buffer.to(device)

@@ -25,6 +25,7 @@ from shardwright.params.param import ParamSite, ShardedParam
 from shardwright.params.smaller_world import Near
 from shardwright.policy import MixedPrecisionPolicy, ReductionPolicy, SchedulePolicy
 from shardwright.schedule.schedule import GroupFacts
+from shardwright.torch_private import hook_tables_of
 from shardwright.transport.custom import CustomComm
 from shardwright.transport.mesh import Axis, smaller_world
 
@@ -105,7 +106,7 @@ def plain(model: nn.Module) -> Iterator[Blueprint]:
 @contextmanager
 def _without(hooks: ModuleHooks) -> Iterator[None]:
     """Without these hooks, for a while; afterwards they are where they were among other ones."""
-    tables = [table for module in hooks.unit.modules for table in _hook_tables(module)]
+    tables = [table for module in hooks.unit.modules for table in hook_tables_of(module)]
     before = [table.copy() for table in tables]
     for table in tables:
         for key in hooks.ids & table.keys():
@@ -116,19 +117,6 @@ def _without(hooks: ModuleHooks) -> Iterator[None]:
         for table, entries in zip(tables, before, strict=True):
             table.clear()
             table.update(entries)
-
-
-def _hook_tables(module: nn.Module) -> list[dict[int, Any]]:
-    names = (
-        "_forward_pre_hooks",
-        "_forward_pre_hooks_with_kwargs",
-        "_forward_hooks",
-        "_forward_hooks_with_kwargs",
-        "_forward_hooks_always_called",
-        "_state_dict_pre_hooks",
-        "_load_state_dict_pre_hooks",
-    )
-    return [getattr(module, name) for name in names]
 
 
 def deep_copy(model: nn.Module, memo: dict[int, Any]) -> tuple[nn.Module, Blueprint]:

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
+
+from shardwright.torch_private import tree_leaves, tree_map
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, type, nn.Module)
 

@@ -9,11 +9,12 @@ from torch.distributed.tensor import DTensor
 from shardwright.engine.group import ParamGroup, Stage
 from shardwright.params.param import ShardedParam
 from shardwright.params.subclass import ExtendedParam
+from shardwright.torch_private import local_of, version_of
 
 
 def unsharded_versions(group: ParamGroup) -> list[int]:
     """How often each unsharded parameter has been changed in place; for ``write_back``."""
-    return [param.unsharded._version for param in group.params] + group.decoding.versions()
+    return [version_of(param.unsharded) for param in group.params] + group.decoding.versions()
 
 
 def write_back(group: ParamGroup, before: Sequence[int], unmarked: bool = True) -> None:
@@ -30,9 +31,11 @@ def write_back(group: ParamGroup, before: Sequence[int], unmarked: bool = True) 
             if param in group.decoding.parts:
                 continue
             if isinstance(param, ExtendedParam):
-                if param.unsharded._version != version:
+                if version_of(param.unsharded) != version:
                     param.write_back()
-            elif param.unsharded._version != version or (unmarked and param.own.dtype == param.local.dtype):
+            elif version_of(param.unsharded) != version or (
+                unmarked and param.own.dtype == param.local.dtype
+            ):
                 param.local.copy_(_rows(param))
 
 
@@ -59,4 +62,4 @@ def _rows(param: ShardedParam) -> torch.Tensor:
     if param.layout.in_order:
         return param.own
     face = param.unsharded.detach()
-    return param.rows_of(face._local_tensor if isinstance(face, DTensor) else face)
+    return param.rows_of(local_of(face) if isinstance(face, DTensor) else face)

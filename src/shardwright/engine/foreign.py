@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
-from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from shardwright.errors import MisuseError
+from shardwright.torch_private import REGISTRY_KEY
 
 _WRAPPER = ".fsdp.fully_sharded_data_parallel"  # the end of its module's name
 _ASKING = ("wrapper", "_is_composable_with_fsdp", "_get_ignored_modules")

@@ -7,6 +7,7 @@ from shardwright.errors import InputError
 from shardwright.params.param import ShardedParam
 from shardwright.policy import MixedPrecisionPolicy
 from shardwright.schedule.layout import equal_spans
+from shardwright.torch_private import local_of, post_accumulate_grad_hooks
 from shardwright.transport.base import Segment
 
 
@@ -76,11 +77,11 @@ def add_sharded_grad(param: ShardedParam, total: torch.Tensor) -> None:
     if grad is None:
         param.sharded.grad = param.dtensor(local)
     elif isinstance(grad, DTensor):
-        grad._local_tensor.add_(local)
+        local_of(grad).add_(local)
     else:
         raise InputError(
             f"the gradient of sharded parameter {param.fqn!r} was set to a {type(grad).__name__}; "
             "set it to a DTensor like the parameter, or to None"
         )
-    for hook in tuple((getattr(param.sharded, "_post_accumulate_grad_hooks", None) or {}).values()):
+    for hook in post_accumulate_grad_hooks(param.sharded):
         hook(param.sharded)

@@ -23,6 +23,7 @@ from shardwright.params.rows import Rows
 from shardwright.params.smaller_world import Near, Versions
 from shardwright.params.subclass import follow_extensions
 from shardwright.policy import MixedPrecisionPolicy
+from shardwright.torch_private import parameters_of
 from shardwright.transport.base import Comm, Gather, Segment
 from shardwright.transport.mesh import Axis
 from shardwright.transport.watched import Collective, tell
@@ -243,7 +244,10 @@ class ParamGroup:
     def uncover(self) -> None:
         """Modules show the unsharded parameters again, where they were covered."""
         site = self.params[0].sites[0]
-        if self.stage is Stage.UNSHARDED and site.module._parameters.get(site.name) is self.params[0].sharded:
+        if (
+            self.stage is Stage.UNSHARDED
+            and parameters_of(site.module).get(site.name) is self.params[0].sharded
+        ):
             for param in self.params:
                 param.show(param.unsharded)
 

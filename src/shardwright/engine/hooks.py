@@ -22,7 +22,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from shardwright.engine.backward import Call, backward_of, in_backward, needed
@@ -37,9 +36,16 @@ from shardwright.engine.uncompiled import uncompiled
 from shardwright.engine.unit import Unit, unit_of
 from shardwright.observe.lifecycle import amendments
 from shardwright.params.at_rest import name_remedy
-from shardwright.params.dtensor_ops import register_optimizer_kernels
 from shardwright.params.load_plain import shard_plain_entries
 from shardwright.schedule.schedule import EventKind, Phase
+from shardwright.torch_private import (
+    base_of,
+    current_graph_task,
+    forward_pre_hooks_of,
+    register_optimizer_kernels,
+    tree_flatten,
+    tree_unflatten,
+)
 
 
 class _GradWatch:
@@ -264,19 +270,19 @@ class ModuleHooks:
 
     def _watch_output(self, call: Call, output: torch.Tensor) -> None:
         output.register_hook(lambda _: backward_of(self.unit.runtime).enter(self.unit, call))
-        base = output._base
+        base = base_of(output)
         if base is not None and base.grad_fn is not None:
             # An in-place change of a view gives it a new node and drops its hook; its base's node stays.
             base.grad_fn.register_prehook(lambda _: self._enter_if_missed(call))
 
     def _enter_if_missed(self, call: Call) -> None:
-        if call.task != torch._C._current_graph_task_id():
+        if call.task != current_graph_task():
             backward_of(self.unit.runtime).enter(self.unit, call)
 
 
 def hooks_of(module: nn.Module) -> ModuleHooks:
     """The hooks of a sharded module."""
-    owners = (getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values())
+    owners = (getattr(hook, "__self__", None) for hook in forward_pre_hooks_of(module).values())
     return next(owner for owner in owners if isinstance(owner, ModuleHooks))
 
 

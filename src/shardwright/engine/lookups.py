@@ -14,6 +14,7 @@ from shardwright.params.flat_param import FlatParam
 from shardwright.params.rows import Rows, rows_in
 from shardwright.policy import SchedulePolicy
 from shardwright.schedule.schedule import GroupFacts
+from shardwright.torch_private import forward_hooks_of, forward_pre_hooks_of
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +89,7 @@ def wanted_rows(group: ParamGroup | None, module: nn.Module, args: Any, kwargs: 
         return
     inputs = (*args, *kwargs.values())
     # Hooks of others, or methods that run as its forward, might read the rest of the weight.
-    alone = len(module._forward_pre_hooks) == len(module._forward_hooks) == 1
+    alone = len(forward_pre_hooks_of(module)) == len(forward_hooks_of(module)) == 1
     if alone and len(inputs) == 1 and isinstance(inputs[0], torch.Tensor) and _is_as_built(module):
         rows.wanted = rows_in(inputs[0], rows.num_rows)
     try:

@@ -16,6 +16,7 @@ from shardwright.engine.group import Stage
 from shardwright.engine.together import unsettled
 from shardwright.engine.unit import sharded_from
 from shardwright.errors import StageError
+from shardwright.torch_private import current_graph_task
 
 _LEFT_OUT = "_left_out_of_sharding"
 
@@ -29,7 +30,7 @@ class OptimizerGuard:
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        if torch._C._current_graph_task_id() == -1:  # else it steps from inside the backward
+        if current_graph_task() == -1:  # else it steps from inside the backward
             if unsettled:
                 _check_settled(optimizer, params)
             _forget_unsharded(params)

@@ -22,6 +22,7 @@ from shardwright.engine.joined import Joined
 from shardwright.errors import StageError
 from shardwright.params.param import ShardedParam
 from shardwright.policy import MixedPrecisionPolicy, ReductionPolicy
+from shardwright.torch_private import foreach_div_, post_accumulate_grad_hooks
 from shardwright.transport.all_reduce import AllReduce
 from shardwright.transport.base import Comm, Reduction, Segment
 from shardwright.transport.mesh import Axis
@@ -112,7 +113,7 @@ class Reducer:
 
     def _refuse_optimizer_inside(self) -> None:
         """Raises: StageError where a hook waits for the gradients of a group that is reduced once more."""
-        hooked = [p.fqn for p in self.params if getattr(p.sharded, "_post_accumulate_grad_hooks", None)]
+        hooked = [p.fqn for p in self.params if post_accumulate_grad_hooks(p.sharded)]
         if hooked:
             raise StageError(
                 f"group {self.name!r} is reduced twice in one backward (ranks ran it in different "
@@ -231,7 +232,7 @@ class Reducer:
         others = [total for total in totals if total.dtype is not torch.float16] if half else totals
         for sums, rest in ((half, divisor / self._predivisor), (others, divisor)):
             if sums and rest != 1:
-                torch._foreach_div_(sums, rest)  # pyright: ignore[reportPrivateImportUsage]
+                foreach_div_(sums, rest)
         if self.hook is not None:
             self._call(self.hook, totals)
         for param, total in zip(params, totals, strict=True):

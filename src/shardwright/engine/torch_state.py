@@ -8,12 +8,12 @@ import weakref
 from typing import Any
 
 from torch import nn
-from torch.distributed._composable.contract import STATE_KEY
 
 from shardwright.engine.backward import backward_of
 from shardwright.engine.hooks import hooks_of
 from shardwright.engine.unit import unit_of
 from shardwright.errors import InputError
+from shardwright.torch_private import STATE_KEY
 
 
 class TorchState:

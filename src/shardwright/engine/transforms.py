@@ -9,8 +9,8 @@ from collections.abc import Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
-from torch._C import _functorch as functorch  # pyright: ignore[reportAttributeAccessIssue]
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+from shardwright.torch_private import beneath_all_transforms, peek_transforms
 
 _INSIDE_NONE = nullcontext()
 
@@ -20,7 +20,7 @@ def beneath_transforms() -> AbstractContextManager[None]:
     was."""
     if torch.is_inference_mode_enabled():
         return _beneath(torch.inference_mode(False), torch.no_grad())
-    return _INSIDE_NONE if functorch.peek_interpreter_stack() is None else _beneath()
+    return _INSIDE_NONE if peek_transforms() is None else _beneath()
 
 
 @contextmanager
@@ -28,5 +28,5 @@ def _beneath(*modes: AbstractContextManager[None]) -> Generator[None]:
     with ExitStack() as entered:
         for mode in modes:
             entered.enter_context(mode)
-        with temporarily_clear_interpreter_stack():
+        with beneath_all_transforms():
             yield

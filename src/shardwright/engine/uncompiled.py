@@ -4,11 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from torch._C._dynamo.eval_frame import (  # there without the compiler, whose import costs 1-2 s
-    _FrameAction,
-    _FrameExecStrategy,
-    set_code_exec_strategy,
-)
+from shardwright.torch_private import skipped_by_compiler
 
 
 def uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -24,9 +20,4 @@ def uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
     def around(*args: Any, **kwargs: Any) -> Any:
         return hook(*args, **kwargs)
 
-    marked: Any = around
-    marked._torchdynamo_disable = True
-    marked._torchdynamo_disable_msg = "a hook of Shardwright"
-    marked._torchdynamo_disable_recursive = True
-    set_code_exec_strategy(marked.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
-    return around
+    return skipped_by_compiler(around)

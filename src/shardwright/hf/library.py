@@ -16,6 +16,7 @@ from torch import nn
 
 from shardwright.errors import InputError
 from shardwright.extras import from_extra
+from shardwright.torch_private import buffers_of, unsaved_buffers_of
 
 with from_extra("hf"):
     import transformers
@@ -149,11 +150,11 @@ def rebuild_buffers(model: Any, device: torch.device) -> None:
             for buffer_name, buffer in _unsaved(module):
                 fresh = torch.empty_like(buffer, device=device)
                 fresh.view(-1).view(torch.uint8).fill_(0xFF * fill)
-                module._buffers[buffer_name] = fresh
+                buffers_of(module)[buffer_name] = fresh
             with torch.no_grad():
                 model._init_weights(module)
-            results.append({key: module._buffers[key].view(-1).view(torch.uint8) for key in _keys(module)})
-        for key in _keys(module):
+            results.append({key: buffer.view(-1).view(torch.uint8) for key, buffer in _unsaved(module)})
+        for key in results[0]:
             if not torch.equal(results[0][key], results[1][key]):
                 raise InputError(
                     f"buffer {name}.{key} is in no file and {type(model).__name__}._init_weights doesn't "
@@ -161,16 +162,9 @@ def rebuild_buffers(model: Any, device: torch.device) -> None:
                 )
 
 
-def _keys(module: nn.Module) -> list[str]:
-    return [key for key, buffer in module._buffers.items() if _is_unsaved(module, key) and buffer is not None]
-
-
 def _unsaved(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [(key, buffer) for key in _keys(module) if (buffer := module._buffers[key]) is not None]
-
-
-def _is_unsaved(module: nn.Module, key: str) -> bool:
-    return key in module._non_persistent_buffers_set
+    buffers, unsaved = buffers_of(module), unsaved_buffers_of(module)
+    return [(key, buffer) for key, buffer in buffers.items() if key in unsaved and buffer is not None]
 
 
 def save_config(model: Any, cls: type, folder: Path, dtype: torch.dtype) -> None:

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwright.errors import InputError
+from shardwright.torch_private import local_of, spec_of
 
 _meshes: set[int] = set()  # hashes: a mesh would keep its process groups
 _allowed = ContextVar("pickle_shards", default=False)
@@ -60,7 +61,7 @@ def keep_per_rank(tensor: Any) -> Any:
 
 
 def _reduced(tensor: DTensor) -> Any:
-    spec = tensor._spec
+    spec = spec_of(tensor)
     cuts = any(
         spec.mesh.size(axis) > 1 and not placement.is_replicate()
         for axis, placement in enumerate(spec.placements)
@@ -69,7 +70,7 @@ def _reduced(tensor: DTensor) -> Any:
     if cuts and hash(spec.mesh) in _meshes and not allowed:
         raise InputError(
             f"a sharded tensor of shape {list(tensor.shape)} is being pickled, of which this rank holds "
-            f"{list(tensor._local_tensor.shape)}: the file would have the whole shape and lack the numbers "
+            f"{list(local_of(tensor).shape)}: the file would have the whole shape and lack the numbers "
             "of other ranks. Save shardwright.full_state_dict(model), which all ranks call and rank 0 saves, "
             "or use shardwright.checkpoint.save; for a file of each rank on purpose save inside of `with "
             "shardwright.pickle_shards():`"

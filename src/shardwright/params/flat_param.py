@@ -22,6 +22,7 @@ from shardwright.params.quantized.module import encodings
 from shardwright.params.subclass import is_extended
 from shardwright.schedule.flat_layout import FlatEntry, FlatLayout
 from shardwright.schedule.layout import ParamLayout
+from shardwright.torch_private import CHECKPOINTED, COMPILED, parameters_of
 
 NAME = "_flat_param"
 Found = Mapping[nn.Parameter, tuple[str, list[ParamSite]]]
@@ -64,7 +65,7 @@ class FlatParam(ShardedParam):
         whole = torch.cat(parts if first.is_meta else [part.to(device) for part in parts])
         for member in self.members:
             for each in member.sites:
-                del each.module._parameters[each.name]
+                del parameters_of(each.module)[each.name]
         flat = nn.Parameter(whole, requires_grad=first.requires_grad)
         give(_shared([member.attributes for member in self.members]), flat)
         super().__init__(site.name, [site], flat, split)
@@ -84,20 +85,20 @@ class FlatParam(ShardedParam):
         for member, view in zip(self.members, views, strict=True):
             give(member.attributes, view)
             for site in member.sites:
-                site.module._parameters.pop(site.name, None)
+                parameters_of(site.module).pop(site.name, None)
                 site.module.__dict__[site.name] = view
 
     def show_whole(self, whole: torch.Tensor, grad: torch.Tensor | None) -> list[nn.Parameter]:
         """Each member as a parameter over its part of ``whole``, in place of the flat one."""
         shown = []
         for site in self.sites:
-            del site.module._parameters[site.name]
+            del parameters_of(site.module)[site.name]
         for index, (member, part) in enumerate(zip(self.members, self.parts_of(whole), strict=True)):
             shown.append(give(member.attributes, nn.Parameter(part, requires_grad=self.trainable)))
             shown[-1].grad = None if grad is None else self.parts_of(grad)[index]
             for site in member.sites:
                 site.module.__dict__.pop(site.name, None)
-                site.module._parameters[site.name] = shown[-1]
+                parameters_of(site.module)[site.name] = shown[-1]
         return shown
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -177,8 +178,6 @@ def places_of(param: ShardedParam) -> tuple[list[ParamSite], ...]:
 
 
 WRAPPED = "_fsdp_wrapped_module"  # what torch, and so our wrapper, calls the module inside of it
-CHECKPOINTED = "_checkpoint_wrapped_module"  # the same of torch's wrappers for activation checkpointing
-_COMPILED = "_orig_mod."  # of torch.compile, which leaves it in the keys of state dicts
 
 
 def key_of(name: str) -> str:
@@ -190,7 +189,7 @@ def key_of(name: str) -> str:
 
 def original_name(name: str) -> str:
     """A name in the model as it was before any module was wrapped, or compiled."""
-    return key_of(name).replace(_COMPILED, "")
+    return key_of(name).replace(COMPILED, "")
 
 
 def _names_in(module: nn.Module) -> dict[tuple[int, str], list[str]]:
@@ -200,7 +199,7 @@ def _names_in(module: nn.Module) -> dict[tuple[int, str], list[str]]:
     """
     found: dict[tuple[int, str], list[str]] = {}
     for path, each in module.named_modules(remove_duplicate=False):
-        for name in each._parameters:
+        for name in parameters_of(each):
             whole = f"{path}.{name}" if path else name
             found.setdefault((id(each), name), []).append(original_name(whole))
     return found

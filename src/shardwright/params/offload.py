@@ -4,9 +4,9 @@ import os
 import tempfile
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardwright.policy import CPUOffloadPolicy, DiskOffloadPolicy, OffloadPolicy
+from shardwright.torch_private import is_traceable_wrapper_subclass
 
 
 def placed(shard: torch.Tensor, offload: OffloadPolicy, device: torch.device) -> torch.Tensor:

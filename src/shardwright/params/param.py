@@ -17,7 +17,6 @@ from weakref import ref
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from shardwright.errors import InputError, StageError
 from shardwright.params.at_rest import guard
@@ -27,6 +26,7 @@ from shardwright.params.placement import Place, Split
 from shardwright.params.rows import Rows
 from shardwright.policy import MixedPrecisionPolicy, OptimizerOffloadPolicy
 from shardwright.schedule.layout import ParamLayout
+from shardwright.torch_private import DTensorSpec, TensorMeta, local_of, parameters_of, spec_of, version_of
 from shardwright.transport.base import Segment
 from shardwright.transport.mesh import Axis
 
@@ -77,8 +77,8 @@ class ShardedParam:
         """Split ``param``, or take it over where it is a DTensor that was split like that before."""
         self.fqn = fqn
         self.sites = sites
-        inner = param._spec if isinstance(param, DTensor) else None
-        whole = param._local_tensor if isinstance(param, DTensor) else param
+        inner = spec_of(param) if isinstance(param, DTensor) else None
+        whole = local_of(param) if isinstance(param, DTensor) else param
         self.place = Place(split, ParamLayout(tuple(whole.shape), split.axis.world, split.dim), inner)
         self.spec = self.place.spec(param)
         guard(self.spec.mesh)
@@ -97,7 +97,7 @@ class ShardedParam:
         """Another parameter split alike, whose shard is what ``places`` show now: a plain parameter."""
         twin = copy.copy(self)
         twin.sites = sites = places[0]
-        shard: Any = sites[0].module._parameters[sites[0].name]
+        shard: Any = parameters_of(sites[0].module)[sites[0].name]
         sharded = nn.Parameter(self.dtensor(shard.detach()), requires_grad=shard.requires_grad)
         twin.sharded = give(self.attributes, sharded)
         twin.show(twin.sharded)
@@ -159,7 +159,7 @@ class ShardedParam:
     @property
     def local(self) -> torch.Tensor:
         """This rank's shard, a plain tensor: ``layout.shard_shape(rank)`` in the dtype at rest."""
-        return self.sharded._local_tensor  # type: ignore[attr-defined]
+        return local_of(self.sharded)  # type: ignore[attr-defined]
 
     @property
     def trainable(self) -> bool:
@@ -173,7 +173,7 @@ class ShardedParam:
         Raises: StageError where the new one isn't a DTensor of this parameter's shape and placement.
         """
         site = self.sites[0]
-        shown = site.module._parameters.get(site.name)
+        shown = parameters_of(site.module).get(site.name)
         if shown is not self.sharded:
             self._take_over(shown)
         # Also where only its local tensor was replaced, as ``to_empty`` may do.
@@ -204,7 +204,7 @@ class ShardedParam:
     def show(self, param: nn.Parameter) -> None:
         """Make every site show ``param``. Past ``nn.Module.__setattr__``, which costs 5 us a parameter."""
         for site in self.sites:
-            site.module._parameters[site.name] = param
+            parameters_of(site.module)[site.name] = param
 
     def dtensor(self, local: torch.Tensor) -> DTensor:
         """A DTensor placed like this parameter over ``local``, which has the shape of the local shard.
@@ -299,7 +299,7 @@ class ShardedParam:
     def version(self) -> int:
         """How often the shard was changed in place: an operation on a DTensor counts on it alone, one on its
         local tensor on that alone."""
-        return self.local._version + self.sharded._version
+        return version_of(self.local) + version_of(self.sharded)
 
     def gather_segment(self, layout: ParamLayout | None = None) -> Segment:
         """Its part in the group's all-gather; ``layout``: over another world, at most as large."""
@@ -310,6 +310,6 @@ class ShardedParam:
 
 def keep_attributes(param: ShardedParam) -> None:
     """Have what modules show at rest have the caller's: ``.to()`` and ``to_empty()`` take them away."""
-    shown = param.sites[0].module._parameters.get(param.sites[0].name)
+    shown = parameters_of(param.sites[0].module).get(param.sites[0].name)
     if shown is not None:
         give(param.attributes, shown)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 
 from shardwright.policy import DEFAULT_OFFLOAD, CPUOffloadPolicy, DataParallelMeshDims, OffloadPolicy
 from shardwright.schedule.layout import ParamLayout
+from shardwright.torch_private import DTensorSpec, StridedShard, TensorMeta, concatenated
 from shardwright.transport.mesh import Axis
 
 
@@ -68,10 +68,10 @@ class Place:
         others = self._other_axes()
         cuts = [mesh.size() for mesh, sharding in others if sharding.is_shard(dim)]
         if cuts and dim is not None:
-            placement = _StridedShard(dim, split_factor=math.prod(cuts))
+            placement = StridedShard(dim, split_factor=math.prod(cuts))
         mesh = axis.mesh
         if others:
-            mesh = DeviceMesh._concatenate([mesh, *(other for other, _ in others)])
+            mesh = concatenated([mesh, *(other for other, _ in others)])
         return DTensorSpec(mesh, (*axis.placements(placement), *(p for _, p in others)), meta)
 
     def _other_axes(self) -> list[tuple[DeviceMesh, Placement]]:
@@ -98,10 +98,10 @@ class Place:
         return grad.redistribute(placements=wanted).to_local()
 
 
-Cut = Shard | _StridedShard
+Cut = Shard | StridedShard
 
 
 def cuts_of(placements: Sequence[Placement]) -> list[tuple[int, Cut]]:
     """Mesh axes that cut, in the order in which they did: tensor parallelism first where both cut one dim."""
     cuts = [(axis, p) for axis, p in enumerate(placements) if isinstance(p, Cut)]
-    return sorted(cuts, key=lambda cut: isinstance(cut[1], _StridedShard))
+    return sorted(cuts, key=lambda cut: isinstance(cut[1], StridedShard))

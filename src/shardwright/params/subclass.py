@@ -17,13 +17,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardwright.errors import InputError, StageError
 from shardwright.params.buffer import Buffer
 from shardwright.params.param import ParamSite, ShardedParam, Unsharded, give
 from shardwright.policy import MixedPrecisionPolicy
 from shardwright.schedule.layout import ParamLayout
+from shardwright.torch_private import is_traceable_wrapper_subclass, local_of
 from shardwright.transport.base import Segment
 from shardwright.transport.mesh import Axis
 
@@ -32,7 +32,7 @@ _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 def is_extended(param: torch.Tensor) -> bool:
     """Whether a parameter's class has both methods. Raises: InputError where it has one of them only."""
-    local = param._local_tensor if isinstance(param, DTensor) else param
+    local = local_of(param) if isinstance(param, DTensor) else param
     has = [hasattr(local, name) for name in (_PRE, _POST)]
     if has[0] != has[1]:
         raise InputError(

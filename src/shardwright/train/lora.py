@@ -32,6 +32,7 @@ from shardwright.engine.unit import units_in
 from shardwright.errors import CheckpointError, InputError
 from shardwright.extras import from_extra
 from shardwright.params.quantized.module import encoded_class, encodings, own_class
+from shardwright.torch_private import look_up_again, parameters_of
 
 with from_extra("checkpoint"):
     from safetensors.torch import load_file, save_file
@@ -193,8 +194,8 @@ def reset_adapters(model: nn.Module) -> None:
                 nn.init.kaiming_uniform_(full, a=math.sqrt(5), generator=generator)
             if isinstance(old, DTensor):
                 full = distribute_tensor(full, old.device_mesh, old.placements, src_data_rank=None)
-            part._parameters["weight"] = nn.Parameter(full, requires_grad=old.requires_grad)
-    model._apply(lambda tensor: tensor)  # sharded modules look up their parameters again after an _apply
+            parameters_of(part)["weight"] = nn.Parameter(full, requires_grad=old.requires_grad)
+    look_up_again(model)
 
 
 def save_adapter(folder: str | Path, model: nn.Module, base: str | None = None) -> None:
@@ -321,7 +322,7 @@ def _become(layer: nn.Module, cls: type) -> None:
 
 def _stored(layer: nn.Module) -> torch.Tensor:
     """The weight, or its codes."""
-    weight = layer._parameters["weight"]
+    weight = parameters_of(layer)["weight"]
     assert weight is not None
     return weight
 

@@ -1,7 +1,7 @@
 """One attempt of a job: ranks that know each other apart from the ranks of an attempt before.
 
 A launcher that starts a job again keeps its store (torchrun's lives in the agent), and with it every key of
-the attempt that failed: its diagnosis, its addresses, what its ranks had announced. No variable of the
+the attempt that failed: its verdict, its addresses, what its ranks had announced. No variable of the
 environment tells two attempts apart: agents count restarts each for themselves. So the first rank makes a
 random token, and keys lie under it. How the others learn it, by keys that may all be left over:
 
@@ -21,13 +21,13 @@ from datetime import timedelta
 from weakref import ref
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import _get_default_store, _world  # no public way to the job's store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from shardwright.errors import CommError
-from shardwright.transport import liveness
+from shardwright.torch_private import default_store, default_store_is
+from shardwright.transport import liveness as presence
 
 _NAME = "shardwright/attempt"
 _POLL_S = 0.002
@@ -89,11 +89,11 @@ class Attempt:
         if not self.token:
             return []
         here = [rank for rank in ranks if self._store.check([self._met(rank)])]
-        return [rank for rank in here if liveness.has_ended(self._store.get(self._met(rank)).decode())]
+        return [rank for rank in here if presence.has_ended(self._store.get(self._met(rank)).decode())]
 
     def _join(self, token: str) -> None:
         self.token = token
-        self._store.set(self._met(self._rank), liveness.identity() or "")
+        self._store.set(self._met(self._rank), presence.identity() or "")
 
     def _met(self, rank: int) -> str:
         return f"{self.token}/met/{rank}"
@@ -110,7 +110,7 @@ def this_attempt() -> Attempt:
     assert group is not None
     of, attempt = _last
     if attempt is None or of() is not group:
-        own = _get_default_store().clone()  # pyright: ignore[reportAttributeAccessIssue]  # not in the stub
+        own = default_store().clone()  # pyright: ignore[reportAttributeAccessIssue]  # not in the stub
         attempt = Attempt(own, dist.get_rank(), dist.get_world_size())
         _last = (ref(group), attempt)
     return attempt
@@ -121,17 +121,11 @@ def new_group(ranks: Sequence[int], backend: str, timeout: timedelta) -> Process
 
     Raises: CommError where one of them doesn't come within ``timeout``.
     """
-    default, ours = dist.group.WORLD, list(ranks).index(dist.get_rank())
-    assert default is not None
-    kind, store = _world.pg_map[default]
-    members = PrefixStore(f"group/{','.join(map(str, ranks))}", store)
+    ours = list(ranks).index(dist.get_rank())
+    members = PrefixStore(f"group/{','.join(map(str, ranks))}", default_store())
     attempt = _met(Attempt(members, ours, len(ranks)), timeout, "to make a process group")
-    with _swapping:
-        _world.pg_map[default] = (kind, attempt.keys())  # new_group takes no store
-        try:
-            made = dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True)
-        finally:
-            _world.pg_map[default] = (kind, store)
+    with _swapping, default_store_is(attempt.keys()):
+        made = dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True)
     assert isinstance(made, ProcessGroup)
     return made
 

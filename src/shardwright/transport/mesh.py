@@ -12,14 +12,14 @@ from enum import StrEnum
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
-from torch.distributed import ProcessGroup
+from torch.distributed import HashStore, ProcessGroup  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from shardwright.errors import InputError
 from shardwright.policy import DataParallelMeshDims
+from shardwright.torch_private import backend_names, concatenated, flattened, timeouts
 from shardwright.transport.attempt import join_job, new_group
 from shardwright.transport.base import Comm
 from shardwright.transport.cpu.arena import Arena
@@ -197,13 +197,13 @@ def _data_parallel(mesh: DeviceMesh, dims: DataParallelMeshDims) -> tuple[Device
     if missing:
         raise InputError(f"Mesh dim name {missing[0]!r} not found in mesh.mesh_dim_names {names}")
     parts = [
-        (mesh[wanted[0]] if len(wanted) == 1 else mesh[wanted]._flatten("_".join(wanted)), shards)
+        (mesh[wanted[0]] if len(wanted) == 1 else flattened(mesh[wanted], "_".join(wanted)), shards)
         for wanted, shards in ((dims.replicate_names, False), (dims.shard_names, True))
         if wanted
     ]
     if len(parts) == 1:
         return parts[0][0], (parts[0][1],)
-    return DeviceMesh._concatenate([part for part, _ in parts]), (False, True)
+    return concatenated([part for part, _ in parts]), (False, True)
 
 
 def smaller_world(axis: Axis, size: int) -> Comm:
@@ -263,9 +263,9 @@ def _default_device_type() -> str:
     """The accelerator, if the default process group has a backend for it that isn't Gloo; else the CPU."""
     accelerator, group = torch.accelerator.current_accelerator(check_available=True), dist.group.WORLD
     assert group is not None
-    if accelerator is None or accelerator.type not in {device.type for device in group._device_types}:
+    if accelerator is None or backend_names(group).get(accelerator.type, "gloo") == "gloo":
         return "cpu"
-    return "cpu" if group._get_backend(accelerator).name() == "gloo" else accelerator.type
+    return accelerator.type
 
 
 def _device(device_type: str) -> torch.device:
@@ -314,5 +314,4 @@ def _tell_of_fall(to: str, refused: list[str], ranks: list[int]) -> None:
 
 def timeout_of(group: ProcessGroup) -> datetime.timedelta:
     """How long a wait in a process group may take: the shortest limit of its backends, one per device."""
-    options = [group._get_backend(device).options for device in group._device_types]
-    return min((each._timeout for each in options if each is not None), default=TIMEOUT)
+    return min(timeouts(group), default=TIMEOUT)

@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions  # pyright: ignore[reportPrivateImportUsage]
 
 from shardwright.schedule.layout import pack
+from shardwright.torch_private import foreach_copy_, foreach_zero_
 from shardwright.transport.base import Comm, Segment
 from shardwright.transport.launches import Launch, LaunchLog
 from shardwright.transport.streams import Due, Streams
@@ -236,9 +237,9 @@ def _padded(segments: Sequence[Segment], dtypes: Sequence[torch.dtype]) -> list[
                 places += [p[: b - a] for p, (a, b) in zip(place.split(spans.longest), spans, strict=True)]
                 sources += [flat[a:b] for a, b in spans]
         if zeros:
-            torch._foreach_zero_(zeros)  # pyright: ignore[reportPrivateImportUsage]
+            foreach_zero_(zeros)
         for places, sources in copies.values():
-            torch._foreach_copy_(places, sources)  # pyright: ignore[reportPrivateImportUsage]
+            foreach_copy_(places, sources)
     return inputs
 
 

@@ -10,20 +10,24 @@ from enum import Enum
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from shardwright.torch_private import (
+    ALL_GATHER_OP,
+    COMM_DEBUG_MODE,
+    REDUCE_SCATTER_OP,
+    dispatch_modes,
+    num_dispatch_modes,
+)
 from shardwright.transport.base import Comm
 from shardwright.transport.cpu.shm import ShmComm
 from shardwright.transport.cpu.sockets import SocketComm
-
-_WHERE = "torch.distributed.tensor.debug._comm_mode"
 
 
 class Collective(Enum):
     """The operation of c10d that a collective stands for."""
 
-    ALL_GATHER = torch.ops.c10d._allgather_base_
-    REDUCE_SCATTER = torch.ops.c10d._reduce_scatter_base_
+    ALL_GATHER = ALL_GATHER_OP
+    REDUCE_SCATTER = REDUCE_SCATTER_OP
     ALL_REDUCE = torch.ops.c10d.allreduce_
 
 
@@ -39,11 +43,11 @@ class _Told:
 
 def tell(comm: Comm, kind: Collective) -> None:
     """A collective begins on ``comm``. 0.2 us where no mode is entered. In a world of one nothing is sent."""
-    watched = torch._C._len_torch_dispatch_stack() and comm.world > 1
+    watched = num_dispatch_modes() and comm.world > 1
     if watched and isinstance(comm, (ShmComm, SocketComm)):
-        loaded = sys.modules.get(_WHERE)  # importing it costs 1 s, and who uses the mode has done so
+        loaded = sys.modules.get(COMM_DEBUG_MODE)  # importing it costs 1 s, and who uses the mode has done so
         if loaded is None:
             return
-        for mode in _get_current_dispatch_mode_stack():
+        for mode in dispatch_modes():
             if isinstance(mode, loaded.CommDebugMode):
                 mode.__torch_dispatch__(_Told(kind.value), ())

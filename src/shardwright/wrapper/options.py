@@ -6,11 +6,11 @@ from enum import Enum, auto
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardwright.errors import InputError
 from shardwright.policy import BackwardPrefetch as When
 from shardwright.policy import MixedPrecisionPolicy, SchedulePolicy
+from shardwright.torch_private import BatchNorm
 
 
 class ShardingStrategy(Enum):
@@ -89,7 +89,7 @@ class MixedPrecision:
     keep_low_precision_grads: bool = False
     cast_forward_inputs: bool = False
     cast_root_forward_inputs: bool = True
-    _module_classes_to_ignore: Sequence[type[nn.Module]] = (_BatchNorm,)
+    _module_classes_to_ignore: Sequence[type[nn.Module]] = (BatchNorm,)
 
     def __post_init__(self) -> None:
         if self.keep_low_precision_grads:

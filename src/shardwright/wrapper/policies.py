@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from shardwright.errors import InputError
+from shardwright.torch_private import children_of
 
 Wrap = Callable[..., nn.Module]
 Chosen = dict[nn.Module, dict[str, Any]]
@@ -104,7 +105,7 @@ def wrap_tree(root: nn.Module, policy: Any, ignored: set[nn.Module], wrap_one: W
     wrapped: dict[nn.Module, nn.Module] = {}
 
     def visit(module: nn.Module) -> None:
-        for name, child in list(module._modules.items()):
+        for name, child in list(children_of(module).items()):
             if child is None or child in ignored:
                 continue
             if child not in wrapped:
@@ -112,7 +113,7 @@ def wrap_tree(root: nn.Module, policy: Any, ignored: set[nn.Module], wrap_one: W
                 visit(child)
                 if child in chosen and child is not root:
                     wrapped[child] = wrap_one(child, **chosen[child])
-            module._modules[name] = wrapped[child]
+            children_of(module)[name] = wrapped[child]
 
     visit(root)
 

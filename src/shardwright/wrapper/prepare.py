@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwright.errors import InputError
+from shardwright.torch_private import buffers_of
 
 InitFn = Callable[[nn.Module], None]
 
@@ -79,9 +80,9 @@ def cast_buffers(modules: list[nn.Module], dtype: torch.dtype | None) -> dict[in
     """Cast floating-point buffers; the dtypes that they had, by the identity of the new ones."""
     before: dict[int, torch.dtype] = {}
     for module in modules if dtype is not None else ():
-        for name, buffer in module._buffers.items():
+        for name, buffer in buffers_of(module).items():
             if buffer is not None and buffer.is_floating_point() and buffer.dtype != dtype:
                 cast = buffer.to(dtype)
                 before[id(cast)] = buffer.dtype
-                module._buffers[name] = cast
+                buffers_of(module)[name] = cast
     return before

@@ -9,7 +9,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwright.errors import InputError
-from shardwright.params.flat_param import CHECKPOINTED, key_of
+from shardwright.params.flat_param import key_of
+from shardwright.torch_private import CHECKPOINTED, buffers_of, children_of, parameters_of
 from shardwright.wrapper import optim_states, states
 from shardwright.wrapper.options import (
     OptimStateDictConfig,
@@ -35,15 +36,15 @@ class StatefulWrapper(nn.Module):
     def module(self) -> nn.Module:
         """The module that was wrapped, without a wrapper for activation checkpointing around it: as in torch,
         so that ``apply_activation_checkpointing`` may come before or after."""
-        inner = self._modules[states.INNER]
-        return inner._modules.get(CHECKPOINTED, inner)  # type: ignore[union-attr, return-value]
+        inner = children_of(self)[states.INNER]
+        return children_of(inner).get(CHECKPOINTED, inner)  # type: ignore[union-attr, return-value]
 
     # ---- state dicts
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """By this name torch.distributed.checkpoint.state_dict asks which module of a path is in no name."""
         inner = self.module
-        return dict.fromkeys((*inner._modules, *inner._parameters, *inner._buffers), states.INNER)
+        return dict.fromkeys((*children_of(inner), *parameters_of(inner), *buffers_of(inner)), states.INNER)
 
     @staticmethod
     def set_state_dict_type(

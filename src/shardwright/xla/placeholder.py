@@ -67,7 +67,7 @@ class Placeholder(nn.Parameter):
         else:
             harmless = name in _HARMLESS
         if harmless:
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if name in ("__get__", "__set__"):
             name = func.__self__.__name__  # of the attribute

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from torch import nn
 
 from shardwright.errors import InputError
+from shardwright.torch_private import parameters_of
 from shardwright.xla.mesh import resolve
 from shardwright.xla.options import Options
 from shardwright.xla.placeholder import LEAF, PlaceholderUsed, placeholder, watch_optimizers
@@ -127,7 +128,7 @@ def _warn_of_pin_layout() -> None:
 def _shard(module: nn.Module, unit: Unit) -> None:
     values: dict[Leaf, torch.Tensor | None] = {}
     for owner in _own_modules(module):
-        for name, p in list(owner._parameters.items()):
+        for name, p in list(parameters_of(owner).items()):
             if p is None:
                 continue
             leaf = p.__dict__.get(LEAF)
@@ -138,7 +139,7 @@ def _shard(module: nn.Module, unit: Unit) -> None:
                 values[leaf] = None if p.is_meta else p.detach().cpu()
             if (owner, name) not in leaf.slots:
                 leaf.slots.append((owner, name))
-            owner._parameters[name] = leaf.placeholder
+            parameters_of(owner)[name] = leaf.placeholder
     module.__dict__[UNIT] = unit
     module.__class__ = type(f"Xla{type(module).__name__}", (XlaModule, type(module)), {})
     unit.store({**values, **_hoisted(module, unit)})

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from shardwright.errors import InputError, StageError
+from shardwright.torch_private import buffers_of
 from shardwright.xla import torch_bridge as bridge
 from shardwright.xla.mesh import Axes
 from shardwright.xla.trace import Trace, buffer_slots, installed, read_buffers, tracing
@@ -54,7 +55,7 @@ class Home:
         self.trained = [stored for stored in self.stored if stored.trainable]
         self.frozen = [stored for stored in self.stored if not stored.trainable]
         self.slots = buffer_slots(root.module)
-        self._buffers: list[Any] | None = None
+        self._stacked: list[Any] | None = None
         self._forwards: dict[Any, Any] = {}
         self.key = self.place(np.asarray(jax.random.key_data(jax.random.key(torch.initial_seed() % 2**32))))
 
@@ -79,22 +80,22 @@ class Home:
     @property
     def buffers(self) -> list[Any]:
         """One array per entry of ``slots``, of shape [devices, ...]."""
-        if self._buffers is None:
+        if self._stacked is None:
             self.load_buffers()
-        assert self._buffers is not None
-        return self._buffers
+        assert self._stacked is not None
+        return self._stacked
 
     @buffers.setter
     def buffers(self, arrays: Sequence[Any]) -> None:
-        self._buffers = list(arrays)
+        self._stacked = list(arrays)
 
     def load_buffers(self) -> None:
         """Give every device a copy of the buffers that the torch modules hold."""
-        host = [same[0][0]._buffers[same[0][1]] for same in self.slots]
+        host = [buffers_of(same[0][0])[same[0][1]] for same in self.slots]
         for names, buffer in zip(self.buffer_names, host, strict=True):
             if buffer is None or buffer.is_meta:
                 raise StageError(f"buffer {names[0]} is on the meta device; call xla.materialize(model)")
-        self._buffers = [self._stack(buffer) for buffer in host if buffer is not None]
+        self._stacked = [self._stack(buffer) for buffer in host if buffer is not None]
 
     def _stack(self, buffer: torch.Tensor) -> Any:
         value = bridge.to_numpy(buffer).astype(bridge.jax_dtype(buffer.dtype))
@@ -103,7 +104,7 @@ class Home:
 
     def abstract_buffers(self) -> list[Any]:
         """Shapes, dtypes and shardings of ``buffers``."""
-        host = [same[0][0]._buffers[same[0][1]] for same in self.slots]
+        host = [buffers_of(same[0][0])[same[0][1]] for same in self.slots]
         return [
             jax.ShapeDtypeStruct(
                 (self.axes.num_devices, *b.shape), bridge.jax_dtype(b.dtype), sharding=self.axes.batch()
@@ -114,15 +115,15 @@ class Home:
 
     def store_buffers(self) -> None:
         """Copy the first device's buffers back into the torch modules. Every process must call it."""
-        if self._buffers is None:
+        if self._stacked is None:
             return
         first = jax.jit(lambda x: x[0], out_shardings=self.axes.replicated())
-        for same, array in zip(self.slots, self._buffers, strict=True):
-            old = same[0][0]._buffers[same[0][1]]
+        for same, array in zip(self.slots, self._stacked, strict=True):
+            old = buffers_of(same[0][0])[same[0][1]]
             assert old is not None
             new = bridge.from_numpy(np.asarray(first(array))).to(old.dtype)
             for owner, name in same:
-                owner._buffers[name] = new
+                buffers_of(owner)[name] = new
 
     def flags(self) -> tuple[bool, ...]:
         """The training mode of every module: a program is compiled for one of them."""

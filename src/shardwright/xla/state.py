@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from shardwright.errors import InputError
+from shardwright.torch_private import buffers_of, parameters_of
 from shardwright.xla.spmd_model import Home, home_of
 from shardwright.xla.torch_bridge import from_numpy, to_numpy
 
@@ -100,14 +101,14 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, torch.Tensor
 
 def _set_buffers(home: Home, state_dict: Mapping[str, torch.Tensor]) -> None:
     for same, names in zip(home.slots, home.buffer_names, strict=True):
-        old = same[0][0]._buffers[same[0][1]]
+        old = buffers_of(same[0][0])[same[0][1]]
         assert old is not None
         known = next((name for name in names if name in state_dict), None)
         if known is not None:
             new = state_dict[known].detach().cpu().to(old.dtype, copy=True)
             for owner, name in same:
-                owner._buffers[name] = new
-    if not any(m._buffers[name].is_meta for same in home.slots for m, name in same):  # type: ignore[union-attr]
+                buffers_of(owner)[name] = new
+    if not any(buffers_of(m)[name].is_meta for same in home.slots for m, name in same):  # type: ignore[union-attr]
         home.load_buffers()
 
 
@@ -147,20 +148,20 @@ def _materialize(owners: list[nn.Module], home: Home) -> None:
     """Initialise ``owners`` on the host and place what they have; they show placeholders again afterwards."""
     shown = {id(leaf.placeholder): leaf for stored in home.stored for leaf in stored.leaves}
     before = [
-        (m, name, p) for m in dict.fromkeys(owners) for name, p in m._parameters.items() if p is not None
+        (m, name, p) for m in dict.fromkeys(owners) for name, p in parameters_of(m).items() if p is not None
     ]
     made: dict[int, nn.Parameter] = {}
     for m, name, p in before:
         if id(p) not in made:
             made[id(p)] = nn.Parameter(torch.empty(p.shape, dtype=p.dtype), requires_grad=p.requires_grad)
-        m._parameters[name] = made[id(p)]
+        parameters_of(m)[name] = made[id(p)]
     for m in dict.fromkeys(owners):
-        for name, buffer in m._buffers.items():
+        for name, buffer in buffers_of(m).items():
             if buffer is not None and buffer.is_meta:
-                m._buffers[name] = torch.empty_like(buffer, device="cpu")
+                buffers_of(m)[name] = torch.empty_like(buffer, device="cpu")
         m.reset_parameters()  # type: ignore[operator]
     for m, name, p in before:
-        m._parameters[name] = p
+        parameters_of(m)[name] = p
     values = {shown[key]: parameter for key, parameter in made.items()}
     for stored in home.stored:
         if stored.array is None and all(leaf in values for leaf in stored.leaves):

@@ -16,10 +16,11 @@ import ml_dtypes
 import numpy as np
 import torch
 import torchax
-from torch.utils import _pytree as torch_pytree
 from torchax.ops import mappings
 from torchax.tensor import OperatorNotFound, Tensor
 from torchax.view import View
+
+from shardwright.torch_private import BATCH_NORM_OP, tree_flatten, tree_unflatten
 
 _NUMPY_DTYPE = {
     torch.bfloat16: np.dtype(ml_dtypes.bfloat16),
@@ -34,7 +35,7 @@ _TORCH_DTYPE = {dtype: ours for ours, dtype in _NUMPY_DTYPE.items()}
 def _environment() -> Any:
     """torchax's environment; made at first use, as it starts jax's backends (after jax.distributed must)."""
     env = torchax.default_env()
-    for op in (torch.ops.aten.native_batch_norm, torch.ops.aten._native_batch_norm_legit.default):
+    for op in (torch.ops.aten.native_batch_norm, BATCH_NORM_OP):
         env.override_op_definition(op, _batch_norm)
     return env
 
@@ -95,12 +96,12 @@ def set_value(tensor: torch.Tensor, array: Any) -> None:
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
     """Leaves and structure of nested lists, tuples and dicts, as torch flattens them."""
-    return torch_pytree.tree_flatten(tree)
+    return tree_flatten(tree)
 
 
 def unflatten(leaves: list[Any], spec: Any) -> Any:
     """The inverse of ``flatten``."""
-    return torch_pytree.tree_unflatten(leaves, spec)
+    return tree_unflatten(leaves, spec)
 
 
 @contextlib.contextmanager

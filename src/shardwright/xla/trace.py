@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from shardwright.errors import InputError, StageError
+from shardwright.torch_private import buffers_of, parameters_of
 from shardwright.xla import torch_bridge as bridge
 from shardwright.xla.placeholder import PlaceholderUsed
 from shardwright.xla.unit import Stored, Unit
@@ -103,7 +104,7 @@ def buffer_slots(module: nn.Module) -> list[list[Slot]]:
     """Every buffer below ``module``: the slots that hold it (several where it is shared)."""
     found: dict[int, list[Slot]] = {}
     for owner in module.modules():
-        for name, buffer in owner._buffers.items():
+        for name, buffer in buffers_of(owner).items():
             if buffer is not None:
                 found.setdefault(id(buffer), []).append((owner, name))
     return list(found.values())
@@ -115,11 +116,11 @@ def installed(
 ) -> Iterator[None]:
     """Modules show these arrays as their buffers and parameters until the end."""
     before = []
-    for kind, pairs in (("_buffers", buffers), ("_parameters", params)):
+    for tensors_of, pairs in ((buffers_of, buffers), (parameters_of, params)):
         for slots, array in pairs:
             tensor = bridge.as_torch(array)
             for owner, name in slots:
-                tensors = getattr(owner, kind)
+                tensors: Any = tensors_of(owner)
                 before.append((tensors, name, tensors[name]))
                 tensors[name] = tensor
     try:
@@ -131,7 +132,7 @@ def installed(
 
 def read_buffers(slots: Sequence[list[Slot]]) -> list[Any]:
     """What the modules hold as buffers now (they may have replaced or changed them in place)."""
-    return [bridge.as_jax(same[0][0]._buffers[same[0][1]]) for same in slots]  # type: ignore[arg-type]
+    return [bridge.as_jax(buffers_of(same[0][0])[same[0][1]]) for same in slots]  # type: ignore[arg-type]
 
 
 def enter(trace: Trace, unit: Unit, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -170,7 +171,7 @@ def enter(trace: Trace, unit: Unit, call: Callable[..., Any], args: Any, kwargs:
     bridge.set_current_key(key)
     for same, array in zip(slots, after, strict=True):
         owner, name = same[0]
-        bridge.set_value(owner._buffers[name], array)  # type: ignore[arg-type]
+        bridge.set_value(buffers_of(owner)[name], array)  # type: ignore[arg-type]
     outputs = known["rest"]
     for i, array in zip(known["places"], results, strict=True):
         outputs[i] = bridge.as_torch(array)

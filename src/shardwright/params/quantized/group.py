@@ -22,6 +22,7 @@ from shardwright.params.quantized.module import encodings, scales_name, set_comp
 from shardwright.params.subclass import ExtendedParam
 from shardwright.policy import MixedPrecisionPolicy
 from shardwright.schedule.layout import GroupLayout, ParamLayout, pack
+from shardwright.torch_private import version_of
 from shardwright.transport.base import Segment
 
 
@@ -195,11 +196,11 @@ class Decoding:
 
     def versions(self) -> list[int]:
         """How often each decoded weight has been changed in place."""
-        return [self.faces[pair.codes]._version for pair in self.pairs]
+        return [version_of(self.faces[pair.codes]) for pair in self.pairs]
 
     def write_back(self, before: Sequence[int]) -> None:
         """Encode anew the weights that were changed since ``before``."""
         for pair, version in zip(self.pairs, before, strict=True):
             face = self.faces[pair.codes]
-            if face._version != version:
+            if version_of(face) != version:
                 pair.encode(face.detach())

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.errors import InputError
 from shardwright.params.quantized.codec import Codec, Encoding
+from shardwright.torch_private import parameters_of
 
 _ENCODINGS = "_shardwright_encodings"
 _DECODED = "_shardwright_decoded"
@@ -109,8 +110,8 @@ def set_encoded(
     """Show codes and scales in place of a weight. The module must not be an ``FSDPModule`` at this moment."""
     table = {**encodings(module), name: encoding}
     module.__dict__[_ENCODINGS] = table
-    module._parameters[name] = parts[0]
-    module._parameters[scales_name(name, encoding.codec)] = parts[1]
+    parameters_of(module)[name] = parts[0]
+    parameters_of(module)[scales_name(name, encoding.codec)] = parts[1]
     module.__class__ = encoded_class(own_class(type(module)), tuple(table))
 
 
@@ -123,9 +124,9 @@ def set_compute_dtype(module: nn.Module, name: str, dtype: torch.dtype) -> Encod
 
 def _read(module: nn.Module, name: str) -> Any:
     """What ``module.weight`` is: decoded from the codes; what the module shows where that is no codes."""
-    codes = module._parameters[name]
+    codes = parameters_of(module)[name]
     encoding = encodings(module)[name]
-    scales = module._parameters[scales_name(name, encoding.codec)]
+    scales = parameters_of(module)[scales_name(name, encoding.codec)]
     if codes is None or isinstance(codes, DTensor) or codes.is_floating_point():
         return codes  # at rest and sharded, or decoded by its group
     if scales is None:

@@ -1,0 +1,284 @@
+"""Every private name of torch that this package uses: no other file may have one (tests/pure/house.py).
+
+Torch changes such names without notice, and has no public name that does the same. So each stands here once,
+under a name of ours, with its reason, and is looked up when this file is imported: a torch that lacks one is
+refused at once, by its version. Unless its comment says otherwise, each was seen to work on every version in
+``SEEN_ON``; docs/versions.md says what was run there.
+
+What is read in every step is an alias or an ``operator.attrgetter``, so that it costs no Python call.
+What torch reads of our modules, the other way round, stands in engine/torch_state.py.
+"""
+
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from operator import attrgetter
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import Store
+from torch.distributed.tensor import DTensor
+
+from shardwright.errors import UnsupportedTorch
+
+SEEN_ON = ("2.13.0", "2.14.1")
+"""Versions of torch that the package's tests were run on."""
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+@contextmanager
+def _known() -> Iterator[None]:
+    """Around uses of private names. Raises: UnsupportedTorch where torch lacks one."""
+    try:
+        yield
+    except (ImportError, AttributeError) as error:
+        raise UnsupportedTorch(
+            f"torch {torch.__version__} lacks a private name that Shardwright needs: {error}. Install a "
+            f"torch that Shardwright was seen to work on ({', '.join(SEEN_ON)}), or a newer Shardwright"
+        ) from error
+
+
+def _reader(owner: object, name: str) -> Callable[[Any], Any]:
+    """What reads this attribute of objects such as ``owner``, as quickly as the attribute itself."""
+    getattr(owner, name)
+    return attrgetter(name)
+
+
+with _known():
+    # ---- tensors
+
+    # The count of changes in place: tells edits from what was left alone, and what autograd may still use.
+    version_of: Callable[[Tensor], int] = _reader(Tensor, "_version")
+    # The tensor that a view is of: it keeps its autograd node when the view is changed in place.
+    base_of: Callable[[Tensor], Tensor | None] = _reader(Tensor, "_base")
+    # Hooks of ``register_post_accumulate_grad_hook``: autograd never calls those of a shard, so we do.
+    _post_accumulate_grad_hooks = _reader(Tensor, "_post_accumulate_grad_hooks")
+    # Where the data of a tensor that was loaded under FakeTensorMode lies in its file, in bytes.
+    file_offset_of: Callable[[torch.UntypedStorage], Any] = _reader(
+        torch.UntypedStorage, "_checkpoint_offset"
+    )
+    # A mode in which torch.load reads the structure of a file without its data.
+    from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+
+    # Whether a tensor subclass is made of inner tensors, which are gathered and moved in its place.
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
+
+    # Operations on lists of tensors, one kernel for all.
+    foreach_copy_ = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
+    foreach_div_ = torch._foreach_div_  # pyright: ignore[reportPrivateImportUsage]
+    foreach_zero_ = torch._foreach_zero_  # pyright: ignore[reportPrivateImportUsage]
+
+    # ---- DTensors and meshes
+
+    # ``to_local`` and ``from_local`` do the same with a graph of autograd, and with checks, for each call.
+    local_of: Callable[[Any], Tensor] = _reader(DTensor, "_local_tensor")
+    spec_of: Callable[[Any], Any] = _reader(DTensor, "_spec")
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
+    from torch.distributed.tensor._dtensor_spec import TensorMeta as TensorMeta
+
+    # Rows cut by a later axis of the mesh before an earlier one: FSDP around tensor parallelism.
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    StridedShard = _StridedShard
+    # One axis of several; one mesh of two (``init_device_mesh`` makes process groups anew).
+    _flatten, _concatenate = DeviceMesh._flatten, DeviceMesh._concatenate
+    # Rules of DTensor for kernels. Of the public ``register_sharding`` each argument needs one by placement.
+    from torch.distributed.tensor._ops._pointwise_ops import _register_single_dim_pointwise
+
+    _dispatcher = DTensor._op_dispatcher
+    _fused = (torch.ops.aten._fused_sgd_, torch.ops.aten._fused_adagrad_)
+
+    # ---- modules
+
+    # The tables in which modules show their tensors. The public ways to set one check its name, call the
+    # hooks of registration, and cost ten times as much; the public ways to list them leave out the tied ones.
+    _module = nn.Module()
+    parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = _reader(_module, "_parameters")
+    buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = _reader(_module, "_buffers")
+    children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = _reader(_module, "_modules")
+    unsaved_buffers_of: Callable[[nn.Module], set[str]] = _reader(_module, "_non_persistent_buffers_set")
+    forward_pre_hooks_of: Callable[[nn.Module], Mapping[int, Any]] = _reader(_module, "_forward_pre_hooks")
+    forward_hooks_of: Callable[[nn.Module], Mapping[int, Any]] = _reader(_module, "_forward_hooks")
+    # All tables that our hooks stand in: they are taken out for a copy of the plain module.
+    hook_tables_of: Callable[[nn.Module], tuple[dict[int, Any], ...]] = attrgetter(
+        "_forward_pre_hooks",
+        "_forward_pre_hooks_with_kwargs",
+        "_forward_hooks",
+        "_forward_hooks_with_kwargs",
+        "_forward_hooks_always_called",
+        "_state_dict_pre_hooks",
+        "_load_state_dict_pre_hooks",
+    )
+    hook_tables_of(_module)
+    # Methods that our modules override, and torch calls: for .to(), for a module's repr, in load_state_dict.
+    attrgetter("_apply", "_get_name", "_load_from_state_dict")(_module)
+    # Of the key in a state dict under which ``get_extra_state`` stands.
+    EXTRA_STATE: str = nn.modules.module._EXTRA_STATE_KEY_SUFFIX
+    # The base of all batch norms, which FSDP1's mixed precision leaves alone.
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    BatchNorm = _BatchNorm
+    # The operation that a batch norm is whose statistics are trained.
+    BATCH_NORM_OP = torch.ops.aten._native_batch_norm_legit.default
+    # Nested arguments and outputs, as torch itself takes them apart.
+    from torch.utils._pytree import tree_flatten as tree_flatten
+    from torch.utils._pytree import tree_leaves as tree_leaves
+    from torch.utils._pytree import tree_map as tree_map
+    from torch.utils._pytree import tree_unflatten as tree_unflatten
+
+    # ---- autograd and transforms
+
+    # The number of the backward that this thread runs; -1 outside of one.
+    current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+    # Has autograd call a function at the end of the backward that runs.
+    queue_callback: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
+    # Whether a transform of torch.func is entered, and a context beneath all of them.
+    from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    peek_transforms: Callable[[], Any] = _functorch.peek_interpreter_stack
+    beneath_all_transforms = temporarily_clear_interpreter_stack
+
+    # ---- what watches: torch.compile, modes, other data parallelism
+
+    # Of ``torch.compiler.disable``, whose own import of the compiler takes 1 to 2 s.
+    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+    # How many dispatch modes are entered (0.2 us), and which.
+    num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    dispatch_modes = _get_current_dispatch_mode_stack
+    # The operations that CommDebugMode counts. The public names are functions around them.
+    ALL_GATHER_OP = torch.ops.c10d._allgather_base_
+    REDUCE_SCATTER_OP = torch.ops.c10d._reduce_scatter_base_
+    # Where torch's composable calls write down what was done with a module, and with which state.
+    from torch.distributed._composable.contract import REGISTRY_KEY as REGISTRY_KEY
+    from torch.distributed._composable.contract import STATE_KEY as STATE_KEY
+
+    # ---- process groups
+    # The process groups that there are, and the store of each. ``get_group_store`` has another prefix.
+    from torch.distributed.distributed_c10d import _world
+
+    _backend_of, _devices_of = dist.ProcessGroup._get_backend, attrgetter("_device_types")
+    _devices_of(dist.ProcessGroup)
+
+
+COMM_DEBUG_MODE = "torch.distributed.tensor.debug._comm_mode"
+"""The module of ``CommDebugMode``: whoever uses it has imported that, and our own import would take 1 s."""
+
+FSDP_MODULES = (
+    "torch.distributed.fsdp._fully_shard",
+    "torch.distributed._composable.fsdp",
+    "torch.distributed._composable.fsdp.fully_shard",
+)
+"""Further modules that clients take FSDP's names from, beside the public ones."""
+
+CHECKPOINTED = "_checkpoint_wrapped_module"
+"""What torch's wrapper for activation checkpointing calls the module inside of it."""
+
+COMPILED = "_orig_mod."
+"""What torch.compile leaves in the names of parameters, and in the keys of state dicts."""
+
+DCP_CLASSES = ("_MEM_FORMAT_ENCODING", "_StorageInfo")
+"""Private classes that the metadata of torch.distributed.checkpoint's files names."""
+
+DCP_LAYOUT = ("torch.serialization", "_get_layout")
+"""The function that this metadata names for a tensor's layout."""
+
+
+def post_accumulate_grad_hooks(tensor: Tensor) -> list[Callable[[Tensor], None]]:
+    """Those of ``register_post_accumulate_grad_hook``, in the order of their registration."""
+    return list((_post_accumulate_grad_hooks(tensor) or {}).values())
+
+
+def steps_in_backward(param: Tensor) -> bool:
+    """Whether torch's ``_apply_optimizer_in_backward`` was given this parameter."""
+    return hasattr(param, "_in_backward_optimizers")
+
+
+def concatenated(meshes: list[DeviceMesh]) -> DeviceMesh:
+    """One mesh of the axes of several, in this order.
+
+    Raises: RuntimeError or TypeError where they aren't of one mesh with named axes.
+    """
+    return _concatenate(meshes)
+
+
+def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """All axes of a mesh as one of this name. Every rank of the mesh calls it."""
+    return _flatten(mesh, name)
+
+
+def register_optimizer_kernels() -> None:
+    """Make the fused kernels of ``torch.optim`` work on DTensors that have no rule there; once is enough.
+
+    A shard is stepped by the elementwise kernel on each rank's own rows, so the rule that torch registers for
+    ``_fused_adam_`` is right for these too. Without it ``SGD(fused=True)`` and ``Adagrad(fused=True)`` raise
+    "does not have a sharding strategy registered". (``Rprop`` assigns through a mask, which DTensor refuses.)
+    """
+    known = _dispatcher.sharding_propagator.op_single_dim_strategy_funcs
+    for packet in _fused:
+        for op in (packet.default, packet.tensor_lr):
+            if op not in known:
+                _register_single_dim_pointwise(op)
+
+
+def look_up_again(model: nn.Module) -> None:
+    """Have every module of ours under ``model`` look up its parameters again, as after ``model.to``."""
+    model._apply(lambda tensor: tensor)
+
+
+def skipped_by_compiler(function: _Function) -> _Function:
+    """Have torch.compile break its graph where a frame calls ``function``, and pass its own frame over."""
+    marked: Any = function
+    marked._torchdynamo_disable = True
+    marked._torchdynamo_disable_msg = "a hook of Shardwright"
+    marked._torchdynamo_disable_recursive = True
+    set_code_exec_strategy(marked.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    return function
+
+
+def process_groups() -> list[dist.ProcessGroup]:
+    """All of this process, the caller's own too."""
+    return list(_world.pg_map)
+
+
+def default_store() -> Store:
+    """The store that the job was started with, as its default process group has it."""
+    default = dist.group.WORLD
+    assert default is not None
+    return _world.pg_map[default][1]
+
+
+@contextmanager
+def default_store_is(store: Store) -> Generator[None]:
+    """``dist.new_group``, which takes no store, makes its keys in this one meanwhile. Not for two threads."""
+    default = dist.group.WORLD
+    assert default is not None
+    kind, before = _world.pg_map[default]
+    _world.pg_map[default] = (kind, store)
+    try:
+        yield
+    finally:
+        _world.pg_map[default] = (kind, before)
+
+
+def backend_names(group: dist.ProcessGroup) -> dict[str, str]:
+    """The name of a group's backend for each device type, as ``{"cpu": "gloo"}``.
+
+    ``get_backend_config`` names what was asked for, also for devices that this build of torch lacks.
+    """
+    return {device.type: _backend_of(group, device).name() for device in _devices_of(group)}
+
+
+def timeouts(group: dist.ProcessGroup) -> list[timedelta]:
+    """How long a wait may take, by each of the group's backends that has such a limit."""
+    options = [_backend_of(group, device).options for device in _devices_of(group)]
+    with _known():
+        return [each._timeout for each in options if each is not None]
