@@ -21,6 +21,7 @@ from shardwright.schedule.schedule import ActionKind, EventKind, Phase
 from shardwright.train.config import ModelConfig, Recipe, ScheduleConfig
 from shardwright.train.eager import build_model
 from shardwright.train.ranks import RankPlace
+from tests.ranks import quantised
 from tests.ranks.models import Run, assert_same, batches, build, loss_of, shard_decoder
 from tests.ranks.pool import run_ranks
 
@@ -281,6 +282,65 @@ def abandoned(rank, world):
 
 def test_held_gradients_of_a_failed_backward_are_forgotten():
     run_ranks(2, abandoned)
+
+
+class Once:
+    """Calls ``method``; the call after ``number`` others raises, before it has run or after it."""
+
+    def __init__(self, method, number, before):
+        self.method, self.left, self.before = method, number, before
+
+    def __call__(self, *args, **kwargs):
+        self.left -= 1
+        if self.left == -1 and self.before:
+            raise RuntimeError("on purpose")
+        result = self.method(*args, **kwargs)
+        if self.left == -1:
+            raise RuntimeError("on purpose")
+        return result
+
+
+def cut_short(rank, world, agreement):
+    """Steps after one in which a gather can't be launched, or what it brought can't be decoded."""
+
+    def check(model, loss, owner, name, before):
+        twin = copy.deepcopy(model)
+        for each in (model, twin):
+            each.set_schedule_policy(SchedulePolicy(agreement=agreement, bucket_cap_mb=0))
+        ours, theirs = Run.of(model), Run.of(twin)
+        for number in range(20):
+            for run in (ours, theirs):
+                loss(run.model).backward()
+                run.step()
+            method = getattr(owner, name)
+            once = Once(method, number, before)
+            setattr(owner, name, once)
+            try:
+                loss(model).backward()
+            except RuntimeError as error:
+                assert str(error) == "on purpose"
+            setattr(owner, name, method)
+            ours.optimizer.zero_grad()
+            groups = unit_of(model).runtime.groups
+            assert stats(model).unsharded_nbytes == sum(group.held_nbytes for group in groups)
+            if once.left >= 0:
+                break
+        assert number > 1
+        for param, other in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(param.to_local(), other.to_local())
+
+    model = shard_decoder(build(), fully_shard)
+    check(model, lambda m: loss_of(m, batches(0, world)[rank]), unit_of(model).group.comm, "all_gather", True)
+    for before in (True, False):
+        model = quantised.shard(quantised.build())
+        x = torch.ones(2, quantised.COLS)
+        decoding = unit_of(model[0]).group.decoding
+        check(model, lambda m: m(x).square().mean(), decoding, "arrive", before)  # noqa: B023
+
+
+@pytest.mark.parametrize("agreement", ["strict", "off"])
+def test_a_step_after_one_that_could_not_gather_or_decode_is_a_clean_one(agreement):
+    run_ranks(2, cut_short, agreement)
 
 
 def accumulated(rank, world, cap_mb):

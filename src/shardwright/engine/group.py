@@ -205,12 +205,14 @@ class ParamGroup:
         self._gather = gather
 
     def give_up(self) -> None:
-        """Be at rest again where ``fill`` was not followed by an all-gather, since issuing it failed."""
+        """Be at rest again where ``fill`` was not followed by an all-gather, since issuing it failed, or
+        where what it brought could not be decoded."""
         assert self.buffer is not None
         if self.stage is Stage.GATHERING and self._gather is None:
             self._move(Stage.SHARDED)
             self.buffer.free()
             self.decoding.free()
+            self._release()
             if self.comm.streams is not None:
                 self.comm.streams.forget_filled()
 
@@ -218,13 +220,18 @@ class ParamGroup:
         """Wait for the all-gather; from now on modules show the unsharded parameters.
 
         Returns the bytes of buffers that it held at most: while decoding, codes and decoded weights.
+        Where waiting fails the all-gather stays in flight; where decoding does the group is at rest again.
         """
         assert self._gather is not None and self.buffer is not None
         self._gather.wait()
         self._gather = None
         held_nbytes = self.held_nbytes - self.decoding.held_nbytes
-        self.buffer.arrive(keep_wire=self.near is not None)
-        held_nbytes += self.decoding.arrive(keep_wire=self.near is not None)
+        try:
+            self.buffer.arrive(keep_wire=self.near is not None)
+            held_nbytes += self.decoding.arrive(keep_wire=self.near is not None)
+        except BaseException:
+            self.give_up()
+            raise
         if held_nbytes > self.held_nbytes:  # what was gathered was given back once it was decoded
             self._release()
         self._move(Stage.UNSHARDED)
