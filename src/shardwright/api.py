@@ -9,7 +9,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright.engine.build import Options, PlacementFunction, check_modules, has_no_forward, shard_modules
+from shardwright.engine.build import (
+    GroupOptions,
+    PlacementFunction,
+    check_modules,
+    has_no_forward,
+    shard_modules,
+)
 from shardwright.engine.costs import Stats
 from shardwright.engine.hooks import guard_optimizers
 from shardwright.engine.unit import unit_of, units_in
@@ -97,7 +103,7 @@ def fully_shard(
     Raises: InputError for a module that is sharded already, a mesh of the wrong shape or without this rank,
         or an option that doesn't fit. Nothing is changed then.
     """
-    options = Options(reshard_after_forward, shard_placement_fn, mp_policy, offload_policy, dp_mesh_dims)
+    options = GroupOptions(reshard_after_forward, shard_placement_fn, mp_policy, offload_policy, dp_mesh_dims)
     ignored = {id(param) for param in ignored_params or ()}
     if groups is not None:
         options.check()
@@ -123,7 +129,10 @@ def fully_shard(
 
 
 def shard_as(
-    modules: Sequence[nn.Module], mesh: DeviceMesh | None, options: Options, ignored: Iterable[nn.Parameter]
+    modules: Sequence[nn.Module],
+    mesh: DeviceMesh | None,
+    options: GroupOptions,
+    ignored: Iterable[nn.Parameter],
 ) -> None:
     """Shard modules that were checked, as one group: what every door ends in. Raises: InputError."""
     options.check()
@@ -134,7 +143,7 @@ def shard_as(
 
 
 def _shard(
-    mesh: DeviceMesh | None, options: Options, modules: Sequence[nn.Module], ignored: set[int]
+    mesh: DeviceMesh | None, options: GroupOptions, modules: Sequence[nn.Module], ignored: set[int]
 ) -> None:
     """Make one group of what nested calls have left of ``modules``."""
     for m in shard_modules(modules, mesh, options, ignored):

@@ -38,7 +38,7 @@ class ReduceScatterHandle:
 
     def __init__(self, bucket: "_Bucket", shape: torch.Size, offset: int, callback: Callback | None) -> None:
         self._bucket: _Bucket | None = bucket
-        self._flight: _Flight | None = None
+        self._flight: _BucketInFlight | None = None
         self._shape = shape
         self._offset = offset
         self._callback = callback
@@ -70,7 +70,7 @@ class ReduceScatterHandle:
             self._result = self._total[self._offset : self._offset + prod(self._shape)].view(self._shape)
         return self._result
 
-    def _issued(self, flight: "_Flight") -> None:
+    def _issued(self, flight: "_BucketInFlight") -> None:
         self._bucket, self._flight = None, flight
 
     def _failed(self) -> None:
@@ -102,7 +102,7 @@ class ReduceScatterBucketer:
             raise InputError(f"bucket_cap_mb must be a number of MiB, got {bucket_cap_mb!r}; for example 25")
         self.bucket_cap_mb = bucket_cap_mb
         self._buckets: dict[tuple[tuple[int, ...], torch.dtype, torch.device], _Bucket] = {}
-        self._flights: list[_Flight] = []
+        self._flights: list[_BucketInFlight] = []
 
     def shard_numel(self, dtype: torch.dtype, world: int) -> int:
         """Elements of each tensor of a list that a bucket takes: the cap's bytes over ``world`` ranks,
@@ -193,7 +193,9 @@ class _Bucket:
     way, oldest first.
     """
 
-    def __init__(self, comm: Comm, like: torch.Tensor, capacity: int, flights: "list[_Flight]") -> None:
+    def __init__(
+        self, comm: Comm, like: torch.Tensor, capacity: int, flights: "list[_BucketInFlight]"
+    ) -> None:
         self.comm = comm
         self.handles: list[ReduceScatterHandle] = []
         self.flights = flights
@@ -264,7 +266,7 @@ class _Bucket:
         what = f"reduce-scatter of {len(handles)} inputs, {numel} x {self._dtype}"
         # Known as issued before anything can raise: a failure leaves no handle waiting in a bucket.
         nbytes = sum(segment.part_nbytes(rank) for segment in segments for rank in range(self.comm.world))
-        flight = _Flight(self, handles, rows, nbytes)
+        flight = _BucketInFlight(self, handles, rows, nbytes)
         for handle in handles:
             handle._issued(flight)
         check_alike(self.comm, what, "what a bucketer sends next")
@@ -286,7 +288,7 @@ class _Bucket:
         ]
 
 
-class _Flight:
+class _BucketInFlight:
     """A collective under way: whose inputs it carries, how many bytes of this rank's, in which bucket."""
 
     def __init__(

@@ -61,7 +61,10 @@ BAD = [
     (house.arrows_up, {"schedule/layout.py": "from shardwright import fully_shard", "__init__.py": ""}),
     (
         house.arrows_up,
-        {"checkpoint/live.py": "from shardwright.xla.spmd_model import home_of", "xla/spmd_model.py": ""},
+        {
+            "checkpoint/live.py": "from shardwright.xla.spmd_model import spmd_model_of",
+            "xla/spmd_model.py": "",
+        },
     ),
     (house.arrows_up, {"xla/files.py": "from shardwright.checkpoint import load", "checkpoint/load.py": ""}),
     (

@@ -15,7 +15,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
 
 import shardwright
-from shardwright.engine.build import Options
+from shardwright.engine.build import GroupOptions
 from shardwright.errors import InputError
 from tests.ranks.models import full
 from tests.ranks.pool import run_ranks
@@ -37,9 +37,9 @@ def policies(rank, world):
     )
     mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("r", "s"))
     dims = fsdp.DataParallelMeshDims(shard="s", replicate="r")
-    assert Options(None, None, theirs, fsdp.OffloadPolicy(), dims).dims == shardwright.DataParallelMeshDims(
-        "s", "r"
-    )
+    assert GroupOptions(
+        None, None, theirs, fsdp.OffloadPolicy(), dims
+    ).dims == shardwright.DataParallelMeshDims("s", "r")
     options = {"mp_policy": theirs, "offload_policy": fsdp.CPUOffloadPolicy(pin_memory=False)}
     model = shardwright.fully_shard(layer(1), mesh=mesh, **options)
     out = model(torch.randn(2, 8, dtype=torch.bfloat16))

@@ -103,7 +103,7 @@ def layout_of(tensor: torch.Tensor) -> FlatLayout | None:
     return getattr(tensor, "flat_layout", None)
 
 
-def home_of(tensor: Saved) -> torch.Tensor:
+def base_tensor(tensor: Saved) -> torch.Tensor:
     """The tensor that has the memory: itself, or the flat one that it lies in."""
     return tensor.flat if isinstance(tensor, FlatSlice) else tensor
 

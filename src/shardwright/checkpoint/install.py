@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwright.checkpoint.flat import home_of
+from shardwright.checkpoint.flat import base_tensor
 from shardwright.checkpoint.target import Plan, Target
 from shardwright.checkpoint.tree import decode
 from shardwright.torch_private import COMPILED, EXTRA_STATE, buffers_of, look_up_again, parameters_of
@@ -16,7 +16,7 @@ def install(todo: Plan, filled: Mapping[str, Target], small: Mapping[str, torch.
     """Put what was allocated in place, and set the small state: groups, steps, extra objects. Local."""
 
     def value_of(key: str) -> torch.Tensor:
-        return home_of(filled[key].whole) if key in filled else small[key]
+        return base_tensor(filled[key].whole) if key in filled else small[key]
 
     _replace_meta(todo, filled)
     for name, module in todo.model.named_modules():
@@ -57,7 +57,7 @@ def _replace_meta(todo: Plan, filled: Mapping[str, Target]) -> None:
                 if old is None or id(old) not in todo.replaced:
                     continue
                 if id(old) not in new:  # tied parameters stay one object
-                    whole: Any = home_of(filled[todo.replaced[id(old)]].whole)
+                    whole: Any = base_tensor(filled[todo.replaced[id(old)]].whole)
                     if isinstance(old, nn.Parameter):
                         whole = nn.Parameter(whole, requires_grad=old.requires_grad)
                         whole.__dict__.update(old.__dict__)

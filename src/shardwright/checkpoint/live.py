@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
-from shardwright.checkpoint.flat import FlatSlice, Saved, home_of, is_like, layout_of, views_of
+from shardwright.checkpoint.flat import FlatSlice, Saved, base_tensor, is_like, layout_of, views_of
 from shardwright.checkpoint.format import Box, chunk
 from shardwright.checkpoint.shardfile import DTYPE_NAME
 from shardwright.checkpoint.tree import Tensors, encode
@@ -224,7 +224,7 @@ def names_of(named: Mapping[str, Any]) -> dict[int, dict[str, Saved]]:
     found: dict[int, dict[str, Saved]] = {}
     for name, value in named.items():
         if isinstance(value, Saved):
-            found.setdefault(id(home_of(value)), {})[name] = value
+            found.setdefault(id(base_tensor(value)), {})[name] = value
     return found
 
 

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from shardwright.checkpoint import background
 from shardwright.checkpoint.agree import ranks
 from shardwright.checkpoint.crc import crc32
-from shardwright.checkpoint.flat import home_of
+from shardwright.checkpoint.flat import base_tensor
 from shardwright.checkpoint.folder import complete_steps, step_folder
 from shardwright.checkpoint.format import (
     ITEM_NBYTES,
@@ -112,7 +112,9 @@ def load(
 
     def prepare() -> set[str]:
         prepared.append(_prepare(found, model, optimizer, extra, group.rank))
-        return overlapping(target for target in prepared[0].todo.targets if not home_of(target.whole).is_meta)
+        return overlapping(
+            target for target in prepared[0].todo.targets if not base_tensor(target.whole).is_meta
+        )
 
     shared = set[str]().union(*group.together(what, prepare))
     todo, manifest = prepared[0].todo, prepared[0].source.manifest

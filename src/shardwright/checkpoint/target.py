@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
-from shardwright.checkpoint.flat import FlatSlice, Saved, home_of, is_like, views_of
+from shardwright.checkpoint.flat import FlatSlice, Saved, base_tensor, is_like, views_of
 from shardwright.checkpoint.format import Box, Manifest, TensorEntry
 from shardwright.checkpoint.live import Stateful, box_at, box_of, model_tensors
 from shardwright.checkpoint.shardfile import TORCH_DTYPE
@@ -59,12 +59,12 @@ def allocated(targets: Iterable[Target]) -> dict[str, Target]:
     made: dict[int, torch.Tensor] = {}
     found = {}
     for target in targets:
-        home = home_of(target.whole)
-        if home.is_meta and id(home) not in made:
+        base = base_tensor(target.whole)
+        if base.is_meta and id(base) not in made:
             make = torch.zeros_like if isinstance(target.whole, FlatSlice) else torch.empty_like
-            made[id(home)] = whole = make(home, device=target.device, requires_grad=False)
+            made[id(base)] = whole = make(base, device=target.device, requires_grad=False)
             advise_huge((whole.to_local() if isinstance(whole, DTensor) else whole).untyped_storage())
-        new = made.get(id(home), home)
+        new = made.get(id(base), base)
         whole = replace(target.whole, flat=new) if isinstance(target.whole, FlatSlice) else new
         found[target.key] = replace(target, whole=whole)
     return found
@@ -128,11 +128,11 @@ class _Planner:
         elif whole.dtype != dtype and not (whole.dtype.is_floating_point and dtype.is_floating_point):
             self.problems.append(f"wrong dtype {key}: {dtype} in the checkpoint, {whole.dtype} expected")
         else:
-            home = home_of(whole)
-            device = home.device
-            if isinstance(home, DTensor):
-                device = torch.device(home.device_mesh.device_type)
-            elif home.is_meta:
+            base = base_tensor(whole)
+            device = base.device
+            if isinstance(base, DTensor):
+                device = torch.device(base.device_mesh.device_type)
+            elif base.is_meta:
                 device = self.device
             self.targets[key] = Target(key, entry, whole, _boxes_of(key, whole), live, device)
 
@@ -148,9 +148,9 @@ class _Planner:
                 continue
             known = [n for n in (name, *aliases.get(name, ())) if f"model/{n}" in stored_of]
             stored = list(dict.fromkeys(stored_of[f"model/{n}"] for n in known))
-            home = id(home_of(value))
-            self.names[home] = (*self.names.get(home, ()), known[0] if known else name)
-            self.held.setdefault(home, []).append(value)
+            base = id(base_tensor(value))
+            self.names[base] = (*self.names.get(base, ()), known[0] if known else name)
+            self.held.setdefault(base, []).append(value)
             used.update(stored)
             if not stored:
                 self.problems.append(f"missing model/{name}: {list(value.shape)} {value.dtype}")
@@ -159,7 +159,7 @@ class _Planner:
                 self.problems.append(f"tied in the model, different in the checkpoint: {', '.join(stored)}")
             self.add(f"model/{name}", stored[0], value, live=True)
             if value.is_meta:
-                self.replaced[home] = f"model/{name}"
+                self.replaced[base] = f"model/{name}"
         unused = sorted(set(stored_of.values()) - used)
         self.problems += [f"unexpected {key}: {list(self.manifest.tensors[key].shape)}" for key in unused]
         self.problems += [
@@ -253,12 +253,12 @@ class _Planner:
                         "parameter, which has one"
                     )
                 continue
-            home = optimizer.state[p].get(suffix) if p in optimizer.state else None
+            base = optimizer.state[p].get(suffix) if p in optimizer.state else None
             new = torch.empty_like(p, dtype=TORCH_DTYPE[entries[0].dtype], device="meta")
             for prefix, part in zip(prefixes, slices, strict=True):
                 key = prefix + suffix
-                if isinstance(home, torch.Tensor) and is_like(home, p):
-                    self.add(key, key, FlatSlice(home, part.entry), live=True)
+                if isinstance(base, torch.Tensor) and is_like(base, p):
+                    self.add(key, key, FlatSlice(base, part.entry), live=True)
                 else:
                     self.add_new(key, FlatSlice(new, part.entry), p, group)
 
@@ -339,7 +339,7 @@ def plan(
 
 
 def _boxes_of(key: str, tensor: Saved) -> tuple[Box, ...]:
-    box = box_of(key, home_of(tensor))
+    box = box_of(key, base_tensor(tensor))
     if box is None:
         return ()
     return tensor.held(box) if isinstance(tensor, FlatSlice) else (box,)

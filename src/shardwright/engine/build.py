@@ -53,7 +53,7 @@ class ShardPlacementResult:
 
 
 @dataclass(frozen=True)
-class Options:
+class GroupOptions:
     """What ``fully_shard`` was told of the group. ``flat``: its parameters lie in a ``FlatParam``."""
 
     reshard_after_forward: bool | int | None
@@ -124,7 +124,7 @@ def check_modules(modules: Sequence[Any]) -> Sequence[nn.Module]:
 def shard_modules(
     modules: Sequence[nn.Module],
     mesh: DeviceMesh | None,
-    options: Options,
+    options: GroupOptions,
     ignored: set[int],
 ) -> Sequence[nn.Module]:
     """Shard the parameters that no nested call has taken, and set the hooks. Returns the modules.
@@ -195,13 +195,15 @@ def _name_by_path(modules: Sequence[nn.Module]) -> None:
             nested.name = "+".join(found)
 
 
-def _reshards(options: Options, world: int | None, axis: Axis) -> bool | None:
+def _reshards(options: GroupOptions, world: int | None, axis: Axis) -> bool | None:
     """What the planner is told; a world of one keeps everything, the whole world keeps nothing."""
     asked = options.reshard_after_forward
     return asked if asked is None or isinstance(asked, bool) else world != 1
 
 
-def _make_group(name: str, params: Sequence[ShardedParam], options: Options, world: int | None) -> ParamGroup:
+def _make_group(
+    name: str, params: Sequence[ShardedParam], options: GroupOptions, world: int | None
+) -> ParamGroup:
     axis = params[0].axis
     group = ParamGroup(name, params, axis, options.precision)
     if world is not None and 1 < world < axis.world and not group.decoding.extended:
@@ -217,7 +219,7 @@ def _by_axis(params: Sequence[ShardedParam]) -> list[list[ShardedParam]]:
     return list(members.values())
 
 
-def _split(fqn: str, param: nn.Parameter, axis: Axis, options: Options) -> Split:
+def _split(fqn: str, param: nn.Parameter, axis: Axis, options: GroupOptions) -> Split:
     """How to shard a parameter. Raises: InputError for a placement that it can't have."""
     wanted = options.placement_fn(param) if options.placement_fn is not None else None
     if wanted is not None and not isinstance(wanted, Shard):

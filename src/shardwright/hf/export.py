@@ -46,7 +46,7 @@ class _Stored:
 
 
 @dataclass(frozen=True)
-class _Source:
+class _ExportedTensor:
     """A tensor of the model, and what the files make of it."""
 
     name: str
@@ -108,7 +108,7 @@ def save_pretrained(
     group.together(what, finish)
 
 
-def _plan(model: nn.Module) -> list[_Source]:
+def _plan(model: nn.Module) -> list[_ExportedTensor]:
     """Every tensor to be written, in the order of the model's state dict; the same on every rank."""
     tied = library.tied_names(model)
     sources = []
@@ -118,13 +118,13 @@ def _plan(model: nn.Module) -> list[_Source]:
         whole = torch.empty(live.shape, dtype=live.dtype, device="meta")
         converted = library.in_file_names(model, {name: whole})
         stored = tuple(_Stored(key, tuple(t.shape), t.dtype) for key, t in converted.items())
-        sources.append(_Source(name, live, stored))
+        sources.append(_ExportedTensor(name, live, stored))
     return sources
 
 
-def _files(sources: Sequence[_Source], max_nbytes: int) -> list[list[_Source]]:
+def _files(sources: Sequence[_ExportedTensor], max_nbytes: int) -> list[list[_ExportedTensor]]:
     """What goes into which file, in order."""
-    files: list[list[_Source]] = [[]]
+    files: list[list[_ExportedTensor]] = [[]]
     size = 0
     for source in sources:
         nbytes = sum(stored.nbytes for stored in source.stored)
@@ -137,7 +137,7 @@ def _files(sources: Sequence[_Source], max_nbytes: int) -> list[list[_Source]]:
 
 
 def _write_weights(
-    model: nn.Module, sources: Sequence[_Source], folder: Path, max_nbytes: int, writes: bool
+    model: nn.Module, sources: Sequence[_ExportedTensor], folder: Path, max_nbytes: int, writes: bool
 ) -> str:
     """Collect every tensor and, on the rank that ``writes``, write it. Returns why that failed, or "".
 
@@ -164,7 +164,7 @@ def _write_weights(
     return fault
 
 
-def _wholes(model: nn.Module, members: Sequence[_Source]) -> Iterator[torch.Tensor | None]:
+def _wholes(model: nn.Module, members: Sequence[_ExportedTensor]) -> Iterator[torch.Tensor | None]:
     """Each tensor whole, on rank 0 alone; one call of ``stream_full`` each, which keeps what it yields."""
     params = {id(p.sharded): p for unit in units_in(model) for group in unit.groups for p in group.params}
     for source in members:
@@ -172,7 +172,7 @@ def _wholes(model: nn.Module, members: Sequence[_Source]) -> Iterator[torch.Tens
 
 
 def _write_file(
-    model: nn.Module, path: Path, members: Sequence[_Source], wholes: Iterator[torch.Tensor | None]
+    model: nn.Module, path: Path, members: Sequence[_ExportedTensor], wholes: Iterator[torch.Tensor | None]
 ) -> None:
     stored = [(s.name, DTYPE_NAME[s.dtype], s.shape, s.nbytes) for source in members for s in source.stored]
     with open(path, "xb", buffering=0) as file:
@@ -184,7 +184,7 @@ def _write_file(
         os.fsync(file.fileno())
 
 
-def _dtype(sources: Sequence[_Source]) -> torch.dtype:
+def _dtype(sources: Sequence[_ExportedTensor]) -> torch.dtype:
     """The dtype of most of the weights."""
     numels: dict[torch.dtype, int] = {}
     for source in sources:

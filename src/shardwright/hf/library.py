@@ -28,7 +28,7 @@ _FILLS = (0, 1)  # any two bytes that differ
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorTarget:
     """Where a tensor of a file goes: into ``target`` of the model; ``source`` is the pattern of a conversion
     that its name matched, None if it is only renamed; ``stacked`` and ``dim`` say what the conversion does:
     stack the tensors of one pattern along a new first dim, and concatenate the patterns along ``dim``.
@@ -88,7 +88,7 @@ def tokenizer(folder: Path) -> Any:
         ) from error
 
 
-def places(model: Any, names: list[str]) -> Mapping[str, Place]:
+def places(model: Any, names: list[str]) -> Mapping[str, TensorTarget]:
     """Where the tensors ``names`` of its files go; those that its class says it has no use for are left out.
 
     Raises: InputError for a conversion that changes values.
@@ -99,17 +99,19 @@ def places(model: Any, names: list[str]) -> Mapping[str, Place]:
     by_source = {pattern: c for c in converters for pattern in c.source_patterns}
     state = model.state_dict()
     ignored = model._keys_to_ignore_on_load_unexpected or ()
-    found: dict[str, Place] = {}
+    found: dict[str, TensorTarget] = {}
     for name in sorted(names, key=conversion.dot_natural_key):
         target, source = conversion.rename_source_key(
             name, renamings, converters, model.base_model_prefix, state
         )
         if target in state or not any(re.search(pattern, target) for pattern in ignored):
-            found[name] = Place(target) if source is None else _converted(target, source, by_source[source])
+            found[name] = (
+                TensorTarget(target) if source is None else _converted(target, source, by_source[source])
+            )
     return found
 
 
-def _converted(target: str, source: str, converter: Any) -> Place:
+def _converted(target: str, source: str, converter: Any) -> TensorTarget:
     kinds = [type(op) for op in converter.operations]
     stacks = kinds[:1] == [conversion.MergeModulelist] and converter.operations[0].dim == 0
     rest = converter.operations[1:] if stacks else converter.operations
@@ -120,7 +122,7 @@ def _converted(target: str, source: str, converter: Any) -> Place:
             "save_pretrained(save_original_format=False), and load that folder"
         )
     order = converter.source_patterns.index(source)
-    return Place(target, source, order, stacks, rest[0].dim if rest else 0)
+    return TensorTarget(target, source, order, stacks, rest[0].dim if rest else 0)
 
 
 def in_file_names(model: Any, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from shardwright.checkpoint.format import Manifest, Piece, TensorEntry, prove
 from shardwright.checkpoint.sources import Source, open_source
 from shardwright.errors import CheckpointError
-from shardwright.hf.library import Place
+from shardwright.hf.library import TensorTarget
 
 _INDEX = "model.safetensors.index.json"
 _PREFIX = "model/"
@@ -51,9 +51,9 @@ def _check_index(index: Path, said: Mapping[str, str], manifest: Manifest) -> No
         )
 
 
-def under_model_names(manifest: Manifest, places: Mapping[str, Place]) -> Manifest:
+def under_model_names(manifest: Manifest, places: Mapping[str, TensorTarget]) -> Manifest:
     """``manifest`` with the tensors of the model that its files make up; ``places``: where each goes."""
-    members: dict[str, list[tuple[Place, TensorEntry]]] = {}
+    members: dict[str, list[tuple[TensorTarget, TensorEntry]]] = {}
     for name, place in places.items():
         members.setdefault(place.target, []).append((place, manifest.tensors[_PREFIX + name]))
     tensors = {_PREFIX + target: _assemble(target, found) for target, found in members.items()}
@@ -62,7 +62,7 @@ def under_model_names(manifest: Manifest, places: Mapping[str, Place]) -> Manife
     return result
 
 
-def _assemble(target: str, members: list[tuple[Place, TensorEntry]]) -> TensorEntry:
+def _assemble(target: str, members: list[tuple[TensorTarget, TensorEntry]]) -> TensorEntry:
     if members[0][0].source is None and len(members) == 1:
         return members[0][1]
     by_source: dict[int, list[TensorEntry]] = {}

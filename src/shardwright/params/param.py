@@ -22,7 +22,7 @@ from shardwright.errors import InputError, StageError
 from shardwright.params.at_rest import guard
 from shardwright.params.buffer import Buffer
 from shardwright.params.offload import DeviceCopy, placed
-from shardwright.params.placement import Place, Split
+from shardwright.params.placement import ParamPlacement, Split
 from shardwright.params.rows import Rows
 from shardwright.policy import MixedPrecisionPolicy, OptimizerOffloadPolicy
 from shardwright.schedule.layout import ParamLayout
@@ -79,7 +79,9 @@ class ShardedParam:
         self.sites = sites
         inner = spec_of(param) if isinstance(param, DTensor) else None
         whole = local_of(param) if isinstance(param, DTensor) else param
-        self.place = Place(split, ParamLayout(tuple(whole.shape), split.axis.world, split.dim), inner)
+        self.place = ParamPlacement(
+            split, ParamLayout(tuple(whole.shape), split.axis.world, split.dim), inner
+        )
         self.spec = self.place.spec(param)
         guard(self.spec.mesh)
         self.attributes = attributes_of(param)
@@ -109,7 +111,7 @@ class ShardedParam:
         rows: this rank's shard of it, on the device of the shards. Cut on the same dim over the same ranks.
         """
         layout = ParamLayout(shape, self.axis.world, self.layout.dim)
-        self.place = Place(self.split, layout, self.inner)
+        self.place = ParamPlacement(self.split, layout, self.inner)
         self.spec = self.place.spec(torch.empty(shape, dtype=rows.dtype, device="meta"))
         self.accumulated = self._unsharded = None
         self.kept_dtype = True

@@ -35,7 +35,7 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Place:
+class ParamPlacement:
     """Where one parameter's shards lie.
 
     layout: the spans that ``split`` cuts it into. inner: the placement that tensor parallelism has given it,

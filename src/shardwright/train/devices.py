@@ -13,7 +13,7 @@ from shardwright.xla import processes
 
 
 class DevicePlace:
-    """A ``Place`` that is one process with all its devices; each of those is a rank of the recipe."""
+    """A ``TrainingProcess`` that is one process with all its devices; each is a rank of the recipe."""
 
     device_type = "xla"
 
@@ -36,15 +36,15 @@ class DevicePlace:
         return [Share(device, self.world, batch_size) for device in self._own]
 
     def total(self, *values: float) -> list[float]:
-        """See ``Place``."""
+        """See ``TrainingProcess``."""
         return [sum(column) for column in zip(*processes.all_values(*values), strict=True)]
 
     def largest(self, *values: float) -> list[float]:
-        """See ``Place``."""
+        """See ``TrainingProcess``."""
         return [max(column) for column in zip(*processes.all_values(*values), strict=True)]
 
     def wait_for_all(self) -> None:
-        """See ``Place``."""
+        """See ``TrainingProcess``."""
         processes.wait_for_all("shardwright train")
 
 

@@ -19,7 +19,7 @@ Reading = Callable[[], tuple[float, float]]
 waits for the device. Every rank calls it or none."""
 
 
-class Place(Protocol):
+class TrainingProcess(Protocol):
     """Where this process stands among those that train, and the few numbers that they exchange.
 
     world: ranks, each with a ``batch_size`` of its own. device: kind and number of threads or so, for people.
@@ -78,7 +78,7 @@ class Engine(Protocol):
     """A sharded model with its optimizer on one backend. Every process calls every method."""
 
     @property
-    def place(self) -> Place: ...
+    def place(self) -> TrainingProcess: ...
 
     @property
     def exposed_s(self) -> float:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from shardwright.train.config import Recipe
 from shardwright.train.data import TrainBatches, heldout_windows, read_corpus
-from shardwright.train.engine import Engine, Place, steps_of
+from shardwright.train.engine import Engine, TrainingProcess, steps_of
 from shardwright.train.folder import RunFolder
 from shardwright.train.models import Transformer
 from shardwright.train.sample import generate, readable
@@ -26,7 +26,7 @@ class Pretraining:
 
     unit = "byte"
 
-    def __init__(self, recipe: Recipe, place: Place) -> None:
+    def __init__(self, recipe: Recipe, place: TrainingProcess) -> None:
         training = recipe.training
         self.place = place
         self.corpus = read_corpus(recipe.data)

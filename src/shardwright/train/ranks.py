@@ -34,7 +34,7 @@ from shardwright.transport.launches import LaunchLog
 
 @dataclass(frozen=True)
 class RankPlace:
-    """A ``Place`` that is one rank: which one, on which device, and the 1-D mesh of all ranks."""
+    """A ``TrainingProcess`` that is one rank: which one, on which device, and the 1-D mesh of all ranks."""
 
     rank: int
     world: int

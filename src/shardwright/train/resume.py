@@ -20,7 +20,7 @@ from shardwright.checkpoint.folder import complete_steps, find, set_aside_after,
 from shardwright.checkpoint.sources import open_source
 from shardwright.errors import CheckpointError, ConfigError, DamagedError
 from shardwright.train.config import Recipe
-from shardwright.train.engine import Place
+from shardwright.train.engine import TrainingProcess
 from shardwright.train.folder import RunFolder
 from shardwright.train.loop import Loop
 from shardwright.train.report import Screen
@@ -35,7 +35,7 @@ class Start:
     resume: str
 
 
-def choose(folder: RunFolder, place: Place, resume: str) -> Start | None:
+def choose(folder: RunFolder, place: TrainingProcess, resume: str) -> Start | None:
     """Where the run in ``folder`` goes on, as ``resume`` asks; None: it begins. Where a launcher has started
     the job again it is ``auto``, whatever was asked for. Every process calls; the first one's view is taken.
 
@@ -60,7 +60,7 @@ def choose(folder: RunFolder, place: Place, resume: str) -> Start | None:
     )
 
 
-def _agreed(step: int, place: Place) -> int:
+def _agreed(step: int, place: TrainingProcess) -> int:
     return int(place.largest(float(step if place.is_first else -1))[0])
 
 

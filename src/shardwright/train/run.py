@@ -26,7 +26,7 @@ from shardwright.checkpoint.folder import step_folder
 from shardwright.checkpoint.lock import Held, holder
 from shardwright.errors import ConfigError
 from shardwright.train.config import Recipe
-from shardwright.train.engine import Job, Place
+from shardwright.train.engine import Job, TrainingProcess
 from shardwright.train.folder import RunFolder
 from shardwright.train.loop import Listener, Loop, Progress, StepReport
 from shardwright.train.ranks import LaunchedStop, life_of_a_rank
@@ -35,7 +35,7 @@ from shardwright.train.resolve import Resolved
 from shardwright.train.resume import batch_of, choose, restore, with_saved_batch
 from shardwright.transport.launches import here
 
-Prepare = Callable[[Recipe, Place], Job]
+Prepare = Callable[[Recipe, TrainingProcess], Job]
 """Makes the job of this process."""
 
 
@@ -55,14 +55,16 @@ def train_rank(resolved: Resolved, prepare: Prepare, in_json: bool = False) -> N
                 screen.stop()
 
 
-def _joined(recipe: Recipe) -> AbstractContextManager[Place]:
+def _joined(recipe: Recipe) -> AbstractContextManager[TrainingProcess]:
     """The ranks of the backend, joined. Only the backend's own modules are imported."""
     if recipe.launch.backend == "xla":
         return import_module("shardwright.train.devices").joined(recipe)
     return import_module("shardwright.train.ranks").joined(recipe)
 
 
-def _train(resolved: Resolved, place: Place, screen: Screen, stop: StopRequest, prepare: Prepare) -> None:
+def _train(
+    resolved: Resolved, place: TrainingProcess, screen: Screen, stop: StopRequest, prepare: Prepare
+) -> None:
     folder = RunFolder(resolved.folder)
     _claim(folder, place, make=False)
     recipe, start = resolved.recipe, choose(folder, place, resolved.recipe.run.resume)
@@ -103,7 +105,7 @@ def _train(resolved: Resolved, place: Place, screen: Screen, stop: StopRequest, 
     _finish(folder, job, loop, screen)
 
 
-def _claim(folder: RunFolder, place: Place, *, make: bool) -> None:
+def _claim(folder: RunFolder, place: TrainingProcess, *, make: bool) -> None:
     """Refuse, on every process, to train where another job does; see ``RunFolder.claim``."""
     refused = False
     try:
@@ -118,7 +120,7 @@ def _claim(folder: RunFolder, place: Place, *, make: bool) -> None:
         )
 
 
-def _announce(screen: Screen, job: Job, place: Place) -> None:
+def _announce(screen: Screen, job: Job, place: TrainingProcess) -> None:
     for line in job.opening():
         screen.say(line)
     training = job.recipe.training

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.api import shard_as
 from shardwright.clip import clip_grad_norm_
-from shardwright.engine.build import Options, check_modules, has_no_forward
+from shardwright.engine.build import GroupOptions, check_modules, has_no_forward
 from shardwright.engine.containers import map_tensors
 from shardwright.engine.foreign import check_foreign
 from shardwright.engine.unit import Unit, units_in
@@ -117,7 +117,7 @@ class FullyShardedDataParallel(StatefulWrapper):
         prepare.materialise(own, param_init_fn, torch.device(mesh.device_type))
         if sync_module_states:
             prepare.broadcast(own, mesh)
-        options = Options(
+        options = GroupOptions(
             reshard_after_forward=self.sharding_strategy.reshard_after_forward,
             placement_fn=None,
             precision=self.mixed_precision.policy if mixed_precision else DEFAULT_PRECISION,

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from shardwright.xla.step import TrainStep, make_train_step
     from shardwright.xla.wrap import size_based_policy
 
-_HOME = {
+_FILE_OF = {
     "AdamW": "optim",
     "SGD": "optim",
     "TrainStep": "step",
@@ -72,7 +72,7 @@ _give_threads()
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _FILE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with from_extra("xla"):
-        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+        return getattr(import_module(f"{__name__}.{_FILE_OF[name]}"), name)

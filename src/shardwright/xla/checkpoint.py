@@ -15,11 +15,11 @@ from shardwright.errors import CheckpointError, InputError
 from shardwright.xla.files import FLAT, SEPARATOR, SHARD, WRAPPED, read
 from shardwright.xla.optim import Optimizer
 from shardwright.xla.processes import together
-from shardwright.xla.spmd_model import Home, home_of
+from shardwright.xla.spmd_model import SpmdModel, spmd_model_of
 from shardwright.xla.state import load_full_state_dict
 from shardwright.xla.step import TrainStep
 from shardwright.xla.torch_bridge import from_numpy
-from shardwright.xla.unit import Leaf, Stored, Unit
+from shardwright.xla.unit import Leaf, Stored, XlaUnit
 
 
 def save_rank_files(ckpt_prefix: str, model: nn.Module, step: TrainStep | None = None) -> list[Path]:
@@ -31,22 +31,22 @@ def save_rank_files(ckpt_prefix: str, model: nn.Module, step: TrainStep | None =
     Raises: InputError for a model that isn't sharded; StageError if it has no values; CheckpointError, on
         every process, if a file can't be written.
     """
-    home = home_of(model)
-    home.require_values()
-    home.store_buffers()
-    return together(f"save_rank_files({ckpt_prefix})", lambda: _write(ckpt_prefix, home, step))
+    spmd = spmd_model_of(model)
+    spmd.require_values()
+    spmd.store_buffers()
+    return together(f"save_rank_files({ckpt_prefix})", lambda: _write(ckpt_prefix, spmd, step))
 
 
-def _write(ckpt_prefix: str, home: Home, step: TrainStep | None) -> list[Path]:
+def _write(ckpt_prefix: str, spmd: SpmdModel, step: TrainStep | None) -> list[Path]:
     """Write the files of this process's devices."""
-    world, paths = home.axes.world, []
-    for rank, device in _own_ranks(home):
+    world, paths = spmd.axes.world, []
+    for rank, device in _own_ranks(spmd):
         path = Path(f"{ckpt_prefix}_rank-{rank:08d}-of-{world:08d}.pth")
-        content: dict[str, Any] = {"model": {}, "shard_metadata": _metadata(home, rank)}
-        for unit in home.units:
-            for stored, key in zip(unit.stored, _keys(home, unit), strict=True):
+        content: dict[str, Any] = {"model": {}, "shard_metadata": _metadata(spmd, rank)}
+        for unit in spmd.units:
+            for stored, key in zip(unit.stored, _keys(spmd, unit), strict=True):
                 content["model"][key] = _shard(stored.array, device)
-        content["model"] |= _buffers(home)
+        content["model"] |= _buffers(spmd)
         if step is not None:
             content["optimizer"] = _optimizer_of_rank(step, device)
         try:
@@ -77,7 +77,7 @@ def load_rank_files(
 def with_shared_names(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """``state`` with every name of a shared parameter, where it has one of them."""
     full = dict(state)
-    for names in home_of(model).names.values():
+    for names in spmd_model_of(model).names.values():
         known = next((name for name in names if name in state), None)
         if known is not None:
             full |= dict.fromkeys(names, state[known])
@@ -90,12 +90,12 @@ def named_state(step: TrainStep) -> Iterator[tuple[str, str, torch.Tensor]]:
 
     Raises: InputError for an optimizer that isn't ``xla.SGD`` or ``xla.AdamW``.
     """
-    for stored, tree in zip(step.home.trained, step.state or step.initial_state(), strict=True):
+    for stored, tree in zip(step.spmd.trained, step.state or step.initial_state(), strict=True):
         for key, array in _torch_state(step, tree).items():
             values = [np.asarray(array)] * len(stored.leaves) if array.ndim == 0 else stored.values(array)
             for leaf, value in zip(stored.leaves, values, strict=True):
                 tensor = from_numpy(value)
-                yield step.home.names[leaf][0], key, tensor.float() if key == "step" else tensor
+                yield step.spmd.names[leaf][0], key, tensor.float() if key == "step" else tensor
 
 
 def option_groups(step: TrainStep) -> list[tuple[list[Stored], dict[str, Any]]]:
@@ -111,7 +111,7 @@ def option_groups(step: TrainStep) -> list[tuple[list[Stored], dict[str, Any]]]:
     if callable(options["lr"]):
         options["lr"] = float(options["lr"](step.count()))  # type: ignore[arg-type]
     groups: dict[bool, list[Stored]] = {}
-    for stored in step.home.stored:
+    for stored in step.spmd.stored:
         groups.setdefault(step.is_decayed(stored), []).append(stored)
     return [
         (members, options if decayed else {**options, "weight_decay": 0.0})
@@ -128,13 +128,13 @@ def optimizer_state(
         doesn't count them (SGD's).
     Raises: CheckpointError naming parameters without their state.
     """
-    home, made = step.home, []
-    for stored, tree in zip(home.trained, step.initial_state(), strict=True):
+    spmd, made = step.spmd, []
+    for stored, tree in zip(spmd.trained, step.initial_state(), strict=True):
         arrays = {}
         for key, array in _torch_state(step, tree).items():
-            found = [_value(home, leaf, key, state) for leaf in stored.leaves]
+            found = [_value(spmd, leaf, key, state) for leaf in stored.leaves]
             if array.ndim == 0:
-                arrays[key] = home.place(np.asarray(float(found[0]), array.dtype))
+                arrays[key] = spmd.place(np.asarray(float(found[0]), array.dtype))
             else:
                 arrays[key] = stored.place([value.to(stored.dtype) for value in found])
         count = int(arrays["step"]) if "step" in arrays else num_steps
@@ -142,8 +142,8 @@ def optimizer_state(
     return made
 
 
-def _value(home: Home, leaf: Leaf, key: str, state: Mapping[str, Mapping[str, Any]]) -> Any:
-    for name in home.names[leaf]:
+def _value(spmd: SpmdModel, leaf: Leaf, key: str, state: Mapping[str, Mapping[str, Any]]) -> Any:
+    for name in spmd.names[leaf]:
         value = state.get(name, {}).get(key)
         if value is not None:
             if isinstance(value, torch.Tensor) and value.dim() and tuple(value.shape) != leaf.shape:
@@ -152,7 +152,7 @@ def _value(home: Home, leaf: Leaf, key: str, state: Mapping[str, Mapping[str, An
                 )
             return value
     raise CheckpointError(
-        f"the checkpoint has no {key} of {home.names[leaf][0]}; load without the step to begin its state anew"
+        f"the checkpoint has no {key} of {spmd.names[leaf][0]}; load without the step to begin its state anew"
     )
 
 
@@ -178,7 +178,7 @@ def _with_torch_state(step: TrainStep, tree: Any, arrays: Mapping[str, Any], cou
         if node is part:
             return node._replace(**{step.optimizer.state_names[key]: array for key, array in arrays.items()})
         if isinstance(node, optax.ScaleByScheduleState) and count is not None:
-            return node._replace(count=step.home.place(np.asarray(count, np.int32)))
+            return node._replace(count=step.spmd.place(np.asarray(count, np.int32)))
         return node
 
     return jax.tree.map(swapped, tree, is_leaf=lambda node: hasattr(node, "_replace"))
@@ -187,12 +187,12 @@ def _with_torch_state(step: TrainStep, tree: Any, arrays: Mapping[str, Any], cou
 # ---- what XlaFullyShardedDataParallel calls things
 
 
-def _path(home: Home, unit: Unit) -> str:
+def _path(spmd: SpmdModel, unit: XlaUnit) -> str:
     """Name of the unit's wrapper in the model as it would be wrapped, without the flattening wrappers."""
-    if unit is home.root:
+    if unit is spmd.root:
         return ""
-    wrapped = {id(u.module) for u in home.units}
-    parts, module = [WRAPPED], home.root.module
+    wrapped = {id(u.module) for u in spmd.units}
+    parts, module = [WRAPPED], spmd.root.module
     name = next(n for n, m in module.named_modules() if m is unit.module)
     for part in name.split("."):
         module = module.get_submodule(part)
@@ -202,41 +202,41 @@ def _path(home: Home, unit: Unit) -> str:
     return ".".join(parts)
 
 
-def _inside(home: Home, unit: Unit, leaf: Leaf) -> str:
+def _inside(spmd: SpmdModel, unit: XlaUnit, leaf: Leaf) -> str:
     """Name of a parameter inside of its unit."""
-    path = next(n for n, m in home.root.module.named_modules() if m is unit.module)
-    names = home.names[leaf]
+    path = next(n for n, m in spmd.root.module.named_modules() if m is unit.module)
+    names = spmd.names[leaf]
     return next(n for n in names if n.startswith(path)).removeprefix(path).lstrip(".")
 
 
-def _original_names(home: Home, unit: Unit) -> list[str]:
+def _original_names(spmd: SpmdModel, unit: XlaUnit) -> list[str]:
     """``_orig_name`` of each stored array."""
     if unit.options.flatten_parameters:
         return [f"{WRAPPED}.flat_param_{i}" for i in range(len(unit.stored))]
-    return [f"{WRAPPED}.{FLAT}.{_inside(home, unit, stored.leaves[0])}" for stored in unit.stored]
+    return [f"{WRAPPED}.{FLAT}.{_inside(spmd, unit, stored.leaves[0])}" for stored in unit.stored]
 
 
 def _shard_name(original: str) -> str:
     return f"{SHARD}.{original}".replace(".", SEPARATOR)
 
 
-def _keys(home: Home, unit: Unit) -> list[str]:
-    path = _path(home, unit)
-    return [".".join(filter(None, (path, _shard_name(name)))) for name in _original_names(home, unit)]
+def _keys(spmd: SpmdModel, unit: XlaUnit) -> list[str]:
+    path = _path(spmd, unit)
+    return [".".join(filter(None, (path, _shard_name(name)))) for name in _original_names(spmd, unit)]
 
 
-def _metadata(home: Home, rank: int) -> dict[str, Any]:
+def _metadata(spmd: SpmdModel, rank: int) -> dict[str, Any]:
     shard_info: dict[str, Any] = {}
     flatten_info: dict[str, Any] = {}
-    for unit in home.units:
-        path = _path(home, unit)
+    for unit in spmd.units:
+        path = _path(spmd, unit)
         info = shard_info.setdefault(path, {})
-        for stored, name in zip(unit.stored, _original_names(home, unit), strict=True):
+        for stored, name in zip(unit.stored, _original_names(spmd, unit), strict=True):
             size = (stored.numel,) if unit.options.flatten_parameters else stored.leaves[0].shape
             info[_shard_name(name)] = {"_orig_size": torch.Size(size), "_orig_name": name}
             if unit.options.flatten_parameters:
                 flatten_info[".".join(filter(None, (path, name)))] = (
-                    [f"{FLAT}.{_inside(home, unit, leaf)}" for leaf in stored.leaves],
+                    [f"{FLAT}.{_inside(spmd, unit, leaf)}" for leaf in stored.leaves],
                     [torch.Size(leaf.shape) for leaf in stored.leaves],
                     [leaf.numel for leaf in stored.leaves],
                 )
@@ -244,14 +244,14 @@ def _metadata(home: Home, rank: int) -> dict[str, Any]:
         "shard_info": shard_info,
         "flatten_info": flatten_info,
         "buffer_info": {},  # buffers are saved in their own dtype
-        "world_size": home.axes.world,
+        "world_size": spmd.axes.world,
         "rank": rank,
     }
 
 
-def _buffers(home: Home) -> dict[str, torch.Tensor]:
-    model = home.root.module
-    owners = {id(unit.module) for unit in home.units}
+def _buffers(spmd: SpmdModel) -> dict[str, torch.Tensor]:
+    model = spmd.root.module
+    owners = {id(unit.module) for unit in spmd.units}
     found = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if isinstance(value, nn.Parameter) or not isinstance(value, torch.Tensor):
@@ -264,9 +264,9 @@ def _buffers(home: Home) -> dict[str, torch.Tensor]:
     return found
 
 
-def _own_ranks(home: Home) -> list[tuple[int, Any]]:
+def _own_ranks(spmd: SpmdModel) -> list[tuple[int, Any]]:
     """``(rank, device)`` of the first copy's sharding devices that belong to this process."""
-    row = home.axes.mesh.devices.reshape(-1, home.axes.world)[0]
+    row = spmd.axes.mesh.devices.reshape(-1, spmd.axes.world)[0]
     return [(rank, d) for rank, d in enumerate(row) if d.process_index == jax.process_index()]
 
 
@@ -275,9 +275,9 @@ def _shard(array: Any, device: Any) -> torch.Tensor:
 
 
 def _optimizer_of_rank(step: TrainStep, device: Any) -> dict[str, Any]:
-    states = dict(zip(step.home.trained, step.state or step.initial_state(), strict=True))
+    states = dict(zip(step.spmd.trained, step.state or step.initial_state(), strict=True))
     found = {}
-    numbered = [stored for unit in step.home.units for stored in unit.stored]
+    numbered = [stored for unit in step.spmd.units for stored in unit.stored]
     for number, stored in enumerate(numbered):
         if stored in states:
             arrays = _torch_state(step, states[stored])

@@ -8,7 +8,7 @@ from shardwright.errors import InputError
 
 
 @dataclass(frozen=True)
-class Options:
+class UnitOptions:
     """How the parameters of one unit are kept and unsharded; see ``fully_shard`` for each."""
 
     reshard_after_forward: bool = True

@@ -130,5 +130,5 @@ def _described(args: Any) -> str:
     found = next((arg for arg in args if isinstance(arg, Placeholder)), None)
     if found is None:
         return "one of several"
-    owner, name = getattr(found, LEAF).slots[0]
+    owner, name = getattr(found, LEAF).sites[0]
     return f"{type(owner).__name__.removeprefix('Xla')}.{name} {list(found.shape)}"

@@ -20,7 +20,7 @@ from shardwright.checkpoint.sources import locate, open_source
 from shardwright.errors import CheckpointError
 from shardwright.xla.checkpoint import named_state, optimizer_state, option_groups
 from shardwright.xla.processes import is_first_process, together
-from shardwright.xla.spmd_model import home_of
+from shardwright.xla.spmd_model import spmd_model_of
 from shardwright.xla.state import full_state_dict, load_full_state_dict, random_state, set_random_state
 from shardwright.xla.step import TrainStep
 
@@ -61,7 +61,7 @@ def load_xla(path: str | Path, *, model: nn.Module, train_step: TrainStep | None
     Raises: CheckpointError: damaged, or not fitting (listing what); InputError as ``save_xla``. Every process
         raises if one does, and the model is then as it was.
     """
-    home = home_of(model)
+    spmd = spmd_model_of(model)
     expected = {k: v for k, v in model.state_dict(keep_vars=True).items() if isinstance(v, torch.Tensor)}
     made = {id(v): torch.empty(v.shape, dtype=v.dtype) for v in expected.values()}
     whole = Whole({name: made[id(v)] for name, v in expected.items()})
@@ -75,7 +75,7 @@ def load_xla(path: str | Path, *, model: nn.Module, train_step: TrainStep | None
     if optimizer is not None and train_step is not None:
         names = {id(tensor): name for name, tensor in reversed(whole.tensors.items())}
         named = {names[id(p)]: value for p, value in optimizer.state.items()}
-        state = optimizer_state(train_step, _under_all_names(home.names.values(), named), restored.step)
+        state = optimizer_state(train_step, _under_all_names(spmd.names.values(), named), restored.step)
     load_full_state_dict(model, whole.tensors)
     if train_step is not None:
         train_step.state = state
@@ -94,7 +94,7 @@ def _torch_optimizer(train_step: TrainStep, whole: Whole) -> Optimizer:
     parameters: dict[str, nn.Parameter] = {}
     groups = []
     for members, options in option_groups(train_step):
-        names = [train_step.home.names[leaf] for stored in members for leaf in stored.leaves]
+        names = [train_step.spmd.names[leaf] for stored in members for leaf in stored.leaves]
         made = [nn.Parameter(whole.tensors[same[0]], requires_grad=False) for same in names]
         for same, parameter in zip(names, made, strict=True):
             parameters |= dict.fromkeys(same, parameter)

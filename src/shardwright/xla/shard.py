@@ -12,12 +12,12 @@ from torch import nn
 from shardwright.errors import InputError
 from shardwright.torch_private import parameters_of
 from shardwright.xla.mesh import resolve
-from shardwright.xla.options import Options
+from shardwright.xla.options import UnitOptions
 from shardwright.xla.placeholder import LEAF, PlaceholderUsed, placeholder, watch_optimizers
-from shardwright.xla.spmd_model import home_of
+from shardwright.xla.spmd_model import spmd_model_of
 from shardwright.xla.torch_bridge import from_numpy
 from shardwright.xla.trace import current, enter
-from shardwright.xla.unit import UNIT, Leaf, Unit, unit_of
+from shardwright.xla.unit import UNIT, Leaf, XlaUnit, unit_of
 from shardwright.xla.wrap import AutoWrap, modules_to_wrap
 
 M = TypeVar("M", bound=nn.Module)
@@ -70,7 +70,7 @@ def fully_shard(
     Raises: InputError for a container without forward, a module that is sharded already, more devices than
         there are, groups that don't cover them, or an option out of range. Nothing is changed then.
     """
-    options = Options(
+    options = UnitOptions(
         reshard_after_forward,
         flatten_parameters,
         shard_param_on_dim_0,
@@ -90,7 +90,7 @@ def fully_shard(
         _warn_of_pin_layout()
     watch_optimizers()
     for m in (*inner, module):
-        _shard(m, Unit(m, axes, options))
+        _shard(m, XlaUnit(m, axes, options))
     return module
 
 
@@ -125,7 +125,7 @@ def _warn_of_pin_layout() -> None:
         )
 
 
-def _shard(module: nn.Module, unit: Unit) -> None:
+def _shard(module: nn.Module, unit: XlaUnit) -> None:
     values: dict[Leaf, torch.Tensor | None] = {}
     for owner in _own_modules(module):
         for name, p in list(parameters_of(owner).items()):
@@ -137,8 +137,8 @@ def _shard(module: nn.Module, unit: Unit) -> None:
                 setattr(leaf.placeholder, LEAF, leaf)
                 setattr(p, LEAF, leaf)
                 values[leaf] = None if p.is_meta else p.detach().cpu()
-            if (owner, name) not in leaf.slots:
-                leaf.slots.append((owner, name))
+            if (owner, name) not in leaf.sites:
+                leaf.sites.append((owner, name))
             parameters_of(owner)[name] = leaf.placeholder
     module.__dict__[UNIT] = unit
     module.__class__ = type(f"Xla{type(module).__name__}", (XlaModule, type(module)), {})
@@ -157,12 +157,12 @@ def _own_modules(module: nn.Module) -> list[nn.Module]:
     return found
 
 
-def _hoisted(module: nn.Module, unit: Unit) -> dict[Leaf, torch.Tensor | None]:
+def _hoisted(module: nn.Module, unit: XlaUnit) -> dict[Leaf, torch.Tensor | None]:
     """Parameters of nested units that are also used outside of them, taken from there."""
     found: dict[Leaf, torch.Tensor | None] = {}
     for inner in {u: None for m in module.modules() if (u := unit_of(m)) is not None and u is not unit}:
         inside = set(inner.module.modules())
-        shared = [leaf for leaf in inner.leaves if not all(owner in inside for owner, _ in leaf.slots)]
+        shared = [leaf for leaf in inner.leaves if not all(owner in inside for owner, _ in leaf.sites)]
         if not shared:
             continue
         values: dict[Leaf, torch.Tensor | None] = {}
@@ -204,4 +204,4 @@ class XlaModule:
         call = super().__call__  # type: ignore[misc]
         if trace is not None:
             return enter(trace, self.__dict__[UNIT], call, args, kwargs)
-        return home_of(self).forward(args, kwargs)  # type: ignore[arg-type]
+        return spmd_model_of(self).forward(args, kwargs)  # type: ignore[arg-type]

@@ -14,12 +14,12 @@ from shardwright.errors import InputError, StageError
 from shardwright.torch_private import buffers_of
 from shardwright.xla import torch_bridge as bridge
 from shardwright.xla.mesh import Axes
-from shardwright.xla.trace import Trace, buffer_slots, installed, read_buffers, tracing
-from shardwright.xla.unit import Leaf, Stored, Unit, unit_of
+from shardwright.xla.trace import ProgramTrace, buffer_sites, installed, read_buffers, tracing
+from shardwright.xla.unit import Leaf, Stored, XlaUnit, unit_of
 
 
-def home_of(model: nn.Module) -> "Home":
-    """The home of a model.
+def spmd_model_of(model: nn.Module) -> "SpmdModel":
+    """The arrays of a model.
 
     Raises: InputError for a module that isn't sharded, or whose parts were sharded over other devices.
     """
@@ -28,19 +28,19 @@ def home_of(model: nn.Module) -> "Home":
         raise InputError(
             f"{type(model).__name__} isn't sharded; call xla.fully_shard(model) on the whole model"
         )
-    if unit.home is None:
-        unit.home = Home(unit)
-    return unit.home
+    if unit.spmd is None:
+        unit.spmd = SpmdModel(unit)
+    return unit.spmd
 
 
-class Home:
-    """All arrays of one model.
+class SpmdModel:
+    """All arrays of one model, for one program that runs on all devices (SPMD).
 
     buffers: one array for each buffer, every device's own copy stacked on dim 0 (BatchNorm's statistics may
     differ between devices). key: random state, the same on all devices.
     """
 
-    def __init__(self, root: Unit) -> None:
+    def __init__(self, root: XlaUnit) -> None:
         self.root = root
         self.axes: Axes = root.axes
         units = [unit for module in root.module.modules() if (unit := unit_of(module)) is not None]
@@ -54,7 +54,7 @@ class Home:
         self.stored: list[Stored] = [stored for unit in self.units for stored in unit.stored]
         self.trained = [stored for stored in self.stored if stored.trainable]
         self.frozen = [stored for stored in self.stored if not stored.trainable]
-        self.slots = buffer_slots(root.module)
+        self.sites = buffer_sites(root.module)
         self._stacked: list[Any] | None = None
         self._forwards: dict[Any, Any] = {}
         self.key = self.place(np.asarray(jax.random.key_data(jax.random.key(torch.initial_seed() % 2**32))))
@@ -75,11 +75,11 @@ class Home:
     def buffer_names(self) -> list[list[str]]:
         """All names of each buffer."""
         prefixes = {id(module): name for name, module in self.root.module.named_modules()}
-        return [[f"{prefixes[id(m)]}.{name}".lstrip(".") for m, name in same] for same in self.slots]
+        return [[f"{prefixes[id(m)]}.{name}".lstrip(".") for m, name in same] for same in self.sites]
 
     @property
     def buffers(self) -> list[Any]:
-        """One array per entry of ``slots``, of shape [devices, ...]."""
+        """One array per entry of ``sites``, of shape [devices, ...]."""
         if self._stacked is None:
             self.load_buffers()
         assert self._stacked is not None
@@ -91,7 +91,7 @@ class Home:
 
     def load_buffers(self) -> None:
         """Give every device a copy of the buffers that the torch modules hold."""
-        host = [buffers_of(same[0][0])[same[0][1]] for same in self.slots]
+        host = [buffers_of(same[0][0])[same[0][1]] for same in self.sites]
         for names, buffer in zip(self.buffer_names, host, strict=True):
             if buffer is None or buffer.is_meta:
                 raise StageError(f"buffer {names[0]} is on the meta device; call xla.materialize(model)")
@@ -104,7 +104,7 @@ class Home:
 
     def abstract_buffers(self) -> list[Any]:
         """Shapes, dtypes and shardings of ``buffers``."""
-        host = [buffers_of(same[0][0])[same[0][1]] for same in self.slots]
+        host = [buffers_of(same[0][0])[same[0][1]] for same in self.sites]
         return [
             jax.ShapeDtypeStruct(
                 (self.axes.num_devices, *b.shape), bridge.jax_dtype(b.dtype), sharding=self.axes.batch()
@@ -118,7 +118,7 @@ class Home:
         if self._stacked is None:
             return
         first = jax.jit(lambda x: x[0], out_shardings=self.axes.replicated())
-        for same, array in zip(self.slots, self._stacked, strict=True):
+        for same, array in zip(self.sites, self._stacked, strict=True):
             old = buffers_of(same[0][0])[same[0][1]]
             assert old is not None
             new = bridge.from_numpy(np.asarray(first(array))).to(old.dtype)
@@ -138,19 +138,19 @@ class Home:
                     "call xla.materialize(model) or xla.load_full_state_dict(model, ...)"
                 )
 
-    def run(self, trace: Trace, function: Any, buffers: Sequence[Any], key: Any, batch: Any) -> Any:
+    def run(self, trace: ProgramTrace, function: Any, buffers: Sequence[Any], key: Any, batch: Any) -> Any:
         """``function(model, *batch)`` on this device, inside a program: ``(result, spec, buffers, key)``.
 
         buffers: without the device dim. batch: ``(leaves, spec)`` of the arguments, leaves as jax arrays.
         result: the tensors that the function returned, as jax arrays, and their structure.
         """
         leaves, spec = batch
-        with tracing(trace, key), installed(list(zip(self.slots, buffers, strict=True)), ()):
+        with tracing(trace, key), installed(list(zip(self.sites, buffers, strict=True)), ()):
             args = bridge.unflatten([bridge.as_torch(leaf) for leaf in leaves], spec)
             outputs, out_spec = bridge.flatten(function(self.root.module, *args))
             result = [bridge.as_jax(leaf) for leaf in outputs]
             after = [
-                new.astype(old.dtype) for new, old in zip(read_buffers(self.slots), buffers, strict=True)
+                new.astype(old.dtype) for new, old in zip(read_buffers(self.sites), buffers, strict=True)
             ]
             return result, out_spec, after, bridge.current_key()
 
@@ -200,7 +200,7 @@ class Home:
         axes = self.axes
 
         def local(shards: list[Any], buffers: list[Any], key_data: Any, leaves: list[Any]) -> list[Any]:
-            trace = Trace(self.root, dict(zip(self.stored, shards, strict=True)), reshard=False)
+            trace = ProgramTrace(self.root, dict(zip(self.stored, shards, strict=True)), reshard=False)
             key = device_key(axes, key_data)
             result, known["spec"], _, _ = self.run(
                 trace,

@@ -10,12 +10,12 @@ from torch import nn
 
 from shardwright.errors import InputError
 from shardwright.torch_private import buffers_of, parameters_of
-from shardwright.xla.spmd_model import Home, home_of
+from shardwright.xla.spmd_model import SpmdModel, spmd_model_of
 from shardwright.xla.torch_bridge import from_numpy, to_numpy
 
 
 @dataclass(frozen=True)
-class Stats:
+class XlaStats:
     """num_units: units with parameters. num_arrays: arrays at rest. param_numel: elements of all parameters.
     at_rest_nbytes: their bytes on each device, padding included. padding_nbytes: padding, averaged over them.
     """
@@ -27,23 +27,23 @@ class Stats:
     padding_nbytes: int
 
 
-def stats(model: nn.Module) -> Stats:
+def stats(model: nn.Module) -> XlaStats:
     """Sizes of a sharded model, with or without values; no communication.
 
     Raises: InputError for a module that isn't sharded.
     """
-    home = home_of(model)
+    spmd = spmd_model_of(model)
     padding = sum(
         (s.layout.padded_numel - s.numel) * s.shard_nbytes // s.shard_numel
-        for s in home.stored
+        for s in spmd.stored
         if s.shard_numel
     )
-    return Stats(
-        num_units=sum(bool(unit.stored) for unit in home.units),
-        num_arrays=len(home.stored),
-        param_numel=sum(s.numel for s in home.stored),
-        at_rest_nbytes=sum(s.shard_nbytes for s in home.stored),
-        padding_nbytes=padding // home.axes.world,
+    return XlaStats(
+        num_units=sum(bool(unit.stored) for unit in spmd.units),
+        num_arrays=len(spmd.stored),
+        param_numel=sum(s.numel for s in spmd.stored),
+        at_rest_nbytes=sum(s.shard_nbytes for s in spmd.stored),
+        padding_nbytes=padding // spmd.axes.world,
     )
 
 
@@ -54,14 +54,14 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     must call it, and each gets all; one stored array at a time is unsharded on the devices.
     Raises: InputError for a module that isn't sharded; StageError if it has no values yet.
     """
-    home = home_of(model)
-    home.require_values()
+    spmd = spmd_model_of(model)
+    spmd.require_values()
     found: dict[str, torch.Tensor] = {}
-    for stored in home.stored:
+    for stored in spmd.stored:
         for leaf, value in zip(stored.leaves, stored.values(), strict=True):
             tensor = from_numpy(value)
-            found |= dict.fromkeys(home.names[leaf], tensor)
-    home.store_buffers()
+            found |= dict.fromkeys(spmd.names[leaf], tensor)
+    spmd.store_buffers()
     found |= _buffers(model)
     return {name: found[name] for name in model.state_dict(keep_vars=True) if name in found}
 
@@ -80,7 +80,7 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, torch.Tensor
     Raises: InputError listing every name that is missing, unexpected or of another shape; the model is then
         as it was.
     """
-    home = home_of(model)
+    spmd = spmd_model_of(model)
     expected = {
         name: v for name, v in model.state_dict(keep_vars=True).items() if isinstance(v, torch.Tensor)
     }
@@ -93,14 +93,14 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, torch.Tensor
     ]
     if problems:
         raise InputError("the state dict doesn't fit the model:\n  " + "\n  ".join(problems))
-    for stored in home.stored:
-        values = [state_dict[home.names[leaf][0]].detach().cpu().to(stored.dtype) for leaf in stored.leaves]
+    for stored in spmd.stored:
+        values = [state_dict[spmd.names[leaf][0]].detach().cpu().to(stored.dtype) for leaf in stored.leaves]
         stored.array = stored.place(values)
-    _set_buffers(home, state_dict)
+    _set_buffers(spmd, state_dict)
 
 
-def _set_buffers(home: Home, state_dict: Mapping[str, torch.Tensor]) -> None:
-    for same, names in zip(home.slots, home.buffer_names, strict=True):
+def _set_buffers(spmd: SpmdModel, state_dict: Mapping[str, torch.Tensor]) -> None:
+    for same, names in zip(spmd.sites, spmd.buffer_names, strict=True):
         old = buffers_of(same[0][0])[same[0][1]]
         assert old is not None
         known = next((name for name in names if name in state_dict), None)
@@ -108,19 +108,19 @@ def _set_buffers(home: Home, state_dict: Mapping[str, torch.Tensor]) -> None:
             new = state_dict[known].detach().cpu().to(old.dtype, copy=True)
             for owner, name in same:
                 buffers_of(owner)[name] = new
-    if not any(buffers_of(m)[name].is_meta for same in home.slots for m, name in same):  # type: ignore[union-attr]
-        home.load_buffers()
+    if not any(buffers_of(m)[name].is_meta for same in spmd.sites for m, name in same):  # type: ignore[union-attr]
+        spmd.load_buffers()
 
 
 def random_state(model: nn.Module) -> torch.Tensor:
     """The random key of a sharded model: what dropout will draw from."""
-    return from_numpy(np.asarray(home_of(model).key))
+    return from_numpy(np.asarray(spmd_model_of(model).key))
 
 
 def set_random_state(model: nn.Module, key: torch.Tensor) -> None:
     """Go on from what ``random_state`` returned. Every process must call it with the same key."""
-    home = home_of(model)
-    home.key = home.place(to_numpy(key))
+    spmd = spmd_model_of(model)
+    spmd.key = spmd.place(to_numpy(key))
 
 
 def materialize(model: nn.Module) -> None:
@@ -130,7 +130,7 @@ def materialize(model: nn.Module) -> None:
     Host memory: one unit. Every process must call it, after the same ``torch.manual_seed``.
     Raises: InputError naming the modules without ``reset_parameters``; nothing is changed then.
     """
-    home = home_of(model)
+    spmd = spmd_model_of(model)
     owners = [m for m in model.modules() if any(t.is_meta for t in (*m.parameters(False), *m.buffers(False)))]
     lacking = sorted({type(m).__name__ for m in owners if not callable(getattr(m, "reset_parameters", None))})
     if lacking:
@@ -138,15 +138,15 @@ def materialize(model: nn.Module) -> None:
             f"{', '.join(lacking)}: no reset_parameters(), so its meta parameters can't be initialised; "
             "define it, or call xla.load_full_state_dict(model, ...)"
         )
-    for unit in home.units:
-        _materialize([owner for leaf in unit.leaves for owner, _ in leaf.slots], home)
-    _materialize([m for m in owners if any(b.is_meta for b in m.buffers(False))], home)
-    home.load_buffers()
+    for unit in spmd.units:
+        _materialize([owner for leaf in unit.leaves for owner, _ in leaf.sites], spmd)
+    _materialize([m for m in owners if any(b.is_meta for b in m.buffers(False))], spmd)
+    spmd.load_buffers()
 
 
-def _materialize(owners: list[nn.Module], home: Home) -> None:
+def _materialize(owners: list[nn.Module], spmd: SpmdModel) -> None:
     """Initialise ``owners`` on the host and place what they have; they show placeholders again afterwards."""
-    shown = {id(leaf.placeholder): leaf for stored in home.stored for leaf in stored.leaves}
+    shown = {id(leaf.placeholder): leaf for stored in spmd.stored for leaf in stored.leaves}
     before = [
         (m, name, p) for m in dict.fromkeys(owners) for name, p in parameters_of(m).items() if p is not None
     ]
@@ -163,6 +163,6 @@ def _materialize(owners: list[nn.Module], home: Home) -> None:
     for m, name, p in before:
         parameters_of(m)[name] = p
     values = {shown[key]: parameter for key, parameter in made.items()}
-    for stored in home.stored:
+    for stored in spmd.stored:
         if stored.array is None and all(leaf in values for leaf in stored.leaves):
             stored.array = stored.place([values[leaf].detach() for leaf in stored.leaves])

@@ -15,8 +15,8 @@ from torch import nn
 from shardwright.errors import InputError
 from shardwright.xla import torch_bridge as bridge
 from shardwright.xla.optim import Optimizer
-from shardwright.xla.spmd_model import Home, device_key, home_of
-from shardwright.xla.trace import Trace
+from shardwright.xla.spmd_model import SpmdModel, device_key, spmd_model_of
+from shardwright.xla.trace import ProgramTrace
 from shardwright.xla.unit import Stored
 
 LossFn = Callable[..., torch.Tensor]
@@ -52,7 +52,7 @@ def make_train_step(
             f"optimizer is a {type(optimizer).__name__}, expected xla.SGD, xla.AdamW or an optax "
             "transformation (a torch.optim one can't be compiled into the step)"
         )
-    return TrainStep(home_of(model), loss_fn, optimizer, (clip_norm, accumulation, sync_buffers))
+    return TrainStep(spmd_model_of(model), loss_fn, optimizer, (clip_norm, accumulation, sync_buffers))
 
 
 class TrainStep:
@@ -68,8 +68,10 @@ class TrainStep:
     ``clip_norm``.
     """
 
-    def __init__(self, home: Home, loss_fn: LossFn, optimizer: Any, options: tuple[Any, int, bool]) -> None:
-        self.home = home
+    def __init__(
+        self, spmd: SpmdModel, loss_fn: LossFn, optimizer: Any, options: tuple[Any, int, bool]
+    ) -> None:
+        self.spmd = spmd
         self.loss_fn = loss_fn
         self.optimizer = optimizer
         self.clip_norm, self.accumulation, self.sync_buffers = options
@@ -78,16 +80,16 @@ class TrainStep:
         self._compiled: dict[Any, Any] = {}
 
     def __call__(self, *batch: Any) -> Any:
-        home = self.home
-        home.require_values()
-        arrays, spec = home.batch_of(batch, self.accumulation)
+        spmd = self.spmd
+        spmd.require_values()
+        arrays, spec = spmd.batch_of(batch, self.accumulation)
         if self.state is None:
             self.state = self.initial_state()
-        trained, frozen = ([s.array for s in part] for part in (home.trained, home.frozen))
-        trained, home.buffers, self.state, home.key, loss, norm = self._function(spec)(
-            trained, home.buffers, self.state, home.key, frozen, arrays
+        trained, frozen = ([s.array for s in part] for part in (spmd.trained, spmd.frozen))
+        trained, spmd.buffers, self.state, spmd.key, loss, norm = self._function(spec)(
+            trained, spmd.buffers, self.state, spmd.key, frozen, arrays
         )
-        for stored, array in zip(home.trained, trained, strict=True):
+        for stored, array in zip(spmd.trained, trained, strict=True):
             stored.array = array
         self.grad_norm = None if self.clip_norm is None else norm
         return loss
@@ -97,20 +99,20 @@ class TrainStep:
 
         Needs no values: the model may be on the meta device, and so may the tensors of the batch.
         """
-        home = self.home
+        spmd = self.spmd
         leaves, spec = bridge.flatten(batch)
-        sharding = home.axes.batch()
+        sharding = spmd.axes.batch()
         arrays = [
             jax.ShapeDtypeStruct(tuple(x.shape), bridge.jax_dtype(x.dtype), sharding=sharding) for x in leaves
         ]
-        state = [self._abstract_state(stored) for stored in home.trained]
-        trained, frozen = ([s.abstract() for s in part] for part in (home.trained, home.frozen))
-        return self._function(spec).lower(trained, home.abstract_buffers(), state, home.key, frozen, arrays)
+        state = [self._abstract_state(stored) for stored in spmd.trained]
+        trained, frozen = ([s.abstract() for s in part] for part in (spmd.trained, spmd.frozen))
+        return self._function(spec).lower(trained, spmd.abstract_buffers(), state, spmd.key, frozen, arrays)
 
     def initial_state(self) -> list[Any]:
         """The optimizer's state before the first step: one tree for each trained array, sharded as it is."""
         found = []
-        for stored in self.home.trained:
+        for stored in self.spmd.trained:
             shardings = jax.tree.map(lambda leaf: leaf.sharding, self._abstract_state(stored))
             found.append(jax.jit(self.transform(stored).init, out_shardings=shardings)(stored.array))
         return found
@@ -132,7 +134,7 @@ class TrainStep:
         decayed = self.optimizer.decayed if isinstance(self.optimizer, Optimizer) else None
         if decayed is None:
             return True
-        names = self.home.names
+        names = self.spmd.names
         found = {bool(decayed(names[leaf][0], leaf.shape)) for leaf in stored.leaves}
         if len(found) > 1:
             raise InputError(
@@ -148,7 +150,7 @@ class TrainStep:
         return self.optimizer
 
     def _abstract_state(self, stored: Stored) -> Any:
-        axes = self.home.axes
+        axes = self.spmd.axes
         return jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(
                 leaf.shape, leaf.dtype, sharding=axes.sharded() if leaf.ndim else axes.replicated()
@@ -157,12 +159,12 @@ class TrainStep:
         )
 
     def _function(self, spec: Any) -> Any:
-        key = (spec, self.home.flags())
+        key = (spec, self.spmd.flags())
         if key not in self._compiled:
-            axes, whole = self.home.axes, PartitionSpec()
+            axes, whole = self.spmd.axes, PartitionSpec()
             state = [
                 jax.tree.map(lambda leaf: leaf.sharding.spec, self._abstract_state(stored))
-                for stored in self.home.trained
+                for stored in self.spmd.trained
             ]
             local = jax.shard_map(
                 lambda *args: self._local(spec, *args),
@@ -177,7 +179,7 @@ class TrainStep:
     def _local(self, spec: Any, *args: Any) -> Any:
         """The step on one device, inside shard_map."""
         trained, buffers, state, key_data, frozen, leaves = args
-        axes = self.home.axes
+        axes = self.spmd.axes
         buffers = [buffer[0] for buffer in buffers]
         key = device_key(axes, key_data)
         loss, grads, buffers, reached = self._accumulate(trained, buffers, key, frozen, (leaves, spec))
@@ -188,7 +190,7 @@ class TrainStep:
                 jax.lax.pmean(b, axes.names) if jnp.issubdtype(b.dtype, jnp.floating) else b for b in buffers
             ]
         new, new_state = [], []
-        for stored, param, grad, old in zip(self.home.trained, trained, grads, state, strict=True):
+        for stored, param, grad, old in zip(self.spmd.trained, trained, grads, state, strict=True):
             if stored in reached:
                 updates, old = self.transform(stored).update(grad, old, param)
                 param = optax.apply_updates(param, updates)
@@ -206,16 +208,16 @@ class TrainStep:
         batch: tuple[list[Any], Any],
     ) -> tuple[Any, list[Any], list[Any], set[Stored]]:
         """``(mean loss, gradients summed over microbatches and shards, buffers, arrays that have one)``."""
-        home, (leaves, spec) = self.home, batch
+        spmd, (leaves, spec) = self.spmd, batch
         reached: set[Stored] = set()
 
         def loss_of(trained: list[Any], buffers: list[Any], key: Any, leaves: list[Any]) -> Any:
             noted = [
-                _noted(array, reached, stored) for stored, array in zip(home.trained, trained, strict=True)
+                _noted(array, reached, stored) for stored, array in zip(spmd.trained, trained, strict=True)
             ]
-            shards = dict(zip((*home.trained, *home.frozen), (*noted, *frozen), strict=True))
-            trace = Trace(home.root, shards, reshard=True)
-            result, _, buffers, key = home.run(trace, self.loss_fn, buffers, key, (leaves, spec))
+            shards = dict(zip((*spmd.trained, *spmd.frozen), (*noted, *frozen), strict=True))
+            trace = ProgramTrace(spmd.root, shards, reshard=True)
+            result, _, buffers, key = spmd.run(trace, self.loss_fn, buffers, key, (leaves, spec))
             if len(result) != 1 or result[0].shape:
                 raise InputError(
                     "loss_fn must return one scalar tensor, got shapes "
@@ -241,7 +243,7 @@ class TrainStep:
     def _reduced(self, grads: Sequence[Any]) -> tuple[list[Any], Any]:
         """Gradients averaged over all devices and microbatches, and clipped; their norm before (0: not
         asked for)."""
-        axes = self.home.axes
+        axes = self.spmd.axes
         if axes.replicate is not None:
             grads = [jax.lax.psum(grad, axes.replicate) for grad in grads]
         grads = [grad / np.float32(axes.num_devices * self.accumulation).astype(grad.dtype) for grad in grads]

@@ -21,7 +21,7 @@ from shardwright.errors import InputError, StageError
 from shardwright.torch_private import buffers_of, parameters_of
 from shardwright.xla import torch_bridge as bridge
 from shardwright.xla.placeholder import PlaceholderUsed
-from shardwright.xla.unit import Stored, Unit
+from shardwright.xla.unit import Stored, XlaUnit
 
 MOVES = frozenset(
     [
@@ -44,30 +44,30 @@ MOVES = frozenset(
 )
 """Primitives that only move numbers: cheap to repeat, and what unsharded weights go through."""
 
-Slot = tuple[nn.Module, str]
+Site = tuple[nn.Module, str]
 
 
 @dataclass(eq=False)
-class Trace:
+class ProgramTrace:
     """One pass through the model inside a program that is being traced."""
 
-    root: Unit
+    root: XlaUnit
     shards: Mapping[Stored, Any]
     reshard: bool
 
 
 _OTHER_UNIT = "it reads a weight of another unit rather than calling the module itself"
 
-_trace: ContextVar[Trace | None] = ContextVar("shardwright_xla_trace", default=None)
+_trace: ContextVar[ProgramTrace | None] = ContextVar("shardwright_xla_trace", default=None)
 
 
-def current() -> Trace | None:
+def current() -> ProgramTrace | None:
     """The trace that this thread is in."""
     return _trace.get()
 
 
 @contextlib.contextmanager
-def tracing(trace: Trace, key: Any) -> Iterator[None]:
+def tracing(trace: ProgramTrace, key: Any) -> Iterator[None]:
     """Until the end, calls of units in this thread are recorded in ``trace``'s program.
 
     Raises: InputError naming the module where torchax lacks an operator.
@@ -100,9 +100,9 @@ def _where(root: nn.Module, error: BaseException) -> str:
     return f"module {names[id(found)]!r} ({kind})" if names[id(found)] else f"the model ({kind})"
 
 
-def buffer_slots(module: nn.Module) -> list[list[Slot]]:
-    """Every buffer below ``module``: the slots that hold it (several where it is shared)."""
-    found: dict[int, list[Slot]] = {}
+def buffer_sites(module: nn.Module) -> list[list[Site]]:
+    """Every buffer below ``module``: the sites that hold it (several where it is shared)."""
+    found: dict[int, list[Site]] = {}
     for owner in module.modules():
         for name, buffer in buffers_of(owner).items():
             if buffer is not None:
@@ -112,14 +112,14 @@ def buffer_slots(module: nn.Module) -> list[list[Slot]]:
 
 @contextlib.contextmanager
 def installed(
-    buffers: Sequence[tuple[list[Slot], Any]], params: Sequence[tuple[list[Slot], Any]]
+    buffers: Sequence[tuple[list[Site], Any]], params: Sequence[tuple[list[Site], Any]]
 ) -> Iterator[None]:
     """Modules show these arrays as their buffers and parameters until the end."""
     before = []
     for tensors_of, pairs in ((buffers_of, buffers), (parameters_of, params)):
-        for slots, array in pairs:
+        for sites, array in pairs:
             tensor = bridge.as_torch(array)
-            for owner, name in slots:
+            for owner, name in sites:
                 tensors: Any = tensors_of(owner)
                 before.append((tensors, name, tensors[name]))
                 tensors[name] = tensor
@@ -130,26 +130,26 @@ def installed(
             tensors[name] = tensor
 
 
-def read_buffers(slots: Sequence[list[Slot]]) -> list[Any]:
+def read_buffers(sites: Sequence[list[Site]]) -> list[Any]:
     """What the modules hold as buffers now (they may have replaced or changed them in place)."""
-    return [bridge.as_jax(buffers_of(same[0][0])[same[0][1]]) for same in slots]  # type: ignore[arg-type]
+    return [bridge.as_jax(buffers_of(same[0][0])[same[0][1]]) for same in sites]  # type: ignore[arg-type]
 
 
-def enter(trace: Trace, unit: Unit, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def enter(trace: ProgramTrace, unit: XlaUnit, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Run ``call`` (the module's own ``__call__``) with the unit's parameters unsharded."""
     leaves, spec = bridge.flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     inputs = [bridge.as_jax(leaves[i]) for i in places]
-    slots = buffer_slots(unit.module)
+    sites = buffer_sites(unit.module)
     known: dict[str, Any] = {}
 
     def body(shards: list[Any], buffers: list[Any], key: Any, inputs: list[Any]) -> Any:
         shards, inputs = _tied(shards, inputs)
         whole = unit.unshard(shards)
-        params = [(leaf.slots, array) for leaf, array in zip(unit.leaves, whole, strict=True)]
+        params = [(leaf.sites, array) for leaf, array in zip(unit.leaves, whole, strict=True)]
         with (
             bridge.random_key(key),
-            installed(list(zip(slots, _cast(unit.options.buffer_dtype, buffers), strict=True)), params),
+            installed(list(zip(sites, _cast(unit.options.buffer_dtype, buffers), strict=True)), params),
         ):
             given = list(leaves)
             for i, array in zip(places, _cast(unit.options.compute_dtype, inputs), strict=True):
@@ -159,7 +159,7 @@ def enter(trace: Trace, unit: Unit, call: Callable[..., Any], args: Any, kwargs:
             known["places"] = [i for i, leaf in enumerate(outputs) if isinstance(leaf, torch.Tensor)]
             known["rest"] = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in outputs]
             results = [bridge.as_jax(outputs[i]) for i in known["places"]]
-            after = [new.astype(old.dtype) for new, old in zip(read_buffers(slots), buffers, strict=True)]
+            after = [new.astype(old.dtype) for new, old in zip(read_buffers(sites), buffers, strict=True)]
             return results, after, bridge.current_key()
 
     if trace.reshard and unit.options.checkpoint_activations and unit.innermost:
@@ -167,9 +167,9 @@ def enter(trace: Trace, unit: Unit, call: Callable[..., Any], args: Any, kwargs:
     elif trace.reshard and unit.options.reshard_after_forward and unit is not trace.root:
         body = jax.checkpoint(body, policy=_keep_arithmetic)
     shards = [trace.shards[stored] for stored in unit.stored]
-    results, after, key = body(shards, read_buffers(slots), bridge.current_key(), inputs)
+    results, after, key = body(shards, read_buffers(sites), bridge.current_key(), inputs)
     bridge.set_current_key(key)
-    for same, array in zip(slots, after, strict=True):
+    for same, array in zip(sites, after, strict=True):
         owner, name = same[0]
         bridge.set_value(buffers_of(owner)[name], array)  # type: ignore[arg-type]
     outputs = known["rest"]

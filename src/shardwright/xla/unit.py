@@ -23,17 +23,17 @@ from shardwright.errors import InputError, StageError
 from shardwright.schedule.flat_layout import FlatLayout
 from shardwright.schedule.layout import ParamLayout
 from shardwright.xla.mesh import Axes
-from shardwright.xla.options import Options
+from shardwright.xla.options import UnitOptions
 from shardwright.xla.torch_bridge import jax_dtype, to_numpy
 
 
 @dataclass(eq=False)
 class Leaf:
-    """One parameter. ``placeholder`` is the meta parameter that modules show for it, in each of ``slots``
+    """One parameter. ``placeholder`` is the meta parameter that modules show for it, in each of ``sites``
     (module and attribute; several where it is shared)."""
 
     placeholder: nn.Parameter
-    slots: list[tuple[nn.Module, str]]
+    sites: list[tuple[nn.Module, str]]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -54,7 +54,7 @@ class Stored:
 
     leaves: tuple[Leaf, ...]
     axes: Axes
-    options: Options
+    options: UnitOptions
     array: Any = None
 
     @property
@@ -140,7 +140,7 @@ UNIT = "_shardwright_xla_unit"
 """Attribute of a sharded module that holds its unit."""
 
 
-def unit_of(module: nn.Module) -> "Unit | None":
+def unit_of(module: nn.Module) -> "XlaUnit | None":
     """The unit of a module that was given to ``fully_shard``."""
     return module.__dict__.get(UNIT)
 
@@ -150,14 +150,14 @@ def _replicate(axes: Axes) -> Callable[[Any], Any]:
 
 
 @dataclass(eq=False)
-class Unit:
+class XlaUnit:
     """A module that was given to ``fully_shard``, and the parameters it takes care of."""
 
     module: nn.Module
     axes: Axes
-    options: Options
+    options: UnitOptions
     stored: list[Stored] = field(default_factory=list)
-    home: Any = None  # of a root: its home.Home, made when it is first needed
+    spmd: Any = None  # of a root: its spmd_model.SpmdModel, made when it is first needed
 
     @property
     def leaves(self) -> list[Leaf]:
