@@ -1,4 +1,4 @@
-"""``fully_shard``: the door shaped like ``torch.distributed.fsdp.fully_shard``, onto our own runtime."""
+"""``fully_shard``: the interface of ``torch.distributed.fsdp.fully_shard`` over our own runtime."""
 
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -134,7 +134,7 @@ def shard_as(
     options: GroupOptions,
     ignored: Iterable[nn.Parameter],
 ) -> None:
-    """Shard modules that were checked, as one group: what every door ends in. Raises: InputError."""
+    """Shard modules that were checked, as one group; every way to call it ends here. Raises: InputError."""
     options.check()
     if not any(True for module in modules for _ in module.parameters()):
         names = " and ".join(type(module).__name__ for module in modules)

@@ -21,8 +21,8 @@ from shardwright.errors import InputError, StageError
 from shardwright.schedule.bucket import fits
 from shardwright.schedule.layout import Spans, equal_spans
 from shardwright.transport.base import Comm, Reduction, Segment
+from shardwright.transport.channel import check_alike
 from shardwright.transport.mesh import comm_of
-from shardwright.transport.words import check_alike
 
 Callback = Callable[[torch.Tensor], object]
 

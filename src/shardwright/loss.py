@@ -10,7 +10,7 @@ from torch import nn
 from shardwright.engine.unit import units_in
 from shardwright.errors import InputError
 from shardwright.transport.all_reduce import AllReduce
-from shardwright.transport.words import on_host
+from shardwright.transport.channel import on_host
 
 
 def loss_weights(model: nn.Module, weights: Sequence[float]) -> list[float]:

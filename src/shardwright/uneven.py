@@ -7,8 +7,8 @@ from typing import Generic, TypeVar
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.errors import DataError, InputError
+from shardwright.transport.channel import exchange
 from shardwright.transport.mesh import resolve
-from shardwright.transport.words import exchange
 
 T = TypeVar("T")
 MODES = ("pad", "stop")

@@ -7,8 +7,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardwright import MixedPrecisionPolicy, SchedulePolicy, fully_shard, lockstep, set_transport, stats
 from shardwright.errors import CommError, DataError, Diverged, InputError
+from shardwright.transport.channel import compare, exchange
 from shardwright.transport.mesh import resolve
-from shardwright.transport.words import compare, exchange
 from tests.ranks.models import Run, assert_same, batches, build, fresh_mesh, loss_of, shard_decoder
 from tests.ranks.pool import run_ranks
 

@@ -10,10 +10,9 @@ from torch import nn
 
 from shardwright import full_state_dict, fully_shard, lockstep, loss_weights, set_transport
 from shardwright.transport import mesh
-from shardwright.transport.channel import AxisChannel
+from shardwright.transport.channel import AxisChannel, compare
 from shardwright.transport.cpu.shm import ShmComm
 from shardwright.transport.nccl import NcclComm
-from shardwright.transport.words import compare
 from tests.ranks.models import fresh_mesh
 from tests.ranks.pool import as_torchrun, free_port, run_ranks
 

@@ -12,7 +12,7 @@ from shardwright.errors import Diverged
 from shardwright.params.flat_param import FlatParam
 from shardwright.policy import Agreement
 from shardwright.transport.base import Comm
-from shardwright.transport.words import compare
+from shardwright.transport.channel import compare
 
 
 def check_same_model(comm: Comm, groups: Sequence[ParamGroup], agreement: Agreement) -> None:

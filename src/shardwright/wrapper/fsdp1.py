@@ -1,4 +1,4 @@
-"""``FullyShardedDataParallel``: the door shaped like torch's wrapper class, onto our own runtime.
+"""``FullyShardedDataParallel``: the interface of torch's wrapper class (FSDP1) over our own runtime.
 
 The wrapped module is sharded by ``fully_shard``; the wrapper translates arguments, keeps names clean, casts
 inputs and says what state dicts look like. Parameters lie as DTensors of their logical shapes.

@@ -9,8 +9,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.errors import InputError
+from shardwright.transport.channel import exchange
 from shardwright.transport.mesh import comm_of, resolve
-from shardwright.transport.words import exchange
 from shardwright.wrapper.options import ShardingStrategy
 
 
