@@ -57,7 +57,9 @@ with _known():
     # The tensor that a view is of: it keeps its autograd node when the view is changed in place.
     base_of: Callable[[Tensor], Tensor | None] = _reader(Tensor, "_base")
     # Hooks of ``register_post_accumulate_grad_hook``: autograd never calls those of a shard, so we do.
-    _post_accumulate_grad_hooks = _reader(Tensor, "_post_accumulate_grad_hooks")
+    post_accumulate_grad_hooks_of: Callable[[Tensor], dict[int, Callable[[Tensor], None]] | None] = _reader(
+        Tensor, "_post_accumulate_grad_hooks"
+    )
     # Where the data of a tensor that was loaded under FakeTensorMode lies in its file, in bytes.
     file_offset_of: Callable[[torch.UntypedStorage], Any] = _reader(
         torch.UntypedStorage, "_checkpoint_offset"
@@ -179,6 +181,9 @@ FSDP_MODULES = (
 )
 """Further modules that clients take FSDP's names from, beside the public ones."""
 
+IN_BACKWARD_OPTIMIZERS = "_in_backward_optimizers"
+"""The attribute of parameters that torch's ``_apply_optimizer_in_backward`` was given."""
+
 CHECKPOINTED = "_checkpoint_wrapped_module"
 """What torch's wrapper for activation checkpointing calls the module inside of it."""
 
@@ -190,16 +195,6 @@ DCP_CLASSES = ("_MEM_FORMAT_ENCODING", "_StorageInfo")
 
 DCP_LAYOUT = ("torch.serialization", "_get_layout")
 """The function that this metadata names for a tensor's layout."""
-
-
-def post_accumulate_grad_hooks(tensor: Tensor) -> list[Callable[[Tensor], None]]:
-    """Those of ``register_post_accumulate_grad_hook``, in the order of their registration."""
-    return list((_post_accumulate_grad_hooks(tensor) or {}).values())
-
-
-def steps_in_backward(param: Tensor) -> bool:
-    """Whether torch's ``_apply_optimizer_in_backward`` was given this parameter."""
-    return hasattr(param, "_in_backward_optimizers")
 
 
 def concatenated(meshes: list[DeviceMesh]) -> DeviceMesh:

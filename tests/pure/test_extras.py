@@ -1,4 +1,4 @@
-"""What installs with the core and what with an extra: real processes that don't find packages."""
+"""What the core and its extras need, and what is said where it is missing: real processes that lack it."""
 
 import json
 import re
@@ -6,6 +6,8 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+
+from shardwright.torch_private import SEEN_ON
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -80,3 +82,44 @@ def test_what_needs_an_extra_says_in_one_line_which():
         assert said.endswith(f" install 'shardwright[{extra}]'\n")
         assert code == (2 if isinstance(what, list) else package)
         assert package in {name_of(each) for each in EXTRAS[extra]}
+
+
+NAMES = [
+    ("torch.utils._pytree", "tree_map"),
+    ("torch._C", "_current_graph_task_id"),
+    ("torch.distributed.tensor:DTensor", "_local_tensor"),
+    ("torch.distributed.device_mesh:DeviceMesh", "_concatenate"),
+]
+
+WITHOUT_NAME = """
+import json, pkgutil
+import torch.distributed.tensor
+said = []
+for where, name in {names!r}:
+    owner = pkgutil.resolve_name(where)
+    value = vars(owner)[name]
+    delattr(owner, name)
+    try:
+        from shardwright import fully_shard
+    except ImportError as error:
+        said.append([type(error).__name__, str(error)])
+    setattr(owner, name, value)
+from shardwright import fully_shard
+print(json.dumps([torch.__version__, said]))
+"""
+
+
+def test_a_torch_that_lacks_a_private_name_is_refused_by_its_version_and_told_which_have_it():
+    version, said = json.loads(run(WITHOUT_NAME.format(names=NAMES)))
+    for (_, name), (kind, message) in zip(NAMES, said, strict=True):
+        assert kind == "UnsupportedTorch"
+        assert message.startswith(f"torch {version} lacks a private name that Shardwright needs: ")
+        assert repr(name) in message
+        assert all(seen in message for seen in SEEN_ON)
+
+
+def test_any_torch_from_the_lowest_that_was_tested_may_be_installed_and_the_docs_say_which_were():
+    assert min(SEEN_ON) == "2.13.0"
+    assert "torch>=2.13" in PROJECT["dependencies"]
+    versions = (ROOT / "docs" / "versions.md").read_text()
+    assert all(seen in versions for seen in SEEN_ON)

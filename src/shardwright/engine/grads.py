@@ -7,7 +7,7 @@ from shardwright.errors import InputError
 from shardwright.params.param import ShardedParam
 from shardwright.policy import MixedPrecisionPolicy
 from shardwright.schedule.layout import equal_spans
-from shardwright.torch_private import local_of, post_accumulate_grad_hooks
+from shardwright.torch_private import local_of, post_accumulate_grad_hooks_of
 from shardwright.transport.base import Segment
 
 
@@ -83,5 +83,5 @@ def add_sharded_grad(param: ShardedParam, total: torch.Tensor) -> None:
             f"the gradient of sharded parameter {param.fqn!r} was set to a {type(grad).__name__}; "
             "set it to a DTensor like the parameter, or to None"
         )
-    for hook in post_accumulate_grad_hooks(param.sharded):
+    for hook in tuple((post_accumulate_grad_hooks_of(param.sharded) or {}).values()):
         hook(param.sharded)

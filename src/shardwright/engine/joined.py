@@ -7,7 +7,7 @@ import torch
 from shardwright.engine.grads import add_sharded_grad
 from shardwright.errors import StageError
 from shardwright.params.param import ShardedParam
-from shardwright.torch_private import steps_in_backward
+from shardwright.torch_private import IN_BACKWARD_OPTIMIZERS
 
 
 class Joined:
@@ -28,7 +28,7 @@ class Joined:
 
         Raises: StageError for a parameter that torch's ``_apply_optimizer_in_backward`` should step.
         """
-        if steps_in_backward(param.sharded):
+        if hasattr(param.sharded, IN_BACKWARD_OPTIMIZERS):
             raise StageError(
                 f"{param.fqn!r} was given to torch's _apply_optimizer_in_backward, whose hook never fires "
                 "for a sharded parameter, so nothing would step it: use shardwright.StepInBackward instead"

@@ -22,7 +22,7 @@ from shardwright.engine.joined import Joined
 from shardwright.errors import StageError
 from shardwright.params.param import ShardedParam
 from shardwright.policy import MixedPrecisionPolicy, ReductionPolicy
-from shardwright.torch_private import foreach_div_, post_accumulate_grad_hooks
+from shardwright.torch_private import foreach_div_, post_accumulate_grad_hooks_of
 from shardwright.transport.all_reduce import AllReduce
 from shardwright.transport.base import Comm, Reduction, Segment
 from shardwright.transport.mesh import Axis
@@ -113,7 +113,7 @@ class Reducer:
 
     def _refuse_optimizer_inside(self) -> None:
         """Raises: StageError where a hook waits for the gradients of a group that is reduced once more."""
-        hooked = [p.fqn for p in self.params if post_accumulate_grad_hooks(p.sharded)]
+        hooked = [p.fqn for p in self.params if post_accumulate_grad_hooks_of(p.sharded)]
         if hooked:
             raise StageError(
                 f"group {self.name!r} is reduced twice in one backward (ranks ran it in different "
