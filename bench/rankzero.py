@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed import ProcessGroup
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 (registers the backend "fake")
 
-from shardwright.observe import lifecycle as life
+from shardwright.observe import lifecycle
 from shardwright.transport import mesh
 from shardwright.transport.base import Comm
 from shardwright.transport.channel import AxisChannel
@@ -64,7 +64,7 @@ def rank_zero_of(world: int) -> Iterator[None]:
     with side streams on which everything is done at once. Control words come back as they were said.
     """
     alone = mock.patch.dict(os.environ, {"SHARDWRIGHT_PROCESS": "off"})  # nobody to watch over,
-    unmet = mock.patch.object(life, "_PATIENCE_S", 0.0)  # and nobody to wait for
+    unmet = mock.patch.object(lifecycle, "_PATIENCE_S", 0.0)  # and nobody to wait for
     with alone, unmet, mock.patch.object(mesh, "_make_comm", _make_comm):
         dist.init_process_group("fake", store=HashStore(), rank=0, world_size=world)
         try:

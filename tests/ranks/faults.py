@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from shardwright import SchedulePolicy, fully_shard, set_transport
 from shardwright.checkpoint import save
 from shardwright.engine.consensus import TableHands
-from shardwright.observe.status_exchange import Roll
+from shardwright.observe.status_exchange import StatusExchange
 from shardwright.transport.cpu.connection import Connection
 from tests.ranks.scripts import fault, run_scripts
 
@@ -165,7 +165,7 @@ def store_host_raises(rank: int, world: int) -> None:
 
 
 def caller_dies(rank: int, world: int) -> None:
-    """Rank 1 computes; rank 2 has called the roll, and is killed."""
+    """Rank 1 computes; rank 2 has asked for all ranks' status, and is killed."""
     model = until_fault()
     if rank == 1:
         on(model, lambda: time.sleep(2.5))
@@ -305,8 +305,8 @@ def accumulates(rank: int, world: int) -> None:
 
 def slow_store(rank: int, world: int) -> None:
     """Every look into the store takes 0.1 s."""
-    latest, roll = Roll.latest, Roll
-    roll.latest = lambda self: time.sleep(0.1) or latest(self)
+    latest, exchange = StatusExchange.latest, StatusExchange
+    exchange.latest = lambda self: time.sleep(0.1) or latest(self)
     raises_in_forward(rank, world)
 
 
@@ -471,7 +471,7 @@ CASES = {
     "SIGKILL, 4 ranks": Case(killed, "RankLost", ("rank 1 is lost",), world=4),
     "SIGKILL, collectives": Case(killed, "RankLost", ("rank 1 is lost",), transport="collectives", world=3),
     "SIGKILL of the rank that holds the store": Case(store_host_killed, "RankLost", ("store",), (0,)),
-    "SIGKILL of a rank that has called the roll": Case(
+    "SIGKILL of a rank that has called the exchange": Case(
         caller_dies, "RankLost", ("rank 2 is lost",), (2,), world=3
     ),
     "exception caught, next step, agreement strict": Case(catches, "Diverged", PLACES, culprits=()),

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from tests.ranks.pool import _server, start_server
 
 GROUP_TIMEOUT_S = 60.0
-"""Far beyond what any verdict takes: a test that needed it fails by ``limit_s``."""
+"""Far beyond what any diagnosis takes: a test that needed it fails by ``limit_s``."""
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ def test_all_ranks_have_the_first_ones_token(store):
 def test_what_an_attempt_before_left_is_not_taken(store, order):
     before = [Attempt(store, rank, 3) for rank in range(3)]
     meet(*before)
-    before[0].keys().set("verdict", "lost")
+    before[0].keys().set("diagnosis", "lost")
     now: dict[int, Attempt] = {}
     for rank in order:  # each sees the old hellos and welcomes of all that come later
         now[rank] = Attempt(store, rank, 3)
@@ -48,7 +48,7 @@ def test_what_an_attempt_before_left_is_not_taken(store, order):
     tokens = {attempt.token for attempt in now.values()}
     assert len(tokens) == 1
     assert tokens.isdisjoint(attempt.token for attempt in before)
-    assert not now[2].keys().check(["verdict"])
+    assert not now[2].keys().check(["diagnosis"])
 
 
 def test_the_first_rank_says_who_has_not_come(store):

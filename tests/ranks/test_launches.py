@@ -14,7 +14,7 @@ from torch import nn
 
 from shardwright import fully_shard, set_transport
 from shardwright.engine.unit import unit_of
-from shardwright.transport import abort as closing
+from shardwright.transport import abort
 from shardwright.transport.abort import is_closed
 from shardwright.transport.launches import RING, LaunchLog, here
 from shardwright.transport.streams import Streams
@@ -80,7 +80,7 @@ def test_a_rank_that_waits_says_for_what(transport):
     assert ranks == (0, 1)
 
 
-class Verdict(RuntimeError):
+class Diagnosis(RuntimeError):
     pass
 
 
@@ -88,9 +88,9 @@ def convicted(rank, world):
     model = fully_shard(nn.Linear(4, 4))
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)  # ended by the pool
-    threading.Timer(0.2, lambda: setattr(here, "verdict", Verdict("it is lost"))).start()
+    threading.Timer(0.2, lambda: setattr(here, "diagnosis", Diagnosis("it is lost"))).start()
     for _ in range(2):  # in the wait, then at the next launch
-        with pytest.raises(Verdict, match="it is lost"):
+        with pytest.raises(Diagnosis, match="it is lost"):
             model(torch.ones(1, 4))
     assert here.delivered
 
@@ -109,18 +109,18 @@ def test_a_log_of_other_ranks_or_made_later_has_another_name():
 
 def probes(rank, world):
     group = dist.new_group(range(world), timeout=timedelta(seconds=20))
-    known = len(closing._sent)
+    known = len(abort._sent)
     if rank == 0:
         assert not any(is_closed(group, 1) for _ in range(300))
-        assert len(closing._sent) == known + 1
-        assert list(closing._sent[group]) == [1]
+        assert len(abort._sent) == known + 1
+        assert list(abort._sent[group]) == [1]
     words = [torch.zeros(1) for _ in range(world)]
     dist.all_gather(words, torch.full((1,), float(rank)), group)  # the group is as good as before
     assert torch.cat(words).tolist() == [0.0, 1.0]
     dist.destroy_process_group(group)
     del group
     gc.collect()
-    assert len(closing._sent) == known
+    assert len(abort._sent) == known
 
 
 def test_looking_whether_a_peer_is_gone_keeps_one_message_and_none_of_a_group_that_is_gone():

@@ -17,7 +17,7 @@ from shardwright.errors import CommError, InputError
 from shardwright.observe.diagnosis import Answer, Findings, Status, Waits
 from shardwright.observe.lifecycle import keep_watch, store_address
 from shardwright.observe.status import status
-from shardwright.observe.status_exchange import find_roll, store_at
+from shardwright.observe.status_exchange import find_exchange, store_at
 from shardwright.train.ranks import RankPlace
 from shardwright.transport.cpu.pages import keep_freed_pages
 from tests.ranks.faults import built, step
@@ -106,9 +106,9 @@ def asked_while_it_trains(rank, world):
 
 
 def ask():
-    roll = find_roll(store_at(store_address(), top.CONNECT))
+    exchange = find_exchange(store_at(store_address(), top.CONNECT))
     for _ in range(3):  # other work on the machine may hold a rank up for a second
-        print(status(roll.call(1.0), WatchPolicy()), file=sys.stderr)
+        print(status(exchange.call(1.0), WatchPolicy()), file=sys.stderr)
 
 
 def test_a_healthy_run_is_running():
@@ -139,4 +139,4 @@ def test_top_gives_up_where_no_store_answers(monkeypatch, listens):
         if not listens:
             server.close()
         with pytest.raises(CommError, match=r"no job's store answers at 127\.0\.0\.1:\d+ within 0\.5 s"):
-            top._roll(f"127.0.0.1:{port}")
+            top._exchange(f"127.0.0.1:{port}")

@@ -19,14 +19,14 @@ from shardwright import WatchPolicy, fully_shard, set_watch
 from shardwright.errors import RankLost
 from shardwright.observe.lifecycle import store_address
 from shardwright.observe.watchdog import Watch
-from shardwright.transport import liveness as presence
+from shardwright.transport import liveness
 from shardwright.transport.attempt import this_attempt
 from shardwright.transport.launches import here
 from tests.ranks.faults import CASES, built, compiles_long, step
 from tests.ranks.pool import run_ranks
 from tests.ranks.scripts import Outcome, fault, run_scripts
 
-AT_ONCE = 4  # of two cores: with five a verdict may take longer than the ten seconds that are promised
+AT_ONCE = 4  # of two cores: with five a diagnosis may take longer than the ten seconds that are promised
 
 
 @pytest.fixture(scope="module")
@@ -110,10 +110,10 @@ def test_off_starts_nothing():
 
 
 def told_late(rank, world):
-    """Rank 0 sits in a barrier, and its watch doesn't come to the verdict before that breaks: the others have
+    """Rank 0 sits in a barrier, and its watch has no diagnosis before that breaks: the others have
     been told, and end."""
     if rank == 0:
-        Watch._convict = lambda watch, ruling: None
+        Watch._deliver = lambda watch, shared: None
         Watch._ask = lambda watch: None
     model = built()
     step(model)
@@ -133,7 +133,7 @@ def test_who_breaks_off_because_the_others_were_told_takes_no_blame():
 def far_away(rank, world):
     """Nothing is known of processes, as on other hosts: only the connection tells."""
     set_watch(WatchPolicy(suspect_s=0.5, answer_s=0.3))
-    presence.has_ended = lambda identity: False
+    liveness.has_ended = lambda identity: False
     model = built()
     step(model)
     if rank == 1:
@@ -211,7 +211,7 @@ def two_models(rank, world):
     if rank == 1:
         time.sleep(1.5)
     step(second)
-    return here.verdict is None and not here.waits
+    return here.diagnosis is None and not here.waits
 
 
 def test_two_models_and_a_late_rank_go_on():

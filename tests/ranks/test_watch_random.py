@@ -120,7 +120,7 @@ class Run:
         steps = Steps(self.seed * world + rank)
         for _ in range(STEPS):
             steps.take()
-        assert here.verdict is None
+        assert here.diagnosis is None
         fault()
         if rank == self.culprit:
             ENDS[self.end][1](steps)

@@ -90,7 +90,7 @@ class Ranks:
             if late or lost:
                 if here.look is not None:  # a rank that told us why may have ended since
                     here.look()
-                    here.raise_verdict()
+                    here.raise_diagnosis()
                 if not lost and store is not None:
                     store.delete_key(keys[self.rank])  # so that a late rank does not take us for waiting
                 arrived = sorted({*range(self.world)} - {*missing})
@@ -100,7 +100,7 @@ class Ranks:
                     f"{min(waited_s, ARRIVAL_TIMEOUT_S):.3g} s{why}; "
                     "every rank must call it (it writes or reads the pieces that the rank owns)"
                 )
-            here.raise_verdict()
+            here.raise_diagnosis()
             time.sleep(pause)
             pause = min(2 * pause, _POLL_S)
 

@@ -15,9 +15,9 @@ from typing import Any
 
 from shardwright.errors import CommError, ConfigError
 from shardwright.extras import from_extra
-from shardwright.observe.diagnosis import Findings, judge
+from shardwright.observe.diagnosis import Findings, diagnose
 from shardwright.observe.status import status
-from shardwright.observe.status_exchange import Roll, find_roll, store_at
+from shardwright.observe.status_exchange import StatusExchange, find_exchange, store_at
 from shardwright.policy import WatchPolicy
 from shardwright.train.folder import JOB_FILE
 from shardwright.train.report import as_json, open_console
@@ -58,12 +58,12 @@ def run_top(known: argparse.Namespace) -> int:
         ConfigError: nothing is at JOB. CommError: no job is watched there.
     """
     address = _address(known.job)
-    roll, console = _roll(address), open_console()
+    exchange, console = _exchange(address), open_console()
     live = console.is_terminal and not (known.json or known.once)
     try:
         with Live(console=console, auto_refresh=False) if live else nullcontext() as screen:
             while ":" in address or Path(address).exists():  # else the launcher has ended
-                found = roll.call(_ANSWER_S)
+                found = exchange.call(_ANSWER_S)
                 if known.json:
                     print(_object(found), flush=True)
                 elif screen is not None:
@@ -72,7 +72,10 @@ def run_top(known: argparse.Namespace) -> int:
                     console.print(status(found, WatchPolicy()), markup=False)
                 if known.once:
                     return 0
-                if len(roll.ended(range(found.world)) | {note.rank for note in found.notes}) == found.world:
+                if (
+                    len(exchange.ended(range(found.world)) | {note.rank for note in found.notes})
+                    == found.world
+                ):
                     break
                 time.sleep(_PAUSE_S)
     except KeyboardInterrupt:
@@ -84,9 +87,9 @@ def run_top(known: argparse.Namespace) -> int:
 
 
 def _object(found: Findings) -> str:
-    """What each rank answers, what the ended ones left behind, and the verdict (null: nothing is wrong)."""
-    verdict = judge(found, WatchPolicy())
-    return as_json({**asdict(found), "verdict": verdict and asdict(verdict)})
+    """What each rank answers, what the ended ones left, the diagnosis as "verdict" (null: all is well)."""
+    diagnosis = diagnose(found, WatchPolicy())
+    return as_json({**asdict(found), "verdict": diagnosis and asdict(diagnosis)})
 
 
 def _address(job: str) -> str:
@@ -100,19 +103,19 @@ def _address(job: str) -> str:
     return json.loads(file.read_text(encoding="utf-8"))["store"]
 
 
-def _roll(address: str) -> Roll:
+def _exchange(address: str) -> StatusExchange:
     if ":" not in address and not Path(address).exists():
         raise ConfigError(f"no store is at {address}: the job has ended, or runs on another host")
-    roll = _find(address)
-    if roll is None:
+    exchange = _find(address)
+    if exchange is None:
         raise CommError(
             f"the store at {address} knows of no watched job: no model is sharded yet, or its watch is off"
         )
-    return roll
+    return exchange
 
 
-def _find(address: str) -> Roll | None:
-    found: list[Roll | None] = []
+def _find(address: str) -> StatusExchange | None:
+    found: list[StatusExchange | None] = []
     failed: list[str] = []
     # In a thread: who listens there may be no store, and never say anything.
     asking = threading.Thread(target=_ask, args=(address, found, failed), daemon=True)
@@ -127,8 +130,8 @@ def _find(address: str) -> Roll | None:
     return found[0]
 
 
-def _ask(address: str, found: list[Roll | None], failed: list[str]) -> None:
+def _ask(address: str, found: list[StatusExchange | None], failed: list[str]) -> None:
     try:
-        found.append(find_roll(store_at(address, CONNECT * 0.8)))
+        found.append(find_exchange(store_at(address, CONNECT * 0.8)))
     except RuntimeError as error:
         failed.append(str(error).splitlines()[0])

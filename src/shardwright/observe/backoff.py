@@ -3,7 +3,7 @@
 import threading
 import time
 
-from shardwright.observe.diagnosis import Verdict
+from shardwright.observe.diagnosis import Diagnosis
 from shardwright.transport.launches import Wait
 
 _LONGEST_PAUSE_S = 5.0
@@ -12,8 +12,8 @@ _URGENT_PAUSE_S = 0.3
 _URGENT_CALLS = 3  # what ended a connection is known before the connection ends, so more would not help
 
 
-class Suspicion:
-    """``heard``: a verdict is there, or none will explain what a transport met (``error``)."""
+class Backoff:
+    """``heard``: a diagnosis is there, or none will explain what a transport met (``error``)."""
 
     def __init__(self, suspect_s: float) -> None:
         self.heard = threading.Event()
@@ -24,7 +24,7 @@ class Suspicion:
         self._next_s = self._pause_s = 0.0
         self._logged = (-_QUIET_S, 0.0)  # when, and how long a wait that was
 
-    def alarm(self, error: str) -> None:
+    def ask_now(self, error: str) -> None:
         """A transport has met an error: ask now."""
         self.heard.clear()
         self._urgent_calls, self._next_s = _URGENT_CALLS, 0.0
@@ -41,7 +41,7 @@ class Suspicion:
                 self._next_s = wait.since_s + self.suspect_s
         return now >= self._next_s
 
-    def calm(self, verdict: Verdict) -> str:
+    def back_off(self, diagnosis: Diagnosis) -> str:
         """The ranks were asked and nothing is wrong: ask later. Returns the line to log, if any."""
         now = time.monotonic()
         if self.error:
@@ -58,4 +58,4 @@ class Suspicion:
         if now - at_s < _QUIET_S and waited_s < 2 * longest_s:
             return ""
         self._logged = (now, waited_s)
-        return f"{verdict.sentence}. {verdict.remedy}"
+        return f"{diagnosis.sentence}. {diagnosis.remedy}"

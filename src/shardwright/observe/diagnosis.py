@@ -1,6 +1,6 @@
 """From what the ranks say of themselves to what is wrong. Pure: no store, no clock, no process.
 
-Judged in this order; the first that holds is the verdict:
+Judged in this order; the first that holds is the diagnosis:
 
     failed     a rank left a note: it raised an exception, or its program ended
     lost       a rank's process has ended without one, its connection is closed, or it is silent for lost_s
@@ -123,7 +123,7 @@ class Note:
 
 @dataclass(frozen=True)
 class Findings:
-    """All that one roll call has brought.
+    """All that one status exchange has brought.
 
     ended: ranks whose process or connection is known to be gone. silent: seconds since a rank last answered,
     of those that did not. took_s: how long answers were waited for.
@@ -138,7 +138,7 @@ class Findings:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Diagnosis:
     """What is wrong, in words: a sentence, and what to do. ranks: those at fault, or all that disagree."""
 
     fault: Fault
@@ -152,8 +152,8 @@ class Verdict:
         return self.fault is not Fault.SLOW
 
 
-def judge(found: Findings, policy: WatchPolicy) -> Verdict:
-    """The verdict on what a roll call has brought."""
+def diagnose(found: Findings, policy: WatchPolicy) -> Diagnosis:
+    """The diagnosis of what a status exchange has brought."""
     return (
         _failed(found)
         or _lost(found, policy)
@@ -178,7 +178,7 @@ def spans(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ordered) != 1 else ''} {', '.join(words)}"
 
 
-def _failed(found: Findings) -> Verdict | None:
+def _failed(found: Findings) -> Diagnosis | None:
     if not found.notes:
         return None
     # What was raised caused the rest; a program that ends first is the cause only where nothing was raised.
@@ -193,16 +193,16 @@ def _failed(found: Findings) -> Verdict | None:
         )
     also = [f"{spans([note.rank])} {note}" for note in found.notes if note.raised and note is not first]
     sentence = "; then ".join([f"rank {first.rank} {first}", *also])
-    return Verdict(Fault.FAILED, (first.rank,), sentence, remedy)
+    return Diagnosis(Fault.FAILED, (first.rank,), sentence, remedy)
 
 
-def _lost(found: Findings, policy: WatchPolicy) -> Verdict | None:
+def _lost(found: Findings, policy: WatchPolicy) -> Diagnosis | None:
     silent = [rank for rank, seconds in found.silent.items() if seconds > policy.lost_s]
     ranks = sorted({*found.ended, *silent})
     if not ranks:
         return None
     how = "ended without a word" if found.ended else f"has not answered for {policy.lost_s:g} s"
-    return Verdict(
+    return Diagnosis(
         Fault.LOST,
         tuple(ranks),
         f"{spans(ranks)} {'is' if len(ranks) == 1 else 'are'} lost: the process {how}",
@@ -217,7 +217,7 @@ _DIVERGED = (
 )
 
 
-def _different_launches(found: Findings) -> Verdict | None:
+def _different_launches(found: Findings) -> Diagnosis | None:
     """Two ranks launched different collectives under the same number of one transport."""
     for name in dict.fromkeys(name for answer in found.answers.values() for name in answer.logs):
         logs = {rank: answer.logs[name] for rank, answer in found.answers.items() if name in answer.logs}
@@ -232,7 +232,7 @@ def _different_launches(found: Findings) -> Verdict | None:
                 said = ", ".join(f"{spans(ranks)} launched {key!r}" for key, ranks in sides.items())
                 ranks = sorted(rank for side in sides.values() for rank in side)
                 sentence = f"ranks are in different collectives: as number {number}, {said}"
-                return Verdict(Fault.DIVERGED, tuple(ranks), sentence, _DIVERGED)
+                return Diagnosis(Fault.DIVERGED, tuple(ranks), sentence, _DIVERGED)
     return None
 
 
@@ -251,11 +251,11 @@ def _missing(found: Findings, answer: Answer) -> list[int]:
 
 
 def _is_steady(found: Findings, answer: Answer) -> bool:
-    """Whether the rank was in its wait when the roll was called, so that answers describe one moment."""
+    """Whether the rank was in its wait when the exchange began, so that answers describe one moment."""
     return answer.waits is not None and answer.waits.since_s > found.took_s
 
 
-def _circle(found: Findings) -> Verdict | None:
+def _circle(found: Findings) -> Diagnosis | None:
     """Ranks of which each waits for one that waits, in the end, for the first: none can go on."""
     needs = {
         rank: [peer for peer in _missing(found, answer) if peer != rank]
@@ -274,7 +274,7 @@ def _circle(found: Findings) -> Verdict | None:
     return None
 
 
-def _nobody_can_go_on(found: Findings, policy: WatchPolicy) -> Verdict | None:
+def _nobody_can_go_on(found: Findings, policy: WatchPolicy) -> Diagnosis | None:
     """Every rank waits, here or in a collective of the caller's own, and no wait of ours can end."""
     if len(found.answers) < found.world:
         return None
@@ -292,19 +292,19 @@ def _is_stuck(answer: Answer, policy: WatchPolicy) -> bool:
     return bool(answer.foreign) and answer.foreign_s >= enough_s
 
 
-def _divergence(found: Findings, ranks: Sequence[int]) -> Verdict:
+def _divergence(found: Findings, ranks: Sequence[int]) -> Diagnosis:
     sides: dict[str, list[int]] = {}
     for rank in ranks:
-        sides.setdefault(doing(found.answers[rank]), []).append(rank)
+        sides.setdefault(activity(found.answers[rank]), []).append(rank)
     said = ", ".join(
         f"{spans(side)} {'is' if len(side) == 1 else 'are'} in {what}" for what, side in sides.items()
     )
-    return Verdict(
+    return Diagnosis(
         Fault.DIVERGED, tuple(ranks), f"ranks wait for each other in different places: {said}", _DIVERGED
     )
 
 
-def _stalled(found: Findings, policy: WatchPolicy) -> Verdict | None:
+def _stalled(found: Findings, policy: WatchPolicy) -> Diagnosis | None:
     if policy.stall_s is None:
         return None
     stalled = [
@@ -316,7 +316,7 @@ def _stalled(found: Findings, policy: WatchPolicy) -> Verdict | None:
         return None
     ranks = tuple(answer.rank for answer in stalled)
     lines = ", ".join(dict.fromkeys(answer.line for answer in stalled))
-    return Verdict(
+    return Diagnosis(
         Fault.STALLED,
         ranks,
         f"{spans(ranks)} {'has' if len(ranks) == 1 else 'have'} done nothing for "
@@ -325,7 +325,7 @@ def _stalled(found: Findings, policy: WatchPolicy) -> Verdict | None:
     )
 
 
-def _stuck(found: Findings, policy: WatchPolicy) -> Verdict | None:
+def _stuck(found: Findings, policy: WatchPolicy) -> Diagnosis | None:
     """All wait, and what one waits for all have launched: what moves the bytes has stopped, or crawls."""
     for answer in found.answers.values():
         log = answer.waits and answer.logs.get(answer.waits.log)
@@ -333,28 +333,28 @@ def _stuck(found: Findings, policy: WatchPolicy) -> Verdict | None:
             continue
         waits = [found.answers[rank].waits for rank in log.ranks if rank in found.answers]
         if len(waits) == len(log.ranks) and all(w and w.since_s > policy.collective_s for w in waits):
-            said = f"{doing(answer)} has not ended for {policy.collective_s:g} s; all have launched it"
+            said = f"{activity(answer)} has not ended for {policy.collective_s:g} s; all have launched it"
             remedy = f"Look at the network between {spans(log.ranks)}, or raise collective_s."
-            return Verdict(Fault.STALLED, log.ranks, said, remedy)
+            return Diagnosis(Fault.STALLED, log.ranks, said, remedy)
     return None
 
 
-def _slow(found: Findings) -> Verdict:
+def _slow(found: Findings) -> Diagnosis:
     waiting = [answer for answer in found.answers.values() if answer.waits]
     late = sorted({rank for answer in waiting for rank in _missing(found, answer)} | found.silent.keys())
     if not waiting:
-        return Verdict(Fault.SLOW, (), "no rank waits for another", "Nothing is wrong.")
+        return Diagnosis(Fault.SLOW, (), "no rank waits for another", "Nothing is wrong.")
     longest = max(waiting, key=lambda answer: answer.waits.since_s if answer.waits else 0.0)
     assert longest.waits is not None
-    waited = f"rank {longest.rank} has waited {longest.waits.since_s:.1f} s in {doing(longest)}"
+    waited = f"rank {longest.rank} has waited {longest.waits.since_s:.1f} s in {activity(longest)}"
     if not late:
-        return Verdict(Fault.SLOW, (), f"{waited}, which all ranks have launched", "The network is slow.")
+        return Diagnosis(Fault.SLOW, (), f"{waited}, which all ranks have launched", "The network is slow.")
     said = []
     for rank in late:
         answer = found.answers.get(rank)
-        what = f"{doing(answer)} at {answer.line}" if answer else "does not answer, but has not ended"
+        what = f"{activity(answer)} at {answer.line}" if answer else "does not answer, but has not ended"
         said.append(f"rank {rank}: {what}")
-    return Verdict(
+    return Diagnosis(
         Fault.SLOW,
         tuple(late),
         f"{waited} for {spans(late)} ({'; '.join(said[:4])}{'; ...' if len(said) > 4 else ''})",
@@ -362,7 +362,7 @@ def _slow(found: Findings) -> Verdict:
     )
 
 
-def doing(answer: Answer) -> str:
+def activity(answer: Answer) -> str:
     """What a rank waits for, or does, in words."""
     if answer.waits is not None:
         return f"{answer.waits.key} ({answer.place})" if answer.place else answer.waits.key
@@ -397,10 +397,10 @@ def _row(found: Findings, rank: int) -> tuple[str, str, float]:
         return silent, "", found.silent.get(rank, 0.0)
     after = f", after {answer.caught}" if answer.caught else ""
     waits = answer.waits
-    what = f"waits in {doing(answer)}, number {waits.number}" if waits is not None else doing(answer)
+    what = f"waits in {activity(answer)}, number {waits.number}" if waits is not None else activity(answer)
     return what + after, answer.line, waits.since_s if waits is not None else answer.since_s
 
 
-def tell(verdict: Verdict, found: Findings) -> str:
-    """The whole verdict: class and sentence, the table, the remedy."""
-    return f"{verdict.fault}: {verdict.sentence}\n{table(found)}\n{verdict.remedy}"
+def tell(diagnosis: Diagnosis, found: Findings) -> str:
+    """The whole diagnosis: class and sentence, the table, the remedy."""
+    return f"{diagnosis.fault}: {diagnosis.sentence}\n{table(found)}\n{diagnosis.remedy}"

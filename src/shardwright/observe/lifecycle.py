@@ -21,7 +21,7 @@ import torch.distributed as dist
 from shardwright.errors import InputError
 from shardwright.observe.diagnosis import Note
 from shardwright.observe.process_status import is_library
-from shardwright.observe.status_exchange import address_of, open_roll
+from shardwright.observe.status_exchange import address_of, open_exchange
 from shardwright.observe.watchdog import Watch
 from shardwright.policy import WatchPolicy
 from shardwright.torch_private import default_store
@@ -42,7 +42,7 @@ _PATIENCE_S = 2.0  # at most, for ranks that come to their first sharded module 
 _LINGER_S = 3.0  # at most, of the process that holds the store, until the others have read what is there
 
 
-class _Life:
+class _Lifecycle:
     """Of this process: the watch that is on, over which default group, and whose ranks were met; what was
     chosen; the hooks' state."""
 
@@ -54,11 +54,11 @@ class _Life:
         self.pid = 0
 
 
-_life = _Life()
+_lifecycle = _Lifecycle()
 
 
 def set_watch(policy: WatchPolicy) -> None:
-    """Choose when a waiting rank becomes suspicious, and of what; alike on all ranks.
+    """Choose after which wait a rank asks the others, and what is an error then; the same on all ranks.
 
     Best called before the first ``fully_shard``. Later, ``on=False`` ends the watch, and other policies are
     followed from then on; a watch that is off begins with the next ``fully_shard``.
@@ -66,10 +66,10 @@ def set_watch(policy: WatchPolicy) -> None:
     """
     if not isinstance(policy, WatchPolicy):
         raise InputError(f"set_watch expects a WatchPolicy, got {policy!r}")
-    _life.policy = policy
-    if _life.watch is not None:
+    _lifecycle.policy = policy
+    if _lifecycle.watch is not None:
         if policy.on:
-            _life.watch.follow(policy)
+            _lifecycle.watch.follow(policy)
         else:
             _end()
 
@@ -80,12 +80,12 @@ def keep_watch() -> None:
     Nothing for a world of one, or where the policy says off. No collective: ranks come when they come.
     """
     group = dist.group.WORLD if dist.is_initialized() else None
-    if group is None or group is _life.group() or dist.get_world_size() == 1:
+    if group is None or group is _lifecycle.group() or dist.get_world_size() == 1:
         return
     attempt = this_attempt()
-    attempt.meet_within(0.0 if group is _life.met() else _PATIENCE_S)
-    _life.met = ref(group)
-    policy = _life.policy or WatchPolicy.from_text(os.environ.get(VARIABLE, ""))
+    attempt.meet_within(0.0 if group is _lifecycle.met() else _PATIENCE_S)
+    _lifecycle.met = ref(group)
+    policy = _lifecycle.policy or WatchPolicy.from_text(os.environ.get(VARIABLE, ""))
     if not attempt.token or not policy.on or not process_is_ours():  # no token: the next call asks again
         return
     _end()
@@ -98,11 +98,11 @@ def keep_watch() -> None:
             limit_s,
             policy.stall_s,
         )
-    roll = open_roll(default_store(), dist.get_world_size(), attempt.token)
-    _life.watch = Watch(policy, roll, rank, attempt)
-    _life.group = ref(group)
+    exchange = open_exchange(default_store(), dist.get_world_size(), attempt.token)
+    _lifecycle.watch = Watch(policy, exchange, rank, attempt)
+    _lifecycle.group = ref(group)
     _set_hooks()
-    _life.watch.start()
+    _lifecycle.watch.start()
 
 
 def store_address() -> str:
@@ -115,29 +115,29 @@ def leave(error: BaseException | None = None) -> None:
 
     Called by hooks as Python ends; by hand before ``os._exit``. error: what nobody caught, if anything.
     """
-    watch = _life.watch
-    if watch is None or os.getpid() != _life.pid:  # a forked child inherits the hooks
+    watch = _lifecycle.watch
+    if watch is None or os.getpid() != _lifecycle.pid:  # a forked child inherits the hooks
         return
     with suppress(RuntimeError):  # the store may have gone first
-        roll = watch.roll
+        exchange = watch.exchange
         watch.look()  # who was told first has ended, and broke what this one waited in: no fault of its own
-        if here.verdict is not None:
-            if roll.holds_store:
-                roll.linger(_LINGER_S)
+        if here.diagnosis is not None:
+            if exchange.holds_store:
+                exchange.linger(_LINGER_S)
         elif not watch.is_deaf:
             watch.stop()
             raised = "" if error is None else f"{type(error).__name__}: {error}"[:400]
-            roll.leave(Note(watch.rank, raised, _raised_in(error), time.time(), roll.holds_store))
-            if roll.holds_store:
-                roll.part(_LINGER_S)
+            exchange.leave(Note(watch.rank, raised, _raised_in(error), time.time(), exchange.holds_store))
+            if exchange.holds_store:
+                exchange.part(_LINGER_S)
     _end()
 
 
 def _end() -> None:
-    if _life.watch is not None:
-        _life.watch.stop()
-    _life.watch, _life.group = None, lambda: None
-    here.verdict, here.delivered = None, False
+    if _lifecycle.watch is not None:
+        _lifecycle.watch.stop()
+    _lifecycle.watch, _lifecycle.group = None, lambda: None
+    here.diagnosis, here.delivered = None, False
 
 
 def _raised_in(error: BaseException | None) -> str:
@@ -153,19 +153,19 @@ def _raised_in(error: BaseException | None) -> str:
 
 
 def _set_hooks() -> None:
-    if _life.pid == os.getpid():
+    if _lifecycle.pid == os.getpid():
         return
-    _life.pid = os.getpid()
+    _lifecycle.pid = os.getpid()
     before = sys.excepthook
 
     def told(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         for amend in amendments:
             amend(error)
         before(kind, error, trace)
-        if _life.watch is not None and _life.pid == os.getpid():
-            _life.watch.look()
-        if here.verdict is not None and not here.delivered and _life.pid == os.getpid():
-            print(here.verdict, file=sys.stderr, flush=True)  # it was let go out of a call of its own
+        if _lifecycle.watch is not None and _lifecycle.pid == os.getpid():
+            _lifecycle.watch.look()
+        if here.diagnosis is not None and not here.delivered and _lifecycle.pid == os.getpid():
+            print(here.diagnosis, file=sys.stderr, flush=True)  # it was let go out of a call of its own
         if not hasattr(sys, "ps1"):  # an interactive Python goes on
             leave(error)
 

@@ -68,7 +68,7 @@ def _said(frame: FrameType) -> str:
     return f"{path.removeprefix(here_path)}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
-class Doing:
+class ProcessStatus:
     """Samples of this process, taken by the watch thread a few times a second."""
 
     def __init__(self, rank: int) -> None:

@@ -52,7 +52,7 @@ class Requests:
         return False
 
     def interrupt(self) -> None:
-        """Have the main thread raise the verdict out of whatever Python or system call it is in."""
+        """Have the main thread raise the diagnosis out of whatever Python or system call it is in."""
         self._interrupting = self.taken
         main = threading.main_thread().ident
         if not hasattr(signal, "pthread_kill"):  # Windows: between two of Python's steps, at the earliest
@@ -72,7 +72,7 @@ class Requests:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._interrupting:
             self._interrupting = False
-            here.raise_verdict()
+            here.raise_diagnosis()
 
 
 def _is_free() -> bool:

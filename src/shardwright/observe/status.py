@@ -1,17 +1,17 @@
-"""A roll call in words, for people who ask: what runs, or what is wrong, and the table of all ranks."""
+"""A status exchange in words, for people who ask: what runs, or what is wrong, and the table of all ranks."""
 
-from shardwright.observe.diagnosis import Fault, Findings, judge, table, tell
+from shardwright.observe.diagnosis import Fault, Findings, diagnose, table, tell
 from shardwright.policy import WatchPolicy
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def status(found: Findings, policy: WatchPolicy) -> str:
-    """How a job is: "running: ..." where every rank answers and none waits for long, else the verdict."""
-    verdict = judge(found, policy)
+    """How a job is: "running: ..." where every rank answers and none waits for long, else the diagnosis."""
+    diagnosis = diagnose(found, policy)
     waits = [answer.waits for answer in found.answers.values() if answer.waits]
-    if verdict.fault is not Fault.SLOW or found.silent or any(w.since_s > policy.suspect_s for w in waits):
-        return tell(verdict, found)
+    if diagnosis.fault is not Fault.SLOW or found.silent or any(w.since_s > policy.suspect_s for w in waits):
+        return tell(diagnosis, found)
     return f"running: {_progress(found)}\n{table(found)}"
 
 

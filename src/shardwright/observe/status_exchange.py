@@ -1,14 +1,14 @@
-"""The roll call: how ranks ask each other, through the job's store, what they do.
+"""Status exchange: how ranks ask each other, through the job's store, what they do.
 
-In peace nothing is written.
+While all goes well nothing is written.
 
-    latest          number of the last call           caller writes, everyone looks a few times a second
+    latest          number of the last call: its caller writes, everyone looks a few times a second
     answer/<rank>   the number it answers, and what the rank says of itself
     came/<call>     how many have answered
     who/<rank>      the rank's process, to see from the same host whether it has ended
     note/<n>        what a rank left behind as it ended
-    verdict         what is wrong for good: the first one counts
-    heard/<rank>    it has read the verdict
+    diagnosis       what is wrong for good: the first one counts
+    heard/<rank>    it has read the diagnosis
 
 A rank that was away (stopped, or held by native code) answers the latest call only. Two callers at once have
 two numbers; an answer to the later one serves both.
@@ -23,23 +23,23 @@ from datetime import timedelta
 from torch.distributed import FileStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from shardwright.observe.diagnosis import Answer, Fault, Findings, Launched, Note, Status, Verdict, Waits
-from shardwright.transport import liveness as presence
+from shardwright.observe.diagnosis import Answer, Diagnosis, Fault, Findings, Launched, Note, Status, Waits
+from shardwright.transport import liveness
 
 _POLL_S = 0.02
 
 
 @dataclass(frozen=True)
-class Ruling:
-    """A verdict as all ranks read it: whose call it came from, and the whole text."""
+class SharedDiagnosis:
+    """A diagnosis as all ranks read it: whose call it came from, and the whole text."""
 
     fault: Fault
     ranks: tuple[int, ...]
     text: str
 
 
-class Roll:
-    """The roll of one job, over a store connection of its own.
+class StatusExchange:
+    """The status exchange of one job, over a store connection of its own.
 
     world: number of ranks. holds_store: whether the store ends with this process.
     """
@@ -56,8 +56,8 @@ class Roll:
         """The number of the last call; 0 before the first."""
         return int(self._store.get("latest"))
 
-    def ring(self) -> int:
-        """Call the roll; returns the number of this call."""
+    def request(self) -> int:
+        """Ask all ranks for their status; returns the number of this call."""
         call = self._store.add("calls", 1)
         self._store.set("latest", str(call))
         if call > 8:
@@ -70,12 +70,12 @@ class Roll:
         self._store.add(f"came/{call}", 1)
 
     def call(self, wait_s: float, meanwhile: Callable[[], None] = lambda: None) -> Findings:
-        """Ring, and collect what ranks say within ``wait_s``, which have ended, and what they left behind.
+        """Request, and collect what ranks say within ``wait_s``, which have ended, and what they left behind.
 
         meanwhile: called while waiting; a rank that calls answers itself there.
         """
         began = time.monotonic()
-        number, ranks = self.ring(), range(self.world)
+        number, ranks = self.request(), range(self.world)
         meanwhile()
         answers = {a.rank: a for a in self.collect(number, wait_s, meanwhile, self.ended(ranks))}
         missing = [rank for rank in ranks if rank not in answers]
@@ -111,9 +111,9 @@ class Roll:
 
     # ---- who ended, and what they left
 
-    def enrol(self, rank: int) -> None:
+    def register(self, rank: int) -> None:
         """Say which process this rank is."""
-        identity = presence.identity()
+        identity = liveness.identity()
         if identity is not None:
             self._store.set(f"who/{rank}", identity)
 
@@ -123,7 +123,7 @@ class Roll:
         for rank in ranks:
             if self._store.check([f"who/{rank}"]):
                 identity = self._store.get(f"who/{rank}").decode()
-                found |= {rank} if presence.has_ended(identity) else set()
+                found |= {rank} if liveness.has_ended(identity) else set()
         return found
 
     def leave(self, note: Note) -> None:
@@ -136,7 +136,7 @@ class Roll:
 
         For the process that holds the store, which nobody can ask any more once it has ended.
         """
-        call = self.ring()
+        call = self.request()
         self._await(wait_s, lambda rank: self._has_answered(rank, call) or self._has_left(rank))
 
     def notes(self) -> list[Note]:
@@ -147,19 +147,19 @@ class Roll:
             number += 1
         return found
 
-    # ---- the verdict
+    # ---- the diagnosis
 
-    def decide(self, verdict: Verdict, text: str) -> Ruling:
-        """Make a verdict that of the job; returns the one that counts, which may be another rank's."""
-        mine = json.dumps([verdict.fault, verdict.ranks, text])
-        return _ruling(self._store.compare_set("verdict", "", mine))
+    def publish(self, diagnosis: Diagnosis, text: str) -> SharedDiagnosis:
+        """Write a diagnosis for all ranks; returns the one that counts, which may be another rank's."""
+        mine = json.dumps([diagnosis.fault, diagnosis.ranks, text])
+        return _shared(self._store.compare_set("diagnosis", "", mine))
 
-    def hear(self, rank: int) -> None:
-        """This rank has read the verdict."""
+    def acknowledge(self, rank: int) -> None:
+        """This rank has read the diagnosis."""
         self._store.set(f"heard/{rank}", "")
 
     def linger(self, wait_s: float) -> None:
-        """Return when all living ranks have read the verdict, at most ``wait_s`` later."""
+        """Return when all living ranks have read the diagnosis, at most ``wait_s`` later."""
         self._await(wait_s, lambda rank: self._store.check([f"heard/{rank}"]))
 
     def _await(self, wait_s: float, done: Callable[[int], bool]) -> None:
@@ -170,14 +170,14 @@ class Roll:
             pending -= self.ended(pending)
             time.sleep(_POLL_S if pending else 0)
 
-    def decided(self) -> Ruling | None:
-        """The job's verdict, if there is one."""
-        return _ruling(self._store.get("verdict")) if self._store.check(["verdict"]) else None
+    def published(self) -> SharedDiagnosis | None:
+        """The job's diagnosis, if there is one."""
+        return _shared(self._store.get("diagnosis")) if self._store.check(["diagnosis"]) else None
 
 
-def _ruling(data: bytes) -> Ruling:
+def _shared(data: bytes) -> SharedDiagnosis:
     fault, ranks, text = json.loads(data)
-    return Ruling(Fault(fault), tuple(ranks), text)
+    return SharedDiagnosis(Fault(fault), tuple(ranks), text)
 
 
 def _answer(said: dict) -> Answer:
@@ -199,24 +199,24 @@ def bottom_of(store: Store) -> Store:
     return store
 
 
-def open_roll(store: Store, world: int, token: str) -> Roll:
-    """The roll of the attempt ``token``, on a connection of its own to ``store``. Every rank opens it.
+def open_exchange(store: Store, world: int, token: str) -> StatusExchange:
+    """The status exchange of the attempt ``token``, over a connection of its own. Every rank opens it.
 
-    What ``find_roll`` needs is left under ``shardwright/job``.
+    What ``find_exchange`` needs is left under ``shardwright/job``.
     """
     bottom = bottom_of(store)
     holds_store = isinstance(bottom, TCPStore) and "server=<nullptr>" not in repr(bottom)
     own = bottom.clone()  # pyright: ignore[reportAttributeAccessIssue]  # missing in the stub
     own.set("shardwright/job", json.dumps([token, world]))
-    return Roll(PrefixStore(f"{_NAME}/{token}", own), world, holds_store)
+    return StatusExchange(PrefixStore(f"{_NAME}/{token}", own), world, holds_store)
 
 
-def find_roll(store: Store) -> Roll | None:
-    """The roll of the job that last used ``store``, for a process that is no rank of it; None without one."""
+def find_exchange(store: Store) -> StatusExchange | None:
+    """The status exchange of the job that last used ``store``, for a process that is no rank; or None."""
     if not store.check(["shardwright/job"]):
         return None
     token, world = json.loads(store.get("shardwright/job"))
-    return Roll(PrefixStore(f"{_NAME}/{token}", store), world)
+    return StatusExchange(PrefixStore(f"{_NAME}/{token}", store), world)
 
 
 def store_at(address: str, timeout: timedelta) -> Store:

@@ -1,12 +1,13 @@
-"""The watch of a rank: a thread that becomes suspicious when the rank waits for long, and asks the others.
+"""The watchdog of a rank: a thread that asks the other ranks when this one waits for long.
 
-    every 0.25 s    has somebody called the roll? then answer. Is there a verdict? then deliver it
-    suspicious      (the rank has waited suspect_s, or a transport has met an error): call the roll, judge
+    every 0.25 s    has a rank asked for the status of all? then answer; is there a diagnosis? then raise it
+    a long wait     (the rank has waited suspect_s, or a transport has met an error): ask all ranks, diagnose
     slow            one line in the log; ask again after 1, 2, 4, 5, 5 s
     an error        written to the store, where all ranks find it. Each closes its own process groups, and its
-                    training thread raises the verdict from its wait, or at its next collective
+                    training thread raises the diagnosis from its wait, or at its next collective
 
-In peace a rank costs two small reads of the store per look, and looks less often where there are many ranks.
+While all goes well a rank reads two small keys of the store per look, and the more ranks there are the less
+often it looks.
 """
 
 import logging
@@ -19,12 +20,12 @@ from dataclasses import dataclass, field, replace
 
 from torch.distributed import DistError
 
-from shardwright.observe.backoff import Suspicion
-from shardwright.observe.diagnosis import ERRORS, Fault, Findings, Note, judge, tell
-from shardwright.observe.process_status import Doing
+from shardwright.observe.backoff import Backoff
+from shardwright.observe.diagnosis import ERRORS, Fault, Findings, Note, diagnose, tell
+from shardwright.observe.process_status import ProcessStatus
 from shardwright.observe.requests import Requests
 from shardwright.observe.status import status
-from shardwright.observe.status_exchange import Roll, Ruling
+from shardwright.observe.status_exchange import SharedDiagnosis, StatusExchange
 from shardwright.policy import WatchPolicy
 from shardwright.torch_private import process_groups
 from shardwright.transport.abort import close, is_closed
@@ -35,8 +36,8 @@ logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.25
 _LOOKS_PER_S = 4000  # of all ranks together, at most: what a store serves beside its other work
-_EXPLAIN_S = 4.5  # a transport's own error is raised after so long without a verdict
-_GRACE_S = 2.0  # for a verdict to reach the training thread, before what that may sit in is closed as well
+_EXPLAIN_S = 4.5  # a transport's own error is raised after so long without a diagnosis
+_GRACE_S = 2.0  # for a diagnosis to reach the training thread, before what that may sit in is closed as well
 _LAST_RESORT_S = 10.0
 
 
@@ -54,22 +55,22 @@ class _Known:
 class Watch:
     """The watch of this process over the ranks of one default process group."""
 
-    def __init__(self, policy: WatchPolicy, roll: Roll, rank: int, attempt: Attempt) -> None:
+    def __init__(self, policy: WatchPolicy, exchange: StatusExchange, rank: int, attempt: Attempt) -> None:
         self.policy = policy
         self.rank = rank
-        self.roll = roll
+        self.exchange = exchange
         self._attempt = attempt
-        self._doing = Doing(rank)
+        self._status = ProcessStatus(rank)
         self._requests = Requests(policy.signal)
-        self._suspicion = Suspicion(policy.suspect_s)
-        self._known = _Known(roll.latest())
+        self._backoff = Backoff(policy.suspect_s)
+        self._known = _Known(exchange.latest())
         self._stop = threading.Event()
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shardwright-watch", daemon=True)
 
     def start(self) -> None:
         """Begin to watch."""
-        self.roll.enrol(self.rank)
+        self.exchange.register(self.rank)
         here.explain, here.look = self.explain, self.look
         self._thread.start()
 
@@ -77,7 +78,7 @@ class Watch:
         """End the thread, at once; the store is left alone from then on."""
         self._stop.set()
         self._wake.set()
-        self._suspicion.heard.set()
+        self._backoff.heard.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(2.0)
         here.explain = here.look = None
@@ -86,7 +87,7 @@ class Watch:
     def follow(self, policy: WatchPolicy) -> None:
         """Judge by another policy from now on."""
         self.policy = policy
-        self._suspicion.suspect_s = policy.suspect_s
+        self._backoff.suspect_s = policy.suspect_s
 
     @property
     def is_deaf(self) -> bool:
@@ -96,7 +97,7 @@ class Watch:
     # ---- the thread
 
     def _run(self) -> None:
-        look_s = max(_LOOK_S, self.roll.world / _LOOKS_PER_S)
+        look_s = max(_LOOK_S, self.exchange.world / _LOOKS_PER_S)
         while not self._stop.is_set():
             self._wake.wait(look_s)
             self._wake.clear()
@@ -109,30 +110,30 @@ class Watch:
                 logger.exception("rank %d: the watch met an error of its own, and goes on", self.rank)
 
     def _look(self) -> None:
-        self._doing.sample()
+        self._status.sample()
         if self.is_deaf:
-            self._judge_alone()
+            self._diagnose_alone()
             return
         self._answer()
         if self._requests.asked():
             print(status(self.call(), self.policy), file=sys.stderr, flush=True)
-        ruling = self.roll.decided()
-        if ruling is not None:
-            self._convict(ruling)
-        elif self._suspicion.is_due(self._doing.wait):
+        shared = self.exchange.published()
+        if shared is not None:
+            self._deliver(shared)
+        elif self._backoff.is_due(self._status.wait):
             self._ask()
 
     def _answer(self) -> None:
         self._attempt.meet()  # a rank that comes later than this one needs the token
-        latest = self.roll.latest()
+        latest = self.exchange.latest()
         if latest > self._known.answered:
             self._known.answered = latest
-            self._known.notes = self.roll.notes()  # kept: who left a note may have held the store as well
-            self.roll.answer(latest, self._doing.answer())
+            self._known.notes = self.exchange.notes()  # kept: who left a note may have held the store as well
+            self.exchange.answer(latest, self._status.answer())
 
     def call(self) -> Findings:
-        """Call the roll: what the ranks say, which have ended and what they left behind."""
-        found = self.roll.call(self.policy.answer_s, self._answer)
+        """Ask all ranks: what they say, which have ended and what they left behind."""
+        found = self.exchange.call(self.policy.answer_s, self._answer)
         now = time.monotonic()
         self._known.silent_since = {rank: self._known.silent_since.get(rank, now) for rank in found.silent}
         silent = {rank: now - since_s for rank, since_s in self._known.silent_since.items()}
@@ -147,25 +148,25 @@ class Watch:
 
     def _ask(self) -> None:
         found = self.call()
-        verdict = judge(found, self.policy)
-        if verdict.is_error:
-            self._convict(self.roll.decide(verdict, tell(verdict, found)))
+        diagnosis = diagnose(found, self.policy)
+        if diagnosis.is_error:
+            self._deliver(self.exchange.publish(diagnosis, tell(diagnosis, found)))
             return
-        line = self._suspicion.calm(verdict)
+        line = self._backoff.back_off(diagnosis)
         if line:
-            logger.warning("rank %d: %s: %s", self.rank, verdict.fault, line)
+            logger.warning("rank %d: %s: %s", self.rank, diagnosis.fault, line)
 
-    def _judge_alone(self) -> None:
+    def _diagnose_alone(self) -> None:
         """Nobody can be asked any more: an error only once this rank needs others, which then won't come."""
-        wait = self._doing.wait
-        met = self._suspicion.error
+        wait = self._status.wait
+        met = self._backoff.error
         if not met and (wait is None or time.monotonic() - wait.since_s < self.policy.suspect_s):
             return
-        own = self._doing.answer()
+        own = self._status.answer()
         if self._known.notes:
-            found = Findings(self.roll.world, {self.rank: own}, self._known.notes)
-            verdict = judge(found, self.policy)
-            self._convict(Ruling(verdict.fault, verdict.ranks, tell(verdict, found)))
+            found = Findings(self.exchange.world, {self.rank: own}, self._known.notes)
+            diagnosis = diagnose(found, self.policy)
+            self._deliver(SharedDiagnosis(diagnosis.fault, diagnosis.ranks, tell(diagnosis, found)))
             return
         text = (
             f"{Fault.LOST}: the job's store can't be reached, so the process that holds it (rank 0's, or the "
@@ -173,34 +174,34 @@ class Watch:
             f"  rank {self.rank} waited in {own.line}\n"
             "Look for what ended that process; its own output says why."
         )
-        self._convict(Ruling(Fault.LOST, (0,), text))
+        self._deliver(SharedDiagnosis(Fault.LOST, (0,), text))
 
-    # ---- a verdict
+    # ---- a diagnosis
 
-    def _convict(self, ruling: Ruling) -> None:
-        """Have the training thread raise the verdict, wherever it waits. Ends the watch."""
-        here.verdict = here.verdict or ERRORS[ruling.fault](ruling.text)
+    def _deliver(self, shared: SharedDiagnosis) -> None:
+        """Have the training thread raise the diagnosis, wherever it waits. Ends the watch."""
+        here.diagnosis = here.diagnosis or ERRORS[shared.fault](shared.text)
         for group in {group for log in here.logs for group in log.groups}:
             close(group)
-        self._suspicion.heard.set()
+        self._backoff.heard.set()
         if not self.is_deaf:
             with suppress(RuntimeError):
-                self.roll.hear(self.rank)
+                self.exchange.acknowledge(self.rank)
         if not self._is_raised_within(_GRACE_S):
-            self._free(ruling)
+            self._free(shared)
         self._stop.set()
 
-    def _free(self, ruling: Ruling) -> None:
+    def _free(self, shared: SharedDiagnosis) -> None:
         """The training thread doesn't wait in a collective of ours. One that computes raises at its next."""
-        stalled = ruling.fault is Fault.STALLED and self.rank in ruling.ranks
-        if self._doing.answer().foreign:
+        stalled = shared.fault is Fault.STALLED and self.rank in shared.ranks
+        if self._status.answer().foreign:
             for group in process_groups():  # the caller's own, too: what it raises is told by the hook
                 close(group)
         elif stalled:
             self._requests.interrupt()
-        if (stalled or self._doing.wait is not None) and not self._is_raised_within(_LAST_RESORT_S):
+        if (stalled or self._status.wait is not None) and not self._is_raised_within(_LAST_RESORT_S):
             # It sits in native code that nothing can interrupt, and nobody will ever come.
-            print(ruling.text, file=sys.stderr, flush=True)
+            print(shared.text, file=sys.stderr, flush=True)
             os._exit(1)
 
     def _is_raised_within(self, seconds: float) -> bool:
@@ -210,23 +211,23 @@ class Watch:
         return here.delivered or self._stop.is_set()
 
     def look(self) -> None:
-        """See now whether there is a verdict: by the training thread, which won't wait for the next look."""
+        """See now whether there is a diagnosis. The training thread calls it, to save the wait for a look."""
         with suppress(DistError):
-            ruling = self.roll.decided() if self._thread.is_alive() and not self.is_deaf else None
-            if ruling is not None and here.verdict is None:
-                here.verdict = ERRORS[ruling.fault](ruling.text)
+            shared = self.exchange.published() if self._thread.is_alive() and not self.is_deaf else None
+            if shared is not None and here.diagnosis is None:
+                here.diagnosis = ERRORS[shared.fault](shared.text)
 
     def explain(self, error: Exception) -> Exception:
-        """The verdict, to be raised in place of what a transport met; ``error`` itself where there is none.
+        """The diagnosis, to be raised in place of what a transport met; ``error`` itself where there is none.
 
         Called by the thread that met it. Returns within 5 s.
         """
         if not self._thread.is_alive():
             return error
-        self._suspicion.alarm(str(error))
+        self._backoff.ask_now(str(error))
         self._wake.set()
-        self._suspicion.heard.wait(_EXPLAIN_S)
-        if here.verdict is None:
+        self._backoff.heard.wait(_EXPLAIN_S)
+        if here.diagnosis is None:
             return error
         here.delivered = True
-        return here.verdict
+        return here.diagnosis

@@ -1,7 +1,7 @@
 """One attempt of a job: ranks that know each other apart from the ranks of an attempt before.
 
 A launcher that starts a job again keeps its store (torchrun's lives in the agent), and with it every key of
-the attempt that failed: its verdict, its addresses, what its ranks had announced. No variable of the
+the attempt that failed: its diagnosis, its addresses, what its ranks had announced. No variable of the
 environment tells two attempts apart: agents count restarts each for themselves. So the first rank makes a
 random token, and keys lie under it. How the others learn it, by keys that may all be left over:
 
@@ -27,7 +27,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from shardwright.errors import CommError
 from shardwright.torch_private import default_store, default_store_is
-from shardwright.transport import liveness as presence
+from shardwright.transport import liveness
 
 _NAME = "shardwright/attempt"
 _POLL_S = 0.002
@@ -89,11 +89,11 @@ class Attempt:
         if not self.token:
             return []
         here = [rank for rank in ranks if self._store.check([self._met(rank)])]
-        return [rank for rank in here if presence.has_ended(self._store.get(self._met(rank)).decode())]
+        return [rank for rank in here if liveness.has_ended(self._store.get(self._met(rank)).decode())]
 
     def _join(self, token: str) -> None:
         self.token = token
-        self._store.set(self._met(self._rank), presence.identity() or "")
+        self._store.set(self._met(self._rank), liveness.identity() or "")
 
     def _met(self, rank: int) -> str:
         return f"{self.token}/met/{rank}"

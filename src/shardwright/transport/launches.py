@@ -1,9 +1,9 @@
-"""What this rank has launched, and what it waits for. Kept always, read when somebody becomes suspicious.
+"""What this rank has launched, and what it waits for. Kept always, read when a rank waits for long.
 
 Every transport has a :class:`LaunchLog`: a ring of its last launches, numbered alike on all its ranks. What a
 thread waits for, since when, stands in ``here``, together with the phase that the runtime is in. Writing it
 down costs under a microsecond; making sense of it is the watch's work (``observe/``), which also leaves its
-verdict here: whoever waits or launches next raises it.
+diagnosis here: whoever waits or launches next raises it.
 """
 
 import threading
@@ -46,9 +46,9 @@ class Here:
     progress: what the training loop says of how far it is, for people; "" where none says anything.
     moved_s: when a phase last began or ended. caught: the last exception that went through a forward, and
         that forward's number.
-    verdict: what the watch found to be wrong for good; every wait and launch raises it from then on.
+    diagnosis: what the watch found to be wrong for good; every wait and launch raises it from then on.
     explain, look: set by the watch. The error to raise in place of one that a transport met; and a look,
-        now, whether there is a verdict.
+        now, whether there is a diagnosis.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class Here:
         self._logs: list[ref[LaunchLog]] = []
         self.moved_s = time.monotonic()
         self.caught = ("", 0)
-        self.verdict: Exception | None = None
+        self.diagnosis: Exception | None = None
         self.delivered = False
         self.explain: Callable[[Exception], Exception] | None = None
         self.look: Callable[[], None] | None = None
@@ -84,11 +84,11 @@ class Here:
         """An exception went through a whole forward; the caller may go on without it."""
         self.caught = f"{type(error).__name__}: {error}"[:200], self.step
 
-    def raise_verdict(self) -> None:
+    def raise_diagnosis(self) -> None:
         """Raise what the watch has found, if it has found anything."""
-        if self.verdict is not None:
+        if self.diagnosis is not None:
             self.delivered = True
-            raise self.verdict
+            raise self.diagnosis
 
 
 here = Here()
@@ -126,9 +126,9 @@ class LaunchLog:
         return [group for made in self._groups if (group := made()) is not None]
 
     def launch(self, key: str) -> Launch:
-        """Write down one more collective. Raises: the watch's verdict, where there is one."""
-        if here.verdict is not None:
-            here.raise_verdict()
+        """Write down one more collective. Raises: the watch's diagnosis, where there is one."""
+        if here.diagnosis is not None:
+            here.raise_diagnosis()
         self.launched += 1
         launch = Launch(self.launched, key, here.phase, here.step)
         self.ring.append(launch)
@@ -138,7 +138,7 @@ class LaunchLog:
         """A block in which this thread waits for the others in ``launch``.
 
         A RuntimeError that leaves it (a closed connection, a peer that is elsewhere) is replaced by the
-        watch's verdict, where the watch is on and finds one.
+        watch's diagnosis, where the watch is on and finds one.
         """
         return _Waiting(Wait(self, launch, time.monotonic()))
 
@@ -157,9 +157,9 @@ class _Waiting:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         try:
-            explained = isinstance(error, CheckpointError) or error is here.verdict
+            explained = isinstance(error, CheckpointError) or error is here.diagnosis
             if isinstance(error, RuntimeError) and not explained:
-                here.raise_verdict()
+                here.raise_diagnosis()
                 better = error if here.explain is None else here.explain(error)
                 if better is not error:
                     raise better from None  # it says more than what this transport saw

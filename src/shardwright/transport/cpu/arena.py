@@ -208,7 +208,7 @@ class Arena:
         return number, slice(offset, offset + nbytes)
 
     def launch(self, number: int, key: str) -> Launch:
-        """Begin the operation that was reserved; then ``announce``. Raises: the watch's verdict, if any."""
+        """Begin the operation that was reserved; then ``announce``. Raises: the watch's diagnosis, if any."""
         launch = self.log.launch(key)
         assert launch.number == number, "an operation was launched that the log doesn't have, or the reverse"
         self._number = number
@@ -223,7 +223,7 @@ class Arena:
         """``peer``'s bytes of an operation, once they are there. ``done`` gives them back.
 
         Raises: CommError where the peer is in another operation, has ended, or doesn't come in time; the
-            watch's verdict, where there is one.
+            watch's diagnosis, where there is one.
         """
         self._await(peer, launch)
         segment = self._segments[peer]
@@ -273,7 +273,7 @@ class Arena:
     def _until(self, peer: int, ready: Callable[[], bool], sleep: Callable[[], None], launch: Launch) -> None:
         """Return when ``peer`` is ``ready`` for what ``launch`` waits for. sleep: takes below a second.
 
-        Raises: CommError where the peer has ended, or isn't ready within the timeout; the watch's verdict.
+        Raises: CommError where the peer has ended, or isn't ready within the timeout; the watch's diagnosis.
         """
         start = checked = time.monotonic()
         with self.log.waiting(launch):
@@ -287,7 +287,7 @@ class Arena:
                 now = time.monotonic()
                 if now - checked > _LOOK_S:
                     checked = now
-                    here.raise_verdict()
+                    here.raise_diagnosis()
                     self._check_alive(peer, launch.key)
                     self._check_time(peer, launch.key, now - start)
 

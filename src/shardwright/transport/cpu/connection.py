@@ -137,7 +137,7 @@ class Transfer:
                             f"{self.endpoint.trouble or connection.trouble} ({self._own} was in {self._what})"
                         )
                 if not self.endpoint.changed.wait(_LOOK_S):
-                    here.raise_verdict()
+                    here.raise_diagnosis()
                     self._check_time(connections, time.monotonic() - start)
 
     def _check_time(self, connections: set["Connection"], waited_s: float) -> None:

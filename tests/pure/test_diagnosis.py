@@ -1,4 +1,4 @@
-"""The judge: from what ranks say of themselves to what is wrong. No ranks, no clock."""
+"""The diagnosis: from what ranks say of themselves to what is wrong. No ranks, no clock."""
 
 import dataclasses
 import json
@@ -16,7 +16,7 @@ from shardwright.observe.diagnosis import (
     Launched,
     Note,
     Waits,
-    judge,
+    diagnose,
     spans,
     table,
     tell,
@@ -40,30 +40,30 @@ def found(*answers, world=3, **more):
 
 
 def test_a_computing_rank_is_slow_and_named_with_its_line():
-    verdict = judge(found(says(0, "ab", 2), says(1, "a"), says(2, "ab", 2)), POLICY)
-    assert verdict.fault is Fault.SLOW
-    assert verdict.ranks == (1,)
-    assert "train.py:1 in main" in verdict.sentence
-    assert not verdict.is_error
+    diagnosis = diagnose(found(says(0, "ab", 2), says(1, "a"), says(2, "ab", 2)), POLICY)
+    assert diagnosis.fault is Fault.SLOW
+    assert diagnosis.ranks == (1,)
+    assert "train.py:1 in main" in diagnosis.sentence
+    assert not diagnosis.is_error
 
 
 def test_all_waiting_for_what_all_have_launched_is_a_slow_network():
-    verdict = judge(found(*(says(rank, "ab", 2, since_s=60) for rank in ALL)), POLICY)
-    assert verdict.fault is Fault.SLOW
-    assert "network" in verdict.remedy
+    diagnosis = diagnose(found(*(says(rank, "ab", 2, since_s=60) for rank in ALL)), POLICY)
+    assert diagnosis.fault is Fault.SLOW
+    assert "network" in diagnosis.remedy
 
 
 def test_other_collectives_under_one_number_are_a_divergence_whoever_waits():
-    verdict = judge(found(says(0, "ab", 2), says(1, "abc"), says(2, "ac")), POLICY)
-    assert verdict.fault is Fault.DIVERGED
-    assert "number 2" in verdict.sentence
-    assert "ranks 0, 1 launched 'b'" in verdict.sentence
-    assert "rank 2 launched 'c'" in verdict.sentence
+    diagnosis = diagnose(found(says(0, "ab", 2), says(1, "abc"), says(2, "ac")), POLICY)
+    assert diagnosis.fault is Fault.DIVERGED
+    assert "number 2" in diagnosis.sentence
+    assert "ranks 0, 1 launched 'b'" in diagnosis.sentence
+    assert "rank 2 launched 'c'" in diagnosis.sentence
 
 
 def test_only_launches_that_both_remember_are_compared():
     old = dataclasses.replace(says(1, "yz"), logs={"axis": Launched(ALL, 64, tuple("yz"))})
-    assert judge(found(says(0, "ab", 2), old, says(2, "ab", 2)), POLICY).fault is Fault.SLOW
+    assert diagnose(found(says(0, "ab", 2), old, says(2, "ab", 2)), POLICY).fault is Fault.SLOW
 
 
 def test_ranks_that_wait_for_each_other_have_diverged_even_while_a_third_computes():
@@ -73,15 +73,15 @@ def test_ranks_that_wait_for_each_other_have_diverged_even_while_a_third_compute
         waits=Waits("save", 1, "save(step=3)", 2.0),
         logs={"axis": Launched(ALL, 1, ("a",)), "save": Launched(ALL, 1, ("save(step=3)",))},
     )
-    verdict = judge(found(first, second, says(2, "ab")), POLICY)
-    assert verdict.fault is Fault.DIVERGED
-    assert "save(step=3)" in verdict.sentence
+    diagnosis = diagnose(found(first, second, says(2, "ab")), POLICY)
+    assert diagnosis.fault is Fault.DIVERGED
+    assert "save(step=3)" in diagnosis.sentence
 
 
 def test_a_wait_that_began_after_the_roll_was_called_proves_nothing():
     first = says(0, "ab", 2)
     second = dataclasses.replace(says(1, "a"), waits=Waits("save", 1, "save", 0.1))
-    assert judge(found(first, second, says(2, "ab"), took_s=0.3), POLICY).fault is Fault.SLOW
+    assert diagnose(found(first, second, says(2, "ab"), took_s=0.3), POLICY).fault is Fault.SLOW
 
 
 @pytest.mark.parametrize(
@@ -95,41 +95,41 @@ def test_a_wait_that_began_after_the_roll_was_called_proves_nothing():
 )
 def test_a_collective_of_the_callers_own_counts_once_it_cannot_end(call, seconds, fault):
     foreign = says(1, "a", foreign=call, foreign_s=seconds)
-    verdict = judge(found(says(0, "ab", 2), foreign, says(2, "ab", 2)), POLICY)
-    assert verdict.fault is fault
+    diagnosis = diagnose(found(says(0, "ab", 2), foreign, says(2, "ab", 2)), POLICY)
+    assert diagnosis.fault is fault
     if fault is Fault.DIVERGED:
-        assert f"torch.distributed.{call}" in verdict.sentence
+        assert f"torch.distributed.{call}" in diagnosis.sentence
 
 
 def test_ranks_that_are_all_in_a_collective_of_the_callers_own_are_left_alone():
     answers = [says(rank, "a", foreign="barrier", foreign_s=100) for rank in ALL]
-    assert judge(found(*answers), POLICY).fault is Fault.SLOW
+    assert diagnose(found(*answers), POLICY).fault is Fault.SLOW
 
 
 def test_what_was_raised_comes_before_everything_and_before_who_merely_left():
     notes = [Note(2, "", "", 1.0), Note(1, "ValueError: bad", "train.py:7 in main", 2.0)]
-    verdict = judge(found(says(0, "ab", 2), notes=notes, ended=frozenset({1, 2})), POLICY)
-    assert verdict.fault is Fault.FAILED
-    assert verdict.ranks == (1,)
-    assert "rank 1 raised ValueError: bad in train.py:7 in main" in verdict.sentence
+    diagnosis = diagnose(found(says(0, "ab", 2), notes=notes, ended=frozenset({1, 2})), POLICY)
+    assert diagnosis.fault is Fault.FAILED
+    assert diagnosis.ranks == (1,)
+    assert "rank 1 raised ValueError: bad in train.py:7 in main" in diagnosis.sentence
 
 
 def test_a_process_that_ended_without_a_word_is_lost():
-    verdict = judge(found(says(0, "ab", 2), says(2, "ab", 2), ended=frozenset({1})), POLICY)
-    assert (verdict.fault, verdict.ranks) == (Fault.LOST, (1,))
+    diagnosis = diagnose(found(says(0, "ab", 2), says(2, "ab", 2), ended=frozenset({1})), POLICY)
+    assert (diagnosis.fault, diagnosis.ranks) == (Fault.LOST, (1,))
 
 
 def test_silence_is_slow_until_lost_s():
     slow = found(says(0, "ab", 2), says(2, "ab", 2), silent={1: 29.0})
-    assert judge(slow, POLICY).fault is Fault.SLOW
-    assert judge(dataclasses.replace(slow, silent={1: 31.0}), POLICY).fault is Fault.LOST
+    assert diagnose(slow, POLICY).fault is Fault.SLOW
+    assert diagnose(dataclasses.replace(slow, silent={1: 31.0}), POLICY).fault is Fault.LOST
 
 
 def test_idling_is_an_error_only_beyond_stall_s():
     answers = found(says(0, "ab", 2), says(1, "a", idle_s=5.0), says(2, "ab", 2))
-    assert judge(answers, POLICY).fault is Fault.SLOW
-    assert judge(answers, WatchPolicy(stall_s=6.0)).fault is Fault.SLOW
-    stalled = judge(answers, WatchPolicy(stall_s=2.0))
+    assert diagnose(answers, POLICY).fault is Fault.SLOW
+    assert diagnose(answers, WatchPolicy(stall_s=6.0)).fault is Fault.SLOW
+    stalled = diagnose(answers, WatchPolicy(stall_s=2.0))
     assert (stalled.fault, stalled.ranks) == (Fault.STALLED, (1,))
     assert "train.py:1" in stalled.sentence
 
@@ -145,20 +145,20 @@ def test_idling_is_an_error_only_beyond_stall_s():
 )
 def test_what_all_have_launched_is_an_error_only_beyond_collective_s(since_s, bound_s, fault):
     answers = [says(rank, "ab", 2, since_s=since_s[rank]) for rank in ALL]
-    verdict = judge(found(*answers), WatchPolicy(collective_s=bound_s))
-    assert verdict.fault is fault
+    diagnosis = diagnose(found(*answers), WatchPolicy(collective_s=bound_s))
+    assert diagnosis.fault is fault
     if fault is Fault.STALLED:
-        assert verdict.ranks == ALL
-        assert "b (forward of pass 3) has not ended for 30 s" in verdict.sentence
+        assert diagnosis.ranks == ALL
+        assert "b (forward of pass 3) has not ended for 30 s" in diagnosis.sentence
 
 
 def test_a_rank_that_has_not_launched_is_never_called_a_stuck_collective():
     answers = [says(0, "ab", 2, since_s=60), says(1, "a"), says(2, "ab", 2, since_s=60)]
-    assert judge(found(*answers), WatchPolicy(collective_s=30.0)).fault is Fault.SLOW
+    assert diagnose(found(*answers), WatchPolicy(collective_s=30.0)).fault is Fault.SLOW
 
 
 def test_nobody_waiting_is_nothing_wrong():
-    assert "no rank waits" in judge(found(says(0, "a"), says(1, "a"), says(2, "a")), POLICY).sentence
+    assert "no rank waits" in diagnose(found(says(0, "a"), says(1, "a"), says(2, "a")), POLICY).sentence
 
 
 counts = st.lists(st.tuples(st.integers(1, 70), st.booleans()), min_size=2, max_size=6)
@@ -174,8 +174,8 @@ def test_ranks_that_follow_one_order_are_never_accused(ranks):
         wait = Waits("axis", count, order[count - 1], 50.0) if waiting else None
         log = Launched(tuple(range(len(ranks))), count, keys)
         answers[rank] = Answer(rank, "forward", "x.py:1", wait, logs={"axis": log})
-    verdict = judge(Findings(len(ranks), answers), POLICY)
-    assert verdict.fault is Fault.SLOW
+    diagnosis = diagnose(Findings(len(ranks), answers), POLICY)
+    assert diagnosis.fault is Fault.SLOW
 
 
 def test_the_table_has_a_row_for_each_thing_that_ranks_do():
@@ -190,12 +190,12 @@ def test_the_table_has_a_row_for_each_thing_that_ranks_do():
 
 def test_every_error_names_its_class_the_table_and_a_remedy():
     findings = found(says(0, "ab", 2), says(1, "ac", 2), says(2, "a", caught="ValueError: bad"))
-    verdict = judge(findings, POLICY)
-    text = tell(verdict, findings)
+    diagnosis = diagnose(findings, POLICY)
+    text = tell(diagnosis, findings)
     assert text.startswith("diverged: ")
     assert "after ValueError: bad" in text
     assert "same order" in text.splitlines()[-1]
-    assert issubclass(ERRORS[verdict.fault], CommError)
+    assert issubclass(ERRORS[diagnosis.fault], CommError)
 
 
 def test_an_answer_survives_the_store():
