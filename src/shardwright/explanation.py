@@ -159,7 +159,7 @@ def _unsharded_nbytes(group: ParamGroup) -> int:
 
 
 def _resharded(unit: Unit, group: ParamGroup) -> str:
-    facts = unit.runtime.facts(group)
+    facts = unit.runtime.effective(group)
     if group.near is not None:
         when = f"after forward to {group.near.comm.world} neighbours, and after backward"
     elif facts.reshard_after_forward is False:
@@ -185,7 +185,7 @@ def _gradients(group: ParamGroup) -> str:
 
 
 def _changes(unit: Unit, group: ParamGroup) -> list[str]:
-    facts, changed = unit.runtime.settings(group), []
+    facts, changed = unit.runtime.requested(group), []
     if facts.reshard_after_forward is not None and group.near is None:
         changed.append(f"reshard_after_forward={facts.reshard_after_forward}, by its caller")
     if group.near is not None:

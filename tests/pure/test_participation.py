@@ -1,9 +1,10 @@
 """Ranks that skip, reorder and repeat groups launch the same collectives, and none waits for ever.
 
-Each rank is a thread that runs the real ``Participant``; the world they meet in is simulated, and notices
+Each rank is a thread that runs the real ``Follower``; the world they meet in is simulated, and notices
 when every rank waits for another.
 """
 
+import copy
 import threading
 from collections import defaultdict
 from collections.abc import Callable
@@ -13,11 +14,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.policy import SchedulePolicy
-from shardwright.schedule.follower import Participant
-from shardwright.schedule.hands import Call, Said, bits
+from shardwright.schedule.follower import Follower, Mode
 from shardwright.schedule.merge_orders import supersequence
-from shardwright.schedule.recorded import Orders
-from shardwright.schedule.schedule import Action, ActionKind, Event, EventKind, GroupFacts, Phase
+from shardwright.schedule.recorded import bits
+from shardwright.schedule.schedule import Action, ActionKind, Event, EventKind, GroupSpec, Phase
+from shardwright.schedule.sync import (
+    AllReduceMin,
+    Answer,
+    Broadcast,
+    ConsensusResult,
+    Diverge,
+    Inspect,
+    Local,
+    Recorded,
+    Step,
+    Sync,
+    Synchronize,
+    SyncPoint,
+)
 
 F_BEGIN, F_END = EventKind.FORWARD_BEGIN, EventKind.FORWARD_END
 B_BEGIN, B_END = EventKind.BACKWARD_BEGIN, EventKind.BACKWARD_END
@@ -83,13 +97,13 @@ class World:
         return frozenset().union(*(sent[number] for sent in self.sent))
 
 
-class RankHands:
-    """``Hands`` of one simulated rank: gradients are sets of tokens."""
+class SimulatedRank:
+    """One simulated rank: a follower, and what it decides done in a world where gradients are sets of
+    tokens."""
 
-    def __init__(self, world: World, rank: int, num_groups: int, facts: dict[int, GroupFacts]) -> None:
-        self.world, self.rank, self.num_groups = world, rank, num_groups
-        self.participant: Participant | None = None
-        self.table = facts
+    def __init__(self, world: World, rank: int, policy: SchedulePolicy, facts: dict[int, GroupSpec]) -> None:
+        self.world, self.rank, self.num_groups = world, rank, len(facts)
+        self.follower = Follower(policy, [facts[group] for group in range(len(facts))], Mode.AGREED)
         self.held: dict[int, int | None] = {}  # group -> launch that it waits for
         self.grads: dict[int, set] = defaultdict(set)
         self.aside: dict[int, frozenset] = {}
@@ -97,37 +111,102 @@ class RankHands:
         self.totals: dict[int, frozenset] = {}
         self.result: dict[int, frozenset] = {}
         self.brought = 0
+        self.asked: list[int] = []
 
-    def meet(self, call: Call, entry: int, used: int) -> Said:
-        assert self.participant is not None
-        quiet = call is Call.DEVIATES
+    # ---- the loop, as the runtime has it
+
+    def run(self, step: Step) -> None:
+        while True:
+            for action in step.actions:
+                self.do(action)
+            if step.sync is None:
+                break
+            step = self.follower.resume(self.exchange(step.sync))
+        held = self.follower.groups.states.held if not self.follower._exact else None
+        assert held is None or held == bits(self.held), "what was derived isn't what is so"
+
+    @property
+    def local(self) -> Local:
+        return Local(held=bits(self.held), unreduced=bits(g for g, tokens in self.grads.items() if tokens))
+
+    def begin(self, phase: Phase) -> None:
+        self.run(self.follower.begin(phase, 0, self.local))
+
+    def at(self, event: Event) -> None:
+        before = self.follower.snapshot()
+        assert copy.copy(self.follower).snapshot() == before
+        assert hash(before) == hash(self.follower.snapshot())
+        self.run(self.follower.on(event))
+
+    def end(self) -> None:
+        self.run(self.follower.end())
+
+    def rest(self) -> None:
+        self.run(self.follower.join_evaluations(self.local))
+
+    # ---- syncs
+
+    def exchange(self, sync: Sync) -> Answer:
+        if isinstance(sync, Inspect):
+            return self.local
+        if isinstance(sync, AllReduceMin):
+            self.asked.append(sync.code)
+            return min(self.world.exchange(self.rank, sync.code))
+        if isinstance(sync, Broadcast):
+            told = {order for order in self.world.exchange(self.rank, sync.order) if order is not None}
+            return Recorded(tuple(sorted(told)), self.follower.recorded.specs)
+        if isinstance(sync, Diverge):
+            raise AssertionError(f"ranks are in different calls; this one in {sync.point}")
+        assert isinstance(sync, Synchronize)
+        quiet = sync.point is SyncPoint.DEVIATES
         missing = bits(g for g in range(self.num_groups) if g not in self.held)
-        word = (call, 0 if quiet else missing, used, self.brought)
-        words = self.world.exchange(self.rank, (word, self.participant.orders.digest))
+        word = (sync.point, 0 if quiet else missing, sync.used, self.brought)
+        words = self.world.exchange(self.rank, (word, self.follower.recorded.digest))
         assert quiet or len({digest for _, digest in words}) == 1
-        calls, missing, used, brought = ([word[i] for word, _ in words] for i in range(4))
+        points, missing, used, brought = ([word[i] for word, _ in words] for i in range(4))
         union = [0, 0, 0, 0]
-        for i, values in enumerate((calls, missing, used, brought)):
+        for i, values in enumerate((points, missing, used, brought)):
             for value in values:
                 union[i] |= value
-        return Said(Call(union[0]), 0, union[1], 2**self.num_groups - 1, union[2], union[3])
+        return ConsensusResult(SyncPoint(union[0]), 0, union[1], 2**self.num_groups - 1, union[2], union[3])
 
-    def least(self, code: int) -> int:
-        return min(self.world.exchange(self.rank, code))
+    # ---- actions
 
-    def tell(self, order):
-        return sorted({told for told in self.world.exchange(self.rank, order) if told is not None})
-
-    def diverged(self, call: Call, entry: int):
-        raise AssertionError(f"ranks are in different calls; this one in {call}")
-
-    def unshard(self, groups, near) -> None:
-        number = self.world.launch(self.rank, "all-gather", tuple(groups))
-        for group in groups:
-            self.held.setdefault(group, number)
-
-    def join(self, group: int, near: bool) -> None:
-        self.world.finish(self.rank, self.world.launch(self.rank, "all-gather", (group,)))
+    def do(self, action: Action) -> None:
+        kind, groups = action.kind, action.groups
+        if kind is ActionKind.UNSHARD:
+            number = self.world.launch(self.rank, "all-gather", groups)
+            for group in groups:
+                self.held.setdefault(group, number)
+        elif kind is ActionKind.PARTICIPATE:
+            self.world.finish(self.rank, self.world.launch(self.rank, "all-gather", groups))
+        elif kind is ActionKind.WAIT and self.held.get(action.group) is not None:
+            self.world.finish(self.rank, self.held[action.group])
+            self.held[action.group] = None
+        elif kind is ActionKind.RESHARD and action.group in self.held:
+            number = self.held.pop(action.group)
+            if number is not None:
+                self.world.finish(self.rank, number)
+        elif kind is ActionKind.HOLD:
+            self.hold(action.group)
+        elif kind is ActionKind.REDUCE:
+            for group in groups:
+                if group not in self.aside:
+                    self.hold(group)
+            tokens = frozenset().union(*(self.aside.pop(group) for group in groups))
+            number = self.world.launch(self.rank, "reduce-scatter", groups, tokens)
+            for group in groups:
+                self.reducing[group] = number
+        elif kind is ActionKind.WAIT_REDUCE:
+            for group in groups:
+                total = self.world.finish(self.rank, self.reducing.pop(group))
+                before = self.totals.get(group, frozenset())
+                total = frozenset(token for token in total if token[0] == group)
+                assert not total & before, "a gradient was added twice"
+                self.totals[group] = before | total
+        elif kind is ActionKind.FINALIZE and action.part is not None:
+            self.result = {g: total for g, total in self.totals.items() if action.part >> g & 1}
+            self.totals, self.brought = {}, 0
 
     def hold(self, group: int) -> None:
         assert group not in self.reducing
@@ -135,99 +214,52 @@ class RankHands:
         self.aside[group] = frozenset(self.grads.pop(group, ()))
         self.brought |= bool(self.aside[group]) << group
 
-    def reduce(self, groups) -> None:
-        for group in groups:
-            if group not in self.aside:
-                self.hold(group)
-        tokens = frozenset().union(*(self.aside.pop(group) for group in groups))
-        number = self.world.launch(self.rank, "reduce-scatter", tuple(groups), tokens)
-        for group in groups:
-            self.reducing[group] = number
-
-    def take(self, action) -> None:
-        kind, group = action.kind, action.group
-        if kind is ActionKind.WAIT and self.held.get(group) is not None:
-            self.world.finish(self.rank, self.held[group])
-            self.held[group] = None
-        elif kind is ActionKind.RESHARD and group in self.held:
-            number = self.held.pop(group)
-            if number is not None:
-                self.world.finish(self.rank, number)
-        elif kind is ActionKind.WAIT_REDUCE:
-            for group in action.groups:
-                total = self.world.finish(self.rank, self.reducing.pop(group))
-                before = self.totals.get(group, frozenset())
-                total = frozenset(token for token in total if token[0] == group)
-                assert not total & before, "a gradient was added twice"
-                self.totals[group] = before | total
-
-    def settle(self, brought: int | None) -> None:
-        if brought is not None:
-            self.result = {g: total for g, total in self.totals.items() if brought >> g & 1}
-            self.totals, self.brought = {}, 0
-
-    def holds(self, group: int) -> bool:
-        return group in self.held
-
-    def must_reduce(self, group: int) -> bool:
-        return bool(self.grads.get(group))
-
-    def facts(self, group: int) -> GroupFacts:
-        return self.table[group]
-
-    def keep_near(self, group: int, reshard: bool) -> None:
-        if reshard:
-            self.take(Action(ActionKind.RESHARD, group))
-
     def usable(self, group: int) -> bool:
         """Whether a module may read it now."""
         return group in self.held and self.held[group] is None
 
 
-def forward(participant, hands, phase, route):
-    participant.begin(phase)
-    root = hands.num_groups - 1
-    participant.at(Event(F_BEGIN, root))
+def forward(rank, phase, route):
+    rank.begin(phase)
+    root = rank.num_groups - 1
+    rank.at(Event(F_BEGIN, root))
     for group in route:
-        participant.at(Event(F_BEGIN, group))
-        assert hands.usable(group)
-        assert hands.usable(root), "the root was resharded while it runs"
-        participant.at(Event(F_END, group))
-    participant.at(Event(F_END, root))
-    participant.end()
+        rank.at(Event(F_BEGIN, group))
+        assert rank.usable(group)
+        assert rank.usable(root), "the root was resharded while it runs"
+        rank.at(Event(F_END, group))
+    rank.at(Event(F_END, root))
+    rank.end()
 
 
-def backward(participant, hands, route, token):
+def backward(rank, route, token):
     """Brings one gradient per use, and returns those that this rank has."""
-    participant.begin(Phase.BACKWARD)
+    rank.begin(Phase.BACKWARD)
     made = defaultdict(set)
-    root = hands.num_groups - 1
+    root = rank.num_groups - 1
     for number, group in enumerate((root, *reversed(route))):
-        participant.at(Event(B_BEGIN, group))
-        assert hands.usable(group)
-        made[group].add((group, hands.rank, *token, number))
-        hands.grads[group].add((group, hands.rank, *token, number))
+        rank.at(Event(B_BEGIN, group))
+        assert rank.usable(group)
+        made[group].add((group, rank.rank, *token, number))
+        rank.grads[group].add((group, rank.rank, *token, number))
         if group != root:
-            participant.at(Event(EventKind.GRADS_READY, group))
-            participant.at(Event(B_END, group))
-    for group in [g for g, tokens in hands.grads.items() if tokens]:
-        participant.at(Event(EventKind.GRADS_READY, group))
-    participant.at(Event(EventKind.STEP_END))
-    participant.end()
+            rank.at(Event(EventKind.GRADS_READY, group))
+            rank.at(Event(B_END, group))
+    for group in [g for g, tokens in rank.grads.items() if tokens]:
+        rank.at(Event(EventKind.GRADS_READY, group))
+    rank.at(Event(EventKind.STEP_END))
+    rank.end()
     return made
 
 
 def run_world(program, plan, policy, facts) -> tuple[World, list]:
-    """``program(participant, hands, plan[rank])`` on every rank; raises what a rank raised."""
+    """``program(rank, plan[number])`` on every rank; raises what a rank raised."""
     world = World(len(plan))
     outcomes: list = [None] * world.size
 
     def live(rank):
-        hands = RankHands(world, rank, len(facts), facts)
-        orders = Orders(policy, hands.facts, len(facts))
-        hands.participant = Participant(hands, orders)
         try:
-            outcomes[rank] = program(hands.participant, hands, plan[rank])
+            outcomes[rank] = program(SimulatedRank(world, rank, policy, facts), plan[rank])
         except BaseException as error:
             outcomes[rank] = error
             world.stuck = True
@@ -248,18 +280,18 @@ def run_world(program, plan, policy, facts) -> tuple[World, list]:
     return world, outcomes
 
 
-def train(participant, hands, steps):
+def train(rank, steps):
     """Each step: some evaluations, some forwards, one backward. What each step made, and what it settled."""
     history = []
     for number, (evaluations, forwards, used) in enumerate(steps):
         for route in evaluations:
-            forward(participant, hands, Phase.EVALUATION, route)
+            forward(rank, Phase.EVALUATION, route)
         for route in forwards:
-            forward(participant, hands, Phase.FORWARD, route)
-        made = backward(participant, hands, used, (number,))
-        assert not hands.held, "the step left groups unsharded"
-        history.append((made, hands.result))
-    participant.rest()
+            forward(rank, Phase.FORWARD, route)
+        made = backward(rank, used, (number,))
+        assert not rank.held, "the step left groups unsharded"
+        history.append((made, rank.result))
+    rank.rest()
     return history
 
 
@@ -304,7 +336,7 @@ def worlds(draw):
             steps.append((draw(st.lists(routes, max_size=2)), forwards, used[draw(st.integers(0, 2)) :]))
         plan.append(steps)
     facts = {
-        group: GroupFacts(
+        group: GroupSpec(
             draw(st.none() | st.booleans()), group + 1, group + 1, draw(st.sampled_from([None, 7, 7]))
         )
         for group in range(num_groups)
@@ -320,7 +352,7 @@ def test_any_routes_are_exact_and_launched_alike(case):
     check_exact(world, history)
 
 
-FACTS = {group: GroupFacts(nbytes=1) for group in range(4)}
+FACTS = {group: GroupSpec(nbytes=1) for group in range(4)}
 A, B, C = 0, 1, 2
 
 
@@ -347,15 +379,13 @@ CASES = {
 }
 
 
-def rounds_of(participant, hands, steps):
+def rounds_of(rank, steps):
     """How often each step asked, on this rank."""
-    asked = []
-    least = hands.least
-    hands.least = lambda code: (asked.append(code), least(code))[1]
+    asked = rank.asked
     counts, history = [], []
     for step in steps:
         before = len(asked)
-        history += train(participant, hands, [step])
+        history += train(rank, [step])
         counts.append(len(asked) - before)
     return counts, history
 
@@ -382,32 +412,30 @@ def test_a_group_that_nobody_uses_any_more_is_gathered_until_it_is_forgotten():
     assert len(a_step) - len(with_b) == 2 * 2  # two steps without it, in forward and backward
 
 
-def resharded_between(participant, hands, steps):
+def resharded_between(rank, steps):
     """One rank reshards all between forward and backward; how often it asked in the last step."""
-    asked = []
-    least = hands.least
-    hands.least = lambda code: (asked.append(code), least(code))[1]
+    asked = rank.asked
     for number, (_, forwards, used) in enumerate(steps):
         asked.clear()
-        forward(participant, hands, Phase.FORWARD, forwards[0])
-        if hands.rank == 0:
-            hands.held.clear()
-        backward(participant, hands, used, (number,))
+        forward(rank, Phase.FORWARD, forwards[0])
+        if rank.rank == 0:
+            rank.held.clear()
+        backward(rank, used, (number,))
     return len(asked)
 
 
 def test_what_one_rank_no_longer_holds_is_gathered_by_all_without_asking():
-    facts = {group: GroupFacts(reshard_after_forward=False, nbytes=1) for group in range(4)}
+    facts = {group: GroupSpec(reshard_after_forward=False, nbytes=1) for group in range(4)}
     world, asked = run_world(resharded_between, CASES["the same on all"], SchedulePolicy(), facts)
     assert all(log == world.logs[0] for log in world.logs)
     assert asked == [0, 0, 0]
 
 
-def evaluated_unsharded(participant, hands, route):
+def evaluated_unsharded(rank, route):
     """The first evaluation finds a group unsharded; what it leaves so."""
-    hands.unshard([B], set())
-    forward(participant, hands, Phase.EVALUATION, route)
-    return hands.held
+    rank.do(Action(ActionKind.UNSHARD, (B,)))
+    forward(rank, Phase.EVALUATION, route)
+    return rank.held
 
 
 def test_an_evaluation_leaves_nothing_unsharded():
@@ -421,8 +449,8 @@ def test_what_nobody_uses_is_not_reduced():
     assert world.logs[0].count(("reduce-scatter", (A,))) == 8
 
 
-def diverging(participant, hands, phase):
-    participant.begin(phase)
+def diverging(rank, phase):
+    rank.begin(phase)
 
 
 def test_ranks_in_different_calls_are_told_so():

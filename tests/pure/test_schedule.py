@@ -19,10 +19,10 @@ from shardwright.schedule.schedule import (
     ActionKind,
     Event,
     EventKind,
-    GroupFacts,
+    GroupSpec,
     Phase,
     Schedule,
-    Stop,
+    ScheduleEntry,
 )
 
 POLICIES = st.builds(
@@ -40,7 +40,7 @@ POLICIES = st.builds(
 
 
 @st.composite
-def steps(draw) -> tuple[dict, tuple[GroupFacts, ...]]:
+def steps(draw) -> tuple[dict, tuple[GroupSpec, ...]]:
     """Orders of a step as hooks report them: shared groups, a backward in any order, recomputation."""
     num_groups = draw(st.integers(1, 8))
     used = draw(st.lists(st.integers(0, num_groups - 1), min_size=1, max_size=14))
@@ -67,16 +67,16 @@ def steps(draw) -> tuple[dict, tuple[GroupFacts, ...]]:
     }
     listed = st.none() | st.lists(st.integers(0, num_groups), max_size=3).map(tuple)
     facts = st.builds(
-        GroupFacts,
+        GroupSpec,
         reshard_after_forward=st.sampled_from([True, False, None]),
         nbytes=st.integers(1, 20),
         grad_nbytes=st.integers(0, 20),
-        lane=st.sampled_from([None, 7, 7, 8]),
-        on_use=st.sampled_from([False, False, True]),
+        bucket_key=st.sampled_from([None, 7, 7, 8]),
+        no_prefetch=st.sampled_from([False, False, True]),
         ahead_in_forward=listed,
         ahead_in_backward=listed,
         steps=st.booleans(),
-        late=st.booleans(),
+        needs_copies_reduced=st.booleans(),
     )
     return orders, tuple(draw(st.lists(facts, min_size=num_groups + 1, max_size=num_groups + 1)))
 
@@ -95,13 +95,17 @@ def test_each_reduced_group_is_stepped_as_soon_as_it_may_where_its_optimizer_is_
     orders, facts = step
     stepped = 0
     for event, actions in plan(orders, policy, facts.__getitem__).phases[Phase.BACKWARD]:
-        for action, following in pairwise((*actions, Action(ActionKind.HOLD, 0))):
+        for action, following in pairwise((*actions, Action(ActionKind.HOLD, (0,)))):
             landed = action.groups if action.kind is ActionKind.WAIT_REDUCE else ()
-            ready = tuple(group for group in landed if facts[group].steps and not facts[group].late)
-            assert not ready or following == Action(ActionKind.STEP, ready[0], ready[1:])
+            ready = tuple(
+                group for group in landed if facts[group].steps and not facts[group].needs_copies_reduced
+            )
+            assert not ready or following == Action(ActionKind.STEP, ready)
         taken = [group for action in actions if action.kind is ActionKind.STEP for group in action.groups]
         assert all(facts[group].steps for group in taken)
-        assert event.kind is EventKind.STEP_END or not any(facts[group].late for group in taken)
+        assert event.kind is EventKind.STEP_END or not any(
+            facts[group].needs_copies_reduced for group in taken
+        )
         stepped += len(taken)
     trained = {event.group for event in orders[Phase.BACKWARD] if event.kind is EventKind.GRADS_READY}
     assert stepped >= sum(facts[group].steps for group in trained)
@@ -125,7 +129,7 @@ def test_prefetch_and_reductions_stay_within_their_limits(step, policy):
         number = 0
         for phase, (event, actions) in ((p, stop) for p in phases for stop in schedule.phases[p]):
             issued = [a for a in actions if a.kind is ActionKind.UNSHARD and a.group != event.group]
-            assert not any(facts[group].on_use for action in issued for group in action.groups)
+            assert not any(facts[group].no_prefetch for action in issued for group in action.groups)
             listed = facts[event.group].ahead_in_backward if phase is Phase.BACKWARD else None
             listed = facts[event.group].ahead_in_forward if phase is not Phase.BACKWARD else listed
             assert len(issued) <= (policy.depth if listed is None else len(listed))
@@ -163,13 +167,13 @@ def test_what_shares_a_collective_is_small_and_of_one_lane(step, policy):
     ):
         for action in actions:
             if action.kind is ActionKind.UNSHARD:
-                assert sum(facts[g].nbytes for g in action.along) <= policy.bucket_cap_nbytes
+                assert sum(facts[g].nbytes for g in action.groups[1:]) <= policy.bucket_cap_nbytes
             elif action.kind is ActionKind.REDUCE:
                 # All but the last were held back for it.
                 assert sum(facts[g].grad_nbytes for g in action.groups[:-1]) <= policy.bucket_cap_nbytes
-            if action.along and action.kind in (ActionKind.UNSHARD, ActionKind.REDUCE):
-                assert len({facts[g].lane for g in action.groups}) == 1
-                assert facts[action.group].lane is not None
+            if action.groups[1:] and action.kind in (ActionKind.UNSHARD, ActionKind.REDUCE):
+                assert len({facts[g].bucket_key for g in action.groups}) == 1
+                assert facts[action.group].bucket_key is not None
 
 
 @given(steps(), POLICIES, st.data())
@@ -180,7 +184,9 @@ def test_a_step_that_departs_in_its_middle_is_sound_too(step, policy, data):
     place = data.draw(st.integers(0, len(orders[Phase.BACKWARD]) - 1))
     followed = Schedule({Phase.FORWARD: stops[Phase.FORWARD], Phase.BACKWARD: stops[Phase.BACKWARD][:place]})
     planner = planner_after(followed, policy, facts)
-    rest = tuple(Stop(event, planner.at(Phase.BACKWARD, event)) for event in orders[Phase.BACKWARD][place:])
+    rest = tuple(
+        ScheduleEntry(event, planner.at(Phase.BACKWARD, event)) for event in orders[Phase.BACKWARD][place:]
+    )
     whole = {
         Phase.FORWARD: followed.phases[Phase.FORWARD],
         Phase.BACKWARD: followed.phases[Phase.BACKWARD] + rest,
@@ -225,17 +231,17 @@ def chain(num_groups: int) -> dict[Phase, tuple[Event, ...]]:
 
 
 def test_each_group_is_issued_exactly_one_use_ahead():
-    schedule = plan(chain(5), SchedulePolicy(), lambda _: GroupFacts())
+    schedule = plan(chain(5), SchedulePolicy(), lambda _: GroupSpec())
     for phase, last in ((Phase.FORWARD, 4), (Phase.BACKWARD, 0)):
         begins = [stop for stop in schedule.phases[phase] if stop.event.kind in BEGINS]
         for stop, following in pairwise(begins):
-            assert Action(ActionKind.UNSHARD, following.event.group) in stop.actions
+            assert Action(ActionKind.UNSHARD, (following.event.group,)) in stop.actions
         assert begins[-1].event.group == last
 
 
 def test_no_prefetch_issues_each_gather_when_its_group_is_needed():
     policy = SchedulePolicy(backward_prefetch=BackwardPrefetch.NONE, forward_prefetch=False)
-    schedule = plan(chain(4), policy, lambda _: GroupFacts())
+    schedule = plan(chain(4), policy, lambda _: GroupSpec())
     for stops in schedule.phases.values():
         for event, actions in stops:
             assert all(a.group == event.group for a in actions if a.kind is ActionKind.UNSHARD)
@@ -243,15 +249,17 @@ def test_no_prefetch_issues_each_gather_when_its_group_is_needed():
 
 def test_the_last_group_stays_unsharded_for_its_backward_unless_told_otherwise():
     for reshard, kept in ((None, True), (True, False), (False, True)):
-        schedule = plan(chain(3), SchedulePolicy(), lambda _, r=reshard: GroupFacts(r))
+        schedule = plan(chain(3), SchedulePolicy(), lambda _, r=reshard: GroupSpec(r))
         last = schedule.phases[Phase.FORWARD][-1]
-        assert (Action(ActionKind.RESHARD, 2) not in last.actions) == kept
+        assert (Action(ActionKind.RESHARD, (2,)) not in last.actions) == kept
 
 
 def tiny(policy: SchedulePolicy, num_groups: int = 7) -> Schedule:
     """Groups of a third of the cap on one transport."""
     nbytes = policy.bucket_cap_nbytes // 3
-    return plan(chain(num_groups), policy, lambda _: GroupFacts(nbytes=nbytes, grad_nbytes=nbytes, lane=0))
+    return plan(
+        chain(num_groups), policy, lambda _: GroupSpec(nbytes=nbytes, grad_nbytes=nbytes, bucket_key=0)
+    )
 
 
 def test_small_groups_share_collectives_and_each_is_waited_for_at_its_own_event():
@@ -297,19 +305,19 @@ backward
 def test_without_a_cap_every_group_has_its_own_collectives():
     schedule = tiny(SchedulePolicy(bucket_cap_mb=0))
     kinds = [action for stops in schedule.phases.values() for _, actions in stops for action in actions]
-    assert not any(action.along or action.kind is ActionKind.HOLD for action in kinds)
+    assert not any(action.groups[1:] or action.kind is ActionKind.HOLD for action in kinds)
 
 
 def test_a_small_gradient_goes_with_the_next_large_one():
-    facts = [GroupFacts(grad_nbytes=nbytes, lane=0) for nbytes in (9 << 20, 100, 9 << 20)]
+    facts = [GroupSpec(grad_nbytes=nbytes, bucket_key=0) for nbytes in (9 << 20, 100, 9 << 20)]
     backward = plan(chain(3), SchedulePolicy(), facts.__getitem__).phases[Phase.BACKWARD]
     reductions = [a for _, actions in backward for a in actions if a.kind is ActionKind.REDUCE]
-    assert reductions == [Action(ActionKind.REDUCE, 2), Action(ActionKind.REDUCE, 1, (0,))]
+    assert reductions == [Action(ActionKind.REDUCE, (2,)), Action(ActionKind.REDUCE, (1, 0))]
 
 
 def test_groups_stay_for_the_backward_while_they_fit_in_the_bytes():
     for keep_nbytes, kept in ((0, {4}), (19, {4}), (20, {3, 4}), (35, {2, 3, 4})):
-        schedule = plan(chain(5), SchedulePolicy(keep_nbytes=keep_nbytes), lambda _: GroupFacts(nbytes=10))
+        schedule = plan(chain(5), SchedulePolicy(keep_nbytes=keep_nbytes), lambda _: GroupSpec(nbytes=10))
         resharded = {
             a.group
             for _, actions in schedule.phases[Phase.FORWARD]
@@ -389,8 +397,8 @@ def test_without_asserts_schedules_are_parsed_and_checked_alike():
 
 
 def test_a_stop_prints_its_event_and_actions():
-    stop = Stop(
-        Event(EventKind.FORWARD_BEGIN, 3), (Action(ActionKind.UNSHARD, 4), Action(ActionKind.WAIT, 3))
+    stop = ScheduleEntry(
+        Event(EventKind.FORWARD_BEGIN, 3), (Action(ActionKind.UNSHARD, (4,)), Action(ActionKind.WAIT, (3,)))
     )
     assert str(stop) == "F+ 3 : unshard 4, wait 3"
 

@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 from shardwright import fully_shard, stats
-from shardwright.engine.consensus import TableHands
+from shardwright.engine.unit import unit_of
 from shardwright.errors import StageError
+from shardwright.schedule.schedule import ActionKind
 from tests.ranks.models import Block, Run, assert_same
 from tests.ranks.pool import run_ranks
 
@@ -89,7 +90,7 @@ def test_frozen_between_a_forward_and_its_backward():
 def asks_for_ever(rank, world):
     """If asking did not help, it would be for ever: an error says so."""
     model, _ = built()
-    TableHands.reduce = lambda self, groups: None  # the gradients stay
+    unit_of(model).runtime.executor.do[ActionKind.REDUCE] = lambda action: None  # the gradients stay
     with pytest.raises(StageError, match="still holds gradients"):
         model(torch.ones(4, WIDTH)).square().mean().backward()
 

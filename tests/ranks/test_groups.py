@@ -155,9 +155,9 @@ def schedule_is_followed(rank, world):
     stops = {(phase, stop.event): stop.actions for phase in Phase for stop in schedule.phases.get(phase, ())}
     forward = stops[Phase.FORWARD, Event(EventKind.FORWARD_BEGIN, 0)]
     backward = stops[Phase.BACKWARD, Event(EventKind.BACKWARD_BEGIN, 2)]
-    assert Action(ActionKind.UNSHARD, 1) in forward
-    assert Action(ActionKind.UNSHARD, 1) in backward
-    assert forward.index(Action(ActionKind.UNSHARD, 1)) < forward.index(Action(ActionKind.WAIT, 0))
+    assert Action(ActionKind.UNSHARD, (1,)) in forward
+    assert Action(ActionKind.UNSHARD, (1,)) in backward
+    assert forward.index(Action(ActionKind.UNSHARD, (1,))) < forward.index(Action(ActionKind.WAIT, (0,)))
     return str(schedule)
 
 

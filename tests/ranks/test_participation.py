@@ -10,10 +10,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwright import MixedPrecisionPolicy, SchedulePolicy, fully_shard
-from shardwright.engine.consensus import TableHands
+from shardwright.engine.consensus import Consensus
 from shardwright.engine.unit import unit_of
 from shardwright.errors import Diverged, InputError, StageError
-from shardwright.schedule.hands import Call
+from shardwright.schedule.sync import Synchronize, SyncPoint
 from shardwright.wrapper import FSDP, ModuleWrapPolicy
 from tests.ranks.models import Run, full
 from tests.ranks.pool import run_ranks
@@ -372,14 +372,14 @@ def cut_short(rank, world):
     model = by_fully_shard()
     run = Run.of(model)
     with pytest.MonkeyPatch.context() as patch:
-        meet = TableHands.meet
+        exchange = Consensus.exchange
 
-        def failing(self, call, *args):
-            if call is Call.SETTLE:
+        def failing(self, sync):
+            if isinstance(sync, Synchronize) and sync.point is SyncPoint.BACKWARD_END:
                 raise RuntimeError("the network is gone")
-            return meet(self, call, *args)
+            return exchange(self, sync)
 
-        patch.setattr(TableHands, "meet", failing)
+        patch.setattr(Consensus, "exchange", failing)
         with pytest.raises(RuntimeError, match="network is gone"):
             loss_of(model, Step((ALL,)), rank, 0).backward()
     params = run.optimizer.param_groups[0]["params"]

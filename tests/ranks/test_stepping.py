@@ -134,7 +134,7 @@ def cut_short(rank, world):
     steps = dict.fromkeys(stepping.optimizers, 0)
     for name, optimizer in stepping.optimizers.items():
         optimizer.register_step_post_hook(lambda *_, name=name: steps.update({name: steps[name] + 1}))
-    runtime.table.due[0] = {lambda: pytest.fail("a step of a backward that was cut short"): None}
+    runtime.executor.pending_steps[0] = {lambda: pytest.fail("a step of a backward that was cut short"): None}
     runtime.abandon()
     loss_of(model, batches(0, world)[rank]).backward()
     assert set(steps.values()) == {1}

@@ -24,7 +24,7 @@ from shardwright.params.flat_param import places_of
 from shardwright.params.param import ParamSite, ShardedParam
 from shardwright.params.smaller_world import Near
 from shardwright.policy import MixedPrecisionPolicy, ReductionPolicy, SchedulePolicy
-from shardwright.schedule.schedule import GroupFacts
+from shardwright.schedule.schedule import GroupSpec
 from shardwright.torch_private import hook_tables_of
 from shardwright.transport.custom import CustomComm
 from shardwright.transport.mesh import Axis, smaller_world
@@ -38,7 +38,7 @@ class GroupPrint:
     params: tuple[ShardedParam, ...]
     places: tuple[tuple[tuple[tuple[str, str], ...], ...], ...]
     axis: Axis
-    facts: GroupFacts
+    facts: GroupSpec
     reduction: ReductionPolicy
     hook: Any
     custom: tuple[Any, Any] | None
@@ -140,7 +140,7 @@ def rebuild(model: nn.Module, blueprint: Blueprint) -> list[nn.Module]:
     for unit, made in sorted(owned, key=lambda pair: pair[1].order):
         unit.group = _build_group(unit, made, modules)
         runtime.add(unit.group, None)
-        runtime.set_facts(unit.group, **vars(made.facts))
+        runtime.change(unit.group, **vars(made.facts))
     runtime.table.root = tuple(group for place in blueprint.root for group in units[place].groups[:1])
     for unit in units:
         if unit.modules:
@@ -183,7 +183,7 @@ def _draw(model: nn.Module, runtime: Runtime) -> Blueprint:
 
 
 def _draw_group(group: ParamGroup, runtime: Runtime, names: dict[int, str], whole: bool) -> GroupPrint:
-    facts = replace(runtime.settings(group), steps=False)  # what steps it holds the original
+    facts = replace(runtime.requested(group), steps=False)  # what steps it holds the original
     if not whole:  # the lists name groups by number, which are other ones in a part of the model
         facts = replace(facts, ahead_in_forward=None, ahead_in_backward=None)
     places = tuple(

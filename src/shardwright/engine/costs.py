@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwright.engine import batches as together
-from shardwright.engine.executor import GroupTable
+from shardwright.engine import batches
+from shardwright.engine.executor import Executor
 from shardwright.engine.group import ParamGroup
+from shardwright.engine.group_table import GroupTable
 from shardwright.policy import SchedulePolicy
 from shardwright.schedule.planner import plan
-from shardwright.schedule.schedule import ActionKind, Event, EventKind, Phase, Schedule, Stop
+from shardwright.schedule.schedule import ActionKind, Event, EventKind, Phase, Schedule, ScheduleEntry
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,10 @@ class Stats:
     exposed_s: float | None
 
 
-def stats(table: GroupTable) -> Stats:
+def stats(executor: Executor) -> Stats:
     """Bytes and seconds so far; no communication."""
-    table.memory.count(table.groups)  # a setter may have dropped shards over a smaller world
+    table = executor.table
+    executor.memory.count(table.groups)  # a setter may have dropped shards over a smaller world
     params = [param for group in table.groups for param in group.params]
     logical = [each for group in table.groups for each in _logical(group)]
     exposed = [comm.exposed_s for comm in table.comms()]
@@ -47,8 +49,8 @@ def stats(table: GroupTable) -> Stats:
         param_numel=sum(math.prod(shape) for shape, _ in logical),
         full_nbytes=sum(math.prod(shape) * dtype.itemsize for shape, dtype in logical),
         at_rest_nbytes=sum(param.local.nbytes for param in params),
-        unsharded_nbytes=table.memory.now_nbytes,
-        peak_unsharded_nbytes=table.memory.peak_nbytes,
+        unsharded_nbytes=executor.memory.now_nbytes,
+        peak_unsharded_nbytes=executor.memory.peak_nbytes,
         sent_nbytes=sum(comm.sent_nbytes for comm in table.comms()),
         exposed_s=None if None in exposed else sum(value for value in exposed if value is not None),
     )
@@ -62,13 +64,13 @@ def _logical(group: ParamGroup) -> list[tuple[tuple[int, ...], torch.dtype]]:
     return plain + [(pair.encoding.shape, pair.encoding.dtype) for pair in pairs]
 
 
-def communication_s(table: GroupTable, schedule: Schedule) -> float:
+def communication_s(executor: Executor, schedule: Schedule) -> float:
     """Seconds that the collectives of one step take alone: the median of three times. All groups at rest.
 
     schedule: what is launched and waited for, in its order; before there is one, each group's own.
     """
-    phases = schedule.phases if Phase.BACKWARD in schedule.phases else _one_by_one(table).phases
-    return sorted(_rehearse(table, phases) for _ in range(3))[1]
+    phases = schedule.phases if Phase.BACKWARD in schedule.phases else _one_by_one(executor.table).phases
+    return sorted(_rehearse(executor, phases) for _ in range(3))[1]
 
 
 def _one_by_one(table: GroupTable) -> Schedule:
@@ -78,21 +80,23 @@ def _one_by_one(table: GroupTable) -> Schedule:
     ends = (EventKind.BACKWARD_BEGIN, EventKind.GRADS_READY, EventKind.BACKWARD_END)
     backward = [Event(kind, g) for g in reversed(groups) for kind in ends] + [Event(EventKind.STEP_END)]
     orders = {Phase.FORWARD: tuple(forward), Phase.BACKWARD: tuple(backward)}
-    return plan(orders, SchedulePolicy(), table.facts)
+    return plan(orders, SchedulePolicy(), table.effective)
 
 
-def _rehearse(table: GroupTable, phases: dict[Phase, tuple[Stop, ...]]) -> float:
+def _rehearse(executor: Executor, phases: dict[Phase, tuple[ScheduleEntry, ...]]) -> float:
     """Follow the schedule of a step without its compute, with gradients of zeros that nobody gets."""
     start = time.perf_counter()
     flying: dict[tuple[int, ...], Callable[[], None]] = {}
     stops = [stop for phase in (Phase.FORWARD, Phase.BACKWARD) for stop in phases.get(phase, ())]
     for action in (action for stop in stops for action in stop.actions):
         if action.kind is ActionKind.REDUCE:
-            flying[action.groups] = together.rehearse([table.groups[g].reducer for g in action.groups])
+            flying[action.groups] = batches.rehearse(
+                [executor.table.groups[g].reducer for g in action.groups]
+            )
         elif action.kind is ActionKind.WAIT_REDUCE:
             flying.pop(action.groups)()
         elif action.kind is not ActionKind.HOLD:
-            table.take(action)
+            executor.do[action.kind](action)
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
     return time.perf_counter() - start

@@ -1,21 +1,17 @@
-"""The groups of one model by number: what the planner knows of each, and the actions taken on them."""
+"""The executor: takes the actions that the follower decides on, on the groups of one model by number."""
 
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field, replace
-from typing import Any
-from weakref import WeakSet
+from dataclasses import dataclass, field
 
-from shardwright.engine import batches as together
-from shardwright.engine import edits
-from shardwright.engine.group import ParamGroup, Stage, follow_freezing
-from shardwright.engine.lookups import choose_row_wise
+from shardwright.engine import batches, edits
+from shardwright.engine.group import ParamGroup, Stage, follow_freezing, keeps_grads
+from shardwright.engine.group_table import GroupTable
 from shardwright.engine.model_fingerprint import check_same_model
-from shardwright.errors import InputError
-from shardwright.params.param import ShardedParam
-from shardwright.policy import Agreement, SchedulePolicy
-from shardwright.schedule.planner import Planner
-from shardwright.schedule.schedule import Action, ActionKind, GroupFacts, Phase
+from shardwright.policy import Agreement
+from shardwright.schedule.recorded import bits
+from shardwright.schedule.schedule import Action, ActionKind, Phase
+from shardwright.schedule.sync import Local
 from shardwright.transport.base import Comm
 
 
@@ -44,277 +40,230 @@ class Memory:
         self.peak_nbytes = max(self.peak_nbytes, before_nbytes, self.now_nbytes + freed_nbytes)
 
 
-tables: "WeakSet[GroupTable]" = WeakSet()
-"""Of every sharded model that is alive."""
-
-
-class GroupTable:
-    """``groups`` in the order in which they were sharded; a group's number is its place there.
+class Executor:
+    """The actions on the groups of ``table``: ``do[kind](action)``. What is already so is left so.
 
     agreement: that of the schedule policy in force, which all ranks must have alike.
-    root: the groups of the outermost module, which stay unsharded after a forward by default.
-    chosen: whether it is up to date which groups move rows in use only.
-    asked: groups that the caller has unsharded, and nobody resharded since.
-    due: by group, the steps of optimizers that run inside of the backward, once their gradients are complete.
-    listed: what the policy has gathered ahead of a group: field of ``GroupFacts`` -> group -> groups.
+    promote: bits of the groups whose gradients travel in the reduce dtype, since some rank has kept some of
+        earlier microbatches in it. participates: other ranks may have gradients where this one has none.
+    pending_steps: by group, the steps of optimizers that run inside of the backward, once their gradients are
+        complete. asked: groups that the caller has unsharded, and nobody resharded since.
     """
 
-    def __init__(self) -> None:
-        self.groups: list[ParamGroup] = []
-        self.agreement = Agreement.STRICT
-        self.root: tuple[ParamGroup, ...] = ()
+    def __init__(self, table: GroupTable) -> None:
+        self.table = table
         self.memory = Memory()
-        self.chosen = False
+        self.agreement = Agreement.STRICT
+        self.promote = 0
+        self.participates = False
+        self.pending_steps: dict[int, dict[Callable[[], None], None]] = {}
         self.asked: set[int] = set()
-        self.due: dict[int, dict[Callable[[], None], None]] = {}
-        self.listed: dict[str, dict[int, tuple[int, ...]]] = {}
-        self._settings: list[GroupFacts] = []
-        self._index: dict[ParamGroup, int] = {}
         self._compared: set[int] = set()  # ids of transports on which all ranks hold the same groups
+        self.do: dict[ActionKind, Callable[[Action], None]] = {
+            ActionKind.UNSHARD: self._unshard,
+            ActionKind.UNSHARD_NEARBY: self._unshard_nearby,
+            ActionKind.PARTICIPATE: self._participate,
+            ActionKind.PARTICIPATE_NEARBY: self._participate_nearby,
+            ActionKind.WAIT: self._wait,
+            ActionKind.RESHARD: self._reshard,
+            ActionKind.RESHARD_NEARBY: self._reshard_nearby,
+            ActionKind.KEEP: self._keep,
+            ActionKind.HOLD: self._hold,
+            ActionKind.REDUCE: self._reduce,
+            ActionKind.ACCUMULATE: self._reduce,
+            ActionKind.WAIT_REDUCE: self._wait_reduce,
+            ActionKind.STEP: self._step,
+            ActionKind.FINALIZE: self._finalize,
+        }
 
-    def add(self, group: ParamGroup, facts: GroupFacts) -> None:
-        """Number one more group."""
-        self.compare_again()
-        self.chosen = False
-        self._index[group] = len(self.groups)
-        self.groups.append(group)
-        self._settings.append(facts)
+    # ---- all-gathers
 
-    def regroup(self, group: ParamGroup, params: Sequence[ShardedParam]) -> None:
-        """Give ``group`` other parameters; all at rest."""
-        group.regroup(params)
-        self.memory.count([group])
-        self.chosen = False
-        self.compare_again()
+    def _unshard(self, action: Action, nearby: AbstractSet[ParamGroup] = frozenset()) -> None:
+        """Issue the all-gather of groups together; those that aren't at rest participate for other ranks."""
+        groups = [self.table.groups[index] for index in action.groups]
+        self._compare(group.axis.comm for group in groups)
+        kept_nbytes = _kept_nbytes(groups)
+        try:
+            batches.unshard(groups, nearby)
+        finally:
+            self.memory.count(groups, freed_nbytes=kept_nbytes - _kept_nbytes(groups))
+
+    def _unshard_nearby(self, action: Action) -> None:
+        self._unshard(action, {self.table.groups[index] for index in action.groups})
+
+    def _participate(self, action: Action, nearby: bool = False) -> None:
+        batches.join(self.table.groups[action.group], nearby)
+
+    def _participate_nearby(self, action: Action) -> None:
+        self._participate(action, nearby=True)
+
+    def _wait(self, action: Action) -> None:
+        for index in action.groups:
+            group = self.table.groups[index]
+            if group.stage is Stage.GATHERING:
+                self.memory.touch(group.wait() - group.held_nbytes)
+                self.memory.count([group])
+
+    def _reshard(self, action: Action, nearby: bool = False) -> None:
+        for index in action.groups:
+            group = self.table.groups[index]
+            self.asked.discard(index)
+            if group.stage is not Stage.SHARDED:
+                held_nbytes = group.held_nbytes
+                edits.reshard(group, nearby)
+                kept = nearby and group.near is not None  # before the rest is freed
+                self.memory.count([group], freed_nbytes=held_nbytes if kept else 0)
+
+    def _reshard_nearby(self, action: Action) -> None:
+        self._reshard(action, nearby=True)
+
+    def _keep(self, action: Action) -> None:
+        if self.table.groups[action.group].stage is Stage.UNSHARDED:
+            self.table.groups[action.group].keep_near()
+            self.memory.count([self.table.groups[action.group]])
+
+    # ---- reductions
+
+    def _hold(self, action: Action) -> None:
+        """Take gradients, where that isn't done: zeros where this rank has none and others may have some."""
+        missing = [index for index in action.groups if not self.table.groups[index].reducer.holds]
+        self._land([self.table.groups[index] for index in missing])
+        for index in missing:
+            reducer = self.table.groups[index].reducer
+            reducer.hold(self.participates, bool(self.promote >> index & 1))
+
+    def _reduce(self, action: Action) -> None:
+        """Issue the reduce-scatter of groups together, of what was taken before or is there now."""
+        self._hold(action)
+        groups = [self.table.groups[index] for index in action.groups]
+        self._compare(g.axis.replicate for g in groups if g.axis.replicate and g.reducer.policy.all_reduce)
+        batches.reduce([group.reducer for group in groups])
+
+    def _wait_reduce(self, action: Action) -> None:
+        batches.land([self.table.groups[index].reducer for index in action.groups])
+
+    def _step(self, action: Action) -> None:
+        """Take the steps that are pending: each once, in the order in which their gradients came."""
+        for index in action.groups:
+            for step in self.pending_steps.pop(index, ()):
+                step()
+
+    def _finalize(self, action: Action) -> None:
+        """Wait for every reduction, and give the shards their gradients; drop those that no rank has."""
+        self._land(self.table.groups)
+        if action.part is not None:
+            mask = action.part
+            for group in self.table.groups:
+                group.reducer.decide(mask)
+                mask >>= len(group.params)
+            for index in tuple(self.pending_steps):
+                for step in self.pending_steps.pop(index, ()):
+                    step()
+
+    def _land(self, groups: Sequence[ParamGroup]) -> None:
+        batches.land([group.reducer for group in groups])
+        for group in groups:
+            group.reducer.settle()
+
+    # ---- what is so on this rank
+
+    def local(self, phase: Phase) -> Local:
+        """What the groups are, at the begin of a phase."""
+        groups = self.table.groups
+        nearby = () if phase is not Phase.BACKWARD else (i for i, g in enumerate(groups) if g.is_near)
+        held = [index for index, group in enumerate(groups) if group.stage is not Stage.SHARDED]
+        return Local(held=bits(held), nearby=bits(nearby))
+
+    def inspect(self, index: int) -> Local:
+        """What the gradients of a group are."""
+        group = self.table.groups[index]
+        policy, bit = group.reducer.policy, 1 << index
+        if not policy.reduce:
+            return Local(accumulating=bit if group.has_grads else 0)
+        unused = policy.unused_params and not group.reducer.done
+        return Local(unreduced=bit if group.has_grads or keeps_grads(group) or unused else 0)
+
+    # ---- do all ranks hold the same model?
+
+    def compare(self) -> None:
+        """Asked once on every axis, by every rank of all axes."""
+        for axis in (group.axis for group in self.table.groups):
+            self._compare(comm for comm in (axis.comm, axis.replicate) if comm is not None)
 
     def compare_again(self) -> None:
         """Groups are others than before: ask anew whether all ranks hold the same."""
         self._compared.clear()
 
-    def absorb(self, other: "GroupTable") -> None:
-        """Number the groups of another table after those of this one."""
-        shift = len(self.groups)
-        for group, facts in zip(other.groups, other._settings, strict=True):
-            self.add(group, facts.shifted(shift))
+    def _compare(self, comms: Iterable[Comm]) -> None:
+        """Before the first collective on an axis, which needs the same ranks."""
+        for comm in comms:
+            if id(comm) not in self._compared:
+                groups = [g for g in self.table.groups if comm is g.axis.comm or comm is g.axis.replicate]
+                check_same_model(comm, groups, self.agreement)
+                self._compared.add(id(comm))
+
+    # ---- between phases
+
+    def regroup(self, group: ParamGroup) -> None:
+        """The group has got other parameters."""
+        self.memory.count([group])
+        self.compare_again()
+
+    def absorb(self, other: "Executor") -> None:
+        """Count the bytes of the groups of a model that became part of this one."""
+        self.compare_again()
         self.memory.peak_nbytes = max(self.memory.peak_nbytes, other.memory.peak_nbytes)
-        self.memory.count(self.groups)
-
-    def number(self, group: ParamGroup) -> int:
-        """The group's place in ``groups``."""
-        return self._index[group]
-
-    def settings(self, group: ParamGroup) -> GroupFacts:
-        """What was asked of ``group``."""
-        return self._settings[self._index[group]]
-
-    def change(self, group: ParamGroup, **changes: Any) -> None:
-        """Replace fields of what was asked of ``group``."""
-        index = self._index[group]
-        self._settings[index] = replace(self._settings[index], **changes)
-
-    def wishes(self, index: int) -> GroupFacts:
-        """What was asked of a group, with what follows for the root; without its bytes."""
-        group, facts = self.groups[index], self._settings[index]
-        for name, ahead in self.listed.items():
-            if index in ahead and getattr(facts, name) is None:
-                facts = replace(facts, **{name: ahead[index]})
-        root_stays = facts.reshard_after_forward is None and group in self.root
-        on_use = group.rows is not None
-        if not root_stays and not on_use:
-            return facts
-        return replace(facts, reshard_after_forward=on_use, on_use=on_use)
-
-    def facts(self, index: int) -> GroupFacts:
-        """What the planner knows of a group: ``wishes``, its bytes, what it may share collectives with."""
-        group = self.groups[index]
-        return replace(
-            self.wishes(index),
-            nbytes=group.unsharded_nbytes,
-            grad_nbytes=group.grad_nbytes,
-            lane=id(group.comm) if group.near is None and group.rows is None else None,
-            late=group.axis.replicate is not None,
-        )
-
-    def list_ahead(self, policy: SchedulePolicy) -> None:
-        """Take over the policy's lists of groups to gather ahead. Raises: InputError for a name of no group,
-        before anything has changed."""
-        numbers = {group.name: index for index, group in enumerate(self.groups)}
-        named = {
-            name for lists in policy.ahead.values() for item in lists.items() for name in (item[0], *item[1])
-        }
-        unknown = sorted(named - numbers.keys())
-        if unknown:
-            raise InputError(
-                f"SchedulePolicy.ahead names groups that the model hasn't: {unknown}; it has {[*numbers]}"
-            )
-        self.listed = {
-            f"ahead_in_{phase}": {
-                numbers[key]: tuple(map(numbers.__getitem__, names)) for key, names in lists.items()
-            }
-            for phase, lists in policy.ahead.items()
-        }
-
-    def choose(self, policy: SchedulePolicy) -> None:
-        """Have groups move rows in use only, where ``policy`` says so and they can."""
-        choose_row_wise(self.groups, self.facts, policy)
-        self.chosen = True
-
-    def planner(self, policy: SchedulePolicy) -> Planner:
-        """A planner that knows what is live, held and being reduced at this moment."""
-        planner = Planner(policy, self.facts)
-        stages = [(index, group.stage) for index, group in enumerate(self.groups)]
-        planner.suppose(
-            live=(index for index, stage in stages if stage is not Stage.SHARDED),
-            waited=(index for index, stage in stages if stage is Stage.UNSHARDED),
-        )
-        for index, group in enumerate(self.groups):
-            if group.reducer.in_flight:
-                planner.reducing.append((index,))
-            elif group.reducer.holds:
-                planner.held.append(index)
-        return planner
-
-    def take(self, action: Action, nearby: bool = False) -> None:
-        """Take one action; what is already so is left so.
-
-        nearby: a reshard keeps shards over a smaller world, where the group has one.
-        """
-        if action.kind is ActionKind.UNSHARD:
-            for index in action.groups:
-                self.groups[index].uncover()
-            at_rest = [i for i in action.groups if self.groups[i].stage is Stage.SHARDED]
-            self.unshard(at_rest)
-        elif action.kind is ActionKind.REDUCE:
-            self.reduce(action.groups)
-        elif action.kind is ActionKind.HOLD:
-            self.hold(action.groups)
-        elif action.kind is ActionKind.WAIT_REDUCE:
-            together.land([self.groups[index].reducer for index in action.groups])
-        elif action.kind is ActionKind.STEP:
-            self.step(action.groups)
-        else:
-            for index in action.groups:
-                self._wait_or_reshard(action.kind, index, nearby)
-
-    def _wait_or_reshard(self, kind: ActionKind, index: int, nearby: bool) -> None:
-        group = self.groups[index]
-        if kind is not ActionKind.WAIT:
-            self.asked.discard(index)
-        if group.stage is Stage.SHARDED or (kind is ActionKind.WAIT and group.stage is Stage.UNSHARDED):
-            return
-        held_nbytes = group.held_nbytes
-        if kind is ActionKind.WAIT:
-            self.memory.touch(group.wait() - held_nbytes)
-        else:
-            edits.reshard(group, nearby)
-        kept = kind is not ActionKind.WAIT and nearby and group.near is not None  # before the rest is freed
-        self.memory.count([group], freed_nbytes=held_nbytes if kept else 0)
-
-    def unshard(self, indices: Sequence[int], near: AbstractSet[int] | None = None) -> None:
-        """Issue the all-gather of groups together; those that aren't at rest are gathered aside, for others.
-
-        near: those that are gathered among neighbours; None: what this rank has kept nearby.
-        """
-        groups = [self.groups[index] for index in indices]
-        for comm in dict.fromkeys(group.axis.comm for group in groups):
-            self._compare(comm)
-        near_nbytes = _near_nbytes(groups)
-        try:
-            if groups:
-                together.unshard(groups, None if near is None else {self.groups[index] for index in near})
-        finally:
-            self.memory.count(groups, freed_nbytes=near_nbytes - _near_nbytes(groups))
-
-    def hold(self, indices: Sequence[int], join: bool = False, widen: int = 0) -> None:
-        """Take gradients, where that isn't done; join and widen (bits of groups): see ``Reducer.hold``."""
-        missing = [index for index in indices if not self.groups[index].reducer.holds]
-        self._settle([self.groups[index] for index in missing])
-        for index in missing:
-            self.groups[index].reducer.hold(join, bool(widen >> index & 1))
-
-    def reduce(self, indices: Sequence[int], join: bool = False, widen: int = 0) -> None:
-        """Issue the reduce-scatter of groups together, of what was taken before or is there now."""
-        self.hold(indices, join, widen)
-        for group in (self.groups[index] for index in indices):
-            if group.axis.replicate is not None and group.reducer.policy.all_reduce:
-                self._compare(group.axis.replicate)
-        together.reduce([self.groups[index].reducer for index in indices])
-
-    def step(self, indices: Sequence[int]) -> None:
-        """Take the steps that are due of groups: each once, in the order in which their gradients landed."""
-        for index in indices:
-            for step in self.due.pop(index, ()):
-                step()
-
-    def compare(self) -> None:
-        """Do the ranks of every axis hold the same groups? Asked once, by every rank of all axes."""
-        for axis in (group.axis for group in self.groups):
-            self._compare(axis.comm)
-            if axis.replicate is not None:
-                self._compare(axis.replicate)
-
-    def cover(self, index: int) -> None:
-        """After its forward a group shows its shards, also where the planner chose to keep it: what the
-        caller sees between forward and backward doesn't depend on the plan."""
-        if self.wishes(index).reshard_after_forward is None:
-            self.groups[index].cover()
-
-    def _compare(self, comm: Comm) -> None:
-        """Before the first collective on an axis, which needs the same ranks: do they hold the same model?"""
-        if id(comm) not in self._compared:
-            groups = [g for g in self.groups if comm is g.axis.comm or comm is g.axis.replicate]
-            check_same_model(comm, groups, self.agreement)
-            self._compared.add(id(comm))
-
-    def settle(self) -> None:
-        """Wait for every reduction, and add its result to the shards' gradients."""
-        self._settle(self.groups)
-
-    def _settle(self, groups: list[ParamGroup]) -> None:
-        together.land([group.reducer for group in groups])
-        for group in groups:
-            group.reducer.settle()
+        self.memory.count(self.table.groups)
 
     def forget_stale(self) -> None:
         """Reshard what no longer shows the shards as they are, and drop shards over a smaller world."""
-        for index, group in enumerate(self.groups):
+        for index, group in enumerate(self.table.groups):
             if group.near is not None:
                 group.near.forget()
             if group.stage is not Stage.SHARDED:
                 follow_freezing(group)
             if group.stage is Stage.UNSHARDED and group.is_stale:
-                self.take(Action(ActionKind.RESHARD, index))
-        self.memory.count(self.groups)
+                self._reshard(Action(ActionKind.RESHARD, (index,)))
+        self.memory.count(self.table.groups)
         self.forget_versions()
+
+    def rest(self) -> None:
+        """Reshard every group."""
+        self.asked.clear()
+        self._reshard(Action(ActionKind.RESHARD, tuple(range(len(self.table.groups)))))
+
+    def drop(self) -> None:
+        """Forget a step that an exception ended: steps that are pending, gradients that are not reduced."""
+        self.pending_steps.clear()
+        for group in self.table.groups:
+            group.drop_grads()
+        self.reshard_unsharded()
+
+    def reshard_unsharded(self) -> None:
+        """Reshard what is unsharded; what is still being gathered stays so, since nothing is waited for."""
+        stages = enumerate(group.stage for group in self.table.groups)
+        self._reshard(Action(ActionKind.RESHARD, tuple(i for i, stage in stages if stage is Stage.UNSHARDED)))
+
+    def end_phase(self, phase: Phase, nested: bool) -> None:
+        """A phase over these groups has ended, maybe inside of another."""
+        if phase is Phase.BACKWARD:
+            self.forget_versions()
+        elif phase is Phase.EVALUATION and not nested:
+            # Between a backward and its step the shards have gradients, and who clips or reads them by
+            # ``model.parameters()`` would miss those of what has stayed unsharded.
+            for index, group in enumerate(self.table.groups):
+                kept = group.stage is Stage.UNSHARDED and index not in self.asked
+                if kept and any(param.sharded.grad is not None for param in group.params):
+                    self._reshard(Action(ActionKind.RESHARD, (index,)))
+                elif kept:
+                    edits.show(group)
 
     def forget_versions(self) -> None:
         """From here on shards may be written in a way that leaves no mark."""
-        for group in self.groups:
+        for group in self.table.groups:
             group.forget_versions()
 
-    def comms(self) -> list[Comm]:
-        """The transports in use, each once."""
-        used = [
-            (group.axis.comm, group.axis.replicate, group.near and group.near.comm) for group in self.groups
-        ]
-        return list({id(comm): comm for comms in used for comm in comms if comm is not None}.values())
 
-
-def _near_nbytes(groups: Sequence[ParamGroup]) -> int:
+def _kept_nbytes(groups: Sequence[ParamGroup]) -> int:
     """Bytes of shards over smaller worlds."""
     return sum(group.near.held_nbytes for group in groups if group.near is not None)
-
-
-def end_pass(table: GroupTable, phase: Phase, nested: bool) -> None:
-    """A pass over these groups has ended, maybe inside of another."""
-    if phase is Phase.BACKWARD:
-        table.forget_versions()
-    elif phase is Phase.EVALUATION and not nested:
-        # Between a backward and its step the shards have gradients, and who clips or reads them by
-        # ``model.parameters()`` would miss those of what has stayed unsharded.
-        for index, group in enumerate(table.groups):
-            kept = group.stage is Stage.UNSHARDED and index not in table.asked
-            if kept and any(param.sharded.grad is not None for param in group.params):
-                table.take(Action(ActionKind.RESHARD, index))
-            elif kept:
-                edits.show(group)

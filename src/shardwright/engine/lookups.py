@@ -13,7 +13,7 @@ from shardwright.engine.group import ParamGroup
 from shardwright.params.flat_param import FlatParam
 from shardwright.params.rows import Rows, rows_in
 from shardwright.policy import SchedulePolicy
-from shardwright.schedule.schedule import GroupFacts
+from shardwright.schedule.schedule import GroupSpec
 from shardwright.torch_private import forward_hooks_of, forward_pre_hooks_of
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ def _looks_up(module: nn.Module) -> bool:
 
 
 def choose_row_wise(
-    groups: Sequence[ParamGroup], facts: Callable[[int], GroupFacts], policy: SchedulePolicy
+    groups: Sequence[ParamGroup], facts: Callable[[int], GroupSpec], policy: SchedulePolicy
 ) -> None:
     """Have the groups of lookups move rows in use only, where the policy says so, and all others everything.
 

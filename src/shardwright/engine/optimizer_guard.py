@@ -10,10 +10,10 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from shardwright.engine.executor import tables
 from shardwright.engine.factored import step_whole, warn_of_roundings
 from shardwright.engine.group import Stage
-from shardwright.engine.together import unsettled
+from shardwright.engine.group_table import tables
+from shardwright.engine.runtime import unsettled
 from shardwright.engine.unit import sharded_from
 from shardwright.errors import StageError
 from shardwright.torch_private import current_graph_task

@@ -74,7 +74,7 @@ class StepInBackward:
     def _plan(self, steps: bool) -> None:
         """Have the schedule say so."""
         for group in self._groups:
-            self._unit.runtime.set_facts(group, steps=steps)
+            self._unit.runtime.change(group, steps=steps)
 
     def _stepper(self, name: str, group: ParamGroup) -> Callable[[torch.Tensor], None]:
         optimizer = self.optimizers[name]
@@ -98,8 +98,8 @@ class StepInBackward:
                     "checkpointed calls share), so it was stepped with a part of it; use a plain optimizer, "
                     "or checkpoint with use_reentrant=False"
                 )
-            table = runtime.table
-            table.due.setdefault(table.number(group), {})[step] = None
+            pending = runtime.executor.pending_steps
+            pending.setdefault(runtime.table.number(group), {})[step] = None
 
         return landed
 

@@ -1,42 +1,69 @@
 """The runtime of a model: every event of a step goes through it. The only mutable whole-model object.
 
-A *pass* is one phase as it runs: a forward, an evaluation, a backward. What is launched at its events is
-decided in one of three ways: by all ranks ``Together`` (where agreement is strict), by each rank
-``Alone`` (a world of one, or where agreement is off), or not at all, where the caller has unsharded all that
-a forward needs (``Private``).
+The loop: the follower decides what an event leads to, the executor does it, and what one rank can't decide
+alone the ranks decide by consensus, whose answer the follower is resumed with. One lock holds each of these
+turns together: an event from another thread waits for its turn.
 """
 
 import sys
+import threading
 import time
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+from weakref import WeakSet
 
-from shardwright.engine.alone import Alone
-from shardwright.engine.consensus import channel_of
+from shardwright.engine.consensus import Consensus, channel_of
 from shardwright.engine.costs import Stats, communication_s, stats
-from shardwright.engine.executor import GroupTable, end_pass, tables
+from shardwright.engine.executor import Executor
 from shardwright.engine.group import ParamGroup, Stage
-from shardwright.engine.passes import NO_ENTRY, Entry, Pass, StepPolicy, Way
-from shardwright.engine.together import Private, Together
+from shardwright.engine.group_table import GroupTable
 from shardwright.engine.transforms import beneath_transforms
 from shardwright.errors import StageError
 from shardwright.observe.trace import Trace, TraceEntry
 from shardwright.params.param import ShardedParam
 from shardwright.policy import Agreement, SchedulePolicy
-from shardwright.schedule.schedule import (
-    BEGINS,
-    Action,
-    ActionKind,
-    Event,
-    EventKind,
-    GroupFacts,
-    Phase,
-    Schedule,
-    Stop,
-)
+from shardwright.schedule.follower import Follower, Mode
+from shardwright.schedule.schedule import BEGINS, Action, ActionKind, EventKind, GroupSpec, Phase, Schedule
+from shardwright.schedule.sync import Step
 from shardwright.transport.base import Comm
 from shardwright.transport.launches import here
+
+unsettled: "WeakSet[Runtime]" = WeakSet()
+"""Models whose last backward has not ended on all ranks: their gradients may not be stepped with."""
+
+
+@dataclass(frozen=True)
+class StepPolicy:
+    """What the caller said of the step that is running.
+
+    is_last_backward: False lets reductions run on after this backward; the last one waits for them all.
+    optimizer_event: recorded after the optimizer's step; the next forward's all-gathers wait for it.
+    """
+
+    is_last_backward: bool = True
+    optimizer_event: Any = None
+
+
+class Entry(NamedTuple):
+    """The outermost module that runs: its name, and what lists the groups that it and its children need."""
+
+    name: str = ""
+    groups: Callable[[], Sequence[ParamGroup]] = tuple
+
+
+NO_ENTRY = Entry()
+
+
+@dataclass
+class PhaseRun:
+    """A phase as it runs. nested: inside of another one."""
+
+    phase: Phase
+    nested: bool
+    trace: list[TraceEntry] = field(default_factory=list)
+    began_s: float = field(default_factory=time.perf_counter)
 
 
 class Runtime:
@@ -49,13 +76,17 @@ class Runtime:
     def __init__(self, policy: SchedulePolicy | None = None) -> None:
         self.policy = policy or SchedulePolicy()
         self.table = GroupTable()
-        tables.add(self.table)
+        self.executor = Executor(self.table)
         self.depth = self.pass_number = 0
         self.successor: Runtime | None = None
         self.step = StepPolicy()
-        self._passes: list[Pass] = []
-        self._way: Way | None = None
+        self._runs: list[PhaseRun] = []
+        self._follower: Follower | None = None
+        self._consensus = Consensus(self.executor, None)
+        self._entry = 0
+        self._abandoned = False
         self._traces: dict[Phase, tuple[TraceEntry, ...]] = {}
+        self._turn = _Turn()
 
     # ---- groups
 
@@ -66,48 +97,62 @@ class Runtime:
 
     def add(self, group: ParamGroup, reshard_after_forward: bool | None) -> None:
         """Take a group into the model. Forgets the schedule: the next step records a new one."""
-        self.table.add(group, GroupFacts(reshard_after_forward))
+        self.table.add(group, GroupSpec(reshard_after_forward))
+        self.executor.compare_again()
         self._forget()
 
     def absorb(self, other: "Runtime") -> None:
         """Take in the groups of a model that became part of this one; both at rest."""
         other.rest()
         self.table.absorb(other.table)
+        self.executor.absorb(other.executor)
         self._forget()
         other.successor = self
 
     def regroup(self, group: ParamGroup, params: Sequence[ShardedParam]) -> None:
         """Give ``group`` other parameters; all at rest. Forgets the schedule."""
         self.table.regroup(group, params)
+        self.executor.regroup(group)
         self._forget()
 
-    def set_facts(self, group: ParamGroup, **changes: Any) -> None:
-        """Replace fields of what the planner knows of ``group``, from the next pass on."""
+    def change(self, group: ParamGroup, **changes: Any) -> None:
+        """Replace fields of what was asked of ``group``, from the next phase on."""
         self.table.change(group, **changes)
         self._replan()
 
-    def settings(self, group: ParamGroup) -> GroupFacts:
+    def requested(self, group: ParamGroup) -> GroupSpec:
         """What was asked of ``group``."""
-        return self.table.settings(group)
+        return self.table.requested(group)
 
-    def facts(self, group: ParamGroup) -> GroupFacts:
-        """What the planner knows of ``group``: ``settings``, with what follows for the root."""
-        return self.table.facts(self.table.number(group))
+    def effective(self, group: ParamGroup) -> GroupSpec:
+        """What the planner knows of ``group``: what was asked of it, with what follows."""
+        return self.table.effective(self.table.number(group))
 
     def do(self, kind: ActionKind, group: ParamGroup) -> None:
-        """Take an action that the caller asks for; what is already so is left so."""
+        """Take an action that the caller asks for; what is already so is left so.
+
+        Asked for inside of another action (by a hook that runs in one) it is taken after that.
+        """
+        if not self._turn.queue(lambda: self.do(kind, group)):
+            with self._turn:
+                self._do(kind, group)
+
+    def _do(self, kind: ActionKind, group: ParamGroup) -> None:
         index = self.table.number(group)
-        self._take(Action(kind, index))
-        if isinstance(self._way, Together) and self._passes:
-            self._way.note(kind, index)
-        elif kind is ActionKind.UNSHARD:
-            self.table.asked.add(index)
+        if kind is ActionKind.UNSHARD:
+            group.uncover()
+        follower = self._follower if self._runs else None
+        if kind is ActionKind.UNSHARD and (follower is None or follower.mode is Mode.LOCAL):
+            self.executor.asked.add(index)
+        step = Step((Action(kind, (index,)),)) if follower is None else follower.call(kind, index)
+        if kind is not ActionKind.UNSHARD or group.stage is Stage.SHARDED:
+            self._follow(step)
 
     def set_policy(self, policy: SchedulePolicy) -> None:
-        """Follow another policy, from the next pass on. Raises: InputError for a name of no group."""
+        """Follow another policy, from the next phase on. Raises: InputError for a name of no group."""
         self.table.list_ahead(policy)
         if policy.agreement is not self.policy.agreement:
-            self.table.compare_again()
+            self.executor.compare_again()
             self._forget()
         self.policy = policy
         self.table.chosen = False
@@ -117,16 +162,16 @@ class Runtime:
         """Groups to gather when ``group`` begins in a phase, instead of the next ones; None: the next."""
         listed = None if ahead is None else tuple(map(self.table.number, ahead))
         name = "ahead_in_backward" if phase is Phase.BACKWARD else "ahead_in_forward"
-        self.set_facts(group, **{name: listed})
+        self.change(group, **{name: listed})
 
     @property
     def schedule(self) -> Schedule:
-        """Planned from the last recorded step; empty before one."""
-        return Schedule() if self._way is None else self._way.schedule
+        """Planned from the last recorded step of the last outermost module; empty before one."""
+        return Schedule() if self._follower is None else self._follower.recorded.schedule(self._entry)
 
     @property
     def trace(self) -> Trace:
-        """What did happen in the last pass of each phase."""
+        """What did happen in the last run of each phase."""
         return Trace(dict(self._traces))
 
     def comms(self) -> list[Comm]:
@@ -135,31 +180,31 @@ class Runtime:
 
     def stats(self) -> Stats:
         """Bytes and seconds so far, on this rank; no communication."""
-        return stats(self.table)
+        return stats(self.executor)
 
     def communication_s(self) -> float:
         """Seconds that the collectives of one step take alone: the median of three times."""
-        if self._passes:
+        if self._runs:
             raise StageError("communication_s was called inside a forward or backward; call it between steps")
         self.rest()
-        alone_s = communication_s(self.table, self.schedule)
+        alone_s = communication_s(self.executor, self.schedule)
         self.rest()
         return alone_s
 
     def _replan(self) -> None:
-        if self._way is not None:
-            self._way.replan(self.policy)
+        if self._follower is not None:
+            self._follower.replan(self.policy, self.table.specs())
 
     def _forget(self) -> None:
-        self._way = None
+        self._follower = None
         self._traces = {}
 
-    # ---- passes
+    # ---- phases
 
     @property
     def phase(self) -> Phase | None:
         """The phase that is running, or None between phases."""
-        return self._passes[-1].phase if self._passes else None
+        return self._runs[-1].phase if self._runs else None
 
     def begin(self, phase: Phase, entry: Entry = NO_ENTRY) -> None:
         """Enter a phase, by the outermost module ``entry``; maybe inside another (a backward in a forward).
@@ -167,124 +212,206 @@ class Runtime:
         Where ranks agree every rank of the model's meshes calls it. Raises: Diverged where others have
         called something else.
         """
-        self.pass_number += phase is not Phase.BACKWARD
-        nested = bool(self._passes)
-        if not nested and phase is not Phase.BACKWARD:
-            self._start_afresh()
-        current = Pass(phase, self._choose_way(phase, entry), nested)
-        self._passes.append(current)
-        self._say_where()
-        try:
-            with beneath_transforms():
-                current.way.begin(current, entry)
-        except BaseException:
-            self._passes.pop()
+        with self._turn:
+            self.pass_number += phase is not Phase.BACKWARD
+            nested = bool(self._runs)
+            if self._abandoned and not nested:
+                self._drop()
+            if not nested and phase is not Phase.BACKWARD:
+                self._start_afresh()
+            follower = self._ready_follower()
+            held = False
+            if phase is not Phase.BACKWARD:
+                needed = self.executor.asked and {self.table.number(group) for group in entry.groups()}
+                held = bool(needed) and needed <= self.executor.asked and follower.mode is Mode.AGREED
+                if not held:
+                    self._entry = zlib.crc32(entry.name.encode())
+                    self._consensus.names[self._entry] = entry.name
+            if not held and follower.mode is Mode.AGREED:
+                self.executor.asked.clear()
+                self._consensus.settles = self.step.is_last_backward
+                if phase is Phase.BACKWARD and not nested:
+                    unsettled.add(self)
+            self._runs.append(PhaseRun(phase, nested))
             self._say_where()
-            raise
-
-    def _choose_way(self, phase: Phase, entry: Entry) -> Way:
-        if self._way is None:
-            self.table.agreement = self.policy.agreement
-            agrees = self.policy.agreement is Agreement.STRICT
-            channel = channel_of([group.axis for group in self.groups]) if agrees else None
-            if channel is None:
-                self._way = Alone(self.table, self.policy)
-            else:
-                self._way = Together(self.table, channel, self.policy)
-        if isinstance(self._way, Together) and phase is not Phase.BACKWARD and self.table.asked:
-            needed = {self.table.number(group) for group in entry.groups()}
-            if needed <= self.table.asked:
-                return Private(self._way)
-        return self._way
+            try:
+                with beneath_transforms():
+                    self._follow(follower.begin(phase, self._entry, self.executor.local(phase), held))
+            except BaseException:
+                self._runs.pop()
+                self._say_where()
+                raise
+            if phase is not Phase.BACKWARD and not held:
+                unsettled.discard(self)
 
     def at(self, kind: EventKind, group: ParamGroup | None = None) -> None:
-        """Take the actions of an event. After a begin event the group is unsharded, whatever was planned."""
-        current = self._passes[-1]
-        event = Event(kind, self.table.number(group) if group is not None else -1)
-        start = time.perf_counter()
-        with beneath_transforms():
-            taken = current.way.at(current, event, self.step)
-        if kind is EventKind.FORWARD_END:
-            self.table.cover(event.group)
-        elif kind in BEGINS:
-            self.groups[event.group].uncover()
-        current.order.append(event)
-        self._write_down(current, taken, start)
+        """Take the actions of an event. After a begin event the group is unsharded, whatever was planned.
 
-    def _write_down(self, current: Pass, taken: Sequence[Stop], start: float) -> None:
-        """Into the trace; events that this rank left out were passed in no time of their own."""
-        took_s = time.perf_counter() - start
-        for stop in taken:
-            own_s = took_s if stop is taken[-1] else 0.0
-            current.trace.append(TraceEntry(stop.event, stop.actions, start - current.began_s, own_s))
+        Raises: StageError for an event from inside of an action: a hook that runs in one runs the model.
+        """
+        event, follower, start = self.table.events[kind, group], self._follower, time.perf_counter()
+        with self._turn:
+            self._turn.inside = kind
+            if follower is None or not follower.cursors:
+                raise StageError(
+                    f"this {self.phase or 'phase'} was abandoned, as something that Shardwright did in it "
+                    "failed (the first exception says what), and can't go on: call the outermost module again"
+                )
+            if kind is EventKind.STEP_END:
+                follower.settles = self._consensus.settles = self.step.is_last_backward
+            with beneath_transforms():
+                step = self._follow(follower.on(event))
+            if kind is EventKind.FORWARD_END:
+                # What the caller sees between forward and backward doesn't depend on what the planner keeps.
+                if follower.recorded.specs[event.group].reshard_after_forward is None:
+                    self.groups[event.group].cover()
+            elif kind in BEGINS:
+                self.groups[event.group].uncover()
+            self._write_down(self._runs[-1], step, start)
 
     def end(self, failed: bool = False) -> None:
         """Leave the phase.
 
-        failed: the pass was cut short by an exception. Nothing is waited for then, since the ranks that
-        would have to take part may be gone: what is in flight stays so until its group is next used.
+        failed: it was cut short by an exception. Nothing is waited for then, since the ranks that would have
+        to take part may be gone: what is in flight stays so until its group is next used.
         """
-        current = self._passes.pop()
-        self._say_where()
-        start = time.perf_counter()
-        if failed:
-            here.failed(sys.exc_info()[1])
-        with beneath_transforms():
-            taken = current.way.end(current, failed)
-            end_pass(self.table, current.phase, current.nested)
-        if failed:
-            if not self._passes:
-                self._reshard_unsharded()
-        elif not current.nested:
-            self._write_down(current, taken, start)
-            self._traces[current.phase] = tuple(current.trace)
-
-    def _say_where(self) -> None:
-        """Tell the launch log which phase is running."""
-        here.enter(self.phase or "", self.pass_number)
+        with self._turn:
+            run = self._runs.pop()
+            self._say_where()
+            start = time.perf_counter()
+            if failed:
+                here.failed(sys.exc_info()[1])
+            follower = self._ready_follower()
+            with beneath_transforms():
+                step = self._follow(follower.end(failed) if follower.cursors else Step(()))
+                self.executor.end_phase(run.phase, run.nested)
+            if run.phase is Phase.BACKWARD and not run.nested:
+                unsettled.discard(self)
+            if failed:
+                if not self._runs:
+                    self.executor.reshard_unsharded()
+            elif not run.nested:
+                self._write_down(run, step, start)
+                self._traces[run.phase] = tuple(run.trace)
 
     def join_evaluations(self) -> None:
         """Take part in the evaluations of other ranks until all ranks have called it."""
-        way = self._choose_way(Phase.BACKWARD, NO_ENTRY)
-        if isinstance(way, Together):
-            self._start_afresh()
-            way.participant.rest()
+        with self._turn:
+            follower = self._ready_follower()
+            if follower.mode is Mode.AGREED:
+                self._start_afresh()
+                self._follow(follower.join_evaluations(self.executor.local(Phase.EVALUATION)))
 
     def abandon(self) -> None:
-        """Forget a step that an exception ended: its passes, its unreduced gradients."""
-        self._passes.clear()
-        self._say_where()
-        if self._way is not None:
-            self._way.abandon()
-        self.depth = 0
-        self.table.due.clear()
-        for group in self.groups:
-            group.drop_grads()
-        self._reshard_unsharded()
+        """Forget a step that an exception ended: its phases, its unreduced gradients."""
+        with self._turn:
+            self._drop()
 
     def rest(self) -> None:
         """Reshard every group, between phases (before parameters are saved, loaded, moved or cast)."""
-        if self._passes:
-            return
-        self.table.asked.clear()
-        for index, group in enumerate(self.groups):
-            if group.stage is not Stage.SHARDED:  # asked by each module of the model that is saved
-                self._take(Action(ActionKind.RESHARD, index))
+        if not self._runs and not self._turn.queue(self.rest):
+            with self._turn:
+                self.executor.rest()
 
-    def _reshard_unsharded(self) -> None:
-        """Reshard what is unsharded; what is still being gathered stays so, since nothing is waited for."""
-        for index, group in enumerate(self.groups):
-            if group.stage is Stage.UNSHARDED:
-                self._take(Action(ActionKind.RESHARD, index))
+    def holds_any(self, params: Sequence[Any]) -> bool:
+        """Whether any of these sharded parameters is the model's."""
+        asked = {id(param) for param in params}
+        return any(id(param.sharded) in asked for group in self.groups for param in group.params)
+
+    def _follow(self, step: Step) -> Step:
+        """The loop; returns its last step. What fails abandons all phases: the next outermost one starts
+        clean."""
+        do, taken = self.executor.do, step
+        try:
+            while True:
+                for action in taken.actions:
+                    do[action.kind](action)
+                if taken.sync is None:
+                    return taken
+                assert self._follower is not None
+                taken = self._follower.resume(self._consensus.exchange(taken.sync))
+        except BaseException:
+            self._abandoned = True
+            if self._follower is not None:
+                self._follower.abandon()
+            raise
+
+    def _ready_follower(self) -> Follower:
+        if self._follower is None:
+            self.executor.agreement = self.policy.agreement
+            agrees = self.policy.agreement is Agreement.STRICT
+            channel = channel_of([group.axis for group in self.groups]) if agrees else None
+            mode = Mode.LOCAL if channel is None else Mode.AGREED
+            self.executor.participates = mode is Mode.AGREED
+            self._follower = Follower(self.policy, self.table.specs(), mode)
+            self._consensus = Consensus(self.executor, channel)
+        return self._follower
 
     def _start_afresh(self) -> None:
         if self.step.optimizer_event is not None:
             self.step.optimizer_event.wait()
             self.step = replace(self.step, optimizer_event=None)
-        self.table.forget_stale()
+        self.executor.forget_stale()
         if not self.table.chosen:
             self.table.choose(self.policy)
             self._replan()
 
-    def _take(self, action: Action) -> None:
-        self.table.take(action, nearby=self.phase is Phase.FORWARD)
+    def _drop(self) -> None:
+        self._abandoned = False
+        self._runs.clear()
+        self._say_where()
+        if self._follower is not None:
+            self._follower.abandon()
+        self.depth = 0
+        self.executor.drop()
+
+    def _write_down(self, run: PhaseRun, step: Step, start: float) -> None:
+        """Into the trace; events that this rank left out were passed in no time of their own."""
+        took_s, taken = time.perf_counter() - start, step.taken
+        for entry in taken:
+            own_s = took_s if entry is taken[-1] else 0.0
+            run.trace.append(TraceEntry(entry.event, entry.actions, start - run.began_s, own_s))
+
+    def _say_where(self) -> None:
+        """Tell the launch log which phase is running."""
+        here.enter(self.phase or "", self.pass_number)
+
+
+class _Turn:
+    """The lock of a runtime: one event at a time, with the actions that it leads to.
+
+    inside: the event whose actions are being taken. What is asked for from inside of them by the same thread
+    waits in a queue until they are done, or is refused.
+    """
+
+    def __init__(self) -> None:
+        self.inside: EventKind | None = None
+        self._lock = threading.Lock()
+        self._thread = 0
+        self._queue: list[Callable[[], None]] = []
+
+    def queue(self, call: Callable[[], None]) -> bool:
+        """Have ``call`` made at the end of this thread's turn; False where it has none."""
+        if self._thread != threading.get_ident():
+            return False
+        self._queue.append(call)
+        return True
+
+    def __enter__(self) -> None:
+        thread = threading.get_ident()
+        if self._thread == thread:
+            raise StageError(
+                "a hook that runs inside of an action of Shardwright (at event "
+                f"{self.inside or 'begin or end'}: a gradient hook, a communication hook, an optimizer in "
+                "the backward) ran the model itself; call it outside of such hooks"
+            )
+        self._lock.acquire()
+        self._thread = thread
+
+    def __exit__(self, *_: object) -> None:
+        self._thread = 0
+        self.inside = None
+        queued, self._queue = self._queue, []
+        self._lock.release()
+        for call in queued:
+            call()

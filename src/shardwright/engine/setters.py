@@ -120,16 +120,16 @@ class MotionSetters(Owner):
         for unit in self._units(recurse):
             for group in unit.groups:
                 group.near = None
-        self._set_facts(recurse, reshard_after_forward=reshard_after_forward)
+        self._request(recurse, reshard_after_forward=reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether groups are resharded after backward. False saves the next forward's all-gather where the
         parameters weren't changed in between: for accumulation, at the memory of unsharded parameters."""
-        self._set_facts(recurse, reshard_after_backward=reshard_after_backward)
+        self._request(recurse, reshard_after_backward=reshard_after_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """False: this module's backward doesn't read its parameters (an embedding), so don't gather them."""
-        self._set_facts(False, unshard_in_backward=unshard_in_backward)
+        self._request(False, unshard_in_backward=unshard_in_backward)
 
     def set_modules_to_forward_prefetch(self, modules: list[Any]) -> None:
         """All-gather these modules' groups when this one's forward begins, in order, instead of the next.
@@ -186,10 +186,10 @@ class MotionSetters(Owner):
             "buffers are not; leave this call out: results are the same without it"
         )
 
-    def _set_facts(self, recurse: bool, **changes: Any) -> None:
+    def _request(self, recurse: bool, **changes: Any) -> None:
         for unit in self._units(recurse):
             for group in unit.groups:
-                unit.runtime.set_facts(group, **changes)
+                unit.runtime.change(group, **changes)
 
     def _set_ahead(self, phase: Phase, modules: Sequence[Any]) -> None:
         for module in modules:

@@ -9,8 +9,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwright.engine.foreign import register, unregister
 from shardwright.engine.group import ParamGroup
-from shardwright.engine.passes import Entry
-from shardwright.engine.runtime import Runtime
+from shardwright.engine.runtime import Entry, Runtime
 from shardwright.errors import InputError
 from shardwright.params.param import ShardedParam
 from shardwright.policy import MixedPrecisionPolicy

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from shardwright.schedule.schedule import Action, Event, Phase, Schedule, Stop
+from shardwright.schedule.schedule import Action, Event, Phase, Schedule, ScheduleEntry
 
 
 class TraceEntry(NamedTuple):
@@ -16,7 +16,7 @@ class TraceEntry(NamedTuple):
     took_s: float
 
     def __str__(self) -> str:
-        stop = str(Stop(self.event, self.actions))
+        stop = str(ScheduleEntry(self.event, self.actions))
         return f"{self.at_s * 1e3:9.2f} ms  +{self.took_s * 1e3:7.2f} ms  {stop}"
 
 
@@ -30,7 +30,7 @@ class Trace:
         """What happened as a schedule: equal to the planned one where the step followed it."""
         return Schedule(
             {
-                phase: tuple(Stop(e.event, e.actions) for e in entries)
+                phase: tuple(ScheduleEntry(e.event, e.actions) for e in entries)
                 for phase, entries in self.phases.items()
             }
         )

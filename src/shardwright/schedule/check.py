@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from shardwright.errors import ScheduleError
-from shardwright.schedule.schedule import BEGINS, Action, ActionKind, Phase, Schedule, Stop
+from shardwright.schedule.schedule import BEGINS, RESHARDS, Action, ActionKind, Phase, Schedule, ScheduleEntry
 
 
 def check(schedule: Schedule) -> None:
@@ -50,16 +50,16 @@ class _State:
     reducing: set[int] = field(default_factory=set)
     reduced: set[int] = field(default_factory=set)
 
-    def take(self, stop: Stop, action: Action, group: int) -> None:
+    def take(self, stop: ScheduleEntry, action: Action, group: int) -> None:
         """What ``action`` does to one of its groups."""
         live, kind = self.live, action.kind
-        if kind is ActionKind.UNSHARD:
+        if kind in (ActionKind.UNSHARD, ActionKind.UNSHARD_NEARBY):
             _require(group not in live, f"{stop}: group {group} is unsharded twice")
             live[group] = False
         elif kind is ActionKind.WAIT:
             _require(group in live, f"{stop}: waits for group {group}, which nothing has unsharded")
             live[group] = True
-        elif kind is ActionKind.RESHARD:
+        elif kind in RESHARDS:
             _require(group in live, f"{stop}: reshards group {group}, which is at rest")
             del live[group]
         elif kind is ActionKind.WAIT_REDUCE:
@@ -69,7 +69,7 @@ class _State:
         elif kind is ActionKind.STEP:
             _require(group in self.reduced, f"{stop}: steps group {group}, whose gradients aren't reduced")
             self.reduced.remove(group)
-        else:
+        elif kind in (ActionKind.HOLD, ActionKind.REDUCE):
             _require(group not in self.reducing, f"{stop}: group {group} is already being reduced")
             if kind is ActionKind.HOLD:
                 _require(group not in self.held, f"{stop}: gradients of group {group} are held already")

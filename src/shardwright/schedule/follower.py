@@ -1,281 +1,582 @@
-"""Taking part: every rank launches the agreed collectives in the agreed order, whether it uses them or not.
+"""The follower: decides what is launched at each event of a step, alone or with other ranks. Pure.
 
-An all-gather may be thrown away and a reduce-scatter may carry zeros, so a rank can take part in any group's
-collective at any time; and an order that holds all ranks' orders (``supersequence``) serves each of them. So
-an event that a rank leaves out is *passed*: its collectives are launched all the same. Only a need that lies
-not ahead has to be asked for:
+An all-gather may be thrown away and a reduce-scatter may carry zeros, so a rank can participate in any
+group's collective at any time; and an order that holds all ranks' orders (``merge_orders``) serves each of
+them. So an event that a rank leaves out is *passed*: its collectives are launched all the same. Only a need
+that lies not ahead has to be asked for:
 
     follow   the event is at the cursor, or ahead of it: pass what lies between, take its actions
     ask      it is neither. Pass the rest of the phase, and tell the others (``DEVIATES``). From now on all
              ranks say what they need next, all launch the smallest, until all have said that they are done.
-             Then those that left the plan tell their orders, and all plan the same wider one
+             Then those that left the schedule tell their orders, and all plan the same wider one
 
-A first step is the same with an empty schedule. Ranks meet at the begin of a phase and at the end of a
-backward: a few words, combined by OR. What they meet for must be the same, except that a rank which is
-elsewhere takes part in another one's evaluation (launches its schedule and throws the results away), so that
-ranks may evaluate different numbers of batches.
+A first step is the same with an empty schedule. Ranks synchronize at the begin of a phase and at its end: a
+few words, combined by OR. What they come for must be the same, except that a rank which is elsewhere
+participates in another one's evaluation (launches its schedule and throws the results away), so that ranks
+may evaluate different numbers of batches.
 
-``live`` and ``reductions`` follow from the agreed collectives alone, so they are the same on all ranks; a
-rank may hold more than ``live``, never less. Pure: ``Hands`` does what touches devices and other ranks.
+A phase runs in one of three modes. AGREED is the above. LOCAL asks nobody (a world of one, or agreement off):
+where this rank leaves the schedule it gathers on demand, launches nothing that it doesn't need, and the order
+that it went replaces the one before. HELD finds all that it needs unsharded by the caller, and launches
+nothing.
+
+The follower is an explicit state machine. What it holds between two calls are values that are replaced and
+never edited, so ``copy.copy`` copies it, and ``snapshot`` is hashable; it knows no groups, devices or
+channels. What is still to be done for an event stands in ``_agenda``, so that an answer of other ranks may be
+waited for anywhere. Where an event is the next one of a schedule that was followed from its begin
+(``_exact``), the planned actions are returned as they are: everything that they lead to was planned.
 """
 
+import copy
 from collections.abc import Sequence
+from enum import StrEnum
+from typing import Any, NamedTuple
 
 from shardwright.errors import StageError
-from shardwright.schedule.hands import CALLS, ENDS, Call, Hands, Leg, Said, keeps, reads
-from shardwright.schedule.recorded import Orders
-from shardwright.schedule.reductions import Reductions
-from shardwright.schedule.schedule import BEGINS, Action, ActionKind, Event, EventKind, Phase, Stop
+from shardwright.policy import SchedulePolicy
+from shardwright.schedule.group_states import Groups
+from shardwright.schedule.recorded import UNPLANNED, PlannedPhase, RecordedSchedules
+from shardwright.schedule.schedule import (
+    BEGINS,
+    ENDS,
+    RESHARDS,
+    Action,
+    ActionKind,
+    Event,
+    EventKind,
+    GroupSpec,
+    Phase,
+    ScheduleEntry,
+)
+from shardwright.schedule.sync import (
+    BEGIN_OF,
+    AllReduceMin,
+    Answer,
+    Broadcast,
+    ConsensusResult,
+    Describe,
+    Diverge,
+    Inspect,
+    Local,
+    Recorded,
+    RecordedOrder,
+    Step,
+    Sync,
+    Synchronize,
+    SyncPoint,
+)
 
 DONE = 2**63 - 1
 """Said by a rank that needs nothing more."""
 
 
-class Participant:
-    """One rank's part in the collectives of one model.
+class Mode(StrEnum):
+    """How a phase is followed (see above)."""
 
-    live: groups that the agreed collectives have gathered. near: those that every rank can gather from
-    neighbours. used: bits of the groups that this rank's forwards have run since the last backward.
-    settles: False leaves reductions in flight at the end of a backward; the same on every rank.
+    AGREED = "agreed"
+    LOCAL = "local"
+    HELD = "held"
+
+
+class Cursor(NamedTuple):
+    """One phase as this rank goes through it.
+
+    place: the next of ``plan.entries``. inner: it runs within another one. asking: the rest of it is asked
+    for. busy: bits of the groups whose modules run now; a passed event doesn't reshard them. order: its
+    events.
     """
 
-    def __init__(self, hands: Hands, orders: Orders) -> None:
-        self.hands = hands
-        self.orders = orders
-        self.legs: list[Leg] = []
-        self.live: set[int] = set()
-        self.near: set[int] = set()
-        self.reductions = Reductions(hands)
-        self.used = 0
+    phase: Phase
+    entry: int
+    mode: Mode
+    plan: PlannedPhase = UNPLANNED
+    inner: bool = False
+    place: int = 0
+    asking: bool = False
+    busy: int = 0
+    order: tuple[Event, ...] = ()
+
+    def find(self, event: Event) -> int | None:
+        """Where ``event`` is, at the cursor or ahead. The end of a module is only looked for among ends: it
+        needs no collective, so nothing is passed for it that may still be needed."""
+        entries = self.plan.entries
+        for place in range(self.place, len(entries) if self.mode is Mode.AGREED else self.place + 1):
+            if place == len(entries):
+                return None
+            found = entries[place].event
+            if found == event:
+                return place
+            if event.kind in ENDS and found.kind not in ENDS:
+                return None
+        return None
+
+
+class Follower:
+    """One rank's part in the collectives of one model.
+
+    recorded: its schedules. mode: of its phases, AGREED or LOCAL. settles: False leaves reductions in flight
+    at the end of a backward; the same on every rank. used: bits of the groups that this rank's forwards have
+    run since the last backward. cursors: the phases that run, one inside the other.
+    """
+
+    def __init__(self, policy: SchedulePolicy, specs: Sequence[GroupSpec], mode: Mode) -> None:
+        self.recorded = RecordedSchedules(policy, tuple(specs))
+        self.mode = mode
         self.settles = True
-        self._after_backward = False
+        self.used = 0
+        self.cursors: tuple[Cursor, ...] = ()
+        self.groups = Groups()
+        self._forwards: tuple[int, ...] | None = ()  # entries since the last backward; None: it was the last
+        self._exact: tuple[Step, ...] = ()
+        self._place = 0  # of ``_exact``
+        self._agenda: tuple[tuple[Any, ...], ...] = ()
+        self._answer: Answer = 0
+        self._taken: tuple[ScheduleEntry, ...] = ()
+        self._event: Event | None = None
+        self._given = 0  # how many of them were given out
 
-    # ---- phases
+    def __copy__(self) -> "Follower":
+        copied = Follower.__new__(Follower)
+        copied.__dict__ |= self.__dict__
+        copied.recorded, copied.groups = copy.copy(self.recorded), copy.copy(self.groups)
+        return copied
 
-    def begin(self, phase: Phase, entry: int = 0) -> None:
-        """Enter a phase; every rank does, for the same module. Inside of another one all is asked for."""
-        if self.legs:
-            self._deviate(self.legs[-1])
-            self.legs.append(Leg(phase, entry, (), inner=True, asking=True))
-            return
-        if phase is Phase.FORWARD and self._after_backward:
-            self.used, self._after_backward = 0, False
-        self._start(self._meet(CALLS[phase], entry), phase, entry)
+    def snapshot(self) -> tuple[Any, ...]:
+        """Everything that its next decisions depend on, hashable: equal where those are."""
+        said = (self.mode, self.settles, self.used, self.recorded.digest, self._forwards, self._answer)
+        return (*said, self.groups.states, self.cursors, self._agenda, bool(self._exact), self._place)
 
-    def at(self, event: Event) -> list[Stop]:
+    # ---- events
+
+    def begin(self, phase: Phase, entry: int, local: Local, held: bool = False) -> Step:
+        """Enter a phase; where ranks agree every rank does, for the same module.
+
+        Inside of another one all is asked for. held: the caller has unsharded what it needs (``Mode.HELD``).
+        """
+        self._leave_exact()
+        mode = Mode.HELD if held else self.mode
+        inner = any(cursor.mode is not Mode.HELD for cursor in self.cursors)
+        if phase is Phase.FORWARD and not inner:
+            if self._forwards is None:
+                self.used, self._forwards = 0, ()
+            self._forwards = tuple(dict.fromkeys((*self._forwards, entry)))
+        elif mode is Mode.LOCAL and phase is Phase.BACKWARD and len(self._forwards or ()) > 1:
+            entry = hash(self._forwards)  # what a backward runs depends on what has run before it
+        self.groups.set(held=local.held, live=self.groups.states.live if inner else local.held)
+        if held:
+            self.cursors += (Cursor(phase, entry, mode),)
+        elif inner:
+            if mode is Mode.AGREED:
+                return self._begin_asking(phase, entry)
+            self.cursors += (Cursor(phase, entry, mode, inner=True),)
+        elif mode is Mode.AGREED:
+            self._agenda = (("_start", phase, entry), ("_synchronize", BEGIN_OF[phase], entry))
+            return self._run(None)
+        else:
+            self.groups.set(nearby=local.nearby, used_by_some=-1)
+            self._enter(phase, entry)
+        return Step(())
+
+    def on(self, event: Event) -> Step:
         """Take an event's actions, and those of the events before it that this rank leaves out.
 
-        After a begin event the group is held. Returns the stops that were taken, for the trace.
+        After a begin event the group is held and waited for.
         """
-        leg, group = self.legs[-1], event.group
-        leg.order.append(event)
+        place = self._place
+        if place < len(self._exact):
+            step = self._exact[place]
+            if step.taken[0].event == event:
+                self._place = place + 1
+                return step
+        self._leave_exact()
+        cursor = self.cursors[-1]
+        self._move(order=(*cursor.order, event))
         if event.kind is EventKind.STEP_END:
-            return self._end_backward(leg)
-        if event.kind in ENDS:
-            leg.busy.discard(group)
-        taken = self._follow(leg, event)
-        if event.kind in BEGINS:
-            if leg.phase is Phase.FORWARD:
-                self.used |= 1 << group
-            if reads(self.hands.facts(event.group), event):
-                if not self.hands.holds(group):
-                    self._need(leg, Action(ActionKind.UNSHARD, group))
-                self.hands.take(Action(ActionKind.WAIT, group))
-            leg.busy.add(group)
-        elif event.kind is EventKind.GRADS_READY:
-            self._reduce_what_is_left(leg, group)
-        elif not taken and group not in self.live and not keeps(self.hands.facts(group), leg.phase):
-            self._reshard(leg, group)
-        return taken or [Stop(event, ())]
+            self._agenda = (("_end_backward",),)
+        elif cursor.mode is Mode.HELD:
+            self._pass_held(event)
+        else:
+            self._follow(event)
+        return self._run(event)
 
-    def end(self, failed: bool = False) -> list[Stop]:
-        """Leave the phase. Returns the stops that were left to pass; none where the pass has failed.
+    def end(self, failed: bool = False) -> Step:
+        """Leave the phase; none of its rest is taken where it has failed.
 
-        The ranks leave a forward together: what one of them has to ask for, the others answer here, and not
-        from wherever their programs go next (another model, a reduction of the loss).
+        Ranks that agree leave a forward together: what one of them has to ask for, the others answer here,
+        and not from wherever their programs go next (another model, a reduction of the loss).
         """
-        leg = self.legs.pop()
-        if failed or leg.inner or leg.phase is Phase.BACKWARD:
-            return []
-        passed = self._pass_rest(leg)
-        self._finish_asking(leg)
-        self._meet(Call.END, leg.entry)
-        for group in self._holding():
-            if group not in self.live and not keeps(self.hands.facts(group), leg.phase):
-                self._reshard(leg, group)
-        return passed
+        self._leave_exact()
+        cursor = self.cursors[-1]
+        if failed or (cursor.mode is Mode.AGREED and (cursor.inner or cursor.phase is Phase.BACKWARD)):
+            self.cursors = self.cursors[:-1]
+            return Step(())
+        self._agenda = (("_end_phase",),)
+        return self._run(None)
 
-    def rest(self, entry: int = 0) -> None:
-        """Take part in the others' evaluations until every rank has come here."""
-        self._meet(Call.REST, entry)
+    def join_evaluations(self, local: Local) -> Step:
+        """Participate in the others' evaluations until every rank has come here."""
+        self.groups.set(held=local.held)
+        self._agenda = (("_synchronize", SyncPoint.JOIN_EVALUATIONS, 0),)
+        return self._run(None)
+
+    def resume(self, answer: Answer) -> Step:
+        """Go on with the answer to the last step's sync."""
+        self._answer = answer
+        return self._run(self._event)
+
+    def call(self, kind: ActionKind, group: int) -> Step:
+        """The caller unshards, waits for or reshards a group, on every rank."""
+        self._leave_exact()
+        bit, states = 1 << group, self.groups.states
+        if kind is ActionKind.RESHARD:
+            self.groups.set(live=states.live & ~bit, held=states.held & ~bit)
+            forward = self.cursors and self.cursors[-1].phase is Phase.FORWARD
+            if forward and self.recorded.specs[group].smaller_world:
+                kind = ActionKind.RESHARD_NEARBY
+        else:
+            self.groups.set(live=states.live | bit, held=states.held | bit)
+        return Step((Action(kind, (group,)),))
 
     def abandon(self) -> None:
-        """Forget the phases that an exception ended."""
-        self.legs.clear()
-        self.reductions = Reductions(self.hands)
+        """Forget the phases that an exception ended, and the gradients on their way."""
+        self.cursors, self._agenda, self._exact, self._place = (), (), (), 0
+        self._taken, self._event, self._given = (), None, 0
+        self.groups = Groups()
 
-    # ---- meeting
+    def replan(self, policy: SchedulePolicy, specs: Sequence[GroupSpec]) -> None:
+        """Plan anew: the policy or what is known of a group has changed; on every rank."""
+        self._leave_exact()
+        self.recorded.replan(policy, tuple(specs))
 
-    def _meet(self, call: Call, entry: int) -> Said:
-        while True:
-            said = self.hands.meet(call, entry, self.used)
-            if Call.DEVIATES in said.calls:
-                self._ask(None)
-                self.orders.widen(self.hands.tell(None))
-            elif said.calls == call:
-                return said
-            elif Call.EVALUATION not in said.calls or said.calls & (Call.BACKWARD | Call.SETTLE | Call.END):
-                self.hands.diverged(call, entry)
-            elif call is Call.EVALUATION:
-                return said
-            else:
-                self._shadow(said)
+    # ---- the agenda
 
-    def _start(self, said: Said, phase: Phase, entry: int) -> Leg:
-        groups = range(self.orders.num_groups)
-        self.live = {group for group in groups if not said.missing >> group & 1}
-        for group in self._holding() if phase is not Phase.BACKWARD else ():
-            if group not in self.live:  # kept since an evaluation; a rank that hasn't may have a new shard
-                self.hands.take(Action(ActionKind.RESHARD, group))
-        self.near = {group for group in groups if not said.far >> group & 1}
-        self.reductions.used = said.used
-        self.legs.append(Leg(phase, entry, self.orders.stops(entry, phase)))
-        return self.legs[-1]
+    def _run(self, event: Event | None) -> Step:
+        """Do what stands on the agenda, its last first, up to the next sync."""
+        self._event = event
+        sync: Sync | None = None
+        while self._agenda and sync is None:
+            (name, *args), self._agenda = self._agenda[-1], self._agenda[:-1]
+            sync = getattr(self, name)(*args)
+        actions, self._given = self.groups.actions[self._given :], len(self.groups.actions)
+        if sync is not None:
+            return Step(actions, sync)
+        taken = self._taken
+        if event is not None and not taken:
+            taken = (ScheduleEntry(event, self.groups.actions),)
+        self._taken, self._event, self.groups.actions, self._given = (), None, (), 0
+        return Step(actions, None, taken)
 
-    def _shadow(self, said: Said) -> None:
-        """Launch what other ranks' evaluation needs, and drop it."""
-        self._start(said, Phase.EVALUATION, said.entry)
-        self.end()
+    def _push(self, name: str, *args: Any) -> None:
+        self._agenda += ((name, *args),)
 
-    def _holding(self) -> list[int]:
-        return [group for group in range(self.orders.num_groups) if self.hands.holds(group)]
+    def _move(self, **changes: Any) -> None:
+        self.cursors = (*self.cursors[:-1], self.cursors[-1]._replace(**changes))
+
+    # ---- synchronizing
+
+    def _synchronize(self, point: SyncPoint, entry: int) -> Sync:
+        self._push("_synchronized", point, entry)
+        return Synchronize(point, entry, self.used, self.recorded.digest)
+
+    def _synchronized(self, point: SyncPoint, entry: int) -> Sync | None:
+        points = self._result.points
+        others = SyncPoint.BACKWARD | SyncPoint.BACKWARD_END | SyncPoint.FORWARD_END
+        if SyncPoint.DEVIATES in points:
+            self._push("_synchronize", point, entry)
+            self._push("_tell", None)
+            self._push("_ask", DONE)
+        elif points == point:
+            pass
+        elif SyncPoint.EVALUATION not in points or points & others:
+            return Diverge(point, entry, self.recorded.digest)
+        elif point is not SyncPoint.EVALUATION:  # participate in it
+            self._push("_synchronize", point, entry)
+            self._push("_end_phase")
+            self._start(Phase.EVALUATION, self._result.entry)
+        return None
+
+    @property
+    def _result(self) -> ConsensusResult:
+        assert isinstance(self._answer, ConsensusResult)
+        return self._answer
+
+    def _start(self, phase: Phase, entry: int) -> None:
+        result, every = self._result, (1 << len(self.recorded.specs)) - 1
+        live = every & ~result.missing
+        self.groups.set(live=live, nearby=every & ~result.not_nearby, used_by_some=result.used)
+        if phase is not Phase.BACKWARD:  # kept since an evaluation; a rank that hasn't may have a new shard
+            for group in _numbers(self.groups.states.held & ~live):
+                self.groups.reshard(group, busy=False, nearby=False)
+        self._enter(phase, entry)
+
+    def _enter(self, phase: Phase, entry: int) -> None:
+        plan, states = self.recorded.planned(entry, phase), self.groups.states
+        self.cursors += (Cursor(phase, entry, self.mode, plan),)
+        as_planned = states.live == plan.live and not (states.nearby or states.held_back or states.in_flight)
+        if as_planned and not plan.reduced & ~states.used_by_some:
+            self._exact, self._place = plan.steps, 0
 
     # ---- following
 
-    def _follow(self, leg: Leg, event: Event) -> list[Stop]:
-        place = leg.place
-        if place >= len(leg.stops) or leg.stops[place].event != event:
-            found = leg.find(event)
-            if found is None:
-                return []
-            place = found
-        taken = list(leg.stops[leg.place : place + 1])
-        leg.place = place + 1
-        for stop in taken:
-            self._take(leg, stop)
-        return taken
+    def _leave_exact(self) -> None:
+        """From here on the state is kept event by event: bring it up to where the schedule was followed
+        to."""
+        if self._exact:
+            entries = self.cursors[-1].plan.entries[: self._place]
+            self._exact, self._place = (), 0
+            actions = self.groups.actions
+            for entry in entries:
+                if entry.event.kind in ENDS:
+                    self._move(busy=self.cursors[-1].busy & ~(1 << entry.event.group))
+                self._pass(entry)
+                if entry.event.kind in BEGINS:
+                    self._run_module(entry.event)
+            self.groups.actions = actions
+            self._move(place=len(entries), order=tuple(entry.event for entry in entries))
 
-    def _pass_rest(self, leg: Leg) -> list[Stop]:
-        rest = list(leg.stops[leg.place :])
-        leg.place = len(leg.stops)
-        for stop in rest:
-            self._take(leg, stop)
-        return rest
+    def _follow(self, event: Event) -> None:
+        cursor, group = self.cursors[-1], event.group
+        bit = 1 << group
+        if event.kind in ENDS:
+            self._move(busy=cursor.busy & ~bit)
+        found = cursor.find(event)
+        if found is not None:
+            self._take(cursor.plan.entries[cursor.place : found + 1])
+        elif cursor.mode is Mode.LOCAL and not cursor.asking:
+            self._move(place=len(cursor.plan.entries), asking=True)
+            self.groups.set(live=0)
+        spec = self.recorded.specs[group]
+        if event.kind in BEGINS:
+            self._push("_run_module", event)
+            if _reads(spec, event):
+                self._need(group)
+        elif event.kind is EventKind.GRADS_READY:
+            self._push("_reduce_what_is_left", group, 0)
+            self._push("_inspect", group)
+        elif found is None and not self.groups.states.live & bit and not _keeps(spec, cursor.phase):
+            self._reshard(group)
 
-    def _take(self, leg: Leg, stop: Stop) -> None:
-        event = stop.event
+    def _pass_held(self, event: Event) -> None:
+        if event.kind in BEGINS:
+            self.groups.do(ActionKind.WAIT, (event.group,))
+            if event.kind is EventKind.FORWARD_BEGIN and self.cursors[-1].phase is Phase.FORWARD:
+                self.used |= 1 << event.group
+
+    def _run_module(self, event: Event) -> None:
+        """A module begins to run with the group."""
+        cursor, bit = self.cursors[-1], 1 << event.group
+        if cursor.phase is Phase.FORWARD:
+            self.used |= bit
+        if _reads(self.recorded.specs[event.group], event):
+            self.groups.do(ActionKind.WAIT, (event.group,))
+            self._move(busy=cursor.busy | bit)
+
+    def _take(self, entries: Sequence[ScheduleEntry]) -> None:
+        for entry in entries:
+            self._pass(entry)
+        self._move(place=self.cursors[-1].place + len(entries))
+        self._taken += tuple(entries)
+
+    def _take_rest(self) -> None:
+        cursor = self.cursors[-1]
+        if cursor.mode is Mode.AGREED:
+            self._take(cursor.plan.entries[cursor.place :])
+        elif cursor.place < len(cursor.plan.entries):
+            self._move(place=len(cursor.plan.entries))
+            self.groups.set(live=0)
+
+    def _pass(self, entry: ScheduleEntry) -> None:
+        """Take the actions of an entry, in so far as they are still to be taken."""
+        event = entry.event
         if event.kind is EventKind.STEP_END:
             return  # what it waits for is waited for once the ranks have met there
-        for action in stop.actions:
+        for action in entry.actions:
             if action.kind is ActionKind.UNSHARD:
-                self._unshard(action.groups)
-            elif action.kind is ActionKind.RESHARD:
-                self.live.discard(action.group)
-                self._reshard(leg, action.group)
+                self.groups.unshard(action.groups)
+            elif action.kind in RESHARDS:
+                self.groups.drop_live(action.group)
+                self._reshard(action.group)
             elif action.kind is ActionKind.WAIT:
-                self.hands.take(action)
+                self.groups.actions += (action,)
             else:
-                self.reductions.take(action)
-        if event.kind in BEGINS and reads(self.hands.facts(event.group), event):
-            self._unshard([event.group])  # the plan can be wrong about what earlier phases left behind
+                self.groups.pass_reduction(action)
+        if event.kind in BEGINS and _reads(self.recorded.specs[event.group], event):
+            self.groups.unshard((event.group,))  # the plan can be wrong about what earlier phases left behind
 
-    def _unshard(self, groups: Sequence[int]) -> None:
-        groups = [group for group in groups if group not in self.live]
-        if groups:
-            self.live.update(groups)
-            self._launch(groups)
-
-    def _launch(self, groups: Sequence[int]) -> None:
-        near = self.near.intersection(groups)
-        self.near -= near
-        self.hands.unshard(groups, near)
-
-    def _reshard(self, leg: Leg, group: int) -> None:
-        busy = any(group in each.busy for each in (leg, *self.legs))
-        if leg.phase is Phase.FORWARD:
-            if self.hands.holds(group):
-                self.hands.keep_near(group, reshard=not busy)
-        elif not busy:
-            self.hands.take(Action(ActionKind.RESHARD, group))
+    def _reshard(self, group: int) -> None:
+        nearby = self.cursors[-1].phase is Phase.FORWARD and self.recorded.specs[group].smaller_world
+        self.groups.reshard(group, any(cursor.busy >> group & 1 for cursor in self.cursors), nearby)
 
     # ---- asking
 
-    def _need(self, leg: Leg, action: Action) -> None:
-        self._deviate(leg)
-        self._ask(action)
+    def _begin_asking(self, phase: Phase, entry: int) -> Step:
+        """A phase inside of another one."""
+        self._agenda = (("_enter_inner", phase, entry),)
+        if self.cursors[-1].mode is Mode.AGREED and not self.cursors[-1].asking:
+            self._push("_deviate")
+        return self._run(None)
 
-    def _reduce_what_is_left(self, leg: Leg, group: int) -> None:
-        """Ask for its reduction: of the gradients that were held back, and of those that came since."""
-        asked = 0
-        while self.hands.must_reduce(group):
+    def _enter_inner(self, phase: Phase, entry: int) -> None:
+        self.cursors += (Cursor(phase, entry, self.mode, inner=True, asking=True),)
+
+    def _need(self, group: int) -> None:
+        if self.groups.states.held >> group & 1:
+            return
+        if self.cursors[-1].mode is Mode.LOCAL:
+            self.groups.gather((group,))
+        else:
+            self._push("_ask", 1 << 32 | group)
+            if not self.cursors[-1].asking:
+                self._push("_deviate")
+
+    def _deviate(self) -> Sync:
+        """Launch the rest of the phase, and have all ranks ask."""
+        self._take_rest()
+        self._move(asking=True)
+        self.groups.set(live=0)  # what is left of it is this rank's own, from here on
+        return Synchronize(SyncPoint.DEVIATES, 0, 0, 0)
+
+    def _ask(self, ours: int) -> Sync:
+        """Launch what ranks need, smallest first, until it was this rank's need; DONE: until none has any."""
+        self._push("_asked", ours)
+        return AllReduceMin(ours)
+
+    def _asked(self, ours: int) -> None:
+        code = self._answer
+        assert isinstance(code, int)
+        if code == DONE:
+            return
+        if code != ours:
+            self._push("_ask", ours)
+        group = code & 0xFFFFFFFF
+        if not code >> 32:
+            self.groups.reduce([group], self.recorded.policy.max_reductions)
+        elif code == ours:
+            self.groups.gather((group,))
+        else:
+            self.groups.participate(group)
+
+    def _tell(self, order: RecordedOrder | None) -> Sync:
+        self._push("_widen")
+        return Broadcast(order)
+
+    def _widen(self) -> None:
+        assert isinstance(self._answer, Recorded)
+        self.recorded.widen(self._answer)
+
+    def _finish_asking(self, cursor: Cursor) -> None:
+        if cursor.asking:
+            self._push("_tell", RecordedOrder(cursor.entry, cursor.phase, cursor.order))
+            self._push("_ask", DONE)
+
+    # ---- reductions
+
+    def _inspect(self, group: int) -> Sync:
+        return Inspect(group)
+
+    def _reduce_what_is_left(self, group: int, asked: int) -> None:
+        """Reduce the gradients that were held back, and those that came since; all ranks together."""
+        assert isinstance(self._answer, Local)
+        bit = 1 << group
+        if self._answer.accumulating & bit:
+            self.groups.do(ActionKind.ACCUMULATE, (group,))
+        elif self._answer.unreduced & bit:
+            if self.cursors[-1].mode is Mode.LOCAL:
+                self.groups.reduce([group], self.recorded.policy.max_reductions)
+                return
             if asked == 2:  # all ranks would ask again, for ever, and none would wait long in any exchange
                 raise StageError(
                     f"group {group} (the number in FSDPModule.schedule) still holds gradients after two "
                     "reductions in one backward; please report this as a defect of Shardwright"
                 )
-            self._need(leg, Action(ActionKind.REDUCE, group))
-            asked += 1
+            self._push("_reduce_what_is_left", group, asked + 1)
+            self._push("_inspect", group)
+            self._push("_ask", group)
+            if not self.cursors[-1].asking:
+                self._push("_deviate")
 
-    def _deviate(self, leg: Leg) -> None:
-        """Launch the rest of the phase, and have all ranks ask."""
-        if leg.asking:
+    # ---- the end of a phase
+
+    def _end_phase(self) -> None:
+        self._leave_exact()
+        self._take_rest()
+        cursor = self.cursors[-1]
+        if cursor.mode is Mode.AGREED:
+            self._push("_leave", cursor)
+            self._push("_synchronize", SyncPoint.FORWARD_END, cursor.entry)
+            self._finish_asking(cursor)
+            self.cursors = self.cursors[:-1]
             return
-        self._pass_rest(leg)
-        leg.asking = True
-        self.live.clear()  # what is left of it is this rank's own, from here on
-        self.hands.meet(Call.DEVIATES, 0, 0)
-
-    def _ask(self, need: Action | None) -> None:
-        """Launch what ranks need, smallest first, until it was this rank's need; None: until none has any."""
-        ours = DONE if need is None else (need.kind is ActionKind.UNSHARD) << 32 | need.group
-        while True:
-            code = self.hands.least(ours)
-            if code == DONE:
-                return
-            group = code & 0xFFFFFFFF
-            if not code >> 32:
-                self.reductions.make_room(self.orders.policy.max_reductions)
-                self.reductions.reduce([group])
-            elif code == ours:
-                self._launch([group])
-            else:
-                self.hands.join(group, group in self.near)
-                self.near.discard(group)
-            if code == ours:
-                return
-
-    def _finish_asking(self, leg: Leg) -> None:
-        if leg.asking:
-            self._ask(None)
-            self.orders.widen(self.hands.tell((leg.entry, leg.phase, tuple(leg.order))))
-
-    # ---- the end of a backward
-
-    def _end_backward(self, leg: Leg) -> list[Stop]:
-        passed = self._pass_rest(leg)
-        if not leg.inner:
-            self._finish_asking(leg)
-            said = self._meet(Call.SETTLE, leg.entry)
-            self.orders.note_used(self.reductions.used)
-            self._after_backward = True
-            self.reductions.release()
-            if self.settles:
-                self.reductions.finish(said.brought)
+        if cursor.phase is not Phase.BACKWARD:
+            self._leave(cursor._replace(busy=0))
         else:
-            self.reductions.finish(None)
-        for group in self._holding():
-            if not keeps(self.hands.facts(group), Phase.BACKWARD):
-                leg.busy.discard(group)
-                self.live.discard(group)
-                self._reshard(leg, group)
-        return passed or [Stop(leg.order[-1], ())]
+            self.cursors = self.cursors[:-1]
+        if cursor.mode is Mode.LOCAL and not cursor.inner and cursor.order != cursor.plan.events:
+            self._push("_record", RecordedOrder(cursor.entry, cursor.phase, cursor.order))
+            self._push("_describe")
+
+    def _leave(self, cursor: Cursor) -> None:
+        """Reshard what the phase leaves unsharded and nobody has asked to keep."""
+        outer = self.cursors if cursor not in self.cursors else self.cursors[:-1]
+        self.cursors = (*outer, cursor)
+        for group in _numbers(self.groups.states.held):
+            kept = self.groups.states.live >> group & 1 and cursor.mode is not Mode.HELD
+            if not kept and not _keeps(self.recorded.specs[group], cursor.phase):
+                self._reshard(group)
+        self.cursors = outer
+
+    def _describe(self) -> Sync:
+        return Describe()
+
+    def _record(self, order: RecordedOrder) -> None:
+        assert isinstance(self._answer, Recorded)
+        self.recorded.replace(self._answer._replace(orders=(order,)))
+
+    def _end_backward(self) -> None:
+        cursor = self.cursors[-1]
+        self._take_rest()
+        self._push("_reshard_after_backward")
+        if cursor.mode is Mode.AGREED and not cursor.inner:
+            self._push("_settle")
+            self._push("_synchronize", SyncPoint.BACKWARD_END, cursor.entry)
+            self._finish_asking(self.cursors[-1])
+        elif cursor.mode is Mode.AGREED:
+            self.groups.finalize(
+                None
+            )  # which parameters have gradients is known at the end of the outer backward
+        else:
+            self._forwards = None if not cursor.inner else self._forwards
+            self.groups.reduce(self.groups.states.held_back)
+            if self.settles:
+                self.groups.finalize(-1)
+
+    def _settle(self) -> None:
+        self.recorded.note_used(self.groups.states.used_by_some)
+        self._forwards = None
+        self.groups.reduce(self.groups.states.held_back)
+        if self.settles:
+            self.groups.finalize(self._result.grad_mask)
+
+    def _reshard_after_backward(self) -> None:
+        for group in _numbers(self.groups.states.held):
+            if not _keeps(self.recorded.specs[group], Phase.BACKWARD):
+                self._move(busy=self.cursors[-1].busy & ~(1 << group))
+                self.groups.drop_live(group)
+                self._reshard(group)
+
+
+def _reads(spec: GroupSpec, event: Event) -> bool:
+    """Whether what begins with ``event`` needs the group unsharded."""
+    return event.kind is not EventKind.BACKWARD_BEGIN or spec.unshard_in_backward
+
+
+def _keeps(spec: GroupSpec, phase: Phase) -> bool:
+    """Whether the group was asked to stay unsharded after the phase."""
+    if phase is Phase.BACKWARD:
+        return not spec.reshard_after_backward
+    return spec.reshard_after_forward is False
+
+
+def _numbers(mask: int) -> list[int]:
+    """The numbers whose bits are set, ascending."""
+    return [group for group in range(mask.bit_length()) if mask >> group & 1]

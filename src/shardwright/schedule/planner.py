@@ -22,10 +22,10 @@ from shardwright.schedule.schedule import (
     ActionKind,
     Event,
     EventKind,
-    GroupFacts,
+    GroupSpec,
     Phase,
     Schedule,
-    Stop,
+    ScheduleEntry,
 )
 
 
@@ -41,7 +41,7 @@ class Planner:
     """
 
     def __init__(
-        self, policy: SchedulePolicy, facts: Callable[[int], GroupFacts], kept: frozenset[int] = frozenset()
+        self, policy: SchedulePolicy, facts: Callable[[int], GroupSpec], kept: frozenset[int] = frozenset()
     ) -> None:
         self.policy = policy
         self.facts = facts
@@ -68,12 +68,12 @@ class Planner:
             self._begin(phase, event, ahead, actions)
         elif event.kind is EventKind.FORWARD_END:
             if not self._keeps(phase, group):
-                self._reshard(group, actions)
+                self._reshard(phase, group, actions)
         elif event.kind is EventKind.GRADS_READY:
             self._reduce(group, actions)
         elif event.kind is EventKind.BACKWARD_END:
             if self.facts(group).reshard_after_backward:
-                self._reshard(group, actions)
+                self._reshard(phase, group, actions)
             if self.policy.backward_prefetch is BackwardPrefetch.POST:
                 self._prefetch(phase, group, ahead, actions)
         else:
@@ -87,7 +87,7 @@ class Planner:
         for group in tuple(self.live):
             is_idle = phase is Phase.EVALUATION and group not in self.waited
             if is_idle or not self._keeps(phase, group):
-                self._reshard(group, actions)
+                self._reshard(phase, group, actions)
         return tuple(actions)
 
     def _begin(self, phase: Phase, event: Event, ahead: Iterable[int], actions: list[Action]) -> None:
@@ -96,25 +96,25 @@ class Planner:
         if needed and group not in self.live:
             self._issued += 1
             self.live[group] = self._issued
-            actions.append(Action(ActionKind.UNSHARD, group))
+            actions.append(Action(ActionKind.UNSHARD, (group,)))
         if self._prefetches_at_begin(phase, event.kind):
             self._prefetch(phase, group, ahead, actions)
         if needed and group not in self.waited:
             self.waited.add(group)
             self._landed.add(self.live[group])
-            actions.append(Action(ActionKind.WAIT, group))
+            actions.append(Action(ActionKind.WAIT, (group,)))
 
     def _end_step(self, actions: list[Action]) -> None:
-        for lane in dict.fromkeys(self.facts(group).lane for group in self.held):
-            self._issue_reduction([g for g in self.held if self.facts(g).lane == lane], actions)
+        for lane in dict.fromkeys(self.facts(group).bucket_key for group in self.held):
+            self._issue_reduction([g for g in self.held if self.facts(g).bucket_key == lane], actions)
         for together in tuple(self.reducing):
             self._wait_reduce(together, actions)
         if self.unstepped:
-            actions.append(Action(ActionKind.STEP, self.unstepped[0], tuple(self.unstepped[1:])))
+            actions.append(Action(ActionKind.STEP, tuple(self.unstepped)))
             self.unstepped.clear()
         for live in tuple(self.live):
             if self.facts(live).reshard_after_backward:
-                self._reshard(live, actions)
+                self._reshard(Phase.BACKWARD, live, actions)
 
     def _keeps(self, phase: Phase, group: int) -> bool:
         reshard = self.facts(group).reshard_after_forward
@@ -122,11 +122,12 @@ class Planner:
             return phase is Phase.FORWARD and group in self.kept
         return not reshard
 
-    def _reshard(self, group: int, actions: list[Action]) -> None:
+    def _reshard(self, phase: Phase, group: int, actions: list[Action]) -> None:
         if group in self.live:
             self._landed.add(self.live.pop(group))
             self.waited.discard(group)
-            actions.append(Action(ActionKind.RESHARD, group))
+            nearby = phase is Phase.FORWARD and self.facts(group).smaller_world
+            actions.append(Action(ActionKind.RESHARD_NEARBY if nearby else ActionKind.RESHARD, (group,)))
 
     # ---- reductions
 
@@ -141,31 +142,31 @@ class Planner:
         facts, cap = self.facts(group), self.policy.bucket_cap_nbytes
         held = self._companions(group)
         sizes = (self.facts(other).grad_nbytes for other in held)
-        if facts.lane is None or not fits(sizes, facts.grad_nbytes, cap):
+        if facts.bucket_key is None or not fits(sizes, facts.grad_nbytes, cap):
             self._issue_reduction([*held, group], actions)
         else:
             self.held.append(group)
-            actions.append(Action(ActionKind.HOLD, group))
+            actions.append(Action(ActionKind.HOLD, (group,)))
 
     def _companions(self, group: int) -> list[int]:
-        lane = self.facts(group).lane
-        return [] if lane is None else [other for other in self.held if self.facts(other).lane == lane]
+        lane = self.facts(group).bucket_key
+        return [] if lane is None else [other for other in self.held if self.facts(other).bucket_key == lane]
 
     def _issue_reduction(self, groups: Sequence[int], actions: list[Action]) -> None:
         while len(self.reducing) >= self.policy.max_reductions:
             self._wait_reduce(self.reducing[0], actions)
         self.held = [group for group in self.held if group not in groups]
         self.reducing.append(tuple(groups))
-        actions.append(Action(ActionKind.REDUCE, groups[0], tuple(groups[1:])))
+        actions.append(Action(ActionKind.REDUCE, tuple(groups)))
 
     def _wait_reduce(self, together: tuple[int, ...], actions: list[Action]) -> None:
         """Wait for the reduction, and step with what is complete by it."""
         self.reducing.remove(together)
-        actions.append(Action(ActionKind.WAIT_REDUCE, together[0], together[1:]))
+        actions.append(Action(ActionKind.WAIT_REDUCE, together))
         steps = [group for group in together if self.facts(group).steps]
-        ready = [group for group in steps if not self.facts(group).late]
+        ready = [group for group in steps if not self.facts(group).needs_copies_reduced]
         if ready:
-            actions.append(Action(ActionKind.STEP, ready[0], tuple(ready[1:])))
+            actions.append(Action(ActionKind.STEP, tuple(ready)))
         self.unstepped += [group for group in steps if group not in (*ready, *self.unstepped)]
 
     # ---- gathering ahead
@@ -200,7 +201,7 @@ class Planner:
         ahead: set[int] = set()
         batches: list[list[int]] = []
         for group in following:
-            if group in seen or self.facts(group).on_use:
+            if group in seen or self.facts(group).no_prefetch:
                 continue
             seen.add(group)
             if group in self.live:
@@ -219,12 +220,12 @@ class Planner:
                 self._issued += 1
                 batches.append([group])
             self.live[group] = self._issued
-        actions += [Action(ActionKind.UNSHARD, first, tuple(rest)) for first, *rest in batches]
+        actions += [Action(ActionKind.UNSHARD, tuple(batch)) for batch in batches]
 
     def _joins(self, group: int, batch: Sequence[int]) -> bool:
         """Whether the group's all-gather may be part of that of ``batch``."""
-        lane = self.facts(group).lane
-        if lane is None or lane != self.facts(batch[0]).lane:
+        lane = self.facts(group).bucket_key
+        if lane is None or lane != self.facts(batch[0]).bucket_key:
             return False
         sizes = (self.facts(other).nbytes for other in batch[1:])
         return fits(sizes, self.facts(group).nbytes, self.policy.bucket_cap_nbytes)
@@ -241,7 +242,7 @@ class Planner:
 
 
 def plan(
-    orders: dict[Phase, tuple[Event, ...]], policy: SchedulePolicy, facts: Callable[[int], GroupFacts]
+    orders: dict[Phase, tuple[Event, ...]], policy: SchedulePolicy, facts: Callable[[int], GroupSpec]
 ) -> Schedule:
     """The schedule for recorded ``orders`` (the events of each phase as they happened).
 
@@ -257,7 +258,7 @@ def plan(
 
 
 def needed_first(
-    orders: dict[Phase, tuple[Event, ...]], policy: SchedulePolicy, facts: Callable[[int], GroupFacts]
+    orders: dict[Phase, tuple[Event, ...]], policy: SchedulePolicy, facts: Callable[[int], GroupSpec]
 ) -> frozenset[int]:
     """The groups that the backward needs first, of those that may be kept for it: the first ``keep_last``,
     and more while all of them fit in ``keep_nbytes``."""
@@ -272,15 +273,15 @@ def needed_first(
     return frozenset(kept)
 
 
-def _plan_phase(planner: Planner, phase: Phase, order: tuple[Event, ...]) -> tuple[Stop, ...]:
+def _plan_phase(planner: Planner, phase: Phase, order: tuple[Event, ...]) -> tuple[ScheduleEntry, ...]:
     begins = [event.group for event in order if event.kind in BEGINS]
     passed = 0
     stops = []
     for event in order:
         passed += event.kind in BEGINS
         ahead = (begins[index] for index in range(passed, len(begins)))
-        stops.append(Stop(event, planner.at(phase, event, ahead)))
+        stops.append(ScheduleEntry(event, planner.at(phase, event, ahead)))
     if phase is not Phase.BACKWARD and stops:
         last = stops.pop()
-        stops.append(Stop(last.event, last.actions + planner.end_forward(phase)))
+        stops.append(ScheduleEntry(last.event, last.actions + planner.end_forward(phase)))
     return tuple(stops)

@@ -1,54 +1,92 @@
-"""What all ranks have agreed on: the order of each phase's events, and the schedule planned from it."""
+"""Recorded schedules: the order of each phase's events as it happened, and what is planned from it. Pure."""
 
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from shardwright.policy import SchedulePolicy
 from shardwright.schedule.merge_orders import supersequence
 from shardwright.schedule.planner import plan
-from shardwright.schedule.schedule import Event, GroupFacts, Phase, Schedule, Stop
+from shardwright.schedule.schedule import (
+    RESHARDS,
+    ActionKind,
+    Event,
+    EventKind,
+    GroupSpec,
+    Phase,
+    Schedule,
+    ScheduleEntry,
+)
+from shardwright.schedule.sync import Recorded, Step
+
+Orders = dict[Phase, tuple[Event, ...]]
 
 _TRAINING = {Phase.FORWARD, Phase.BACKWARD}
 
-Told = tuple[int, Phase, tuple[Event, ...]]
 
+@dataclass(frozen=True)
+class PlannedPhase:
+    """The schedule of a phase, ready to be followed.
 
-@dataclass
-class Page:
-    """The orders of the phases that begin in one module, and their schedule."""
-
-    orders: dict[Phase, tuple[Event, ...]] = field(default_factory=dict)
-    schedule: Schedule = field(default_factory=Schedule)
-
-
-class Orders:
-    """The pages by *entry*: a number for the outermost module that runs (a model's parts may run alone).
-
-    digest: 63 bits that are equal on two ranks where they have agreed on the same.
+    live: bits of the groups that it supposes to be unsharded at its begin. reduced: of those that it reduces.
+    steps: of each entry, up to the end of a backward, what the follower answers its event with.
     """
 
-    def __init__(self, policy: SchedulePolicy, facts: Callable[[int], GroupFacts], num_groups: int) -> None:
+    entries: tuple[ScheduleEntry, ...] = ()
+    live: int = 0
+    reduced: int = 0
+    steps: tuple[Step, ...] = ()
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """The order that it was planned from."""
+        return tuple(entry.event for entry in self.entries)
+
+
+UNPLANNED = PlannedPhase()
+
+
+class RecordedSchedules:
+    """The schedules by *entry*: a number for the outermost module that runs (a model's parts may run alone).
+
+    specs: what the planner knows of each group. digest: 63 bits that are equal on two ranks where their
+    schedules are. What it holds is replaced as a whole and never edited, so that a shallow copy is a copy.
+    """
+
+    def __init__(self, policy: SchedulePolicy, specs: tuple[GroupSpec, ...]) -> None:
         self.policy = policy
-        self.facts = facts
-        self.num_groups = num_groups
-        self.pages: dict[int, Page] = {}
+        self.specs = specs
         self.digest = 0
-        self._idle = [0] * num_groups  # backwards since some rank last used the group
-        self._planned: set[int] = set()
+        self._orders: dict[int, Orders] = {}
+        self._schedules: dict[int, Schedule] = {}
+        self._planned: dict[tuple[int, Phase], PlannedPhase] = {}
+        self._idle = (0,) * len(specs)  # backwards since some rank last used the group
+        self.replan(policy, specs)
 
-    def stops(self, entry: int, phase: Phase) -> tuple[Stop, ...]:
+    def planned(self, entry: int, phase: Phase) -> PlannedPhase:
         """The schedule of a phase; empty before it is known."""
-        page = self.pages.get(entry)
-        return () if page is None else page.schedule.phases.get(phase, ())
+        return self._planned.get((entry, phase), UNPLANNED)
 
-    def widen(self, told: Sequence[Told]) -> None:
+    def schedule(self, entry: int) -> Schedule:
+        """The schedule of all phases that begin in one module; empty before one is known."""
+        return self._schedules.get(entry, Schedule())
+
+    def widen(self, recorded: Recorded) -> None:
         """Plan anew, so that the orders that were told are served too."""
-        for entry, phase, order in told:
-            orders = self.pages.setdefault(entry, Page()).orders
-            known = orders.get(phase)
-            orders[phase] = order if known is None else supersequence(known, order)
-        self.replan()
+        self._record(recorded, replace=False)
+
+    def replace(self, recorded: Recorded) -> None:
+        """Plan anew from these orders, in the place of those that were known of their phases."""
+        self._record(recorded, replace=True)
+
+    def _record(self, recorded: Recorded, replace: bool) -> None:
+        every = dict(self._orders)
+        for entry, phase, order in recorded.orders:
+            known = every.get(entry, {}).get(phase)
+            order = order if known is None or replace else supersequence(known, order)
+            every[entry] = {**every.get(entry, {}), phase: order}
+        self._orders = every
+        self.replan(self.policy, recorded.specs)
 
     def note_used(self, used: int) -> None:
         """A backward has ended, of the groups that have a bit in ``used`` on some rank; every rank says so.
@@ -56,22 +94,60 @@ class Orders:
         Those that no rank has used for ``forget_after`` backwards leave the forwards and backwards (not the
         evaluations: what those have used no exchange tells).
         """
-        self._idle = [0 if used >> group & 1 else idle + 1 for group, idle in enumerate(self._idle)]
-        gone = {group for group in self._planned if self._idle[group] >= self.policy.forget_after}
-        if not gone:
+        self._idle = tuple(0 if used >> group & 1 else idle + 1 for group, idle in enumerate(self._idle))
+        if max(self._idle, default=0) < self.policy.forget_after:
             return
-        for page in self.pages.values():
-            for phase in _TRAINING & page.orders.keys():
-                page.orders[phase] = tuple(event for event in page.orders[phase] if event.group not in gone)
-        self.replan()
+        gone = {group for group, idle in enumerate(self._idle) if idle >= self.policy.forget_after}
+        every = {
+            entry: {
+                phase: tuple(e for e in order if phase not in _TRAINING or e.group not in gone)
+                for phase, order in orders.items()
+            }
+            for entry, orders in self._orders.items()
+        }
+        if every != self._orders:
+            self._orders = every
+            self.replan(self.policy, self.specs)
 
-    def replan(self) -> None:
-        """Plan every page from its orders, by the policy and the facts as they are now."""
-        texts = [repr(self.policy), str(self.num_groups)]
-        for entry, page in sorted(self.pages.items()):
-            page.schedule = plan(page.orders, self.policy, self.facts)
-            texts.append(f"{entry}\n{page.schedule}")
-        orders = [page.orders.get(phase, ()) for page in self.pages.values() for phase in _TRAINING]
-        self._planned = {event.group for order in orders for event in order if event.group >= 0}
-        digest = hashlib.sha256("\n".join(texts).encode()).digest()
-        self.digest = int.from_bytes(digest[:8], "big") >> 1
+    def replan(self, policy: SchedulePolicy, specs: tuple[GroupSpec, ...]) -> None:
+        """Plan every order anew, by the policy and what is known of the groups now."""
+        self.policy, self.specs = policy, specs
+        self._schedules = {
+            entry: plan(orders, policy, specs.__getitem__) for entry, orders in sorted(self._orders.items())
+        }
+        self._planned = {
+            (entry, phase): _planned(schedule, phase)
+            for entry, schedule in self._schedules.items()
+            for phase in schedule.phases
+        }
+        texts = [
+            repr(policy),
+            str(len(specs)),
+            *(f"{e}\n{schedule}" for e, schedule in self._schedules.items()),
+        ]
+        self.digest = int.from_bytes(hashlib.sha256("\n".join(texts).encode()).digest()[:8], "big") >> 1
+
+
+def _planned(schedule: Schedule, phase: Phase) -> PlannedPhase:
+    entries = schedule.phases[phase]
+    before = schedule.phases.get(Phase.FORWARD, ()) if phase is Phase.BACKWARD else ()
+    live = reduced = 0
+    for action in (action for entry in before for action in entry.actions):
+        for group in action.groups:
+            if action.kind is ActionKind.UNSHARD:
+                live |= 1 << group
+            elif action.kind in RESHARDS:
+                live &= ~(1 << group)
+    for action in (action for entry in entries for action in entry.actions):
+        if action.kind in (ActionKind.HOLD, ActionKind.REDUCE):
+            reduced |= bits(action.groups)
+    until = entries[:-1] if entries and entries[-1].event.kind is EventKind.STEP_END else entries
+    return PlannedPhase(entries, live, reduced, tuple(Step(e.actions, None, (e,)) for e in until))
+
+
+def bits(groups: Iterable[int]) -> int:
+    """One bit for each of the numbers."""
+    total = 0
+    for group in groups:
+        total |= 1 << group
+    return total

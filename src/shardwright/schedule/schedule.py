@@ -1,8 +1,8 @@
 """The schedule: which collective is issued, waited for or dropped at which event of a step. Pure data.
 
 A step is two *phases*, forward and backward (and a third for evaluation, a forward without gradients).
-Each phase is a list of :class:`Stop` s: an :class:`Event`, and the :class:`Action` s that the runtime takes
-there, in order. The text form is what ``print`` shows, and it parses back::
+Each phase is a list of :class:`ScheduleEntry` s: an :class:`Event`, and the :class:`Action` s that the
+runtime takes there, in order. The text form is what ``print`` shows, and it parses back::
 
     forward
       F+ 0 : unshard 0, unshard 1, wait 0
@@ -48,15 +48,32 @@ class EventKind(StrEnum):
 
 
 class ActionKind(StrEnum):
-    """What the runtime does at an event; the value is its text form."""
+    """What the runtime does at an event; the value is its text form.
+
+    Those of a schedule: UNSHARD issues an all-gather, WAIT waits for it, RESHARD frees what it brought. HOLD
+    takes gradients for a later REDUCE, which issues a reduce-scatter; WAIT_REDUCE waits for it, STEP steps
+    the optimizers inside of the backward. RESHARD_NEARBY keeps shards over the smaller world, UNSHARD_NEARBY
+    gathers from those.
+
+    The others are decided as a step runs: PARTICIPATE launches an all-gather for other ranks, into memory
+    that nobody reads. KEEP keeps shards over the smaller world of what stays unsharded. ACCUMULATE keeps
+    gradients on this rank. FINALIZE gives the shards the gradients of the step.
+    """
 
     UNSHARD = "unshard"
+    UNSHARD_NEARBY = "unshard-nearby"
+    PARTICIPATE = "participate"
+    PARTICIPATE_NEARBY = "participate-nearby"
     WAIT = "wait"
     RESHARD = "reshard"
+    RESHARD_NEARBY = "reshard-nearby"
+    KEEP = "keep"
     HOLD = "hold"
     REDUCE = "reduce"
+    ACCUMULATE = "accumulate"
     WAIT_REDUCE = "wait-reduce"
     STEP = "step"
+    FINALIZE = "finalize"
 
 
 class Phase(StrEnum):
@@ -78,22 +95,30 @@ class Event(NamedTuple):
 
 
 class Action(NamedTuple):
-    """``kind`` done to ``group``, and to the groups ``along`` with it in the same collective."""
+    """``kind`` done to ``groups``, in one collective where it is one.
+
+    part: which part of it. Of ``FINALIZE``: bits of the parameters that have a gradient on some rank (None:
+    that
+        isn't known yet). Of a reduction: None, the whole of the groups' gradients.
+    """
 
     kind: ActionKind
-    group: int
-    along: tuple[int, ...] = ()
+    groups: tuple[int, ...]
+    part: int | None = None
 
     @property
-    def groups(self) -> tuple[int, ...]:
-        """All groups that it is done to, in order."""
-        return self.group, *self.along
+    def group(self) -> int:
+        """The first of its groups."""
+        return self.groups[0]
 
     def __str__(self) -> str:
-        return f"{self.kind} {'+'.join(map(str, self.groups))}"
+        groups = "+".join(map(str, self.groups))
+        return " ".join(filter(None, (str(self.kind), groups))) + (
+            "" if self.part is None else f"/{self.part}"
+        )
 
 
-class Stop(NamedTuple):
+class ScheduleEntry(NamedTuple):
     """An event and what is done there, in order."""
 
     event: Event
@@ -104,34 +129,36 @@ class Stop(NamedTuple):
 
 
 @dataclass(frozen=True)
-class GroupFacts:
+class GroupSpec:
     """What the planner knows of a group.
 
     reshard_after_forward: False keeps it unsharded from its forward to its backward, and after an evaluation
         to whatever comes next; None leaves the first open.
     nbytes: bytes of its unsharded parameters. grad_nbytes: of those that are trained.
-    lane: groups of one lane may share collectives (those on one transport); None: it shares none.
+    bucket_key: groups with the same key may share collectives (those on one transport); None: it shares none.
     ahead_in_forward, ahead_in_backward: groups to gather when it begins, instead of the next ones.
-    on_use: gathered when it is used, never ahead: what is to be gathered is known only then.
+    no_prefetch: gathered when it is used, never ahead: what is to be gathered is known only then.
     reshard_after_backward: False keeps it unsharded into the next forward. unshard_in_backward: False says
         that its backward doesn't read its parameters (``check`` takes both for True).
-    steps: its parameters are stepped in the backward. late: their gradients are complete only at its end,
-        after an all-reduce over copies that runs beside the rest of it.
+    steps: its parameters are stepped in the backward. needs_copies_reduced: their gradients are complete only
+        at its end, after an all-reduce over copies that runs beside the rest of it.
+    smaller_world: after a forward its shards are kept over a smaller world, from which the backward gathers.
     """
 
     reshard_after_forward: bool | None = None
     nbytes: int = 0
     grad_nbytes: int = 0
-    lane: int | None = None
-    on_use: bool = False
+    bucket_key: int | None = None
+    no_prefetch: bool = False
     ahead_in_forward: tuple[int, ...] | None = None
     ahead_in_backward: tuple[int, ...] | None = None
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
     steps: bool = False
-    late: bool = False
+    needs_copies_reduced: bool = False
+    smaller_world: bool = False
 
-    def shifted(self, by: int) -> "GroupFacts":
+    def shifted(self, by: int) -> "GroupSpec":
         """The same with every group's number raised, for a model that became part of another."""
         listed = (self.ahead_in_forward, self.ahead_in_backward)
         forward, backward = (None if groups is None else tuple(g + by for g in groups) for groups in listed)
@@ -142,7 +169,7 @@ class GroupFacts:
 class Schedule:
     """The stops of each phase, in order. Compare, print, ``parse`` or ``check`` it; it holds no tensors."""
 
-    phases: dict[Phase, tuple[Stop, ...]] = field(default_factory=dict)
+    phases: dict[Phase, tuple[ScheduleEntry, ...]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = []
@@ -154,8 +181,8 @@ class Schedule:
     @staticmethod
     def parse(text: str) -> "Schedule":
         """The schedule that prints as ``text``. Raises: InputError naming the line that doesn't parse."""
-        phases: dict[Phase, list[Stop]] = {}
-        stops: list[Stop] | None = None
+        phases: dict[Phase, list[ScheduleEntry]] = {}
+        stops: list[ScheduleEntry] | None = None
         for number, line in enumerate(text.splitlines(), 1):
             try:
                 if line.strip() in list(Phase):
@@ -172,16 +199,21 @@ class Schedule:
         return Schedule({phase: tuple(stops) for phase, stops in phases.items()})
 
 
-def _parse_stop(line: str) -> Stop:
+def _parse_stop(line: str) -> ScheduleEntry:
     head, _, tail = line.partition(":")
     kind, *number = head.split()
     event = Event(EventKind(kind), int(number[0]) if number else -1)
     actions = []
     for part in filter(None, (part.strip() for part in tail.split(","))):
-        verb, target = part.split()
-        group, *along = map(int, target.split("+"))
-        actions.append(Action(ActionKind(verb), group, tuple(along)))
-    return Stop(event, tuple(actions))
+        text, _, which = part.partition("/")
+        verb, *targets = text.split()
+        if len(targets) != (ActionKind(verb) is not ActionKind.FINALIZE):
+            raise ValueError(f"{part!r} is not a kind of action and its groups")
+        groups = tuple(int(group) for target in targets for group in target.split("+"))
+        actions.append(Action(ActionKind(verb), groups, int(which) if which else None))
+    return ScheduleEntry(event, tuple(actions))
 
 
 BEGINS = (EventKind.FORWARD_BEGIN, EventKind.BACKWARD_BEGIN, EventKind.RECOMPUTE)
+ENDS = (EventKind.FORWARD_END, EventKind.BACKWARD_END)
+RESHARDS = (ActionKind.RESHARD, ActionKind.RESHARD_NEARBY)
