@@ -66,11 +66,11 @@ EXCEPTIONS: dict[tuple[str, str, str], tuple[int, str]] = {
     ("schedule/follower.py", "class lines", "Follower"): (470, "one state machine, read as a whole"),
     ("schedule/follower.py", "attributes", "Follower"): (14, "the state of the machine, and nothing else"),
     ("engine/runtime.py", "file lines", "engine/runtime.py"): (
-        420,
+        430,
         "the loop, its lock, and the model's face",
     ),
     ("engine/runtime.py", "class lines", "Runtime"): (
-        310,
+        320,
         "the loop, and what a model is asked from outside",
     ),
     ("engine/runtime.py", "attributes", "Runtime"): (14, "what the loop works with, and where it stands"),

@@ -90,7 +90,7 @@ def test_frozen_between_a_forward_and_its_backward():
 def asks_for_ever(rank, world):
     """If asking did not help, it would be for ever: an error says so."""
     model, _ = built()
-    unit_of(model).runtime.executor.do[ActionKind.REDUCE] = lambda action: None  # the gradients stay
+    unit_of(model[0]).runtime.executor.do[ActionKind.REDUCE] = lambda action: None  # the gradients stay
     with pytest.raises(StageError, match="still holds gradients"):
         model(torch.ones(4, WIDTH)).square().mean().backward()
 

@@ -101,7 +101,8 @@ class Executor:
         for index in action.groups:
             group = self.table.groups[index]
             if group.stage is Stage.GATHERING:
-                self.memory.touch(group.wait() - group.held_nbytes)
+                held_nbytes = group.held_nbytes
+                self.memory.touch(group.wait() - held_nbytes)
                 self.memory.count([group])
 
     def _reshard(self, action: Action, nearby: bool = False) -> None:

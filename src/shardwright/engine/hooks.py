@@ -175,9 +175,9 @@ class ModuleHooks:
 
     def _enter(self, call: Call) -> None:
         unit, runtime = self.unit, self.unit.runtime
-        if runtime.phase is not None and (runtime.depth == 0 or runtime.phase is Phase.BACKWARD):
+        if runtime.is_cut_short or (runtime.phase is not None and runtime.depth == 0):
             backward_of(runtime).forget()
-            runtime.abandon()  # an exception ended that pass: its end never came
+            runtime.abandon()  # an exception ended that phase: its end never came
         if runtime.depth == 0:
             runtime.begin(Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION, unit.entry)
         if unit.pass_number != runtime.pass_number:
@@ -257,6 +257,8 @@ class ModuleHooks:
 
     def _leave(self, module: nn.Module, failed: bool) -> None:
         unit, runtime = self.unit, self.unit.runtime
+        if unit.pass_number != runtime.pass_number:
+            return  # it belongs to a forward that was abandoned, and a new one has begun since
         runtime.depth -= 1
         unit.running -= 1
         unit.awaited.discard(module)

@@ -206,6 +206,12 @@ class Runtime:
         """The phase that is running, or None between phases."""
         return self._runs[-1].phase if self._runs else None
 
+    @property
+    def is_cut_short(self) -> bool:
+        """Whether the phase that is running can't go on: a backward that ended without its callback, or a
+        phase in which an action failed."""
+        return bool(self._runs) and (self._abandoned or self.phase is Phase.BACKWARD)
+
     def begin(self, phase: Phase, entry: Entry = NO_ENTRY) -> None:
         """Enter a phase, by the outermost module ``entry``; maybe inside another (a backward in a forward).
 
