@@ -15,7 +15,7 @@ import torch
 
 from shardwright.engine.reducer import Reducer
 from shardwright.errors import StageError
-from shardwright.params.binding import own_buffer
+from shardwright.params.binding import Bound, own_buffer
 from shardwright.params.buffer import Buffer
 from shardwright.params.param import ShardedParam
 from shardwright.params.quantized.group import Decoding
@@ -23,7 +23,7 @@ from shardwright.params.rows import Rows
 from shardwright.params.smaller_world import Near, Versions
 from shardwright.params.subclass import follow_extensions
 from shardwright.policy import MixedPrecisionPolicy
-from shardwright.torch_private import parameters_of
+from shardwright.torch_private import local_of, parameters_of, version_of
 from shardwright.transport.base import Comm, Gather, Segment
 from shardwright.transport.mesh import Axis
 from shardwright.transport.watched import Collective, tell
@@ -68,6 +68,7 @@ class ParamGroup:
         self.stage = Stage.SHARDED
         self.buffer: Buffer | None = None
         self.trainable = 0
+        self._bound: Bound | None = None
         self._gathered_versions: Versions = ()
         self._gather: Gather | None = None
 
@@ -93,7 +94,7 @@ class ParamGroup:
         self.decoding = Decoding(self.params, self.policy, self.axis.device)
         comm = self.near.comm if self.near and not self.decoding.extended else None
         self.near = None if comm is None else Near(comm, self.params)
-        self.buffer = None
+        self.buffer = self._bound = None
         self._gathered_versions = ()
 
     @property
@@ -123,9 +124,22 @@ class ParamGroup:
             self._gathered_versions = ()
 
     def _versions(self) -> Versions:
-        return tuple((id(param.local), param.version) for param in self.params)
+        shards = [(param.sharded, local_of(param.sharded)) for param in self.params]
+        return tuple([(id(local), version_of(local) + version_of(shard)) for shard, local in shards])
 
-    def _bind(self, dtypes: tuple[torch.dtype, ...]) -> None:
+    def _bind(self) -> Bound:
+        """Follow what was done to the parameters, and list where they lie now."""
+        for param in self.params:
+            param.adopt()
+        if follow_extensions(self.params):
+            self.regroup(self.params)
+        dtypes = tuple(param.compute_dtype(self.policy) for param in self._buffered)
+        if self.buffer is None or dtypes != tuple(param.unsharded.dtype for param in self._buffered):
+            self._lay_out(dtypes)
+        _check_materialised(self)
+        return Bound(self.params, self.policy, self.decoding.parts)
+
+    def _lay_out(self, dtypes: tuple[torch.dtype, ...]) -> None:
         self.decoding.bind()
         bound = [b for b in zip(self._buffered, dtypes, strict=True) if b[0] not in self.decoding.parts]
         self.buffer = own_buffer(bound, self.axis.device)
@@ -137,20 +151,13 @@ class ParamGroup:
 
         Raises: StageError for a parameter that is still on the meta device or was replaced by something else.
         """
-        for param in self.params:
-            param.adopt()
-        if follow_extensions(self.params):
-            self.regroup(self.params)
+        bound = self._bound
+        if bound is None or bound.policy is not self.policy or not bound.is_current():
+            self._bound = None  # where an error comes now, the next time begins here, too
+            self._bound = bound = self._bind()
         for pair in self.decoding.frozen:
             pair.check_frozen()
-        dtypes = tuple(param.compute_dtype(self.policy) for param in self._buffered)
-        if self.buffer is None or dtypes != tuple(param.unsharded.dtype for param in self._buffered):
-            self._bind(dtypes)
-        for param in self.params:
-            if param.is_bound and param.unsharded.requires_grad != param.trainable:
-                param.unsharded.requires_grad_(param.trainable)
-        self.trainable = sum(param.trainable << place for place, param in enumerate(self.params))
-        _check_materialised(self)
+        self.trainable = bound.follow_freezing()
 
     def fill(self, nearby: bool | None = None) -> list[Segment] | None:
         """Take the buffer and fill this rank's part; what an all-gather has to move, for ``receive``.
@@ -161,13 +168,13 @@ class ParamGroup:
         self._move(Stage.GATHERING)
         before, self._gathered_versions = self._gathered_versions, self._versions()
         if self.near is not None and (self.is_near if nearby is None else nearby):
-            self._copy_in(())
+            self._take_buffer()
             tell(self.near.comm, Collective.ALL_GATHER)
             self.receive(self.near.gather(f"all-gather {self.name} nearby"))
             return None
         tell(self.comm, Collective.ALL_GATHER)
         if self.rows is not None:
-            self._copy_in(())
+            self._take_buffer()
             region = self.params[0].gather_segment().flat
             gather = self.rows.gather(self.comm, self.params[0].local, region, f"all-gather {self.name}")
             if gather is not None:
@@ -175,25 +182,26 @@ class ParamGroup:
                 return None
         streams = self.comm.streams
         if streams is None:
-            return self._copy_in(self.params)
+            return self._copy_in()
         # Of rows the buffer is memory of compute already, and waits for it.
         with streams.filling(changed=before != self._gathered_versions or self.rows is not None):
-            segments = self._copy_in(self.params)
-        streams.filled(segment.flat for segment in segments)
+            segments = self._copy_in()
+        streams.filled([segment.flat for segment in segments])
         return segments
 
-    def _copy_in(self, params: Sequence[ShardedParam]) -> list[Segment]:
-        """Take the buffer, and fill this rank's part of ``params``; what of them is to be gathered."""
+    def _take_buffer(self) -> list[Segment]:
+        """Take the memory that is gathered into; what of it extended parameters have filled."""
         assert self.buffer is not None
         self.buffer.alloc()
+        return [] if self.decoding.is_idle else self.decoding.fill()
+
+    def _copy_in(self) -> list[Segment]:
+        """Take the buffer, and fill this rank's part; what is to be gathered."""
+        assert self._bound is not None
         with torch.no_grad():
-            segments = self.decoding.fill()
-            for param in params:
-                if param not in self.decoding.extended:
-                    param.copy_in()
-                    if param.layout.dim is not None:
-                        segments.append(param.gather_segment())
-        return segments
+            segments = self._take_buffer()
+            self._bound.copy_in()
+        return segments + self._bound.segments
 
     def keep_near(self) -> None:
         """Keep shards over the smaller world of what is unsharded."""
@@ -210,8 +218,7 @@ class ParamGroup:
         assert self.buffer is not None
         if self.stage is Stage.GATHERING and self._gather is None:
             self._move(Stage.SHARDED)
-            self.buffer.free()
-            self.decoding.free()
+            self._free()
             self._release()
             if self.comm.streams is not None:
                 self.comm.streams.forget_filled()
@@ -222,59 +229,62 @@ class ParamGroup:
         Returns the bytes of buffers that it held at most: while decoding, codes and decoded weights.
         Where waiting fails the all-gather stays in flight; where decoding does the group is at rest again.
         """
-        assert self._gather is not None and self.buffer is not None
+        assert self._gather is not None and self.buffer is not None and self._bound is not None
         self._gather.wait()
         self._gather = None
-        held_nbytes = self.held_nbytes - self.decoding.held_nbytes
+        held_nbytes = self.held_nbytes
         try:
             self.buffer.arrive(keep_wire=self.near is not None)
-            held_nbytes += self.decoding.arrive(keep_wire=self.near is not None)
+            if not self.decoding.is_idle:
+                held_nbytes -= self.decoding.held_nbytes
+                held_nbytes += self.decoding.arrive(keep_wire=self.near is not None)
         except BaseException:
             self.give_up()
             raise
         if held_nbytes > self.held_nbytes:  # what was gathered was given back once it was decoded
             self._release()
         self._move(Stage.UNSHARDED)
-        for param in self.params:
-            if param not in self.decoding.parts:
-                param.show(param.unsharded)
-        self.decoding.show()
+        self._bound.show(unsharded=True)
+        if not self.decoding.is_idle:
+            self.decoding.show()
         return held_nbytes
 
     def cover(self) -> None:
         """Modules show the shards while the unsharded parameters are kept for the backward: between the two
         everything is as it would be after a reshard, but that memory."""
         if self.stage is Stage.UNSHARDED and not self.decoding.frozen:
-            for param in self.params:
-                param.show(param.sharded)
+            assert self._bound is not None
+            self._bound.show(unsharded=False)
 
     def uncover(self) -> None:
         """Modules show the unsharded parameters again, where they were covered."""
         site = self.params[0].sites[0]
-        if (
-            self.stage is Stage.UNSHARDED
-            and parameters_of(site.module).get(site.name) is self.params[0].sharded
-        ):
-            for param in self.params:
-                param.show(param.unsharded)
+        shown = parameters_of(site.module).get(site.name)
+        if self.stage is Stage.UNSHARDED and shown is self.params[0].sharded:
+            assert self._bound is not None
+            self._bound.show(unsharded=True)
 
     def reshard(self, nearby: bool = False) -> None:
         """Modules show the shards again; the buffer's memory is freed.
 
         nearby: keep shards over the smaller world, where the group has one, for the next unshard.
         """
-        assert self.buffer is not None
         if self.stage is Stage.GATHERING:
             self.wait()
         if nearby:
             self.keep_near()
         follow_freezing(self)
         self._move(Stage.SHARDED)
-        for param in self.params:
-            param.show(param.sharded)
-        self.buffer.free()
-        self.decoding.free()
+        assert self._bound is not None
+        self._bound.show(unsharded=False)
+        self._free()
         self._release()
+
+    def _free(self) -> None:
+        assert self.buffer is not None
+        self.buffer.free()
+        if not self.decoding.is_idle:
+            self.decoding.free()
 
     def _release(self) -> None:
         """Memory that was gathered into was given back: the next gather follows what compute still reads."""
@@ -295,13 +305,15 @@ class ParamGroup:
     @property
     def held_nbytes(self) -> int:
         """Bytes held now for unsharded parameters, or for their shards over a smaller world."""
-        held = 0 if self.buffer is None else self.buffer.allocated_nbytes + self.decoding.held_nbytes
-        return held + (0 if self.near is None else self.near.held_nbytes)
+        held = 0 if self.buffer is None else self.buffer.allocated_nbytes
+        if not self.decoding.is_idle:
+            held += self.decoding.held_nbytes
+        return held if self.near is None else held + self.near.held_nbytes
 
     @property
     def has_grads(self) -> bool:
         """Whether a backward has brought gradients that are not reduced yet."""
-        return any(param.is_bound and param.unsharded.grad is not None for param in self.params)
+        return bool([p for p in self.params if p.bound is not None and p.bound.param.grad is not None])
 
     def drop_grads(self) -> None:
         """Forget the gradients of a backward that failed; a reduction in flight ends unseen."""
@@ -324,17 +336,19 @@ class ParamGroup:
 
 def keeps_grads(group: ParamGroup) -> bool:
     """Whether it has unsharded gradients of earlier microbatches."""
-    return any(param.accumulated is not None for param in group.params)
+    return bool([param for param in group.params if param.accumulated is not None])
 
 
 def follow_freezing(group: ParamGroup) -> None:
     """Where the caller has frozen or unfrozen one face of a parameter since the last unshard, do so with the
     other: which of them modules show depends on where the group stands."""
     for place, param in enumerate(group.params):
-        was = bool(group.trainable >> place & 1)
-        if param.is_bound and (param.trainable != was or param.unsharded.requires_grad != was):
+        if param.bound is None:
+            continue
+        was, face = bool(group.trainable >> place & 1), param.bound.param
+        if param.sharded.requires_grad != was or face.requires_grad != was:
             param.sharded.requires_grad_(not was)
-            param.unsharded.requires_grad_(not was)
+            face.requires_grad_(not was)
             group.trainable ^= 1 << place
 
 

@@ -14,28 +14,30 @@ from shardwright.transport.cpu.pages import HUGE_PAGE_NBYTES, advise_huge, keep_
 
 
 class Buffer:
-    """``nbytes`` of device memory, given back and taken again at a stable storage. Starts freed."""
+    """``nbytes`` of device memory, given back and taken again at a stable storage. Starts freed.
+
+    allocated_nbytes: held now, ``nbytes`` or 0.
+    """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.nbytes = nbytes
+        self.allocated_nbytes = 0
         self._storage = torch.UntypedStorage(0, device=device)
         if self._storage.device.type == "cpu" and nbytes >= HUGE_PAGE_NBYTES:
             keep_freed_pages()
-
-    @property
-    def allocated_nbytes(self) -> int:
-        """Bytes held now: ``nbytes`` or 0."""
-        return self._storage.nbytes()
 
     def alloc(self) -> None:
         """Take the memory (uninitialised). No-op where it is already held."""
         if self._storage.nbytes() != self.nbytes:
             self._storage.resize_(self.nbytes)
-            advise_huge(self._storage)
+            if self.nbytes >= HUGE_PAGE_NBYTES:
+                advise_huge(self._storage)
+        self.allocated_nbytes = self.nbytes
 
     def free(self) -> None:
         """Give the memory back; tensors over it may not be read until it is taken and filled again."""
         self._storage.resize_(0)
+        self.allocated_nbytes = 0
 
     def arrive(self, keep_wire: bool) -> None:
         """What was gathered is there. No-op where it was gathered into the place of use."""
@@ -52,6 +54,7 @@ class ReorderedBuffer(Buffer):
     """Some of what lies in it is gathered elsewhere, on the ``wire``, in another order of its dims.
 
     pairs: a tensor over this memory, of its own, and one of the same shape over the wire, for each of those.
+    allocated_nbytes: of both.
     """
 
     def __init__(self, nbytes: int, wire: Buffer, device: torch.device) -> None:
@@ -59,15 +62,11 @@ class ReorderedBuffer(Buffer):
         self.wire = wire
         self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    @property
-    def allocated_nbytes(self) -> int:
-        """Bytes held now, of the wire too."""
-        return super().allocated_nbytes + self.wire.allocated_nbytes
-
     def alloc(self) -> None:
         """Take the memory of both."""
         super().alloc()
         self.wire.alloc()
+        self.allocated_nbytes += self.wire.nbytes
 
     def free(self) -> None:
         """Give the memory of both back."""
@@ -80,3 +79,4 @@ class ReorderedBuffer(Buffer):
             place.copy_(gathered)
         if not keep_wire:
             self.wire.free()
+            self.allocated_nbytes = self.nbytes

@@ -49,6 +49,8 @@ class Member:
 class FlatParam(ShardedParam):
     """The parameters of a group that have one dtype, and are all trained or all frozen, as one."""
 
+    shows_itself = True
+
     def __init__(self, site: ParamSite, found: Found, split: Split) -> None:
         """Take the parameters out of the modules that show them; ``site`` shows the flat one."""
         names, start = _names_in(site.module), 0
@@ -78,7 +80,7 @@ class FlatParam(ShardedParam):
         param.flat_layout = self.flat  # type: ignore[attr-defined]
         # Normal tensors whoever unshards: views made in inference mode would bring no gradient later.
         with torch.inference_mode(False), torch.enable_grad():
-            if self._unsharded is not None and param is self.unsharded:
+            if self.bound is not None and param is self.unsharded:
                 views = self.parts_of(param)
             else:
                 views = [torch.empty(m.shape, dtype=param.dtype, device="meta") for m in self.members]

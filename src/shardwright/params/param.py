@@ -71,7 +71,13 @@ class ShardedParam:
     accumulated: unsharded gradient of earlier microbatches in the reduce dtype, or None.
     compared: its names, and by each the one to compare with other ranks' where that is another (``census``).
     kept_dtype: it is never cast (codes, scales). rows: ranks move only those in use (a lookup's), or None.
+    bound: its unsharded face; None until it is made, before the first all-gather or by it.
+    extended: its class says itself what is gathered. shows_itself: to show it takes more than to write its
+        sites.
     """
+
+    extended = False
+    shows_itself = False
 
     def __init__(self, fqn: str, sites: list[ParamSite], param: nn.Parameter, split: Split) -> None:
         """Split ``param``, or take it over where it is a DTensor that was split like that before."""
@@ -89,7 +95,7 @@ class ShardedParam:
         self.compared: Mapping[str, str] = {}
         self.kept_dtype = False
         self.rows: Rows | None = None
-        self._unsharded: Unsharded | None = None
+        self.bound: Unsharded | None = None
         self._device_copy = DeviceCopy()
         self.sharded = give(self.attributes, self._shard(whole.detach(), param.requires_grad))
         self._placed: Any = ref(self.local)  # the shard that lies where its policy wants it
@@ -113,7 +119,7 @@ class ShardedParam:
         layout = ParamLayout(shape, self.axis.world, self.layout.dim)
         self.place = ParamPlacement(self.split, layout, self.inner)
         self.spec = self.place.spec(torch.empty(shape, dtype=rows.dtype, device="meta"))
-        self.accumulated = self._unsharded = None
+        self.accumulated = self.bound = None
         self.kept_dtype = True
         self.sharded = give(self.attributes, nn.Parameter(self.dtensor(rows), requires_grad=False))
         self.show(self.sharded)
@@ -127,7 +133,7 @@ class ShardedParam:
                 "model's state_dict() with a checkpoint, and load that into a model that is made alike"
             )
         twin = object.__new__(type(self))
-        twin.__dict__ = self.__dict__ | dict.fromkeys(("accumulated", "rows", "_unsharded", "sharded"))
+        twin.__dict__ = self.__dict__ | dict.fromkeys(("accumulated", "rows", "bound", "sharded"))
         twin.sites, twin._device_copy = [], DeviceCopy()
         return twin
 
@@ -254,13 +260,13 @@ class ShardedParam:
     @property
     def unsharded(self) -> nn.Parameter:
         """The parameter that modules see while unsharded; at rest its memory may be freed."""
-        assert self._unsharded is not None, "bind() first"
-        return self._unsharded.param
+        assert self.bound is not None, "bind() first"
+        return self.bound.param
 
     @property
     def is_bound(self) -> bool:
-        """Whether there is an unsharded face: it is made before the first all-gather, or by it."""
-        return self._unsharded is not None
+        """Whether there is an unsharded face."""
+        return self.bound is not None
 
     def bind(
         self, buffer: Buffer, offset_nbytes: int, dtype: torch.dtype, face: torch.Tensor | None = None
@@ -282,20 +288,20 @@ class ShardedParam:
             spec = DTensorSpec(self.inner.mesh, self.inner.placements, meta)
             whole = DTensor(whole, spec, requires_grad=False)  # type: ignore[call-arg]
         param = nn.Parameter(whole, requires_grad=self.trainable)
-        self._unsharded = Unsharded(give(self.attributes, param), region, own)
+        self.bound = Unsharded(give(self.attributes, param), region, own)
 
     @property
     def own(self) -> torch.Tensor:
         """This rank's part of the buffer, in the shape of the local shard."""
-        assert self._unsharded is not None, "bind() first"
-        return self._unsharded.own
+        assert self.bound is not None, "bind() first"
+        return self.bound.own
 
-    def copy_in(self) -> None:
-        """Copy the shard to this rank's part of the buffer."""
-        source = self.local
-        if isinstance(self.split.offload, OptimizerOffloadPolicy):
-            source = self._device_copy.of(source, self.version, self.own)
-        self.own.copy_(source, non_blocking=True)
+    @property
+    def source(self) -> torch.Tensor | None:
+        """What is to be copied to this rank's part of the buffer, where that is not the shard itself."""
+        if not isinstance(self.split.offload, OptimizerOffloadPolicy):
+            return None
+        return self._device_copy.of(self.local, self.version, self.own)
 
     @property
     def version(self) -> int:
@@ -305,9 +311,10 @@ class ShardedParam:
 
     def gather_segment(self, layout: ParamLayout | None = None) -> Segment:
         """Its part in the group's all-gather; ``layout``: over another world, at most as large."""
-        assert self._unsharded is not None, "bind() first"
-        layout = layout or self.layout
-        return Segment(self._unsharded.region[: layout.padded_numel], layout.spans)
+        assert self.bound is not None, "bind() first"
+        if layout is None:
+            return Segment(self.bound.region, self.layout.spans)
+        return Segment(self.bound.region[: layout.padded_numel], layout.spans)
 
 
 def keep_attributes(param: ShardedParam) -> None:

@@ -10,30 +10,33 @@ import torch
 
 from shardwright.params.param import ShardedParam
 from shardwright.schedule.layout import ParamLayout
+from shardwright.torch_private import foreach_copy_
 from shardwright.transport.base import Comm, Gather
 
 Versions = tuple[tuple[int, int], ...]
 
 
 class Near:
-    """What a group keeps of its parameters on this rank: shards over ``comm``'s ranks, or nothing."""
+    """What a group keeps of its parameters on this rank: shards over ``comm``'s ranks, or nothing.
+
+    held_nbytes: bytes of the shards kept now.
+    """
 
     def __init__(self, comm: Comm, params: Sequence[ShardedParam]) -> None:
         self.comm = comm
         self._params = params
+        self.held_nbytes = 0
         self._shards: list[torch.Tensor] = []
         self._versions: Versions | None = None
         self._layouts = [ParamLayout(p.layout.shape, comm.world, p.layout.dim) for p in params]
 
-    @property
-    def held_nbytes(self) -> int:
-        """Bytes of the shards kept now."""
-        return sum(shard.nbytes for shard in self._shards)
-
     def keep(self, versions: Versions) -> None:
         """Keep this rank's smaller-world shards of the buffer, which is filled. ``versions``: of what."""
         self._versions = versions
-        self._shards = [span.clone() for span in self._spans()]
+        spans = self._spans()
+        self._shards = [torch.empty_like(span) for span in spans]
+        foreach_copy_(self._shards, spans)
+        self.held_nbytes = sum([shard.nbytes for shard in self._shards])
 
     def holds(self, versions: Versions) -> bool:
         """Whether the shards of these very parameters are kept."""
@@ -41,8 +44,7 @@ class Near:
 
     def gather(self, key: str) -> Gather:
         """Put the shards into the buffer, forget them, and issue the all-gather among neighbours."""
-        for span, shard in zip(self._spans(), self._shards, strict=True):
-            span.copy_(shard)
+        foreach_copy_(self._spans(), self._shards)
         self.forget()
         pairs = zip(self._params, self._layouts, strict=True)
         return self.comm.all_gather(
@@ -57,6 +59,7 @@ class Near:
         """Free the shards."""
         self._versions = None
         self._shards = []
+        self.held_nbytes = 0
 
     def _spans(self) -> list[torch.Tensor]:
         pairs = zip(self._params, self._layouts, strict=True)

@@ -68,6 +68,8 @@ class _Wire:
 class ExtendedParam(ShardedParam):
     """One such parameter. It has no region in its group's buffer: ``fill``, ``arrive``, ``free``."""
 
+    extended = True
+    shows_itself = True  # what it shows is made anew by the first gather
     _wire: _Wire | None = None
     _made = False
     _metadata: Any = None
@@ -96,7 +98,7 @@ class ExtendedParam(ShardedParam):
 
     def _expose(self, param: nn.Parameter) -> None:
         nowhere = torch.empty(0)
-        self._unsharded = Unsharded(give(self.attributes, param), nowhere, nowhere)
+        self.bound = Unsharded(give(self.attributes, param), nowhere, nowhere)
 
     # ---- the all-gather
 
@@ -205,6 +207,15 @@ class ExtendedParam(ShardedParam):
         return ParamLayout((rows, *shape[1:]), world)
 
 
+def extensions_changed(params: Sequence[ShardedParam]) -> bool:
+    """Whether the local tensor of one of ``params`` has begun or ceased to have one of both methods."""
+    for param in params:
+        local = local_of(param.sharded)
+        if hasattr(local, _PRE) != param.extended or hasattr(local, _POST) != param.extended:
+            return True
+    return False
+
+
 def follow_extensions(params: Sequence[ShardedParam]) -> bool:
     """Whether any of ``params``, at rest, has begun or ceased to say itself what is gathered, and is now so.
 
@@ -220,7 +231,7 @@ def follow_extensions(params: Sequence[ShardedParam]) -> bool:
     for each in changed:
         for name in ("_wire", "_made", "_metadata", "_inner"):
             vars(each).pop(name, None)
-        each._unsharded = None
+        each.bound = None
         kind: Any = ShardedParam if isinstance(each, ExtendedParam) else ExtendedParam
         each.__class__ = kind
     return bool(changed)

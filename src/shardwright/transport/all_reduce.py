@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from shardwright.schedule.layout import ParamLayout
+from shardwright.torch_private import foreach_copy_
 from shardwright.transport.base import Comm, Segment
 
 
@@ -26,11 +27,11 @@ class AllReduce:
 
     def wait(self) -> list[torch.Tensor]:
         """The sums over the axis, 1-D, one per value."""
-        segments = []
-        for layout, own in zip(self._layouts, self._reduction.wait(), strict=True):
-            whole = own.new_empty(layout.padded_numel)
-            whole[slice(*layout.span(self._comm.rank))].copy_(own)
-            segments.append(Segment(whole, layout.spans))
+        segments, parts = [], self._reduction.wait()
+        for layout, own in zip(self._layouts, parts, strict=True):
+            segments.append(Segment(own.new_empty(layout.padded_numel), layout.spans))
+        places = [segment.part(self._comm.rank) for segment in segments]
+        foreach_copy_(places, parts)
         self._comm.all_gather(segments, f"spread {self._key}").wait()
         self._values.clear()
         return [segment.flat[: layout.numel] for segment, layout in zip(segments, self._layouts, strict=True)]

@@ -77,7 +77,7 @@ class Streams:
 
     def filled(self, flats: Iterable[torch.Tensor]) -> None:
         """What was filled so, and needn't wait for compute when it is gathered."""
-        self._filled.update(flat.data_ptr() for flat in flats)
+        self._filled.update([flat.data_ptr() for flat in flats])
 
     def forget_filled(self) -> None:
         """No gather of what was filled was launched: its memory goes back, and compute may fill it next."""

@@ -105,6 +105,7 @@ def pairs_in(params: Iterable[ShardedParam]) -> list[EncodedPair]:
 class Decoding:
     """The weights of a group that are decoded on arrival (``pairs``), and their two buffers.
 
+    is_idle: there are neither such weights nor ``extended`` parameters, so that nothing is to be done.
     faces: what modules show of them while unsharded, by their codes. Weights that are decoded per use are
         no part of this: their codes are unsharded as any parameter is.
     """
@@ -126,6 +127,7 @@ class Decoding:
         self.faces: dict[ShardedParam, nn.Parameter] = {}
         self._filled: dict[ShardedParam, torch.Tensor] = {}
         self._device = device
+        self.is_idle = not self.pairs and not self.extended
         self.wire = Buffer(0, device)
         self.dense = Buffer(0, device)
 
