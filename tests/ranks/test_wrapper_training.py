@@ -43,10 +43,14 @@ def test_a_hybrid_over_two_process_groups_trains_as_ddp():
     run_ranks(4, hybrid)
 
 
+class Moved(SimpleNamespace):
+    """What is looked at of a shard on another device. A class of its own has weak references."""
+
+
 def moved_with_offload(rank, world):
     model = nested(build(), cpu_offload=CPUOffload(True))
     # No accelerator here: what a group looks at is replaced by what it would see there.
-    moved = SimpleNamespace(device=torch.device("cuda"), _version=0, element_size=lambda: 4)
+    moved = Moved(device=torch.device("cuda"), _version=0, element_size=lambda: 4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ShardedParam, "local", property(lambda _: moved))
         with pytest.raises(StageError, match=r"Expected param to be on CPU: '.*(weight|bias|scale)'"):

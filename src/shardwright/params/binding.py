@@ -85,7 +85,7 @@ class Bound:
 
     def _list_copy(self, param: ShardedParam, local: torch.Tensor) -> None:
         own = param.own
-        if param.source is not None or type(local) is not torch.Tensor:
+        if param.has_device_copy or type(local) is not torch.Tensor:
             self._other_copies.append(param)
         elif own.numel():
             # One kernel copies lists of tensors only where pairs have the same strides, and sides one dtype.
@@ -121,8 +121,8 @@ class Bound:
         for places, sources in self._copies.values():
             foreach_copy_(places, sources, non_blocking=True)
         for param in self._other_copies:
-            source = param.source
-            param.own.copy_(param.local if source is None else source, non_blocking=True)
+            source = param.device_copy if param.has_device_copy else param.local
+            param.own.copy_(source, non_blocking=True)
 
     def show(self, unsharded: bool) -> None:
         """Modules show the shards, or the unsharded parameters that are not decoded. Past

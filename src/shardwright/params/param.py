@@ -297,10 +297,13 @@ class ShardedParam:
         return self.bound.own
 
     @property
-    def source(self) -> torch.Tensor | None:
-        """What is to be copied to this rank's part of the buffer, where that is not the shard itself."""
-        if not isinstance(self.split.offload, OptimizerOffloadPolicy):
-            return None
+    def has_device_copy(self) -> bool:
+        """Whether what is gathered is a copy of the shard that stays on the device."""
+        return isinstance(self.split.offload, OptimizerOffloadPolicy)
+
+    @property
+    def device_copy(self) -> torch.Tensor:
+        """That copy, in the dtype of the unsharded face."""
         return self._device_copy.of(self.local, self.version, self.own)
 
     @property
