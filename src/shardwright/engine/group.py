@@ -108,11 +108,6 @@ class ParamGroup:
         return self.near is not None and self.near.holds(self._versions())
 
     @property
-    def _buffered(self) -> list[ShardedParam]:
-        """The parameters that are gathered in the group's buffers."""
-        return [param for param in self.params if param not in self.decoding.extended]
-
-    @property
     def is_stale(self) -> bool:
         """Whether a shard has changed since the group was unsharded (an optimizer step, a load)."""
         return self.stage is not Stage.SHARDED and self._versions() != self._gathered_versions
@@ -133,16 +128,16 @@ class ParamGroup:
             param.adopt()
         if follow_extensions(self.params):
             self.regroup(self.params)
-        dtypes = tuple(param.compute_dtype(self.policy) for param in self._buffered)
-        if self.buffer is None or dtypes != tuple(param.unsharded.dtype for param in self._buffered):
-            self._lay_out(dtypes)
+        buffered = [param for param in self.params if not param.extended]
+        dtypes = [param.compute_dtype(self.policy) for param in buffered]
+        if self.buffer is None or dtypes != [param.unsharded.dtype for param in buffered]:
+            self.decoding.bind()
+            typed = [
+                each for each in zip(buffered, dtypes, strict=True) if each[0] not in self.decoding.parts
+            ]
+            self.buffer = own_buffer(typed, self.axis.device)
         _check_materialised(self)
         return Bound(self.params, self.policy, self.decoding.parts)
-
-    def _lay_out(self, dtypes: tuple[torch.dtype, ...]) -> None:
-        self.decoding.bind()
-        bound = [b for b in zip(self._buffered, dtypes, strict=True) if b[0] not in self.decoding.parts]
-        self.buffer = own_buffer(bound, self.axis.device)
 
     # ---- the all-gather
 
@@ -320,8 +315,8 @@ class ParamGroup:
         self.reducer.drop()
         for param in self.params:
             param.accumulated = None
-            if param.is_bound:
-                param.unsharded.grad = None
+            if param.bound is not None:
+                param.bound.param.grad = None
 
     # ---- stages
 

@@ -73,7 +73,7 @@ def _forget_unsharded(written: list[Any]) -> None:
 
 def _check_sharded(optimizer: Optimizer, params: list[Any]) -> None:
     groups = [group for table in tuple(tables) for group in table.groups]
-    faces = {id(param.unsharded): param.fqn for group in groups for param in group.params if param.is_bound}
+    faces = {id(param.unsharded): param.fqn for group in groups for param in group.params if param.bound}
     names = [faces[id(param)] for param in params if id(param) in faces]
     if names:
         raise StageError(

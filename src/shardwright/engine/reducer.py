@@ -94,7 +94,7 @@ class Reducer:
             self._predivisor = predivisor(self.policy.divisor(self._ranks))
         self.joined.keeps = not self.policy.reduce
         for param in self.params:
-            if param.is_bound and not param.trainable:
+            if param.bound is not None and not param.trainable:
                 param.unsharded.grad = None  # frozen since the forward: as in one process it brings none
         if self.joined.keeps:
             for param in self.params:

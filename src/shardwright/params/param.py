@@ -263,11 +263,6 @@ class ShardedParam:
         assert self.bound is not None, "bind() first"
         return self.bound.param
 
-    @property
-    def is_bound(self) -> bool:
-        """Whether there is an unsharded face."""
-        return self.bound is not None
-
     def bind(
         self, buffer: Buffer, offset_nbytes: int, dtype: torch.dtype, face: torch.Tensor | None = None
     ) -> None:
