@@ -10,7 +10,7 @@ from shardwright.engine.clone import deep_copy, rebuild
 from shardwright.engine.edits import unsharded_versions, write_back
 from shardwright.engine.hooks import reset_step
 from shardwright.engine.methods import run_as_forward
-from shardwright.engine.setters import GradientSetters, MotionSetters
+from shardwright.engine.setters import GradientSetters, ScheduleSetters
 from shardwright.engine.torch_state import TorchState, show_state
 from shardwright.engine.unit import Unit
 from shardwright.errors import InputError, StageError
@@ -20,7 +20,7 @@ from shardwright.schedule.schedule import ActionKind, Schedule
 from shardwright.torch_fsdp import TorchFSDPModule
 
 
-class FSDPModule(GradientSetters, MotionSetters, TorchFSDPModule):
+class FSDPModule(GradientSetters, ScheduleSetters, TorchFSDPModule):
     """What a module is besides its own class once ``fully_shard`` was called on it.
 
     Of torch's class of that name nothing is inherited but the name: frameworks ask for it by ``isinstance``.

@@ -1,9 +1,11 @@
-"""The public surface: what ``shardwright`` exports, no more and no less."""
+"""The public surface: what ``shardwright`` exports, no more and no less; and one name for one thing."""
 
+import ast
 import inspect
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 from types import ModuleType
 
@@ -126,3 +128,54 @@ def test_every_weakness_of_torchs_fully_shard_has_a_row():
             first, _, last = part.partition("-")
             numbers |= set(range(int(first), int(last or first) + 1))
     assert numbers == set(range(1, 52))
+
+
+SAME_NAME = {
+    "BackwardPrefetch": "public twice, as in torch: a policy's choice, and an argument of the wrapper class",
+    "Call": "schedule/hands.py, which has the other one, goes with the follower",
+}
+"""Classes of the package that share a name, and why they may."""
+
+CORE = ("schedule", "engine", "params", "transport", "observe")
+"""The rooms whose public classes the glossary lists."""
+
+WITH_THE_FOLLOWER = set(
+    re.findall(
+        r"\w+",
+        """Alone Book Call GroupFacts Hands Leg Orders Page Participant
+    Pass Private Reductions Said Stop TableHands Together Way
+    AllReduceMin Broadcast Consensus ConsensusResult Cursor Describe Diverge
+    Executor Follower
+    GroupSpec GroupStates Groups Inspect Local Mode PhaseRun PlannedPhase Recorded RecordedOrder
+    RecordedSchedules ScheduleEntry Step SyncPoint Synchronize""",
+    )
+)
+"""Classes that go or come with the follower; this set goes then."""
+
+
+def classes_of(source: str) -> list[str]:
+    return [node.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)]
+
+
+def test_no_two_classes_of_the_package_share_a_name():
+    places = defaultdict(list)
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        for name in classes_of(path.read_text()):
+            places[name].append(path.relative_to(ROOT / "src").as_posix())
+    shared = {name: found for name, found in places.items() if len(found) > 1 and name not in SAME_NAME}
+    assert not shared, f"give these different names: {shared}"
+    assert all(len(places[name]) > 1 for name in SAME_NAME.keys() - {"Call"}), "an exception isn't needed"
+
+
+def test_the_glossary_has_every_class_of_the_core_under_its_room_and_no_other():
+    page = (ROOT / "docs" / "glossary.md").read_text()
+    for room in CORE:
+        table = re.search(rf"^### `{room}/`\n(.*?)(?=^##|\Z)", page, re.M | re.S)
+        assert table, f"docs/glossary.md has no section for {room}/"
+        cells = re.findall(r"^\| (`.*?) \|", table[1], re.M)
+        listed = set(re.findall(r"`(\w+)`", " ".join(cells)))
+        files = (ROOT / "src" / "shardwright" / room).rglob("*.py")
+        there = {name for path in files for name in classes_of(path.read_text()) if name[0] != "_"}
+        missing, gone = there - listed - WITH_THE_FOLLOWER, listed - there - WITH_THE_FOLLOWER
+        assert not missing, f"docs/glossary.md, {room}/: add a row for {sorted(missing)}"
+        assert not gone, f"docs/glossary.md, {room}/: no class is called {sorted(gone)}"

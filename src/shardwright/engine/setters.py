@@ -107,7 +107,7 @@ class GradientSetters(Owner):
                 group.reducer.policy = replace(group.reducer.policy, **changes)
 
 
-class MotionSetters(Owner):
+class ScheduleSetters(Owner):
     """When parameters are unsharded, and how bytes are moved."""
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
