@@ -60,11 +60,11 @@ BUDGETS = {"file lines": 400, "function lines": 60, "parameters": 6, "class line
 EXCEPTIONS: dict[tuple[str, str, str], tuple[int, str]] = {
     ("api.py", "parameters", "fully_shard"): (9, "torch's signature, so that calls carry over"),
     ("schedule/follower.py", "file lines", "schedule/follower.py"): (
-        600,
+        610,
         "one state machine, read as a whole",
     ),
-    ("schedule/follower.py", "class lines", "Follower"): (470, "one state machine, read as a whole"),
-    ("schedule/follower.py", "attributes", "Follower"): (14, "the state of the machine, and nothing else"),
+    ("schedule/follower.py", "class lines", "Follower"): (490, "one state machine, read as a whole"),
+    ("schedule/follower.py", "attributes", "Follower"): (15, "the state of the machine, and nothing else"),
     ("engine/runtime.py", "file lines", "engine/runtime.py"): (
         430,
         "the loop, its lock, and the model's face",
@@ -73,7 +73,7 @@ EXCEPTIONS: dict[tuple[str, str, str], tuple[int, str]] = {
         320,
         "the loop, and what a model is asked from outside",
     ),
-    ("engine/runtime.py", "attributes", "Runtime"): (14, "what the loop works with, and where it stands"),
+    ("engine/runtime.py", "attributes", "Runtime"): (16, "what the loop works with, and where it stands"),
     ("engine/group.py", "class lines", "ParamGroup"): (
         285,
         "the stages of one group, whatever it is gathered by",

@@ -248,3 +248,39 @@ def test_two_entry_modules_in_turns_prefetch_without_agreement_as_with_it():
     off, strict = (run_ranks(2, in_turns, agreement) for agreement in ("off", "strict"))
     assert off == strict
     assert all(issued == 2 for _, issued in off[0] if _ == "forward"), off[0]
+
+
+class Interrupted(nn.Linear):
+    """Raises what Ctrl-C raises, in the forward of user code."""
+
+    interrupts = False
+
+    def forward(self, x):
+        if self.interrupts:
+            raise KeyboardInterrupt
+        return super().forward(x)
+
+
+def interrupted(rank, world):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Interrupted(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    expected = trained_sequential(model)
+    for grad_mode in (torch.enable_grad, torch.no_grad):
+        model[1].interrupts = True
+        with grad_mode(), pytest.raises(KeyboardInterrupt):
+            model(torch.ones(2, WIDTH))
+        model[1].interrupts = False
+        assert torch.equal(trained_sequential(model), expected)
+
+
+def trained_sequential(model):
+    model.zero_grad()
+    model(torch.ones(2, WIDTH)).square().sum().backward()
+    return full(model[0].weight.grad)
+
+
+def test_a_forward_that_ctrl_c_has_ended_is_followed_by_a_clean_one():
+    run_ranks(2, interrupted)

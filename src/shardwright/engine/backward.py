@@ -6,7 +6,6 @@ begin ── enter(unit, call) ──> B+ ── input_done, the last one ──
 
 import weakref
 from collections.abc import Callable
-from weakref import WeakKeyDictionary
 
 from shardwright.engine.group import ParamGroup, keeps_grads
 from shardwright.engine.runtime import Runtime
@@ -15,11 +14,6 @@ from shardwright.errors import StageError
 from shardwright.params.buffer import Buffer
 from shardwright.schedule.schedule import EventKind, Phase
 from shardwright.torch_private import current_graph_task, queue_callback
-
-
-def in_backward() -> bool:
-    """Whether this thread is running a backward."""
-    return current_graph_task() != -1
 
 
 class Call:
@@ -67,11 +61,11 @@ class Backward:
     """
 
     def __init__(self, runtime: Runtime) -> None:
-        self._runtime = weakref.ref(runtime)  # kept in a table by its runtime
+        self._runtime = weakref.ref(runtime)  # which holds this
         self.number = 0
         self.partial = False
         self._active: dict[Unit, set[Call]] = {}
-        self._arrived: WeakKeyDictionary[ParamGroup, int] = WeakKeyDictionary()
+        self._arrived: dict[ParamGroup, int] = {}
         self._ending: Callable[[], _Ending | None] = lambda: None
 
     @property
@@ -113,8 +107,8 @@ class Backward:
             each.left = each.num_inputs
         active.update(together)
         if any(each.reads_weights for each in together):
-            for group in needed(unit):
-                self.runtime.at(EventKind.BACKWARD_BEGIN, group)
+            for owner in unit.owners:
+                self.runtime.at(EventKind.BACKWARD_BEGIN, owner.group)
             for each in together:
                 each.check_memory()
 
@@ -133,20 +127,18 @@ class Backward:
             if group is None or self._is_active(owner):
                 continue  # another call still adds to these gradients and reads these weights
             if group.has_grads:
-                self.grads_ready(group)
+                self._arrived.pop(group, None)
+                self.runtime.at(EventKind.GRADS_READY, group)
             self.runtime.at(EventKind.BACKWARD_END, group)
 
-    def arrived(self, group: ParamGroup) -> None:
+    def arrived(self, runtime: Runtime, group: ParamGroup) -> None:
         """One more parameter of the group has its gradient."""
-        self.begin()
-        self._arrived[group] = self._arrived.get(group, 0) + 1
-        if self._arrived[group] >= group.num_trainable:
-            self.grads_ready(group)
-
-    def grads_ready(self, group: ParamGroup) -> None:
-        """All gradients of the group that this backward can bring by now are there."""
-        self._arrived.pop(group, None)
-        self.runtime.at(EventKind.GRADS_READY, group)
+        if runtime.phase is not Phase.BACKWARD or self._ending() is None:
+            self.begin()
+        number = self._arrived[group] = self._arrived.get(group, 0) + 1
+        if number >= group.trainable.bit_count():
+            del self._arrived[group]
+            runtime.at(EventKind.GRADS_READY, group)  # all that this backward can bring by now are there
 
     def reduce_held(self) -> None:
         """Reduce the gradients that earlier backwards have kept, as a backward that brings none; every rank
@@ -154,7 +146,7 @@ class Backward:
         self._enter_phase()
         for group in self.runtime.groups:
             if keeps_grads(group):
-                self.grads_ready(group)
+                self.runtime.at(EventKind.GRADS_READY, group)
         self.end()
 
     def forget(self) -> None:
@@ -181,16 +173,8 @@ class Backward:
         self.runtime.end()
 
 
-_backwards: WeakKeyDictionary[Runtime, Backward] = WeakKeyDictionary()
-
-
 def backward_of(runtime: Runtime) -> Backward:
     """The one ``Backward`` of a runtime."""
-    if runtime not in _backwards:
-        _backwards[runtime] = Backward(runtime)
-    return _backwards[runtime]
-
-
-def needed(unit: Unit) -> list[ParamGroup]:
-    """The groups that a unit's modules run with: its own and those of modules around it that it reads."""
-    return [owner.group for owner in unit.owners if owner.group is not None]
+    if runtime.backward is None:
+        runtime.backward = Backward(runtime)
+    return runtime.backward

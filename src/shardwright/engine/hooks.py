@@ -13,9 +13,11 @@ own share of the gradient is done, however else the caller uses the tensor.
 """
 
 import sys
+import threading
 import warnings
 import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,7 +26,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from shardwright.engine.backward import Call, backward_of, in_backward, needed
+from shardwright.engine.backward import Call, backward_of
 from shardwright.engine.containers import cast_floating, map_tensors, opaque_tensors_in, tensors_in
 from shardwright.engine.factored import show_grads
 from shardwright.engine.group import ParamGroup
@@ -32,7 +34,6 @@ from shardwright.engine.lookups import is_lookup, wanted_rows
 from shardwright.engine.optimizer_guard import OptimizerGuard
 from shardwright.engine.runtime import Runtime
 from shardwright.engine.transforms import beneath_transforms
-from shardwright.engine.uncompiled import uncompiled
 from shardwright.engine.unit import Unit, unit_of
 from shardwright.observe.lifecycle import amendments
 from shardwright.params.at_rest import name_remedy
@@ -43,6 +44,7 @@ from shardwright.torch_private import (
     current_graph_task,
     forward_pre_hooks_of,
     register_optimizer_kernels,
+    skipped_by_compiler,
     tree_flatten,
     tree_unflatten,
 )
@@ -73,15 +75,53 @@ class _GradWatch:
                     unsharded.requires_grad_(True).register_post_accumulate_grad_hook(self._arrive)
                     unsharded.requires_grad_(trainable)
 
-    @uncompiled
+    @skipped_by_compiler
     def _arrive(self, _: torch.Tensor) -> None:
         owner, group = self._owner(), self._group()
         assert owner is not None
         assert group is not None
-        backward_of(owner.runtime).arrived(group)
+        runtime = owner.runtime
+        backward_of(runtime).arrived(runtime, group)
 
 
 _watches: WeakKeyDictionary[ParamGroup, _GradWatch] = WeakKeyDictionary()
+
+
+def _watch_grads(owner: Unit) -> None:
+    assert owner.group is not None
+    watch = _watches.get(owner.group)
+    if watch is None:
+        watch = _watches[owner.group] = _GradWatch(owner, owner.group)
+    watch.attach()
+
+
+class _Outermost:
+    """The outermost sharded module that runs, and the frame that has called it: a ``KeyboardInterrupt`` in
+    user code ends its forward without a hook, which is seen when it is called again and that frame is
+    gone."""
+
+    def __init__(self) -> None:
+        self.unit: Unit | None = None
+        self._frame: FrameType | None = None
+        self._thread = 0
+
+    def enter(self, unit: Unit) -> None:
+        """It begins to run."""
+        self.unit, self._frame, self._thread = unit, sys._getframe(3), threading.get_ident()
+
+    def leave(self) -> None:
+        """It has ended."""
+        self.unit = self._frame = None
+
+    def runs(self) -> bool:
+        """Whether its frame still runs, as far as its own thread can tell."""
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and frame is not self._frame:
+            frame = frame.f_back
+        return frame is not None or self._thread != threading.get_ident()
+
+
+_outermost = _Outermost()
 
 
 class _RootLeftOut:
@@ -147,61 +187,61 @@ class ModuleHooks:
 
     # ---- before the forward
 
-    @uncompiled
+    # Traced by torch.compile it would be compiled with buffers of the size that they had then. Where a
+    # compiled module is called (``block.compile()``) dynamo comes to it as to a frame of its own, passes it
+    # over with what it calls, and the forward is one graph without a break.
+    @skipped_by_compiler
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Unshard what the module's forward needs; cast and watch its inputs."""
-        unit = self.unit
-        call = Call(recomputed=in_backward())
+        unit, runtime, owners = self.unit, self.unit.runtime, self.unit.owners
+        call = Call(recomputed=current_graph_task() != -1)
         if call.recomputed:
             self._calls.append(call)
-            backward_of(unit.runtime).begin()
-            for group in needed(unit):
-                unit.runtime.at(EventKind.RECOMPUTE, group)
+            backward_of(runtime).begin()
+            for owner in owners:
+                runtime.at(EventKind.RECOMPUTE, owner.group)
         else:
-            if unit.runtime.depth == 0:
+            if runtime.depth == 0:
                 _root_left_out.enter(unit, module, (args, kwargs))
-            with wanted_rows(unit.group, module, args, kwargs):
-                self._enter(call)
-        for owner in unit.owners:
-            self._watch_grads(owner)
-        if unit.device is not None and unit.runtime.depth == 1 and unit.device.type != "cpu":
+            if unit.group is None or unit.group.rows is None:
+                self._enter(call, runtime, owners)
+            else:
+                with wanted_rows(unit.group.rows, module, args, kwargs):
+                    self._enter(call, runtime, owners)
+        for owner in owners:
+            _watch_grads(owner)
+        if runtime.depth == 1 and unit.device is not None and unit.device.type != "cpu":
             args, kwargs = map_tensors(lambda t: t.to(unit.device, non_blocking=True), (args, kwargs))
         dtype = unit.policy.param_dtype if unit.policy.cast_forward_inputs else None
         if dtype is not None:
             args, kwargs = map_tensors(lambda t: cast_floating(t, dtype), (args, kwargs))
-        if torch.is_grad_enabled() and unit.owners:
+        if owners and torch.is_grad_enabled():
             args, kwargs = self._watch_inputs(call, args, kwargs)
         return args, kwargs
 
-    def _enter(self, call: Call) -> None:
-        unit, runtime = self.unit, self.unit.runtime
-        if runtime.is_cut_short or (runtime.phase is not None and runtime.depth == 0):
+    def _enter(self, call: Call, runtime: Runtime, owners: tuple[Unit, ...]) -> None:
+        unit = self.unit
+        if runtime.phase is not None and (
+            runtime.depth == 0 or runtime.is_cut_short or (unit is _outermost.unit and not _outermost.runs())
+        ):
             backward_of(runtime).forget()
             runtime.abandon()  # an exception ended that phase: its end never came
         if runtime.depth == 0:
+            _outermost.enter(unit)
             runtime.begin(Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION, unit.entry)
         if unit.pass_number != runtime.pass_number:
             self._calls.clear()
-        unit.enter_pass()
+            unit.enter_pass(runtime.pass_number)
         self._calls.append(call)
         runtime.depth += 1
         unit.running += 1
         if not unit.awaited:
             unit.awaited = set(unit.modules)
             if unit.running == 1:
-                self._begin_forward()
-
-    def _begin_forward(self) -> None:
-        for owner in self.unit.owners:
-            owner.enter_pass()
-            owner.users += 1
-            self.unit.runtime.at(EventKind.FORWARD_BEGIN, owner.group)
-
-    def _watch_grads(self, owner: Unit) -> None:
-        assert owner.group is not None
-        if owner.group not in _watches:
-            _watches[owner.group] = _GradWatch(owner, owner.group)
-        _watches[owner.group].attach()
+                for owner in owners:
+                    owner.enter_pass(runtime.pass_number)
+                    owner.users += 1
+                    runtime.at(EventKind.FORWARD_BEGIN, owner.group)
 
     def _watch_inputs(self, call: Call, args: Any, kwargs: Any) -> tuple[Any, Any]:
         leaves, spec = tree_flatten((args, kwargs))
@@ -228,35 +268,36 @@ class ModuleHooks:
 
     # ---- after the forward
 
-    @uncompiled
+    @skipped_by_compiler
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Reshard after the module's forward; cast and watch its outputs."""
         if not self._calls:
             return None  # another hook failed before ours ran
-        call = self._calls.pop()
+        call, unit = self._calls.pop(), self.unit
+        runtime, owners = unit.runtime, unit.owners
         failed = output is None and sys.exc_info()[1] is not None
         if not call.recomputed:
-            self._leave(module, failed)
+            self._leave(module, runtime, failed)
         if failed:
             name_remedy(sys.exc_info()[1])
             return None
-        dtype = self.unit.policy.output_dtype
+        dtype = unit.policy.output_dtype
         if dtype is not None:
             output = map_tensors(lambda t: cast_floating(t, dtype), output)
-        if self.unit.runtime.depth == 0 and not call.recomputed:
+        if runtime.depth == 0 and not call.recomputed:
             _root_left_out.leave(module, output)
-        if torch.is_grad_enabled() and self.unit.owners:
+        if owners and torch.is_grad_enabled():
             hooked = [t for t in tensors_in(output) if t.requires_grad and not t.is_leaf]
             call.reads_weights = not is_lookup(module, output)
-            call.memory = {group: group.buffer for group in needed(self.unit)}
+            call.memory = {owner.group: owner.group.buffer for owner in owners if owner.group is not None}
             for tensor in hooked:
                 self._watch_output(call, tensor)
-            if hooked and len(self.unit.modules) > 1:
-                self.unit.calls.append(call)
+            if hooked and len(unit.modules) > 1:
+                unit.calls.append(call)
         return output if dtype is not None else None
 
-    def _leave(self, module: nn.Module, failed: bool) -> None:
-        unit, runtime = self.unit, self.unit.runtime
+    def _leave(self, module: nn.Module, runtime: Runtime, failed: bool) -> None:
+        unit = self.unit
         if unit.pass_number != runtime.pass_number:
             return  # it belongs to a forward that was abandoned, and a new one has begun since
         runtime.depth -= 1
@@ -268,6 +309,7 @@ class ModuleHooks:
                 if owner.users == 0:
                     runtime.at(EventKind.FORWARD_END, owner.group)
         if runtime.depth == 0:
+            _outermost.leave()
             runtime.end(failed)
 
     def _watch_output(self, call: Call, output: torch.Tensor) -> None:

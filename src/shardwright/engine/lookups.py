@@ -81,12 +81,9 @@ def _why_not(group: ParamGroup, stays: bool, policy: SchedulePolicy) -> str:
 
 
 @contextmanager
-def wanted_rows(group: ParamGroup | None, module: nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
-    """While the group is unsharded for this call of ``module``, the rows that the call looks up suffice."""
-    rows = None if group is None else group.rows
-    if rows is None:
-        yield
-        return
+def wanted_rows(rows: Rows, module: nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
+    """While the group of ``rows`` is unsharded for this call of ``module``, those that it looks up
+    suffice."""
     inputs = (*args, *kwargs.values())
     # Hooks of others, or methods that run as its forward, might read the rest of the weight.
     alone = len(forward_pre_hooks_of(module)) == len(forward_hooks_of(module)) == 1

@@ -69,8 +69,9 @@ class PhaseRun:
 class Runtime:
     """Where the step of one model stands; ``table`` holds its groups.
 
-    depth: sharded modules that are in their forward now, one inside the other.
-    pass_number: counts forwards. successor: the runtime that has taken this one's groups in, if one has.
+    depth: sharded modules that are in their forward now, one inside the other. phase: the one that is
+    running, or None. backward: see ``backward_of``. pass_number: counts forwards. successor: the runtime that
+    has taken this one's groups in, if one has.
     """
 
     def __init__(self, policy: SchedulePolicy | None = None) -> None:
@@ -80,6 +81,8 @@ class Runtime:
         self.depth = self.pass_number = 0
         self.successor: Runtime | None = None
         self.step = StepPolicy()
+        self.phase: Phase | None = None
+        self.backward: Any = None
         self._runs: list[PhaseRun] = []
         self._follower: Follower | None = None
         self._consensus = Consensus(self.executor, None)
@@ -202,11 +205,6 @@ class Runtime:
     # ---- phases
 
     @property
-    def phase(self) -> Phase | None:
-        """The phase that is running, or None between phases."""
-        return self._runs[-1].phase if self._runs else None
-
-    @property
     def is_cut_short(self) -> bool:
         """Whether the phase that is running can't go on: a backward that ended without its callback, or a
         phase in which an action failed."""
@@ -273,7 +271,12 @@ class Runtime:
                     self.groups[event.group].cover()
             elif kind in BEGINS:
                 self.groups[event.group].uncover()
-            self._write_down(self._runs[-1], step, start)
+            run = self._runs[-1]
+            if len(step.taken) == 1:
+                took_s = time.perf_counter() - start
+                run.trace.append(TraceEntry(event, step.taken[0].actions, start - run.began_s, took_s))
+            else:
+                self._write_down(run, step, start)
 
     def end(self, failed: bool = False) -> None:
         """Leave the phase.
@@ -379,7 +382,8 @@ class Runtime:
             run.trace.append(TraceEntry(entry.event, entry.actions, start - run.began_s, own_s))
 
     def _say_where(self) -> None:
-        """Tell the launch log which phase is running."""
+        """Say which phase is running, to the launch log too."""
+        self.phase = self._runs[-1].phase if self._runs else None
         here.enter(self.phase or "", self.pass_number)
 
 

@@ -84,10 +84,10 @@ class Unit:
             self.home = self.home.successor
         return self.home
 
-    def enter_pass(self) -> None:
+    def enter_pass(self, number: int) -> None:
         """Start the counts anew in a new pass (the last one may have been cut short)."""
-        if self.pass_number != self.runtime.pass_number:
-            self.pass_number = self.runtime.pass_number
+        if self.pass_number != number:
+            self.pass_number = number
             self.running = self.users = 0
             self.awaited.clear()
             self.calls.clear()

@@ -69,6 +69,8 @@ from shardwright.schedule.sync import (
 DONE = 2**63 - 1
 """Said by a rank that needs nothing more."""
 
+_MOST_PASSED = 16
+
 
 class Mode(StrEnum):
     """How a phase is followed (see above)."""
@@ -129,6 +131,7 @@ class Follower:
         self._forwards: tuple[int, ...] | None = ()  # entries since the last backward; None: it was the last
         self._exact: tuple[Step, ...] = ()
         self._place = 0  # of ``_exact``
+        self._passed: dict[tuple[Any, ...], tuple[Any, ...]] = {}  # see ``_leave_exact``
         self._agenda: tuple[tuple[Any, ...], ...] = ()
         self._answer: Answer = 0
         self._taken: tuple[ScheduleEntry, ...] = ()
@@ -319,20 +322,36 @@ class Follower:
     # ---- following
 
     def _leave_exact(self) -> None:
-        """From here on the state is kept event by event: bring it up to where the schedule was followed
-        to."""
-        if self._exact:
-            entries = self.cursors[-1].plan.entries[: self._place]
-            self._exact, self._place = (), 0
-            actions = self.groups.actions
-            for entry in entries:
-                if entry.event.kind in ENDS:
-                    self._move(busy=self.cursors[-1].busy & ~(1 << entry.event.group))
-                self._pass(entry)
-                if entry.event.kind in BEGINS:
-                    self._run_module(entry.event)
-            self.groups.actions = actions
-            self._move(place=len(entries), order=tuple(entry.event for entry in entries))
+        """From here on the state is kept event by event: bring it up to where the schedule was followed to.
+
+        Phases that were followed to their end lead from the same state to the same one: those are remembered.
+        """
+        if not self._exact:
+            return
+        plan, place = self.cursors[-1].plan, self._place
+        whole = place == len(self._exact)
+        self._exact, self._place = (), 0
+        key = (id(plan), self.groups.states, self.used)
+        if whole and key in self._passed:
+            _, self.groups.states, self.used, busy = self._passed[key]
+        else:
+            self._replay(plan.entries[:place])
+            busy = self.cursors[-1].busy
+            if whole:
+                self._passed = {key: (plan, self.groups.states, self.used, busy)} | (
+                    self._passed if len(self._passed) < _MOST_PASSED else {}
+                )
+        self._move(place=place, order=plan.events[:place], busy=busy)
+
+    def _replay(self, entries: Sequence[ScheduleEntry]) -> None:
+        actions = self.groups.actions
+        for entry in entries:
+            if entry.event.kind in ENDS:
+                self._move(busy=self.cursors[-1].busy & ~(1 << entry.event.group))
+            self._pass(entry)
+            if entry.event.kind in BEGINS:
+                self._run_module(entry.event)
+        self.groups.actions = actions
 
     def _follow(self, event: Event) -> None:
         cursor, group = self.cursors[-1], event.group

@@ -30,17 +30,14 @@ class PlannedPhase:
 
     live: bits of the groups that it supposes to be unsharded at its begin. reduced: of those that it reduces.
     steps: of each entry, up to the end of a backward, what the follower answers its event with.
+    events: the order that it was planned from.
     """
 
     entries: tuple[ScheduleEntry, ...] = ()
     live: int = 0
     reduced: int = 0
     steps: tuple[Step, ...] = ()
-
-    @property
-    def events(self) -> tuple[Event, ...]:
-        """The order that it was planned from."""
-        return tuple(entry.event for entry in self.entries)
+    events: tuple[Event, ...] = ()
 
 
 UNPLANNED = PlannedPhase()
@@ -142,7 +139,8 @@ def _planned(schedule: Schedule, phase: Phase) -> PlannedPhase:
         if action.kind in (ActionKind.HOLD, ActionKind.REDUCE):
             reduced |= bits(action.groups)
     until = entries[:-1] if entries and entries[-1].event.kind is EventKind.STEP_END else entries
-    return PlannedPhase(entries, live, reduced, tuple(Step(e.actions, None, (e,)) for e in until))
+    steps = tuple(Step(entry.actions, None, (entry,)) for entry in until)
+    return PlannedPhase(entries, live, reduced, steps, tuple(entry.event for entry in entries))
 
 
 def bits(groups: Iterable[int]) -> int:
