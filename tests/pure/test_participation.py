@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from shardwright.policy import SchedulePolicy
 from shardwright.schedule.follower import Follower, Mode
-from shardwright.schedule.merge_orders import supersequence
-from shardwright.schedule.recorded import bits
+from shardwright.schedule.recorded import bits, supersequence
 from shardwright.schedule.schedule import Action, ActionKind, Event, EventKind, GroupSpec, Phase
 from shardwright.schedule.sync import (
     AllReduceMin,

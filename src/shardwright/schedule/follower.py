@@ -1,7 +1,7 @@
 """The follower: decides what is launched at each event of a step, alone or with other ranks. Pure.
 
 An all-gather may be thrown away and a reduce-scatter may carry zeros, so a rank can participate in any
-group's collective at any time; and an order that holds all ranks' orders (``merge_orders``) serves each of
+group's collective at any time; and an order that holds all ranks' orders (``supersequence``) serves each of
 them. So an event that a rank leaves out is *passed*: its collectives are launched all the same. Only a need
 that lies not ahead has to be asked for:
 

@@ -15,7 +15,6 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 
 from shardwright.policy import BackwardPrefetch, SchedulePolicy
-from shardwright.schedule.bucket import fits
 from shardwright.schedule.schedule import (
     BEGINS,
     Action,
@@ -41,10 +40,10 @@ class Planner:
     """
 
     def __init__(
-        self, policy: SchedulePolicy, facts: Callable[[int], GroupSpec], kept: frozenset[int] = frozenset()
+        self, policy: SchedulePolicy, spec_of: Callable[[int], GroupSpec], kept: frozenset[int] = frozenset()
     ) -> None:
         self.policy = policy
-        self.facts = facts
+        self.spec_of = spec_of
         self.kept = kept
         self.live: dict[int, int] = {}
         self.waited: set[int] = set()
@@ -72,7 +71,7 @@ class Planner:
         elif event.kind is EventKind.GRADS_READY:
             self._reduce(group, actions)
         elif event.kind is EventKind.BACKWARD_END:
-            if self.facts(group).reshard_after_backward:
+            if self.spec_of(group).reshard_after_backward:
                 self._reshard(phase, group, actions)
             if self.policy.backward_prefetch is BackwardPrefetch.POST:
                 self._prefetch(phase, group, ahead, actions)
@@ -92,7 +91,7 @@ class Planner:
 
     def _begin(self, phase: Phase, event: Event, ahead: Iterable[int], actions: list[Action]) -> None:
         group = event.group
-        needed = event.kind is not EventKind.BACKWARD_BEGIN or self.facts(group).unshard_in_backward
+        needed = event.kind is not EventKind.BACKWARD_BEGIN or self.spec_of(group).unshard_in_backward
         if needed and group not in self.live:
             self._issued += 1
             self.live[group] = self._issued
@@ -105,19 +104,19 @@ class Planner:
             actions.append(Action(ActionKind.WAIT, (group,)))
 
     def _end_step(self, actions: list[Action]) -> None:
-        for lane in dict.fromkeys(self.facts(group).bucket_key for group in self.held):
-            self._issue_reduction([g for g in self.held if self.facts(g).bucket_key == lane], actions)
+        for lane in dict.fromkeys(self.spec_of(group).bucket_key for group in self.held):
+            self._issue_reduction([g for g in self.held if self.spec_of(g).bucket_key == lane], actions)
         for together in tuple(self.reducing):
             self._wait_reduce(together, actions)
         if self.unstepped:
             actions.append(Action(ActionKind.STEP, tuple(self.unstepped)))
             self.unstepped.clear()
         for live in tuple(self.live):
-            if self.facts(live).reshard_after_backward:
+            if self.spec_of(live).reshard_after_backward:
                 self._reshard(Phase.BACKWARD, live, actions)
 
     def _keeps(self, phase: Phase, group: int) -> bool:
-        reshard = self.facts(group).reshard_after_forward
+        reshard = self.spec_of(group).reshard_after_forward
         if reshard is None:
             return phase is Phase.FORWARD and group in self.kept
         return not reshard
@@ -126,7 +125,7 @@ class Planner:
         if group in self.live:
             self._landed.add(self.live.pop(group))
             self.waited.discard(group)
-            nearby = phase is Phase.FORWARD and self.facts(group).smaller_world
+            nearby = phase is Phase.FORWARD and self.spec_of(group).smaller_world
             actions.append(Action(ActionKind.RESHARD_NEARBY if nearby else ActionKind.RESHARD, (group,)))
 
     # ---- reductions
@@ -139,18 +138,20 @@ class Planner:
         for together in tuple(self.reducing):
             if group in together:
                 self._wait_reduce(together, actions)
-        facts, cap = self.facts(group), self.policy.bucket_cap_nbytes
+        spec, cap = self.spec_of(group), self.policy.bucket_cap_nbytes
         held = self._companions(group)
-        sizes = (self.facts(other).grad_nbytes for other in held)
-        if facts.bucket_key is None or not fits(sizes, facts.grad_nbytes, cap):
+        sizes = (self.spec_of(other).grad_nbytes for other in held)
+        if spec.bucket_key is None or not fits(sizes, spec.grad_nbytes, cap):
             self._issue_reduction([*held, group], actions)
         else:
             self.held.append(group)
             actions.append(Action(ActionKind.HOLD, (group,)))
 
     def _companions(self, group: int) -> list[int]:
-        lane = self.facts(group).bucket_key
-        return [] if lane is None else [other for other in self.held if self.facts(other).bucket_key == lane]
+        lane = self.spec_of(group).bucket_key
+        return (
+            [] if lane is None else [other for other in self.held if self.spec_of(other).bucket_key == lane]
+        )
 
     def _issue_reduction(self, groups: Sequence[int], actions: list[Action]) -> None:
         while len(self.reducing) >= self.policy.max_reductions:
@@ -163,8 +164,8 @@ class Planner:
         """Wait for the reduction, and step with what is complete by it."""
         self.reducing.remove(together)
         actions.append(Action(ActionKind.WAIT_REDUCE, together))
-        steps = [group for group in together if self.facts(group).steps]
-        ready = [group for group in steps if not self.facts(group).needs_copies_reduced]
+        steps = [group for group in together if self.spec_of(group).steps]
+        ready = [group for group in steps if not self.spec_of(group).needs_copies_reduced]
         if ready:
             actions.append(Action(ActionKind.STEP, tuple(ready)))
         self.unstepped += [group for group in steps if group not in (*ready, *self.unstepped)]
@@ -182,12 +183,12 @@ class Planner:
 
     def _prefetch(self, phase: Phase, group: int, ahead: Iterable[int], actions: list[Action]) -> None:
         """Issue the next ``depth`` all-gathers, or those of the groups that were listed."""
-        facts = self.facts(group)
-        listed = facts.ahead_in_backward if phase is Phase.BACKWARD else facts.ahead_in_forward
+        spec = self.spec_of(group)
+        listed = spec.ahead_in_backward if phase is Phase.BACKWARD else spec.ahead_in_forward
         if listed is not None:
             self._gather_ahead(listed, group, len(listed), actions)
         elif phase is Phase.BACKWARD:
-            needed = (following for following in ahead if self.facts(following).unshard_in_backward)
+            needed = (following for following in ahead if self.spec_of(following).unshard_in_backward)
             self._gather_ahead(needed, group, self.policy.depth, actions)
         else:
             self._gather_ahead(ahead, group, self.policy.depth, actions)
@@ -201,7 +202,7 @@ class Planner:
         ahead: set[int] = set()
         batches: list[list[int]] = []
         for group in following:
-            if group in seen or self.facts(group).no_prefetch:
+            if group in seen or self.spec_of(group).no_prefetch:
                 continue
             seen.add(group)
             if group in self.live:
@@ -224,11 +225,11 @@ class Planner:
 
     def _joins(self, group: int, batch: Sequence[int]) -> bool:
         """Whether the group's all-gather may be part of that of ``batch``."""
-        lane = self.facts(group).bucket_key
-        if lane is None or lane != self.facts(batch[0]).bucket_key:
+        lane = self.spec_of(group).bucket_key
+        if lane is None or lane != self.spec_of(batch[0]).bucket_key:
             return False
-        sizes = (self.facts(other).nbytes for other in batch[1:])
-        return fits(sizes, self.facts(group).nbytes, self.policy.bucket_cap_nbytes)
+        sizes = (self.spec_of(other).nbytes for other in batch[1:])
+        return fits(sizes, self.spec_of(group).nbytes, self.policy.bucket_cap_nbytes)
 
     def _may_issue(self) -> bool:
         in_flight = {self.live[group] for group in self.live if group not in self.waited} - self._landed
@@ -238,36 +239,36 @@ class Planner:
         if self.policy.budget_nbytes is None:
             return True
         held = [g for g in self.live if g not in self.waited and g != current]
-        return sum(self.facts(g).nbytes for g in (*held, group)) <= self.policy.budget_nbytes
+        return sum(self.spec_of(g).nbytes for g in (*held, group)) <= self.policy.budget_nbytes
 
 
 def plan(
-    orders: dict[Phase, tuple[Event, ...]], policy: SchedulePolicy, facts: Callable[[int], GroupSpec]
+    orders: dict[Phase, tuple[Event, ...]], policy: SchedulePolicy, spec_of: Callable[[int], GroupSpec]
 ) -> Schedule:
     """The schedule for recorded ``orders`` (the events of each phase as they happened).
 
     The backward is planned from what the forward leaves unsharded. Each phase's plan is a pure function
     of its arguments, so every rank that recorded the same order plans the same collectives.
     """
-    facts = functools.cache(facts)
-    step = Planner(policy, facts, needed_first(orders, policy, facts))
-    planners = {Phase.FORWARD: step, Phase.BACKWARD: step, Phase.EVALUATION: Planner(policy, facts)}
+    spec_of = functools.cache(spec_of)
+    step = Planner(policy, spec_of, needed_first(orders, policy, spec_of))
+    planners = {Phase.FORWARD: step, Phase.BACKWARD: step, Phase.EVALUATION: Planner(policy, spec_of)}
     return Schedule(
         {phase: _plan_phase(planners[phase], phase, orders[phase]) for phase in planners if phase in orders}
     )
 
 
 def needed_first(
-    orders: dict[Phase, tuple[Event, ...]], policy: SchedulePolicy, facts: Callable[[int], GroupSpec]
+    orders: dict[Phase, tuple[Event, ...]], policy: SchedulePolicy, spec_of: Callable[[int], GroupSpec]
 ) -> frozenset[int]:
     """The groups that the backward needs first, of those that may be kept for it: the first ``keep_last``,
     and more while all of them fit in ``keep_nbytes``."""
     backward = (event.group for event in orders.get(Phase.BACKWARD, ()) if event.kind in BEGINS)
     kept: list[int] = []
     for group in dict.fromkeys(backward):
-        if facts(group).reshard_after_forward is None:
-            fits = 0 < sum(facts(g).nbytes for g in (*kept, group)) <= policy.keep_nbytes
-            if len(kept) >= policy.keep_last and not fits:
+        if spec_of(group).reshard_after_forward is None:
+            all_fit = 0 < sum(spec_of(g).nbytes for g in (*kept, group)) <= policy.keep_nbytes
+            if len(kept) >= policy.keep_last and not all_fit:
                 break
             kept.append(group)
     return frozenset(kept)
@@ -285,3 +286,11 @@ def _plan_phase(planner: Planner, phase: Phase, order: tuple[Event, ...]) -> tup
         last = stops.pop()
         stops.append(ScheduleEntry(last.event, last.actions + planner.end_forward(phase)))
     return tuple(stops)
+
+
+def fits(held: Iterable[int], more: int, cap: int) -> bool:
+    """Whether one of size ``more`` may join those of sizes ``held``: together at most ``cap``, in one unit.
+
+    A cap of 0: nothing is joined.
+    """
+    return cap > 0 and sum(held) + more <= cap
