@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from shardwright import CPUOffloadPolicy, MixedPrecisionPolicy, SchedulePolicy, fully_shard
 from shardwright.engine import build as building
-from shardwright.engine import grads, joined
+from shardwright.engine import grads, reducer
 from shardwright.engine.unit import units_in
 from shardwright.policy import OptimizerOffloadPolicy
 from shardwright.transport import mesh as meshes
@@ -250,14 +250,15 @@ def races_of(rules, gatherer, hybrid, bucket_cap_mb):
         groups = [Group(recorder, ranks) for _ in range(2)]
         return NcclComm(*groups, LaunchLog(ranks, device_type), streams, host)
 
-    def add_sharded_grad(param, total):
-        grads.add_sharded_grad(param, total)
-        if param.split.on_host:
-            recorder.download(param)
+    def add_sharded_grads(params, totals):
+        grads.add_sharded_grads(params, totals)
+        for param in params:
+            if param.split.on_host:
+                recorder.download(param)
 
     building.keep_watch = lambda: None  # over ranks that aren't there
     meshes._make_comm = make_comm
-    joined.add_sharded_grad = add_sharded_grad
+    reducer.add_sharded_grads = add_sharded_grads
     make, options = GATHERERS[gatherer]
     options = {"mesh": mesh if hybrid else mesh["shards"], **options}
     own, convert = options.pop("own", False), options.pop("convert", ())

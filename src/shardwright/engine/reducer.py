@@ -17,19 +17,81 @@ from typing import Any
 
 import torch
 
-from shardwright.engine.grads import accumulate_grad, predivisor, reduce_segment, take_grad, zero_grad
-from shardwright.engine.joined import Joined
+from shardwright.engine.grads import (
+    Grads,
+    add_sharded_grads,
+    cast,
+    predivisor,
+    reduce_segments,
+    take_grads,
+    zero_grads,
+)
 from shardwright.errors import StageError
 from shardwright.params.param import ShardedParam
 from shardwright.policy import MixedPrecisionPolicy, ReductionPolicy
-from shardwright.torch_private import foreach_div_, post_accumulate_grad_hooks_of
+from shardwright.torch_private import (
+    IN_BACKWARD_OPTIMIZERS,
+    foreach_add_,
+    foreach_div_,
+    post_accumulate_grad_hooks_of,
+)
 from shardwright.transport.all_reduce import AllReduce
 from shardwright.transport.base import Comm, Reduction, Segment
 from shardwright.transport.mesh import Axis
 from shardwright.transport.watched import Collective, tell
 
 Hook = Callable[[torch.Tensor], None]
-Grads = list[tuple[ShardedParam, torch.Tensor]]
+
+
+class Joined:
+    """What a reducer has got for parameters that this rank had no gradient of.
+
+    Whether some rank had one is known at the end of the backward; until then what was reduced is put aside.
+    brought: the parameters that this rank has had a gradient of, since the last ``decide``.
+    keeps: gradients of earlier microbatches are kept on this rank, unsharded.
+    """
+
+    def __init__(self) -> None:
+        self.brought: set[ShardedParam] = set()
+        self.keeps = False
+        self._aside: dict[ShardedParam, torch.Tensor] = {}
+
+    def add(self, params: Sequence[ShardedParam], totals: Sequence[torch.Tensor]) -> None:
+        """Add reduced gradients to the shards', or put them aside (see ``add_sharded_grads``).
+
+        Raises: StageError for a parameter that torch's ``_apply_optimizer_in_backward`` should step.
+        """
+        used: Grads = []
+        for param, total in zip(params, totals, strict=True):
+            if hasattr(param.sharded, IN_BACKWARD_OPTIMIZERS):
+                raise StageError(
+                    f"{param.fqn!r} was given to torch's _apply_optimizer_in_backward, whose hook never "
+                    "fires for a sharded parameter, so nothing would step it: use "
+                    "shardwright.StepInBackward instead"
+                )
+            if param in self.brought:
+                used.append((param, total))
+            else:
+                earlier = self._aside.get(param)
+                self._aside[param] = total if earlier is None else earlier.add_(total)
+        add_sharded_grads([param for param, _ in used], [total for _, total in used])
+
+    def decide(self, brought: set[ShardedParam], again: bool) -> None:
+        """Add what was put aside of the parameters that some rank had a gradient of, and drop the rest.
+
+        brought: these parameters. again: gradients of this rank are still on their way.
+        """
+        aside, self._aside = self._aside, {}
+        used = [param for param in aside if param in brought]
+        add_sharded_grads(used, [aside[param] for param in used])
+        if not again:
+            self.brought.clear()
+
+    def drop(self) -> None:
+        """Forget a backward that failed."""
+        self._aside = {}
+        self.brought.clear()
+        self.keeps = False
 
 
 class Reducer:
@@ -93,23 +155,39 @@ class Reducer:
         if not self._partial:  # what is added up must have been divided alike
             self._predivisor = predivisor(self.policy.divisor(self._ranks))
         self.joined.keeps = not self.policy.reduce
+        trained = []
         for param in self.params:
-            if param.bound is not None and not param.trainable:
-                param.unsharded.grad = None  # frozen since the forward: as in one process it brings none
-        if self.joined.keeps:
-            for param in self.params:
-                accumulate_grad(param, self._precision)
+            if param.sharded.requires_grad:
+                trained.append(param)
+            elif param.bound is not None:
+                param.bound.param.grad = None  # frozen since the forward: as in one process it brings none
+        taken = take_grads(trained)
+        grads: Grads = [(p, grad) for p, grad in zip(trained, taken, strict=True) if grad is not None]
+        if not self.joined.keeps:
+            self.joined.brought.update(trained if self.policy.unused_params else [p for p, _ in grads])
+            if len(grads) < len(trained) and (join or self.policy.unused_params):
+                missing = [param for param, grad in zip(trained, taken, strict=True) if grad is None]
+                zeros = dict(zip(missing, zero_grads(missing, self._precision), strict=True))
+                found = dict(grads) | zeros
+                grads = [(param, found[param]) for param in trained]
+        if widen or self.joined.keeps:
+            params = [param for param, _ in grads]
+            wide = cast([grad for _, grad in grads], self._reduce_dtypes(params))
+            grads = list(zip(params, wide, strict=True))
+        if not self.joined.keeps:
+            self._held = grads
             return
-        for param in self.params:
-            if not param.trainable:
-                continue
-            grad = take_grad(param)
-            if grad is not None or self.policy.unused_params:
-                self.joined.brought.add(param)
-            if grad is None and (join or self.policy.unused_params):
-                grad = zero_grad(param, self._precision)
-            if grad is not None:
-                self._held.append((param, grad.to(param.reduce_dtype(self._precision)) if widen else grad))
+        for param, grad in grads:
+            param.accumulated = grad
+
+    def _reduce_dtypes(self, params: Sequence[ShardedParam]) -> list[torch.dtype]:
+        """In which their gradients are summed over ranks and over microbatches."""
+        precision = self._precision
+        if precision.reduce_dtype is not None:
+            return [precision.reduce_dtype] * len(params)
+        if precision.param_dtype is None:
+            return [param.sharded.dtype for param in params]
+        return [param.compute_dtype(precision) for param in params]
 
     def _refuse_optimizer_inside(self) -> None:
         """Raises: StageError where a hook waits for the gradients of a group that is reduced once more."""
@@ -128,8 +206,8 @@ class Reducer:
 
     def inputs(self, grads: Grads) -> tuple[list[Segment], list[torch.dtype]]:
         """What a reduce-scatter of ``grads`` takes."""
-        segments = [reduce_segment(param, grad, self._precision, self._predivisor) for param, grad in grads]
-        return segments, [param.reduce_dtype(self._precision) for param, _ in grads]
+        dtypes = self._reduce_dtypes([param for param, _ in grads])
+        return reduce_segments(grads, dtypes, self._predivisor), dtypes
 
     def issue(self, grads: Grads) -> Reduction:
         """Issue a reduce-scatter of ``grads`` alone."""
@@ -163,9 +241,10 @@ class Reducer:
         if not self.has_copies:
             self._finish(totals, params)
             return {}
-        for param, total in zip(params, totals, strict=True):
-            earlier = self._partial.get(param)
-            self._partial[param] = total if earlier is None else earlier.add_(total)
+        again = [(self._partial[p], t) for p, t in zip(params, totals, strict=True) if p in self._partial]
+        if again:
+            foreach_add_([earlier for earlier, _ in again], [total for _, total in again])
+        self._partial |= {p: t for p, t in zip(params, totals, strict=True) if p not in self._partial}
         if not self.policy.all_reduce:
             return {}
         partial, self._partial = self._partial, {}
@@ -208,12 +287,13 @@ class Reducer:
 
     def decide(self, brought: int) -> None:
         """Add or drop what was put aside; ``brought``: bits of the parameters that somebody used."""
-        places = {param: place for place, param in enumerate(self.params)}
-        self.joined.decide(lambda param: bool(brought >> places[param] & 1), again=bool(self._partial))
+        used = {param for place, param in enumerate(self.params) if brought >> place & 1}
+        self.joined.decide(used, again=bool(self._partial))
 
     def zeros(self) -> Grads:
         """Gradients of zeros, of what is trained: to time the collectives alone."""
-        return [(p, zero_grad(p, self._precision)) for p in self.params if p.trainable]
+        params = [param for param in self.params if param.trainable]
+        return list(zip(params, zero_grads(params, self._precision), strict=True))
 
     def drop(self) -> None:
         """Forget the gradients of a backward that failed; what is in flight ends unseen."""
@@ -235,8 +315,7 @@ class Reducer:
                 foreach_div_(sums, rest)
         if self.hook is not None:
             self._call(self.hook, totals)
-        for param, total in zip(params, totals, strict=True):
-            self.joined.add(param, total)
+        self.joined.add(params, totals)
 
     def _call(self, hook: Hook, totals: list[torch.Tensor]) -> None:
         """Show the caller's hook one flat tensor of each dtype, and take over what it makes of it."""
