@@ -321,7 +321,8 @@ def stray_private_names(package: dict[str, str], of_torch: set[str]) -> list[str
                 names = [f"torch.{node.value}" if node.value in of_torch else node.value]
             private = [name for name in names if re.fullmatch(r"torch(\.\w+)*\.\*?_[a-zA-Z][\w.]*", name)]
             if private:
-                complaints.append(f"{path}:{getattr(node, 'lineno', 0)}: {private[0]}; see {PRIVATE_FILE}")
+                where = f"{path}:{getattr(node, 'lineno', 0)}"
+                complaints.append(f"{where}: {private[0]} is private to torch; only {PRIVATE_FILE} has such")
     return complaints
 
 
