@@ -3,7 +3,9 @@
 ``xfail(strict=True)`` marks what isn't true yet, with the number counted; who mends it removes the mark.
 """
 
+import re
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,6 +31,16 @@ def not_yet(counted_now):
 def test_few_frames_lie_between_a_hook_and_a_collective(kind):
     way = counted(8).seen.ways[kind]
     assert 0 < len(way.frames) <= MOST_FRAMES, way.frames
+
+
+@pytest.mark.parametrize("kind", ["all-gather", "reduce-scatter"])
+def test_the_drawn_way_of_a_byte_is_the_stack_of_a_real_step(kind):
+    page = Path(HERE).parents[1] / "docs" / "design" / "way-of-a-byte.md"
+    drawn = re.search(rf"<!-- frames: {kind} -->\n```text\n(.*?)\n```", page.read_text(), re.DOTALL)
+    frames = [
+        f"{file.rpartition('/shardwright/')[2]} {name}" for file, name in counted(8).seen.ways[kind].frames
+    ]
+    assert drawn and drawn[1].splitlines() == frames, "\n".join([f"{page.name} should draw:", *frames])
 
 
 @pytest.mark.parametrize("world", [1, 8, 64, 512])

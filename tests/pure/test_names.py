@@ -115,9 +115,16 @@ def test_the_docstring_check_sees_through_inherited_ones():
 def test_every_test_that_the_docs_name_is_there():
     tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
     files = {path.stem for path in (ROOT / "tests").rglob("*.py")}
-    for page in (ROOT / "docs").glob("*.md"):
+    for page in (ROOT / "docs").rglob("*.md"):
         for name in re.findall(r"\btest_\w+", page.read_text()):
             assert name in files or f"def {name}(" in tests, f"{page.name} names {name}"
+
+
+def test_every_link_between_pages_leads_to_a_file():
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    for page in pages:
+        for link in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text()):
+            assert (page.parent / link).exists(), f"{page.relative_to(ROOT)} links to {link}"
 
 
 def test_every_weakness_of_torchs_fully_shard_has_a_row():
@@ -132,25 +139,11 @@ def test_every_weakness_of_torchs_fully_shard_has_a_row():
 
 SAME_NAME = {
     "BackwardPrefetch": "public twice, as in torch: a policy's choice, and an argument of the wrapper class",
-    "Call": "schedule/hands.py, which has the other one, goes with the follower",
 }
 """Classes of the package that share a name, and why they may."""
 
 CORE = ("schedule", "engine", "params", "transport", "observe")
 """The rooms whose public classes the glossary lists."""
-
-WITH_THE_FOLLOWER = set(
-    re.findall(
-        r"\w+",
-        """Alone Book Call GroupFacts Hands Leg Orders Page Participant
-    Pass Private Reductions Said Stop TableHands Together Way
-    AllReduceMin Broadcast Consensus ConsensusResult Cursor Describe Diverge
-    Executor Follower
-    GroupSpec GroupStates Groups Inspect Local Mode PhaseRun PlannedPhase Recorded RecordedOrder
-    RecordedSchedules ScheduleEntry Step SyncPoint Synchronize""",
-    )
-)
-"""Classes that go or come with the follower; this set goes then."""
 
 
 def classes_of(source: str) -> list[str]:
@@ -164,7 +157,7 @@ def test_no_two_classes_of_the_package_share_a_name():
             places[name].append(path.relative_to(ROOT / "src").as_posix())
     shared = {name: found for name, found in places.items() if len(found) > 1 and name not in SAME_NAME}
     assert not shared, f"give these different names: {shared}"
-    assert all(len(places[name]) > 1 for name in SAME_NAME.keys() - {"Call"}), "an exception isn't needed"
+    assert all(len(places[name]) > 1 for name in SAME_NAME), "an exception isn't needed"
 
 
 def test_the_glossary_has_every_class_of_the_core_under_its_room_and_no_other():
@@ -176,6 +169,6 @@ def test_the_glossary_has_every_class_of_the_core_under_its_room_and_no_other():
         listed = set(re.findall(r"`(\w+)`", " ".join(cells)))
         files = (ROOT / "src" / "shardwright" / room).rglob("*.py")
         there = {name for path in files for name in classes_of(path.read_text()) if name[0] != "_"}
-        missing, gone = there - listed - WITH_THE_FOLLOWER, listed - there - WITH_THE_FOLLOWER
+        missing, gone = there - listed, listed - there
         assert not missing, f"docs/glossary.md, {room}/: add a row for {sorted(missing)}"
         assert not gone, f"docs/glossary.md, {room}/: no class is called {sorted(gone)}"
