@@ -22,6 +22,7 @@ from shardwright.schedule.sync import (
     Answer,
     Broadcast,
     ConsensusResult,
+    Describe,
     Diverge,
     Inspect,
     Local,
@@ -100,9 +101,11 @@ class SimulatedRank:
     """One simulated rank: a follower, and what it decides done in a world where gradients are sets of
     tokens."""
 
-    def __init__(self, world: World, rank: int, policy: SchedulePolicy, facts: dict[int, GroupSpec]) -> None:
+    def __init__(
+        self, world: World, rank: int, policy: SchedulePolicy, facts: dict[int, GroupSpec], mode: Mode
+    ) -> None:
         self.world, self.rank, self.num_groups = world, rank, len(facts)
-        self.follower = Follower(policy, [facts[group] for group in range(len(facts))], Mode.AGREED)
+        self.follower = Follower(policy, [facts[group] for group in range(len(facts))], mode)
         self.held: dict[int, int | None] = {}  # group -> launch that it waits for
         self.grads: dict[int, set] = defaultdict(set)
         self.aside: dict[int, frozenset] = {}
@@ -141,13 +144,17 @@ class SimulatedRank:
         self.run(self.follower.end())
 
     def rest(self) -> None:
-        self.run(self.follower.join_evaluations(self.local))
+        if self.follower.mode is Mode.AGREED:
+            self.run(self.follower.join_evaluations(self.local))
 
     # ---- syncs
 
     def exchange(self, sync: Sync) -> Answer:
         if isinstance(sync, Inspect):
             return self.local
+        if isinstance(sync, Describe):
+            return Recorded((), self.follower.recorded.specs)
+        assert self.follower.mode is Mode.AGREED, f"a rank that follows alone asks others: {sync}"
         if isinstance(sync, AllReduceMin):
             self.asked.append(sync.code)
             return min(self.world.exchange(self.rank, sync.code))
@@ -174,6 +181,7 @@ class SimulatedRank:
     def do(self, action: Action) -> None:
         kind, groups = action.kind, action.groups
         if kind is ActionKind.UNSHARD:
+            assert self.follower.mode is Mode.AGREED or not self.held.keys() & set(groups)
             number = self.world.launch(self.rank, "all-gather", groups)
             for group in groups:
                 self.held.setdefault(group, number)
@@ -251,14 +259,14 @@ def backward(rank, route, token):
     return made
 
 
-def run_world(program, plan, policy, facts) -> tuple[World, list]:
+def run_world(program, plan, policy, facts, mode=Mode.AGREED) -> tuple[World, list]:
     """``program(rank, plan[number])`` on every rank; raises what a rank raised."""
     world = World(len(plan))
     outcomes: list = [None] * world.size
 
     def live(rank):
         try:
-            outcomes[rank] = program(SimulatedRank(world, rank, policy, facts), plan[rank])
+            outcomes[rank] = program(SimulatedRank(world, rank, policy, facts, mode), plan[rank])
         except BaseException as error:
             outcomes[rank] = error
             world.stuck = True
@@ -348,6 +356,14 @@ def worlds(draw):
 def test_any_routes_are_exact_and_launched_alike(case):
     plan, policy, facts = case
     world, history = run_world(train, plan, policy, facts)
+    check_exact(world, history)
+
+
+@settings(max_examples=60)
+@given(worlds())
+def test_a_rank_alone_is_exact_whatever_it_runs_and_asks_nobody(case):
+    plan, policy, facts = case
+    world, history = run_world(train, plan[:1], policy, facts, Mode.LOCAL)
     check_exact(world, history)
 
 

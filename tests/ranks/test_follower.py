@@ -193,19 +193,26 @@ def exits_early(rank, world):
     model = built("off", blocks=8, backward_prefetch="none")
     for step in range(2):
         trained(model, rank, step)
-    gathered = []
+    gathered, held = [], []
     runtime = unit_of(model).runtime
     unshard = runtime.executor.do[ActionKind.UNSHARD]
-    runtime.executor.do[ActionKind.UNSHARD] = lambda action: (gathered.extend(action.groups), unshard(action))
+
+    def counted(action):
+        unshard(action)
+        gathered.extend(action.groups)
+        held.append(runtime.executor.memory.now_nbytes)
+
+    runtime.executor.do[ActionKind.UNSHARD] = counted
     with torch.no_grad():
         model(torch.ones(1, WIDTH), 2)  # an evaluation, of which there is no schedule yet
         gathered.clear()
         model(torch.ones(1, WIDTH), 8)
         gathered.clear()
+        held.clear()
         model(torch.ones(1, WIDTH), 2)
     assert len(gathered) == 3, gathered  # the two that run, and the one that was gathered ahead
-    block_nbytes = stats(model.blocks[0]).full_nbytes
-    return stats(model).unsharded_nbytes // block_nbytes
+    assert max(held) == 2 * runtime.groups[0].unsharded_nbytes
+    return stats(model).unsharded_nbytes
 
 
 def test_without_agreement_an_early_exit_gathers_no_more_than_it_runs_and_one_ahead():
