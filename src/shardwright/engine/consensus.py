@@ -121,14 +121,14 @@ class Consensus:
         if point is SyncPoint.BACKWARD_END:
             mask = 0
             for group in reversed(groups):
-                mask = mask << len(group.params) | group.reducer.brought
+                mask = mask << len(group.params) | group.reducer.gradient_mask
             return 0, 0, 0, 0, mask
         every = (1 << len(groups)) - 1
         missing = bits(index for index, group in enumerate(groups) if group.stage is Stage.SHARDED)
         if point is not SyncPoint.BACKWARD:
             return missing, every, 0, 0, 0
         not_nearby = every - bits(index for index in self._nearby if groups[index].is_near)
-        kept = bits(index for index, group in enumerate(groups) if group.reducer.joined.keeps)
+        kept = bits(index for index, group in enumerate(groups) if group.reducer.unresolved.keeps)
         always = bits(i for i, group in enumerate(groups) if group.reducer.policy.unused_params)
         return missing, not_nearby, used | always, kept, 0
 

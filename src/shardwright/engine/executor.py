@@ -95,7 +95,7 @@ class Executor:
         self._unshard(action, {self.table.groups[index] for index in action.groups})
 
     def _participate(self, action: Action, nearby: bool = False) -> None:
-        batches.join(self.table.groups[action.group], nearby)
+        batches.participate(self.table.groups[action.group], nearby)
 
     def _participate_nearby(self, action: Action) -> None:
         self._participate(action, nearby=True)
@@ -158,7 +158,7 @@ class Executor:
         if action.part is not None:
             mask = action.part
             for group in self.table.groups:
-                group.reducer.decide(mask)
+                group.reducer.resolve(mask)
                 mask >>= len(group.params)
             for index in tuple(self.pending_steps):
                 for step in self.pending_steps.pop(index, ()):
@@ -167,7 +167,7 @@ class Executor:
     def _land(self, groups: Sequence[ParamGroup]) -> None:
         batches.land([group.reducer for group in groups])
         for group in groups:
-            group.reducer.settle()
+            group.reducer.finalize()
 
     # ---- what is so on this rank
 

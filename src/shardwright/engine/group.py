@@ -244,15 +244,15 @@ class ParamGroup:
             self.decoding.show()
         return held_nbytes
 
-    def cover(self) -> None:
+    def show_sharded(self) -> None:
         """Modules show the shards while the unsharded parameters are kept for the backward: between the two
         everything is as it would be after a reshard, but that memory."""
         if self.stage is Stage.UNSHARDED and not self.decoding.frozen:
             assert self._bound is not None
             self._bound.show(unsharded=False)
 
-    def uncover(self) -> None:
-        """Modules show the unsharded parameters again, where they were covered."""
+    def show_unsharded(self) -> None:
+        """Modules show the unsharded parameters again, where they show the shards."""
         site = self.params[0].sites[0]
         shown = parameters_of(site.module).get(site.name)
         if self.stage is Stage.UNSHARDED and shown is self.params[0].sharded:

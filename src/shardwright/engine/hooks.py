@@ -337,7 +337,7 @@ def reset_step(runtime: Runtime) -> None:
     runtime.rest()
     for group in runtime.groups:
         group.reducer.wait()
-        group.reducer.settle()
+        group.reducer.finalize()
 
 
 def watch_sharded_grad(param: torch.Tensor, call: Callable[[torch.Tensor], None]) -> RemovableHandle:

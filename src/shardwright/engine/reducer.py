@@ -3,13 +3,13 @@
     hold()     take what a backward has brought      (or keep it unsharded, while accumulating)
     reduce()   issue the reduce-scatter of that
     wait()     wait for it; issue the all-reduce over copies, where the mesh has them
-    settle()   wait for that; divide, and add to the gradients of the shards
-    decide()   add what was reduced for others, or drop it
+    finalize() wait for that; divide, and add to the gradients of the shards
+    resolve()  add what was reduced for others, or drop it
 
-Between ``wait`` and ``settle`` the all-reduce runs beside the rest of the backward. Where ranks *join* each
-other's reductions, one that has no gradient of a parameter reduces zeros; whether anybody had one it learns
-at the end of the backward, and what it has got for the parameter is put aside until then. A parameter that
-nobody used so keeps ``grad = None``, as in one process.
+Between ``wait`` and ``finalize`` the all-reduce runs beside the rest of the backward. Where ranks
+*participate* in each other's reductions, one that has no gradient of a parameter reduces zeros; whether
+anybody had one it learns at the end of the backward, and what it has got for the parameter is put aside
+until then. A parameter that nobody used so keeps ``grad = None``, as in one process.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,11 +43,11 @@ from shardwright.transport.watched import Collective, tell
 Hook = Callable[[torch.Tensor], None]
 
 
-class Joined:
+class Unresolved:
     """What a reducer has got for parameters that this rank had no gradient of.
 
     Whether some rank had one is known at the end of the backward; until then what was reduced is put aside.
-    brought: the parameters that this rank has had a gradient of, since the last ``decide``.
+    brought: the parameters that this rank has had a gradient of, since the last ``resolve``.
     keeps: gradients of earlier microbatches are kept on this rank, unsharded.
     """
 
@@ -76,7 +76,7 @@ class Joined:
                 self._aside[param] = total if earlier is None else earlier.add_(total)
         add_sharded_grads([param for param, _ in used], [total for _, total in used])
 
-    def decide(self, brought: set[ShardedParam], again: bool) -> None:
+    def resolve(self, brought: set[ShardedParam], again: bool) -> None:
         """Add what was put aside of the parameters that some rank had a gradient of, and drop the rest.
 
         brought: these parameters. again: gradients of this rank are still on their way.
@@ -100,7 +100,7 @@ class Reducer:
     params: the group's. policy: replaced as a whole by setters.
     hook: called with the group's reduced gradients, one flat tensor for each dtype, before they are added to
         the shards'; stream: where it runs (CUDA).
-    done: whether this backward has reduced them. joined: what is reduced for other ranks' sake.
+    done: whether this backward has reduced them. unresolved: what is reduced for other ranks' sake.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Reducer:
         self.hook: Hook | None = None
         self.stream: Any = None
         self.done = False
-        self.joined = Joined()
+        self.unresolved = Unresolved()
         self.name = name
         self.params = params
         self._axis = axis
@@ -139,22 +139,23 @@ class Reducer:
         """Whether gradients were taken by ``hold`` and not reduced since."""
         return self._held is not None
 
-    def hold(self, join: bool = False, widen: bool = False) -> None:
+    def hold(self, participates: bool = False, promote: bool = False) -> None:
         """Take the gradients that this backward has brought, for ``release``.
 
         While accumulating they stay here, unsharded, to be reduced with later ones.
-        join: other ranks may have gradients where this one has none: those are zeros here. widen: they travel
-        in the reduce dtype, as those of earlier microbatches do, which another rank may have.
+        participates: other ranks may have gradients where this one has none: those are zeros here.
+        promote: they travel in the reduce dtype, as those of earlier microbatches do, which another rank may
+        have.
         """
         assert self._held is None, f"{self.name}: gradients are held already"
-        assert self._reduction is None and self._all_reduce is None, f"{self.name}: wait and settle first"
-        if self.done and join:
+        assert self._reduction is None and self._all_reduce is None, f"{self.name}: wait and finalize first"
+        if self.done and participates:
             self._refuse_optimizer_inside()
         self.done = True
         self._held = []
         if not self._partial:  # what is added up must have been divided alike
             self._predivisor = predivisor(self.policy.divisor(self._ranks))
-        self.joined.keeps = not self.policy.reduce
+        self.unresolved.keeps = not self.policy.reduce
         trained = []
         for param in self.params:
             if param.sharded.requires_grad:
@@ -163,18 +164,18 @@ class Reducer:
                 param.bound.param.grad = None  # frozen since the forward: as in one process it brings none
         taken = take_grads(trained)
         grads: Grads = [(p, grad) for p, grad in zip(trained, taken, strict=True) if grad is not None]
-        if not self.joined.keeps:
-            self.joined.brought.update(trained if self.policy.unused_params else [p for p, _ in grads])
-            if len(grads) < len(trained) and (join or self.policy.unused_params):
+        if not self.unresolved.keeps:
+            self.unresolved.brought.update(trained if self.policy.unused_params else [p for p, _ in grads])
+            if len(grads) < len(trained) and (participates or self.policy.unused_params):
                 missing = [param for param, grad in zip(trained, taken, strict=True) if grad is None]
                 zeros = dict(zip(missing, zero_grads(missing, self._precision), strict=True))
                 found = dict(grads) | zeros
                 grads = [(param, found[param]) for param in trained]
-        if widen or self.joined.keeps:
+        if promote or self.unresolved.keeps:
             params = [param for param, _ in grads]
             wide = cast([grad for _, grad in grads], self._reduce_dtypes(params))
             grads = list(zip(params, wide, strict=True))
-        if not self.joined.keeps:
+        if not self.unresolved.keeps:
             self._held = grads
             return
         for param, grad in grads:
@@ -268,7 +269,7 @@ class Reducer:
         tell(self.copies, Collective.ALL_REDUCE)
         self._all_reduce = all_reduce, params
 
-    def settle(self) -> None:
+    def finalize(self) -> None:
         """Wait for the all-reduce, and add to the shards' gradients. No-op where none is out."""
         if self._all_reduce is not None:
             all_reduce, params = self._all_reduce
@@ -278,17 +279,17 @@ class Reducer:
                 self._finish(totals, params)
 
     @property
-    def brought(self) -> int:
-        """Bits of the parameters that this rank has had a gradient of, since the last ``decide``."""
-        brought = self.joined.brought
+    def gradient_mask(self) -> int:
+        """Bits of the parameters that this rank has had a gradient of, since the last ``resolve``."""
+        brought = self.unresolved.brought
         if len(brought) == len(self.params):
             return (1 << len(self.params)) - 1
         return sum((param in brought) << place for place, param in enumerate(self.params))
 
-    def decide(self, brought: int) -> None:
+    def resolve(self, brought: int) -> None:
         """Add or drop what was put aside; ``brought``: bits of the parameters that somebody used."""
         used = {param for place, param in enumerate(self.params) if brought >> place & 1}
-        self.joined.decide(used, again=bool(self._partial))
+        self.unresolved.resolve(used, again=bool(self._partial))
 
     def zeros(self) -> Grads:
         """Gradients of zeros, of what is trained: to time the collectives alone."""
@@ -299,7 +300,7 @@ class Reducer:
         """Forget the gradients of a backward that failed; what is in flight ends unseen."""
         self._partial = {}
         self._held = None
-        self.joined.drop()
+        self.unresolved.drop()
         self.done = False
         if self._reduction is not None:
             self._reduction = (self._reduction[0], [])
@@ -315,7 +316,7 @@ class Reducer:
                 foreach_div_(sums, rest)
         if self.hook is not None:
             self._call(self.hook, totals)
-        self.joined.add(params, totals)
+        self.unresolved.add(params, totals)
 
     def _call(self, hook: Hook, totals: list[torch.Tensor]) -> None:
         """Show the caller's hook one flat tensor of each dtype, and take over what it makes of it."""

@@ -143,7 +143,7 @@ class Runtime:
     def _do(self, kind: ActionKind, group: ParamGroup) -> None:
         index = self.table.number(group)
         if kind is ActionKind.UNSHARD:
-            group.uncover()
+            group.show_unsharded()
         follower = self._follower if self._runs else None
         if kind is ActionKind.UNSHARD and (follower is None or follower.mode is Mode.LOCAL):
             self.executor.asked.add(index)
@@ -268,9 +268,9 @@ class Runtime:
             if kind is EventKind.FORWARD_END:
                 # What the caller sees between forward and backward doesn't depend on what the planner keeps.
                 if follower.recorded.specs[event.group].reshard_after_forward is None:
-                    self.groups[event.group].cover()
+                    self.groups[event.group].show_sharded()
             elif kind in BEGINS:
-                self.groups[event.group].uncover()
+                self.groups[event.group].show_unsharded()
             run = self._runs[-1]
             if len(step.taken) == 1:
                 took_s = time.perf_counter() - start
