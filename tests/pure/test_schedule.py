@@ -343,6 +343,7 @@ def stops(*lines: str) -> Schedule:
         (("backward", "E: wait-reduce 3"), "no reduction in flight"),
         (("backward", "G 0: reduce 0, step 0", "E: wait-reduce 0"), "aren't reduced"),
         (("backward", "G 0: reduce 0", "E: wait-reduce 0, step 0, step 0"), "aren't reduced"),
+        (("backward", "G 0: reduce 0, all-reduce 0", "E: wait-reduce 0"), "all-reduces group 0"),
         (("backward", "G 0: hold 0", "E:"), "left at the end"),
         (("backward", "G 0: hold 0", "G 0: hold 0"), "held already"),
         (("backward", "G 0: reduce 0", "G 0: hold 0"), "already being reduced"),

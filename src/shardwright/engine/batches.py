@@ -165,9 +165,8 @@ def _issued(grads: Mapping[Reducer, Grads]) -> list[tuple[Reducer, Reduction]]:
     return flying
 
 
-def land(reducers: Sequence[Reducer]) -> None:
-    """Wait for reduce-scatters, and issue the all-reduces over copies, one for each transport."""
-    found = {reducer: reducer.land() for reducer in reducers}
+def all_reduce(found: Mapping[Reducer, Mapping[ShardedParam, torch.Tensor]]) -> None:
+    """Issue the all-reduces over copies of what reduce-scatters have brought, one for each transport."""
     partial = {reducer: totals for reducer, totals in found.items() if totals}
     for comm, members in _by_comm(partial, lambda reducer: reducer.copies):
         values = [total for reducer in members for total in partial[reducer].values()]

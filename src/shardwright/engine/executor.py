@@ -5,11 +5,15 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
+import torch
+
 from shardwright.engine import batches, edits
 from shardwright.engine.group import ParamGroup, Stage, follow_freezing, keeps_grads
 from shardwright.engine.group_table import GroupTable
+from shardwright.engine.reducer import Reducer
 from shardwright.errors import Diverged
 from shardwright.params.flat_param import FlatParam
+from shardwright.params.param import ShardedParam
 from shardwright.policy import Agreement
 from shardwright.schedule.recorded import bits
 from shardwright.schedule.schedule import Action, ActionKind, Phase
@@ -61,6 +65,9 @@ class Executor:
         self.participates = False
         self.pending_steps: dict[int, dict[Callable[[], None], None]] = {}
         self.asked: set[int] = set()
+        self._partial: dict[
+            Reducer, dict[ShardedParam, torch.Tensor]
+        ] = {}  # sums over shards, not over copies
         self._compared: set[int] = set()  # ids of transports on which all ranks hold the same groups
         self.do: dict[ActionKind, Callable[[Action], None]] = {
             ActionKind.UNSHARD: self._unshard,
@@ -75,6 +82,7 @@ class Executor:
             ActionKind.REDUCE: self._reduce,
             ActionKind.ACCUMULATE: self._reduce,
             ActionKind.WAIT_REDUCE: self._wait_reduce,
+            ActionKind.ALL_REDUCE: self._all_reduce,
             ActionKind.STEP: self._step,
             ActionKind.FINALIZE: self._finalize,
         }
@@ -144,7 +152,14 @@ class Executor:
         batches.reduce([group.reducer for group in groups])
 
     def _wait_reduce(self, action: Action) -> None:
-        batches.land([self.table.groups[index].reducer for index in action.groups])
+        for index in action.groups:
+            reducer = self.table.groups[index].reducer
+            self._partial[reducer] = reducer.land()
+
+    def _all_reduce(self, action: Action) -> None:
+        """Issue the all-reduce over copies of what was waited for, where it wasn't issued yet."""
+        reducers = [self.table.groups[index].reducer for index in action.groups]
+        batches.all_reduce({each: self._partial.pop(each) for each in reducers if each in self._partial})
 
     def _step(self, action: Action) -> None:
         """Take the steps that are pending: each once, in the order in which their gradients came."""
@@ -165,7 +180,8 @@ class Executor:
                     step()
 
     def _land(self, groups: Sequence[ParamGroup]) -> None:
-        batches.land([group.reducer for group in groups])
+        landed = {group.reducer: group.reducer.land() for group in groups}
+        batches.all_reduce({each: self._partial.pop(each, None) or own for each, own in landed.items()})
         for group in groups:
             group.reducer.finalize()
 
@@ -239,6 +255,7 @@ class Executor:
     def drop(self) -> None:
         """Forget a step that an exception ended: steps that are pending, gradients that are not reduced."""
         self.pending_steps.clear()
+        self._partial.clear()
         for group in self.table.groups:
             group.drop_grads()
         self.reshard_unsharded()

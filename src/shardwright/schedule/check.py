@@ -66,6 +66,10 @@ class _State:
             _require(group in self.reducing, f"{stop}: group {group} has no reduction in flight to wait for")
             self.reducing.remove(group)
             self.reduced.add(group)
+        elif kind is ActionKind.ALL_REDUCE:
+            _require(
+                group in self.reduced, f"{stop}: all-reduces group {group}, whose gradients aren't reduced"
+            )
         elif kind is ActionKind.STEP:
             _require(group in self.reduced, f"{stop}: steps group {group}, whose gradients aren't reduced")
             self.reduced.remove(group)

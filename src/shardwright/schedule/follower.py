@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 from shardwright.errors import StageError
 from shardwright.policy import SchedulePolicy
 from shardwright.schedule.group_states import Groups
-from shardwright.schedule.recorded import UNPLANNED, PlannedPhase, RecordedSchedules
+from shardwright.schedule.recorded import UNPLANNED, PlannedPhase, RecordedSchedules, bits
 from shardwright.schedule.schedule import (
     BEGINS,
     ENDS,
@@ -127,7 +127,7 @@ class Follower:
         self.settles = True
         self.used = 0
         self.cursors: tuple[Cursor, ...] = ()
-        self.groups = Groups()
+        self.groups = Groups(_copied(specs))
         self._forwards: tuple[int, ...] | None = ()  # entries since the last backward; None: it was the last
         self._exact: tuple[Step, ...] = ()
         self._place = 0  # of ``_exact``
@@ -244,12 +244,13 @@ class Follower:
         """Forget the phases that an exception ended, and the gradients on their way."""
         self.cursors, self._agenda, self._exact, self._place = (), (), (), 0
         self._taken, self._event, self._given = (), None, 0
-        self.groups = Groups()
+        self.groups = Groups(self.groups.copied)
 
     def replan(self, policy: SchedulePolicy, specs: Sequence[GroupSpec]) -> None:
         """Plan anew: the policy or what is known of a group has changed; on every rank."""
         self._leave_exact()
         self.recorded.replan(policy, tuple(specs))
+        self.groups.copied = _copied(specs)
 
     # ---- the agenda
 
@@ -599,3 +600,8 @@ def _keeps(spec: GroupSpec, phase: Phase) -> bool:
 def _numbers(mask: int) -> list[int]:
     """The numbers whose bits are set, ascending."""
     return [group for group in range(mask.bit_length()) if mask >> group & 1]
+
+
+def _copied(specs: Sequence[GroupSpec]) -> int:
+    """Bits of the groups whose shards have copies."""
+    return bits(group for group, spec in enumerate(specs) if spec.needs_copies_reduced)

@@ -30,10 +30,12 @@ class Groups:
     """What the agreed actions have made of the groups (``states``), and those that an event has led to so
     far.
 
+    copied: bits of those whose shards have copies, over which gradients are summed too.
     ``states`` is replaced and never edited, so a shallow copy is a copy.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, copied: int = 0) -> None:
+        self.copied = copied
         self.states = GroupStates()
         self.actions: tuple[Action, ...] = ()
 
@@ -89,7 +91,7 @@ class Groups:
     def pass_reduction(self, action: Action) -> None:
         """An action of the schedule on gradients, of the groups that some rank may have gradients of."""
         groups = [group for group in action.groups if self.states.used_by_some >> group & 1]
-        if action.kind is ActionKind.STEP:
+        if action.kind in (ActionKind.STEP, ActionKind.ALL_REDUCE):
             self.actions += (action,)
         elif action.kind is ActionKind.WAIT_REDUCE:
             self.wait_reduce(action.groups, planned=True)
@@ -124,8 +126,11 @@ class Groups:
         for together in self.states.in_flight:
             if not set(together).isdisjoint(groups):
                 self.do(ActionKind.WAIT_REDUCE, together)
+                copied = [group for group in together if self.copied >> group & 1]
                 if not planned:
                     self.do(ActionKind.STEP, together)
+                    if copied:
+                        self.do(ActionKind.ALL_REDUCE, copied)
                 self.set(in_flight=tuple(each for each in self.states.in_flight if each is not together))
 
     def finalize(self, grad_mask: int | None) -> None:

@@ -168,6 +168,9 @@ class Planner:
         ready = [group for group in steps if not self.spec_of(group).needs_copies_reduced]
         if ready:
             actions.append(Action(ActionKind.STEP, tuple(ready)))
+        copied = tuple(group for group in together if self.spec_of(group).needs_copies_reduced)
+        if copied:
+            actions.append(Action(ActionKind.ALL_REDUCE, copied))
         self.unstepped += [group for group in steps if group not in (*ready, *self.unstepped)]
 
     # ---- gathering ahead

@@ -51,9 +51,9 @@ class ActionKind(StrEnum):
     """What the runtime does at an event; the value is its text form.
 
     Those of a schedule: UNSHARD issues an all-gather, WAIT waits for it, RESHARD frees what it brought. HOLD
-    takes gradients for a later REDUCE, which issues a reduce-scatter; WAIT_REDUCE waits for it, STEP steps
-    the optimizers inside of the backward. RESHARD_NEARBY keeps shards over the smaller world, UNSHARD_NEARBY
-    gathers from those.
+    takes gradients for a later REDUCE, which issues a reduce-scatter; WAIT_REDUCE waits for it, ALL_REDUCE
+    issues the sum over copies of the shards, STEP steps the optimizers inside of the backward. RESHARD_NEARBY
+    keeps shards over the smaller world, UNSHARD_NEARBY gathers from those.
 
     The others are decided as a step runs: PARTICIPATE launches an all-gather for other ranks, into memory
     that nobody reads. KEEP keeps shards over the smaller world of what stays unsharded. ACCUMULATE keeps
@@ -72,6 +72,7 @@ class ActionKind(StrEnum):
     REDUCE = "reduce"
     ACCUMULATE = "accumulate"
     WAIT_REDUCE = "wait-reduce"
+    ALL_REDUCE = "all-reduce"
     STEP = "step"
     FINALIZE = "finalize"
 
