@@ -160,7 +160,7 @@ def test_prefetch_and_reductions_stay_within_their_limits(step, policy):
 
 
 @given(steps(), POLICIES)
-def test_what_shares_a_collective_is_small_and_of_one_lane(step, policy):
+def test_what_shares_a_collective_is_small_and_of_one_bucket_key(step, policy):
     orders, facts = step
     for actions in (
         actions for stops in plan(orders, policy, facts.__getitem__).phases.values() for _, actions in stops

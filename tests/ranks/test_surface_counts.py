@@ -15,7 +15,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from shardwright import MixedPrecisionPolicy, SchedulePolicy, checkpoint, fully_shard, set_transport, stats
 from shardwright.errors import StageError
 from shardwright.params.buffer import Buffer
-from shardwright.params.smaller_world import Near
+from shardwright.params.smaller_world import SmallerWorld
 from tests.ranks.models import Run, batches, build, loss_of, shard_decoder
 from tests.ranks.pool import run_ranks
 from tests.ranks.routes import built, inputs
@@ -296,9 +296,9 @@ class Held:
         self.buffers: WeakSet = WeakSet()
         self.nears: WeakSet = WeakSet()
         self.watch(Buffer, "__init__", self.buffers)
-        self.watch(Near, "__init__", self.nears)
+        self.watch(SmallerWorld, "__init__", self.nears)
         self.watch(Buffer, "alloc", self.buffers)
-        self.watch(Near, "keep", self.nears)
+        self.watch(SmallerWorld, "keep", self.nears)
 
     def watch(self, kind: type, name: str, known: WeakSet) -> None:
         method = getattr(kind, name)

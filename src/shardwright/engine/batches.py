@@ -11,7 +11,7 @@ from shardwright.engine.group import ParamGroup, Stage
 from shardwright.engine.reducer import Grads, Reducer
 from shardwright.errors import StageError
 from shardwright.params.param import ShardedParam
-from shardwright.params.smaller_world import Near
+from shardwright.params.smaller_world import SmallerWorld
 from shardwright.schedule.layout import ParamLayout
 from shardwright.transport.all_reduce import AllReduce
 from shardwright.transport.base import Comm, Reduction, Segment
@@ -91,7 +91,7 @@ def _fill_discarded(group: ParamGroup, nearby: bool) -> list[Segment] | None:
     return [_filled(param) for param in group.params if param.layout.dim is not None]
 
 
-def _gather_near(near: Near, key: str) -> None:
+def _gather_near(near: SmallerWorld, key: str) -> None:
     segments = []
     for param, layout, shard in near.kept():
         if layout.dim is not None:

@@ -30,7 +30,7 @@ from shardwright.params.flat_param import NAME as FLAT_NAME
 from shardwright.params.flat_param import FlatParam, check_flat
 from shardwright.params.param import ParamSite, ShardedParam
 from shardwright.params.placement import Split
-from shardwright.params.smaller_world import Near
+from shardwright.params.smaller_world import SmallerWorld
 from shardwright.params.subclass import ExtendedParam, is_extended, not_extensible
 from shardwright.policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, adopt
 from shardwright.torch_private import buffers_of, concatenated, parameters_of
@@ -207,7 +207,7 @@ def _make_group(
     axis = params[0].axis
     group = ParamGroup(name, params, axis, options.precision)
     if world is not None and 1 < world < axis.world and not group.decoding.extended:
-        group.near = Near(smaller_world(axis, world), group.params)
+        group.near = SmallerWorld(smaller_world(axis, world), group.params)
     return group
 
 

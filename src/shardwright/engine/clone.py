@@ -22,7 +22,7 @@ from shardwright.engine.unit import Unit, mark, unit_of, units_in, unmark
 from shardwright.errors import InputError, StageError
 from shardwright.params.flat_param import places_of
 from shardwright.params.param import ParamSite, ShardedParam
-from shardwright.params.smaller_world import Near
+from shardwright.params.smaller_world import SmallerWorld
 from shardwright.policy import MixedPrecisionPolicy, ReductionPolicy, SchedulePolicy
 from shardwright.schedule.schedule import GroupSpec
 from shardwright.torch_private import hook_tables_of
@@ -218,5 +218,5 @@ def _build_group(unit: Unit, made: GroupPrint, modules: dict[str, nn.Module]) ->
     if made.custom is not None:
         group.comm = group.reducer.comm = CustomComm(made.axis.comm, made.axis.group, *made.custom)
     if made.near_world is not None:
-        group.near = Near(smaller_world(made.axis, made.near_world), group.params)
+        group.near = SmallerWorld(smaller_world(made.axis, made.near_world), group.params)
     return group

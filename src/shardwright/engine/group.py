@@ -20,7 +20,7 @@ from shardwright.params.buffer import Buffer
 from shardwright.params.param import ShardedParam
 from shardwright.params.quantized.group import Decoding
 from shardwright.params.rows import Rows
-from shardwright.params.smaller_world import Near, Versions
+from shardwright.params.smaller_world import SmallerWorld, Versions
 from shardwright.params.subclass import follow_extensions
 from shardwright.policy import MixedPrecisionPolicy
 from shardwright.torch_private import local_of, parameters_of, version_of
@@ -63,7 +63,7 @@ class ParamGroup:
         self.policy = policy
         self.comm: Comm = axis.comm
         self.reducer = Reducer(name, self.params, axis, policy)
-        self.near: Near | None = None
+        self.near: SmallerWorld | None = None
         self.decoding = Decoding(self.params, policy, axis.device)
         self.stage = Stage.SHARDED
         self.buffer: Buffer | None = None
@@ -93,7 +93,7 @@ class ParamGroup:
         self.params = self.reducer.params = tuple(params)
         self.decoding = Decoding(self.params, self.policy, self.axis.device)
         comm = self.near.comm if self.near and not self.decoding.extended else None
-        self.near = None if comm is None else Near(comm, self.params)
+        self.near = None if comm is None else SmallerWorld(comm, self.params)
         self.buffer = self._bound = None
         self._gathered_versions = ()
 

@@ -16,7 +16,7 @@ from shardwright.transport.base import Comm, Gather
 Versions = tuple[tuple[int, int], ...]
 
 
-class Near:
+class SmallerWorld:
     """What a group keeps of its parameters on this rank: shards over ``comm``'s ranks, or nothing.
 
     held_nbytes: bytes of the shards kept now.

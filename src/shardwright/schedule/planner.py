@@ -104,8 +104,8 @@ class Planner:
             actions.append(Action(ActionKind.WAIT, (group,)))
 
     def _end_step(self, actions: list[Action]) -> None:
-        for lane in dict.fromkeys(self.spec_of(group).bucket_key for group in self.held):
-            self._issue_reduction([g for g in self.held if self.spec_of(g).bucket_key == lane], actions)
+        for bucket_key in dict.fromkeys(self.spec_of(group).bucket_key for group in self.held):
+            self._issue_reduction([g for g in self.held if self.spec_of(g).bucket_key == bucket_key], actions)
         for together in tuple(self.reducing):
             self._wait_reduce(together, actions)
         if self.unstepped:
@@ -148,9 +148,11 @@ class Planner:
             actions.append(Action(ActionKind.HOLD, (group,)))
 
     def _companions(self, group: int) -> list[int]:
-        lane = self.spec_of(group).bucket_key
+        bucket_key = self.spec_of(group).bucket_key
         return (
-            [] if lane is None else [other for other in self.held if self.spec_of(other).bucket_key == lane]
+            []
+            if bucket_key is None
+            else [other for other in self.held if self.spec_of(other).bucket_key == bucket_key]
         )
 
     def _issue_reduction(self, groups: Sequence[int], actions: list[Action]) -> None:
@@ -228,8 +230,8 @@ class Planner:
 
     def _joins(self, group: int, batch: Sequence[int]) -> bool:
         """Whether the group's all-gather may be part of that of ``batch``."""
-        lane = self.spec_of(group).bucket_key
-        if lane is None or lane != self.spec_of(batch[0]).bucket_key:
+        bucket_key = self.spec_of(group).bucket_key
+        if bucket_key is None or bucket_key != self.spec_of(batch[0]).bucket_key:
             return False
         sizes = (self.spec_of(other).nbytes for other in batch[1:])
         return fits(sizes, self.spec_of(group).nbytes, self.policy.bucket_cap_nbytes)
