@@ -136,7 +136,7 @@ class Follower:
         self._answer: Answer = 0
         self._taken: tuple[ScheduleEntry, ...] = ()
         self._event: Event | None = None
-        self._given = 0  # how many of them were given out
+        self._given = 0  # actions of this event that were returned by now
 
     def __copy__(self) -> "Follower":
         copied = Follower.__new__(Follower)
