@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from shardwright.errors import InputError
 from shardwright.schedule.flat_layout import FlatLayout
 from shardwright.schedule.layout import ALIGNMENT_NBYTES, GroupLayout, ParamLayout, Spans, equal_spans, pack
+from shardwright.transport.base import Segment
+from shardwright.transport.nccl import padded
 
 SHAPES = st.lists(st.integers(0, 9), min_size=1, max_size=4).map(tuple)
 WORLDS = st.integers(1, 9)
@@ -118,3 +120,22 @@ def test_spans_know_what_follows_of_them(layout):
 @pytest.mark.parametrize("spans", [((0, 2), (4, 6)), ((0, 0), (0, 3)), ((0, 1), (1, 4))])
 def test_spans_with_gaps_or_a_longer_one_behind_a_shorter_are_not_chunks(spans):
     assert not Spans(spans).is_chunked and not Spans(spans).is_even
+
+
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
+
+
+@given(WORLDS, st.lists(st.tuples(SHAPES, DTYPES, DTYPES), min_size=1, max_size=4), st.booleans())
+def test_gradients_are_padded_with_zeros_to_equal_parts_in_their_reduce_dtypes(world, kinds, with_gaps):
+    segments = []
+    for shape, dtype, _ in kinds:
+        spans = ParamLayout(shape, world).spans
+        if with_gaps:  # as of rows that a bucket has room for: behind each part something that is no part
+            spans = Spans((start + 3 * rank, stop + 3 * rank) for rank, (start, stop) in enumerate(spans))
+        segments.append(Segment(torch.randn(spans[-1][1] + 3).to(dtype), spans))
+    inputs = padded(segments, [dtype for _, _, dtype in kinds])
+    for flat, segment, (_, _, dtype) in zip(inputs, segments, kinds, strict=True):
+        assert flat.dtype == dtype and flat.numel() == world * segment.spans.longest
+        for part, (start, stop) in zip(flat.view(world, -1), segment.spans, strict=True):
+            assert torch.equal(part[: stop - start], segment.flat[start:stop].to(dtype))
+            assert not part[stop - start :].any()

@@ -56,3 +56,32 @@ def loads(rank, world):
 
 def test_a_plain_full_state_dict_is_loaded_into_weights_tied_across_groups():
     run_ranks(2, loads)
+
+
+class Chain(nn.Module):
+    """Two layers that share a weight."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+def found_later(rank, world):
+    model, reference, x = Chain(), Chain(), torch.ones(2, 4)
+    fully_shard(model.first)
+    model.first(x).sum().backward()  # its group has listed the one place that shows the weight
+    model.zero_grad()
+    fully_shard(model)
+    for each in (model, reference):
+        each(x).sum().backward()
+        torch.optim.SGD(each.parameters(), 0.1).step()
+    assert_same(model, reference, 1e-6)
+
+
+def test_a_tied_weight_that_a_later_call_finds_is_shown_in_every_place_though_its_group_has_run():
+    run_ranks(2, found_later)

@@ -105,7 +105,7 @@ class NcclComm:
         self, flight: "_Flight", segments: Sequence[Segment], dtypes: Sequence[torch.dtype]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """What is read, and the sums."""
-        inputs = _padded(segments, dtypes)
+        inputs = padded(segments, dtypes)
         if self.world == 1:
             return inputs, inputs
         outputs = [flat.new_empty(flat.numel() // self.world) for flat in inputs]
@@ -203,7 +203,7 @@ class _NcclReduction:
         return [total[:numel] for total, numel in zip(self._outputs, self._owned, strict=True)]
 
 
-def _padded(segments: Sequence[Segment], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
+def padded(segments: Sequence[Segment], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
     """The gradients in their reduce dtypes, each rank's span padded with zeros to the longest one.
 
     Where they lie where that is so already; else in memory of one tensor for each dtype, filled at once.
@@ -234,7 +234,8 @@ def _padded(segments: Sequence[Segment], dtypes: Sequence[torch.dtype]) -> list[
                 zeros += [place[end:]] if end < numel else []
             else:
                 zeros.append(place)
-                places += [p[: b - a] for p, (a, b) in zip(place.split(spans.longest), spans, strict=True)]
+                rows = place.view(len(spans), spans.longest)
+                places += [row[: b - a] for row, (a, b) in zip(rows, spans, strict=True)]
                 sources += [flat[a:b] for a, b in spans]
         if zeros:
             foreach_zero_(zeros)
