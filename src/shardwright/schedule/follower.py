@@ -399,9 +399,10 @@ class Follower:
 
     def _take_rest(self) -> None:
         cursor = self.cursors[-1]
-        if cursor.mode is Mode.AGREED:
-            self._take(cursor.plan.entries[cursor.place :])
-        elif cursor.place < len(cursor.plan.entries):
+        rest = cursor.plan.entries[cursor.place :]
+        if cursor.mode is Mode.AGREED or (rest and rest[0].event.kind is EventKind.STEP_END):
+            self._take(rest)
+        elif rest:
             self._move(place=len(cursor.plan.entries))
             self.groups.set(live=0)
 
