@@ -141,7 +141,9 @@ class SimulatedRank:
         self.run(self.follower.on(event))
 
     def end(self) -> None:
+        phases = len(self.follower.cursors)
         self.run(self.follower.end())
+        assert len(self.follower.cursors) == phases - 1
 
     def rest(self) -> None:
         if self.follower.mode is Mode.AGREED:
@@ -368,6 +370,21 @@ def test_a_rank_alone_is_exact_whatever_it_runs_and_asks_nobody(case):
 
 
 FACTS = {group: GroupSpec(nbytes=1) for group in range(4)}
+
+
+def begun_only(rank, _):
+    """A forward in which a module of a group has begun, and its others don't run."""
+    rank.begin(Phase.FORWARD)
+    rank.at(Event(F_BEGIN, 0))
+    rank.end()
+    return dict(rank.held)
+
+
+def test_a_group_of_which_not_all_modules_ran_is_at_rest_after_the_forward_of_a_rank_alone():
+    _, held = run_world(begun_only, [None], SchedulePolicy(), FACTS, Mode.LOCAL)
+    assert held == [{}]
+
+
 A, B, C = 0, 1, 2
 
 

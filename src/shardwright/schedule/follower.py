@@ -521,24 +521,21 @@ class Follower:
     def _end_phase(self) -> None:
         self._leave_exact()
         self._take_rest()
-        cursor = self.cursors[-1]
+        cursor, self.cursors = self.cursors[-1], self.cursors[:-1]
         if cursor.mode is Mode.AGREED:
             self._push("_leave", cursor)
             self._push("_synchronize", SyncPoint.FORWARD_END, cursor.entry)
             self._finish_asking(cursor)
-            self.cursors = self.cursors[:-1]
             return
         if cursor.phase is not Phase.BACKWARD:
             self._leave(cursor._replace(busy=0))
-        else:
-            self.cursors = self.cursors[:-1]
         if cursor.mode is Mode.LOCAL and not cursor.inner and cursor.order != cursor.plan.events:
             self._push("_record", RecordedOrder(cursor.entry, cursor.phase, cursor.order))
             self._push("_describe")
 
     def _leave(self, cursor: Cursor) -> None:
-        """Reshard what the phase leaves unsharded and nobody has asked to keep."""
-        outer = self.cursors if cursor not in self.cursors else self.cursors[:-1]
+        """Reshard what a phase that has ended leaves unsharded, and nobody has asked to keep."""
+        outer = self.cursors
         self.cursors = (*outer, cursor)
         for group in _numbers(self.groups.states.held):
             kept = self.groups.states.live >> group & 1 and cursor.mode is not Mode.HELD
