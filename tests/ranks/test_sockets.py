@@ -94,7 +94,7 @@ def of_embedding(rank, layout):
     """Gradients whose rows are mostly zeros, other rows on each rank, among full ones."""
     torch.manual_seed(rank)
     sparse, full = torch.zeros(layout.shape), torch.randn(layout.shape)
-    used = torch.randint(layout.shape[0], (300,))
+    used = torch.randperm(layout.shape[0])[:300]  # each once: of two writes to a row any may be the last
     sparse[used] = torch.randn(300, layout.shape[1])
     sparse[used[:50]] = -0.0
     return [each.flatten() for each in (full, sparse, full, 0 * sparse.abs())]
