@@ -65,9 +65,8 @@ class Executor:
         self.participates = False
         self.pending_steps: dict[int, dict[Callable[[], None], None]] = {}
         self.asked: set[int] = set()
-        self._partial: dict[
-            Reducer, dict[ShardedParam, torch.Tensor]
-        ] = {}  # sums over shards, not over copies
+        # Gradients that are summed over shards, and not over copies yet.
+        self._partial: dict[Reducer, dict[ShardedParam, torch.Tensor]] = {}
         self._compared: set[int] = set()  # ids of transports on which all ranks hold the same groups
         self.do: dict[ActionKind, Callable[[Action], None]] = {
             ActionKind.UNSHARD: self._unshard,
@@ -175,9 +174,7 @@ class Executor:
             for group in self.table.groups:
                 group.reducer.resolve(mask)
                 mask >>= len(group.params)
-            for index in tuple(self.pending_steps):
-                for step in self.pending_steps.pop(index, ()):
-                    step()
+            self._step(Action(ActionKind.STEP, tuple(self.pending_steps)))
 
     def _land(self, groups: Sequence[ParamGroup]) -> None:
         landed = {group.reducer: group.reducer.land() for group in groups}

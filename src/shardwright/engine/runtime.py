@@ -330,15 +330,15 @@ class Runtime:
     def _follow(self, step: Step) -> Step:
         """The loop; returns its last step. What fails abandons all phases: the next outermost one starts
         clean."""
-        do, taken = self.executor.do, step
+        do = self.executor.do
         try:
             while True:
-                for action in taken.actions:
+                for action in step.actions:
                     do[action.kind](action)
-                if taken.sync is None:
-                    return taken
+                if step.sync is None:
+                    return step
                 assert self._follower is not None
-                taken = self._follower.resume(self._consensus.exchange(taken.sync))
+                step = self._follower.resume(self._consensus.exchange(step.sync))
         except BaseException:
             self._abandoned = True
             if self._follower is not None:

@@ -446,9 +446,13 @@ class Follower:
         if self.cursors[-1].mode is Mode.LOCAL:
             self.groups.gather((group,))
         else:
-            self._push("_ask", 1 << 32 | group)
-            if not self.cursors[-1].asking:
-                self._push("_deviate")
+            self._push_ask(1 << 32 | group)
+
+    def _push_ask(self, code: int) -> None:
+        """Ask for what the schedule doesn't have; the ranks are told so first, where they weren't."""
+        self._push("_ask", code)
+        if not self.cursors[-1].asking:
+            self._push("_deviate")
 
     def _deviate(self) -> Sync:
         """Launch the rest of the phase, and have all ranks ask."""
@@ -512,9 +516,7 @@ class Follower:
                 )
             self._push("_reduce_what_is_left", group, asked + 1)
             self._push("_inspect", group)
-            self._push("_ask", group)
-            if not self.cursors[-1].asking:
-                self._push("_deviate")
+            self._push_ask(group)
 
     # ---- the end of a phase
 
@@ -559,9 +561,7 @@ class Follower:
             self._push("_synchronize", SyncPoint.BACKWARD_END, cursor.entry)
             self._finish_asking(self.cursors[-1])
         elif cursor.mode is Mode.AGREED:
-            self.groups.finalize(
-                None
-            )  # which parameters have gradients is known at the end of the outer backward
+            self.groups.finalize(None)  # which parameters have gradients is known at the outer phase's end
         else:
             self._forwards = None if not cursor.inner else self._forwards
             self.groups.reduce(self.groups.states.held_back)
