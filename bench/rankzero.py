@@ -49,6 +49,14 @@ class NoHost:
     world = 1
     rank = 0
 
+    def exchange(self, words: list[int], key: str) -> list[list[int]]:
+        """The words of every rank."""
+        return [words]
+
+    def all_reduce_words(self, words: list[int], combine: object, key: str) -> list[int]:
+        """The words of all ranks, combined."""
+        return words
+
 
 def _make_comm(ranks: list[int], device_type: str, within: ProcessGroup, host: Comm | None = None) -> Comm:
     log = LaunchLog(ranks, device_type)

@@ -7,7 +7,6 @@ from typing import Generic, TypeVar
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.errors import DataError, InputError
-from shardwright.transport.channel import exchange
 from shardwright.transport.mesh import resolve
 
 T = TypeVar("T")
@@ -56,7 +55,7 @@ class Lockstep(Generic[T]):
         flags = [1 << has]
         for comm in (self._axis.comm, self._axis.replicate):
             if comm is not None:
-                rows = exchange(comm, flags, "lockstep")
+                rows = comm.host.exchange(flags, "lockstep")
                 flags = [0]
                 for row in rows:
                     flags[0] |= row[0]

@@ -79,7 +79,8 @@ EXCEPTIONS: dict[tuple[str, str, str], tuple[int, str]] = {
         "the stages of one group, whatever it is gathered by",
     ),
     ("engine/group.py", "attributes", "ParamGroup"): (14, "what it moves, with what, and where that stands"),
-    ("params/param.py", "attributes", "ShardedParam"): (13, "its two faces, and where the shard lies"),
+    ("params/param.py", "attributes", "ShardedParam"): (14, "its two faces, where it lies, what lies in it"),
+    ("params/param.py", "class lines", "ShardedParam"): (290, "whatever is asked of a parameter of any kind"),
     ("engine/reducer.py", "attributes", "Reducer"): (15, "what it reduces, how, and where that stands"),
     ("observe/diagnosis.py", "file lines", "observe/diagnosis.py"): (
         410,
@@ -105,6 +106,15 @@ BANNED_NAMES = {"utils", "util", "common", "helper", "helpers", "manager", "cont
 BRIDGES = {"torchax": "xla/torch_bridge.py", "transformers": "hf/library.py"}
 HOOKS_FILE = "engine/hooks.py"
 STAGES_FILE = "engine/group.py"
+KINDS = ("Buffer", "Comm", "ShardedParam")
+"""What the house knows of buffers, transports and parameters; who inherits from them is a kind of them."""
+KIND_TESTS = {
+    ("engine/clone.py", "isinstance(comm, CustomComm)"),
+    ("engine/lookups.py", "isinstance(param, FlatParam)"),
+    ("engine/setters.py", "isinstance(group.comm, CustomComm)"),
+    ("params/binding.py", "isinstance(buffer, ReorderedBuffer)"),
+}
+"""(file, test) that ``stray_kind_tests`` lets pass. One not needed fails too."""
 FSDP_FILE = "torch_fsdp.py"
 PRIVATE_FILE = "torch_private.py"
 # Of optimizers, neither of modules nor of autograd; it stands below engine/, and refuses theirs.
@@ -354,6 +364,49 @@ def stray_stages(package: dict[str, str]) -> list[str]:
                 if (stored and node.attr == "stage") or (named and "'stage'" in ast.unparse(node)):
                     complaints.append(f"{path}:{node.lineno}: {ast.unparse(node)}; only _move sets a stage")
     return complaints
+
+
+def stray_kind_tests(package: dict[str, str], exceptions: set[tuple[str, str]]) -> list[str]:
+    """Tests of which kind of buffer, transport or parameter something is, outside of the file of that kind.
+
+    Elsewhere a property or a method of what they all are says what the caller needs to know.
+    """
+    trees = {path: ast.parse(source) for path, source in package.items()}
+    classes = [
+        (path, node) for path in trees for node in ast.walk(trees[path]) if isinstance(node, ast.ClassDef)
+    ]
+    homes = {node.name: path for path, node in classes if node.name in KINDS}
+    for _ in classes:  # until no class is added that inherits from one of them
+        found = {n.name: path for path, n in classes if homes.keys() & {_last_name(base) for base in n.bases}}
+        homes |= found
+    complaints, needed = [], set()
+    for path, tree in trees.items():
+        for node in ast.walk(tree):
+            if any(homes[name] != path for name in _kinds_asked(node) & homes.keys()):
+                test = (path, ast.unparse(node))
+                needed.add(test)
+                if test not in exceptions:
+                    line = getattr(node, "lineno", 0)
+                    complaints.append(f"{path}:{line}: {test[1]}; ask for the fact, not for the kind")
+    return complaints + [f"KIND_TESTS: {test} is not needed (any more)" for test in exceptions - needed]
+
+
+def _kinds_asked(node: ast.AST) -> set[str]:
+    """The names of the classes that this compares the class of an object with."""
+    asked: list[ast.AST] = []
+    if isinstance(node, ast.Call) and _last_name(node.func) in ("isinstance", "issubclass"):
+        asked = list(node.args[1:])
+    elif isinstance(node, ast.Compare) and re.search(r"\btype\(|\b__class__\b", ast.unparse(node)):
+        asked = [node]
+    elif isinstance(node, ast.MatchClass):
+        asked = [node.cls]
+    return {_last_name(each) for part in asked for each in ast.walk(part)}
+
+
+def _last_name(node: ast.AST) -> str:
+    """``"C"`` of ``C``, ``module.C`` and ``"C"``."""
+    name = node.id if isinstance(node, ast.Name) else getattr(node, "attr", getattr(node, "value", ""))
+    return name if isinstance(name, str) else ""
 
 
 def unbounded_groups(package: dict[str, str]) -> list[str]:

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardwright import MixedPrecisionPolicy, SchedulePolicy, fully_shard, lockstep, set_transport, stats
 from shardwright.errors import CommError, DataError, Diverged, InputError
-from shardwright.transport.channel import compare, exchange
+from shardwright.transport.channel import compare
 from shardwright.transport.mesh import resolve
 from tests.ranks.models import Run, assert_same, batches, build, fresh_mesh, loss_of, shard_decoder
 from tests.ranks.pool import run_ranks
@@ -19,7 +19,7 @@ def exchanged(rank, world):
     for transport in TRANSPORTS:
         set_transport(transport)
         axis = resolve(fresh_mesh(world))
-        assert exchange(axis.comm, [rank, -(2**62)], "k") == [[r, -(2**62)] for r in range(world)]
+        assert axis.comm.exchange([rank, -(2**62)], "k") == [[r, -(2**62)] for r in range(world)]
         assert axis.comm.sent_nbytes == 0
         assert compare(axis.comm, "the same", "k") == []
         texts = ["a", "bc"] + ["a"] * (world - 2)

@@ -345,8 +345,8 @@ def _check_flat(found: Found, flat: bool) -> None:
     if flat:
         check_flat(found)
     for param, (fqn, _) in found.items():
-        owner = owner_of(param)
-        if owner is not None and (flat or isinstance(sharded_from(param), FlatParam)):
+        owner, sharded = owner_of(param), sharded_from(param)
+        if owner is not None and (flat or (sharded is not None and sharded.members)):
             raise InputError(
                 f"use_orig_params=False: {fqn!r} is shared with {owner.name!r}, which was wrapped before; "
                 "wrap the module that holds both as one, or leave the argument out"

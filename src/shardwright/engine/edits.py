@@ -4,12 +4,9 @@ from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from shardwright.engine.group import ParamGroup, Stage
-from shardwright.params.param import ShardedParam
-from shardwright.params.subclass import ExtendedParam
-from shardwright.torch_private import local_of, version_of
+from shardwright.torch_private import version_of
 
 
 def unsharded_versions(group: ParamGroup) -> list[int]:
@@ -30,13 +27,9 @@ def write_back(group: ParamGroup, before: Sequence[int], unmarked: bool = True) 
         for param, version in zip(group.params, before, strict=False):
             if param in group.decoding.parts:
                 continue
-            if isinstance(param, ExtendedParam):
-                if version_of(param.unsharded) != version:
-                    param.write_back()
-            elif version_of(param.unsharded) != version or (
-                unmarked and param.own.dtype == param.local.dtype
-            ):
-                param.local.copy_(_rows(param))
+            may_be_edited = unmarked and not param.extended and param.own.dtype == param.local.dtype
+            if may_be_edited or version_of(param.unsharded) != version:
+                param.write_back()
 
 
 _shown: WeakKeyDictionary[ParamGroup, list[int]] = WeakKeyDictionary()
@@ -55,11 +48,3 @@ def reshard(group: ParamGroup, nearby: bool) -> None:
     if before is not None and not group.is_stale:
         write_back(group, before, unmarked=False)  # of shards there may be edits without a mark, too
     group.reshard(nearby)
-
-
-def _rows(param: ShardedParam) -> torch.Tensor:
-    """This rank's rows of the unsharded parameter, as code has left them."""
-    if param.layout.in_order:
-        return param.own
-    face = param.unsharded.detach()
-    return param.rows_of(local_of(face) if isinstance(face, DTensor) else face)

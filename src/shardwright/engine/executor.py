@@ -12,7 +12,6 @@ from shardwright.engine.group import ParamGroup, Stage, follow_freezing, keeps_g
 from shardwright.engine.group_table import GroupTable
 from shardwright.engine.reducer import Reducer
 from shardwright.errors import Diverged
-from shardwright.params.flat_param import FlatParam
 from shardwright.params.param import ShardedParam
 from shardwright.policy import Agreement
 from shardwright.schedule.recorded import bits
@@ -329,9 +328,6 @@ def _lines(group: ParamGroup) -> list[str]:
             f"parameter {name} of group {group.name}: shape {list(layout.shape)}, sharded on dim "
             f"{layout.dim}, {param.sharded.dtype}{'' if param.rows is None else ', rows in use'}"
         )
-        if isinstance(param, FlatParam):
-            names = [(member.names[0], list(member.shape)) for member in param.members]
-            lines += [
-                f"  its member {param.compared.get(name, name)}: shape {shape}" for name, shape in names
-            ]
+        names = [(member.names[0], list(member.shape)) for member in param.members]
+        lines += [f"  its member {param.compared.get(name, name)}: shape {shape}" for name, shape in names]
     return lines

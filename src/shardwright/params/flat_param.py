@@ -9,7 +9,6 @@ where.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,33 +16,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardwright.errors import InputError
-from shardwright.params.param import ParamSite, ShardedParam, Split, attributes_of, give
+from shardwright.params.param import Member, ParamSite, ShardedParam, Split, attributes_of, give
 from shardwright.params.quantized.module import encodings
 from shardwright.params.subclass import is_extended
 from shardwright.schedule.flat_layout import FlatEntry, FlatLayout
 from shardwright.schedule.layout import ParamLayout
 from shardwright.torch_private import CHECKPOINTED, COMPILED, parameters_of
+from shardwright.transport.mesh import Axis
 
 NAME = "_flat_param"
 Found = Mapping[nn.Parameter, tuple[str, list[ParamSite]]]
-
-
-@dataclass(eq=False)
-class Member:
-    """One of the parameters inside: where it lies, the places that show it, what the caller had set on it."""
-
-    entry: FlatEntry
-    sites: list[ParamSite]
-    attributes: dict[str, Any]
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Its names in the module of the flat parameter, one for each path to a place."""
-        return (self.entry.name, *self.entry.aliases)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.entry.shape
 
 
 class FlatParam(ShardedParam):
@@ -91,7 +73,7 @@ class FlatParam(ShardedParam):
                 site.module.__dict__[site.name] = view
 
     def show_whole(self, whole: torch.Tensor, grad: torch.Tensor | None) -> list[nn.Parameter]:
-        """Each member as a parameter over its part of ``whole``, in place of the flat one."""
+        """See ``ShardedParam.show_whole``. No module shows the flat parameter then."""
         shown = []
         for site in self.sites:
             del parameters_of(site.module)[site.name]
@@ -104,7 +86,7 @@ class FlatParam(ShardedParam):
         return shown
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """One row of numbers from one tensor for each member."""
+        """See ``ShardedParam.join``."""
         return torch.cat([part.detach().reshape(-1) for part in parts])
 
     def parts_of(self, whole: torch.Tensor) -> list[torch.Tensor]:
@@ -130,8 +112,7 @@ class FlatParam(ShardedParam):
     # ---- state dicts
 
     def entries(self, key: str, whole: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """``(name, tensor)`` of each member and place, from a whole tensor laid out like this parameter.
-        Copies. key: what the flat one is called."""
+        """See ``ShardedParam.entries``. Copies, under every name of each member."""
         prefix = key.removesuffix(self.sites[0].name)
         for member, part in zip(self.members, self.parts_of(whole), strict=True):
             own = part.clone()
@@ -139,28 +120,9 @@ class FlatParam(ShardedParam):
                 yield prefix + name, own
 
     def names(self, key: str) -> list[str]:
-        """The first name of each member, where the flat parameter is called ``key``."""
+        """See ``ShardedParam.names``."""
         prefix = key.removesuffix(self.sites[0].name)
         return [prefix + member.names[0] for member in self.members]
-
-    def cut(self, whole: torch.Tensor) -> DTensor:
-        """A whole member as a DTensor cut by rows over the axis, as if it lay by itself. A copy."""
-        axis = self.axis
-        layout = ParamLayout(tuple(whole.shape), axis.world, 0 if whole.ndim else None)
-        start, stop = layout.row_range(axis.rank)
-        local = (whole.narrow(0, start, stop - start) if whole.ndim else whole).clone()
-        placements = axis.placements(Shard(0) if whole.ndim else Replicate())
-        return DTensor.from_local(
-            local, axis.mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
-        )
-
-    def fill(self, local: torch.Tensor, index: int, value: torch.Tensor) -> None:
-        """Copy this rank's part of a member's whole value into a shard laid out like this parameter's."""
-        begin, end = self.layout.span(self.axis.rank)
-        entry = self.members[index].entry
-        first, stop = entry.held(begin, end)
-        place = entry.start + first - begin
-        local[place : place + stop - first].copy_(value.detach().reshape(-1)[first:stop])
 
 
 def _shared(attributes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -173,10 +135,20 @@ def _shared(attributes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
+def cut_by_rows(whole: torch.Tensor, axis: Axis) -> DTensor:
+    """A whole tensor as a DTensor cut by rows over an axis; of a member, as if it lay by itself. A copy."""
+    layout = ParamLayout(tuple(whole.shape), axis.world, 0 if whole.ndim else None)
+    start, stop = layout.row_range(axis.rank)
+    local = (whole.narrow(0, start, stop - start) if whole.ndim else whole).clone()
+    placements = axis.placements(Shard(0) if whole.ndim else Replicate())
+    return DTensor.from_local(
+        local, axis.mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+
+
 def places_of(param: ShardedParam) -> tuple[list[ParamSite], ...]:
     """The places that show a parameter, then those of each member of a flat one: what ``twin`` takes."""
-    members = param.members if isinstance(param, FlatParam) else ()
-    return (param.sites, *(member.sites for member in members))
+    return (param.sites, *(member.sites for member in param.members))
 
 
 WRAPPED = "_fsdp_wrapped_module"  # what torch, and so our wrapper, calls the module inside of it

@@ -6,10 +6,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardwright.params.flat_param import FlatParam
 from shardwright.params.param import ShardedParam
 from shardwright.params.quantized.group import EncodedPair, pairs_in
-from shardwright.params.subclass import ExtendedParam, copied
+from shardwright.params.subclass import copied
 from shardwright.transport.cpu.pages import pages_of_its_own
 
 
@@ -47,10 +46,8 @@ def stream_full(
         if not shared:
             collected.clear()
         param = params.get(id(value))
-        if whole is not None and isinstance(param, FlatParam):
-            yield from param.entries(name, whole)
-        elif whole is not None:
-            yield name, whole
+        if whole is not None:
+            yield from ((name, whole),) if param is None else param.entries(name, whole)
 
 
 def _decoded(
@@ -65,9 +62,10 @@ def _decoded(
 
 
 def _whole(value: torch.Tensor, param: ShardedParam | None, dst: int) -> torch.Tensor | None:
-    if param is None or param.inner is not None or isinstance(param, ExtendedParam):
+    if param is None or param.inner is not None or param.extended:
         whole = (value.full_tensor() if isinstance(value, DTensor) else value).detach()
-        return copied(whole).to("cpu") if isinstance(param, ExtendedParam) else whole.to("cpu", copy=True)
+        is_extended = param is not None and param.extended
+        return copied(whole).to("cpu") if is_extended else whole.to("cpu", copy=True)
     layout, axis = param.layout, param.axis
     local = param.local.detach()
     if layout.dim is None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwright.params.flat_param import FlatParam, original_name
+from shardwright.params.flat_param import original_name
 from shardwright.params.param import ShardedParam
 from shardwright.params.quantized.module import encode_entries
 
@@ -34,7 +34,7 @@ def shard_plain_entries(
     # A wrapper's own name isn't part of the names in a state dict, until that wrapper's hook puts it there.
     known = {original_name(key): key for key in state if key.startswith(prefix)}
     for param in params:
-        if isinstance(param, FlatParam) and f"{prefix}{param.sites[0].name}" not in state:
+        if param.members and f"{prefix}{param.sites[0].name}" not in state:
             _flatten_entries(param, state, (prefix, known), missing, errors)
             continue
         for site in param.sites:
@@ -51,7 +51,7 @@ def shard_plain_entries(
 
 
 def _flatten_entries(
-    param: FlatParam,
+    param: ShardedParam,
     state: dict[str, Any],
     place: tuple[str, dict[str, str]],
     missing: list[str],
@@ -64,7 +64,8 @@ def _flatten_entries(
     prefix, known = place
     shard = param.local.detach()
     local = torch.zeros_like(shard, device=param.axis.device) if shard.is_meta else shard.clone()
-    for index, member in enumerate(param.members):
+    span = param.layout.span(param.axis.rank)
+    for member in param.members:
         keys = [known.get(original_name(prefix + name), "") for name in member.names]
         values = [state.pop(key) for key in keys if key in state]
         shown = original_name(f"{prefix}{member.names[0]}")
@@ -77,5 +78,5 @@ def _flatten_entries(
             )
         else:
             value = values[0].full_tensor() if isinstance(values[0], DTensor) else values[0]
-            param.fill(local, index, value)
+            member.fill(local, span, value)
     state[f"{prefix}{param.sites[0].name}"] = param.dtensor(local)

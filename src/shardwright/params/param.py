@@ -9,7 +9,7 @@ second); sharding swaps which of them the module shows, never their identity.
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import ref
@@ -25,6 +25,7 @@ from shardwright.params.offload import DeviceCopy, placed
 from shardwright.params.placement import ParamPlacement, Split
 from shardwright.params.rows import Rows
 from shardwright.policy import MixedPrecisionPolicy, OptimizerOffloadPolicy
+from shardwright.schedule.flat_layout import FlatEntry
 from shardwright.schedule.layout import ParamLayout
 from shardwright.torch_private import DTensorSpec, TensorMeta, local_of, parameters_of, spec_of, version_of
 from shardwright.transport.base import Segment
@@ -54,6 +55,31 @@ class ParamSite:
     name: str
 
 
+@dataclass(eq=False)
+class Member:
+    """One parameter in a flat one: where it lies, the places that show it, what the caller had set on it."""
+
+    entry: FlatEntry
+    sites: list[ParamSite]
+    attributes: dict[str, Any]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its names in the module of the flat parameter, one for each path to a place."""
+        return (self.entry.name, *self.entry.aliases)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.entry.shape
+
+    def fill(self, local: torch.Tensor, span: tuple[int, int], value: torch.Tensor) -> None:
+        """Copy this one's part of ``local``, which is elements ``span`` of the flat parameter, from its whole
+        value."""
+        first, stop = self.entry.held(*span)
+        place = self.entry.start + first - span[0]
+        local[place : place + stop - first].copy_(value.detach().reshape(-1)[first:stop])
+
+
 @dataclass
 class Unsharded:
     """The unsharded face, bound to a buffer: the parameter that modules see, and the region it lies in."""
@@ -73,9 +99,10 @@ class ShardedParam:
     kept_dtype: it is never cast (codes, scales). rows: ranks move only those in use (a lookup's), or None.
     bound: its unsharded face; None until it is made, before the first all-gather or by it.
     extended: its class says itself what is gathered. shows_itself: to show it takes more than to write its
-        sites.
+        sites. members: of a flat parameter those that it is made of, one after another; else ().
     """
 
+    members: Sequence[Member] = ()
     extended = False
     shows_itself = False
 
@@ -307,12 +334,42 @@ class ShardedParam:
         local tensor on that alone."""
         return version_of(self.local) + version_of(self.sharded)
 
+    def write_back(self) -> None:
+        """Copy this rank's rows of the unsharded parameter, as code has left them, into the shard."""
+        rows = self.own
+        if not self.layout.in_order:
+            face = self.unsharded.detach()
+            rows = self.rows_of(local_of(face) if isinstance(face, DTensor) else face)
+        self.local.copy_(rows)
+
     def gather_segment(self, layout: ParamLayout | None = None) -> Segment:
         """Its part in the group's all-gather; ``layout``: over another world, at most as large."""
         assert self.bound is not None, "bind() first"
         if layout is None:
             return Segment(self.bound.region, self.layout.spans)
         return Segment(self.bound.region[: layout.padded_numel], layout.spans)
+
+    # ---- state dicts: the parameters of the model as it was, of which a flat parameter holds several
+
+    def names(self, key: str) -> list[str]:
+        """The first name of each in a state dict, where this parameter is called ``key``."""
+        return [key]
+
+    def entries(self, key: str, whole: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """``(name, tensor)`` of each, from a whole tensor that lies like this parameter, which is called
+        ``key``."""
+        yield key, whole
+
+    def show_whole(self, whole: torch.Tensor, grad: torch.Tensor | None) -> list[nn.Parameter]:
+        """Have modules show each as a parameter over its part of ``whole``; these parameters."""
+        shown = give(self.attributes, nn.Parameter(whole, requires_grad=self.trainable))
+        shown.grad = grad
+        self.show(shown)
+        return [shown]
+
+    def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """A whole tensor that lies like this parameter, from one tensor for each."""
+        return parts[0].detach()
 
 
 def keep_attributes(param: ShardedParam) -> None:

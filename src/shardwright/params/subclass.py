@@ -163,7 +163,7 @@ class ExtendedParam(ShardedParam):
         return wire + sum(storage.nbytes() for storage, _ in self._inner)
 
     def write_back(self) -> None:
-        """Copy this rank's rows of the unsharded parameter into the shard."""
+        """See ``ShardedParam.write_back``."""
         self.local.copy_(self.rows_of(self.unsharded.detach()))
 
     def _call_pre(self, policy: MixedPrecisionPolicy) -> tuple[Any, Any]:
@@ -207,6 +207,11 @@ class ExtendedParam(ShardedParam):
         return ParamLayout((rows, *shape[1:]), world)
 
 
+def extended_in(params: Sequence[ShardedParam]) -> list[ExtendedParam]:
+    """Those of ``params`` that say themselves what is gathered."""
+    return [param for param in params if isinstance(param, ExtendedParam)]
+
+
 def extensions_changed(params: Sequence[ShardedParam]) -> bool:
     """Whether the local tensor of one of ``params`` has begun or ceased to have one of both methods."""
     for param in params:
@@ -225,7 +230,7 @@ def follow_extensions(params: Sequence[ShardedParam]) -> bool:
     changed = [param for param in params if is_extended(param.local) != isinstance(param, ExtendedParam)]
     for param in changed:
         extends = not isinstance(param, ExtendedParam)
-        if extends and (param.layout.dim != 0 or param.inner is not None or type(param) is not ShardedParam):
+        if extends and (param.layout.dim != 0 or param.inner is not None or param.members):
             raise InputError(not_extensible(param.fqn, param.local))
     each: Any
     for each in changed:

@@ -1,13 +1,15 @@
 """What the rest of the house knows of a transport: the :class:`Comm` protocol and the data it moves."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from shardwright.schedule.layout import Spans, pack
+from shardwright.schedule.layout import Spans, equal_spans, pack
 from shardwright.transport.cpu.pages import pages_of_its_own, take_bytes
+from shardwright.transport.launches import LaunchLog
 from shardwright.transport.streams import Streams
 
 
@@ -103,15 +105,25 @@ class Comm(Protocol):
         where waiting is done by a device stream and the host doesn't know.
     reads_in_place: whether a reduce-scatter reads each rank's part where it lies. Else the backend takes one
         tensor of equal parts, and segments that aren't such a tensor are copied into one.
+    uses_c10d: whether its collectives are operations of c10d. Those are seen by torch's dispatch modes, and
+        compare nothing between ranks.
     streams: the side streams that it works on, where it moves device memory; else None.
+    log: its last launches.
     """
 
     reads_in_place: bool
+    uses_c10d: bool
     streams: Streams | None
     world: int
     rank: int
     sent_nbytes: int
     exposed_s: float | None
+    log: LaunchLog
+
+    @property
+    def host(self) -> "Comm":
+        """The transport of host memory among the same ranks, on which words travel: itself or another."""
+        return self
 
     def all_gather(self, segments: Sequence[Segment], key: str) -> Gather:
         """Fill every rank's span of every segment. ``key`` names group and purpose, alike on all ranks."""
@@ -126,3 +138,26 @@ class Comm(Protocol):
     def gather(self, shard: torch.Tensor, spans: Sequence[tuple[int, int]], dst: int) -> torch.Tensor | None:
         """Collect 1-D shards on rank ``dst`` (a 1-D tensor on the shards' device; None on other ranks)."""
         ...
+
+    def exchange(self, words: Sequence[int], key: str) -> list[list[int]]:
+        """Every rank's ``words`` (int64, as many on each), in rank order. Call it on ``host``.
+
+        Returns when all are there. Not counted in ``sent_nbytes``, which is what parameters and gradients
+        cost. Raises: as the wait of an all-gather.
+        """
+        if self.world == 1:
+            return [list(words)]
+        sent_nbytes = self.sent_nbytes
+        table = torch.zeros(self.world, len(words), dtype=torch.int64, device="cpu")
+        table[self.rank] = torch.tensor(words, dtype=torch.int64, device="cpu")
+        self.all_gather([Segment(table.view(-1), equal_spans(len(words), self.world))], key).wait()
+        self.sent_nbytes = sent_nbytes
+        return table.tolist()
+
+    def all_reduce_words(
+        self, words: Sequence[int], combine: Callable[[int, int], int], key: str
+    ) -> list[int]:
+        """The ranks' ``words``, combined one by one; otherwise as ``exchange``. A word may be taken twice:
+        ``combine(a, a) == a``, and it is associative and commutative."""
+        rows = self.exchange(words, key)
+        return [functools.reduce(combine, column) for column in zip(*rows, strict=True)]

@@ -9,21 +9,14 @@ idempotent, so words may reach a rank twice: any number of ranks, any route, and
 other, all give the same answer.
 """
 
-import functools
 import hashlib
 import operator
 from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 from weakref import WeakKeyDictionary
 
-import torch
-
 from shardwright.errors import CommError
-from shardwright.schedule.layout import equal_spans
-from shardwright.transport.base import Comm, Segment
-from shardwright.transport.cpu.shm import ShmComm
-from shardwright.transport.cpu.sockets import SocketComm
-from shardwright.transport.nccl import NcclComm
+from shardwright.transport.base import Comm
 
 Combine = Literal["or", "min"]
 
@@ -33,29 +26,6 @@ NOTHING = 2**63 - 1
 COMBINE: dict[str, Callable[[int, int], int]] = {"or": operator.or_, "min": min}
 
 
-def on_host(comm: Comm) -> Comm:
-    """The transport of host memory among the ranks of ``comm``; ``comm`` itself where that is one."""
-    return comm.host if isinstance(comm, NcclComm) and comm.host is not None else comm
-
-
-def exchange(comm: Comm, words: list[int], key: str) -> list[list[int]]:
-    """Every rank's ``words`` (as many on each, int64), in rank order. Every rank of the axis calls it.
-
-    Returns when all are there. Not counted in ``sent_nbytes``, which is what parameters and gradients cost.
-    """
-    comm = on_host(comm)
-    if comm.world == 1:
-        return [words]
-    if isinstance(comm, ShmComm):
-        return comm.exchange(words, key)
-    sent_nbytes = comm.sent_nbytes
-    table = torch.zeros(comm.world, len(words), dtype=torch.int64, device="cpu")
-    table[comm.rank] = torch.tensor(words, dtype=torch.int64, device="cpu")
-    comm.all_gather([_segment(table)], key).wait()
-    comm.sent_nbytes = sent_nbytes
-    return table.tolist()
-
-
 def compare(comm: Comm, text: str, key: str) -> list[str]:
     """[] where ``text`` is the same on every rank, else every rank's text. Every rank of the axis calls it.
 
@@ -63,12 +33,12 @@ def compare(comm: Comm, text: str, key: str) -> list[str]:
     """
     data = text.encode()
     digest = int.from_bytes(hashlib.sha256(data).digest()[:8], "big", signed=True)
-    rows = exchange(comm, [digest, len(data)], key)
+    rows = comm.host.exchange([digest, len(data)], key)
     if all(row == rows[0] for row in rows):
         return []
     longest = max(nbytes for _, nbytes in rows)
     padded = list(data.ljust(longest, b"\0"))
-    texts = exchange(comm, padded, f"{key}: what differs")
+    texts = comm.host.exchange(padded, f"{key}: what differs")
     return [
         bytes(row[:nbytes]).decode(errors="replace") for row, (_, nbytes) in zip(texts, rows, strict=True)
     ]
@@ -80,16 +50,11 @@ def check_alike(comm: Comm, text: str, key: str) -> None:
 
     Every rank of the axis calls it. Raises: CommError where ranks say different things.
     """
-    if isinstance(comm, NcclComm) and (texts := compare(comm, text, key)):
+    if comm.uses_c10d and (texts := compare(comm, text, key)):
         told = "".join(f"\n  rank {rank}: {each}" for rank, each in zip(comm.log.ranks, texts, strict=True))
         raise CommError(
             f"ranks are in different collectives:{told}\nAll ranks must make the same calls in one order"
         )
-
-
-def _segment(table: torch.Tensor) -> Segment:
-    world, width = table.shape
-    return Segment(table.view(-1), equal_spans(width, world))
 
 
 class Channel(Protocol):
@@ -106,20 +71,15 @@ class Channel(Protocol):
 
 _used: WeakKeyDictionary[Comm, int] = WeakKeyDictionary()  # channels that have been used on each transport
 
-_MOST_AT_ONCE = 4
-"""Ranks of several hosts that send their words to each other directly; more of them pass words on."""
-
 
 class AxisChannel:
     """The ranks of one mesh axis, over the transport that moves its parameters, or the host's beside that.
 
-    Ranks that share memory read each other's words there. Many ranks of several hosts pass words on, each
-    time to one that is twice as far: in log2(ranks) hops all reach all, with a message of each rank per hop.
     Each channel has a number on its transport, so that words of two are never taken for each other's.
     """
 
     def __init__(self, comm: Comm) -> None:
-        self._comm = on_host(comm)
+        self._comm = comm.host
         self._number = 0
 
     def exchange(self, words: list[int], combine: Combine = "or") -> list[int]:
@@ -128,15 +88,7 @@ class AxisChannel:
         if not self._number:  # all ranks are here for the first time; one of them may have made it earlier
             self._number = _used[comm] = _used.get(comm, 0) + 1
         key = f"agree on {len(words)} words ({self._number})"
-        if isinstance(comm, SocketComm) and comm.world > _MOST_AT_ONCE:
-            hop = 1
-            while hop < comm.world:
-                to, source = (comm.rank + hop) % comm.world, (comm.rank - hop) % comm.world
-                words = list(map(COMBINE[combine], words, comm.pass_on(words, to, source, key)))
-                hop *= 2
-            return words
-        rows = exchange(comm, words, key)
-        return [functools.reduce(COMBINE[combine], column) for column in zip(*rows, strict=True)]
+        return comm.all_reduce_words(words, COMBINE[combine], key)
 
 
 class JointChannel:

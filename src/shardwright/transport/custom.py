@@ -16,10 +16,11 @@ from shardwright.transport.base import Comm, Gather, Reduction, Segment
 from shardwright.transport.streams import Streams
 
 
-class CustomComm:
+class CustomComm(Comm):
     """``inner``, with one or both collectives replaced by the caller's."""
 
     reads_in_place = False
+    uses_c10d = True
     streams: Streams | None = None
 
     def __init__(self, inner: Comm, group: ProcessGroup, all_gather: Any, reduce_scatter: Any) -> None:
@@ -27,10 +28,15 @@ class CustomComm:
         self.group = group
         self.custom_all_gather = all_gather
         self.custom_reduce_scatter = reduce_scatter
-        self.world, self.rank = inner.world, inner.rank
+        self.world, self.rank, self.log = inner.world, inner.rank, inner.log
         # What the caller's collectives send and wait isn't known; the transport inside counts its own.
         self.sent_nbytes = 0
         self.exposed_s: float | None = None
+
+    @property
+    def host(self) -> Comm:
+        """See ``Comm.host``."""
+        return self.inner.host
 
     def all_gather(self, segments: Sequence[Segment], key: str) -> Gather:
         """See ``Comm.all_gather``. All segments travel in one tensor, as bytes where their dtypes differ."""

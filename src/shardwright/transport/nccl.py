@@ -27,7 +27,7 @@ from shardwright.transport.launches import Launch, LaunchLog
 from shardwright.transport.streams import Due, Streams
 
 
-class NcclComm:
+class NcclComm(Comm):
     """Collectives of one mesh axis over two process groups, so that gathers don't queue behind reductions.
 
     On CUDA the host never blocks, so ``exposed_s`` is None: what is exposed is seen on the device only. Over
@@ -35,6 +35,7 @@ class NcclComm:
     """
 
     reads_in_place = False
+    uses_c10d = True
 
     def __init__(
         self,
@@ -56,7 +57,12 @@ class NcclComm:
         self._reduce_group = reduce_group
         self._coalesce = streams is not None
         self.streams = streams
-        self.host = host
+        self._host = host
+
+    @property
+    def host(self) -> Comm:
+        """See ``Comm.host``."""
+        return self if self._host is None else self._host
 
     def all_gather(self, segments: Sequence[Segment], key: str) -> "_NcclGather":
         """See ``Comm.all_gather``. In place: each rank's input is its own span of the output."""

@@ -19,8 +19,6 @@ from shardwright.torch_private import (
     num_dispatch_modes,
 )
 from shardwright.transport.base import Comm
-from shardwright.transport.cpu.shm import ShmComm
-from shardwright.transport.cpu.sockets import SocketComm
 
 
 class Collective(Enum):
@@ -43,8 +41,7 @@ class _Told:
 
 def tell(comm: Comm, kind: Collective) -> None:
     """A collective begins on ``comm``. 0.2 us where no mode is entered. In a world of one nothing is sent."""
-    watched = num_dispatch_modes() and comm.world > 1
-    if watched and isinstance(comm, (ShmComm, SocketComm)):
+    if num_dispatch_modes() and comm.world > 1 and not comm.uses_c10d:
         loaded = sys.modules.get(COMM_DEBUG_MODE)  # importing it costs 1 s, and who uses the mode has done so
         if loaded is None:
             return

@@ -9,7 +9,6 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.errors import InputError
-from shardwright.transport.channel import exchange
 from shardwright.transport.mesh import comm_of, resolve
 from shardwright.wrapper.options import ShardingStrategy
 
@@ -74,7 +73,7 @@ def _grid(rows: list[list[int]], kind: str) -> DeviceMesh:
 def _hybrid(groups: Any, kind: str, default: DeviceMesh) -> DeviceMesh:
     if isinstance(groups, tuple):
         shard, replicate = groups
-        rows = exchange(comm_of(replicate, "cpu"), dist.get_process_group_ranks(shard), "ranks of each copy")
+        rows = comm_of(replicate, "cpu").exchange(dist.get_process_group_ranks(shard), "ranks of each copy")
         return DeviceMesh.from_group(
             [replicate, shard],
             kind,

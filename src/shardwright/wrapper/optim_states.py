@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwright.errors import InputError
-from shardwright.params.flat_param import FlatParam, original_name
+from shardwright.params.flat_param import original_name
 from shardwright.params.param import ShardedParam
 from shardwright.wrapper.options import OptimStateKeyType, StateDictSettings, StateDictType
 from shardwright.wrapper.states import convert, names_of, params_by_id, sharded_like, split
@@ -29,7 +29,7 @@ def optim_state(
     for index, entry in state["state"].items():
         name, param = listed[index]
         for key, value in entry.items():
-            if isinstance(param, FlatParam) and isinstance(value, DTensor):
+            if param is not None and isinstance(value, DTensor):
                 parts = split(param, name, value, kind, on_host)
             else:
                 value = convert(value, kind, on_host)
@@ -61,7 +61,7 @@ def optim_state_to_load(model: nn.Module, optim: Any, state: Mapping[str, Any]) 
             if name in state["state"]:
                 entry = state["state"][name]
                 entries[place] = {key: _to_shard(key, value, param) for key, value in entry.items()}
-            elif isinstance(param, FlatParam) and param.names(name)[0] in state["state"]:
+            elif param is not None and param.names(name)[0] in state["state"]:
                 entries[place] = _joined(param, param.names(name), state["state"])
         index += len(members)
     return {"state": entries, "param_groups": groups}
@@ -92,7 +92,7 @@ def _listed(model: nn.Module, optim: Any) -> list[tuple[str, ShardedParam | None
 
 
 def _own_names(name: str, param: ShardedParam | None) -> list[str]:
-    return param.names(name) if isinstance(param, FlatParam) else [name]
+    return [name] if param is None else param.names(name)
 
 
 # State of torch's optimizers that is a number per parameter, not a tensor like it: plain on every rank.
@@ -108,7 +108,7 @@ def _to_shard(key: str, value: Any, param: ShardedParam | None) -> Any:
     return sharded_like(value, param) if fits else value
 
 
-def _joined(param: FlatParam, names: Sequence[str], state: Mapping[str, Any]) -> dict[str, Any]:
+def _joined(param: ShardedParam, names: Sequence[str], state: Mapping[str, Any]) -> dict[str, Any]:
     """One entry for a flat parameter from those of its members. Raises: InputError where one is missing."""
     absent = [name for name in names if name not in state]
     if absent:
@@ -123,8 +123,8 @@ def _joined(param: FlatParam, names: Sequence[str], state: Mapping[str, Any]) ->
         if key in _NUMBERS or shapes != [member.shape for member in param.members]:
             entry[key] = _to_shard(key, first, param)
             continue
-        local = torch.zeros_like(param.local, dtype=first.dtype)
-        for index, value in enumerate(values):
-            param.fill(local, index, value.full_tensor() if isinstance(value, DTensor) else value)
+        local, span = torch.zeros_like(param.local, dtype=first.dtype), param.layout.span(param.axis.rank)
+        for member, value in zip(param.members, values, strict=True):
+            member.fill(local, span, value.full_tensor() if isinstance(value, DTensor) else value)
         entry[key] = param.dtensor(local)
     return entry

@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 from shardwright.engine.unit import units_in
 from shardwright.errors import InputError
 from shardwright.params.at_rest import keep_per_rank
-from shardwright.params.flat_param import WRAPPED, FlatParam, original_name
+from shardwright.params.flat_param import WRAPPED, cut_by_rows, original_name
 from shardwright.params.gather_full import stream_full
-from shardwright.params.param import ShardedParam, give
+from shardwright.params.param import ShardedParam
 from shardwright.wrapper.options import StateDictSettings, StateDictType
 
 INNER = WRAPPED
@@ -50,29 +50,30 @@ def convert(value: Any, kind: StateDictType, on_host: bool) -> Any:
 
 
 def entries(key: str, value: Any, params: Params, settings: StateDictSettings) -> dict[str, Any]:
-    """What a state dict has in the place of one live entry: itself converted, or the members of a flat
-    parameter. Every rank calls it for whole tensors."""
+    """What a state dict has in the place of one live entry: see ``split``. Every rank calls it for whole
+    tensors."""
     config, kind = settings.state_dict_config, settings.state_dict_type
     if isinstance(value, DTensor) and getattr(config, "rank0_only", False):
         return dict(stream_full({key: value}, params))
     param = params.get(id(value))
-    if isinstance(param, FlatParam):
-        return split(param, key, value, kind, config.offload_to_cpu)
-    return {key: convert(value, kind, config.offload_to_cpu)}
+    if param is None:
+        return {key: convert(value, kind, config.offload_to_cpu)}
+    return split(param, key, value, kind, config.offload_to_cpu)
 
 
 def split(
-    param: FlatParam, key: str, value: torch.Tensor, kind: StateDictType, on_host: bool
+    param: ShardedParam, key: str, value: torch.Tensor, kind: StateDictType, on_host: bool
 ) -> dict[str, Any]:
-    """The members of a flat parameter, or of a tensor that lies like it: whole, or cut by rows. Local state
-    has them as they lie, in one. Every rank calls it."""
-    if kind is StateDictType.LOCAL_STATE_DICT:
+    """A parameter, or a DTensor that lies like it, by the names of the model: converted; of a flat one each
+    member, whole or cut by rows. Local state has them as they lie, in one. Every rank calls it."""
+    is_cut = kind is StateDictType.SHARDED_STATE_DICT and param.members
+    if not is_cut and kind is not StateDictType.FULL_STATE_DICT:
         return {key: convert(value, kind, on_host)}
     whole = convert(value, StateDictType.FULL_STATE_DICT, on_host)
     parts = param.entries(key, whole)
     if kind is StateDictType.FULL_STATE_DICT:
         return dict(parts)
-    return {name: keep_per_rank(param.cut(part)) for name, part in parts}
+    return {name: keep_per_rank(cut_by_rows(part, param.axis)) for name, part in parts}
 
 
 def sharded_like(value: torch.Tensor, param: ShardedParam) -> DTensor:
@@ -104,7 +105,7 @@ def shown_whole(
         grad = _whole(param.sharded.grad, on_host) if with_grads and param.sharded.grad is not None else None
         if is_shown:
             wholes.append((param, whole, grad))
-    shown = [(param, _show_whole(param, whole, grad)) for param, whole, grad in wholes]
+    shown = [(param, param.show_whole(whole, grad)) for param, whole, grad in wholes]
     try:
         yield
     finally:
@@ -112,19 +113,6 @@ def shown_whole(
             if writeback:
                 _write_back(param, parts, with_grads)
             param.show(param.sharded)
-
-
-def _show_whole(param: ShardedParam, whole: torch.Tensor, grad: torch.Tensor | None) -> list[nn.Parameter]:
-    if isinstance(param, FlatParam):
-        return param.show_whole(whole, grad)
-    shown = give(param.attributes, nn.Parameter(whole, requires_grad=param.trainable))
-    shown.grad = grad
-    param.show(shown)
-    return [shown]
-
-
-def _joined(param: ShardedParam, parts: list[Any]) -> torch.Tensor:
-    return param.join(parts) if isinstance(param, FlatParam) else parts[0].detach()
 
 
 def _whole(value: Any, on_host: bool) -> torch.Tensor:
@@ -135,7 +123,7 @@ def _whole(value: Any, on_host: bool) -> torch.Tensor:
 
 @torch.no_grad()
 def _write_back(param: ShardedParam, parts: list[nn.Parameter], with_grads: bool) -> None:
-    param.local.copy_(param.shard_of(_joined(param, parts)))
+    param.local.copy_(param.shard_of(param.join(parts)))
     grads = [part.grad for part in parts if part.grad is not None]
     if with_grads and len(grads) == len(parts):
-        param.sharded.grad = sharded_like(_joined(param, grads), param)  # type: ignore[assignment]
+        param.sharded.grad = sharded_like(param.join(grads), param)  # type: ignore[assignment]

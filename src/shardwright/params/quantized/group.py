@@ -19,7 +19,7 @@ from shardwright.params.buffer import Buffer
 from shardwright.params.param import ParamSite, ShardedParam
 from shardwright.params.quantized.codec import Encoding
 from shardwright.params.quantized.module import encodings, scales_name, set_compute_dtype
-from shardwright.params.subclass import ExtendedParam
+from shardwright.params.subclass import extended_in
 from shardwright.policy import MixedPrecisionPolicy
 from shardwright.schedule.layout import GroupLayout, ParamLayout, pack
 from shardwright.torch_private import version_of
@@ -120,7 +120,7 @@ class Decoding:
             for site in pair.codes.sites:
                 set_compute_dtype(site.module, site.name, policy.param_dtype or pair.encoding.dtype)
         self.frozen = every
-        self.extended = [param for param in params if isinstance(param, ExtendedParam)]
+        self.extended = extended_in(params)
         self._policy = policy
         self.pairs = [pair for pair in every if not pair.encoding.per_use]
         self.parts = {part for pair in self.pairs for part in pair.parts}

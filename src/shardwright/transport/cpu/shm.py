@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from shardwright.schedule.layout import pack
-from shardwright.transport.base import Segment, join, spread, sum_in_rank_order, whole_place
+from shardwright.transport.base import Comm, Segment, join, spread, sum_in_rank_order, whole_place
 from shardwright.transport.cpu.arena import RESERVED_NBYTES, Arena, Host, MemorySegment, this_host
 from shardwright.transport.launches import Launch, LaunchLog
 from shardwright.transport.streams import Streams
@@ -104,13 +104,14 @@ def _map_all(hosts: Sequence[Host | str], ranks: Sequence[int]) -> list[MemorySe
     return segments
 
 
-class ShmComm:
+class ShmComm(Comm):
     """Collectives of one mesh axis whose ranks share memory.
 
     sent_nbytes stays 0: nothing leaves the host.
     """
 
     reads_in_place = True
+    uses_c10d = False
     streams: Streams | None = None
 
     def __init__(self, arena: Arena, world: int) -> None:
@@ -156,8 +157,9 @@ class ShmComm:
         return whole
 
     def exchange(self, words: Sequence[int], key: str) -> list[list[int]]:
-        """Every rank's ``words`` (int64, as many on each), in rank order: a small all-gather without tensors,
-        which take longer than its bytes. Raises: as the wait of an all-gather."""
+        """See ``Comm.exchange``. Without tensors, which take longer than the bytes."""
+        if not self.peers:
+            return [list(words)]
         start = time.perf_counter()
         rows = self.arena.exchange(words, key)
         self.spent(start)

@@ -12,22 +12,26 @@ come so far; a part of an all-gather waits in the kernel until its buffer is the
 
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from shardwright.transport.base import Segment, sum_in_rank_order, whole_place
+from shardwright.transport.base import Comm, Segment, sum_in_rank_order, whole_place
 from shardwright.transport.cpu.connection import Connection, Transfer
 from shardwright.transport.cpu.event_loop import EventLoop
 from shardwright.transport.cpu.views import views_of
 from shardwright.transport.cpu.zeros import filled_runs
 from shardwright.transport.streams import Streams
 
+_MOST_AT_ONCE = 4
+"""Ranks that send their words to each other directly; more of them pass words on."""
 
-class SocketComm:
+
+class SocketComm(Comm):
     """Collectives of one mesh axis over TCP connections to every peer (see ``open_connections``)."""
 
     reads_in_place = True
+    uses_c10d = False
     streams: Streams | None = None
 
     def __init__(self, loop: EventLoop, connections: Sequence[dict[int, Connection]]) -> None:
@@ -97,7 +101,21 @@ class SocketComm:
         self.spent(start)
         return whole
 
-    def pass_on(self, words: Sequence[int], to: int, source: int, key: str) -> list[int]:
+    def all_reduce_words(
+        self, words: Sequence[int], combine: Callable[[int, int], int], key: str
+    ) -> list[int]:
+        """See ``Comm.all_reduce_words``. Many ranks pass words on, each time to one that is twice as far: in
+        log2(ranks) hops all reach all, with a message of each rank per hop."""
+        if self.world <= _MOST_AT_ONCE:
+            return super().all_reduce_words(words, combine, key)
+        words, hop = list(words), 1
+        while hop < self.world:
+            to, source = (self.rank + hop) % self.world, (self.rank - hop) % self.world
+            words = list(map(combine, words, self._pass_on(words, to, source, key)))
+            hop *= 2
+        return words
+
+    def _pass_on(self, words: Sequence[int], to: int, source: int, key: str) -> list[int]:
         """Send int64 to one peer, and return those that come from another one: as many. A launch of its own,
         which every rank makes; not counted in ``sent_nbytes``. Raises: as the wait of an all-gather."""
         sent, place = torch.tensor(words), torch.empty(len(words), dtype=torch.int64)
