@@ -1,0 +1,170 @@
+"""The real runtime on simulated devices: ranks in threads, communicators that are streams, words at once."""
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
+from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
+
+from shardwright import nf4
+from shardwright.engine import build as building
+from shardwright.engine import grads, hooks, reducer
+from shardwright.engine.unit import units_in
+from shardwright.policy import CPUOffloadPolicy
+from shardwright.transport import channel
+from shardwright.transport import mesh as meshes
+from shardwright.transport.base import sum_in_rank_order
+from shardwright.transport.launches import LaunchLog
+from shardwright.transport.nccl import NcclComm
+from shardwright.transport.streams import Streams
+from tests.device import cases
+from tests.device.kernels import Kernels, put_on_host, to_host
+from tests.device.sim import Device, Event, Part, Stream, World, resizing
+
+_TABLES = {name: value.__wrapped__ for name, value in vars(nf4).items() if hasattr(value, "cache_clear")}
+"""Functions that keep tensors on the device of a process."""
+
+
+class Communicator:
+    """A process group of NCCL's, on one rank: collectives run in launch order, on a stream of their own."""
+
+    def __init__(self, device: Device, ranks: Sequence[int], name: Any) -> None:
+        self._device, self._ranks, self._name = device, list(ranks), name
+        self._stream = Stream(device)
+        self._launched = 0
+
+    def size(self) -> int:
+        return len(self._ranks)
+
+    def rank(self) -> int:
+        return self._ranks.index(self._device.rank)
+
+    def _launch(self, read: Any, write: Any) -> "Work":
+        self._launched += 1
+        meeting = self._device.world.meeting((self._name, self._launched), self.size())
+        part = meeting.parts[self.rank()] = Part(meeting, read, write)
+        self._stream.wait_event(self._device.current[-1].record_event())
+        self._stream.put(part)
+        self._device.world.go_on()
+        return Work(self._device, self._stream.record_event())
+
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, _: Any = None) -> "Work":
+        address = self._device.memory.address
+        places, sources = [address(t) for t in outputs], [address(t) for t in inputs]
+
+        def write(found: list[Any]) -> None:
+            for index, place in enumerate(places):
+                torch.cat([each[index] for each in found], out=place.tensor())
+
+        return self._launch(lambda: [each.tensor().clone() for each in sources], write)
+
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, _: Any = None) -> "Work":
+        address, rank = self._device.memory.address, self.rank()
+        places, sources = [address(t) for t in outputs], [address(t) for t in inputs]
+
+        def write(found: list[Any]) -> None:
+            for index, place in enumerate(places):
+                total = place.tensor()
+                parts = [each[index].view(len(found), -1)[rank] for each in found]
+                total.copy_(sum_in_rank_order([part.clone() for part in parts], total.dtype, None))
+
+        return self._launch(lambda: [each.tensor().clone() for each in sources], write)
+
+
+class Work:
+    """A collective in flight."""
+
+    def __init__(self, device: Device, event: Event) -> None:
+        self._device, self._event = device, event
+
+    def wait(self) -> None:
+        """Make the current stream wait."""
+        self._device.current[-1].wait_event(self._event)
+
+
+class Job:
+    """One run of ``cases.train`` on simulated ranks."""
+
+    def __init__(self, kind: str, seed: int, rules: type[Streams] = Streams) -> None:
+        self.size = cases.KINDS[kind][0]
+        self.kind, self.rules = kind, rules
+        swapped = [(meshes, "_made"), (hooks, "_outermost"), (hooks, "_root_left_out")]
+        swapped += [(nf4, name) for name in _TABLES]
+        self.world = World(self.size, seed, swapped)
+        self._made: Counter[Any] = Counter()
+        self._said: dict[Any, list[Any]] = {}
+        self._num_said: Counter[Any] = Counter()
+        self._pins = self.world.random.random() < 0.7
+
+    def run(self, number: int) -> list[list[torch.Tensor]]:
+        """What each rank gives of the model of that number."""
+        stand_ins = [
+            (building, "keep_watch", lambda: None),
+            (meshes, "_make_comm", self._make_comm),
+            (channel, "exchange", self._exchange),
+            (reducer, "add_sharded_grads", self._add_sharded_grads),
+            (dist.distributed_c10d, "_world", ThreadLocalWorld()),
+        ]
+        before = [getattr(owner, name) for owner, name, _ in stand_ins]
+        for owner, name, value in stand_ins:
+            setattr(owner, name, value)
+        torch._C._distributed_c10d._set_thread_isolation_mode(True)  # names of groups are each rank's own
+        try:
+            with resizing(self.world):
+                return self.world.run(lambda rank: self._train(rank, number), self._fresh)
+        finally:
+            torch._C._distributed_c10d._set_thread_isolation_mode(False)
+            for (owner, name, _), value in zip(stand_ins, before, strict=True):
+                setattr(owner, name, value)
+
+    @staticmethod
+    def _fresh() -> list[Any]:
+        tables = [cache(made) for made in _TABLES.values()]
+        return [meshes._Made(None), hooks._Outermost(), hooks._RootLeftOut(), *tables]
+
+    def _train(self, rank: int, number: int) -> list[torch.Tensor]:
+        dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=self.size)
+        device = self.world.devices[rank]
+        with Kernels(device):
+            return cases.train(self.kind, number, rank, device.read, self._offload, device.synchronize)
+
+    # ---- what stands in for the package's ways to other ranks
+
+    def _make_comm(self, ranks: list[int], device_type: str, within: Any, host: Any = None) -> NcclComm:
+        device = self.world.device
+        self._made[device.rank, tuple(ranks)] += 1
+        name = tuple(ranks), self._made[device.rank, tuple(ranks)]
+        streams = self.rules(lambda: Stream(device), lambda: device.current[-1])
+        groups = [Communicator(device, ranks, (name, purpose)) for purpose in ("gather", "reduce")]
+        return NcclComm(*groups, LaunchLog(ranks, device_type), streams, host)  # type: ignore[arg-type]
+
+    def _exchange(self, comm: NcclComm, words: list[int], key: str) -> list[list[int]]:
+        """See ``channel.exchange``: hosts' words, for which no device is waited for."""
+        ranks, rank = comm.log.ranks, self.world.device.rank
+        self._num_said[ranks, rank] += 1
+        said = self._said.setdefault((ranks, self._num_said[ranks, rank]), [None] * len(ranks))
+        said[ranks.index(rank)] = list(words)
+        while None in said:
+            self.world.yield_turn()
+        return said
+
+    # ---- what lies on the host
+
+    def _offload(self, model: torch.nn.Module) -> None:
+        for param in (param for unit in units_in(model) for param in unit.params):
+            if param.split.on_host:
+                pinned = self._pins and isinstance(param.split.offload, CPUOffloadPolicy)
+                put_on_host(self.world.device, param.local, pinned)
+
+    def _add_sharded_grads(self, params: Any, totals: Any) -> None:
+        """Where all is a CPU tensor the copy to the host is left out, so it is made here."""
+        device = self.world.device
+        kept = [
+            to_host(device, total, pinned=False) if param.split.on_host else total
+            for param, total in zip(params, totals, strict=True)
+        ]
+        grads.add_sharded_grads(params, kept)

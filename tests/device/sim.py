@@ -1,0 +1,404 @@
+"""A simulated accelerator: streams that run later, memory that is reused, collectives that finish late.
+
+Operations are put on the queue of the current stream as a CUDA kernel is: with the addresses of what they
+read and write, not with the tensors, so that nothing but the caller keeps memory. Which stream runs next is
+drawn by a seed, among those whose head isn't waiting for an event. Ranks are threads, of which one runs at a
+time; it goes on until the host has to wait for a device, and some seeds let others go on before.
+
+    Stream     a queue; an event is a place in it
+    Meeting    one collective: it runs when all ranks have come to it, and ends on each of them by itself
+    Memory     blocks of one arena. Freed, a block may at once be taken again on the stream that it was taken
+               on. It is filled with 0xFF (NaN as a float, -1 as an integer) when it is taken, in the order
+               of that stream, and when all has run that was queued before it was freed
+    World      the ranks, their devices, and who runs next
+
+Torch ships nothing that would do: its reference backend (OpenReg) is in the sources of its tests, not in the
+package, is C++ that is to be compiled, and runs each operation at once; ``torch.utils.backend_registration``
+gives a device type in Python, whose tensors are wrapper subclasses without storages, which buffers need.
+"""
+
+import random
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
+
+POISON = 0xFF
+ARENA_NBYTES = 1 << 22
+ALIGNMENT = 64
+
+
+class Event:
+    """What a stream had queued when it was recorded."""
+
+    def __init__(self, stream: "Stream") -> None:
+        self.stream, self.number = stream, stream.queued
+
+    @property
+    def done(self) -> bool:
+        """Whether all of that has run."""
+        return self.stream.done >= self.number
+
+
+class Stream:
+    """A queue of operations, run in order. weight: how likely it runs next, among those that can."""
+
+    def __init__(self, device: "Device") -> None:
+        self.device = device
+        self.weight = device.world.random.choice((0.01, 1.0, 100.0))
+        self.items: deque[Any] = deque()
+        self.queued = self.done = 0
+        device.world.streams.append(self)
+        device.streams.append(self)
+
+    def put(self, item: Any) -> None:
+        """Queue a call without arguments, an event to wait for, or a part of a meeting."""
+        self.items.append(item)
+        self.queued += 1
+
+    def record_event(self) -> Event:
+        """As torch.Stream."""
+        return Event(self)
+
+    def wait_event(self, event: Event) -> None:
+        """As torch.Stream."""
+        if not event.done:
+            self.put(event)
+
+    def __enter__(self) -> None:
+        self.device.current.append(self)
+
+    def __exit__(self, *_: object) -> None:
+        self.device.current.pop()
+
+    def ready(self) -> bool:
+        """Whether its head can run now."""
+        while self.items and isinstance(self.items[0], Event) and self.items[0].done:
+            self.items.popleft()
+            self.done += 1
+        if not self.items or isinstance(self.items[0], Event):
+            return False
+        head = self.items[0]
+        return not isinstance(head, Part) or head.meeting.come(head)
+
+    def run(self) -> None:
+        """Run the head."""
+        self.items.popleft()()
+        self.done += 1
+
+
+class Part:
+    """A rank's part in a collective: ``read`` gives its input, ``write`` takes what all ranks had."""
+
+    def __init__(self, meeting: "Meeting", read: Callable[[], Any], write: Callable[[list[Any]], None]):
+        self.meeting, self.read, self.write = meeting, read, write
+
+    def __call__(self) -> None:
+        self.write(self.meeting.inputs())
+
+
+class Meeting:
+    """One collective of ``size`` ranks, whose parts come in rank order."""
+
+    def __init__(self, size: int) -> None:
+        self.parts: list[Part | None] = [None] * size
+        self._come: set[Part] = set()
+        self._inputs: list[Any] | None = None
+
+    def come(self, part: Part) -> bool:
+        """This part is at the head of its stream; whether all are."""
+        self._come.add(part)
+        return len(self._come) == len(self.parts)
+
+    def inputs(self) -> list[Any]:
+        """Of all ranks, read when the first of them runs."""
+        if self._inputs is None:
+            self._inputs = [part.read() for part in self.parts if part is not None]
+        return self._inputs
+
+
+class Place:
+    """Where a storage lies. stream: that it was taken on; None on the host."""
+
+    def __init__(self, ref: StorageWeakRef, at: int, nbytes: int, stream: Stream | None, pinned: bool):
+        self.ref, self.at, self.nbytes, self.stream, self.pinned = ref, at, nbytes, stream, pinned
+
+
+class Address:
+    """A tensor as a kernel gets it."""
+
+    def __init__(self, memory: "Memory", tensor: torch.Tensor, place: Place) -> None:
+        self.view = memory.typed(tensor.dtype)
+        start = place.at // tensor.dtype.itemsize + tensor.storage_offset()
+        self.where = tuple(tensor.shape), tensor.stride(), start if tensor.numel() else 0
+
+    def tensor(self) -> torch.Tensor:
+        """The memory that it says, whatever that holds by now."""
+        return self.view.as_strided(*self.where)
+
+
+class Memory:
+    """The memory of a rank's host and device. The tensors that the host sees are only names for it."""
+
+    def __init__(self, device: "Device") -> None:
+        self.device = device
+        self._arena = torch.full((ARENA_NBYTES,), POISON, dtype=torch.uint8)
+        self._typed = {torch.uint8: self._arena}
+        self._top = 0
+        self._free: dict[Stream | None, list[Place]] = {}
+        self._places: dict[int, Place] = {}
+        self.num_reused = 0
+
+    def typed(self, dtype: torch.dtype) -> torch.Tensor:
+        """All of it, in a dtype."""
+        if dtype not in self._typed:
+            self._typed[dtype] = self._arena.view(dtype)
+        return self._typed[dtype]
+
+    def find(self, tensor: torch.Tensor) -> Place:
+        """Where a tensor lies. One that was made before the simulation is brought to the device first."""
+        storage = tensor.untyped_storage()
+        place = self._places.get(storage._cdata)
+        if place is None:
+            place = self.take(storage)
+            held = torch.empty(0, dtype=torch.uint8).set_(storage).clone()
+            self.device.launch(lambda: self._bytes(place)[: len(held)].copy_(held))
+        return place
+
+    def take(self, storage: torch.UntypedStorage, host: bool = False, pinned: bool = False) -> Place:
+        """Memory for a storage, on the current stream or on the host. It isn't written."""
+        gone = [key for key, place in self._places.items() if torch.UntypedStorage._expired(place.ref.cdata)]
+        for key in gone:
+            self._give_back(self._places.pop(key))
+        stream, nbytes = None if host else self.device.current[-1], storage.nbytes()
+        size = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        free = self._free.setdefault(stream, [])
+        fitting = [index for index, each in enumerate(free) if each.nbytes >= size > 0]
+        if fitting:  # what was freed last: what is most likely still read
+            block = free.pop(fitting[-1])
+            at, size = block.at, block.nbytes
+            self.num_reused += 1
+        else:
+            at, self._top = self._top, self._top + size
+            assert self._top <= ARENA_NBYTES, f"the arena is too small: {nbytes} bytes more"
+        place = Place(StorageWeakRef(storage), at, size, stream, pinned)
+        self._places[storage._cdata] = place
+        if fitting and stream is not None:
+            stream.put(lambda: self._bytes(place).fill_(POISON))
+        return place
+
+    def knows(self, storage: torch.UntypedStorage) -> bool:
+        """Whether it has memory already."""
+        return storage._cdata in self._places
+
+    def drop(self, storage: torch.UntypedStorage) -> None:
+        """Free what a storage has, though it stays."""
+        place = self._places.pop(storage._cdata, None)
+        if place is not None:
+            self._give_back(place)
+
+    def _give_back(self, place: Place) -> None:
+        """Whoever takes it next on its stream may write it in the order of that. Until then it is written
+        over as soon as all is done that was queued before: what reads it later has no right to."""
+        if not place.nbytes:
+            return
+        free = self._free.setdefault(place.stream, [])
+        free.append(place)
+        if place.stream is None:
+            self._bytes(place).fill_(POISON)
+            return
+        for stream in self.device.streams:
+            self.device.janitor.wait_event(stream.record_event())
+        self.device.janitor.put(lambda: self._bytes(place).fill_(POISON) if place in free else None)
+
+    def _bytes(self, place: Place) -> torch.Tensor:
+        return self._arena[place.at : place.at + place.nbytes]
+
+    def address(self, tensor: torch.Tensor) -> Address:
+        """For an operation to find the tensor later."""
+        return Address(self, tensor, self.find(tensor))
+
+
+class Device:
+    """The simulated device of one rank."""
+
+    def __init__(self, world: "World", rank: int) -> None:
+        self.world, self.rank = world, rank
+        self.streams: list[Stream] = []
+        self.compute = Stream(self)
+        self.janitor = Stream(self)
+        self.current = [self.compute]
+        self.memory = Memory(self)
+        self.num_launched = 0
+
+    def launch(self, kernel: Callable[[], Any]) -> None:
+        """Queue a kernel on the current stream."""
+        self.current[-1].put(kernel)
+        self.num_launched += 1
+        self.world.go_on()
+
+    def synchronize(self) -> None:
+        """The host waits for all that it has queued, on every stream."""
+        for stream in self.streams:
+            self.world.wait_for(Event(stream))
+
+    def wait(self) -> None:
+        """The host waits for what the current stream has."""
+        self.world.wait_for(Event(self.current[-1]))
+
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The numbers of a tensor, for a test to look at; after ``synchronize``."""
+        with _disable_current_modes():
+            return self.memory.address(tensor.detach()).tensor().clone()
+
+
+class Stuck(AssertionError):
+    """No rank can go on."""
+
+
+class Ended(BaseException):
+    """Another rank has failed."""
+
+
+class World:
+    """Ranks that are threads, one at a time, and their devices.
+
+    swapped: ``(owner, attribute)`` of what a process has once, so that each rank gets its own.
+    """
+
+    def __init__(self, size: int, seed: int, swapped: list[tuple[Any, str]] | None = None) -> None:
+        self.random = random.Random(seed)
+        self.pace = self.random.choice((0.0, 0.2, 1.0, 3.0))  # kernels run for each that is launched
+        self.streams: list[Stream] = []
+        self.devices = [Device(self, rank) for rank in range(size)]
+        self.meetings: dict[Any, Meeting] = {}
+        self._batons = [threading.Semaphore(0) for _ in range(size)]
+        self._alive = list(range(size))
+        self._failure: BaseException | None = None
+        self._swapped = swapped or []
+        self._in_vain = 0
+        self._here = 0
+        self._running = False
+
+    # ---- devices
+
+    def go_on(self) -> None:
+        """Let devices run beside the host, as fast as the seed says."""
+        self._in_vain = 0
+        for _ in range(int(self.pace + self.random.random())):
+            if not self.run_one():
+                break
+
+    def run_one(self) -> bool:
+        """Run the head of some stream; False where none can run."""
+        if self._running:
+            return False
+        ready = [stream for stream in self.streams if stream.ready()]
+        if not ready:
+            return False
+        stream = self.random.choices(ready, [stream.weight for stream in ready])[0]
+        self._running = True
+        try:
+            with _disable_current_modes(), torch._C._AutoDispatchBelowAutograd():
+                stream.run()
+        finally:
+            self._running = False
+        self._in_vain = 0
+        return True
+
+    def wait_for(self, event: Event) -> None:
+        """The host of this rank waits; devices and, if need be, other ranks go on."""
+        while not event.done:
+            if not self.run_one():
+                self.yield_turn()
+
+    def meeting(self, key: Any, size: int) -> Meeting:
+        """The meeting of that name; parts are put into it by all its ranks."""
+        return self.meetings.setdefault(key, Meeting(size))
+
+    # ---- ranks
+
+    @property
+    def device(self) -> Device:
+        """Of the rank that runs."""
+        return self.devices[self._here]
+
+    def yield_turn(self) -> None:
+        """Let another rank run. Raises: Stuck where none has done anything since long."""
+        self._in_vain += 1
+        if self._in_vain > 20 * len(self.devices):
+            raise Stuck(f"ranks {self._alive} wait for each other")
+        mine, others = self._here, [rank for rank in self._alive if rank != self._here]
+        if not others:
+            return
+        kept = [getattr(owner, name) for owner, name in self._swapped]
+        self._hand_to(self.random.choice(others))
+        self._batons[mine].acquire()
+        for (owner, name), value in zip(self._swapped, kept, strict=True):
+            setattr(owner, name, value)
+        self._here = mine
+        if self._failure is not None:
+            raise Ended
+
+    def _hand_to(self, rank: int) -> None:
+        self._here = rank
+        self._batons[rank].release()
+
+    def run(self, function: Callable[[int], Any], fresh: Callable[[], list[Any]] = list) -> list[Any]:
+        """``function(rank)`` of each rank; their results. fresh: what a rank's ``swapped`` begin with."""
+        results: list[Any] = [None] * len(self.devices)
+
+        def life(rank: int) -> None:
+            self._batons[rank].acquire()
+            self._here = rank
+            try:
+                if self._failure is None:
+                    for (owner, name), value in zip(self._swapped, fresh(), strict=True):
+                        setattr(owner, name, value)
+                    results[rank] = function(rank)
+            except Ended:
+                pass
+            except BaseException as error:
+                self._failure = self._failure or error
+            self._alive.remove(rank)
+            if self._alive:
+                self._hand_to(self._alive[0])
+
+        before = [getattr(owner, name) for owner, name in self._swapped]
+        threads = [threading.Thread(target=life, args=(rank,)) for rank in range(len(self.devices))]
+        for thread in threads:
+            thread.start()
+        self._hand_to(0)
+        for thread in threads:
+            thread.join()
+        for (owner, name), value in zip(self._swapped, before, strict=True):
+            setattr(owner, name, value)
+        if self._failure is not None:
+            raise self._failure
+        return results
+
+
+@contextmanager
+def resizing(world: World):
+    """Inside of it a storage that is resized gives its memory back, or takes it, on the current stream."""
+    resize = torch.UntypedStorage.resize_
+
+    def resize_(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
+        memory = world.device.memory
+        with _disable_current_modes():
+            memory.drop(storage)
+            resize(storage, nbytes)
+            if nbytes:
+                memory.take(storage)
+        return storage
+
+    torch.UntypedStorage.resize_ = resize_
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = resize
