@@ -1,5 +1,6 @@
 """What the package does to a process, and how it is left alone; and what ``shardwright top`` says."""
 
+import gc
 import os
 import re
 import signal
@@ -16,11 +17,13 @@ from shardwright.cli import top
 from shardwright.errors import CommError, InputError
 from shardwright.observe.diagnosis import Answer, Findings, Status, Waits
 from shardwright.observe.lifecycle import keep_watch, store_address
+from shardwright.observe.process_status import frame_of, user_line
 from shardwright.observe.status import status
 from shardwright.observe.status_exchange import find_exchange, store_at
 from shardwright.train.ranks import RankPlace
 from shardwright.transport.cpu.pages import keep_freed_pages
 from tests.ranks.faults import built, step
+from tests.ranks.pool import run_ranks
 from tests.ranks.scripts import fault, run_scripts
 
 
@@ -140,3 +143,67 @@ def test_top_gives_up_where_no_store_answers(monkeypatch, listens):
             server.close()
         with pytest.raises(CommError, match=r"no job's store answers at 127\.0\.0\.1:\d+ within 0\.5 s"):
             top._exchange(f"127.0.0.1:{port}")
+
+
+CALLS = """
+def turn(moved, may_move):
+    moved.release()
+    may_move.acquire()
+def small(*locks):
+    turn(*locks)
+def large(*locks):
+"""
+CALLS += "".join(f"    v{i} = [{i}]\n" for i in range(400)) + "    turn(*locks)"
+
+
+def read_while_it_returns(rank, world):
+    """The training thread goes on as the first, second ... collection begins in the thread that reads its
+    frames: those that come while Python makes the objects of frames are among them."""
+    calls: dict = {}
+    exec(compile(CALLS, torch.__file__, "exec"), calls)  # frames that are looked through for a user's
+    training, ended = threading.get_ident(), []
+    moved, may_move = threading.Lock(), threading.Lock()
+    moved.acquire()
+    may_move.acquire()
+
+    begun = turn = 0
+
+    def move(phase, info):
+        nonlocal begun
+        if threading.get_ident() != training and phase == "start":
+            begun += 1
+            if begun == turn:
+                may_move.release()
+                moved.acquire()
+
+    def read():
+        nonlocal begun, turn
+        moved.acquire()
+        for number in 4 * tuple(range(1, 9)):
+            begun, turn = 0, number
+            gc.set_threshold(1)
+            with frame_of(training) as frame:
+                user_line(frame)
+            gc.set_threshold(700)
+            may_move.release()
+            moved.acquire()
+        ended.append(gc.isenabled())
+        may_move.release()
+
+    reader = threading.Thread(target=read)
+    gc.freeze()
+    gc.callbacks.append(move)
+    reader.start()
+    while not ended:
+        calls["small"](moved, may_move)
+        if not ended:
+            calls["large"](moved, may_move)  # where the frames of the first were, and longer
+    gc.callbacks.remove(move)
+    reader.join()
+    return ended
+
+
+def test_a_thread_may_return_while_the_watch_reads_where_it_is():
+    """Before Python 3.12 any allocation may collect, and a finalizer let the other thread return: the watch
+    then read and wrote memory of other frames, and the rank died, or found its heap broken later."""
+    assert run_ranks(1, read_while_it_returns, limit_s=20.0) == [[True]]

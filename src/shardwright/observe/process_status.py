@@ -1,11 +1,14 @@
 """What this process does, as its watch thread sees it: where the training thread is, and if anything runs."""
 
+import gc
 import mmap
 import os
 import sys
 import sysconfig
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -23,9 +26,22 @@ _SAMPLE_S = 0.1  # at least between two samples: a share of less says nothing
 _BUSY_SHARE = 0.05  # of a core: below it a process counts as idle, if no thread of it is runnable either
 
 
-def frame_of(thread: int) -> FrameType | None:
-    """Where a thread is now; None for one that has ended."""
-    return sys._current_frames().get(thread)
+@contextmanager
+def frame_of(thread: int) -> Iterator[FrameType | None]:
+    """Where a thread is now, for the length of the block; None for one that has ended.
+
+    No garbage collection begins meanwhile. Before Python 3.12 one may begin in any allocation, also while
+    Python makes the object of another thread's frame (here, and for each ``f_back``). A finalizer then may
+    let that thread return, and Python goes on to write where the frame was: into others, or the heap.
+    """
+    pauses = sys.version_info < (3, 12) and gc.isenabled()
+    if pauses:
+        gc.disable()
+    try:
+        yield sys._current_frames().get(thread)
+    finally:
+        if pauses:
+            gc.enable()
 
 
 def user_line(frame: FrameType | None) -> str:
@@ -93,8 +109,11 @@ class ProcessStatus:
         # CPU time is no sign of life on a busy machine: a thread that waits for a core counts as running.
         if self.wait is not None or share > _BUSY_SHARE or _runnable():
             self._ran_s = now
-        name, caller = ("", None) if self.wait is not None else foreign_call(frame_of(here.thread))
-        call = (id(caller), getattr(caller, "f_lasti", 0))
+        name, call = "", None
+        if self.wait is None:
+            with frame_of(here.thread) as frame:
+                name, caller = foreign_call(frame)
+                call = (id(caller), getattr(caller, "f_lasti", 0))
         if (name, call) != self._foreign[:2]:
             self._foreign = (name, call, now)
 
@@ -103,6 +122,8 @@ class ProcessStatus:
         self.sample()
         now, wait = time.monotonic(), self.wait
         idle_s = now - self._ran_s
+        with frame_of(here.thread) as frame:
+            line = user_line(frame)
         foreign, _, since_s = self._foreign
         caught, caught_step = here.caught
         progress = here.progress or (f"pass {here.step}" if here.step else "")
@@ -114,7 +135,7 @@ class ProcessStatus:
         return Answer(
             rank=self._rank,
             place=f"{here.phase} of pass {here.step}" if here.phase else "",
-            line=user_line(frame_of(here.thread)),
+            line=line,
             waits=wait and Waits(wait.log.name, wait.launch.number, wait.launch.key, now - wait.since_s),
             does="idle" if idle_s > 0.5 else "computes",
             since_s=(now - since_s) if foreign else idle_s if idle_s > 0.5 else now - here.moved_s,
