@@ -2,12 +2,14 @@
 
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 
 from shardwright import MixedPrecisionPolicy, SchedulePolicy, fully_shard
 from shardwright.engine.consensus import Consensus
@@ -126,6 +128,15 @@ def on_four(rank, world):
 @pytest.mark.slow
 def test_copies_nearby_shards_and_kept_weights_are_exact_under_skips():
     run_ranks(4, on_four)
+
+
+def on_the_last_dim(rank, world):
+    make = partial(by_fully_shard, shard_placement_fn=lambda p: Shard(p.ndim - 1) if p.ndim else None)
+    exactness(rank, world, make, "pre", (skips_in_turn, any_subset, other_order))
+
+
+def test_groups_whose_matrices_are_cut_on_the_last_dim_are_exact_under_skips():
+    run_ranks(3, on_the_last_dim)
 
 
 def on_two_meshes(rank, world):

@@ -27,6 +27,7 @@ from tests.ranks.models import (
     batches,
     build,
     equal_steps,
+    fresh_mesh,
     full,
     loss_of,
     shard_decoder,
@@ -41,8 +42,9 @@ def last_dim(param):
     return Shard(param.ndim - 1) if param.ndim else None
 
 
-def any_dim(rank, world):
-    model = shard_decoder(build(), fully_shard, shard_placement_fn=last_dim)
+def any_dim(rank, world, transport="auto"):
+    set_transport(transport)
+    model = shard_decoder(build(), fully_shard, mesh=fresh_mesh(world), shard_placement_fn=last_dim)
     assert model.head.weight.placements == (Shard(1),)
     assert model.head.weight.to_local().shape[1] == max(
         0, min(-(-WIDTH // world), WIDTH - rank * -(-WIDTH // world))
@@ -57,6 +59,11 @@ def any_dim(rank, world):
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_parameter_may_be_sharded_on_any_dim_though_its_size_does_not_divide(world):
     run_ranks(world, any_dim)
+
+
+@pytest.mark.parametrize("transport", ["sockets", "collectives"])
+def test_a_parameter_may_be_sharded_on_any_dim_over_every_transport(transport):
+    run_ranks(3, any_dim, transport)
 
 
 class Formats(nn.Module):

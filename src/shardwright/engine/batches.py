@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import torch
 
+from shardwright.engine.grads import separated
 from shardwright.engine.group import ParamGroup, Stage
 from shardwright.engine.reducer import Grads, Reducer
 from shardwright.errors import StageError
@@ -88,7 +89,7 @@ def _fill_discarded(group: ParamGroup, nearby: bool) -> list[Segment] | None:
         if gather is not None:
             gather.wait()
             return None
-    return [_filled(param) for param in group.params if param.layout.dim is not None]
+    return _filled([param for param in group.params if param.layout.dim is not None])
 
 
 def _gather_near(near: SmallerWorld, key: str) -> None:
@@ -107,16 +108,19 @@ def _empty(param: ShardedParam, layout: ParamLayout) -> Segment:
     return Segment(flat, layout.spans)
 
 
-def _filled(param: ShardedParam) -> Segment:
-    """The same over the axis, with this rank's span filled."""
-    layout, rank = param.layout, param.axis.rank
-    segment = _empty(param, layout)
-    start, stop = layout.span(rank)
-    if stop > start:
-        with torch.no_grad():
-            own = segment.flat.as_strided(layout.shard_shape(rank), layout.strides, start)
-            own.copy_(param.local, non_blocking=True)
-    return segment
+def _filled(params: Sequence[ShardedParam]) -> list[Segment]:
+    """The segments of an all-gather, in memory of their own, with this rank's spans filled."""
+    segments: dict[int, Segment] = {}
+    for param in params:
+        bound = param.gather_segment()
+        if id(bound) not in segments:
+            segments[id(bound)] = Segment(torch.empty_like(bound.flat), bound.spans)
+        if param.own.numel():
+            start = param.own.storage_offset() - bound.flat.storage_offset()
+            own = segments[id(bound)].flat.as_strided(param.own.shape, param.own.stride(), start)
+            with torch.no_grad():
+                own.copy_(param.local, non_blocking=True)
+    return list(segments.values())
 
 
 def reduce(reducers: Sequence[Reducer]) -> None:
@@ -157,11 +161,12 @@ def _issued(grads: Mapping[Reducer, Grads]) -> list[tuple[Reducer, Reduction]]:
             flying.append((members[0], members[0].issue(grads[members[0]])))
             continue
         inputs = [reducer.inputs(grads[reducer]) for reducer in members]
-        segments = [segment for own, _ in inputs for segment in own]
-        dtypes = [dtype for _, own in inputs for dtype in own]
+        segments = [segment for own, *_ in inputs for segment in own]
+        dtypes = [dtype for _, own, _ in inputs for dtype in own]
         whole = SharedReduction(comm.reduce_scatter(segments, dtypes, _key("reduce-scatter", members)))
-        parts = whole.parts([len(grads[reducer]) for reducer in members])
-        flying += zip(members, parts, strict=True)
+        parts = whole.parts([len(own) for own, *_ in inputs])
+        for reducer, part, (*_, together) in zip(members, parts, inputs, strict=True):
+            flying.append((reducer, separated(part, together, grads[reducer])))
     return flying
 
 

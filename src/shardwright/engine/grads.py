@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from shardwright.errors import InputError
 from shardwright.params.param import ShardedParam
 from shardwright.policy import MixedPrecisionPolicy
-from shardwright.schedule.layout import equal_spans, pack
+from shardwright.schedule.layout import ParamLayout, equal_spans, pack
 from shardwright.torch_private import (
     foreach_add_,
     foreach_copy_,
@@ -17,7 +17,7 @@ from shardwright.torch_private import (
     local_of,
     post_accumulate_grad_hooks_of,
 )
-from shardwright.transport.base import Segment
+from shardwright.transport.base import Reduction, Segment
 
 Grads = list[tuple[ShardedParam, torch.Tensor]]
 
@@ -87,10 +87,13 @@ def predivisor(divisor: float) -> float:
     return power
 
 
-def reduce_segments(grads: Grads, dtypes: Sequence[torch.dtype], divided: float) -> list[Segment]:
-    """The gradients as parts of a reduce-scatter in ``dtypes``, in their storage order.
+def reduce_segments(
+    grads: Grads, dtypes: Sequence[torch.dtype], divided: float
+) -> tuple[list[Segment], list[list[int]]]:
+    """The gradients as parts of a reduce-scatter in ``dtypes``; and by part, which of them it is of.
 
     They travel in their own dtypes where that loses nothing, so that the cast costs no copy on this side.
+    Where the order of one has to be changed, all whose slices of the sharded dim are alike share its part.
     divided: what float16 sums are divided by beforehand.
     """
     tensors = [grad for _, grad in grads]
@@ -102,28 +105,79 @@ def reduce_segments(grads: Grads, dtypes: Sequence[torch.dtype], divided: float)
     if True in wide:
         targets = [d if w else t.dtype for t, d, w in zip(tensors, dtypes, wide, strict=True)]
         tensors = cast(tensors, targets)
-    segments = []
-    for (param, _), tensor in zip(grads, tensors, strict=True):
-        layout = param.place.layout
+    segments: list[Segment] = []
+    together: list[list[int]] = []
+    shared: dict[object, list[int]] = {}
+    layouts = [param.place.layout for param, _ in grads]
+    kinds = [(each.shape[each.dim :], t.dtype) for each, t in zip(layouts, tensors, strict=True)]
+    across = {kind for kind, layout in zip(kinds, layouts, strict=True) if not layout.in_order}
+    for index, (layout, tensor) in enumerate(zip(layouts, tensors, strict=True)):
         if layout.dim is None:
             # Kept whole: every rank's span is a copy, so the reduce-scatter gives every rank the sum.
             flat = tensor.reshape(-1).repeat(layout.world)
             segments.append(Segment(flat, equal_spans(layout.numel, layout.world)))
+        elif kinds[index] in across:
+            shared.setdefault((kinds[index], dtypes[index]), []).append(index)
+            continue
         else:
-            flat = tensor.movedim(layout.dim, 0).contiguous().view(-1)
-            segments.append(Segment(flat, layout.spans))
-    return segments
+            segments.append(Segment(tensor.contiguous().view(-1), layout.spans))
+        together.append([index])
+    for members in shared.values():
+        segments.append(_stacked([tensors[index] for index in members], [layouts[i] for i in members]))
+    return segments, [*together, *shared.values()]
+
+
+def _stacked(tensors: Sequence[torch.Tensor], layouts: Sequence[ParamLayout]) -> Segment:
+    """Gradients of ``ParamLayout.stacked``, of each rank's part after another, with room for padding."""
+    layout = layouts[0].stacked(sum([each.outer for each in layouts]))
+    flat = tensors[0].new_empty(layout.padded_numel)
+    (outer, size, *_), width = layout.shape, layout.row_numel // layout.shape[0]
+    begin = 0
+    while begin < size:  # the ranks with equal parts, then the one with a smaller part
+        part = min(layout.chunk_rows, size - begin)
+        ranks = (size - begin) // part
+        start, stop = begin * width, (begin + ranks * part) * width
+        place = flat[outer * start : outer * stop].view(ranks, outer, part * width)
+        columns = [
+            t.reshape(each.outer, size * width)[:, start:stop]
+            for t, each in zip(tensors, layouts, strict=True)
+        ]
+        parts = [each.view(len(each), ranks, part * width).transpose(0, 1) for each in columns]
+        torch.cat(parts, 1, out=place)
+        begin += ranks * part
+    return Segment(flat, layout.spans, has_room=True)
+
+
+class _Separated:
+    """A reduction of gradients of which some share a part (``together``); ``sizes``: of each one's shard."""
+
+    def __init__(self, reduction: Reduction, together: Sequence[Sequence[int]], sizes: Sequence[int]) -> None:
+        self._reduction, self._together, self._sizes = reduction, together, sizes
+
+    def wait(self) -> list[torch.Tensor]:
+        """See ``Reduction.wait``; the sum of each gradient."""
+        found: dict[int, torch.Tensor] = {}
+        for total, members in zip(self._reduction.wait(), self._together, strict=True):
+            found |= zip(members, total.split([self._sizes[index] for index in members]), strict=True)
+        return [found[index] for index in range(len(self._sizes))]
+
+
+def separated(reduction: Reduction, together: Sequence[Sequence[int]], grads: Grads) -> Reduction:
+    """A reduction of the parts that ``reduce_segments`` made, as one of the gradients."""
+    if list(together) == [[index] for index in range(len(grads))]:
+        return reduction
+    return _Separated(reduction, together, [p.layout.shard_numel(p.axis.rank) for p, _ in grads])
 
 
 def add_sharded_grads(params: Sequence[ShardedParam], totals: Sequence[torch.Tensor]) -> None:
-    """Add reduced gradients, 1-D in storage order, to ``sharded.grad`` (in the dtypes at rest), then call the
+    """Add reduced gradients, 1-D, to ``sharded.grad`` (in the dtypes at rest), then call the
     hooks that wait for them. Raises: InputError for a gradient that the caller has set to something else."""
     earlier: list[torch.Tensor] = []
     later: list[torch.Tensor] = []
     for param, total in zip(params, cast(totals, [param.sharded.dtype for param in params]), strict=True):
         sharded = param.sharded
         shard, grad = local_of(sharded), sharded.grad
-        local = total.as_strided(shard.shape, param.place.layout.strides).contiguous().to(shard.device)
+        local = total.view(shard.shape).to(shard.device)
         if grad is None:
             sharded.grad = param.dtensor(local)
         elif isinstance(grad, DTensor):

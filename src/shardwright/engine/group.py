@@ -135,7 +135,7 @@ class ParamGroup:
             typed = [
                 each for each in zip(buffered, dtypes, strict=True) if each[0] not in self.decoding.parts
             ]
-            self.buffer = own_buffer(typed, self.axis.device)
+            self.buffer = own_buffer(typed, self.axis.device, keeps_order=self.near is not None)
         _check_materialised(self)
         return Bound(self.params, self.policy, self.decoding.parts)
 

@@ -23,6 +23,7 @@ from shardwright.engine.grads import (
     cast,
     predivisor,
     reduce_segments,
+    separated,
     take_grads,
     zero_grads,
 )
@@ -205,17 +206,18 @@ class Reducer:
         held, self._held = self._held, None
         return held or []
 
-    def inputs(self, grads: Grads) -> tuple[list[Segment], list[torch.dtype]]:
-        """What a reduce-scatter of ``grads`` takes."""
+    def inputs(self, grads: Grads) -> tuple[list[Segment], list[torch.dtype], list[list[int]]]:
+        """What a reduce-scatter of ``grads`` takes; and which of them share a segment, for ``separated``."""
         dtypes = self._reduce_dtypes([param for param, _ in grads])
-        return reduce_segments(grads, dtypes, self._predivisor), dtypes
+        segments, together = reduce_segments(grads, dtypes, self._predivisor)
+        return segments, [dtypes[members[0]] for members in together], together
 
     def issue(self, grads: Grads) -> Reduction:
         """Issue a reduce-scatter of ``grads`` alone."""
-        (segments, dtypes), key = self.inputs(grads), f"reduce-scatter {self.name}"
+        (segments, dtypes, together), key = self.inputs(grads), f"reduce-scatter {self.name}"
         rows = grads[0][0].rows
         if rows is None:
-            return self.comm.reduce_scatter(segments, dtypes, key)
+            return separated(self.comm.reduce_scatter(segments, dtypes, key), together, grads)
         return rows.reduce(self.comm, segments[0], dtypes[0], key)
 
     def send(self, reduction: Reduction, params: list[ShardedParam]) -> None:

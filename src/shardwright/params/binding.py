@@ -1,6 +1,8 @@
 """Laying the unsharded faces of a group's parameters into one buffer, and lists of what lies where."""
 
 from collections.abc import Container, Sequence
+from math import gcd, prod
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -9,7 +11,7 @@ from shardwright.params.buffer import Buffer, ReorderedBuffer
 from shardwright.params.param import ShardedParam
 from shardwright.params.subclass import extensions_changed
 from shardwright.policy import MixedPrecisionPolicy
-from shardwright.schedule.layout import GroupLayout, contiguous_strides
+from shardwright.schedule.layout import ALIGNMENT_NBYTES, GroupLayout, ParamLayout, contiguous_strides
 from shardwright.torch_private import foreach_copy_, local_of, parameters_of
 from shardwright.transport.base import Segment
 
@@ -17,31 +19,101 @@ Typed = Sequence[tuple[ShardedParam, torch.dtype]]
 """Parameters, and the dtypes that they have while unsharded."""
 
 
-def layout_of(bound: Typed) -> GroupLayout:
-    """Where they lie, one after another."""
-    return GroupLayout(tuple(param.layout for param, _ in bound), tuple(dtype.itemsize for _, dtype in bound))
+class _Stack(NamedTuple):
+    """Parameters that are gathered as one, each below the one before it (``ParamLayout.stacked``).
+
+    starts: the slices of each begin here, so that each is aligned. layout: of all of them.
+    """
+
+    params: Sequence[ShardedParam]
+    dtype: torch.dtype
+    starts: Sequence[int]
+    layout: ParamLayout
 
 
-def own_buffer(bound: Typed, device: torch.device) -> Buffer:
-    """A buffer of this rank's own that they lie in, each contiguous, freed."""
-    layout = layout_of(bound)
-    across = [(param, dtype) for param, dtype in bound if not param.layout.in_order]
-    where = layout_of(across)
-    wire, places = Buffer(where.nbytes, device), dict(zip(across, where.offsets_nbytes, strict=True))
+def _stack(members: Typed) -> _Stack:
+    first, dtype = members[0]
+    slice_nbytes = prod(first.layout.shape[first.layout.dim :]) * dtype.itemsize
+    step = ALIGNMENT_NBYTES // gcd(ALIGNMENT_NBYTES, slice_nbytes)
+    starts, end = [], 0
+    for param, _ in members:
+        starts.append(-(-end // step) * step)
+        end = starts[-1] + param.layout.outer
+    return _Stack([param for param, _ in members], dtype, starts, first.layout.stacked(end))
+
+
+def _stacks(bound: Typed, keeps_order: bool) -> list[_Stack]:
+    """All of them, alone where they lie in the order in which they are gathered."""
+    alike: dict[object, list[tuple[ShardedParam, torch.dtype]]] = {}
+    for number, (param, dtype) in enumerate(bound):
+        layout = param.layout
+        alone = layout.in_order or keeps_order
+        key = number if alone else (layout.shape[layout.dim :], dtype)
+        alike.setdefault(key, []).append((param, dtype))
+    return [
+        _Stack([members[0][0]], members[0][1], [0], members[0][0].layout)
+        if isinstance(key, int)
+        else _stack(members)
+        for key, members in alike.items()
+    ]
+
+
+def own_buffer(bound: Typed, device: torch.device, keeps_order: bool = False) -> Buffer:
+    """A buffer of this rank's own that they lie in, each contiguous, freed.
+
+    keeps_order: what is gathered is in the storage order of each parameter, whatever the world; else those
+    that lie in another order travel as the shards of each rank one after another.
+    """
+    stacks = _stacks(bound, keeps_order)
+    across = [stack for stack in stacks if not stack.layout.in_order]
+    layout, where = _layout_of(stacks), _layout_of(across)
+    wire = Buffer(where.nbytes, device)
+    wire_offsets = iter(where.offsets_nbytes)
     buffer = ReorderedBuffer(layout.nbytes, wire, device) if across else Buffer(layout.nbytes, device)
     buffer.alloc()
-    for each, offset in zip(bound, layout.offsets_nbytes, strict=True):
-        param, dtype = each
-        if isinstance(buffer, ReorderedBuffer) and each in places:
-            strides = contiguous_strides(param.layout.shape)
-            face, filled = (buffer.tensor(dtype, offset, param.layout.shape, strides) for _ in range(2))
-            param.bind(wire, places[each], dtype, face)
-            gathered = wire.tensor(dtype, places[each], param.layout.shape, param.layout.strides)
-            buffer.pairs.append((filled, gathered))  # not the face: filling is no in-place change of a weight
+    for stack, offset in zip(stacks, layout.offsets_nbytes, strict=True):
+        if not isinstance(buffer, ReorderedBuffer) or stack.layout.in_order:
+            stack.params[0].bind(buffer, offset, stack.dtype)
+        elif keeps_order:
+            _bind_transposed(buffer, offset, next(wire_offsets), stack)
         else:
-            param.bind(buffer, offset, dtype)
+            _bind_stack(buffer, offset, next(wire_offsets), stack)
     buffer.free()
     return buffer
+
+
+def _layout_of(stacks: Sequence[_Stack]) -> GroupLayout:
+    return GroupLayout(tuple(s.layout for s in stacks), tuple(s.dtype.itemsize for s in stacks))
+
+
+def _bind_transposed(buffer: ReorderedBuffer, offset: int, wire_offset: int, stack: _Stack) -> None:
+    param, dtype, layout = stack.params[0], stack.dtype, stack.layout
+    strides = contiguous_strides(layout.shape)
+    face, filled = (buffer.tensor(dtype, offset, layout.shape, strides) for _ in range(2))
+    param.bind(buffer.wire, wire_offset, dtype, face)
+    gathered = buffer.wire.tensor(dtype, wire_offset, layout.shape, layout.strides)
+    buffer.pairs.append((filled, [gathered]))  # not the face: filling is no in-place change of a weight
+
+
+def _bind_stack(buffer: ReorderedBuffer, offset: int, wire_offset: int, stack: _Stack) -> None:
+    dtype, layout, wire = stack.dtype, stack.layout, buffer.wire
+    outer, world, rank = layout.shape[0], layout.world, stack.params[0].axis.rank
+    width, own_width = (prod(shape[1:]) for shape in (layout.shape, layout.shard_shape(rank)))
+    segment = Segment(wire.tensor(dtype, wire_offset, (layout.padded_numel,), (1,)), layout.spans)
+    filled = buffer.tensor(dtype, offset, (outer, width), (width, 1))
+    if layout.spans.is_even:  # one copy, whatever the world
+        parts = [segment.flat.view(world, outer, width // world).transpose(0, 1)]
+        filled = filled.view(outer, world, width // world)
+    else:
+        parts = [segment.part(r).view(outer, -1) for r in range(world) if layout.shard_numel(r)]
+    buffer.pairs.append((filled, parts))
+    own_offset = wire_offset + layout.span(rank)[0] * dtype.itemsize
+    for param, start in zip(stack.params, stack.starts, strict=True):
+        shape, own_shape = param.layout.shape, param.layout.shard_shape(rank)
+        begin, own_begin = (start * each * dtype.itemsize for each in (width, own_width))
+        face = buffer.tensor(dtype, offset + begin, shape, contiguous_strides(shape))
+        own = wire.tensor(dtype, own_offset + own_begin, own_shape, contiguous_strides(own_shape))
+        param.bind_to(face, segment, own)
 
 
 class Bound:
@@ -63,7 +135,7 @@ class Bound:
         self._show_themselves: list[tuple[ShardedParam, bool]] = []
         self._copies: dict[object, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self._other_copies: list[ShardedParam] = []
-        self.segments: list[Segment] = []
+        segments: dict[int, Segment] = {}
         for param in params:
             first, sharded, local = param.sites[0], param.sharded, param.local
             self._found.append((param, parameters_of(first.module), first.name, len(param.sites)))
@@ -72,7 +144,9 @@ class Bound:
             if not param.extended:
                 self._list_copy(param, local)
                 if param.layout.dim is not None:
-                    self.segments.append(param.gather_segment())
+                    segment = param.gather_segment()
+                    segments[id(segment)] = segment  # which parameters may share
+        self.segments = list(segments.values())
 
     def _list_sites(self, param: ShardedParam, decoded: bool) -> None:
         if param.shows_itself:

@@ -51,16 +51,16 @@ class Buffer:
 
 
 class ReorderedBuffer(Buffer):
-    """Some of what lies in it is gathered elsewhere, on the ``wire``, in another order of its dims.
+    """Some of what lies in it is gathered elsewhere, on the ``wire``, in another order.
 
-    pairs: a tensor over this memory, of its own, and one of the same shape over the wire, for each of those.
+    pairs: a tensor over this memory, of its own, and what it is along its last dim: tensors over the wire.
     allocated_nbytes: of both.
     """
 
     def __init__(self, nbytes: int, wire: Buffer, device: torch.device) -> None:
         super().__init__(nbytes, device)
         self.wire = wire
-        self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.pairs: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
 
     def alloc(self) -> None:
         """Take the memory of both."""
@@ -75,8 +75,8 @@ class ReorderedBuffer(Buffer):
 
     def arrive(self, keep_wire: bool) -> None:
         """Copy what was gathered into the order of use. keep_wire: it is still needed while unsharded."""
-        for place, gathered in self.pairs:
-            place.copy_(gathered)
+        for place, parts in self.pairs:
+            torch.cat(parts, -1, out=place)  # one kernel, however many parts
         if not keep_wire:
             self.wire.free()
             self.allocated_nbytes = self.nbytes

@@ -82,11 +82,11 @@ class Member:
 
 @dataclass
 class Unsharded:
-    """The unsharded face, bound to a buffer: the parameter that modules see, and the region it lies in."""
+    """The unsharded face, bound to a buffer: the parameter that modules see, and where it is gathered."""
 
     param: nn.Parameter
-    region: torch.Tensor  # 1-D, padded to ``world`` equal spans
-    own: torch.Tensor  # this rank's part of the region, in the shape of the local shard
+    segment: Segment  # of the group's all-gather; others may travel in the same one
+    own: torch.Tensor  # this rank's part of it, in the shape of the local shard
 
 
 class ShardedParam:
@@ -297,20 +297,19 @@ class ShardedParam:
         memory), and the unsharded face there too, if that isn't ``face``."""
         layout = self.layout
         region = buffer.tensor(dtype, offset_nbytes, (layout.padded_numel,), (1,))
-        start, _ = layout.span(self.axis.rank)
-        own = buffer.tensor(
-            dtype,
-            offset_nbytes + start * dtype.itemsize,
-            layout.shard_shape(self.axis.rank),
-            layout.strides,
-        )
+        begin = offset_nbytes + layout.span(self.axis.rank)[0] * dtype.itemsize
+        own = buffer.tensor(dtype, begin, layout.shard_shape(self.axis.rank), layout.strides)
         whole = buffer.tensor(dtype, offset_nbytes, layout.shape, layout.strides) if face is None else face
+        self.bind_to(whole, Segment(region, layout.spans), own)
+
+    def bind_to(self, whole: torch.Tensor, segment: Segment, own: torch.Tensor) -> None:
+        """Make ``whole`` the unsharded face. segment: where it is gathered. own: this rank's place there."""
         if self.inner is not None:
-            meta = TensorMeta(self.spec.shape, self.spec.stride, dtype)
+            meta = TensorMeta(self.spec.shape, self.spec.stride, whole.dtype)
             spec = DTensorSpec(self.inner.mesh, self.inner.placements, meta)
             whole = DTensor(whole, spec, requires_grad=False)  # type: ignore[call-arg]
         param = nn.Parameter(whole, requires_grad=self.trainable)
-        self.bound = Unsharded(give(self.attributes, param), region, own)
+        self.bound = Unsharded(give(self.attributes, param), segment, own)
 
     @property
     def own(self) -> torch.Tensor:
@@ -346,8 +345,8 @@ class ShardedParam:
         """Its part in the group's all-gather; ``layout``: over another world, at most as large."""
         assert self.bound is not None, "bind() first"
         if layout is None:
-            return Segment(self.bound.region, self.layout.spans)
-        return Segment(self.bound.region[: layout.padded_numel], layout.spans)
+            return self.bound.segment
+        return Segment(self.bound.segment.flat[: layout.padded_numel], layout.spans)
 
     # ---- state dicts: the parameters of the model as it was, of which a flat parameter holds several
 

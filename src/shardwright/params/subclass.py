@@ -22,7 +22,7 @@ from shardwright.errors import InputError, StageError
 from shardwright.params.buffer import Buffer
 from shardwright.params.param import ParamSite, ShardedParam, Unsharded, give
 from shardwright.policy import MixedPrecisionPolicy
-from shardwright.schedule.layout import ParamLayout
+from shardwright.schedule.layout import ParamLayout, Spans
 from shardwright.torch_private import is_traceable_wrapper_subclass, local_of
 from shardwright.transport.base import Segment
 from shardwright.transport.mesh import Axis
@@ -98,7 +98,7 @@ class ExtendedParam(ShardedParam):
 
     def _expose(self, param: nn.Parameter) -> None:
         nowhere = torch.empty(0)
-        self.bound = Unsharded(give(self.attributes, param), nowhere, nowhere)
+        self.bound = Unsharded(give(self.attributes, param), Segment(nowhere, Spans()), nowhere)
 
     # ---- the all-gather
 

@@ -1,8 +1,9 @@
 """Where each element of a parameter lives: shapes + world -> spans, padding, offsets. Pure arithmetic.
 
-A parameter is stored with its sharded dim first, so that each rank's shard is one contiguous span of the
-unsharded storage whatever the dim. Three ranks, a parameter of 7 rows (``torch.chunk``'s split, which is
-also DTensor's ``Shard``: every rank holds ``ceil(7 / 3) = 3`` rows until none are left)::
+Each rank's shard is one contiguous span of what is gathered. A parameter that is sharded on another dim than
+the first is gathered with that dim outermost (``ParamLayout.strides``), or together with others, shard after
+shard (``ParamLayout.stacked``). Three ranks, a parameter of 7 rows (``torch.chunk``'s split, which is also
+DTensor's ``Shard``: every rank holds ``ceil(7 / 3) = 3`` rows until none are left)::
 
     rows        0  1  2 | 3  4  5 | 6  -  -        - padding, never sent between hosts, never seen
     rank        0       | 1       | 2
@@ -143,10 +144,26 @@ class ParamLayout:
         return tuple(strides)
 
     @cached_property
+    def outer(self) -> int:
+        """Product of the dims left of the sharded one."""
+        return prod(self.shape[: self.dim or 0])
+
+    @cached_property
     def in_order(self) -> bool:
         """Whether the storage order is that of the contiguous parameter: no larger dim is left of the sharded
         one."""
-        return prod(self.shape[: self.dim or 0]) <= 1
+        return self.outer <= 1
+
+    def stacked(self, outer: int) -> "ParamLayout":
+        """The layout of ``outer`` slices ``shape[dim:]`` one below the other: of several parameters that
+        differ in the dims left of the sharded one only, as one. That has two dims or more, and the second is
+        sharded; each rank's part is taken as contiguous, ``[outer, its slice of dim, ...]``."""
+        return _cut_on_the_second((outer, *self.shape[self.dim :]), self.world)
+
+
+@lru_cache
+def _cut_on_the_second(shape: tuple[int, ...], world: int) -> ParamLayout:
+    return ParamLayout(shape, world, 1)
 
 
 @dataclass(frozen=True)

@@ -15,16 +15,18 @@ from shardwright.transport.streams import Streams
 
 @dataclass(frozen=True)
 class Segment:
-    """One parameter's (or gradient's) part in a collective.
+    """One parameter's (or gradient's) part in a collective, or that of several which are gathered as one.
 
-    flat: 1-D contiguous tensor in storage order (sharded dim first). For an all-gather it is the padded
+    flat: 1-D contiguous tensor, each rank's shard one after another. For an all-gather it is the padded
         region in the group's buffer, ``world`` equal spans long, with this rank's span already filled.
         For a reduce-scatter it is the whole gradient of this rank, without padding.
     spans: ``(start, stop)`` elements of each rank's shard in ``flat``, without padding.
+    has_room: for a reduce-scatter, that ``flat`` is padded all the same, with what may be summed and dropped.
     """
 
     flat: torch.Tensor
     spans: Spans
+    has_room: bool = False
 
     def part(self, rank: int) -> torch.Tensor:
         """The span of ``rank``, 1-D, in the segment's dtype."""

@@ -210,7 +210,7 @@ class _NcclReduction:
 
 
 def padded(segments: Sequence[Segment], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
-    """The gradients in their reduce dtypes, each rank's span padded with zeros to the longest one.
+    """The gradients in their reduce dtypes, each rank's span padded to the longest one, with zeros.
 
     Where they lie where that is so already; else in memory of one tensor for each dtype, filled at once.
     """
@@ -218,8 +218,8 @@ def padded(segments: Sequence[Segment], dtypes: Sequence[torch.dtype]) -> list[t
     elsewhere: dict[torch.dtype, list[int]] = defaultdict(list)
     for index, (flat, dtype) in enumerate(zip(inputs, dtypes, strict=True)):
         spans = segments[index].spans
-        if spans.is_even and flat.dtype == dtype:
-            inputs[index] = flat[: spans[-1][1]]
+        if (spans.is_even or segments[index].has_room) and flat.dtype == dtype:
+            inputs[index] = flat[: spans.longest * len(spans)]
         else:
             elsewhere[dtype].append(index)
     for dtype, members in elsewhere.items():
