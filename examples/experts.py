@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/experts.py                   2 ranks with half of the experts each
     torchrun --nproc-per-node 4 examples/experts.py                   the same, each half sharded over 2 ranks
-    torchrun --nproc-per-node 2 examples/experts.py --door wrapper    with FullyShardedDataParallel
+    torchrun --nproc-per-node 2 examples/experts.py --api wrapper     with FullyShardedDataParallel
 
 A model of bytes learns this file. Its experts lie expert-parallel on the axis "ep" of a mesh, as DTensors,
 and are sharded over the axis "dp"; all other weights are sharded over all ranks. The last two lines are the
@@ -159,7 +159,7 @@ def _averaged_over_all(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return model
 
 
-DOORS: dict[str, Callable[[Model, DeviceMesh], nn.Module]] = {
+APIS: dict[str, Callable[[Model, DeviceMesh], nn.Module]] = {
     "fully_shard": by_fully_shard,
     "wrapper": by_wrapper,
 }
@@ -203,7 +203,7 @@ def run(options: argparse.Namespace) -> tuple[float, float]:
     experts = options.ep or min(world, 2)
     mesh = init_device_mesh("cpu", (world // experts, experts), mesh_dim_names=("dp", "ep"))
     torch.manual_seed(0)  # the same experts on every rank, before each keeps its own
-    model = DOORS[options.door](Model(), mesh)
+    model = APIS[options.api](Model(), mesh)
     text = torch.tensor(list(Path(__file__).read_bytes()))
     train(model, text, options)
     seen = text[: 8 * options.length].view(8, -1)
@@ -222,7 +222,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--door", choices=list(DOORS), default="fully_shard")
+    parser.add_argument("--api", choices=list(APIS), default="fully_shard")
     parser.add_argument("--ep", type=int, help="ranks that share the experts; default: 2")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--rows", type=int, default=8, help="rows of a batch on each rank")

@@ -4,7 +4,7 @@ import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwright import set_transport
-from shardwright.transport.channel import NOTHING, AxisChannel, JointChannel, tell
+from shardwright.transport.channel import NOTHING, AxisChannel, JointChannel, broadcast
 from shardwright.transport.cpu.shm import ShmComm
 from shardwright.transport.cpu.sockets import SocketComm
 from shardwright.transport.mesh import resolve
@@ -59,11 +59,11 @@ def test_the_ranks_of_two_axes_learn_what_every_one_of_them_said():
 def told(rank, world):
     axis = resolve(None)
     channel = AxisChannel(axis.comm)
-    assert tell(channel, 7, b"the same words") == {7: b"the same words"}
-    assert tell(channel, 0, None) == {}
+    assert broadcast(channel, 7, b"the same words") == {7: b"the same words"}
+    assert broadcast(channel, 0, None) == {}
     texts = [b"", b"\0in another call\0", b"nobody hears this", None]
     kinds = [10, 20, 21, 0]
-    got = tell(channel, kinds[rank], texts[rank], lambda key: key // 10)
+    got = broadcast(channel, kinds[rank], texts[rank], lambda key: key // 10)
     assert got == {10: b"", 20: b"\0in another call\0"}
 
 

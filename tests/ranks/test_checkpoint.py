@@ -1,5 +1,5 @@
-"""What is saved at one number of ranks through one door comes back bit-equal at any other, through any door,
-optimizer state included."""
+"""What is saved at one number of ranks, sharded in one way, comes back bit-equal at any other number and in
+any way, optimizer state included."""
 
 from pathlib import Path
 
@@ -58,12 +58,12 @@ def plain(model: Net) -> nn.Module:
     return model
 
 
-DOORS = {door.__name__: door for door in (by_layers, wrapped, plain)}
+SHARDINGS = {sharding.__name__: sharding for sharding in (by_layers, wrapped, plain)}
 
 
-def build(kind: str, seed: int, door: str = "by_layers") -> tuple[nn.Module, torch.optim.Optimizer]:
+def build(kind: str, seed: int, sharding: str = "by_layers") -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
-    model = DOORS[door](Net())
+    model = SHARDINGS[sharding](Net())
     trained = [p for p in model.parameters() if p.requires_grad]
     decay, rest = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim < 2]
     groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "lr": 0.01}]
@@ -109,15 +109,15 @@ def assert_equal(a: dict, b: dict) -> None:
             assert a[key] == b[key], key
 
 
-def save_trained(rank: int, world: int, path: str, kind: str, door: str) -> dict:
-    model, optimizer = build(kind, 1, door)
+def save_trained(rank: int, world: int, path: str, kind: str, sharding: str) -> dict:
+    model, optimizer = build(kind, 1, sharding)
     train(model, optimizer, range(2))
     save(path, model=model, optimizer=optimizer, extra={"tokens": 123, "note": (1, None)}, step=2)
     return everything(model, optimizer)
 
 
-def load_fresh(rank: int, world: int, path: str, kind: str, door: str) -> dict:
-    model, optimizer = build(kind, rank + 100, door)
+def load_fresh(rank: int, world: int, path: str, kind: str, sharding: str) -> dict:
+    model, optimizer = build(kind, rank + 100, sharding)
     restored = load(path, model=model, optimizer=optimizer)
     assert (restored.step, restored.extra) == (2, {"tokens": 123, "note": (1, None)})
     assert model.head.weight is model.embed.weight

@@ -64,16 +64,16 @@ def flat(model: Pair, gap: int = 3) -> nn.Module:
     return model
 
 
-Door = Callable[[Pair], nn.Module]
+Sharding = Callable[[Pair], nn.Module]
 OPTIMIZERS = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.05),
     "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
 }
 
 
-def build(door: Door, kind: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+def build(sharding: Sharding, kind: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
-    model = door(Pair())
+    model = sharding(Pair())
     return model, OPTIMIZERS[kind](model.parameters())
 
 
@@ -108,8 +108,8 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
     return {**state, "steps": torch.tensor(sorted(steps)), "seen": model.seen.clone()}
 
 
-def save_stepped(rank: int, world: int, path: str, door: Door, kind: str) -> dict[str, torch.Tensor]:
-    model, optimizer = build(door, kind, 1)
+def save_stepped(rank: int, world: int, path: str, sharding: Sharding, kind: str) -> dict[str, torch.Tensor]:
+    model, optimizer = build(sharding, kind, 1)
     step(model, optimizer)
     step(model, optimizer)
     save(path, model=model, optimizer=optimizer, step=2)
@@ -117,9 +117,9 @@ def save_stepped(rank: int, world: int, path: str, door: Door, kind: str) -> dic
 
 
 def load_poisoned(
-    rank: int, world: int, path: str, door: Door, kind: str, stepped: bool
+    rank: int, world: int, path: str, sharding: Sharding, kind: str, stepped: bool
 ) -> tuple[dict[str, torch.Tensor], int]:
-    model, optimizer = build(door, kind, 100 + rank)
+    model, optimizer = build(sharding, kind, 100 + rank)
     if stepped:  # its state is there already, and is filled in place
         step(model, optimizer)
     torch.use_deterministic_algorithms(True)  # every torch.empty is NaN from now on

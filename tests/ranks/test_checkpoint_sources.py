@@ -173,7 +173,7 @@ def test_what_cannot_be_read_says_why(tmp_path: Path) -> None:
 
 
 def stepped(seed: int, wrapper: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model of either door with the weights of ``seed``, and an optimizer with state."""
+    """A model of either API with the weights of ``seed``, and an optimizer with state."""
     model = sharded(seed)
     if wrapper:
         model = FSDP(net(seed), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))

@@ -24,9 +24,9 @@ def build(num=6) -> example.Model:
     return example.Model(width=5, num=num).double()
 
 
-def sharded_on(shape, door, make=build) -> nn.Module:
+def sharded_on(shape, api, make=build) -> nn.Module:
     """A model whose experts are sharded over the first axis of a mesh, and spread over its second."""
-    return example.DOORS[door](make(), init_device_mesh("cpu", shape, mesh_dim_names=("dp", "ep")))
+    return example.APIS[api](make(), init_device_mesh("cpu", shape, mesh_dim_names=("dp", "ep")))
 
 
 def texts(step, world):
@@ -73,8 +73,8 @@ def train_beside(ours, theirs, rank, world, steps=range(STEPS)):
             )
 
 
-def trains(rank, world, shape, door, agreement):
-    model, reference = sharded_on(shape, door), build()
+def trains(rank, world, shape, api, agreement):
+    model, reference = sharded_on(shape, api), build()
     getattr(model, "module", model).set_schedule_policy(SchedulePolicy(agreement=agreement))
     received = Received(model)
     train_beside(Run.of(model), Run.of(reference), rank, world)
@@ -89,35 +89,35 @@ def trains(rank, world, shape, door, agreement):
 
 
 @pytest.mark.parametrize("agreement", ["off", "strict"])
-@pytest.mark.parametrize("door", list(example.DOORS))
+@pytest.mark.parametrize("api", list(example.APIS))
 @pytest.mark.parametrize("shape", [(1, 2), (1, 3), (2, 2)], ids=str)
-def test_routed_experts_train_as_in_one_process_also_where_a_rank_gets_no_tokens(shape, door, agreement):
-    held = run_ranks(shape[0] * shape[1], trains, shape, door, agreement)
+def test_routed_experts_train_as_in_one_process_also_where_a_rank_gets_no_tokens(shape, api, agreement):
+    held = run_ranks(shape[0] * shape[1], trains, shape, api, agreement)
     assert sum(held) == 6, "every expert is on one rank"
 
 
-def recomputed(rank, world, door):
-    model = sharded_on((2, 2), door)
+def recomputed(rank, world, api):
+    model = sharded_on((2, 2), api)
     for block in model.blocks:
         inner = getattr(block, "module", block)
         inner.routed.forward = partial(recompute, inner.routed.forward, use_reentrant=False)
     train_beside(Run.of(model), Run.of(build()), rank, world)
 
 
-@pytest.mark.parametrize("door", list(example.DOORS))
-def test_recomputed_experts_exchange_their_tokens_again_in_the_same_order_on_all_ranks(door):
-    run_ranks(4, recomputed, door)
+@pytest.mark.parametrize("api", list(example.APIS))
+def test_recomputed_experts_exchange_their_tokens_again_in_the_same_order_on_all_ranks(api):
+    run_ranks(4, recomputed, api)
 
 
-def saves(rank, world, folder, door):
-    ours, theirs = Run.of(sharded_on((2, 2), door)), Run.of(build())
+def saves(rank, world, folder, api):
+    ours, theirs = Run.of(sharded_on((2, 2), api)), Run.of(build())
     train_beside(ours, theirs, rank, world, range(2))
     checkpoint.save(folder, model=ours.model, optimizer=ours.optimizer, step=2)
     return theirs.model.state_dict(), theirs.optimizer.state_dict()
 
 
-def resumes(rank, world, folder, shape, door, saved):
-    ours, theirs = Run.of(sharded_on(shape, door)), Run.of(build())
+def resumes(rank, world, folder, shape, api, saved):
+    ours, theirs = Run.of(sharded_on(shape, api)), Run.of(build())
     checkpoint.load(folder, model=ours.model, optimizer=ours.optimizer)
     theirs.model.load_state_dict(saved[0])
     theirs.optimizer.load_state_dict(saved[1])
@@ -125,11 +125,11 @@ def resumes(rank, world, folder, shape, door, saved):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("door", list(example.DOORS))
-def test_a_checkpoint_of_experts_is_resumed_by_ranks_that_share_them_otherwise(door, tmp_path):
-    saved = run_ranks(4, saves, tmp_path, door)[0]
+@pytest.mark.parametrize("api", list(example.APIS))
+def test_a_checkpoint_of_experts_is_resumed_by_ranks_that_share_them_otherwise(api, tmp_path):
+    saved = run_ranks(4, saves, tmp_path, api)[0]
     for shape in ((1, 3), (3, 1), (1, 1)):
-        run_ranks(shape[0] * shape[1], resumes, tmp_path, shape, door, saved)
+        run_ranks(shape[0] * shape[1], resumes, tmp_path, shape, api, saved)
 
 
 def whole_states(rank, world):
@@ -157,13 +157,13 @@ def test_whole_state_dicts_of_the_wrapper_have_every_expert_and_load_into_anothe
     run_ranks(4, whole_states)
 
 
-def runs_example(rank, world, door):
-    return example.run(argparse.Namespace(door=door, ep=None, steps=60, rows=4, length=32, lr=0.01))
+def runs_example(rank, world, api):
+    return example.run(argparse.Namespace(api=api, ep=None, steps=60, rows=4, length=32, lr=0.01))
 
 
-@pytest.mark.parametrize("door", list(example.DOORS))
-def test_the_example_learns_and_the_collected_model_has_the_loss_of_the_ranks(door):
-    (sharded, plain), (other, _) = run_ranks(2, runs_example, door)
+@pytest.mark.parametrize("api", list(example.APIS))
+def test_the_example_learns_and_the_collected_model_has_the_loss_of_the_ranks(api):
+    (sharded, plain), (other, _) = run_ranks(2, runs_example, api)
     assert sharded == pytest.approx(plain, abs=1e-5)
     assert sharded == pytest.approx(other, abs=1e-5)
     assert sharded < 3.0, "an untrained model has 5.5"

@@ -16,7 +16,7 @@ from shardwright import fully_shard, set_transport
 from shardwright.engine.unit import unit_of
 from shardwright.transport import abort
 from shardwright.transport.abort import is_closed
-from shardwright.transport.launches import RING, LaunchLog, here
+from shardwright.transport.launches import RING, LaunchLog, process_state
 from shardwright.transport.streams import Streams
 from tests.pure.test_streams import Device, FakeStream, flat
 from tests.ranks.models import batches, build, fresh_mesh, loss_of, shard_decoder
@@ -32,8 +32,8 @@ def trained(rank, world, transport):
     for step in range(16):
         loss_of(model, batches(step, world)[rank]).backward()
         model.zero_grad()
-    assert here.phase == ""
-    assert not here.waits
+    assert process_state.phase == ""
+    assert not process_state.waits
     return comm.log.name, comm.log.launched, list(comm.log.ring)
 
 
@@ -57,7 +57,7 @@ def late(rank, world, transport):
 
     def look():
         while not seen:
-            seen.extend(here.waits.values())
+            seen.extend(process_state.waits.values())
             time.sleep(0.01)
 
     if rank == 1:
@@ -68,7 +68,7 @@ def late(rank, world, transport):
     watch.start()
     model(torch.ones(1, 4))
     watch.join()
-    assert not here.waits
+    assert not process_state.waits
     return seen[0].launch, seen[0].log.ranks
 
 
@@ -88,11 +88,11 @@ def convicted(rank, world):
     model = fully_shard(nn.Linear(4, 4))
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)  # ended by the pool
-    threading.Timer(0.2, lambda: setattr(here, "diagnosis", Diagnosis("it is lost"))).start()
+    threading.Timer(0.2, lambda: setattr(process_state, "diagnosis", Diagnosis("it is lost"))).start()
     for _ in range(2):  # in the wait, then at the next launch
         with pytest.raises(Diagnosis, match="it is lost"):
             model(torch.ones(1, 4))
-    assert here.delivered
+    assert process_state.delivered
 
 
 def test_a_verdict_ends_a_wait_in_shared_memory_and_every_later_launch():

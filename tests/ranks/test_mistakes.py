@@ -41,7 +41,7 @@ def wrap(module):
     return torchs.FullyShardedDataParallel(module, device_id=torch.device("cpu"))
 
 
-DOORS = {
+SHARDINGS = {
     "fully_shard": fully_shard,
     "groups": lambda model: fully_shard(model, groups=[["1"]]),
     "wrapper": FullyShardedDataParallel,
@@ -59,12 +59,12 @@ INSIDE = {
 
 def ours_around(rank, world):
     for name, inside in INSIDE.items():
-        for door, shard in DOORS.items():
+        for sharding, shard in SHARDINGS.items():
             model = small()
             model[0] = inside(model[0])
             with pytest.raises(MisuseError, match=f"'0', .*{name}.* shardwright.fully_shard") as told:
                 shard(model)
-            assert "instead" in str(told.value), (name, door)
+            assert "instead" in str(told.value), (name, sharding)
             assert not units_in(model)  # nothing half done
         with pytest.raises(MisuseError, match=name):
             fully_shard(inside(small()))

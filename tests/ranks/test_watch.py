@@ -21,7 +21,7 @@ from shardwright.observe.lifecycle import store_address
 from shardwright.observe.watchdog import Watch
 from shardwright.transport import liveness
 from shardwright.transport.attempt import this_attempt
-from shardwright.transport.launches import here
+from shardwright.transport.launches import process_state
 from tests.ranks.faults import CASES, built, compiles_long, step
 from tests.ranks.pool import run_ranks
 from tests.ranks.scripts import Outcome, fault, run_scripts
@@ -100,7 +100,11 @@ def switched_off(rank, world):
     set_watch(WatchPolicy(on=False))
     model = built()
     step(model)
-    return here.explain, store_address() != "", dist.distributed_c10d._get_default_store().check(["x"])
+    return (
+        process_state.explain,
+        store_address() != "",
+        dist.distributed_c10d._get_default_store().check(["x"]),
+    )
 
 
 def test_off_starts_nothing():
@@ -211,7 +215,7 @@ def two_models(rank, world):
     if rank == 1:
         time.sleep(1.5)
     step(second)
-    return here.diagnosis is None and not here.waits
+    return process_state.diagnosis is None and not process_state.waits
 
 
 def test_two_models_and_a_late_rank_go_on():

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwright import fully_shard
-from shardwright.transport.launches import here
+from shardwright.transport.launches import process_state
 from tests.ranks.faults import Layer, bad_batch
 from tests.ranks.scripts import fault, run_scripts
 
@@ -120,7 +120,7 @@ class Run:
         steps = Steps(self.seed * world + rank)
         for _ in range(STEPS):
             steps.take()
-        assert here.diagnosis is None
+        assert process_state.diagnosis is None
         fault()
         if rank == self.culprit:
             ENDS[self.end][1](steps)

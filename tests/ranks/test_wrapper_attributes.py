@@ -138,9 +138,9 @@ class Marked(nn.Module):
         return nn.functional.linear(x, self.weight, self.bias) * self.plain.sum()
 
 
-def marked(rank, world, door):
-    flat = door == "flat"
-    model = fully_shard(Marked()) if door == "fully_shard" else FSDP(Marked(), use_orig_params=not flat)
+def marked(rank, world, api):
+    flat = api == "flat"
+    model = fully_shard(Marked()) if api == "fully_shard" else FSDP(Marked(), use_orig_params=not flat)
     for each in (model, copy.deepcopy(model)):
         assert all(param.expert for param in each.parameters())
         assert flat or (each.weight.rank_of == {"a": 1} and each.bias.decay == 0.5)
@@ -148,7 +148,7 @@ def marked(rank, world, door):
         assert each.weight.expert and each.weight.rank_of == {"a": 1} and each.bias.decay == 0.5
         if flat:
             assert not hasattr(next(each.parameters()), "decay")  # which not all in it have
-    if door != "fully_shard":
+    if api != "fully_shard":
         with FSDP.summon_full_params(model):
             assert model.weight.expert and model.bias.decay == 0.5 and not hasattr(model.plain, "decay")
         return
@@ -160,10 +160,10 @@ def marked(rank, world, door):
     assert late.weight.expert and late.bias.decay == 0.5
 
 
-@pytest.mark.parametrize("door", ["fully_shard", "wrapper", "flat"])
+@pytest.mark.parametrize("api", ["fully_shard", "wrapper", "flat"])
 @pytest.mark.each_case
-def test_attributes_of_parameters_survive_sharding_copies_and_unsharding(door):
-    run_ranks(2, marked, door)
+def test_attributes_of_parameters_survive_sharding_copies_and_unsharding(api):
+    run_ranks(2, marked, api)
 
 
 class Scaled(torch.Tensor):

@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import Store
 
 from shardwright.errors import CheckpointError
 from shardwright.transport.attempt import Attempt, new_group, this_attempt
-from shardwright.transport.launches import LaunchLog, here
+from shardwright.transport.launches import LaunchLog, process_state
 
 T = TypeVar("T")
 
@@ -88,9 +88,9 @@ class Ranks:
                 missing = missing if store is not None else [0]  # the rank that would have answered
                 lost = attempt.ended(missing)
             if late or lost:
-                if here.look is not None:  # a rank that told us why may have ended since
-                    here.look()
-                    here.raise_diagnosis()
+                if process_state.look is not None:  # a rank that told us why may have ended since
+                    process_state.look()
+                    process_state.raise_diagnosis()
                 if not lost and store is not None:
                     store.delete_key(keys[self.rank])  # so that a late rank does not take us for waiting
                 arrived = sorted({*range(self.world)} - {*missing})
@@ -100,7 +100,7 @@ class Ranks:
                     f"{min(waited_s, ARRIVAL_TIMEOUT_S):.3g} s{why}; "
                     "every rank must call it (it writes or reads the pieces that the rank owns)"
                 )
-            here.raise_diagnosis()
+            process_state.raise_diagnosis()
             time.sleep(pause)
             pause = min(2 * pause, _POLL_S)
 

@@ -32,8 +32,8 @@ from shardwright.schedule.sync import (
     SyncPoint,
 )
 from shardwright.transport.base import Comm
-from shardwright.transport.channel import AxisChannel, Channel, JointChannel, tell
-from shardwright.transport.launches import here
+from shardwright.transport.channel import AxisChannel, Channel, JointChannel, broadcast
+from shardwright.transport.launches import process_state
 from shardwright.transport.mesh import Axis
 
 _WORD_BITS = 62
@@ -145,10 +145,10 @@ class Consensus:
         return digest, entry if runs and not evaluates else None, entry if evaluates else None, modes
 
     def _broadcast(self, order: RecordedOrder | None) -> tuple[RecordedOrder, ...]:
-        """The orders that ranks tell. Ranks that went the same way say it once."""
+        """The orders that ranks have recorded, each once, on every rank."""
         data = None if order is None else json.dumps(order, separators=(",", ":")).encode()
         key = int.from_bytes(hashlib.sha256(data or b"").digest()[:7], "big")
-        told = tell(self._agreed, key, data)
+        told = broadcast(self._agreed, key, data)
         return tuple(_read(told[key]) for key in sorted(told))
 
     def _diverge(self, point: SyncPoint, entry: int, digest: int) -> NoReturn:
@@ -164,8 +164,8 @@ class Consensus:
             what += f", reducing {reduced} of {len(policies)} groups, {trained} trainable parameters"
         kind = zlib.crc32(f"{what} {digest} {self._equals(point, entry, digest)}".encode())
         rank = self._table.groups[0].axis.mesh.get_rank()
-        text = f"rank {rank}: {what}, of pass {here.step} ({_user_line()})"
-        told = tell(self._agreed, kind << 31 | rank, text.encode(), lambda key: key >> 31)
+        text = f"rank {rank}: {what}, of pass {process_state.step} ({_user_line()})"
+        told = broadcast(self._agreed, kind << 31 | rank, text.encode(), lambda key: key >> 31)
         said = sorted(told.items(), key=lambda pair: pair[0] & 0x7FFFFFFF)
         lines = "\n".join(f"  {text.decode(errors='replace')}" for _, text in said)
         raise Diverged(

@@ -26,7 +26,7 @@ from shardwright.policy import MixedPrecisionPolicy
 from shardwright.torch_private import local_of, parameters_of, version_of
 from shardwright.transport.base import Comm, Gather, Segment
 from shardwright.transport.mesh import Axis
-from shardwright.transport.watched import Collective, tell
+from shardwright.transport.watched import Collective, notify_modes
 
 
 class Stage(StrEnum):
@@ -164,10 +164,10 @@ class ParamGroup:
         before, self._gathered_versions = self._gathered_versions, self._versions()
         if self.near is not None and (self.is_near if nearby is None else nearby):
             self._take_buffer()
-            tell(self.near.comm, Collective.ALL_GATHER)
+            notify_modes(self.near.comm, Collective.ALL_GATHER)
             self.receive(self.near.gather(f"all-gather {self.name} nearby"))
             return None
-        tell(self.comm, Collective.ALL_GATHER)
+        notify_modes(self.comm, Collective.ALL_GATHER)
         if self.rows is not None:
             self._take_buffer()
             region = self.params[0].gather_segment().flat

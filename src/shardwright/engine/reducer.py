@@ -39,7 +39,7 @@ from shardwright.torch_private import (
 from shardwright.transport.all_reduce import AllReduce
 from shardwright.transport.base import Comm, Reduction, Segment
 from shardwright.transport.mesh import Axis
-from shardwright.transport.watched import Collective, tell
+from shardwright.transport.watched import Collective, notify_modes
 
 Hook = Callable[[torch.Tensor], None]
 
@@ -222,7 +222,7 @@ class Reducer:
 
     def send(self, reduction: Reduction, params: list[ShardedParam]) -> None:
         """From here on the gradients of ``params`` are in flight."""
-        tell(self.comm, Collective.REDUCE_SCATTER)
+        notify_modes(self.comm, Collective.REDUCE_SCATTER)
         self._reduction = reduction, params
 
     def wait(self) -> None:
@@ -268,7 +268,7 @@ class Reducer:
 
     def send_copies(self, all_reduce: Reduction, params: list[ShardedParam]) -> None:
         """From here on the sums of ``params`` are in flight over the copies."""
-        tell(self.copies, Collective.ALL_REDUCE)
+        notify_modes(self.copies, Collective.ALL_REDUCE)
         self._all_reduce = all_reduce, params
 
     def finalize(self) -> None:

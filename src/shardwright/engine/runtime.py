@@ -28,7 +28,7 @@ from shardwright.schedule.follower import Follower, Mode
 from shardwright.schedule.schedule import BEGINS, Action, ActionKind, EventKind, GroupSpec, Phase, Schedule
 from shardwright.schedule.sync import Step
 from shardwright.transport.base import Comm
-from shardwright.transport.launches import here
+from shardwright.transport.launches import process_state
 
 unsettled: "WeakSet[Runtime]" = WeakSet()
 """Models whose last backward has not ended on all ranks: their gradients may not be stepped with."""
@@ -289,7 +289,7 @@ class Runtime:
             self._say_where()
             start = time.perf_counter()
             if failed:
-                here.failed(sys.exc_info()[1])
+                process_state.failed(sys.exc_info()[1])
             follower = self._ready_follower()
             with beneath_transforms():
                 step = self._follow(follower.end(failed) if follower.cursors else Step(()))
@@ -384,7 +384,7 @@ class Runtime:
     def _say_where(self) -> None:
         """Say which phase is running, to the launch log too."""
         self.phase = self._runs[-1].phase if self._runs else None
-        here.enter(self.phase or "", self.pass_number)
+        process_state.enter(self.phase or "", self.pass_number)
 
 
 class _Turn:

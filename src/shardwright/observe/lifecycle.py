@@ -26,7 +26,7 @@ from shardwright.observe.watchdog import Watch
 from shardwright.policy import WatchPolicy
 from shardwright.torch_private import default_store
 from shardwright.transport.attempt import this_attempt
-from shardwright.transport.launches import here
+from shardwright.transport.launches import process_state
 from shardwright.transport.mesh import timeout_of
 from shardwright.transport.process import process_is_ours
 
@@ -121,7 +121,7 @@ def leave(error: BaseException | None = None) -> None:
     with suppress(RuntimeError):  # the store may have gone first
         exchange = watch.exchange
         watch.look()  # who was told first has ended, and broke what this one waited in: no fault of its own
-        if here.diagnosis is not None:
+        if process_state.diagnosis is not None:
             if exchange.holds_store:
                 exchange.linger(_LINGER_S)
         elif not watch.is_deaf:
@@ -137,7 +137,7 @@ def _end() -> None:
     if _lifecycle.watch is not None:
         _lifecycle.watch.stop()
     _lifecycle.watch, _lifecycle.group = None, lambda: None
-    here.diagnosis, here.delivered = None, False
+    process_state.diagnosis, process_state.delivered = None, False
 
 
 def _raised_in(error: BaseException | None) -> str:
@@ -164,8 +164,13 @@ def _set_hooks() -> None:
         before(kind, error, trace)
         if _lifecycle.watch is not None and _lifecycle.pid == os.getpid():
             _lifecycle.watch.look()
-        if here.diagnosis is not None and not here.delivered and _lifecycle.pid == os.getpid():
-            print(here.diagnosis, file=sys.stderr, flush=True)  # it was let go out of a call of its own
+        if (
+            process_state.diagnosis is not None
+            and not process_state.delivered
+            and _lifecycle.pid == os.getpid()
+        ):
+            # it was let go out of a call of its own
+            print(process_state.diagnosis, file=sys.stderr, flush=True)
         if not hasattr(sys, "ps1"):  # an interactive Python goes on
             leave(error)
 

@@ -15,7 +15,7 @@ from types import FrameType
 import torch
 
 from shardwright.observe.diagnosis import Answer, Launched, Status, Waits
-from shardwright.transport.launches import Wait, here
+from shardwright.transport.launches import Wait, process_state
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _OURS = str(Path(__file__).parents[1]) + os.sep
@@ -96,7 +96,7 @@ class ProcessStatus:
     @property
     def wait(self) -> Wait | None:
         """What the training thread waits for."""
-        return here.waits.get(here.thread)
+        return process_state.waits.get(process_state.thread)
 
     def sample(self) -> None:
         """Note whether anything ran since the last sample, and the foreign call that is running."""
@@ -111,7 +111,7 @@ class ProcessStatus:
             self._ran_s = now
         name, call = "", None
         if self.wait is None:
-            with frame_of(here.thread) as frame:
+            with frame_of(process_state.thread) as frame:
                 name, caller = foreign_call(frame)
                 call = (id(caller), getattr(caller, "f_lasti", 0))
         if (name, call) != self._foreign[:2]:
@@ -122,27 +122,27 @@ class ProcessStatus:
         self.sample()
         now, wait = time.monotonic(), self.wait
         idle_s = now - self._ran_s
-        with frame_of(here.thread) as frame:
+        with frame_of(process_state.thread) as frame:
             line = user_line(frame)
         foreign, _, since_s = self._foreign
-        caught, caught_step = here.caught
-        progress = here.progress or (f"pass {here.step}" if here.step else "")
+        caught, caught_step = process_state.caught
+        progress = process_state.progress or (f"pass {process_state.step}" if process_state.step else "")
         logs = {
             log.name: Launched(log.ranks, log.launched, tuple(launch.key for launch in tuple(log.ring)))
-            for log in here.logs
+            for log in process_state.logs
             if log.launched
         }
         return Answer(
             rank=self._rank,
-            place=f"{here.phase} of pass {here.step}" if here.phase else "",
+            place=f"{process_state.phase} of pass {process_state.step}" if process_state.phase else "",
             line=line,
             waits=wait and Waits(wait.log.name, wait.launch.number, wait.launch.key, now - wait.since_s),
             does="idle" if idle_s > 0.5 else "computes",
-            since_s=(now - since_s) if foreign else idle_s if idle_s > 0.5 else now - here.moved_s,
+            since_s=(now - since_s) if foreign else idle_s if idle_s > 0.5 else now - process_state.moved_s,
             idle_s=idle_s,
             foreign=foreign,
             foreign_s=(now - since_s) if foreign else 0.0,
-            caught=caught if caught_step >= here.step - 1 else "",
+            caught=caught if caught_step >= process_state.step - 1 else "",
             status=Status(progress, _resident_nbytes(), _device_nbytes()),
             logs=logs,
         )

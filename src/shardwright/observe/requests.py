@@ -13,7 +13,7 @@ import threading
 from types import FrameType
 from typing import Any
 
-from shardwright.transport.launches import here
+from shardwright.transport.launches import process_state
 
 SIGNAL: Any = getattr(signal, "SIGUSR1", None)
 
@@ -72,7 +72,7 @@ class Requests:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._interrupting:
             self._interrupting = False
-            here.raise_diagnosis()
+            process_state.raise_diagnosis()
 
 
 def _is_free() -> bool:

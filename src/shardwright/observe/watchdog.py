@@ -30,7 +30,7 @@ from shardwright.policy import WatchPolicy
 from shardwright.torch_private import process_groups
 from shardwright.transport.abort import close, is_closed
 from shardwright.transport.attempt import Attempt
-from shardwright.transport.launches import here
+from shardwright.transport.launches import process_state
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class Watch:
     def start(self) -> None:
         """Begin to watch."""
         self.exchange.register(self.rank)
-        here.explain, here.look = self.explain, self.look
+        process_state.explain, process_state.look = self.explain, self.look
         self._thread.start()
 
     def stop(self) -> None:
@@ -81,7 +81,7 @@ class Watch:
         self._backoff.heard.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(2.0)
-        here.explain = here.look = None
+        process_state.explain = process_state.look = None
         self._requests.close()
 
     def follow(self, policy: WatchPolicy) -> None:
@@ -143,7 +143,7 @@ class Watch:
 
     def _is_cut_off(self, rank: int) -> bool:
         """Whether a connection to a rank that doesn't answer is closed."""
-        shared = [log for log in here.logs if rank in log.ranks]
+        shared = [log for log in process_state.logs if rank in log.ranks]
         return any(is_closed(group, log.ranks.index(rank)) for log in shared for group in log.groups[:1])
 
     def _ask(self) -> None:
@@ -180,8 +180,8 @@ class Watch:
 
     def _deliver(self, shared: SharedDiagnosis) -> None:
         """Have the training thread raise the diagnosis, wherever it waits. Ends the watch."""
-        here.diagnosis = here.diagnosis or ERRORS[shared.fault](shared.text)
-        for group in {group for log in here.logs for group in log.groups}:
+        process_state.diagnosis = process_state.diagnosis or ERRORS[shared.fault](shared.text)
+        for group in {group for log in process_state.logs for group in log.groups}:
             close(group)
         self._backoff.heard.set()
         if not self.is_deaf:
@@ -206,16 +206,16 @@ class Watch:
 
     def _is_raised_within(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
-        while not here.delivered and time.monotonic() < deadline and not self._stop.is_set():
+        while not process_state.delivered and time.monotonic() < deadline and not self._stop.is_set():
             time.sleep(0.02)
-        return here.delivered or self._stop.is_set()
+        return process_state.delivered or self._stop.is_set()
 
     def look(self) -> None:
         """See now whether there is a diagnosis. The training thread calls it, to save the wait for a look."""
         with suppress(DistError):
             shared = self.exchange.published() if self._thread.is_alive() and not self.is_deaf else None
-            if shared is not None and here.diagnosis is None:
-                here.diagnosis = ERRORS[shared.fault](shared.text)
+            if shared is not None and process_state.diagnosis is None:
+                process_state.diagnosis = ERRORS[shared.fault](shared.text)
 
     def explain(self, error: Exception) -> Exception:
         """The diagnosis, to be raised in place of what a transport met; ``error`` itself where there is none.
@@ -227,7 +227,7 @@ class Watch:
         self._backoff.ask_now(str(error))
         self._wake.set()
         self._backoff.heard.wait(_EXPLAIN_S)
-        if here.diagnosis is None:
+        if process_state.diagnosis is None:
             return error
-        here.delivered = True
-        return here.diagnosis
+        process_state.delivered = True
+        return process_state.diagnosis

@@ -33,7 +33,7 @@ from shardwright.train.ranks import LaunchedStop, life_of_a_rank
 from shardwright.train.report import Screen, figures
 from shardwright.train.resolve import Resolved
 from shardwright.train.resume import batch_of, choose, restore, with_saved_batch
-from shardwright.transport.launches import here
+from shardwright.transport.launches import process_state
 
 Prepare = Callable[[Recipe, TrainingProcess], Job]
 """Makes the job of this process."""
@@ -141,7 +141,7 @@ def _listener(folder: RunFolder, job: Job, loop: Loop, screen: Screen, kept: dic
 
     def stepped(report: StepReport) -> None:
         steps = loop.recipe.training.steps
-        here.progress = f"step {report.step} of {steps}, {figures(report)}"  # for who asks the ranks
+        process_state.progress = f"step {report.step} of {steps}, {figures(report)}"  # for who asks the ranks
         if first:
             log(asdict(report))
             progress = loop.progress

@@ -104,10 +104,10 @@ class JointChannel:
         return words
 
 
-def tell(
+def broadcast(
     channel: Channel, key: int, data: bytes | None, kind: Callable[[int], int] = lambda key: key
 ) -> dict[int, bytes]:
-    """What the ranks have to say, each *kind* of it once: ``{key: data}``, the same on every rank.
+    """Every rank gets what the ranks have to say, each *kind* of it once: ``{key: data}``.
 
     Every rank of the channel calls it. ``data`` of None says nothing. Ranks whose keys are of one kind say
     alike, so only those with the smallest key of each kind are heard: as many rounds as there are kinds,

@@ -1,9 +1,9 @@
 """What this rank has launched, and what it waits for. Kept always, read when a rank waits for long.
 
 Every transport has a :class:`LaunchLog`: a ring of its last launches, numbered alike on all its ranks. What a
-thread waits for, since when, stands in ``here``, together with the phase that the runtime is in. Writing it
-down costs under a microsecond; making sense of it is the watch's work (``observe/``), which also leaves its
-diagnosis here: whoever waits or launches next raises it.
+thread waits for, since when, stands in ``process_state``, together with the phase that the runtime is in.
+Writing it down costs under a microsecond; making sense of it is the watch's work (``observe/``), which also
+leaves its diagnosis there: whoever waits or launches next raises it.
 """
 
 import threading
@@ -38,7 +38,7 @@ class Wait(NamedTuple):
     since_s: float
 
 
-class Here:
+class ProcessState:
     """This process as its transports and its watch see it.
 
     phase, step: what the runtime runs now ("" between phases), and the number of its forward.
@@ -91,7 +91,7 @@ class Here:
             raise self.diagnosis
 
 
-here = Here()
+process_state = ProcessState()
 
 _made: Counter[tuple[tuple[int, ...], str]] = Counter()
 
@@ -110,7 +110,7 @@ class LaunchLog:
         self.name = f"{kind}{_made[self.ranks, kind]} of {','.join(map(str, self.ranks))}"
         self.launched = 0
         self.ring: deque[Launch] = deque(maxlen=RING)
-        here.add(self)
+        process_state.add(self)
 
     def travels_on(self, group: ProcessGroup) -> None:
         """From now on its messages go over ``group``, too."""
@@ -127,10 +127,10 @@ class LaunchLog:
 
     def launch(self, key: str) -> Launch:
         """Write down one more collective. Raises: the watch's diagnosis, where there is one."""
-        if here.diagnosis is not None:
-            here.raise_diagnosis()
+        if process_state.diagnosis is not None:
+            process_state.raise_diagnosis()
         self.launched += 1
-        launch = Launch(self.launched, key, here.phase, here.step)
+        launch = Launch(self.launched, key, process_state.phase, process_state.step)
         self.ring.append(launch)
         return launch
 
@@ -153,15 +153,15 @@ class _Waiting:
         self._thread = threading.get_ident()
 
     def __enter__(self) -> None:
-        here.waits[self._thread] = self._wait
+        process_state.waits[self._thread] = self._wait
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         try:
-            explained = isinstance(error, CheckpointError) or error is here.diagnosis
+            explained = isinstance(error, CheckpointError) or error is process_state.diagnosis
             if isinstance(error, RuntimeError) and not explained:
-                here.raise_diagnosis()
-                better = error if here.explain is None else here.explain(error)
+                process_state.raise_diagnosis()
+                better = error if process_state.explain is None else process_state.explain(error)
                 if better is not error:
                     raise better from None  # it says more than what this transport saw
         finally:
-            here.waits.pop(self._thread, None)
+            process_state.waits.pop(self._thread, None)

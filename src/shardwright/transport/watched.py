@@ -29,7 +29,7 @@ class Collective(Enum):
     ALL_REDUCE = torch.ops.c10d.allreduce_
 
 
-class _Told:
+class _Operation:
     """What a mode is given as the operation: its name, and nothing to do."""
 
     def __init__(self, packet: Any) -> None:
@@ -39,7 +39,7 @@ class _Told:
         """Do nothing."""
 
 
-def tell(comm: Comm, kind: Collective) -> None:
+def notify_modes(comm: Comm, kind: Collective) -> None:
     """A collective begins on ``comm``. 0.2 us where no mode is entered. In a world of one nothing is sent."""
     if num_dispatch_modes() and comm.world > 1 and not comm.uses_c10d:
         loaded = sys.modules.get(COMM_DEBUG_MODE)  # importing it costs 1 s, and who uses the mode has done so
@@ -47,4 +47,4 @@ def tell(comm: Comm, kind: Collective) -> None:
             return
         for mode in dispatch_modes():
             if isinstance(mode, loaded.CommDebugMode):
-                mode.__torch_dispatch__(_Told(kind.value), ())
+                mode.__torch_dispatch__(_Operation(kind.value), ())

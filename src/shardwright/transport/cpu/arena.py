@@ -32,7 +32,7 @@ import torch
 from shardwright.errors import CommError
 from shardwright.schedule.layout import align
 from shardwright.transport.cpu import futex
-from shardwright.transport.launches import Launch, LaunchLog, here
+from shardwright.transport.launches import Launch, LaunchLog, process_state
 
 RESERVED_NBYTES = 64 << 30
 NUM_RECORDS = 256  # operations that may be issued and not yet read by all; a schedule keeps below ten
@@ -197,7 +197,7 @@ class Arena:
         if (forgotten := self._open.pop(oldest, None)) is not None:
             forgotten.complete()
         if oldest in self._held:
-            launch = Launch(oldest, f"operation {oldest}", here.phase, here.step)
+            launch = Launch(oldest, f"operation {oldest}", process_state.phase, process_state.step)
             for peer, segment in enumerate(self._segments):
                 if peer != self.rank:
                     read = functools.partial(segment.has_read, self.rank, oldest)
@@ -287,7 +287,7 @@ class Arena:
                 now = time.monotonic()
                 if now - checked > _LOOK_S:
                     checked = now
-                    here.raise_diagnosis()
+                    process_state.raise_diagnosis()
                     self._check_alive(peer, launch.key)
                     self._check_time(peer, launch.key, now - start)
 

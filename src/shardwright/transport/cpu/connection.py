@@ -30,7 +30,7 @@ import torch
 from shardwright.errors import CommError
 from shardwright.transport.cpu.pages import take_bytes
 from shardwright.transport.cpu.views import RUN, cut, skip, view_of, views_of
-from shardwright.transport.launches import Launch, LaunchLog, here
+from shardwright.transport.launches import Launch, LaunchLog, process_state
 
 _HEAD = struct.Struct("<qqq104s")  # number of the collective, bytes of the parts, number of runs, key
 _KEY_NBYTES = 104
@@ -137,7 +137,7 @@ class Transfer:
                             f"{self.endpoint.trouble or connection.trouble} ({self._own} was in {self._what})"
                         )
                 if not self.endpoint.changed.wait(_LOOK_S):
-                    here.raise_diagnosis()
+                    process_state.raise_diagnosis()
                     self._check_time(connections, time.monotonic() - start)
 
     def _check_time(self, connections: set["Connection"], waited_s: float) -> None:
