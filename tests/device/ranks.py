@@ -15,7 +15,6 @@ from shardwright.engine import build as building
 from shardwright.engine import grads, hooks, reducer
 from shardwright.engine.unit import units_in
 from shardwright.policy import CPUOffloadPolicy
-from shardwright.transport import channel
 from shardwright.transport import mesh as meshes
 from shardwright.transport.base import sum_in_rank_order
 from shardwright.transport.launches import LaunchLog
@@ -86,6 +85,16 @@ class Work:
         self._device.current[-1].wait_event(self._event)
 
 
+class _Comm(NcclComm):
+    """``say(ranks, words)``: what there is in place of another transport for words."""
+
+    say: Any
+
+    def exchange(self, words: Sequence[int], key: str) -> list[list[int]]:
+        """See ``Comm.exchange``."""
+        return self.say(self.log.ranks, words)
+
+
 class Job:
     """One run of ``cases.train`` on simulated ranks."""
 
@@ -105,7 +114,6 @@ class Job:
         stand_ins = [
             (building, "keep_watch", lambda: None),
             (meshes, "_make_comm", self._make_comm),
-            (channel, "exchange", self._exchange),
             (reducer, "add_sharded_grads", self._add_sharded_grads),
             (dist.distributed_c10d, "_world", ThreadLocalWorld()),
         ]
@@ -140,11 +148,13 @@ class Job:
         name = tuple(ranks), self._made[device.rank, tuple(ranks)]
         streams = self.rules(lambda: Stream(device), lambda: device.current[-1])
         groups = [Communicator(device, ranks, (name, purpose)) for purpose in ("gather", "reduce")]
-        return NcclComm(*groups, LaunchLog(ranks, device_type), streams, host)  # type: ignore[arg-type]
+        comm = _Comm(*groups, LaunchLog(ranks, device_type), streams, host)  # type: ignore[arg-type]
+        comm.say = self._exchange
+        return comm
 
-    def _exchange(self, comm: NcclComm, words: list[int], key: str) -> list[list[int]]:
-        """See ``channel.exchange``: hosts' words, for which no device is waited for."""
-        ranks, rank = comm.log.ranks, self.world.device.rank
+    def _exchange(self, ranks: Sequence[int], words: Sequence[int]) -> list[list[int]]:
+        """Hosts' words, for which no device is waited for."""
+        rank = self.world.device.rank
         self._num_said[ranks, rank] += 1
         said = self._said.setdefault((ranks, self._num_said[ranks, rank]), [None] * len(ranks))
         said[ranks.index(rank)] = list(words)
