@@ -139,7 +139,7 @@ def agree_beside_an_accelerator(rank: int, world: int) -> tuple[list[str], list[
     )  # NcclComm, but of host tensors; with a host's transport beside it all the same
     axis = mesh.resolve(fresh_mesh(world))
     assert isinstance(axis.comm, NcclComm)
-    axis.comm.host = comm.host
+    axis.comm._host = comm.host
     model = fully_shard(nn.Linear(4, 2), mesh=axis.mesh)
     assert len(list(lockstep([1] * (2 + rank), mesh=axis.mesh))) == 2
     shares = loss_weights(model, [1 + 2 * rank])
