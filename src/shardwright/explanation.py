@@ -112,7 +112,7 @@ def explain(model: nn.Module) -> Explanation:
 
 
 def _row(unit: Unit, group: ParamGroup, names: dict[int, str]) -> GroupRow:
-    codecs = {pair.codes: _codec(pair.encoding) for pair in group.decoding.frozen}
+    codecs = {pair.codes: _codec(pair.encoding) for pair in group.gatherer.decoding.frozen}
     params = []
     for param in group.params:
         place = names.get(id(param.sites[0].module), "")
@@ -152,16 +152,16 @@ def _codec(encoding: Encoding) -> str:
 def _unsharded_nbytes(group: ParamGroup) -> int:
     decoded = sum(
         math.prod(e.shape) * e.compute_dtype.itemsize
-        for e in (pair.encoding for pair in group.decoding.pairs)
+        for e in (pair.encoding for pair in group.gatherer.decoding.pairs)
     )
-    shown = [param for param in group.params if param not in group.decoding.parts]
+    shown = [param for param in group.params if param not in group.gatherer.decoding.parts]
     return decoded + sum(p.layout.numel * p.compute_dtype(group.policy).itemsize for p in shown)
 
 
 def _resharded(unit: Unit, group: ParamGroup) -> str:
-    facts = unit.runtime.effective(group)
-    if group.near is not None:
-        when = f"after forward to {group.near.comm.world} neighbours, and after backward"
+    facts, smaller = unit.runtime.effective(group), group.gatherer.smaller_world
+    if smaller is not None:
+        when = f"after forward to {smaller.comm.world} neighbours, and after backward"
     elif facts.reshard_after_forward is False:
         when = "after backward"
     elif facts.reshard_after_forward is None:
@@ -185,11 +185,12 @@ def _gradients(group: ParamGroup) -> str:
 
 
 def _changes(unit: Unit, group: ParamGroup) -> list[str]:
-    facts, changed = unit.runtime.requested(group), []
-    if facts.reshard_after_forward is not None and group.near is None:
+    facts, changed = unit.runtime.requested(group), list(group.gatherer.unmet)
+    smaller = group.gatherer.smaller_world
+    if facts.reshard_after_forward is not None and smaller is None:
         changed.append(f"reshard_after_forward={facts.reshard_after_forward}, by its caller")
-    if group.near is not None:
-        changed.append(f"reshard_after_forward={group.near.comm.world}, by fully_shard's caller")
+    if smaller is not None:
+        changed.append(f"reshard_after_forward={smaller.comm.world}, by fully_shard's caller")
     for name in ("reshard_after_backward", "unshard_in_backward"):
         if not getattr(facts, name):
             changed.append(f"{name}=False, by set_{name}")
@@ -203,7 +204,7 @@ def _changes(unit: Unit, group: ParamGroup) -> list[str]:
         changed.append(f"{group.params[0].split.offload}, by fully_shard's offload_policy")
     if group.reducer.hook is not None:
         changed.append("a hook sees reduced gradients, by set_all_reduce_hook")
-    if group.comm is not group.axis.comm:
+    if group.gatherer.comm is not group.axis.comm:
         changed.append("custom collectives, by set_custom_all_gather/reduce_scatter")
     return changed
 

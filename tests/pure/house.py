@@ -78,8 +78,7 @@ EXCEPTIONS: dict[tuple[str, str, str], tuple[int, str]] = {
         285,
         "the stages of one group, whatever it is gathered by",
     ),
-    ("engine/group.py", "attributes", "ParamGroup"): (14, "what it moves, with what, and where that stands"),
-    ("params/param.py", "attributes", "ShardedParam"): (14, "its two faces, where it lies, what lies in it"),
+    ("params/param.py", "attributes", "ShardedParam"): (13, "its two faces, where it lies, what lies in it"),
     ("params/param.py", "class lines", "ShardedParam"): (290, "whatever is asked of a parameter of any kind"),
     ("engine/reducer.py", "attributes", "Reducer"): (15, "what it reduces, how, and where that stands"),
     ("observe/diagnosis.py", "file lines", "observe/diagnosis.py"): (
@@ -108,12 +107,7 @@ HOOKS_FILE = "engine/hooks.py"
 STAGES_FILE = "engine/group.py"
 KINDS = ("Buffer", "Comm", "ShardedParam")
 """What the house knows of buffers, transports and parameters; who inherits from them is a kind of them."""
-KIND_TESTS = {
-    ("engine/clone.py", "isinstance(comm, CustomComm)"),
-    ("engine/lookups.py", "isinstance(param, FlatParam)"),
-    ("engine/setters.py", "isinstance(group.comm, CustomComm)"),
-    ("params/binding.py", "isinstance(buffer, ReorderedBuffer)"),
-}
+KIND_TESTS: set[tuple[str, str]] = set()
 """(file, test) that ``stray_kind_tests`` lets pass. One not needed fails too."""
 FSDP_FILE = "torch_fsdp.py"
 PRIVATE_FILE = "torch_private.py"

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 from torch.utils import _pytree as pytree
 
-from shardwright import MixedPrecisionPolicy, fully_shard, set_transport, stats
+from shardwright import MixedPrecisionPolicy, explain, fully_shard, set_transport, stats
 from shardwright.errors import InputError
 from tests.ranks.models import train_on_parts
 from tests.ranks.pool import run_ranks
@@ -236,6 +236,16 @@ class SeesStorages(ScaledInt8):
         for output in outputs:
             assert output.untyped_storage().nbytes() == output.nbytes
         return super().fsdp_post_all_gather(outputs, metadata, param_dtype, out=out)
+
+
+def why_not_smaller(rank, world):
+    model = shard(build(ScaledInt8), fully_shard, reshard_after_forward=2)
+    return str(explain(model)), train_on_parts(model, rank, world, WIDTH, lr=0.1)
+
+
+def test_what_is_gathered_by_its_class_alone_says_why_it_is_not_resharded_to_a_smaller_world():
+    for said, _ in run_ranks(4, why_not_smaller):
+        assert "resharded to all 4 ranks after forward, not to 2: the class of 'weight' says itself" in said
 
 
 def storages(rank, world):

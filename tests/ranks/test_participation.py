@@ -126,7 +126,7 @@ def on_four(rank, world):
 
 
 @pytest.mark.slow
-def test_copies_nearby_shards_and_kept_weights_are_exact_under_skips():
+def test_copies_post_forward_shards_and_kept_weights_are_exact_under_skips():
     run_ranks(4, on_four)
 
 

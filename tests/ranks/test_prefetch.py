@@ -334,7 +334,7 @@ def cut_short(rank, world, agreement):
     for before in (True, False):
         model = quantised.shard(quantised.build())
         x = torch.ones(2, quantised.COLS)
-        decoding = unit_of(model[0]).group.decoding
+        decoding = unit_of(model[0]).group.gatherer.decoding
         check(model, lambda m: m(x).square().mean(), decoding, "arrive", before)  # noqa: B023
 
 

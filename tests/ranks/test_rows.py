@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from shardwright import MixedPrecisionPolicy, SchedulePolicy, fully_shard, set_transport, stats
+from shardwright import MixedPrecisionPolicy, SchedulePolicy, explain, fully_shard, set_transport, stats
 from shardwright.engine.unit import unit_of
 from shardwright.policy import Agreement
 from shardwright.schedule.check import check
@@ -226,7 +226,7 @@ def fallbacks(rank, world):
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
-    logger = logging.getLogger("shardwright.engine.lookups")
+    logger = logging.getLogger("shardwright.engine.gatherer")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     tied, stays, whole = Scores(tied=True), Scores(), Scores()
@@ -238,7 +238,8 @@ def fallbacks(rank, world):
         train(model, Run.of(model), rank, steps=2)
         model.set_schedule_policy(ROWS)
         train(model, Run.of(model), rank, steps=1)
-        assert unit_of(model).runtime.groups[0].rows is None
+        group = unit_of(model).runtime.groups[0]
+        assert group.gatherer.rows is None and group.gatherer.unmet[0] in str(explain(model))
     return lines
 
 

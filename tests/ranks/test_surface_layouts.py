@@ -200,7 +200,7 @@ def test_accumulation_with_reduce_scatters_but_one_all_reduce_equals_one_process
     run_ranks(world, hybrid_accumulation)
 
 
-def nearby(rank, world, size, placement, hybrid_mesh):
+def smaller_world(rank, world, size, placement, hybrid_mesh):
     mesh = init_device_mesh("cpu", (2, world // 2)) if hybrid_mesh else None
     fn = last_dim if placement else None
     options = {"mesh": mesh, "shard_placement_fn": fn, "reshard_after_forward": size}
@@ -226,10 +226,10 @@ def nearby(rank, world, size, placement, hybrid_mesh):
     ],
 )
 def test_resharding_to_a_smaller_world_equals_one_process(world, size, placement, hybrid_mesh):
-    run_ranks(world, nearby, size, placement, hybrid_mesh)
+    run_ranks(world, smaller_world, size, placement, hybrid_mesh)
 
 
-def nearby_bytes(rank, world):
+def smaller_world_bytes(rank, world):
     set_transport("sockets")  # shared memory sends nothing
     model = fully_shard(nn.Linear(64, 64, bias=False), reshard_after_forward=2)
     group = unit_of(model).group
@@ -237,17 +237,17 @@ def nearby_bytes(rank, world):
     out = model(torch.ones(2, 64))
     assert group.buffer.allocated_nbytes == 0  # freed, but for a half of it
     assert stats(model).unsharded_nbytes == nbytes // 2
-    sent = [c.sent_nbytes for c in (group.axis.comm, group.near.comm)]
+    sent = [c.sent_nbytes for c in (group.axis.comm, group.gatherer.smaller_world.comm)]
     assert sent == [3 * nbytes // 4, 0]
     out.sum().backward()
     assert stats(model).unsharded_nbytes == 0
     # The backward's gather moves a half to one neighbour; only the reduce-scatter goes to all.
-    assert group.near.comm.sent_nbytes == nbytes // 2
+    assert group.gatherer.smaller_world.comm.sent_nbytes == nbytes // 2
     assert group.axis.comm.sent_nbytes == 2 * 3 * nbytes // 4
 
 
 def test_resharding_to_a_smaller_world_gathers_among_neighbours_in_backward():
-    run_ranks(4, nearby_bytes)
+    run_ranks(4, smaller_world_bytes)
 
 
 def edited_in_between(rank, world):

@@ -12,7 +12,6 @@ from shardwright.engine.group import ParamGroup, Stage
 from shardwright.engine.reducer import Grads, Reducer
 from shardwright.errors import StageError
 from shardwright.params.param import ShardedParam
-from shardwright.params.smaller_world import SmallerWorld
 from shardwright.schedule.layout import ParamLayout
 from shardwright.transport.all_reduce import AllReduce
 from shardwright.transport.base import Comm, Reduction, Segment
@@ -21,11 +20,11 @@ from shardwright.transport.shared import SharedGather, SharedReduction
 Member = TypeVar("Member")
 
 
-def unshard(groups: Sequence[ParamGroup], near: AbstractSet[ParamGroup] | None = None) -> None:
+def unshard(groups: Sequence[ParamGroup], kept: AbstractSet[ParamGroup] | None = None) -> None:
     """Issue the all-gathers of groups, one for each transport that they use.
 
-    Those that aren't at rest take part for others, with memory that is dropped. near: the groups whose
-    neighbours have them; None: each rank sees by itself.
+    Those that aren't at rest take part for others, with memory that is dropped. kept: the groups of
+    which the ranks of the smaller world have kept shards; None: each rank sees by itself.
     Raises: StageError, before anything was issued (see ``ParamGroup.prepare``); what issuing raises, and then
         the groups that it had not come to are at rest.
     """
@@ -33,7 +32,7 @@ def unshard(groups: Sequence[ParamGroup], near: AbstractSet[ParamGroup] | None =
     for group in at_rest:
         group.prepare()
     try:
-        _issue(groups, at_rest, near)
+        _issue(groups, at_rest, kept)
     except BaseException:
         for group in at_rest:
             group.give_up()
@@ -41,15 +40,15 @@ def unshard(groups: Sequence[ParamGroup], near: AbstractSet[ParamGroup] | None =
 
 
 def _issue(
-    groups: Sequence[ParamGroup], at_rest: Sequence[ParamGroup], near: AbstractSet[ParamGroup] | None
+    groups: Sequence[ParamGroup], at_rest: Sequence[ParamGroup], kept: AbstractSet[ParamGroup] | None
 ) -> None:
     segments: dict[ParamGroup, list[Segment]] = {}
     for group in groups:
-        nearby = None if near is None else group in near
-        own = group.fill(nearby) if group in at_rest else _fill_discarded(group, bool(nearby))
+        by_part = None if kept is None else group in kept
+        own = group.fill(by_part) if group in at_rest else _fill_discarded(group, bool(by_part))
         if own is not None:
             segments[group] = own
-    for comm, members in _by_comm(segments, lambda group: group.comm):
+    for comm, members in _by_comm(segments, lambda group: group.gatherer.comm):
         gather = comm.all_gather([p for g in members for p in segments[g]], _key("all-gather", members))
         shared = gather if len(members) == 1 else SharedGather(gather)
         waiting = [group for group in members if group in at_rest]
@@ -59,47 +58,32 @@ def _issue(
             shared.wait()
 
 
-def participate(group: ParamGroup, nearby: bool) -> None:
+def participate(group: ParamGroup, kept: bool) -> None:
     """Take part in a group's all-gather for others, and drop what it brings."""
-    segments = _fill_discarded(group, nearby)
+    segments = _fill_discarded(group, kept)
     if segments is not None:
-        group.comm.all_gather(segments, _key("all-gather", [group])).wait()
+        group.gatherer.comm.all_gather(segments, _key("all-gather", [group])).wait()
 
 
-def _fill_discarded(group: ParamGroup, nearby: bool) -> list[Segment] | None:
+def _fill_discarded(group: ParamGroup, kept: bool) -> list[Segment] | None:
     """As ``ParamGroup.fill``, but into memory that nobody reads, whatever stage the group is in; it stays so.
 
-    None where an all-gather of another kind was issued, and dropped: among neighbours, or of rows in use.
+    None where an all-gather of less was issued, and dropped: over the smaller world, or of rows in use.
     Raises: StageError for parameters that say themselves what is gathered: nobody else can fill in for them.
     """
-    if group.decoding.extended:
+    extended = group.gatherer.decoding.extended
+    if extended:
         raise StageError(
-            f"group {group.name!r} has {group.decoding.extended[0].fqn!r}, whose class says itself what is "
+            f"group {group.name!r} has {extended[0].fqn!r}, whose class says itself what is "
             "gathered; every rank must use such a group in every step"
         )
     if group.stage is Stage.SHARDED:
         group.prepare()
-    key = f"all-gather {group.name}"
-    if nearby and group.near is not None:
-        _gather_near(group.near, f"{key} nearby")
+    gather = group.gatherer.gather_part(kept, _empty, group.name)
+    if gather is not None:
+        gather.wait()
         return None
-    if group.rows is not None:
-        first = group.params[0]
-        gather = group.rows.gather(group.comm, first.local, _empty(first, first.layout).flat, key)
-        if gather is not None:
-            gather.wait()
-            return None
     return _filled([param for param in group.params if param.layout.dim is not None])
-
-
-def _gather_near(near: SmallerWorld, key: str) -> None:
-    segments = []
-    for param, layout, shard in near.kept():
-        if layout.dim is not None:
-            segments.append(_empty(param, layout))
-            segments[-1].part(near.comm.rank).copy_(shard)
-    near.forget()
-    near.comm.all_gather(segments, key).wait()
 
 
 def _empty(param: ShardedParam, layout: ParamLayout) -> Segment:

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardwright.engine.foreign import check_foreign
+from shardwright.engine.gatherer import GatherOptions
 from shardwright.engine.group import ParamGroup
 from shardwright.engine.hooks import ModuleHooks
 from shardwright.engine.optimizer_guard import leave_out
@@ -30,7 +31,6 @@ from shardwright.params.flat_param import NAME as FLAT_NAME
 from shardwright.params.flat_param import FlatParam, check_flat
 from shardwright.params.param import ParamSite, ShardedParam
 from shardwright.params.placement import Split
-from shardwright.params.smaller_world import SmallerWorld
 from shardwright.params.subclass import ExtendedParam, is_extended, not_extensible
 from shardwright.policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, adopt
 from shardwright.torch_private import buffers_of, concatenated, parameters_of
@@ -80,7 +80,7 @@ class GroupOptions:
                 f"not {reshard!r}"
             )
 
-    def world_nearby(self, axis: Axis) -> int | None:
+    def smaller_world(self, axis: Axis) -> int | None:
         """The smaller world to reshard to after forward, if there is one. Raises: InputError."""
         size = self.reshard_after_forward
         if size is None or isinstance(size, bool):
@@ -137,8 +137,8 @@ def shard_modules(
     found = _find_params(modules, ignored)
     _check_flat(found, options.flat)
     splits = {param: _split(fqn, param, axis, options) for param, (fqn, _) in found.items()}
-    worlds = {split.axis: options.world_nearby(split.axis) for split in splits.values()}
-    options.world_nearby(axis)
+    worlds = {split.axis: options.smaller_world(split.axis) for split in splits.values()}
+    options.smaller_world(axis)
     # From here on nothing is refused any more.
     leave_out(param for module in modules for param in module.parameters() if id(param) in ignored)
     runtime = Runtime()
@@ -205,10 +205,10 @@ def _make_group(
     name: str, params: Sequence[ShardedParam], options: GroupOptions, world: int | None
 ) -> ParamGroup:
     axis = params[0].axis
-    group = ParamGroup(name, params, axis, options.precision)
-    if world is not None and 1 < world < axis.world and not group.decoding.extended:
-        group.near = SmallerWorld(smaller_world(axis, world), group.params)
-    return group
+    asked = GatherOptions()
+    if world is not None and 1 < world < axis.world:
+        asked = GatherOptions(smaller_world=smaller_world(axis, world))
+    return ParamGroup(name, params, axis, options.precision, asked)
 
 
 def _by_axis(params: Sequence[ShardedParam]) -> list[list[ShardedParam]]:

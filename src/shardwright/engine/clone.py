@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from shardwright.engine.gatherer import GatherOptions
 from shardwright.engine.group import ParamGroup
 from shardwright.engine.hooks import ModuleHooks, hooks_of
 from shardwright.engine.methods import methods_run_as_forward, run_as_forward
@@ -22,12 +23,10 @@ from shardwright.engine.unit import Unit, mark, unit_of, units_in, unmark
 from shardwright.errors import InputError, StageError
 from shardwright.params.flat_param import places_of
 from shardwright.params.param import ParamSite, ShardedParam
-from shardwright.params.smaller_world import SmallerWorld
 from shardwright.policy import MixedPrecisionPolicy, ReductionPolicy, SchedulePolicy
 from shardwright.schedule.schedule import GroupSpec
 from shardwright.torch_private import hook_tables_of
-from shardwright.transport.custom import CustomComm
-from shardwright.transport.mesh import Axis, smaller_world
+from shardwright.transport.mesh import Axis
 
 
 @dataclass(frozen=True)
@@ -41,8 +40,7 @@ class GroupPrint:
     facts: GroupSpec
     reduction: ReductionPolicy
     hook: Any
-    custom: tuple[Any, Any] | None
-    near_world: int | None
+    gathered: GatherOptions
 
 
 @dataclass(frozen=True)
@@ -193,7 +191,6 @@ def _draw_group(group: ParamGroup, runtime: Runtime, names: dict[int, str], whol
         )
         for param in group.params
     )
-    comm = group.comm
     return GroupPrint(
         runtime.groups.index(group),
         group.params,
@@ -202,8 +199,7 @@ def _draw_group(group: ParamGroup, runtime: Runtime, names: dict[int, str], whol
         facts,
         group.reducer.policy,
         group.reducer.hook,
-        (comm.custom_all_gather, comm.custom_reduce_scatter) if isinstance(comm, CustomComm) else None,
-        None if group.near is None else group.near.comm.world,
+        group.gatherer.options,
     )
 
 
@@ -212,11 +208,7 @@ def _build_group(unit: Unit, made: GroupPrint, modules: dict[str, nn.Module]) ->
         source.twin(*([ParamSite(modules[name], attribute) for name, attribute in sites] for sites in places))
         for source, places in zip(made.params, made.places, strict=True)
     ]
-    group = ParamGroup(unit.name, params, made.axis, unit.policy)
+    group = ParamGroup(unit.name, params, made.axis, unit.policy, made.gathered)
     group.reducer.policy = made.reduction
     group.reducer.hook = made.hook
-    if made.custom is not None:
-        group.comm = group.reducer.comm = CustomComm(made.axis.comm, made.axis.group, *made.custom)
-    if made.near_world is not None:
-        group.near = SmallerWorld(smaller_world(made.axis, made.near_world), group.params)
     return group

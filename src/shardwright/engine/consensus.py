@@ -3,7 +3,8 @@
 A word of the channel is an int64, combined by OR. A number that must be equal on all ranks is sent with its
 complement: ORed, they have a bit in common where two ranks differ. 0 and 0 says nothing.
 
-    point | digest ~ | entry ~ | evaluated entry ~ | modes ~ | missing | not nearby | used | kept | gradients
+    point | digest ~ | entry ~ | evaluated entry ~ | modes ~ | missing | not post-forward
+    | used | kept | gradients
 """
 
 import hashlib
@@ -62,7 +63,8 @@ class Consensus:
         self._table = executor.table
         self._channel = channel
         self._compared = False
-        self._nearby = [index for index, group in enumerate(self._table.groups) if group.near is not None]
+        groups = enumerate(self._table.groups)
+        self._reshard_smaller = [index for index, group in groups if group.gatherer.smaller_world is not None]
         self._num_params = sum(len(group.params) for group in self._table.groups)
 
     def exchange(self, sync: Sync) -> Answer:
@@ -108,13 +110,13 @@ class Consensus:
         for width in widths:
             unions.append(sum(word << _WORD_BITS * place for place, word in enumerate(rest[:width])))
             rest = rest[width:]
-        missing, not_nearby, used, kept, gradients = unions
+        missing, not_post_forward, used, kept, gradients = unions
         if points == SyncPoint.BACKWARD:
             self._executor.promote = kept
-        return ConsensusResult(points, equals[4], missing, not_nearby, used | kept, gradients)
+        return ConsensusResult(points, equals[4], missing, not_post_forward, used | kept, gradients)
 
     def _masks(self, point: SyncPoint, used: int) -> tuple[int, int, int, int, int]:
-        """This rank's bits of ``missing``, ``not nearby``, ``used``, ``kept`` and ``gradients``."""
+        """This rank's bits of ``missing``, ``not post-forward``, ``used``, ``kept`` and ``gradients``."""
         groups = self._table.groups
         if point in (SyncPoint.DEVIATES, SyncPoint.FORWARD_END):
             return 0, 0, 0, 0, 0
@@ -127,10 +129,11 @@ class Consensus:
         missing = bits(index for index, group in enumerate(groups) if group.stage is Stage.SHARDED)
         if point is not SyncPoint.BACKWARD:
             return missing, every, 0, 0, 0
-        not_nearby = every - bits(index for index in self._nearby if groups[index].is_near)
+        kept = [index for index in self._reshard_smaller if groups[index].has_post_forward_shards]
+        not_post_forward = every - bits(kept)
         kept = bits(index for index, group in enumerate(groups) if group.reducer.unresolved.keeps)
         always = bits(i for i, group in enumerate(groups) if group.reducer.policy.unused_params)
-        return missing, not_nearby, used | always, kept, 0
+        return missing, not_post_forward, used | always, kept, 0
 
     def _equals(self, point: SyncPoint, entry: int, digest: int) -> tuple[int | None, ...]:
         """What must be equal on all ranks: what they agreed on, the module that runs, how gradients go."""

@@ -58,7 +58,7 @@ def stats(executor: Executor) -> Stats:
 
 def _logical(group: ParamGroup) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Shapes and dtypes of its parameters; of a quantised weight, those before it was quantised."""
-    pairs = group.decoding.frozen
+    pairs = group.gatherer.decoding.frozen
     parts = {part for pair in pairs for part in pair.parts}
     plain = [(p.layout.shape, p.sharded.dtype) for p in group.params if p not in parts]
     return plain + [(pair.encoding.shape, pair.encoding.dtype) for pair in pairs]

@@ -11,7 +11,7 @@ from shardwright.torch_private import version_of
 
 def unsharded_versions(group: ParamGroup) -> list[int]:
     """How often each unsharded parameter has been changed in place; for ``write_back``."""
-    return [version_of(param.unsharded) for param in group.params] + group.decoding.versions()
+    return [version_of(param.unsharded) for param in group.params] + group.gatherer.decoding.versions()
 
 
 def write_back(group: ParamGroup, before: Sequence[int], unmarked: bool = True) -> None:
@@ -23,9 +23,9 @@ def write_back(group: ParamGroup, before: Sequence[int], unmarked: bool = True) 
     if group.stage is not Stage.UNSHARDED:
         return
     with torch.no_grad():
-        group.decoding.write_back(before[len(group.params) :])
+        group.gatherer.decoding.write_back(before[len(group.params) :])
         for param, version in zip(group.params, before, strict=False):
-            if param in group.decoding.parts:
+            if param in group.gatherer.decoding.parts:
                 continue
             may_be_edited = unmarked and not param.extended and param.own.dtype == param.local.dtype
             if may_be_edited or version_of(param.unsharded) != version:
@@ -41,10 +41,10 @@ def show(group: ParamGroup) -> None:
     _shown.setdefault(group, unsharded_versions(group))
 
 
-def reshard(group: ParamGroup, nearby: bool) -> None:
+def reshard(group: ParamGroup, post_forward: bool) -> None:
     """``ParamGroup.reshard``, after edits that were made since ``show`` have gone into the shards; where the
     shards were written themselves since, by an optimizer, they stay."""
     before = _shown.pop(group, None)
     if before is not None and not group.is_stale:
         write_back(group, before, unmarked=False)  # of shards there may be edits without a mark, too
-    group.reshard(nearby)
+    group.reshard(post_forward)

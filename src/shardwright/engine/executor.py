@@ -69,12 +69,12 @@ class Executor:
         self._compared: set[int] = set()  # ids of transports on which all ranks hold the same groups
         self.do: dict[ActionKind, Callable[[Action], None]] = {
             ActionKind.UNSHARD: self._unshard,
-            ActionKind.UNSHARD_NEARBY: self._unshard_nearby,
+            ActionKind.UNSHARD_POST_FORWARD: self._unshard_post_forward,
             ActionKind.PARTICIPATE: self._participate,
-            ActionKind.PARTICIPATE_NEARBY: self._participate_nearby,
+            ActionKind.PARTICIPATE_POST_FORWARD: self._participate_post_forward,
             ActionKind.WAIT: self._wait,
             ActionKind.RESHARD: self._reshard,
-            ActionKind.RESHARD_NEARBY: self._reshard_nearby,
+            ActionKind.RESHARD_POST_FORWARD: self._reshard_post_forward,
             ActionKind.KEEP: self._keep,
             ActionKind.HOLD: self._hold,
             ActionKind.REDUCE: self._reduce,
@@ -87,24 +87,24 @@ class Executor:
 
     # ---- all-gathers
 
-    def _unshard(self, action: Action, nearby: AbstractSet[ParamGroup] = frozenset()) -> None:
+    def _unshard(self, action: Action, kept: AbstractSet[ParamGroup] = frozenset()) -> None:
         """Issue the all-gather of groups together; those that aren't at rest participate for other ranks."""
         groups = [self.table.groups[index] for index in action.groups]
         self._compare(group.axis.comm for group in groups)
         kept_nbytes = _kept_nbytes(groups)
         try:
-            batches.unshard(groups, nearby)
+            batches.unshard(groups, kept)
         finally:
             self.memory.count(groups, freed_nbytes=kept_nbytes - _kept_nbytes(groups))
 
-    def _unshard_nearby(self, action: Action) -> None:
+    def _unshard_post_forward(self, action: Action) -> None:
         self._unshard(action, {self.table.groups[index] for index in action.groups})
 
-    def _participate(self, action: Action, nearby: bool = False) -> None:
-        batches.participate(self.table.groups[action.group], nearby)
+    def _participate(self, action: Action, kept: bool = False) -> None:
+        batches.participate(self.table.groups[action.group], kept)
 
-    def _participate_nearby(self, action: Action) -> None:
-        self._participate(action, nearby=True)
+    def _participate_post_forward(self, action: Action) -> None:
+        self._participate(action, kept=True)
 
     def _wait(self, action: Action) -> None:
         for index in action.groups:
@@ -114,22 +114,22 @@ class Executor:
                 self.memory.touch(group.wait() - held_nbytes)
                 self.memory.count([group])
 
-    def _reshard(self, action: Action, nearby: bool = False) -> None:
+    def _reshard(self, action: Action, post_forward: bool = False) -> None:
         for index in action.groups:
             group = self.table.groups[index]
             self.asked.discard(index)
             if group.stage is not Stage.SHARDED:
                 held_nbytes = group.held_nbytes
-                edits.reshard(group, nearby)
-                kept = nearby and group.near is not None  # before the rest is freed
+                edits.reshard(group, post_forward)
+                kept = post_forward and group.gatherer.smaller_world is not None  # before the rest is freed
                 self.memory.count([group], freed_nbytes=held_nbytes if kept else 0)
 
-    def _reshard_nearby(self, action: Action) -> None:
-        self._reshard(action, nearby=True)
+    def _reshard_post_forward(self, action: Action) -> None:
+        self._reshard(action, post_forward=True)
 
     def _keep(self, action: Action) -> None:
         if self.table.groups[action.group].stage is Stage.UNSHARDED:
-            self.table.groups[action.group].keep_near()
+            self.table.groups[action.group].keep_post_forward_shards()
             self.memory.count([self.table.groups[action.group]])
 
     # ---- reductions
@@ -186,9 +186,9 @@ class Executor:
     def local(self, phase: Phase) -> Local:
         """What the groups are, at the begin of a phase."""
         groups = self.table.groups
-        nearby = () if phase is not Phase.BACKWARD else (i for i, g in enumerate(groups) if g.is_near)
+        kept = [i for i, g in enumerate(groups) if phase is Phase.BACKWARD and g.has_post_forward_shards]
         held = [index for index, group in enumerate(groups) if group.stage is not Stage.SHARDED]
-        return Local(held=bits(held), nearby=bits(nearby))
+        return Local(held=bits(held), post_forward=bits(kept))
 
     def inspect(self, index: int) -> Local:
         """What the gradients of a group are."""
@@ -234,8 +234,8 @@ class Executor:
     def forget_stale(self) -> None:
         """Reshard what no longer shows the shards as they are, and drop shards over a smaller world."""
         for index, group in enumerate(self.table.groups):
-            if group.near is not None:
-                group.near.forget()
+            if group.gatherer.smaller_world is not None:
+                group.gatherer.smaller_world.forget()
             if group.stage is not Stage.SHARDED:
                 follow_freezing(group)
             if group.stage is Stage.UNSHARDED and group.is_stale:
@@ -283,7 +283,8 @@ class Executor:
 
 def _kept_nbytes(groups: Sequence[ParamGroup]) -> int:
     """Bytes of shards over smaller worlds."""
-    return sum(group.near.held_nbytes for group in groups if group.near is not None)
+    kept = [group.gatherer.smaller_world for group in groups]
+    return sum(smaller.held_nbytes for smaller in kept if smaller is not None)
 
 
 def _check_same_model(comm: Comm, groups: Sequence[ParamGroup], agreement: Agreement) -> None:
@@ -321,12 +322,13 @@ def _told(first: str, second: str, other: int, by_option: bool) -> str:
 
 def _lines(group: ParamGroup) -> list[str]:
     lines = [f"group {group.name} with {group.policy}"]
+    by_rows = "" if group.gatherer.rows is None else ", rows in use"
     for param in group.params:
         layout = param.layout
         name = param.compared.get(param.fqn, param.fqn)
         lines.append(
             f"parameter {name} of group {group.name}: shape {list(layout.shape)}, sharded on dim "
-            f"{layout.dim}, {param.sharded.dtype}{'' if param.rows is None else ', rows in use'}"
+            f"{layout.dim}, {param.sharded.dtype}{by_rows}"
         )
         names = [(member.names[0], list(member.shape)) for member in param.members]
         lines += [f"  its member {param.compared.get(name, name)}: shape {shape}" for name, shape in names]

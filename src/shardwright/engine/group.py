@@ -9,22 +9,23 @@ A group knows nothing of its neighbours, of the order they run in, or of hooks.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import StrEnum
+from typing import Any
 
 import torch
 
+from shardwright.engine.gatherer import Gatherer, GatherOptions, choose
 from shardwright.engine.reducer import Reducer
 from shardwright.errors import StageError
 from shardwright.params.binding import Bound, own_buffer
 from shardwright.params.buffer import Buffer
 from shardwright.params.param import ShardedParam
-from shardwright.params.quantized.group import Decoding
-from shardwright.params.rows import Rows
-from shardwright.params.smaller_world import SmallerWorld, Versions
+from shardwright.params.smaller_world import Versions
 from shardwright.params.subclass import follow_extensions
 from shardwright.policy import MixedPrecisionPolicy
 from shardwright.torch_private import local_of, parameters_of, version_of
-from shardwright.transport.base import Comm, Gather, Segment
+from shardwright.transport.base import Gather, Segment
 from shardwright.transport.mesh import Axis
 from shardwright.transport.watched import Collective, notify_modes
 
@@ -48,23 +49,25 @@ class ParamGroup:
     """Parameters of one or several modules on one axis, moved together.
 
     name: for messages; of the first module. policy: replaced as a whole by setters, never edited.
-    comm: the axis' transport, or a caller's own. reducer: what becomes of the gradients.
-    near: where its parameters are kept between forward and backward, if over a smaller world.
-    decoding: its quantised weights, which travel as codes and scales.
+    gatherer: how it is gathered, and what its quantised weights are decoded by. reducer: what becomes of the
+        gradients.
     trainable: bits of the parameters that ask for a gradient, as of the last unshard.
     """
 
     def __init__(
-        self, name: str, params: Sequence[ShardedParam], axis: Axis, policy: MixedPrecisionPolicy
+        self,
+        name: str,
+        params: Sequence[ShardedParam],
+        axis: Axis,
+        policy: MixedPrecisionPolicy,
+        options: GatherOptions | None = None,
     ) -> None:
         self.name = name
         self.params = tuple(params)
         self.axis = axis
         self.policy = policy
-        self.comm: Comm = axis.comm
-        self.reducer = Reducer(name, self.params, axis, policy)
-        self.near: SmallerWorld | None = None
-        self.decoding = Decoding(self.params, policy, axis.device)
+        self.gatherer = choose(name, self.params, axis, policy, options or GatherOptions())
+        self.reducer = Reducer(name, self.params, axis, policy, self.gatherer)
         self.stage = Stage.SHARDED
         self.buffer: Buffer | None = None
         self.trainable = 0
@@ -76,24 +79,22 @@ class ParamGroup:
         """Another name for messages: its group became part of a larger model."""
         self.name = self.reducer.name = name
 
-    @property
-    def rows(self) -> Rows | None:
-        """What moves only rows in use: of the one weight of a lookup, where the schedule's policy says so."""
-        return self.params[0].rows
+    def request(self, **changes: Any) -> None:
+        """Be gathered in another way from the next all-gather on: replaces fields of ``GatherOptions``."""
+        options = replace(self.gatherer.options, **changes)
+        if options != self.gatherer.options:
+            self._choose(options, self.gatherer)
 
-    @rows.setter
-    def rows(self, rows: Rows | None) -> None:
-        self.params[0].rows = rows
+    def _choose(self, options: GatherOptions, before: Gatherer | None) -> None:
+        self.gatherer = choose(self.name, self.params, self.axis, self.policy, options, before)
+        self.reducer.gatherer = self.gatherer
 
     # ---- parameters
 
     def regroup(self, params: Sequence[ShardedParam]) -> None:
         """Hold ``params`` from now on; at rest."""
-        self.params[0].rows = None
         self.params = self.reducer.params = tuple(params)
-        self.decoding = Decoding(self.params, self.policy, self.axis.device)
-        comm = self.near.comm if self.near and not self.decoding.extended else None
-        self.near = None if comm is None else SmallerWorld(comm, self.params)
+        self._choose(self.gatherer.options, None)
         self.buffer = self._bound = None
         self._gathered_versions = ()
 
@@ -103,9 +104,10 @@ class ParamGroup:
         return self.trainable.bit_count()
 
     @property
-    def is_near(self) -> bool:
-        """Whether neighbours keep what the next unshard needs."""
-        return self.near is not None and self.near.holds(self._versions())
+    def has_post_forward_shards(self) -> bool:
+        """Whether this rank keeps its shard over the smaller world, of the parameters as they are now."""
+        smaller = self.gatherer.smaller_world
+        return smaller is not None and smaller.holds(self._versions())
 
     @property
     def is_stale(self) -> bool:
@@ -131,13 +133,14 @@ class ParamGroup:
         buffered = [param for param in self.params if not param.extended]
         dtypes = [param.compute_dtype(self.policy) for param in buffered]
         if self.buffer is None or dtypes != [param.unsharded.dtype for param in buffered]:
-            self.decoding.bind()
-            typed = [
-                each for each in zip(buffered, dtypes, strict=True) if each[0] not in self.decoding.parts
-            ]
-            self.buffer = own_buffer(typed, self.axis.device, keeps_order=self.near is not None)
+            decoding = self.gatherer.decoding
+            decoding.bind()
+            typed = [each for each in zip(buffered, dtypes, strict=True) if each[0] not in decoding.parts]
+            self.buffer = own_buffer(
+                typed, self.axis.device, keeps_order=self.gatherer.smaller_world is not None
+            )
         _check_materialised(self)
-        return Bound(self.params, self.policy, self.decoding.parts)
+        return Bound(self.params, self.policy, self.gatherer.decoding.parts)
 
     # ---- the all-gather
 
@@ -150,36 +153,35 @@ class ParamGroup:
         if bound is None or bound.policy is not self.policy or not bound.is_current():
             self._bound = None  # where an error comes now, the next time begins here, too
             self._bound = bound = self._bind()
-        for pair in self.decoding.frozen:
+        for pair in self.gatherer.decoding.frozen:
             pair.check_frozen()
         self.trainable = bound.follow_freezing()
 
-    def fill(self, nearby: bool | None = None) -> list[Segment] | None:
+    def fill(self, kept: bool | None = None) -> list[Segment] | None:
         """Take the buffer and fill this rank's part; what an all-gather has to move, for ``receive``.
 
-        None where an all-gather of another kind is issued here: among neighbours, or of rows in use. nearby:
-        whether neighbours have it, where ranks agreed on that; None: whether this rank has kept its part.
+        None where an all-gather of less was issued here: over the smaller world, or of rows in use.
+        kept: whether the ranks of the smaller world have kept their shards, where ranks agreed on that; None:
+        whether this rank has.
         """
         self._move(Stage.GATHERING)
         before, self._gathered_versions = self._gathered_versions, self._versions()
-        if self.near is not None and (self.is_near if nearby is None else nearby):
+        gatherer, smaller = self.gatherer, self.gatherer.smaller_world
+        if smaller is not None and kept is None:
+            kept = smaller.holds(self._gathered_versions)
+        over_part = smaller if kept else None
+        notify_modes(gatherer.comm if over_part is None else over_part.comm, Collective.ALL_GATHER)
+        if over_part is not None or gatherer.rows is not None:
             self._take_buffer()
-            notify_modes(self.near.comm, Collective.ALL_GATHER)
-            self.receive(self.near.gather(f"all-gather {self.name} nearby"))
-            return None
-        notify_modes(self.comm, Collective.ALL_GATHER)
-        if self.rows is not None:
-            self._take_buffer()
-            region = self.params[0].gather_segment().flat
-            gather = self.rows.gather(self.comm, self.params[0].local, region, f"all-gather {self.name}")
+            gather = gatherer.gather_part(over_part is not None, ShardedParam.gather_segment, self.name)
             if gather is not None:
                 self.receive(gather)
                 return None
-        streams = self.comm.streams
+        streams = gatherer.comm.streams
         if streams is None:
             return self._copy_in()
         # Of rows the buffer is memory of compute already, and waits for it.
-        with streams.filling(changed=before != self._gathered_versions or self.rows is not None):
+        with streams.filling(changed=before != self._gathered_versions or gatherer.rows is not None):
             segments = self._copy_in()
         streams.filled([segment.flat for segment in segments])
         return segments
@@ -188,7 +190,7 @@ class ParamGroup:
         """Take the memory that is gathered into; what of it extended parameters have filled."""
         assert self.buffer is not None
         self.buffer.alloc()
-        return [] if self.decoding.is_idle else self.decoding.fill()
+        return [] if self.gatherer.decoding.is_idle else self.gatherer.decoding.fill()
 
     def _copy_in(self) -> list[Segment]:
         """Take the buffer, and fill this rank's part; what is to be gathered."""
@@ -198,10 +200,10 @@ class ParamGroup:
             self._bound.copy_in()
         return segments + self._bound.segments
 
-    def keep_near(self) -> None:
+    def keep_post_forward_shards(self) -> None:
         """Keep shards over the smaller world of what is unsharded."""
-        if self.near is not None:
-            self.near.keep(self._gathered_versions)
+        if self.gatherer.smaller_world is not None:
+            self.gatherer.smaller_world.keep(self._gathered_versions)
 
     def receive(self, gather: Gather) -> None:
         """The all-gather in flight that ``wait`` waits for."""
@@ -215,8 +217,8 @@ class ParamGroup:
             self._move(Stage.SHARDED)
             self._free()
             self._release()
-            if self.comm.streams is not None:
-                self.comm.streams.forget_filled()
+            if self.gatherer.comm.streams is not None:
+                self.gatherer.comm.streams.forget_filled()
 
     def wait(self) -> int:
         """Wait for the all-gather; from now on modules show the unsharded parameters.
@@ -227,12 +229,13 @@ class ParamGroup:
         assert self._gather is not None and self.buffer is not None and self._bound is not None
         self._gather.wait()
         self._gather = None
-        held_nbytes = self.held_nbytes
+        held_nbytes, decoding = self.held_nbytes, self.gatherer.decoding
+        keep_wire = self.gatherer.smaller_world is not None
         try:
-            self.buffer.arrive(keep_wire=self.near is not None)
-            if not self.decoding.is_idle:
-                held_nbytes -= self.decoding.held_nbytes
-                held_nbytes += self.decoding.arrive(keep_wire=self.near is not None)
+            self.buffer.arrive(keep_wire)
+            if not decoding.is_idle:
+                held_nbytes -= decoding.held_nbytes
+                held_nbytes += decoding.arrive(keep_wire)
         except BaseException:
             self.give_up()
             raise
@@ -240,14 +243,14 @@ class ParamGroup:
             self._release()
         self._move(Stage.UNSHARDED)
         self._bound.show(unsharded=True)
-        if not self.decoding.is_idle:
-            self.decoding.show()
+        if not decoding.is_idle:
+            decoding.show()
         return held_nbytes
 
     def show_sharded(self) -> None:
         """Modules show the shards while the unsharded parameters are kept for the backward: between the two
         everything is as it would be after a reshard, but that memory."""
-        if self.stage is Stage.UNSHARDED and not self.decoding.frozen:
+        if self.stage is Stage.UNSHARDED and not self.gatherer.decoding.frozen:
             assert self._bound is not None
             self._bound.show(unsharded=False)
 
@@ -259,15 +262,15 @@ class ParamGroup:
             assert self._bound is not None
             self._bound.show(unsharded=True)
 
-    def reshard(self, nearby: bool = False) -> None:
+    def reshard(self, post_forward: bool = False) -> None:
         """Modules show the shards again; the buffer's memory is freed.
 
-        nearby: keep shards over the smaller world, where the group has one, for the next unshard.
+        post_forward: keep shards over the smaller world, where the group has one, for the next unshard.
         """
         if self.stage is Stage.GATHERING:
             self.wait()
-        if nearby:
-            self.keep_near()
+        if post_forward:
+            self.keep_post_forward_shards()
         follow_freezing(self)
         self._move(Stage.SHARDED)
         assert self._bound is not None
@@ -278,8 +281,8 @@ class ParamGroup:
     def _free(self) -> None:
         assert self.buffer is not None
         self.buffer.free()
-        if not self.decoding.is_idle:
-            self.decoding.free()
+        if not self.gatherer.decoding.is_idle:
+            self.gatherer.decoding.free()
 
     def _release(self) -> None:
         """Memory that was gathered into was given back: the next gather follows what compute still reads."""
@@ -295,15 +298,16 @@ class ParamGroup:
     @property
     def unsharded_nbytes(self) -> int:
         """Bytes of the buffers while unsharded (0 before the first unshard)."""
-        return 0 if self.buffer is None else self.buffer.nbytes + self.decoding.dense.nbytes
+        return 0 if self.buffer is None else self.buffer.nbytes + self.gatherer.decoding.dense.nbytes
 
     @property
     def held_nbytes(self) -> int:
         """Bytes held now for unsharded parameters, or for their shards over a smaller world."""
         held = 0 if self.buffer is None else self.buffer.allocated_nbytes
-        if not self.decoding.is_idle:
-            held += self.decoding.held_nbytes
-        return held if self.near is None else held + self.near.held_nbytes
+        gatherer = self.gatherer
+        if not gatherer.decoding.is_idle:
+            held += gatherer.decoding.held_nbytes
+        return held if gatherer.smaller_world is None else held + gatherer.smaller_world.held_nbytes
 
     @property
     def has_grads(self) -> bool:

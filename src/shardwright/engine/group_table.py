@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
 
+from shardwright.engine.gatherer import has_lookup
 from shardwright.engine.group import ParamGroup
-from shardwright.engine.lookups import choose_row_wise
 from shardwright.errors import InputError
 from shardwright.params.param import ShardedParam
 from shardwright.policy import SchedulePolicy
@@ -80,17 +80,20 @@ class GroupTable:
         for field, ahead in self.listed.items():
             if index in ahead and getattr(spec, field) is None:
                 spec = replace(spec, **{field: ahead[index]})
-        by_rows = group.rows is not None
-        if by_rows or (spec.reshard_after_forward is None and group in self.root):
+        by_rows = group.gatherer.rows is not None
+        if by_rows or self._stays_as_root(group):
             spec = replace(spec, reshard_after_forward=by_rows, no_prefetch=by_rows)
         return replace(
             spec,
             nbytes=group.unsharded_nbytes,
             grad_nbytes=group.grad_nbytes,
-            bucket_key=id(group.comm) if group.near is None and group.rows is None else None,
+            bucket_key=id(group.gatherer.comm) if group.gatherer.is_whole else None,
             needs_copies_reduced=group.axis.replicate is not None,
-            smaller_world=group.near is not None,
+            smaller_world=group.gatherer.smaller_world is not None,
         )
+
+    def _stays_as_root(self, group: ParamGroup) -> bool:
+        return self.requested(group).reshard_after_forward is None and group in self.root
 
     def specs(self) -> tuple[GroupSpec, ...]:
         """``effective`` of every group."""
@@ -117,12 +120,16 @@ class GroupTable:
 
     def choose(self, policy: SchedulePolicy) -> None:
         """Have groups move rows in use only, where ``policy`` says so and they can."""
-        choose_row_wise(self.groups, self.effective, policy)
+        for group in self.groups:
+            asks = policy.row_wise and has_lookup(group.params)
+            stays = self.requested(group).reshard_after_forward is False or self._stays_as_root(group)
+            group.request(row_wise=policy if asks else None, stays=asks and stays)
         self.chosen = True
 
     def comms(self) -> list[Comm]:
         """The transports in use, each once."""
         used = [
-            (group.axis.comm, group.axis.replicate, group.near and group.near.comm) for group in self.groups
+            (group.axis.comm, group.axis.replicate, group.gatherer.options.smaller_world)
+            for group in self.groups
         ]
         return list({id(comm): comm for comms in used for comm in comms if comm is not None}.values())

@@ -203,10 +203,10 @@ class ModuleHooks:
         else:
             if runtime.depth == 0:
                 _root_left_out.enter(unit, module, (args, kwargs))
-            if unit.group is None or unit.group.rows is None:
+            if unit.group is None or unit.group.gatherer.rows is None:
                 self._enter(call, runtime, owners)
             else:
-                with wanted_rows(unit.group.rows, module, args, kwargs):
+                with wanted_rows(unit.group.gatherer.rows, module, args, kwargs):
                     self._enter(call, runtime, owners)
         for owner in owners:
             _watch_grads(owner)

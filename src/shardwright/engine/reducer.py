@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from shardwright.engine.gatherer import Gatherer
 from shardwright.engine.grads import (
     Grads,
     add_sharded_grads,
@@ -98,17 +99,23 @@ class Unresolved:
 class Reducer:
     """The gradients of one group.
 
-    params: the group's. policy: replaced as a whole by setters.
+    params: the group's. policy: replaced as a whole by setters. gatherer: the group's, by whose transport
+        gradients go, and whole or by rows.
     hook: called with the group's reduced gradients, one flat tensor for each dtype, before they are added to
         the shards'; stream: where it runs (CUDA).
     done: whether this backward has reduced them. unresolved: what is reduced for other ranks' sake.
     """
 
     def __init__(
-        self, name: str, params: Sequence[ShardedParam], axis: Axis, precision: MixedPrecisionPolicy
+        self,
+        name: str,
+        params: Sequence[ShardedParam],
+        axis: Axis,
+        precision: MixedPrecisionPolicy,
+        gatherer: Gatherer,
     ) -> None:
         self.policy = ReductionPolicy()
-        self.comm: Comm = axis.comm
+        self.gatherer = gatherer
         self.hook: Hook | None = None
         self.stream: Any = None
         self.done = False
@@ -127,6 +134,11 @@ class Reducer:
     def _ranks(self) -> int:
         """How many ranks' gradients are summed, over shards and copies."""
         return self._axis.world * self._axis.num_copies
+
+    @property
+    def comm(self) -> Comm:
+        """The transport over the axis, or the caller's reduce-scatter in its place."""
+        return self.gatherer.comm
 
     @property
     def in_flight(self) -> bool:
@@ -215,7 +227,7 @@ class Reducer:
     def issue(self, grads: Grads) -> Reduction:
         """Issue a reduce-scatter of ``grads`` alone."""
         (segments, dtypes, together), key = self.inputs(grads), f"reduce-scatter {self.name}"
-        rows = grads[0][0].rows
+        rows = self.gatherer.rows
         if rows is None:
             return separated(self.comm.reduce_scatter(segments, dtypes, key), together, grads)
         return rows.reduce(self.comm, segments[0], dtypes[0], key)

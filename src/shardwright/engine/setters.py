@@ -16,7 +16,6 @@ from shardwright.engine.unit import Unit, is_sharded, unit_of, units_in
 from shardwright.errors import InputError
 from shardwright.policy import SchedulePolicy
 from shardwright.schedule.schedule import Phase
-from shardwright.transport.custom import CustomComm
 
 
 class Owner:
@@ -119,7 +118,7 @@ class ScheduleSetters(Owner):
             )
         for unit in self._units(recurse):
             for group in unit.groups:
-                group.near = None
+                group.request(smaller_world=None)
         self._request(recurse, reshard_after_forward=reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
@@ -202,11 +201,5 @@ class ScheduleSetters(Owner):
 
     def _set_custom(self, setter: str, **comms: Any) -> None:
         group = self._one_group(setter)
-        if group is None:
-            return
-        known = group.comm if isinstance(group.comm, CustomComm) else None
-        before = {
-            "all_gather": known and known.custom_all_gather,
-            "reduce_scatter": known and known.custom_reduce_scatter,
-        }
-        group.comm = group.reducer.comm = CustomComm(group.axis.comm, group.axis.group, **{**before, **comms})
+        if group is not None:
+            group.request(**comms)

@@ -69,15 +69,16 @@ def own_buffer(bound: Typed, device: torch.device, keeps_order: bool = False) ->
     layout, where = _layout_of(stacks), _layout_of(across)
     wire = Buffer(where.nbytes, device)
     wire_offsets = iter(where.offsets_nbytes)
-    buffer = ReorderedBuffer(layout.nbytes, wire, device) if across else Buffer(layout.nbytes, device)
+    reordered = ReorderedBuffer(layout.nbytes, wire, device) if across else None
+    buffer = reordered or Buffer(layout.nbytes, device)
     buffer.alloc()
     for stack, offset in zip(stacks, layout.offsets_nbytes, strict=True):
-        if not isinstance(buffer, ReorderedBuffer) or stack.layout.in_order:
+        if reordered is None or stack.layout.in_order:
             stack.params[0].bind(buffer, offset, stack.dtype)
         elif keeps_order:
-            _bind_transposed(buffer, offset, next(wire_offsets), stack)
+            _bind_transposed(reordered, offset, next(wire_offsets), stack)
         else:
-            _bind_stack(buffer, offset, next(wire_offsets), stack)
+            _bind_stack(reordered, offset, next(wire_offsets), stack)
     buffer.free()
     return buffer
 

@@ -23,7 +23,6 @@ from shardwright.params.at_rest import guard
 from shardwright.params.buffer import Buffer
 from shardwright.params.offload import DeviceCopy, placed
 from shardwright.params.placement import ParamPlacement, Split
-from shardwright.params.rows import Rows
 from shardwright.policy import MixedPrecisionPolicy, OptimizerOffloadPolicy
 from shardwright.schedule.flat_layout import FlatEntry
 from shardwright.schedule.layout import ParamLayout
@@ -96,7 +95,7 @@ class ShardedParam:
     place: where its shards lie. attributes: what the caller had set on it; every face has them.
     accumulated: unsharded gradient of earlier microbatches in the reduce dtype, or None.
     compared: its names, and by each the one to compare with other ranks' where that is another (``census``).
-    kept_dtype: it is never cast (codes, scales). rows: ranks move only those in use (a lookup's), or None.
+    kept_dtype: it is never cast (codes, scales).
     bound: its unsharded face; None until it is made, before the first all-gather or by it.
     extended: its class says itself what is gathered. shows_itself: to show it takes more than to write its
         sites. members: of a flat parameter those that it is made of, one after another; else ().
@@ -121,7 +120,6 @@ class ShardedParam:
         self.accumulated: torch.Tensor | None = None
         self.compared: Mapping[str, str] = {}
         self.kept_dtype = False
-        self.rows: Rows | None = None
         self.bound: Unsharded | None = None
         self._device_copy = DeviceCopy()
         self.sharded = give(self.attributes, self._shard(whole.detach(), param.requires_grad))
@@ -160,7 +158,7 @@ class ShardedParam:
                 "model's state_dict() with a checkpoint, and load that into a model that is made alike"
             )
         twin = object.__new__(type(self))
-        twin.__dict__ = self.__dict__ | dict.fromkeys(("accumulated", "rows", "bound", "sharded"))
+        twin.__dict__ = self.__dict__ | dict.fromkeys(("accumulated", "bound", "sharded"))
         twin.sites, twin._device_copy = [], DeviceCopy()
         return twin
 

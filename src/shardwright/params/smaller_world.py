@@ -4,14 +4,14 @@ The all-gather of the backward then stays among neighbours, at the price of larg
 smaller layout fits the group's buffer: its padding is never longer than the larger world's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from shardwright.params.param import ShardedParam
 from shardwright.schedule.layout import ParamLayout
 from shardwright.torch_private import foreach_copy_
-from shardwright.transport.base import Comm, Gather
+from shardwright.transport.base import Comm, Gather, Segment
 
 Versions = tuple[tuple[int, int], ...]
 
@@ -33,7 +33,7 @@ class SmallerWorld:
     def keep(self, versions: Versions) -> None:
         """Keep this rank's smaller-world shards of the buffer, which is filled. ``versions``: of what."""
         self._versions = versions
-        spans = self._spans()
+        spans = self._parts(self._segments(ShardedParam.gather_segment))
         self._shards = [torch.empty_like(span) for span in spans]
         foreach_copy_(self._shards, spans)
         self.held_nbytes = sum([shard.nbytes for shard in self._shards])
@@ -42,18 +42,16 @@ class SmallerWorld:
         """Whether the shards of these very parameters are kept."""
         return self._versions == versions
 
-    def gather(self, key: str) -> Gather:
-        """Put the shards into the buffer, forget them, and issue the all-gather among neighbours."""
-        foreach_copy_(self._spans(), self._shards)
-        self.forget()
-        pairs = zip(self._params, self._layouts, strict=True)
-        return self.comm.all_gather(
-            [param.gather_segment(layout) for param, layout in pairs if layout.dim is not None], key
-        )
+    def gather(self, place_of: Callable[[ShardedParam, ParamLayout], Segment], key: str) -> Gather:
+        """Copy the shards to their places, forget them, and issue the all-gather over the smaller world.
 
-    def kept(self) -> list[tuple[ShardedParam, ParamLayout, torch.Tensor]]:
-        """Each parameter with its layout over the smaller world and the shard that is kept."""
-        return list(zip(self._params, self._layouts, self._shards, strict=True))
+        place_of: the memory that a parameter is gathered into.
+        """
+        segments = self._segments(place_of)
+        foreach_copy_(self._parts(segments), self._shards)
+        self.forget()
+        split = zip(segments, self._layouts, strict=True)
+        return self.comm.all_gather([segment for segment, layout in split if layout.dim is not None], key)
 
     def forget(self) -> None:
         """Free the shards."""
@@ -61,7 +59,8 @@ class SmallerWorld:
         self._shards = []
         self.held_nbytes = 0
 
-    def _spans(self) -> list[torch.Tensor]:
-        pairs = zip(self._params, self._layouts, strict=True)
-        spans = (param.gather_segment(layout) for param, layout in pairs)
-        return [segment.flat[slice(*segment.spans[self.comm.rank])] for segment in spans]
+    def _segments(self, place_of: Callable[[ShardedParam, ParamLayout], Segment]) -> list[Segment]:
+        return [place_of(param, layout) for param, layout in zip(self._params, self._layouts, strict=True)]
+
+    def _parts(self, segments: Sequence[Segment]) -> list[torch.Tensor]:
+        return [segment.part(self.comm.rank) for segment in segments]

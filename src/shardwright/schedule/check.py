@@ -53,7 +53,7 @@ class _State:
     def take(self, stop: ScheduleEntry, action: Action, group: int) -> None:
         """What ``action`` does to one of its groups."""
         live, kind = self.live, action.kind
-        if kind in (ActionKind.UNSHARD, ActionKind.UNSHARD_NEARBY):
+        if kind in (ActionKind.UNSHARD, ActionKind.UNSHARD_POST_FORWARD):
             _require(group not in live, f"{stop}: group {group} is unsharded twice")
             live[group] = False
         elif kind is ActionKind.WAIT:

@@ -176,7 +176,7 @@ class Follower:
             self._agenda = (("_start", phase, entry), ("_synchronize", BEGIN_OF[phase], entry))
             return self._run(None)
         else:
-            self.groups.set(nearby=local.nearby, used_by_some=-1)
+            self.groups.set(post_forward=local.post_forward, used_by_some=-1)
             self._enter(phase, entry)
         return Step(())
 
@@ -235,7 +235,7 @@ class Follower:
             self.groups.set(live=states.live & ~bit, held=states.held & ~bit)
             forward = self.cursors and self.cursors[-1].phase is Phase.FORWARD
             if forward and self.recorded.specs[group].smaller_world:
-                kind = ActionKind.RESHARD_NEARBY
+                kind = ActionKind.RESHARD_POST_FORWARD
         else:
             self.groups.set(live=states.live | bit, held=states.held | bit)
         return Step((Action(kind, (group,)),))
@@ -307,16 +307,18 @@ class Follower:
     def _start(self, phase: Phase, entry: int) -> None:
         result, every = self._result, (1 << len(self.recorded.specs)) - 1
         live = every & ~result.missing
-        self.groups.set(live=live, nearby=every & ~result.not_nearby, used_by_some=result.used)
+        self.groups.set(live=live, post_forward=every & ~result.not_post_forward, used_by_some=result.used)
         if phase is not Phase.BACKWARD:  # kept since an evaluation; a rank that hasn't may have a new shard
             for group in _numbers(self.groups.states.held & ~live):
-                self.groups.reshard(group, busy=False, nearby=False)
+                self.groups.reshard(group, busy=False, post_forward=False)
         self._enter(phase, entry)
 
     def _enter(self, phase: Phase, entry: int) -> None:
         plan, states = self.recorded.planned(entry, phase), self.groups.states
         self.cursors += (Cursor(phase, entry, self.mode, plan),)
-        as_planned = states.live == plan.live and not (states.nearby or states.held_back or states.in_flight)
+        as_planned = states.live == plan.live and not (
+            states.post_forward or states.held_back or states.in_flight
+        )
         if as_planned and not plan.reduced & ~states.used_by_some:
             self._exact, self._place = plan.steps, 0
 
@@ -425,8 +427,8 @@ class Follower:
             self.groups.unshard((event.group,))  # the plan can be wrong about what earlier phases left behind
 
     def _reshard(self, group: int) -> None:
-        nearby = self.cursors[-1].phase is Phase.FORWARD and self.recorded.specs[group].smaller_world
-        self.groups.reshard(group, any(cursor.busy >> group & 1 for cursor in self.cursors), nearby)
+        post_forward = self.cursors[-1].phase is Phase.FORWARD and self.recorded.specs[group].smaller_world
+        self.groups.reshard(group, any(cursor.busy >> group & 1 for cursor in self.cursors), post_forward)
 
     # ---- asking
 

@@ -11,15 +11,15 @@ from shardwright.schedule.schedule import Action, ActionKind
 class GroupStates(NamedTuple):
     """Where the groups stand; bits of groups but for the last two.
 
-    live: gathered by collectives that were agreed on, so that it is the same on all ranks. nearby: those that
-    every rank can gather over the smaller world. held: those that this rank holds, more than ``live`` or the
-    same. used_by_some: those that some rank may have gradients of; the others are not reduced. held_back:
-    groups whose gradients wait for a collective to go with. in_flight: reductions in flight, of groups
-    together.
+    live: gathered by collectives that were agreed on, so that it is the same on all ranks. post_forward:
+    those that every rank can gather over the smaller world. held: those that this rank holds, more than
+    ``live`` or the same. used_by_some: those that some rank may have gradients of; the others are not
+    reduced. held_back: groups whose gradients wait for a collective to go with. in_flight: reductions in
+    flight, of groups together.
     """
 
     live: int = 0
-    nearby: int = 0
+    post_forward: int = 0
     held: int = 0
     used_by_some: int = 0
     held_back: tuple[int, ...] = ()
@@ -58,32 +58,33 @@ class Groups:
     def gather(self, groups: Sequence[int]) -> None:
         """Launch an all-gather of groups; over the smaller world where all ranks have shards over that."""
         states = self.states
-        nearby = [group for group in groups if states.nearby >> group & 1]
-        for group in nearby:
-            self.do(ActionKind.UNSHARD_NEARBY, (group,))
-        others = [group for group in groups if group not in nearby]
+        post_forward = [group for group in groups if states.post_forward >> group & 1]
+        for group in post_forward:
+            self.do(ActionKind.UNSHARD_POST_FORWARD, (group,))
+        others = [group for group in groups if group not in post_forward]
         if others:
             self.do(ActionKind.UNSHARD, others)
-        self.set(held=states.held | bits(groups), nearby=states.nearby & ~bits(nearby))
+        self.set(held=states.held | bits(groups), post_forward=states.post_forward & ~bits(post_forward))
 
     def participate(self, group: int) -> None:
         """Launch an all-gather that other ranks need."""
-        nearby = self.states.nearby >> group & 1
-        self.do(ActionKind.PARTICIPATE_NEARBY if nearby else ActionKind.PARTICIPATE, (group,))
-        self.set(nearby=self.states.nearby & ~(1 << group))
+        post_forward = self.states.post_forward >> group & 1
+        self.do(ActionKind.PARTICIPATE_POST_FORWARD if post_forward else ActionKind.PARTICIPATE, (group,))
+        self.set(post_forward=self.states.post_forward & ~(1 << group))
 
     def drop_live(self, group: int) -> None:
         """The agreed actions reshard it."""
         self.set(live=self.states.live & ~(1 << group))
 
-    def reshard(self, group: int, busy: bool, nearby: bool) -> None:
-        """Reshard what this rank holds, but for what is busy. nearby: keep shards over the smaller world."""
+    def reshard(self, group: int, busy: bool, post_forward: bool) -> None:
+        """Reshard what this rank holds, but for what is busy. post_forward: keep shards over the smaller
+        world."""
         if not self.states.held >> group & 1:
             return
         if not busy:
-            self.do(ActionKind.RESHARD_NEARBY if nearby else ActionKind.RESHARD, (group,))
+            self.do(ActionKind.RESHARD_POST_FORWARD if post_forward else ActionKind.RESHARD, (group,))
             self.set(held=self.states.held & ~(1 << group))
-        elif nearby:
+        elif post_forward:
             self.do(ActionKind.KEEP, (group,))
 
     # ---- reductions

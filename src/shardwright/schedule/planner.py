@@ -125,8 +125,10 @@ class Planner:
         if group in self.live:
             self._landed.add(self.live.pop(group))
             self.waited.discard(group)
-            nearby = phase is Phase.FORWARD and self.spec_of(group).smaller_world
-            actions.append(Action(ActionKind.RESHARD_NEARBY if nearby else ActionKind.RESHARD, (group,)))
+            post_forward = phase is Phase.FORWARD and self.spec_of(group).smaller_world
+            actions.append(
+                Action(ActionKind.RESHARD_POST_FORWARD if post_forward else ActionKind.RESHARD, (group,))
+            )
 
     # ---- reductions
 

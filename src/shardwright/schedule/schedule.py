@@ -52,8 +52,8 @@ class ActionKind(StrEnum):
 
     Those of a schedule: UNSHARD issues an all-gather, WAIT waits for it, RESHARD frees what it brought. HOLD
     takes gradients for a later REDUCE, which issues a reduce-scatter; WAIT_REDUCE waits for it, ALL_REDUCE
-    issues the sum over copies of the shards, STEP steps the optimizers inside of the backward. RESHARD_NEARBY
-    keeps shards over the smaller world, UNSHARD_NEARBY gathers from those.
+    issues the sum over copies of the shards, STEP steps the optimizers inside of the backward.
+    RESHARD_POST_FORWARD keeps shards over the smaller world, UNSHARD_POST_FORWARD gathers from those.
 
     The others are decided as a step runs: PARTICIPATE launches an all-gather for other ranks, into memory
     that nobody reads. KEEP keeps shards over the smaller world of what stays unsharded. ACCUMULATE keeps
@@ -61,12 +61,12 @@ class ActionKind(StrEnum):
     """
 
     UNSHARD = "unshard"
-    UNSHARD_NEARBY = "unshard-nearby"
+    UNSHARD_POST_FORWARD = "unshard-post-forward"
     PARTICIPATE = "participate"
-    PARTICIPATE_NEARBY = "participate-nearby"
+    PARTICIPATE_POST_FORWARD = "participate-post-forward"
     WAIT = "wait"
     RESHARD = "reshard"
-    RESHARD_NEARBY = "reshard-nearby"
+    RESHARD_POST_FORWARD = "reshard-post-forward"
     KEEP = "keep"
     HOLD = "hold"
     REDUCE = "reduce"
@@ -217,4 +217,4 @@ def _parse_stop(line: str) -> ScheduleEntry:
 
 BEGINS = (EventKind.FORWARD_BEGIN, EventKind.BACKWARD_BEGIN, EventKind.RECOMPUTE)
 ENDS = (EventKind.FORWARD_END, EventKind.BACKWARD_END)
-RESHARDS = (ActionKind.RESHARD, ActionKind.RESHARD_NEARBY)
+RESHARDS = (ActionKind.RESHARD, ActionKind.RESHARD_POST_FORWARD)
