@@ -330,7 +330,13 @@ def cut_short(rank, world, agreement):
             assert torch.equal(param.to_local(), other.to_local())
 
     model = shard_decoder(build(), fully_shard)
-    check(model, lambda m: loss_of(m, batches(0, world)[rank]), unit_of(model).group.comm, "all_gather", True)
+    check(
+        model,
+        lambda m: loss_of(m, batches(0, world)[rank]),
+        unit_of(model).group.gatherer.comm,
+        "all_gather",
+        True,
+    )
     for before in (True, False):
         model = quantised.shard(quantised.build())
         x = torch.ones(2, quantised.COLS)
