@@ -107,8 +107,6 @@ HOOKS_FILE = "engine/hooks.py"
 STAGES_FILE = "engine/group.py"
 KINDS = ("Buffer", "Comm", "ShardedParam")
 """What the house knows of buffers, transports and parameters; who inherits from them is a kind of them."""
-KIND_TESTS: set[tuple[str, str]] = set()
-"""(file, test) that ``stray_kind_tests`` lets pass. One not needed fails too."""
 FSDP_FILE = "torch_fsdp.py"
 PRIVATE_FILE = "torch_private.py"
 # Of optimizers, neither of modules nor of autograd; it stands below engine/, and refuses theirs.
@@ -360,7 +358,7 @@ def stray_stages(package: dict[str, str]) -> list[str]:
     return complaints
 
 
-def stray_kind_tests(package: dict[str, str], exceptions: set[tuple[str, str]]) -> list[str]:
+def stray_kind_tests(package: dict[str, str]) -> list[str]:
     """Tests of which kind of buffer, transport or parameter something is, outside of the file of that kind.
 
     Elsewhere a property or a method of what they all are says what the caller needs to know.
@@ -373,16 +371,13 @@ def stray_kind_tests(package: dict[str, str], exceptions: set[tuple[str, str]]) 
     for _ in classes:  # until no class is added that inherits from one of them
         found = {n.name: path for path, n in classes if homes.keys() & {_last_name(base) for base in n.bases}}
         homes |= found
-    complaints, needed = [], set()
+    complaints = []
     for path, tree in trees.items():
         for node in ast.walk(tree):
             if any(homes[name] != path for name in _kinds_asked(node) & homes.keys()):
-                test = (path, ast.unparse(node))
-                needed.add(test)
-                if test not in exceptions:
-                    line = getattr(node, "lineno", 0)
-                    complaints.append(f"{path}:{line}: {test[1]}; ask for the fact, not for the kind")
-    return complaints + [f"KIND_TESTS: {test} is not needed (any more)" for test in exceptions - needed]
+                line = getattr(node, "lineno", 0)
+                complaints.append(f"{path}:{line}: {ast.unparse(node)}; ask for the fact, not for the kind")
+    return complaints
 
 
 def _kinds_asked(node: ast.AST) -> set[str]:
@@ -422,7 +417,7 @@ def over_budget(
     package: dict[str, str], exceptions: dict[tuple[str, str, str], tuple[int, str]]
 ) -> list[str]:
     """Files, functions and classes over their size, and exceptions that nothing needs."""
-    complaints, needed = [], set()
+    complaints = []
     for path, source in package.items():
         for name, budget, size in _sizes(path, source):
             if size <= BUDGETS[budget]:

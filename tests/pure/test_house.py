@@ -21,10 +21,6 @@ def stray_private_names(package):
     return house.stray_private_names(package, PRIVATE)
 
 
-def stray_kind_tests(package):
-    return house.stray_kind_tests(package, house.KIND_TESTS if package is PACKAGE else set())
-
-
 RULES = [
     house.arrows_up,
     house.circles,
@@ -34,7 +30,7 @@ RULES = [
     house.foreign_runtime,
     house.stray_hooks,
     house.stray_stages,
-    stray_kind_tests,
+    house.stray_kind_tests,
     stray_private_names,
     house.unbounded_groups,
     over_budget,
@@ -109,14 +105,14 @@ BAD = [
     (house.stray_stages, {"engine/executor.py": "def f(group):\n    group.stage = Stage.SHARDED"}),
     (house.stray_stages, {"engine/group.py": "def f(self):\n    self.stage, x = Stage.SHARDED, 1"}),
     (house.stray_stages, {"api.py": "def f(group):\n    object.__setattr__(group, 'stage', 0)"}),
-    (stray_kind_tests, COMMS | {"api.py": "isinstance(comm, Shm)"}),
-    (stray_kind_tests, COMMS | {"api.py": "isinstance(comm, int | shm.Shm)"}),
-    (stray_kind_tests, COMMS | {"api.py": "x = type(comm) is not Shm"}),
-    (stray_kind_tests, COMMS | {"api.py": "x = type(comm).__name__ == 'Shm'"}),
-    (stray_kind_tests, COMMS | {"api.py": "x = comm.__class__ in (Shm, int)"}),
-    (stray_kind_tests, COMMS | {"api.py": "match comm:\n    case Shm(): pass"}),
-    (stray_kind_tests, COMMS | {"api.py": "class Other(Shm): pass", "loss.py": "issubclass(x, Other)"}),
-    (stray_kind_tests, COMMS | {"transport/shm.py": "isinstance(comm, Comm)"}),
+    (house.stray_kind_tests, COMMS | {"api.py": "isinstance(comm, Shm)"}),
+    (house.stray_kind_tests, COMMS | {"api.py": "isinstance(comm, int | shm.Shm)"}),
+    (house.stray_kind_tests, COMMS | {"api.py": "x = type(comm) is not Shm"}),
+    (house.stray_kind_tests, COMMS | {"api.py": "x = type(comm).__name__ == 'Shm'"}),
+    (house.stray_kind_tests, COMMS | {"api.py": "x = comm.__class__ in (Shm, int)"}),
+    (house.stray_kind_tests, COMMS | {"api.py": "match comm:\n    case Shm(): pass"}),
+    (house.stray_kind_tests, COMMS | {"api.py": "class Other(Shm): pass", "loss.py": "issubclass(x, Other)"}),
+    (house.stray_kind_tests, COMMS | {"transport/shm.py": "isinstance(comm, Comm)"}),
     (stray_private_names, {"api.py": "from torch.utils._pytree import tree_map"}),
     (stray_private_names, {"api.py": "from torch.utils import _pytree as pytree"}),
     (stray_private_names, {"api.py": "import torch.utils._pytree as pytree"}),
@@ -174,12 +170,6 @@ def test_an_exception_raises_one_number_and_must_be_needed():
     allowed = {("api.py", "parameters", "f"): (7, "mirrors torch")}
     assert house.over_budget(package, allowed) == []
     assert house.over_budget({"api.py": "def f(a): pass"}, allowed)
-
-
-def test_a_test_of_a_kind_that_is_let_pass_must_be_there():
-    package = COMMS | {"api.py": "isinstance(comm, Shm)"}
-    assert house.stray_kind_tests(package, {("api.py", "isinstance(comm, Shm)")}) == []
-    assert house.stray_kind_tests(COMMS, {("api.py", "isinstance(comm, Shm)")})
 
 
 def test_an_exception_states_its_reason():

@@ -169,7 +169,7 @@ def measured(rank, world):
     assert communication_s(model) > 0
     assert all(torch.equal(p.to_local(), old) for p, old in zip(model.parameters(), before, strict=True))
     assert all(p.grad is None for p in model.parameters())
-    log = unit_of(model).group.comm.log
+    log = unit_of(model).group.gatherer.comm.log
     for step in range(3):
         log.ring.clear()
         loss_of(model, batches(step, world)[rank]).backward()

@@ -130,7 +130,7 @@ def test_looking_whether_a_peer_is_gone_keeps_one_message_and_none_of_a_group_th
 def fails_to_issue(rank, world):
     set_transport("collectives")
     model = fully_shard(nn.Linear(4, 4), mesh=fresh_mesh(world))
-    comm, device, places = unit_of(model).group.comm, Device(), []
+    comm, device, places = unit_of(model).group.gatherer.comm, Device(), []
     comm.streams = Streams(lambda: FakeStream(device), lambda: device.current[-1])
 
     def refuse(segments, key):

@@ -229,7 +229,7 @@ def tiny_groups(rank, world, num_layers, transport, cap_mb):
     counts, losses, run = Counter(), [], Run.of(model)
     for step in range(3):
         if step == 2:
-            count_collectives(unit_of(model.layers[0]).group.comm, counts)
+            count_collectives(unit_of(model.layers[0]).group.gatherer.comm, counts)
         generator = torch.Generator().manual_seed(10 * step + rank)
         loss = model(torch.randn(3, 6, generator=generator)).square().mean()
         loss.backward()
