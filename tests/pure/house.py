@@ -417,7 +417,7 @@ def over_budget(
     package: dict[str, str], exceptions: dict[tuple[str, str, str], tuple[int, str]]
 ) -> list[str]:
     """Files, functions and classes over their size, and exceptions that nothing needs."""
-    complaints = []
+    complaints, needed = [], set()
     for path, source in package.items():
         for name, budget, size in _sizes(path, source):
             if size <= BUDGETS[budget]:
