@@ -164,7 +164,7 @@ def test_group_offload_and_prefetch_may_be_given_for_each_wrapper():  # P38 P45
 
 def late_reductions(rank, world):
     for sharded in each_case(build, nested, MATRIX):
-        comms = {id(unit.group.reducer.comm): unit.group.reducer.comm for unit in units_in(sharded)}
+        comms = {id(unit.group.gatherer.comm): unit.group.gatherer.comm for unit in units_in(sharded)}
         calls = []
         for comm in comms.values():
 

@@ -140,7 +140,7 @@ def rehearse(reducers: Sequence[Reducer]) -> Callable[[], None]:
 def _issued(grads: Mapping[Reducer, Grads]) -> list[tuple[Reducer, Reduction]]:
     """One reduce-scatter for each transport; what each reducer waits for."""
     flying: list[tuple[Reducer, Reduction]] = []
-    for comm, members in _by_comm(grads, lambda reducer: reducer.comm):
+    for comm, members in _by_comm(grads, lambda reducer: reducer.gatherer.comm):
         if len(members) == 1:
             flying.append((members[0], members[0].issue(grads[members[0]])))
             continue

@@ -167,13 +167,12 @@ class ParamGroup:
         self._move(Stage.GATHERING)
         before, self._gathered_versions = self._gathered_versions, self._versions()
         gatherer, smaller = self.gatherer, self.gatherer.smaller_world
-        if smaller is not None and kept is None:
-            kept = smaller.holds(self._gathered_versions)
-        over_part = smaller if kept else None
-        notify_modes(gatherer.comm if over_part is None else over_part.comm, Collective.ALL_GATHER)
-        if over_part is not None or gatherer.rows is not None:
+        if smaller is not None and not (smaller.holds(self._gathered_versions) if kept is None else kept):
+            smaller = None
+        notify_modes((smaller or gatherer).comm, Collective.ALL_GATHER)
+        if smaller is not None or gatherer.rows is not None:
             self._take_buffer()
-            gather = gatherer.gather_part(over_part is not None, ShardedParam.gather_segment, self.name)
+            gather = gatherer.gather_part(smaller is not None, ShardedParam.gather_segment, self.name)
             if gather is not None:
                 self.receive(gather)
                 return None

@@ -136,11 +136,6 @@ class Reducer:
         return self._axis.world * self._axis.num_copies
 
     @property
-    def comm(self) -> Comm:
-        """The transport over the axis, or the caller's reduce-scatter in its place."""
-        return self.gatherer.comm
-
-    @property
     def in_flight(self) -> bool:
         """Whether a reduce-scatter is in flight."""
         return self._reduction is not None
@@ -229,12 +224,12 @@ class Reducer:
         (segments, dtypes, together), key = self.inputs(grads), f"reduce-scatter {self.name}"
         rows = self.gatherer.rows
         if rows is None:
-            return separated(self.comm.reduce_scatter(segments, dtypes, key), together, grads)
-        return rows.reduce(self.comm, segments[0], dtypes[0], key)
+            return separated(self.gatherer.comm.reduce_scatter(segments, dtypes, key), together, grads)
+        return rows.reduce(self.gatherer.comm, segments[0], dtypes[0], key)
 
     def send(self, reduction: Reduction, params: list[ShardedParam]) -> None:
         """From here on the gradients of ``params`` are in flight."""
-        notify_modes(self.comm, Collective.REDUCE_SCATTER)
+        notify_modes(self.gatherer.comm, Collective.REDUCE_SCATTER)
         self._reduction = reduction, params
 
     def wait(self) -> None:
