@@ -71,6 +71,7 @@ with _known():
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
 
     # Operations on lists of tensors, one kernel for all.
+    foreach_add = torch._foreach_add  # pyright: ignore[reportPrivateImportUsage]
     foreach_add_ = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
     foreach_copy_ = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
     foreach_div = torch._foreach_div  # pyright: ignore[reportPrivateImportUsage]

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from shardwright.errors import InputError
 from shardwright.schedule.flat_layout import FlatLayout
 from shardwright.schedule.layout import ALIGNMENT_NBYTES, GroupLayout, ParamLayout, Spans, equal_spans, pack
-from shardwright.transport.base import Segment
+from shardwright.transport.base import Segment, join, spread, sum_in_rank_order, sums_in_rank_order
+from shardwright.transport.cpu.pages import SMALL_NBYTES
 from shardwright.transport.nccl import padded
 
 SHAPES = st.lists(st.integers(0, 9), min_size=1, max_size=4).map(tuple)
@@ -139,3 +140,28 @@ def test_gradients_are_padded_with_zeros_to_equal_parts_in_their_reduce_dtypes(w
         for part, (start, stop) in zip(flat.view(world, -1), segment.spans, strict=True):
             assert torch.equal(part[: stop - start], segment.flat[start:stop].to(dtype))
             assert not part[stop - start :].any()
+
+
+@given(st.lists(st.integers(0, 200), min_size=1, max_size=8))
+def test_parts_that_were_joined_come_apart_as_they_were_each_aligned(sizes):
+    parts = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
+    offsets, nbytes = pack(sizes)
+    place = torch.empty(nbytes, dtype=torch.uint8)
+    join(parts, place)
+    for part, offset in zip(parts, offsets, strict=True):
+        assert torch.equal(place[offset : offset + len(part)], part)
+    found = [torch.zeros_like(part) for part in parts]
+    spread(place, found)
+    assert all(torch.equal(one, other) for one, other in zip(found, parts, strict=True))
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_many_sums_have_the_bits_of_each_by_itself(world):
+    kinds = [(5, torch.float32, torch.float32), (0, torch.float32, torch.float32)]
+    kinds += [(7, torch.bfloat16, torch.float32), (9, torch.bfloat16, torch.bfloat16)]
+    kinds.append((SMALL_NBYTES // 4, torch.float32, torch.float32))
+    parts = [[torch.randn(numel).to(dtype) for numel, dtype, _ in kinds] for _ in range(world)]
+    dtypes = [dtype for *_, dtype in kinds]
+    for place, (total, dtype) in enumerate(zip(sums_in_rank_order(parts, dtypes), dtypes, strict=True)):
+        assert total.dtype == dtype
+        assert torch.equal(total, sum_in_rank_order([part[place] for part in parts], dtype, None))

@@ -2,13 +2,15 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Protocol
 
 import torch
 
 from shardwright.schedule.layout import Spans, equal_spans, pack
-from shardwright.transport.cpu.pages import pages_of_its_own, take_bytes
+from shardwright.torch_private import foreach_add, foreach_add_, foreach_copy_
+from shardwright.transport.cpu.pages import SMALL_NBYTES, pages_of_its_own, take_bytes
 from shardwright.transport.launches import LaunchLog
 from shardwright.transport.streams import Streams
 
@@ -27,6 +29,7 @@ class Segment:
     flat: torch.Tensor
     spans: Spans
     has_room: bool = False
+    _parts: dict[int, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     def part(self, rank: int) -> torch.Tensor:
         """The span of ``rank``, 1-D, in the segment's dtype."""
@@ -34,8 +37,11 @@ class Segment:
         return self.flat[start:stop]
 
     def part_bytes(self, rank: int) -> torch.Tensor:
-        """The same as uint8: transports move bytes."""
-        return self.part(rank).view(torch.uint8)
+        """The same as uint8: transports move bytes. Made once, since a group's are read in every step."""
+        part = self._parts.get(rank)
+        if part is None:
+            part = self._parts[rank] = self.part(rank).view(torch.uint8)
+        return part
 
     def part_nbytes(self, rank: int) -> int:
         """Bytes of the span of ``rank``."""
@@ -59,19 +65,29 @@ class Reduction(Protocol):
         ...
 
 
-def join(parts: Sequence[torch.Tensor], place: torch.Tensor) -> None:
+def join(parts: list[torch.Tensor], place: torch.Tensor) -> None:
     """Copy uint8 ``parts`` one after another into ``place`` (``pack`` says how long), each aligned so that it
     can be viewed in its own dtype again."""
-    offsets, _ = pack([part.numel() for part in parts])
-    for offset, part in zip(offsets, parts, strict=True):
-        place[offset : offset + part.numel()].copy_(part)
+    foreach_copy_(pieces(place, [part.numel() for part in parts]), parts)
 
 
-def spread(joined: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+def spread(joined: torch.Tensor, parts: list[torch.Tensor]) -> None:
     """The reverse of ``join``: copy what was joined elsewhere into ``parts``."""
-    offsets, _ = pack([part.numel() for part in parts])
-    for offset, part in zip(offsets, parts, strict=True):
-        part.copy_(joined[offset : offset + part.numel()])
+    foreach_copy_(parts, pieces(joined, [part.numel() for part in parts]))
+
+
+def pieces(joined: torch.Tensor, sizes_nbytes: Sequence[int]) -> list[torch.Tensor]:
+    """Views of uint8 parts that lie one after another (see ``join``), which are all that ``joined`` has."""
+    return list(joined.split(_with_gaps(tuple(sizes_nbytes))))[::2]
+
+
+@lru_cache
+def _with_gaps(sizes_nbytes: tuple[int, ...]) -> list[int]:
+    """Bytes of each part and of the gap behind it, by turns."""
+    offsets, end = pack(sizes_nbytes)
+    ends = (*offsets[1:], end)
+    sized = zip(sizes_nbytes, offsets, ends, strict=True)
+    return [nbytes for size, begin, stop in sized for nbytes in (size, stop - begin - size)]
 
 
 def whole_place(spans: Sequence[tuple[int, int]], dst: int, shard: torch.Tensor) -> torch.Tensor:
@@ -96,6 +112,28 @@ def sum_in_rank_order(parts: Sequence[torch.Tensor], dtype: torch.dtype, scratch
     for part in parts[2:]:
         total.add_(part)
     return total
+
+
+def sums_in_rank_order(
+    parts: Sequence[Sequence[torch.Tensor]], dtypes: Sequence[torch.dtype]
+) -> list[torch.Tensor]:
+    """``sum_in_rank_order`` of many, in memory of their own. parts: by rank, of two or more."""
+    totals: dict[int, torch.Tensor] = {}
+    small = [
+        index
+        for index, (first, dtype) in enumerate(zip(parts[0], dtypes, strict=True))
+        if first.dtype == dtype and first.nbytes < SMALL_NBYTES
+    ]
+    if small:  # in calls for all of them: each by itself costs more than its numbers
+        first, second, *others = ([part[index] for index in small] for part in parts)
+        summed = foreach_add(first, second)
+        for other in others:
+            foreach_add_(summed, other)
+        totals = dict(zip(small, summed, strict=True))
+    for index, dtype in enumerate(dtypes):
+        if index not in totals:
+            totals[index] = sum_in_rank_order([part[index] for part in parts], dtype, scratch=None)
+    return [totals[index] for index in range(len(dtypes))]
 
 
 class Comm(Protocol):

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from shardwright.schedule.layout import pack
-from shardwright.transport.base import Comm, Segment, join, spread, sum_in_rank_order, whole_place
+from shardwright.transport.base import Comm, Segment, join, pieces, spread, sums_in_rank_order, whole_place
 from shardwright.transport.cpu.arena import RESERVED_NBYTES, Arena, Host, MemorySegment, this_host
 from shardwright.transport.launches import Launch, LaunchLog
 from shardwright.transport.streams import Streams
@@ -254,14 +254,13 @@ class _ShmReduction(_Reads):
     def _summed(self) -> list[torch.Tensor]:
         start = time.perf_counter()
         comm = self._comm
-        received = {peer: self._received(peer) for peer in comm.peers}
-        sums = []
-        for index, (segment, dtype) in enumerate(zip(self._segments, self._dtypes, strict=True)):
-            own = segment.part(comm.rank)
-            if comm.peers and own.numel():
-                parts = [own if r == comm.rank else received[r][index] for r in range(comm.world)]
-                own = sum_in_rank_order(parts, dtype, scratch=None)
-            sums.append(own.to(dtype, copy=not own.numel()))  # an empty view would hold the whole gradient
+        sums = [segment.part(comm.rank) for segment in self._segments]
+        if comm.peers:
+            parts = [sums if r == comm.rank else self._received(r) for r in range(comm.world)]
+            sums = sums_in_rank_order(parts, self._dtypes)
+        else:  # an empty view would hold the whole gradient
+            pairs = zip(sums, self._dtypes, strict=True)
+            sums = [own.to(dtype, copy=not own.numel()) for own, dtype in pairs]
         for peer in comm.peers:
             self._done(peer)
         self._segments = ()
@@ -273,12 +272,9 @@ class _ShmReduction(_Reads):
         joined = self._read(peer)
         ranks = [rank for rank in range(self._comm.world) if rank != peer]
         sizes = [segment.part_nbytes(rank) for rank in ranks for segment in self._segments]
-        offsets, _ = pack(sizes)
         first = ranks.index(self._comm.rank) * len(self._segments)
-        return [
-            joined[offsets[first + i] : offsets[first + i] + sizes[first + i]].view(segment.flat.dtype)
-            for i, segment in enumerate(self._segments)
-        ]
+        parts = pieces(joined, sizes)[first : first + len(self._segments)]
+        return [part.view(s.flat.dtype) for part, s in zip(parts, self._segments, strict=True)]
 
 
 def _len(span: tuple[int, int]) -> int:
