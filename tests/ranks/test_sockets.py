@@ -285,3 +285,35 @@ def test_a_steady_state_touches_no_fresh_pages(transport, name):
     for used, faults in run_ranks(2, faults_of_rounds, transport):
         assert used == name
         assert faults < 200  # 8 MiB per round are 2048 pages, 8192 in all
+
+
+def passed_on(comm, rank):
+    comm._pass_on([rank] * 100, to=1 - rank, source=1 - rank, key="words")
+
+
+def gathered(comm, rank):
+    comm.gather(torch.full((50,), float(rank), dtype=torch.float64), ((0, 50), (50, 100)), dst=0)
+
+
+def comes_after_the_timeout(rank, world, collective):
+    comm = comm_over("sockets")
+    if rank == 0:
+        comm._loop.endpoint.timeout_s = 0.2
+        with pytest.raises(CommError, match="did not come"):
+            collective(comm, rank)
+        # Whatever was freed is taken again.
+        own = [bytearray(nbytes * b"\xa5") for nbytes in range(600, 1100) for _ in range(4)]
+    dist.barrier()
+    if rank == 1:
+        comm._loop.endpoint.timeout_s = 1.0
+        collective(comm, rank)
+    dist.barrier()
+    if rank == 0:
+        time.sleep(0.3)  # what arrived is read
+        return [len(each) for each in own if each.strip(b"\xa5")]
+    return []
+
+
+@pytest.mark.parametrize("collective", [passed_on, gathered])
+def test_what_arrives_after_the_timeout_is_written_into_nobodys_memory(collective):
+    assert run_ranks(2, comes_after_the_timeout, collective) == [[], []]

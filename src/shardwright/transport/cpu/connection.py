@@ -105,8 +105,8 @@ class _Outgoing:
 class Transfer:
     """The messages of one collective of one rank. Its fields change under the endpoint's lock.
 
-    keep: what is sent from, and must live so long. received: what arrived, by peer, on connections
-        that take memory.
+    keep: what is sent from and received into, and must live so long: also where the wait for it was given
+        up, since a peer may come later. received: what arrived, by peer, on connections that take memory.
     """
 
     endpoint: Endpoint

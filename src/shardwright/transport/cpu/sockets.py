@@ -91,6 +91,7 @@ class SocketComm(Comm):
             transfer.keep.append(shard.contiguous())
             self._send(self._gather_connections[dst], transfer, transfer.keep)
         else:
+            transfer.keep.append(whole)
             for peer in self._peers:
                 place = whole[slice(*spans[peer])]
                 if place.numel():
@@ -119,7 +120,7 @@ class SocketComm(Comm):
         """Send int64 to one peer, and return those that come from another one: as many. A launch of its own,
         which every rank makes; not counted in ``sent_nbytes``. Raises: as the wait of an all-gather."""
         sent, place = torch.tensor(words), torch.empty(len(words), dtype=torch.int64)
-        transfer = Transfer(self._loop.endpoint, self.log.launch(key), [sent])
+        transfer = Transfer(self._loop.endpoint, self.log.launch(key), [sent, place])
         self._gather_connections[source].receive(transfer, place.nbytes, views_of([place]))
         self._gather_connections[to].send(transfer, views_of([sent]))
         self._loop.go()
