@@ -348,7 +348,8 @@ class WatchPolicy:
         None: it is reported and waited for, since a program may sleep. 600 suits most jobs.
     collective_s: a collective that all its ranks have launched, and that hasn't ended for so long, is an
         error; None: the network is called slow, and waited for.
-    signal: whether SIGUSR1 prints the table of all ranks; False leaves it to the program and the scheduler.
+    signal: whether SIGUSR1 prints the table of all ranks, and SIGTERM ends a rank only after it has said
+        which other one failed or is lost (at most 2 s); False leaves both to the program and the scheduler.
 
     Raises: InputError for a value that isn't positive.
     """

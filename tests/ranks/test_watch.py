@@ -8,14 +8,17 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from shardwright import WatchPolicy, fully_shard, set_watch
+from shardwright.checkpoint import StopRequest
 from shardwright.errors import RankLost
 from shardwright.observe.lifecycle import store_address
 from shardwright.observe.watchdog import Watch
@@ -220,3 +223,70 @@ def two_models(rank, world):
 
 def test_two_models_and_a_late_rank_go_on():
     assert run_ranks(2, two_models) == [True, True]
+
+
+def ended_by_a_launcher(rank, world):
+    """Rank 1 is killed; then those that are left, and wait for each other in native code, are told to end."""
+    step(built())
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    threading.Thread(target=_told_to_end_after, args=(1,)).start()
+    dist.recv(torch.empty(1), src=2 - rank)
+
+
+def _told_to_end_after(rank):
+    while this_attempt().ended([rank]) != [rank]:
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_ranks_that_are_told_to_end_say_first_which_one_is_lost():
+    outcomes = run_scripts(3, ended_by_a_launcher, store="file")
+    for outcome in (outcomes[0], outcomes[2]):
+        assert outcome.code == -signal.SIGTERM, outcome
+        assert "ended by SIGTERM: lost: rank 1 is lost" in outcome.stderr, outcome.stderr
+
+
+def all_told_to_end(rank, world):
+    """A scheduler takes the machine back: one rank ends after the other."""
+    step(built())
+    if rank:
+        _told_to_end_after(rank - 1)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(30.0)
+
+
+def test_ranks_that_are_told_to_end_are_not_called_lost():
+    for outcome in run_scripts(3, all_told_to_end, store="file"):
+        assert outcome.code == -signal.SIGTERM, outcome
+        assert "lost" not in outcome.stderr
+
+
+def takes_the_signal_itself(rank, world):
+    with StopRequest() as before:
+        step(built())
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert before.reason == "SIGTERM"
+    set_watch(WatchPolicy(on=False))
+    set_watch(WatchPolicy())
+    fully_shard(nn.Linear(2, 2))  # a watch anew, which finds the signal free
+    for waits_s in [0.0] * 20 + [0.1]:
+        child = os.fork()
+        if child == 0:
+            time.sleep(30.0)
+            os._exit(0)
+        time.sleep(waits_s)
+        os.kill(child, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+    with StopRequest() as after:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert after.reason == "SIGTERM"
+        time.sleep(0.5)  # far more than the watch would take to end this process
+        set_watch(WatchPolicy(on=False))
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(30.0)
+
+
+def test_sigterm_is_left_to_a_handler_of_the_programs_and_to_forked_processes():
+    for outcome in run_scripts(2, takes_the_signal_itself):
+        assert outcome.code == -signal.SIGTERM, outcome

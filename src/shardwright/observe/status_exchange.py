@@ -7,6 +7,7 @@ While all goes well nothing is written.
     came/<call>     how many have answered
     who/<rank>      the rank's process, to see from the same host whether it has ended
     note/<n>        what a rank left behind as it ended
+    dismissed/<r>   the rank was told to end, by SIGTERM
     diagnosis       what is wrong for good: the first one counts
     heard/<rank>    it has read the diagnosis
 
@@ -130,6 +131,14 @@ class StatusExchange:
         """Leave a note; it stays when the process is gone."""
         number = self._store.add("notes", 1)
         self._store.set(f"note/{number}", json.dumps(asdict(note)))
+
+    def dismiss(self, rank: int) -> None:
+        """Say that this rank was told to end: nobody's fault, whoever sees it gone."""
+        self._store.set(f"dismissed/{rank}", "")
+
+    def dismissed(self, ranks: Iterable[int]) -> set[int]:
+        """Those of ``ranks`` that were told to end."""
+        return {rank for rank in ranks if self._store.check([f"dismissed/{rank}"])}
 
     def part(self, wait_s: float) -> None:
         """Return when all other ranks have left, or been told that this one does; or ``wait_s`` later.

@@ -61,7 +61,7 @@ class Watch:
         self.exchange = exchange
         self._attempt = attempt
         self._status = ProcessStatus(rank)
-        self._requests = Requests(policy.signal)
+        self._requests = Requests(policy.signal, self.last_word)
         self._backoff = Backoff(policy.suspect_s)
         self._known = _Known(exchange.latest())
         self._stop = threading.Event()
@@ -216,6 +216,26 @@ class Watch:
             shared = self.exchange.published() if self._thread.is_alive() and not self.is_deaf else None
             if shared is not None and process_state.diagnosis is None:
                 process_state.diagnosis = ERRORS[shared.fault](shared.text)
+
+    def last_word(self) -> None:
+        """SIGTERM is about to end this process: say which rank failed or is lost by now, if one is.
+
+        A launcher ends what is left of a job as soon as one rank is gone, mostly before the others know why.
+        """
+        with suppress(RuntimeError):  # the store may have gone first
+            self.exchange.dismiss(self.rank)
+            shared = self.exchange.published()
+            if shared is None:
+                ended = self.exchange.ended(range(self.exchange.world))
+                notes = self.exchange.notes()  # after that: who leaves one ends then
+                lost = ended - {note.rank for note in notes} - self.exchange.dismissed(ended)
+                raised = [note for note in notes if note.raised]
+                diagnosis = diagnose(Findings(self.exchange.world, {}, raised, frozenset(lost)), self.policy)
+                if not diagnosis.is_error:
+                    return
+                text = f"{diagnosis.fault}: {diagnosis.sentence}\n{diagnosis.remedy}"
+                shared = self.exchange.publish(diagnosis, text)
+            print(f"rank {self.rank}, ended by SIGTERM: {shared.text}", file=sys.stderr, flush=True)
 
     def explain(self, error: Exception) -> Exception:
         """The diagnosis, to be raised in place of what a transport met; ``error`` itself where there is none.

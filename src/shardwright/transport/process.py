@@ -13,7 +13,7 @@ _chosen: bool | None = None
 def set_process(on: bool) -> None:
     """Choose whether the package may change anything of this process beside its models; alike on all ranks.
 
-    False: no watch thread, no handler of SIGUSR1, no ``sys.excepthook``, nothing at exit, malloc as it is; no
+    False: no watch thread, no handlers of signals, no ``excepthook``, nothing at exit, malloc as it is; no
     rank is then ended, and a rank that never comes is found by the time limit of the process groups. Called
     before the first ``fully_shard``. Local; without a call the variable ``SHARDWRIGHT_PROCESS`` decides.
     Raises: InputError for anything but a bool.
