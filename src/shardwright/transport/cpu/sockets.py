@@ -50,14 +50,18 @@ class SocketComm(Comm):
         """See ``Comm.all_gather``."""
         start = time.perf_counter()
         transfer = Transfer(self._loop.endpoint, self.log.launch(key), [segment.flat for segment in segments])
-        for peer in self._peers:
-            nbytes = sum(segment.part_nbytes(peer) for segment in segments)
-            if nbytes:
-                places = views_of(segment.part(peer) for segment in segments)
-                self._gather_connections[peer].receive(transfer, nbytes, places)
-        own = [segment.part(self.rank) for segment in segments]
-        for peer in self._peers:
-            self._send(self._gather_connections[peer], transfer, own)
+        try:
+            for peer in self._peers:
+                nbytes = sum(segment.part_nbytes(peer) for segment in segments)
+                if nbytes:
+                    places = views_of(segment.part(peer) for segment in segments)
+                    self._gather_connections[peer].receive(transfer, nbytes, places)
+            own = [segment.part(self.rank) for segment in segments]
+            for peer in self._peers:
+                self._send(self._gather_connections[peer], transfer, own)
+        except BaseException:  # Ctrl-C: the caller frees what is filled, and peers have half of a message
+            self._loop.join()
+            raise
         self._loop.go()
         self.spent(start)
         return _SocketGather(self, transfer)
