@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from shardwright import WatchPolicy, set_watch
 from shardwright.checkpoint import StopRequest, load
 from shardwright.errors import InputError
 from tests.ranks.pool import run_ranks
@@ -43,6 +44,7 @@ def train_until_told(
     names: dict[str, Any] = {}
     exec(loop_of_the_docs(), names)
     handle.remove()
+    set_watch(WatchPolicy(on=False))  # which had found the signal free
     assert signal.getsignal(signal.SIGTERM) == before
     return len(done), [p.detach().to_local().clone() for p in names["model"].parameters()]
 
