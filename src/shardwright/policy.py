@@ -348,8 +348,7 @@ class WatchPolicy:
         None: it is reported and waited for, since a program may sleep. 600 suits most jobs.
     collective_s: a collective that all its ranks have launched, and that hasn't ended for so long, is an
         error; None: the network is called slow, and waited for.
-    signal: whether SIGUSR1 prints the table of all ranks, and SIGTERM ends a rank only after it has said
-        which other one failed or is lost (at most 2 s); False leaves both to the program and the scheduler.
+    signal: SIGUSR1 prints the table of all ranks, SIGTERM who is lost before it ends; False: both are left.
 
     Raises: InputError for a value that isn't positive.
     """
