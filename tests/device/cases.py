@@ -83,6 +83,7 @@ class Lookup(Scores):
 
 KINDS: dict[str, tuple[int, Callable[[random.Random], tuple[nn.Module, int]], dict[str, Any]]] = {
     "plain": (2, layers, {}),
+    "alone": (1, layers, {}),
     "half": (2, layers, HALF),
     "another dim": (2, layers, ON_DIM_1),
     "quantised": (2, encoded("group"), {}),
@@ -125,7 +126,7 @@ def train(
     for layer in list(model.children())[:-1]:
         fully_shard(layer, mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **options)
-    model.set_schedule_policy(SchedulePolicy(bucket_cap_mb=draw.choice((0, 0, 1)), row_wise=row_wise))
+    model.set_schedule_policy(SchedulePolicy(bucket_cap_mb=number % 2, row_wise=row_wise))
     sharded(model)
     run, seen = Run.of(model), []
     for _ in range(2):

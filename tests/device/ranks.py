@@ -137,8 +137,11 @@ class Job:
     def _train(self, rank: int, number: int) -> list[torch.Tensor]:
         dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=self.size)
         device = self.world.devices[rank]
-        with Kernels(device):
-            return cases.train(self.kind, number, rank, device.read, self._offload, device.synchronize)
+        try:
+            with Kernels(device):
+                return cases.train(self.kind, number, rank, device.read, self._offload, device.synchronize)
+        finally:
+            dist.destroy_process_group()
 
     # ---- what stands in for the package's ways to other ranks
 

@@ -21,6 +21,7 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -257,6 +258,10 @@ class Device:
             return self.memory.address(tensor.detach()).tensor().clone()
 
 
+_threads: list[ThreadPoolExecutor] = []
+"""One thread for each rank, kept: what torch has cached of DTensors it has cached for a thread."""
+
+
 class Stuck(AssertionError):
     """No rank can go on."""
 
@@ -370,12 +375,12 @@ class World:
                 self._hand_to(self._alive[0])
 
         before = [getattr(owner, name) for owner, name in self._swapped]
-        threads = [threading.Thread(target=life, args=(rank,)) for rank in range(len(self.devices))]
-        for thread in threads:
-            thread.start()
+        while len(_threads) < len(self.devices):
+            _threads.append(ThreadPoolExecutor(1))
+        lives = [_threads[rank].submit(life, rank) for rank in range(len(self.devices))]
         self._hand_to(0)
-        for thread in threads:
-            thread.join()
+        for each in lives:
+            each.result()
         for (owner, name), value in zip(self._swapped, before, strict=True):
             setattr(owner, name, value)
         if self._failure is not None:
