@@ -1,5 +1,7 @@
 """Where parameters may lie: any dim, any memory format, several meshes, copies, neighbours, the host."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -64,6 +66,33 @@ def test_a_parameter_may_be_sharded_on_any_dim_though_its_size_does_not_divide(w
 @pytest.mark.parametrize("transport", ["sockets", "collectives"])
 def test_a_parameter_may_be_sharded_on_any_dim_over_every_transport(transport):
     run_ranks(3, any_dim, transport)
+
+
+class Scaled(nn.Module):
+    """A layer, and a scale whose group has nothing else: it is kept whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * self.scale
+
+
+def scalar_alone(rank, world, transport):
+    set_transport(transport)
+    torch.manual_seed(0)
+    reference = Scaled()
+    model = copy.deepcopy(reference)
+    fully_shard(model.layer)
+    equal_steps(fully_shard(model), reference, rank, world, shape=(2, 6))
+
+
+@pytest.mark.each_case
+@pytest.mark.parametrize("transport", ["auto", "sockets", "collectives"])
+def test_a_group_of_a_scalar_alone_trains_exactly(transport):
+    run_ranks(2, scalar_alone, transport)
 
 
 class Formats(nn.Module):

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from shardwright.schedule.layout import Spans, equal_spans, pack
+from shardwright.schedule.layout import Spans, align, equal_spans
 from shardwright.torch_private import foreach_add, foreach_add_, foreach_copy_
 from shardwright.transport.cpu.pages import SMALL_NBYTES, pages_of_its_own, take_bytes
 from shardwright.transport.launches import LaunchLog
@@ -68,12 +68,14 @@ class Reduction(Protocol):
 def join(parts: list[torch.Tensor], place: torch.Tensor) -> None:
     """Copy uint8 ``parts`` one after another into ``place`` (``pack`` says how long), each aligned so that it
     can be viewed in its own dtype again."""
-    foreach_copy_(pieces(place, [part.numel() for part in parts]), parts)
+    if parts:  # none of a group that is kept whole: a single scalar
+        foreach_copy_(pieces(place, [part.numel() for part in parts]), parts)
 
 
 def spread(joined: torch.Tensor, parts: list[torch.Tensor]) -> None:
     """The reverse of ``join``: copy what was joined elsewhere into ``parts``."""
-    foreach_copy_(parts, pieces(joined, [part.numel() for part in parts]))
+    if parts:
+        foreach_copy_(parts, pieces(joined, [part.numel() for part in parts]))
 
 
 def pieces(joined: torch.Tensor, sizes_nbytes: Sequence[int]) -> list[torch.Tensor]:
@@ -84,10 +86,7 @@ def pieces(joined: torch.Tensor, sizes_nbytes: Sequence[int]) -> list[torch.Tens
 @lru_cache
 def _with_gaps(sizes_nbytes: tuple[int, ...]) -> list[int]:
     """Bytes of each part and of the gap behind it, by turns."""
-    offsets, end = pack(sizes_nbytes)
-    ends = (*offsets[1:], end)
-    sized = zip(sizes_nbytes, offsets, ends, strict=True)
-    return [nbytes for size, begin, stop in sized for nbytes in (size, stop - begin - size)]
+    return [nbytes for size in sizes_nbytes for nbytes in (size, align(size) - size)]
 
 
 def whole_place(spans: Sequence[tuple[int, int]], dst: int, shard: torch.Tensor) -> torch.Tensor:
