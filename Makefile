@@ -30,7 +30,7 @@ TORCH ?= 2.14.1
 OTHER := .venv-torch-$(TORCH)
 
 test-torch: $(OTHER)/.installed
-	$(OTHER)/bin/python -m pytest tests/pure tests/ranks -m "not slow"
+	$(OTHER)/bin/python -m pytest tests/pure tests/ranks tests/device -m "not slow"
 
 $(OTHER)/.installed: requirements.lock pyproject.toml
 	$(PYTHON) -m venv $(OTHER)
