@@ -138,7 +138,7 @@ class ReduceScatterBucketer:
         group: None: all ranks. callback_fn: called with this rank's sum, in the inputs' shape, in
             ``torch.no_grad``; a caller can rely on it only after ``flush`` or the handle's ``wait``.
 
-        Every rank of the group calls it; the first call for a group makes two process groups.
+        Every rank of the group calls it; the first call for a group makes a process group.
         Raises: InputError, before anything was started, for a list of another length, or tensors that differ.
             CommError where ranks have other sizes or dtypes: here, or when the sum is waited for.
             What a callback raises is raised where it runs, after the other callbacks of its collective.

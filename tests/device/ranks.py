@@ -108,6 +108,8 @@ class Job:
         self._said: dict[Any, list[Any]] = {}
         self._num_said: Counter[Any] = Counter()
         self._pins = self.world.random.random() < 0.7
+        # One for gathers and reductions, as there is on an accelerator; two leave more orders to the device.
+        self._is_shared = self.world.random.random() < 0.5
 
     def run(self, number: int) -> list[list[torch.Tensor]]:
         """What each rank gives of the model of that number."""
@@ -150,8 +152,9 @@ class Job:
         self._made[device.rank, tuple(ranks)] += 1
         name = tuple(ranks), self._made[device.rank, tuple(ranks)]
         streams = self.rules(lambda: Stream(device), lambda: device.current[-1])
-        groups = [Communicator(device, ranks, (name, purpose)) for purpose in ("gather", "reduce")]
-        comm = _Comm(*groups, LaunchLog(ranks, device_type), streams, host)  # type: ignore[arg-type]
+        gathers = Communicator(device, ranks, (name, "gather"))
+        reductions = gathers if self._is_shared else Communicator(device, ranks, (name, "reduce"))
+        comm = _Comm(gathers, reductions, LaunchLog(ranks, device_type), streams, host)  # type: ignore[arg-type]
         comm.say = self._exchange
         return comm
 

@@ -125,6 +125,29 @@ def test_the_time_limit_of_a_group_is_that_of_its_own_backends():
     assert run_ranks(1, limits) == [[77, 77, 77, mesh.TIMEOUT.total_seconds()]]  # "fake" has none of its own
 
 
+def communicators(rank: int, world: int) -> list[str]:
+    """The backends of the process groups that a step over two axes makes, beside the caller's own."""
+    dist.Backend.default_device_backend_map["cuda"] = "fake"  # in NCCL's place
+    mesh.Streams.of = classmethod(lambda cls, device: None)
+    mesh._device = torch.device
+    made, new_group = [], dist.new_group
+    grid = dist.init_device_mesh("cuda", (2, 2), backend_override={0: "fake", 1: "fake"})
+    dist.new_group = lambda ranks, timeout, backend, **options: (
+        made.append(backend),
+        new_group(ranks, timeout, backend, **options),
+    )[1]
+    for _ in range(2):
+        axis = mesh.resolve(grid)
+    assert axis.comm._gather_group is axis.comm._reduce_group
+    return made
+
+
+def test_an_axis_of_an_accelerator_has_one_communicator():
+    """Each holds buffers on the device, the more the more ranks there are."""
+    for made in run_ranks(4, communicators):
+        assert made.count("fake") == 2
+
+
 def agree_beside_an_accelerator(rank: int, world: int) -> tuple[list[str], list[str]]:
     """What travels on a transport like NCCL's (Gloo in its place), and what on the host's beside it."""
     dist.Backend.default_device_backend_map["cuda"] = "gloo"

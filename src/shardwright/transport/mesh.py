@@ -149,8 +149,8 @@ def resolve(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = None) -
     """Where to shard: on ``mesh``, or over all ranks where it is None.
 
     A 1-D mesh shards; of a 2-D mesh the first axis holds copies and the second one shards. ``dims`` names
-    the axes of a larger mesh instead. Every rank of the mesh calls it; the first call for an axis makes two
-    process groups.
+    the axes of a larger mesh instead. Every rank of the mesh calls it; the first call for an axis makes one
+    communicator of the accelerator.
     Raises: InputError for a mesh of more axes without ``dims``, names that it doesn't have, or a mesh that
         doesn't have this rank.
     """
@@ -219,7 +219,8 @@ def smaller_world(axis: Axis, size: int) -> Comm:
 def comm_of(group: ProcessGroup | None, device_type: str) -> Comm:
     """The transport among the ranks of a process group (None: all ranks), for tensors of a device type.
 
-    Every rank of the group calls it; the first call makes one or two process groups.
+    Every rank of the group calls it; the first call makes a process group, which on an accelerator is the one
+    communicator of the axis.
     """
     group = group or dist.group.WORLD
     assert group is not None
@@ -298,10 +299,9 @@ def _make_comm(ranks: list[int], device_type: str, within: ProcessGroup, host: C
             _tell_of_fall("TCP sockets", refused, ranks)
             return SocketComm(*opened)
         _tell_of_fall("torch's collectives on Gloo", [*refused, f"no sockets of our own ({opened})"], ranks)
-    # Only where it is needed: a Gloo group that nobody uses takes about 2 ms of CPU a second all the same.
-    reduce_group = make_group()
-    streams = None if backend == "gloo" else Streams.of(_device(device_type))
-    return NcclComm(gather_group, reduce_group, log, streams, host)
+    if backend == "gloo":  # whose threads take work as it comes, so a gather needn't queue behind reductions
+        return NcclComm(gather_group, make_group(), log, None, host)
+    return NcclComm(gather_group, gather_group, log, Streams.of(_device(device_type)), host)
 
 
 def _tell_of_fall(to: str, refused: list[str], ranks: list[int]) -> None:
