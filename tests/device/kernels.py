@@ -28,6 +28,7 @@ class _Kind:
     def __init__(self, func: Any) -> None:
         schema = func._schema
         self.name = schema.name
+        self.is_view = func.is_view
         self.names_memory = func.is_view or self.name.startswith(_NAMES_MEMORY)
         asks = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
         self.asks_numbers = bool(asks & set(func.tags))
@@ -54,22 +55,24 @@ class Kernels(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        kind = _kinds.get(func)
+        if kind is None:
+            kind = _kinds[func] = _Kind(func)
+        if kind.is_view and not types:
+            return func(*args, **kwargs)
         leaves, tree = _flat(args, kwargs)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        if not all(type(t) in (torch.Tensor, torch.nn.Parameter, FakeTensor) for t in tensors):
+        if types and not all(type(t) in (torch.Tensor, torch.nn.Parameter, FakeTensor) for t in tensors):
             return NotImplemented
         places = [str(kwargs.get("device")), *(t.device.type for t in tensors)]
         shapes_alone = "meta" in places or any(type(t) is FakeTensor for t in tensors)
         if shapes_alone or func.namespace == "profiler":
             return func(*args, **kwargs)
-        kind = _kinds.get(func)
-        if kind is None:
-            kind = _kinds[func] = _Kind(func)
         memory = self.device.memory
         on_host = [memory.find(t).stream is None for t in tensors]
         if kind.names_memory:
             out = func(*args, **kwargs)
-            if not func.is_view:
+            if not kind.is_view:
                 self._place(out, bool(on_host) and all(on_host))
             return out
         by_host = bool(on_host) and all(on_host) and kind.name != "aten::_to_copy"
@@ -231,6 +234,6 @@ def put_on_host(device: Device, tensor: torch.Tensor, pinned: bool) -> None:
         device.wait()
         held = source.tensor().clone()
         storage = tensor.untyped_storage()
-        device.memory.drop(storage)
+        device.memory.drop(storage._cdata)
         device.memory.take(storage, host=True, pinned=pinned)
         device.memory.address(tensor).tensor().copy_(held)

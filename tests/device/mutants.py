@@ -10,6 +10,7 @@ import ast
 import importlib
 import inspect
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -43,8 +44,9 @@ def sites() -> list[Site]:
     return found
 
 
-def leave_out(site: Site) -> None:
-    """From here on this process does without."""
+@contextmanager
+def left_out(site: Site) -> Iterator[None]:
+    """Inside of it this process does without."""
     path = _PACKAGE / site.file
     tree = ast.parse(path.read_text())
     list(_places(tree))[site.number][2]()
@@ -55,9 +57,13 @@ def leave_out(site: Site) -> None:
     for part in site.function.split("."):
         function = inspect.getattr_static(function, part)
     function = inspect.unwrap(getattr(function, "fget", None) or getattr(function, "__func__", function))
-    function.__code__ = code
     long_ago = SimpleNamespace(record_event=lambda: SimpleNamespace(done=True))
     function.__globals__["_due_long_ago"] = lambda: module.Due(long_ago)
+    before, function.__code__ = function.__code__, code
+    try:
+        yield
+    finally:
+        function.__code__ = before
 
 
 def _code_of(code: CodeType, function: str) -> CodeType:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
 from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwright import nf4
 from shardwright.engine import build as building
@@ -48,7 +49,8 @@ class Communicator:
         part = meeting.parts[self.rank()] = Part(meeting, read, write)
         self._stream.wait_event(self._device.current[-1].record_event())
         self._stream.put(part)
-        self._device.world.go_on()
+        with _disable_current_modes():
+            self._device.world.go_on()
         return Work(self._device, self._stream.record_event())
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, _: Any = None) -> "Work":

@@ -22,7 +22,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -47,20 +47,25 @@ class Event:
 
 
 class Stream:
-    """A queue of operations, run in order. weight: how likely it runs next, among those that can."""
+    """A queue of operations, run in order. weight: how likely it runs next, among those that can.
+
+    behind: streams that wait for it, and until how much of it is done.
+    """
 
     def __init__(self, device: "Device") -> None:
         self.device = device
         self.weight = device.world.random.choice((0.01, 1.0, 100.0))
         self.items: deque[Any] = deque()
         self.queued = self.done = 0
-        device.world.streams.append(self)
+        self.behind: list[tuple[int, Stream]] = []
         device.streams.append(self)
 
     def put(self, item: Any) -> None:
-        """Queue a call without arguments, an event to wait for, or a part of a meeting."""
+        """Queue a call without arguments, events to wait for, or a part of a meeting."""
         self.items.append(item)
         self.queued += 1
+        if len(self.items) == 1:
+            self.device.world.candidates[self] = None
 
     def record_event(self) -> Event:
         """As torch.Stream."""
@@ -69,7 +74,7 @@ class Stream:
     def wait_event(self, event: Event) -> None:
         """As torch.Stream."""
         if not event.done:
-            self.put(event)
+            self.put([event])
 
     def __enter__(self) -> None:
         self.device.current.append(self)
@@ -78,19 +83,33 @@ class Stream:
         self.device.current.pop()
 
     def ready(self) -> bool:
-        """Whether its head can run now."""
-        while self.items and isinstance(self.items[0], Event) and self.items[0].done:
-            self.items.popleft()
-            self.done += 1
-        if not self.items or isinstance(self.items[0], Event):
-            return False
-        head = self.items[0]
-        return not isinstance(head, Part) or head.meeting.come(head)
+        """Whether its head can run now. Where not it is looked at again once what it waits for is done."""
+        while self.items and isinstance(self.items[0], list):
+            events = self.items[0]
+            while events and events[-1].done:
+                events.pop()
+            if events:
+                events[-1].stream.behind.append((events[-1].number, self))
+                break
+            self._pop()
+        head = self.items[0] if self.items else None
+        if callable(head) and not (isinstance(head, Part) and not head.meeting.come(self)):
+            return True
+        del self.device.world.candidates[self]
+        return False
 
     def run(self) -> None:
         """Run the head."""
-        self.items.popleft()()
+        self.items[0]()
+        self._pop()
+
+    def _pop(self) -> None:
+        self.items.popleft()
         self.done += 1
+        if self.behind:
+            freed = [stream for number, stream in self.behind if number <= self.done]
+            self.behind = [each for each in self.behind if each[0] > self.done]
+            self.device.world.candidates |= dict.fromkeys(freed)
 
 
 class Part:
@@ -108,13 +127,17 @@ class Meeting:
 
     def __init__(self, size: int) -> None:
         self.parts: list[Part | None] = [None] * size
-        self._come: set[Part] = set()
+        self._come: dict[Stream, None] = {}
         self._inputs: list[Any] | None = None
 
-    def come(self, part: Part) -> bool:
-        """This part is at the head of its stream; whether all are."""
-        self._come.add(part)
-        return len(self._come) == len(self.parts)
+    def come(self, stream: Stream) -> bool:
+        """The part of this stream is at its head; whether all are."""
+        self._come[stream] = None
+        if len(self._come) < len(self.parts):
+            return False
+        if self._inputs is None:
+            stream.device.world.candidates |= self._come
+        return True
 
     def inputs(self) -> list[Any]:
         """Of all ranks, read when the first of them runs."""
@@ -153,6 +176,7 @@ class Memory:
         self._top = 0
         self._free: dict[Stream | None, list[Place]] = {}
         self._places: dict[int, Place] = {}
+        self._refs: dict[int, int] = {}
         self.num_reused = 0
 
     def typed(self, dtype: torch.dtype) -> torch.Tensor:
@@ -173,9 +197,10 @@ class Memory:
 
     def take(self, storage: torch.UntypedStorage, host: bool = False, pinned: bool = False) -> Place:
         """Memory for a storage, on the current stream or on the host. It isn't written."""
-        gone = [key for key, place in self._places.items() if torch.UntypedStorage._expired(place.ref.cdata)]
-        for key in gone:
-            self._give_back(self._places.pop(key))
+        expired = torch.UntypedStorage._expired
+        if any(map(expired, self._refs.values())):
+            for key in [key for key, ref in self._refs.items() if expired(ref)]:
+                self.drop(key)
         stream, nbytes = None if host else self.device.current[-1], storage.nbytes()
         size = -(-nbytes // ALIGNMENT) * ALIGNMENT
         free = self._free.setdefault(stream, [])
@@ -189,6 +214,7 @@ class Memory:
             assert self._top <= ARENA_NBYTES, f"the arena is too small: {nbytes} bytes more"
         place = Place(StorageWeakRef(storage), at, size, stream, pinned)
         self._places[storage._cdata] = place
+        self._refs[storage._cdata] = place.ref.cdata
         if fitting and stream is not None:
             stream.put(lambda: self._bytes(place).fill_(POISON))
         return place
@@ -197,10 +223,11 @@ class Memory:
         """Whether it has memory already."""
         return storage._cdata in self._places
 
-    def drop(self, storage: torch.UntypedStorage) -> None:
-        """Free what a storage has, though it stays."""
-        place = self._places.pop(storage._cdata, None)
+    def drop(self, key: int) -> None:
+        """Free what a storage has: that of this ``_cdata``, though it may stay."""
+        place = self._places.pop(key, None)
         if place is not None:
+            del self._refs[key]
             self._give_back(place)
 
     def _give_back(self, place: Place) -> None:
@@ -213,9 +240,11 @@ class Memory:
         if place.stream is None:
             self._bytes(place).fill_(POISON)
             return
-        for stream in self.device.streams:
-            self.device.janitor.wait_event(stream.record_event())
-        self.device.janitor.put(lambda: self._bytes(place).fill_(POISON) if place in free else None)
+        janitor = self.device.janitor
+        janitor.put(
+            [Event(stream) for stream in self.device.streams if stream.items and stream is not janitor]
+        )
+        janitor.put(lambda: self._bytes(place).fill_(POISON) if place in free else None)
 
     def _bytes(self, place: Place) -> torch.Tensor:
         return self._arena[place.at : place.at + place.nbytes]
@@ -279,7 +308,8 @@ class World:
     def __init__(self, size: int, seed: int, swapped: list[tuple[Any, str]] | None = None) -> None:
         self.random = random.Random(seed)
         self.pace = self.random.choice((0.0, 0.2, 1.0, 3.0))  # kernels run for each that is launched
-        self.streams: list[Stream] = []
+        self.candidates: dict[Stream, None] = {}
+        """Streams that may be ready."""
         self.devices = [Device(self, rank) for rank in range(size)]
         self.meetings: dict[Any, Meeting] = {}
         self._batons = [threading.Semaphore(0) for _ in range(size)]
@@ -300,16 +330,16 @@ class World:
                 break
 
     def run_one(self) -> bool:
-        """Run the head of some stream; False where none can run."""
+        """Run the head of some stream; False where none can run. Not in a mode of torch's dispatch."""
         if self._running:
             return False
-        ready = [stream for stream in self.streams if stream.ready()]
+        ready = [stream for stream in list(self.candidates) if stream.ready()]
         if not ready:
             return False
         stream = self.random.choices(ready, [stream.weight for stream in ready])[0]
         self._running = True
         try:
-            with _disable_current_modes(), torch._C._AutoDispatchBelowAutograd():
+            with torch._C._AutoDispatchBelowAutograd():
                 stream.run()
         finally:
             self._running = False
@@ -318,9 +348,10 @@ class World:
 
     def wait_for(self, event: Event) -> None:
         """The host of this rank waits; devices and, if need be, other ranks go on."""
-        while not event.done:
-            if not self.run_one():
-                self.yield_turn()
+        with nullcontext() if event.done else _disable_current_modes():
+            while not event.done:
+                if not self.run_one():
+                    self.yield_turn()
 
     def meeting(self, key: Any, size: int) -> Meeting:
         """The meeting of that name; parts are put into it by all its ranks."""
@@ -396,7 +427,7 @@ def resizing(world: World):
     def resize_(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
         memory = world.device.memory
         with _disable_current_modes():
-            memory.drop(storage)
+            memory.drop(storage._cdata)
             resize(storage, nbytes)
             if nbytes:
                 memory.take(storage)
