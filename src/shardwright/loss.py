@@ -9,7 +9,6 @@ from torch import nn
 
 from shardwright.engine.unit import units_in
 from shardwright.errors import InputError
-from shardwright.transport.all_reduce import AllReduce
 
 
 def loss_weights(model: nn.Module, weights: Sequence[float]) -> list[float]:
@@ -38,7 +37,7 @@ def loss_weights(model: nn.Module, weights: Sequence[float]) -> list[float]:
     total = torch.tensor([sum(own)], dtype=torch.float64, device="cpu")
     for comm in (axis.comm, axis.replicate):
         if comm is not None:
-            (total,) = AllReduce(comm.host, [total], "the weights of a step's losses").wait()
+            (total,) = comm.host.all_reduce([total], "the weights of a step's losses").wait()
     whole = total.item()
     if whole == 0:
         raise InputError("the weights of this step's losses are 0 on all ranks; skip a step without targets")

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import shardwright
 
-FILES = ("transport/streams.py", "transport/nccl.py", "transport/all_reduce.py", "transport/shared.py")
+FILES = ("transport/streams.py", "transport/nccl.py", "transport/shared.py")
 CALLS = {"wait", "wait_event", "wait_stream", "land", "release", "_release", "filled", "forget_filled"}
 _PACKAGE = Path(shardwright.__file__).parent
 

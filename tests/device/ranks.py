@@ -75,6 +75,16 @@ class Communicator:
 
         return self._launch(lambda: [each.tensor().clone() for each in sources], write)
 
+    def allreduce_coalesced(self, tensors: Any, _: Any = None) -> "Work":
+        places = [self._device.memory.address(t) for t in tensors]
+
+        def write(found: list[Any]) -> None:
+            for index, place in enumerate(places):
+                parts = [each[index].clone() for each in found]
+                place.tensor().copy_(sum_in_rank_order(parts, parts[0].dtype, None))
+
+        return self._launch(lambda: [each.tensor().clone() for each in places], write)
+
 
 class Work:
     """A collective in flight."""

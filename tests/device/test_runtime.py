@@ -8,10 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardwright.transport.launches import LaunchLog
 from shardwright.transport.streams import Streams
 from tests.device import mutants
 from tests.device.cases import KINDS, on_cpu
 from tests.device.ranks import Job
+from tests.device.sim import Device
 from tests.pure.test_streams import NoRule1, NoRule2, NoRule4
 from tests.ranks.pool import run_ranks
 
@@ -97,11 +99,42 @@ def test_some_schedule_shows_that_a_rule_is_left_out(rules):
     assert differing_of(schedules, rules=rules, enough=1) != []
 
 
-_LANDED = "a collective was launched after it on that stream, and what waits for its end has waited for this"
+def launches(rank, world, kind):
+    """What the first rank's host does, in order: what it launches, and where it waits for the device."""
+    seen = []
+    job = Job(kind, seed=0)
+    first = job.world.devices[0]
+
+    def launch(log, key, launched=LaunchLog.launch):
+        if job.world.device is first:
+            seen.append(key)
+        return launched(log, key)
+
+    def wait():
+        seen.append("the host waits")
+        Device.wait(first)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LaunchLog, "launch", launch)
+        patch.setattr(first, "wait", wait)
+        job.run(0)
+    return seen
+
+
+def test_the_all_reduce_over_copies_is_launched_behind_each_reduce_scatter():
+    [seen] = run_ranks(1, launches, "hybrid")
+    scattered = [place for place, key in enumerate(seen) if key.startswith("reduce-scatter ")]
+    assert len(scattered) >= 6
+    assert [seen[place + 1] for place in scattered] == [
+        seen[place].replace("reduce-scatter", "all-reduce") for place in scattered
+    ]
+    assert not [key for key in seen if "spread" in key or "host waits" in key]
+
+
 NOT_SEEN = {
-    "transport/streams.py Streams.reduced: Due(self._reduce)": _LANDED,
-    "transport/nccl.py _NcclReduction.wait: self._streams.land(self._due)": _LANDED,
-    "transport/all_reduce.py AllReduce.__init__: self._values, kept": "its reduce-scatter keeps them, too",
+    "transport/nccl.py _NcclReduction.wait: self._streams.land(self._due)": (
+        "a collective was launched after it on that stream, and what waits for its end has waited for this"
+    ),
     "transport/nccl.py NcclComm.gather: flight.wait()": "for a state dict, not in a step",
 }
 """What can be left out without a trace here, with the reason."""

@@ -14,6 +14,7 @@ from shardwright import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
     MixedPrecisionPolicy,
+    SchedulePolicy,
     ShardPlacementResult,
     clip_grad_norm_,
     full_state_dict,
@@ -205,6 +206,30 @@ def hybrid_bytes(rank, world):
 
 def test_hybrid_sharding_sends_the_optimal_bytes_and_each_reduction_can_be_left_out():
     run_ranks(4, hybrid_bytes)
+
+
+def hybrid_order(rank, world):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model.set_schedule_policy(SchedulePolicy(bucket_cap_mb=0))
+    for _ in range(3):
+        before = unit_of(model[0]).group.axis.replicate.log.launched
+        model(torch.ones(2, 8)).sum().backward()
+    log = unit_of(model[0]).group.axis.replicate.log
+    keys = [launch.key for launch in log.ring if launch.number > before]
+    halves = [(key.split()[0], int(key.rpartition(" ")[2])) for key in keys if "all-reduce" in key]
+    # Each gather half goes out before the next reduce half, not after the backward.
+    assert halves == [
+        *[("reduce", 4), ("spread", 4), ("reduce", 3), ("spread", 3), ("reduce", 2), ("spread", 2)],
+        *[("reduce", 1), ("spread", 1), ("reduce", 0), ("spread", 0)],
+    ]
+
+
+def test_the_gather_half_of_an_all_reduce_goes_out_with_the_next_groups_reduction():
+    run_ranks(4, hybrid_order)
 
 
 def hybrid_accumulation(rank, world):

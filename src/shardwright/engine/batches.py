@@ -13,7 +13,6 @@ from shardwright.engine.reducer import Grads, Reducer
 from shardwright.errors import StageError
 from shardwright.params.param import ShardedParam
 from shardwright.schedule.layout import ParamLayout
-from shardwright.transport.all_reduce import AllReduce
 from shardwright.transport.base import Comm, Reduction, Segment
 from shardwright.transport.shared import SharedGather, SharedReduction
 
@@ -108,10 +107,8 @@ def _filled(params: Sequence[ShardedParam]) -> list[Segment]:
 
 
 def reduce(reducers: Sequence[Reducer]) -> None:
-    """Issue the reduce-scatters of what is held or was just brought, one for each transport.
-
-    Nothing of theirs may be in flight.
-    """
+    """Issue the reduce-scatters of what is held or was just brought, one for each transport; on accelerators
+    also the all-reduces over copies, each behind its reduce-scatter. Nothing of theirs may be in flight."""
     grads = {}
     for reducer in reducers:
         if not reducer.holds:
@@ -121,6 +118,10 @@ def reduce(reducers: Sequence[Reducer]) -> None:
             grads[reducer] = held
     for reducer, reduction in _issued(grads):
         reducer.send(reduction, [param for param, _ in grads[reducer]])
+    followed = [(reducer, streams) for reducer in grads if (streams := reducer.follows_on) is not None]
+    for _, members in _by_comm(followed, lambda each: each[0].copies):
+        with members[0][1].reducing():
+            all_reduce({reducer: reducer.follow() for reducer, _ in members})
 
 
 def rehearse(reducers: Sequence[Reducer]) -> Callable[[], None]:
@@ -132,7 +133,7 @@ def rehearse(reducers: Sequence[Reducer]) -> Callable[[], None]:
         for reducer, reduction in flying:
             totals = reduction.wait()
             if reducer.has_copies:
-                AllReduce(reducer.copies, totals, f"all-reduce {reducer.name}").wait()
+                reducer.copies.all_reduce(totals, f"all-reduce {reducer.name}").wait()
 
     return wait
 
@@ -159,7 +160,7 @@ def all_reduce(found: Mapping[Reducer, Mapping[ShardedParam, torch.Tensor]]) -> 
     partial = {reducer: totals for reducer, totals in found.items() if totals}
     for comm, members in _by_comm(partial, lambda reducer: reducer.copies):
         values = [total for reducer in members for total in partial[reducer].values()]
-        whole = SharedReduction(AllReduce(comm, values, _key("all-reduce", members)))
+        whole = SharedReduction(comm.all_reduce(values, _key("all-reduce", members)))
         parts = whole.parts([len(partial[reducer]) for reducer in members])
         for reducer, part in zip(members, parts, strict=True):
             reducer.send_copies(part, list(partial[reducer]))

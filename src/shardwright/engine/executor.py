@@ -137,7 +137,7 @@ class Executor:
     def _hold(self, action: Action) -> None:
         """Take gradients, where that isn't done: zeros where this rank has none and others may have some."""
         missing = [index for index in action.groups if not self.table.groups[index].reducer.holds]
-        self._land([self.table.groups[index] for index in missing])
+        self.land([self.table.groups[index] for index in missing])
         for index in missing:
             reducer = self.table.groups[index].reducer
             reducer.hold(self.participates, bool(self.promote >> index & 1))
@@ -167,7 +167,7 @@ class Executor:
 
     def _finalize(self, action: Action) -> None:
         """Wait for every reduction, and give the shards their gradients; drop those that no rank has."""
-        self._land(self.table.groups)
+        self.land(self.table.groups)
         if action.part is not None:
             mask = action.part
             for group in self.table.groups:
@@ -175,7 +175,8 @@ class Executor:
                 mask >>= len(group.params)
             self._step(Action(ActionKind.STEP, tuple(self.pending_steps)))
 
-    def _land(self, groups: Sequence[ParamGroup]) -> None:
+    def land(self, groups: Sequence[ParamGroup]) -> None:
+        """Wait for the reductions of groups that are in flight, and give the shards their gradients."""
         landed = {group.reducer: group.reducer.land() for group in groups}
         batches.all_reduce({each: self._partial.pop(each, None) or own for each, own in landed.items()})
         for group in groups:

@@ -335,9 +335,7 @@ def reset_step(runtime: Runtime) -> None:
     backward_of(runtime).forget()
     runtime.abandon()
     runtime.rest()
-    for group in runtime.groups:
-        group.reducer.wait()
-        group.reducer.finalize()
+    runtime.executor.land(runtime.groups)
 
 
 def watch_sharded_grad(param: torch.Tensor, call: Callable[[torch.Tensor], None]) -> RemovableHandle:

@@ -2,11 +2,12 @@
 
     hold()     take what a backward has brought      (or keep it unsharded, while accumulating)
     reduce()   issue the reduce-scatter of that
-    wait()     wait for it; issue the all-reduce over copies, where the mesh has them
+    land()     wait for it; what it brought is all-reduced over copies, where the mesh has them
     finalize() wait for that; divide, and add to the gradients of the shards
     resolve()  add what was reduced for others, or drop it
 
-Between ``wait`` and ``finalize`` the all-reduce runs beside the rest of the backward. Where ranks
+Between ``land`` and ``finalize`` the all-reduce runs beside the rest of the backward. On an accelerator it is
+issued with the reduce-scatter, and follows it there: neither host nor compute waits in between. Where ranks
 *participate* in each other's reductions, one that has no gradient of a parameter reduces zeros; whether
 anybody had one it learns at the end of the backward, and what it has got for the parameter is put aside
 until then. A parameter that nobody used so keeps ``grad = None``, as in one process.
@@ -37,9 +38,10 @@ from shardwright.torch_private import (
     foreach_div_,
     post_accumulate_grad_hooks_of,
 )
-from shardwright.transport.all_reduce import AllReduce
 from shardwright.transport.base import Comm, Reduction, Segment
 from shardwright.transport.mesh import Axis
+from shardwright.transport.shared import Followed
+from shardwright.transport.streams import Streams
 from shardwright.transport.watched import Collective, notify_modes
 
 Hook = Callable[[torch.Tensor], None]
@@ -135,11 +137,6 @@ class Reducer:
         """How many ranks' gradients are summed, over shards and copies."""
         return self._axis.world * self._axis.num_copies
 
-    @property
-    def in_flight(self) -> bool:
-        """Whether a reduce-scatter is in flight."""
-        return self._reduction is not None
-
     # ---- the reduce-scatter
 
     @property
@@ -232,13 +229,6 @@ class Reducer:
         notify_modes(self.gatherer.comm, Collective.REDUCE_SCATTER)
         self._reduction = reduction, params
 
-    def wait(self) -> None:
-        """Wait for the reduce-scatter, and issue the all-reduce over copies. No-op where none is out."""
-        partial = self.land()
-        if partial:
-            key = f"all-reduce {self.name}"
-            self.send_copies(AllReduce(self.copies, list(partial.values()), key), list(partial))
-
     def land(self) -> dict[ShardedParam, torch.Tensor]:
         """Wait for the reduce-scatter; what is to be all-reduced over copies now, if anything."""
         if self._reduction is None:
@@ -272,6 +262,22 @@ class Reducer:
         """The transport among the ranks that hold the same shards; only where there are such."""
         assert self._axis.replicate is not None
         return self._axis.replicate
+
+    @property
+    def follows_on(self) -> Streams | None:
+        """Where its all-reduce follows the reduce-scatter that is in flight; None where the host waits first,
+        as it moves the bytes, or has to know how many rows were brought."""
+        waits = self.gatherer.comm.streams is None or self.gatherer.rows is not None
+        return self.copies.streams if self.has_copies and self.policy.all_reduce and not waits else None
+
+    def follow(self) -> dict[ShardedParam, torch.Tensor]:
+        """As ``land``, but the current stream waits, which isn't compute; compute does at ``land``."""
+        streams = self.follows_on
+        assert self._reduction is not None and streams is not None
+        reduction = self._reduction[0]
+        partial = self.land()
+        self._reduction = Followed(reduction, streams), []
+        return partial
 
     def send_copies(self, all_reduce: Reduction, params: list[ShardedParam]) -> None:
         """From here on the sums of ``params`` are in flight over the copies."""

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from shardwright.schedule.layout import Spans, align, equal_spans
+from shardwright.schedule.layout import ParamLayout, Spans, align, equal_spans
 from shardwright.torch_private import foreach_add, foreach_add_, foreach_copy_
 from shardwright.transport.cpu.pages import SMALL_NBYTES, pages_of_its_own, take_bytes
 from shardwright.transport.launches import LaunchLog
@@ -147,12 +147,13 @@ class Comm(Protocol):
     uses_c10d: whether its collectives are operations of c10d. Those are seen by torch's dispatch modes, and
         compare nothing between ranks.
     streams: the side streams that it works on, where it moves device memory; else None.
-    log: its last launches.
+    log: its last launches. halfway: the last all-reduce, where its second half isn't issued yet.
     """
 
     reads_in_place: bool
     uses_c10d: bool
     streams: Streams | None
+    halfway: "AllReduce | None" = None
     world: int
     rank: int
     sent_nbytes: int
@@ -173,6 +174,17 @@ class Comm(Protocol):
     ) -> Reduction:
         """Sum every segment's spans over ranks, in rank order, in ``dtypes`` (one per segment)."""
         ...
+
+    def all_reduce(self, values: Sequence[torch.Tensor], key: str) -> Reduction:
+        """Sum 1-D tensors over ranks: ``values``, as long on every rank, which may be overwritten.
+
+        Every rank gets the same bits: one rank makes each sum, in rank order, and sends it to the others.
+        """
+        before = self.halfway
+        if before is not None:  # issued a group ago, so its sums are most likely there
+            before.spread()
+        self.halfway = AllReduce(self, values, key)
+        return self.halfway
 
     def gather(self, shard: torch.Tensor, spans: Sequence[tuple[int, int]], dst: int) -> torch.Tensor | None:
         """Collect 1-D shards on rank ``dst`` (a 1-D tensor on the shards' device; None on other ranks)."""
@@ -200,3 +212,41 @@ class Comm(Protocol):
         ``combine(a, a) == a``, and it is associative and commutative."""
         rows = self.exchange(words, key)
         return [functools.reduce(combine, column) for column in zip(*rows, strict=True)]
+
+
+class AllReduce:
+    """An all-reduce in flight, in two halves: a reduce-scatter and an all-gather of the same elements.
+
+    Each rank sends ``2 (W - 1) / W`` of the bytes. The first half runs beside whatever follows; the second is
+    issued with the next all-reduce of the transport, or by ``wait``: alike on all ranks.
+    """
+
+    def __init__(self, comm: Comm, values: Sequence[torch.Tensor], key: str) -> None:
+        """values: see ``Comm.all_reduce``; they are kept until the first half has ended."""
+        self._comm, self._key = comm, key
+        self._values = list(values)
+        self._layouts = [ParamLayout((value.numel(),), comm.world) for value in values]
+        segments = [Segment(v, layout.spans) for v, layout in zip(self._values, self._layouts, strict=True)]
+        self._reduction = comm.reduce_scatter(segments, [v.dtype for v in self._values], f"reduce {key}")
+        self._segments: list[Segment] = []
+        self._gather: Gather | None = None
+
+    def spread(self) -> None:
+        """Wait for the first half and issue the second, where that isn't done."""
+        if self._gather is not None:
+            return
+        parts = self._reduction.wait()
+        self._values.clear()
+        for layout, own in zip(self._layouts, parts, strict=True):
+            self._segments.append(Segment(own.new_empty(layout.padded_numel), layout.spans))
+        foreach_copy_([segment.part(self._comm.rank) for segment in self._segments], parts)
+        self._gather = self._comm.all_gather(self._segments, f"spread {self._key}")
+        if self._comm.halfway is self:
+            self._comm.halfway = None
+
+    def wait(self) -> list[torch.Tensor]:
+        """The sums over the axis, 1-D, one per value."""
+        self.spread()
+        assert self._gather is not None
+        self._gather.wait()
+        return [s.flat[: layout.numel] for s, layout in zip(self._segments, self._layouts, strict=True)]

@@ -18,11 +18,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,  # pyright: ignore[reportPrivateImportUsage]
+    AllreduceCoalescedOptions,  # pyright: ignore[reportPrivateImportUsage]
+    ReduceScatterOptions,  # pyright: ignore[reportPrivateImportUsage]
+)
 
 from shardwright.schedule.layout import pack
 from shardwright.torch_private import foreach_copy_, foreach_zero_
-from shardwright.transport.base import Comm, Segment
+from shardwright.transport.base import Comm, Reduction, Segment
 from shardwright.transport.launches import Launch, LaunchLog
 from shardwright.transport.streams import Due, Streams
 
@@ -134,6 +138,25 @@ class NcclComm(Comm):
                 )
         return inputs, outputs
 
+    def all_reduce(self, values: Sequence[torch.Tensor], key: str) -> Reduction:
+        """See ``Comm.all_reduce``. On an accelerator one operation of NCCL's for each dtype, in place, after
+        what the current stream has queued: there is nothing to cast or pad.
+
+        NCCL sums in an order of its own, but makes each sum once (along a ring or a tree, or in the switch)
+        and spreads it: every rank gets the same bits, so copies stay equal.
+        """
+        if self.streams is None:
+            return super().all_reduce(values, key)
+        flight = _Flight(self, self.log.launch(key), [])
+        for members in _by_dtype(values).values():
+            sums = [values[index] for index in members]
+            self.sent_nbytes += sum([each.nbytes for each in sums]) * 2 * (self.world - 1) // self.world
+            options = AllreduceCoalescedOptions()
+            options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
+            options.asyncOp = True
+            flight.works.append(self._reduce_group.allreduce_coalesced(sums, options))
+        return _NcclReduction(flight, ([], list(values), [each.numel() for each in values]), None, None)
+
     def gather(self, shard: torch.Tensor, spans: Sequence[tuple[int, int]], dst: int) -> torch.Tensor | None:
         """See ``Comm.gather``."""
         group = self._gather_group
@@ -184,7 +207,8 @@ class _NcclGather:
 
 
 class _NcclReduction:
-    """A reduce-scatter in flight; holds its inputs until the current stream waits for it.
+    """A reduce-scatter or an all-reduce in flight. It holds what is read and written for as long as it lives:
+    its owner drops it once compute waits for it.
 
     tensors: inputs, sums with padding, and elements of each sum. due: casts and padding, on a side stream.
     """
@@ -206,7 +230,6 @@ class _NcclReduction:
         if self._streams is not None and self._due is not None:
             self._streams.land(self._due)
         self._flight.wait()
-        self._inputs = []
         return [total[:numel] for total, numel in zip(self._outputs, self._owned, strict=True)]
 
 

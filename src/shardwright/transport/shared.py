@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from shardwright.transport.base import Gather, Reduction
+from shardwright.transport.streams import Streams
 
 
 class SharedGather:
@@ -24,8 +25,8 @@ class SharedReduction:
     """A reduction (a reduce-scatter, or an all-reduce) of several owners' tensors, one after another."""
 
     def __init__(self, reduction: Reduction) -> None:
-        self._reduction: Reduction | None = reduction
-        self._totals: list[torch.Tensor] = []
+        self._reduction = reduction
+        self._totals: list[torch.Tensor] | None = None
 
     def parts(self, counts: Sequence[int]) -> "list[_Part]":
         """Of each owner what it waits for: the next ``count`` sums."""
@@ -33,10 +34,9 @@ class SharedReduction:
         return [_Part(self, stop - count, stop) for count, stop in zip(counts, stops, strict=True)]
 
     def wait(self) -> list[torch.Tensor]:
-        """All sums."""
-        if self._reduction is not None:
+        """All sums. The reduction lives as long as an owner has its part."""
+        if self._totals is None:
             self._totals = self._reduction.wait()
-            self._reduction = None
         return self._totals
 
 
@@ -50,3 +50,18 @@ class _Part:
     def wait(self) -> list[torch.Tensor]:
         """See ``Reduction.wait``."""
         return self._whole.wait()[self._start : self._stop]
+
+
+class Followed:
+    """A reduction whose sums another collective takes on an accelerator: made on the reduce stream, once that
+    waits for them. What was read is held until compute has waited for that stream."""
+
+    def __init__(self, reduction: Reduction, streams: Streams) -> None:
+        self._held = [reduction]
+        self._streams, self._due = streams, streams.reduced()
+
+    def wait(self) -> list[torch.Tensor]:
+        """Make compute wait; nothing is left to give."""
+        self._streams.land(self._due)
+        self._held = []
+        return []

@@ -19,6 +19,9 @@ until the host looks again, so that peaks depend on timing. It isn't used; inste
    from then on compute may have their memory again. The sums are memory of reduce; it takes memory only after
    what compute had queued by then, so after every reader of a sum that was dropped.
 
+5. An all-reduce over copies is launched from the reduce stream of its transport, which waits for the
+   reduce-scatter's sums; what that has read is held until compute has waited for them, too.
+
 An event is recorded where one of these begins and waited for exactly once. tests/pure/test_streams.py lets
 streams run as far apart as events allow and finds every race, also that each rule is needed.
 """
