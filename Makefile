@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup train test test-all test-torch check bench dist setup-xla test-xla setup-hf test-hf finetune setup-bnb test-bnb setup-clients clients clients-short
+.PHONY: setup train test test-all test-torch check bench dist setup-xla test-xla setup-hf test-hf finetune setup-bnb test-bnb setup-clients clients clients-short prove-gpu
 
 setup: .venv/.installed
 
@@ -47,6 +47,15 @@ check: setup
 
 bench: setup
 	$(BIN)/python bench/step.py --short
+
+# What only accelerators can show, on one page (docs/gpu.md); DEVICE=sim runs it at toy size on the CPU.
+# PROVE_PYTHON=python3 takes another Python than this one's, whose torch has been built for the accelerator.
+DEVICE ?= accelerator
+PAGE ?= runs/prove-gpu.md
+PROVE_PYTHON ?=
+
+prove-gpu: $(if $(PROVE_PYTHON),,setup)
+	PYTHONPATH=src:. $(or $(PROVE_PYTHON),$(BIN)/python) -m bench.prove_gpu --device $(DEVICE) --page $(PAGE)
 
 # A wheel and a source distribution, for projects of one's own: pip install -c requirements.lock 'dist/shardwright-...whl[train]'
 DIST ?= dist

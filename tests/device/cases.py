@@ -111,18 +111,19 @@ def train(
     read: Callable[[torch.Tensor], torch.Tensor] = torch.clone,
     sharded: Callable[[nn.Module], None] = lambda model: None,
     synchronize: Callable[[], None] = lambda: None,
+    device: str = "cpu",
 ) -> list[torch.Tensor]:
     """Losses, gradients and shards of this rank, of a model drawn by ``number``; nothing else is returned."""
-    world, make, options = KINDS[kind]
-    draw, options = random.Random(number), dict(options)
+    _, make, options = KINDS[kind]
+    draw, options, world = random.Random(number), dict(options), dist.get_world_size()
     row_wise = options.pop("row_wise", False)
     shape = (2, world // 2) if options.pop("hybrid", False) else (world,)
     with _disable_current_modes():
         torch.manual_seed(number)
         model, width = make(draw)
         inputs = torch.randn(8, world, 4, width, generator=torch.Generator().manual_seed(number))
-        inputs = iter([each[rank].clone() for each in inputs])
-        mesh = init_device_mesh("cpu", shape)
+        inputs = iter([each[rank].clone().to(device) for each in inputs])
+        mesh = init_device_mesh(device, shape)
     for layer in list(model.children())[:-1]:
         fully_shard(layer, mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **options)

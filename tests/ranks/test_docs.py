@@ -29,6 +29,7 @@ EXCUSED = [
     (r"\.venv-bnb/|^make setup-bnb$", "another environment: make test-bnb"),
     (r"\.venv-hf/|^make finetune|/finetune-[\w-]+\.toml|finetune-\*", "another environment: make test-hf"),
     (r"^make test(-torch .*)?$", "it would run itself"),
+    (r"^make prove-gpu", "an accelerator; simulated: test_prove_gpu.py"),
     (r"^\S*pip install|^make dist", "a download"),
 ]
 # Commands that take minutes, and what runs instead. Benches get their documented ``--toy`` besides.

@@ -1,0 +1,67 @@
+"""What ``make prove-gpu`` makes of what it finds: times out of a trace, one page, no process that is left."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.prove_gpu.__main__ import Section
+from bench.prove_gpu.device import Device, Trace, merged
+from bench.prove_gpu.page import page
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_communication_is_exposed_while_nothing_else_runs_on_the_device():
+    trace = Trace(kernels=[(0, 4000), (3000, 5000)], copies=[(8000, 9000)], collectives=[(2000, 12000)])
+    assert trace.exposed_ms == 6.0
+
+
+def test_collectives_that_run_at_once_are_counted_once():
+    assert Trace([], [], [(0, 3000), (1000, 2000), (5000, 6000)]).exposed_ms == 4.0
+
+
+def test_spans_that_touch_are_one():
+    assert merged([(5, 6), (0, 2), (2, 3)]) == [(0, 3), (5, 6)]
+
+
+@pytest.mark.parametrize(("count", "worlds"), [(1, [1]), (2, [2, 1]), (4, [4, 1, 2]), (8, [8, 1, 2, 4])])
+def test_all_cards_come_first_then_one(count, worlds):
+    assert Device("cuda", simulated=False, count=count).worlds == worlds
+
+
+def test_the_page_has_the_figures_of_one_section_and_the_error_of_another():
+    good, bad = Section("one", "First", 1), Section("two", "Second", 1)
+    good.tables["times"] = [{"world": 2, "ms": 3.5}, {"world": 1, "ms": 7.5}]
+    bad.errors.append("alone: exit status 1\nValueError: no")
+    text = page(Device("cpu", simulated=True, count=2), [good, bad])
+    assert "| First | passed |" in text
+    assert "| Second | failed |" in text
+    assert "| ms (simulated) |" in text
+    assert text.index("| 1 | 7.5 |") < text.index("| 2 | 3.5 |")
+    assert "ValueError: no" in text
+
+
+LEAVES_A_CHILD = """
+import ctypes, pathlib, subprocess, sys
+from bench.prove_gpu import __main__ as prove
+ctypes.CDLL(None).prctl(prove._ADOPTS_ORPHANS, 1, 0, 0, 0)
+starts = '''
+import subprocess, time
+child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+print(child.pid, flush=True)
+time.sleep(600)
+'''
+print(prove._run(["-c", starts], pathlib.Path(sys.argv[1]), 2.0))
+"""
+
+
+def test_a_section_at_its_time_limit_is_ended_with_children_in_sessions_of_their_own(tmp_path):
+    log = tmp_path / "log"
+    command = [sys.executable, "-c", LEAVES_A_CHILD, str(log)]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}/src{os.pathsep}{ROOT}"}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    assert "over its time limit" in ended.stdout
+    assert not Path("/proc", log.read_text().strip()).exists()
