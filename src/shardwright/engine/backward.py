@@ -20,7 +20,7 @@ class Call:
     """One forward of a module: whether it is a recomputation, and the input gradients still to come.
 
     reads_weights: whether its backward needs the unsharded parameters. A lookup's doesn't: it adds rows up.
-    memory: the buffers of the groups that it ran with, where autograd has saved their weights.
+    memory: the buffers of the groups whose parameters it has read, where autograd has saved their weights.
     """
 
     def __init__(self, recomputed: bool) -> None:
@@ -108,7 +108,8 @@ class Backward:
         active.update(together)
         if any(each.reads_weights for each in together):
             for owner in unit.owners:
-                self.runtime.at(EventKind.BACKWARD_BEGIN, owner.group)
+                if any(owner.group in each.memory for each in together):
+                    self.runtime.at(EventKind.BACKWARD_BEGIN, owner.group)
             for each in together:
                 each.check_memory()
 

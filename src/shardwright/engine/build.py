@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from shardwright.engine.deferred import Deferred, ends
 from shardwright.engine.foreign import check_foreign
 from shardwright.engine.gatherer import GatherOptions
 from shardwright.engine.group import ParamGroup
@@ -156,9 +157,16 @@ def shard_modules(
     for inner in (*nested, *unit.shared_owners):
         if inner.runtime is not runtime:
             runtime.absorb(inner.runtime)
-    for place, members in enumerate(_by_axis(params)):
+    groups = _by_axis(params)
+    last: list[ShardedParam] = []
+    if len(groups) == len(modules) == 1 and not options.flat:
+        groups[0], last = ends(
+            params, modules[0], (m for each in nested for m in each.modules), options.precision
+        )
+    for place, members in enumerate([*groups, last] if last else groups):
         own = unit if not place else Unit(f"{unit.name}.{place}", (), None, (), options.precision, runtime)
         own.group = _make_group(own.name, members, options, worlds[members[0].axis])
+        own.deferred = Deferred(members) if members is last else None
         runtime.add(own.group, _reshards(options, worlds[members[0].axis], members[0].axis))
         unit.parts = (*unit.parts, own) if place else ()
     runtime.table.root = tuple(unit.groups)
@@ -331,6 +339,7 @@ def _shard_params(
         if owner is not None and sharded is not None:
             sharded.sites.extend(sites)
             sharded.show(sharded.sharded)
+            owner.deferred = None  # what is read at the new places is not seen
             shared_owners[owner] = None
             continue
         kind = ExtendedParam if is_extended(param) else ShardedParam

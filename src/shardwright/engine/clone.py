@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from shardwright.engine.deferred import Deferred
 from shardwright.engine.gatherer import GatherOptions
 from shardwright.engine.group import ParamGroup
 from shardwright.engine.hooks import ModuleHooks, hooks_of
@@ -47,7 +48,8 @@ class GroupPrint:
 class UnitPrint:
     """How one unit was made; ``modules`` by name, ``parts`` and ``shared_owners`` by place among the units.
 
-    methods: of each module, those that are run like its forward.
+    methods: of each module, those that are run like its forward. deferred: whether its group is unsharded
+    when it is first read.
     """
 
     name: str
@@ -57,6 +59,7 @@ class UnitPrint:
     parts: tuple[int, ...]
     shared_owners: tuple[int, ...]
     group: GroupPrint | None
+    deferred: bool
 
 
 @dataclass(frozen=True)
@@ -134,9 +137,11 @@ def rebuild(model: nn.Module, blueprint: Blueprint) -> list[nn.Module]:
     for unit, made in zip(units, blueprint.units, strict=True):
         unit.parts = tuple(units[place] for place in made.parts)
         unit.shared_owners = tuple(units[place] for place in made.shared_owners)
+    deferred = {unit for unit, made in zip(units, blueprint.units, strict=True) if made.deferred}
     owned = [(u, m.group) for u, m in zip(units, blueprint.units, strict=True) if m.group is not None]
     for unit, made in sorted(owned, key=lambda pair: pair[1].order):
         unit.group = _build_group(unit, made, modules)
+        unit.deferred = Deferred(unit.group.params) if unit in deferred else None
         runtime.add(unit.group, None)
         runtime.change(unit.group, **vars(made.facts))
     runtime.table.root = tuple(group for place in blueprint.root for group in units[place].groups[:1])
@@ -173,6 +178,7 @@ def _draw(model: nn.Module, runtime: Runtime) -> Blueprint:
                 tuple(places[part] for part in unit.parts),
                 tuple(places[owner] for owner in unit.shared_owners),
                 None if unit.group is None else _draw_group(unit.group, runtime, names, whole),
+                unit.deferred is not None,
             )
         )
     top = unit_of(model)

@@ -209,7 +209,8 @@ class ModuleHooks:
                 with wanted_rows(unit.group.gatherer.rows, module, args, kwargs):
                     self._enter(call, runtime, owners)
         for owner in owners:
-            _watch_grads(owner)
+            if owner.deferred is None or call.recomputed:
+                _watch_grads(owner)
         if runtime.depth == 1 and unit.device is not None and unit.device.type != "cpu":
             args, kwargs = map_tensors(lambda t: t.to(unit.device, non_blocking=True), (args, kwargs))
         dtype = unit.policy.param_dtype if unit.policy.cast_forward_inputs else None
@@ -240,8 +241,22 @@ class ModuleHooks:
             if unit.running == 1:
                 for owner in owners:
                     owner.enter_pass(runtime.pass_number)
-                    owner.users += 1
-                    runtime.at(EventKind.FORWARD_BEGIN, owner.group)
+                    if owner.deferred is None:
+                        self._begin(runtime, owner)
+                    else:
+                        owner.deferred.wait(lambda owner=owner: self._read(owner))
+
+    def _begin(self, runtime: Runtime, owner: Unit) -> None:
+        owner.users += 1
+        runtime.at(EventKind.FORWARD_BEGIN, owner.group)
+
+    @skipped_by_compiler
+    def _read(self, owner: Unit) -> None:
+        """Parameters of a group that was deferred are read."""
+        runtime = self.unit.runtime
+        if runtime.depth and self.unit.pass_number == runtime.pass_number:  # else that forward was abandoned
+            self._begin(runtime, owner)
+            _watch_grads(owner)
 
     def _watch_inputs(self, call: Call, args: Any, kwargs: Any) -> tuple[Any, Any]:
         leaves, spec = tree_flatten((args, kwargs))
@@ -289,7 +304,11 @@ class ModuleHooks:
         if owners and torch.is_grad_enabled():
             hooked = [t for t in tensors_in(output) if t.requires_grad and not t.is_leaf]
             call.reads_weights = not is_lookup(module, output)
-            call.memory = {owner.group: owner.group.buffer for owner in owners if owner.group is not None}
+            call.memory = {
+                owner.group: owner.group.buffer
+                for owner in owners
+                if owner.group is not None and (owner.deferred is None or owner.deferred.was_read)
+            }
             for tensor in hooked:
                 self._watch_output(call, tensor)
             if hooked and len(unit.modules) > 1:
@@ -303,11 +322,14 @@ class ModuleHooks:
         runtime.depth -= 1
         unit.running -= 1
         unit.awaited.discard(module)
-        if unit.running == 0 and not unit.awaited and not failed:
+        if unit.running == 0 and not unit.awaited:
             for owner in unit.owners:
-                owner.users -= 1
-                if owner.users == 0:
-                    runtime.at(EventKind.FORWARD_END, owner.group)
+                if owner.deferred is not None and owner.deferred.waits:
+                    owner.deferred.stop()
+                elif not failed:
+                    owner.users -= 1
+                    if owner.users == 0:
+                        runtime.at(EventKind.FORWARD_END, owner.group)
         if runtime.depth == 0:
             _outermost.leave()
             runtime.end(failed)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from shardwright.engine.deferred import Deferred
 from shardwright.engine.foreign import register, unregister
 from shardwright.engine.group import ParamGroup
 from shardwright.engine.runtime import Entry, Runtime
@@ -24,6 +25,7 @@ class Unit:
     parts: units without modules that hold these modules' other groups, where they are on several axes.
     shared_owners: units that own parameters which these modules show too (tied weights); their groups are
         unsharded and resharded around these modules as well.
+    deferred: of a part whose group is unsharded when it is first read, what tells of that; else None.
     home: the runtime that it was made with; ``runtime`` is the one that has taken that in since.
 
     The rest is where the current forward stands: how deep the modules run, which of them are still to run,
@@ -43,6 +45,7 @@ class Unit:
     calls: list[Any] = field(default_factory=list)
     pass_number: int = -1
     parts: tuple["Unit", ...] = ()
+    deferred: Deferred | None = None
 
     @property
     def owners(self) -> tuple["Unit", ...]:

@@ -1,0 +1,104 @@
+"""The end of a model, gathered when it is first read.
+
+What no inner call of ``fully_shard`` has taken is the outermost module's: mostly an embedding, which a
+forward reads first, and a head, which it reads last. In one group both would be gathered before anything is
+computed, and reduced when the last gradient is there. So they are two groups, and the second one's forward
+begins where one of its parameters is first read: from then on its place in the step is recorded as any other
+group's.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import nn
+
+from shardwright.params.param import ShardedParam
+from shardwright.params.quantized.module import encodings
+from shardwright.policy import MixedPrecisionPolicy, SchedulePolicy
+from shardwright.torch_private import parameters_of
+
+
+class Reads(dict[str, nn.Parameter | None]):
+    """``module._parameters`` of a module, which calls ``on_read`` before a parameter is read through it."""
+
+    on_read: Callable[[], None] | None = None
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        self._tell()
+        return super().__getitem__(name)
+
+    def values(self) -> Any:
+        """As of a dict."""
+        self._tell()
+        return super().values()
+
+    def items(self) -> Any:
+        """As of a dict."""
+        self._tell()
+        return super().items()
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)  # a copy of the module is an ordinary one
+
+    def _tell(self) -> None:
+        if self.on_read is not None:
+            self.on_read()
+
+
+class Deferred:
+    """Tells when one of ``params`` is first read, while it ``waits``.
+
+    was_read: whether one was since it last began to wait.
+    """
+
+    def __init__(self, params: Iterable[ShardedParam]) -> None:
+        self.was_read = False
+        modules = {id(site.module): site.module for param in params for site in param.sites}
+        self._reads: list[Reads] = []
+        for module in modules.values():
+            reads = parameters_of(module)
+            if not isinstance(reads, Reads):
+                reads = module.__dict__["_parameters"] = Reads(reads)
+            self._reads.append(reads)
+
+    @property
+    def waits(self) -> bool:
+        """Whether it was told to wait, and none was read since."""
+        return self._reads[0].on_read is not None
+
+    def wait(self, on_read: Callable[[], None]) -> None:
+        """Call ``on_read`` once, before one is read."""
+
+        def first() -> None:
+            self.stop()
+            self.was_read = True
+            on_read()
+
+        self.was_read = False
+        for reads in self._reads:
+            reads.on_read = first
+
+    def stop(self) -> None:
+        """Tell no more."""
+        for reads in self._reads:
+            reads.on_read = None
+
+
+def ends(
+    params: Sequence[ShardedParam], root: nn.Module, inner: Iterable[nn.Module], policy: MixedPrecisionPolicy
+) -> tuple[list[ShardedParam], list[ShardedParam]]:
+    """``params`` of ``root`` in two groups: those to gather at its begin, and those that only modules show
+    which come after the last of ``inner``, in the order of ``root.modules()``.
+
+    The second is empty unless both are larger than what may share a collective with others
+    (``SchedulePolicy.bucket_cap_mb`` by default): then nothing is to be won.
+    """
+    place = {id(module): number for number, module in enumerate(root.modules())}
+    inside = [place[id(module)] for each in inner for module in each.modules() if id(module) in place]
+    parts: tuple[list[ShardedParam], list[ShardedParam]] = [], []
+    for param in params:
+        sites = [site.module for site in param.sites]
+        behind = bool(inside) and all(place.get(id(module), 0) > max(inside) for module in sites)
+        parts[behind and not param.extended and not any(map(encodings, sites))].append(param)
+    sizes = [sum(p.layout.numel * p.compute_dtype(policy).itemsize for p in part) for part in parts]
+    return parts if min(sizes) > SchedulePolicy().bucket_cap_nbytes else (list(params), [])

@@ -1,0 +1,207 @@
+"""The root's own parameters are two groups; the second is gathered when it is first read."""
+
+import copy
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from shardwright import SchedulePolicy, fully_shard, stats
+from shardwright.engine.runtime import Phase
+from tests.ranks import models
+from tests.ranks.pool import run_ranks
+
+WIDTH, VOCAB = 264, 1001  # each end is larger than a MiB, up to which small groups share collectives
+
+
+class Model(nn.Module):
+    """``reads``: where and how the forward reads the head's weight."""
+
+    def __init__(self, reads="in its forward", tied=False):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.reads = reads
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, x):
+        penalty = 0.0
+        x = self.embedding((x * 100).long().abs() % VOCAB)
+        if self.reads == "before the blocks":
+            penalty = self.head.weight.square().mean()
+        elif self.reads == "in a list":
+            penalty = sum(param.square().mean() for param in self.head.parameters())
+        elif self.reads == "by its name":
+            penalty = self.get_parameter("head.weight").square().mean()
+        for block in self.blocks:
+            x = torch.relu(block(x))
+        if self.reads == "never":
+            return x
+        if self.reads == "beside its forward":
+            return F.linear(self.norm(x), self.head.weight, self.head.bias)
+        return self.head(self.norm(x)) + penalty
+
+
+equal_steps = functools.partial(models.equal_steps, lr=0.01)
+
+
+def made(**options):
+    torch.manual_seed(3)
+    return Model(**options)
+
+
+def sharded(model, **options):
+    for block in model.blocks:
+        fully_shard(block)
+    return fully_shard(model, **options)
+
+
+def lines(model, phase):
+    """The schedule of a phase: event -> actions."""
+    return {str(entry.event): list(map(str, entry.actions)) for entry in model.schedule().phases[phase]}
+
+
+def schedules(rank, world):
+    model = sharded(made())
+    model.set_schedule_policy(SchedulePolicy(bucket_cap_mb=0))
+    equal_steps(model, made(), rank, world)
+    forward, backward = lines(model, Phase.FORWARD), lines(model, Phase.BACKWARD)
+    assert forward["F+ 3"] == ["unshard 3", "unshard 0", "wait 3"]
+    assert "unshard 4" in forward["F+ 2"]
+    assert forward["F+ 4"] == ["wait 4"]
+    assert "reduce 4" in backward["G  4"]
+    assert list(backward).index("G  4") < list(backward).index("G  2") < list(backward).index("G  3")
+
+
+def test_the_head_is_gathered_beside_the_blocks_and_reduced_before_them():
+    run_ranks(2, schedules)
+
+
+READS = ("in its forward", "beside its forward", "before the blocks", "in a list", "by its name", "never")
+
+
+def trains(rank, world, reads):
+    model = sharded(made(reads=reads))
+    equal_steps(model, made(reads=reads), rank, world)
+    with torch.no_grad():
+        model(torch.ones(2, 3))
+    model.reshard()
+    equal_steps(model, unsharded(model), rank, world)
+
+
+def unsharded(model):
+    """One that isn't sharded, with the same weights."""
+    twin = made(reads=model.reads)
+    with torch.no_grad():
+        for param, own in zip(twin.parameters(), model.parameters(), strict=True):
+            param.copy_(models.full(own))
+    return twin
+
+
+@pytest.mark.parametrize("reads", READS)
+def test_however_the_head_is_read_it_is_there(reads):
+    run_ranks(2, trains, reads)
+
+
+def fails_and_goes_on(rank, world):
+    model, blocks = sharded(made()), []
+    handle = model.blocks[2].register_forward_hook(lambda *_: 1 / 0)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            model(torch.ones(2, 3))
+        blocks.append(model.head.weight)  # read outside of a forward: at rest
+    handle.remove()
+    assert all(hasattr(weight, "full_tensor") for weight in blocks)
+    equal_steps(model, made(), rank, world)
+
+
+def test_after_a_forward_that_failed_before_it_was_read_training_goes_on():
+    run_ranks(2, fails_and_goes_on)
+
+
+def copied(rank, world):
+    model = sharded(made())
+    equal_steps(model, made(), rank, world, steps=1)
+    twin, reference = copy.deepcopy(model), unsharded(model)
+    assert lines(model, Phase.FORWARD)["F+ 4"] == ["wait 4"]
+    equal_steps(twin, reference, rank, world, steps=2)
+    assert lines(twin, Phase.FORWARD)["F+ 4"] == ["wait 4"]
+
+
+def test_a_deep_copy_defers_its_head_too():
+    run_ranks(2, copied)
+
+
+def compiled(rank, world):
+    for whole in (True, False):
+        model, reference = sharded(made()), made()
+        if whole:
+            model.compile(backend="aot_eager")
+        else:
+            model.head.compile(backend="aot_eager")
+        equal_steps(model, reference, rank, world)
+
+
+@pytest.mark.slow
+def test_a_compiled_model_or_head_waits_for_it():
+    run_ranks(2, compiled, limit_s=120.0)
+
+
+def held_by_the_caller(rank, world):
+    model, reference = sharded(made(), reshard_after_forward=True), made()
+    x = torch.ones(2, 3)
+    with model.unsharded():
+        assert torch.equal(model.head.weight, reference.head.weight)
+        assert torch.equal(model(x), reference(x))
+    model.unshard()
+    assert torch.equal(model.head.weight, reference.head.weight)
+    assert torch.equal(model(x), reference(x))
+    model.reshard()
+    for block in model.blocks:
+        block.reshard()
+    assert stats(model).unsharded_nbytes == 0
+    equal_steps(model, reference, rank, world)
+
+
+def test_what_the_caller_has_unsharded_is_not_gathered_again():
+    run_ranks(2, held_by_the_caller)
+
+
+def nested(rank, world):
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.out = made(), nn.Linear(VOCAB, 7)
+
+        def forward(self, x):
+            return self.out(self.inner(x))
+
+    torch.manual_seed(1)
+    reference = Outer()
+    model = copy.deepcopy(reference)
+    sharded(model.inner)
+    fully_shard(model)
+    equal_steps(model, reference, rank, world)
+
+
+def test_in_a_larger_model_it_is_as_any_other_group():
+    run_ranks(2, nested)
+
+
+def small_or_shared(rank, world):
+    tied = sharded(made(tied=True))
+    equal_steps(tied, made(tied=True), rank, world)
+    assert "F+ 4" not in lines(tied, Phase.FORWARD)
+    small = nn.Sequential(nn.Linear(13, 8), nn.Linear(8, 8), nn.Linear(8, 13))
+    fully_shard(small[1])
+    fully_shard(small)
+    small(torch.ones(2, 13)).sum().backward()
+    assert "F+ 2" not in lines(small, Phase.FORWARD)
+
+
+def test_a_tied_head_or_a_small_one_stays_with_the_rest():
+    run_ranks(2, small_or_shared)
