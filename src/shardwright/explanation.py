@@ -34,7 +34,8 @@ class ParamRow:
 class GroupRow:
     """One group: what is gathered and reduced together.
 
-    modules: names in the model. axis: its mesh. at_rest_nbytes: bytes of this rank's shards.
+    modules: names in the model; of a further group of the same modules, those that show its parameters.
+    axis: its mesh. at_rest_nbytes: bytes of this rank's shards.
     unsharded_nbytes: bytes of all its parameters unsharded, without padding (of weights that are decoded
     then, the decoded ones). resharded: when they are freed.
     gradients: how they are reduced. changed: what differs from the defaults.
@@ -128,11 +129,12 @@ def _row(unit: Unit, group: ParamGroup, names: dict[int, str]) -> GroupRow:
                 codecs.get(param, ""),
             )
         )
+    modules = unit.modules if group is unit.group else [param.sites[0].module for param in group.params]
     mesh = group.axis.mesh
     axes = mesh.mesh_dim_names or ("shard",) * mesh.ndim
     sizes = ", ".join(f"{axis} {size}" for axis, size in zip(axes, mesh.shape, strict=True))
     return GroupRow(
-        tuple(names[id(module)] for module in unit.modules if id(module) in names),
+        tuple(dict.fromkeys(names[id(module)] for module in modules if id(module) in names)),
         f"{mesh.device_type} [{sizes}]",
         tuple(params),
         sum(param.local.nbytes for param in group.params),

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from shardwright import SchedulePolicy, fully_shard, stats
+from shardwright import SchedulePolicy, explain, fully_shard, stats
 from shardwright.engine.runtime import Phase
 from tests.ranks import models
 from tests.ranks.pool import run_ranks
@@ -67,6 +67,7 @@ def lines(model, phase):
 
 def schedules(rank, world):
     model = sharded(made())
+    assert "group 4: norm, head  on" in str(explain(model))
     model.set_schedule_policy(SchedulePolicy(bucket_cap_mb=0))
     equal_steps(model, made(), rank, world)
     forward, backward = lines(model, Phase.FORWARD), lines(model, Phase.BACKWARD)

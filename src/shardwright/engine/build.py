@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from shardwright.engine.deferred import Deferred, ends
+from shardwright.engine.deferred import Deferred, ends, shown_by
 from shardwright.engine.foreign import check_foreign
 from shardwright.engine.gatherer import GatherOptions
 from shardwright.engine.group import ParamGroup
@@ -164,7 +164,8 @@ def shard_modules(
             params, modules[0], (m for each in nested for m in each.modules), options.precision
         )
     for place, members in enumerate([*groups, last] if last else groups):
-        own = unit if not place else Unit(f"{unit.name}.{place}", (), None, (), options.precision, runtime)
+        name = f"{unit.name}.{shown_by(members, modules[0]) if members is last else place}"
+        own = unit if not place else Unit(name, (), None, (), options.precision, runtime)
         own.group = _make_group(own.name, members, options, worlds[members[0].axis])
         own.deferred = Deferred(members) if members is last else None
         runtime.add(own.group, _reshards(options, worlds[members[0].axis], members[0].axis))

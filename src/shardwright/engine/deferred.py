@@ -102,3 +102,9 @@ def ends(
         parts[behind and not param.extended and not any(map(encodings, sites))].append(param)
     sizes = [sum(p.layout.numel * p.compute_dtype(policy).itemsize for p in part) for part in parts]
     return parts if min(sizes) > SchedulePolicy().bucket_cap_nbytes else (list(params), [])
+
+
+def shown_by(params: Iterable[ShardedParam], root: nn.Module) -> str:
+    """The modules that show ``params``, by their names in ``root``."""
+    names = {id(module): name for name, module in root.named_modules()}
+    return "+".join(dict.fromkeys(names[id(param.sites[0].module)] for param in params))
