@@ -16,7 +16,7 @@ setup: .venv/.installed
 train: setup
 	$(BIN)/shardwright train recipes/quickstart.toml
 
-# Every promise once, in at most 8 minutes on two idle cores.
+# What a change is likely to break, in at most 8 minutes on two idle cores.
 test: setup
 	$(BIN)/python -m pytest -m "not slow"
 

@@ -227,6 +227,11 @@ def register_optimizer_kernels() -> None:
                 _register_single_dim_pointwise(op)
 
 
+def replace_parameters_of(module: nn.Module, table: dict[str, nn.Parameter | None]) -> None:
+    """Have a module show its parameters from another table."""
+    module.__dict__["_parameters"] = table
+
+
 def look_up_again(model: nn.Module) -> None:
     """Have every module of ours under ``model`` look up its parameters again, as after ``model.to``."""
     model._apply(lambda tensor: tensor)

@@ -292,6 +292,7 @@ def save_to_a_slow_disk(rank: int, world: int, path: str) -> None:
     save(path, model=fully_shard(build(2.0)), step=2)
 
 
+@pytest.mark.slow
 def test_a_disk_slower_than_the_time_limit_of_every_group_is_waited_for(tmp_path: Path) -> None:
     run_ranks(2, save_to_a_slow_disk, str(tmp_path), timeout_s=4.0)
     assert find(tmp_path) == (tmp_path / "step-000002", ())

@@ -105,6 +105,7 @@ def recomputed(rank, world, api):
 
 
 @pytest.mark.parametrize("api", list(example.APIS))
+@pytest.mark.slow
 def test_recomputed_experts_exchange_their_tokens_again_in_the_same_order_on_all_ranks(api):
     run_ranks(4, recomputed, api)
 
@@ -153,6 +154,7 @@ def whole_states(rank, world):
         assert torch.equal(full(one), full(two))
 
 
+@pytest.mark.slow
 def test_whole_state_dicts_of_the_wrapper_have_every_expert_and_load_into_another_mesh():
     run_ranks(4, whole_states)
 

@@ -50,6 +50,7 @@ def adafactor(rank, world, shape):
 
 @pytest.mark.each_case
 @pytest.mark.parametrize("shape", [(3,), (2, 2)])
+@pytest.mark.slow
 def test_adafactor_over_shards_steps_as_one_process_and_its_state_is_loaded_again(shape):
     world = 3 if shape == (3,) else 4
     assert max(run_ranks(world, adafactor, shape)) < 1e-6

@@ -150,6 +150,7 @@ def on_two_meshes(rank, world):
         train_beside_one_process(model, plan, rank, world, STEPS)
 
 
+@pytest.mark.slow
 def test_groups_on_two_meshes_are_exact_under_skips():
     run_ranks(4, on_two_meshes)
 
@@ -169,6 +170,7 @@ def nested(rank, world):
 
 
 @pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.slow
 def test_groups_inside_of_a_part_that_ranks_skip_are_exact(world):
     run_ranks(world, nested)
 

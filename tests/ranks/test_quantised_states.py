@@ -161,6 +161,7 @@ def loaded_on_two_dims(rank, world, folder):
             assert torch.equal(full(value), reference[name]), (way, name)
 
 
+@pytest.mark.slow
 def test_every_state_dict_loads_into_four_bit_shards_on_a_mesh_of_two_dims(saved):
     run_ranks(4, loaded_on_two_dims, saved)
 

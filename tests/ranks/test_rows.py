@@ -82,6 +82,7 @@ def trained(rank, world, policy, transport="auto", shape=None, options=None):
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.slow
 def test_rows_in_use_train_as_the_whole_embedding_does_bit_for_bit(world):
     for transport in ("auto", "sockets", "collectives"):
         dense = run_ranks(world, trained, DENSE, transport)
@@ -108,11 +109,13 @@ def test_rows_in_use_train_as_the_whole_embedding_does_bit_for_bit(world):
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_every_kind_of_embedding_gives_the_same_bits(options):
     dense, rows = (run_ranks(2, trained, policy, "auto", None, options) for policy in (DENSE, ROWS))
     assert [one[:2] for one in dense] == [one[:2] for one in rows]
 
 
+@pytest.mark.slow
 def test_rows_in_use_are_averaged_over_copies_as_whole_shards_are():
     dense, rows = (run_ranks(4, trained, policy, "auto", (2, 2)) for policy in (DENSE, ROWS))
     assert [one[:2] for one in dense] == [one[:2] for one in rows]
@@ -186,6 +189,7 @@ def skipped(rank, world, row_wise):
 
 
 @pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.slow
 def test_ranks_that_skip_a_lookup_get_the_same_bits(world):
     assert run_ranks(world, skipped, False) == run_ranks(world, skipped, True)
 
@@ -197,6 +201,7 @@ def read_by_a_hook(rank, world, policy):
     return train(model, Run.of(model), rank, steps=2), seen, bits(model)
 
 
+@pytest.mark.slow
 def test_a_hook_that_reads_the_whole_weight_finds_all_of_it():
     assert run_ranks(2, read_by_a_hook, DENSE) == run_ranks(2, read_by_a_hook, ROWS)
 

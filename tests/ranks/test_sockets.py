@@ -188,6 +188,7 @@ def stranger_first(rank, world):
     return name, sums
 
 
+@pytest.mark.slow
 def test_who_does_not_know_the_secret_gets_no_line():
     expected = [(name, sums) for name, sums, *_ in run_ranks(2, collectives, "sockets")]
     assert run_ranks(2, stranger_first) == expected

@@ -180,6 +180,7 @@ def reduced_in_two_backwards(rank, world, max_reductions):
     assert all(torch.equal(p.to_local(), q) for p, q in zip(model.parameters(), before, strict=True))
 
 
+@pytest.mark.slow
 def test_a_gradient_that_comes_in_two_parts_is_refused():
     run_ranks(2, reduced_twice)
     run_ranks(2, reduced_in_two_backwards, 1)

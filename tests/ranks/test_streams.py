@@ -298,6 +298,7 @@ def raced(rank, world, gatherer):
 
 @pytest.mark.each_case
 @pytest.mark.parametrize("gatherer", GATHERERS)
+@pytest.mark.slow
 def test_no_gatherer_writes_memory_that_is_still_read(gatherer):
     run_ranks(1, raced, gatherer)
 

@@ -46,5 +46,6 @@ def in_both_orders(rank, world):
 
 
 @pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.slow
 def test_compiled_blocks_are_one_graph_each_without_a_break(world):
     run_ranks(world, in_both_orders)

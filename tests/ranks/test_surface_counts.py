@@ -366,6 +366,7 @@ def smaller_world_held(rank, world, agreement, folder):
 
 @pytest.mark.each_case
 @pytest.mark.parametrize("agreement", ["strict", "off"])
+@pytest.mark.slow
 def test_bytes_are_counted_as_they_are_held_where_shards_lie_over_a_smaller_world(agreement, tmp_path):
     run_ranks(4, smaller_world_held, agreement, str(tmp_path))
 
@@ -384,6 +385,7 @@ def smaller_world_routed(rank, world):
         assert stats(model).unsharded_nbytes == held.now_nbytes, step
 
 
+@pytest.mark.slow
 def test_bytes_over_a_smaller_world_are_counted_where_ranks_use_different_groups():
     run_ranks(4, smaller_world_routed)
 

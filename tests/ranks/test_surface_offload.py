@@ -66,6 +66,7 @@ def copies(rank, world):
     assert full(model.blocks[0].norm.weight).dtype == torch.float32
 
 
+@pytest.mark.slow
 def test_the_copy_on_the_device_is_made_once_after_each_change_of_the_shard():
     run_ranks(2, copies)
 

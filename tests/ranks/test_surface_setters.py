@@ -311,6 +311,7 @@ def reset(rank, world):
     train_beside(Run.of(model), Run.of(reference), rank, world, 2)  # the microbatch before is forgotten
 
 
+@pytest.mark.slow
 def test_reset_iter_state_forgets_the_failed_step_and_its_microbatches():
     run_ranks(2, reset)
 

@@ -53,6 +53,7 @@ def muon(rank, world, dim):
 
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.slow
 def test_an_optimizer_that_needs_whole_matrices_equals_one_process(world, dim):
     run_ranks(world, muon, dim)
 
@@ -74,5 +75,6 @@ def round_trips(rank, world):
         scattered(block.norm.weight, torch.ones(3))
 
 
+@pytest.mark.slow
 def test_whole_parameters_go_back_to_the_same_shards_beside_tensor_parallelism():
     run_ranks(4, round_trips)

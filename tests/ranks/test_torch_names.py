@@ -146,6 +146,7 @@ def pipelined(rank, world, make):
 
 
 @pytest.mark.parametrize("make", [ScheduleGPipe, ScheduleInterleaved1F1B])
+@pytest.mark.slow
 def test_a_pipeline_of_sharded_stages_trains_as_one_process(make):
     run_ranks(4, pipelined, make)
 

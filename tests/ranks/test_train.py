@@ -291,6 +291,7 @@ def test_a_run_goes_on_with_the_same_global_batches_on_another_number_of_ranks(p
     assert names == {"step-000040", "damaged-step-000040"}
 
 
+@pytest.mark.slow
 def test_ranks_save_and_leave_when_the_launcher_is_killed(place):
     folder = place / "orphaned"
     process = start(place, "--run.folder", folder.name, "--training.steps=100000")

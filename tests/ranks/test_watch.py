@@ -166,6 +166,7 @@ def silent(rank, world):
         step(model)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_silent_for_lost_s_is_lost():
     with pytest.raises(AssertionError) as error:
         run_ranks(2, silent, limit_s=8.0)
@@ -221,6 +222,7 @@ def two_models(rank, world):
     return process_state.diagnosis is None and not process_state.waits
 
 
+@pytest.mark.slow
 def test_two_models_and_a_late_rank_go_on():
     assert run_ranks(2, two_models) == [True, True]
 

@@ -139,6 +139,7 @@ def drawn() -> list[Run]:
 
 
 @pytest.mark.parametrize("run", drawn(), ids=lambda run: f"{run.seed}-{run.end}-on-{run.culprit}")
+@pytest.mark.slow
 def test_after_many_steps_of_random_skips_the_one_fault_is_named(run):
     outcomes = run_scripts(3, run, limit_s=60.0 + STEPS * 0.3)
     for rank, outcome in enumerate(outcomes):

@@ -147,5 +147,6 @@ def compiled(rank, world):
     assert numbered["state"].keys() == set(range(len(list(model.parameters()))))
 
 
+@pytest.mark.slow
 def test_the_optimizer_state_of_a_compiled_module_has_the_names_without():
     run_ranks(2, compiled)

@@ -54,6 +54,7 @@ def test_a_flat_parameter_is_cut_evenly_and_modules_show_shapes_at_rest(world):
     [(nested, build, MATRIX), (everything, build, NEVER_MOVED), (root_only, Transformer, NEVER_MOVED)],
     ids=["nested", "everything wrapped", "transformer"],
 )
+@pytest.mark.slow
 def test_a_flat_model_trains_as_ddp_in_every_case(shape, make, cases):
     run_ranks(2, trains, flat(shape), make, 2, cases)
 
@@ -254,5 +255,6 @@ def kinds(rank, world):
                 torch.testing.assert_close(ours.grad, theirs.grad, msg=name)
 
 
+@pytest.mark.slow
 def test_other_dtypes_and_frozen_parameters_get_flat_parameters_of_their_own():
     run_ranks(2, kinds)

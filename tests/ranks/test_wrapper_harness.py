@@ -75,6 +75,7 @@ def test_a_model_trains_as_ddp_in_every_case(shape, make):  # P1 P12-P14 P22-P26
 
 
 @pytest.mark.parametrize("world", [3, 4])
+@pytest.mark.slow
 def test_more_ranks_than_two_train_as_ddp(world):
     cases = [(BackwardPrefetch.BACKWARD_PRE, None, "never"), (None, CPUOffload(True), "after")]
     run_ranks(world, trains, nested, build, 2, cases)
@@ -183,6 +184,7 @@ def late_reductions(rank, world):
             del comm.reduce_scatter
 
 
+@pytest.mark.slow
 def test_delays_after_the_loss_and_before_every_reduction_change_nothing():  # P39 P40 P46
     run_ranks(2, late_reductions)
 
@@ -215,6 +217,7 @@ def experts(rank, world, late_s):
 
 
 @pytest.mark.parametrize("late_s", [0.0, 0.002], ids=["at once", "freed late"])
+@pytest.mark.slow
 def test_an_expert_on_a_group_of_one_is_not_sharded_reduced_or_divided(late_s):  # P30 P41-P45
     run_ranks(3 if late_s else 2, experts, late_s)
 

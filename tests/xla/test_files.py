@@ -179,6 +179,7 @@ def test_the_command_takes_the_options_that_users_know(tmp_path, capsys):
     assert main(["checkpoint", "consolidate", "a", "b", "--ckpt-prefix", "c"]) == 2
 
 
+@pytest.mark.slow
 def test_reading_needs_neither_jax_nor_torchax():
     code = (
         "import sys, shardwright; from shardwright.xla import files; "

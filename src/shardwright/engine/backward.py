@@ -102,7 +102,7 @@ class Backward:
             return
         # Modules that share a group (norm and head) end their backward together, or the group would be
         # resharded, gathered again and reduced again between them.
-        together = unit.calls if call in unit.calls else [call]
+        together = unit.now.calls if call in unit.now.calls else [call]
         for each in together:
             each.left = each.num_inputs
         active.update(together)

@@ -15,11 +15,11 @@ from torch import nn
 from shardwright.params.param import ShardedParam
 from shardwright.params.quantized.module import encodings
 from shardwright.policy import MixedPrecisionPolicy, SchedulePolicy
-from shardwright.torch_private import parameters_of
+from shardwright.torch_private import parameters_of, replace_parameters_of
 
 
 class Reads(dict[str, nn.Parameter | None]):
-    """``module._parameters`` of a module, which calls ``on_read`` before a parameter is read through it."""
+    """The table of a module's parameters, which calls ``on_read`` before a parameter is read through it."""
 
     on_read: Callable[[], None] | None = None
 
@@ -58,7 +58,8 @@ class Deferred:
         for module in modules.values():
             reads = parameters_of(module)
             if not isinstance(reads, Reads):
-                reads = module.__dict__["_parameters"] = Reads(reads)
+                reads = Reads(reads)
+                replace_parameters_of(module, reads)
             self._reads.append(reads)
 
     @property

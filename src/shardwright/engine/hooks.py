@@ -230,15 +230,15 @@ class ModuleHooks:
         if runtime.depth == 0:
             _outermost.enter(unit)
             runtime.begin(Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION, unit.entry)
-        if unit.pass_number != runtime.pass_number:
+        if unit.now.number != runtime.pass_number:
             self._calls.clear()
             unit.enter_pass(runtime.pass_number)
         self._calls.append(call)
         runtime.depth += 1
-        unit.running += 1
-        if not unit.awaited:
-            unit.awaited = set(unit.modules)
-            if unit.running == 1:
+        unit.now.running += 1
+        if not unit.now.awaited:
+            unit.now.awaited = set(unit.modules)
+            if unit.now.running == 1:
                 for owner in owners:
                     owner.enter_pass(runtime.pass_number)
                     if owner.deferred is None:
@@ -247,14 +247,14 @@ class ModuleHooks:
                         owner.deferred.wait(lambda owner=owner: self._read(owner))
 
     def _begin(self, runtime: Runtime, owner: Unit) -> None:
-        owner.users += 1
+        owner.now.users += 1
         runtime.at(EventKind.FORWARD_BEGIN, owner.group)
 
     @skipped_by_compiler
     def _read(self, owner: Unit) -> None:
         """Parameters of a group that was deferred are read."""
         runtime = self.unit.runtime
-        if runtime.depth and self.unit.pass_number == runtime.pass_number:  # else that forward was abandoned
+        if runtime.depth and self.unit.now.number == runtime.pass_number:  # else that forward was abandoned
             self._begin(runtime, owner)
             _watch_grads(owner)
 
@@ -312,23 +312,23 @@ class ModuleHooks:
             for tensor in hooked:
                 self._watch_output(call, tensor)
             if hooked and len(unit.modules) > 1:
-                unit.calls.append(call)
+                unit.now.calls.append(call)
         return output if dtype is not None else None
 
     def _leave(self, module: nn.Module, runtime: Runtime, failed: bool) -> None:
         unit = self.unit
-        if unit.pass_number != runtime.pass_number:
+        if unit.now.number != runtime.pass_number:
             return  # it belongs to a forward that was abandoned, and a new one has begun since
         runtime.depth -= 1
-        unit.running -= 1
-        unit.awaited.discard(module)
-        if unit.running == 0 and not unit.awaited:
+        unit.now.running -= 1
+        unit.now.awaited.discard(module)
+        if unit.now.running == 0 and not unit.now.awaited:
             for owner in unit.owners:
                 if owner.deferred is not None and owner.deferred.waits:
                     owner.deferred.stop()
                 elif not failed:
-                    owner.users -= 1
-                    if owner.users == 0:
+                    owner.now.users -= 1
+                    if owner.now.users == 0:
                         runtime.at(EventKind.FORWARD_END, owner.group)
         if runtime.depth == 0:
             _outermost.leave()

@@ -18,6 +18,22 @@ from shardwright.policy import MixedPrecisionPolicy
 _ATTRIBUTE = "_shardwright_unit"
 
 
+@dataclass
+class Pass:
+    """Where the current forward of a unit stands.
+
+    number: of the pass that all this belongs to. running: how deep its modules run. awaited: those that are
+    still to run. users: how many running units need the group. calls: of several modules whose backwards end
+    together.
+    """
+
+    number: int = -1
+    running: int = 0
+    users: int = 0
+    awaited: set[nn.Module] = field(default_factory=set)
+    calls: list[Any] = field(default_factory=list)
+
+
 @dataclass(eq=False)
 class Unit:
     """``modules`` share ``group`` (None where nested calls have taken every parameter).
@@ -27,10 +43,7 @@ class Unit:
         unsharded and resharded around these modules as well.
     deferred: of a part whose group is unsharded when it is first read, what tells of that; else None.
     home: the runtime that it was made with; ``runtime`` is the one that has taken that in since.
-
-    The rest is where the current forward stands: how deep the modules run, which of them are still to run,
-    how many running units need the group, the calls of several modules whose backwards end together, and the
-    pass that all this belongs to.
+    now: where the current forward stands.
     """
 
     name: str
@@ -39,11 +52,7 @@ class Unit:
     shared_owners: tuple["Unit", ...]
     policy: MixedPrecisionPolicy
     home: Runtime
-    running: int = 0
-    users: int = 0
-    awaited: set[nn.Module] = field(default_factory=set)
-    calls: list[Any] = field(default_factory=list)
-    pass_number: int = -1
+    now: Pass = field(default_factory=Pass)
     parts: tuple["Unit", ...] = ()
     deferred: Deferred | None = None
 
@@ -89,11 +98,8 @@ class Unit:
 
     def enter_pass(self, number: int) -> None:
         """Start the counts anew in a new pass (the last one may have been cut short)."""
-        if self.pass_number != number:
-            self.pass_number = number
-            self.running = self.users = 0
-            self.awaited.clear()
-            self.calls.clear()
+        if self.now.number != number:
+            self.now = Pass(number)
 
 
 def unit_of(module: nn.Module) -> Unit:
