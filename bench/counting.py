@@ -52,6 +52,31 @@ def count_calls(step: Callable[[], None], folder: str, collectives: Mapping[str,
     return seen
 
 
+def count_instructions(step: Callable[[], None], folder: str) -> Counter[str]:
+    """Run ``step``; count the instructions of functions below ``folder``, by file and function. They show a
+    loop over ranks that calls nothing."""
+    seen: Counter[str] = Counter()
+
+    def inside(frame: FrameType, event: str, _: Any) -> Any:
+        if event == "opcode":
+            seen[f"{frame.f_code.co_filename[len(folder) :].lstrip('/')} {frame.f_code.co_qualname}"] += 1
+        return inside
+
+    def notice(frame: FrameType, _: str, __: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(folder):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return inside
+
+    before = sys.gettrace()
+    sys.settrace(notice)
+    try:
+        step()
+    finally:
+        sys.settrace(before)
+    return seen
+
+
 def _way(frame: FrameType) -> Way:
     found = []
     for outer in _outwards(frame.f_back):

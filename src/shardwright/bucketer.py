@@ -11,6 +11,7 @@ larger one would save no latency that counts, and leave the wire idle until it i
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import isfinite, prod
 
 import torch
@@ -243,7 +244,7 @@ class _Bucket:
         assert rows is not None
         self.handles, self._rows, self._used = [], None, 0
         numel = rows.shape[1]
-        spans = Spans((r * numel, r * numel + used) for r in range(self.comm.world))
+        spans = Spans(self.comm.world, used, rows.numel(), numel - used)
         self._send([Segment(rows.view(-1), spans)], handles, rows)
 
     def give_back(self, rows: torch.Tensor) -> None:
@@ -262,10 +263,10 @@ class _Bucket:
     def _send(
         self, segments: list[Segment], handles: list[ReduceScatterHandle], rows: torch.Tensor | None
     ) -> None:
-        numel = segments[0].spans[0][1] - segments[0].spans[0][0]
+        numel = segments[0].spans.longest
         what = f"reduce-scatter of {len(handles)} inputs, {numel} x {self._dtype}"
         # Known as issued before anything can raise: a failure leaves no handle waiting in a bucket.
-        nbytes = sum(segment.part_nbytes(rank) for segment in segments for rank in range(self.comm.world))
+        nbytes = numel * self.comm.world * self._dtype.itemsize
         flight = _BucketInFlight(self, handles, rows, nbytes)
         for handle in handles:
             handle._issued(flight)
@@ -283,9 +284,19 @@ class _Bucket:
         if whole is not None:
             return [Segment(whole, equal_spans(numel, world))]
         return [
-            Segment(tensor.reshape(-1), Spans((0, numel if r == owner else 0) for r in range(world)))
+            Segment(tensor.reshape(-1), _OfOne(world, numel, numel, -numel, owner))
             for owner, tensor in enumerate(inputs)
         ]
+
+
+@dataclass(frozen=True)
+class _OfOne(Spans):
+    """All of a tensor is one rank's part."""
+
+    owner: int = 0
+
+    def __getitem__(self, rank: int) -> tuple[int, int]:
+        return 0, self.longest if rank == self.owner else 0
 
 
 class _BucketInFlight:

@@ -57,7 +57,8 @@ def test_ranks_exchange_control_words_at_most_four_times_a_step(world):
         pytest.param(8, 127, 0, MOST_KERNELS, id="uneven rows"),
         pytest.param(512, 127, 0, MOST_KERNELS, id="ranks without rows"),
         pytest.param(8, 128, -1, MOST_KERNELS + 1, id="the last dim"),
-        pytest.param(8, 127, -1, MOST_KERNELS + 1, id="an uneven last dim"),
+        pytest.param(8, 127, -1, MOST_KERNELS + 4, id="an uneven last dim"),
+        pytest.param(512, 127, -1, MOST_KERNELS + 4, id="ranks without columns"),
     ],
 )
 def test_a_group_launches_few_kernels_a_step(world, width, dim, most):

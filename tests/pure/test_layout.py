@@ -118,9 +118,14 @@ def test_spans_know_what_follows_of_them(layout):
     assert equal_spans(3, layout.world).is_even
 
 
-@pytest.mark.parametrize("spans", [((0, 2), (4, 6)), ((0, 0), (0, 3)), ((0, 1), (1, 4))])
-def test_spans_with_gaps_or_a_longer_one_behind_a_shorter_are_not_chunks(spans):
-    assert not Spans(spans).is_chunked and not Spans(spans).is_even
+def test_spans_with_gaps_are_not_chunks():
+    spans = Spans(world=2, longest=2, end=8, gap=2)
+    assert list(spans) == [(0, 2), (4, 6)] and spans[-1] == (4, 6)
+    assert not spans.is_chunked and not spans.is_even
+
+
+def test_the_spans_of_what_is_kept_whole_are_all_of_it():
+    assert list(ParamLayout((3,), 2, None).spans) == [(0, 3), (0, 3)]
 
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
@@ -132,8 +137,8 @@ def test_gradients_are_padded_with_zeros_to_equal_parts_in_their_reduce_dtypes(w
     for shape, dtype, _ in kinds:
         spans = ParamLayout(shape, world).spans
         if with_gaps:  # as of rows that a bucket has room for: behind each part something that is no part
-            spans = Spans((start + 3 * rank, stop + 3 * rank) for rank, (start, stop) in enumerate(spans))
-        segments.append(Segment(torch.randn(spans[-1][1] + 3).to(dtype), spans))
+            spans = Spans(world, spans.longest, world * (spans.longest + 3), gap=3)
+        segments.append(Segment(torch.randn(spans.end + 3).to(dtype), spans))
     inputs = padded(segments, [dtype for _, _, dtype in kinds])
     for flat, segment, (_, _, dtype) in zip(inputs, segments, kinds, strict=True):
         assert flat.dtype == dtype and flat.numel() == world * segment.spans.longest

@@ -2,6 +2,7 @@
 the shards'. What is copied, cast or added is one call for all that have the same dtypes."""
 
 from collections.abc import Sequence
+from math import frexp
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -81,10 +82,8 @@ def predivisor(divisor: float) -> float:
     """The part of ``divisor`` that float16 gradients are divided by before they are summed, so that the sum
     doesn't overflow: the least power of two that isn't below the divisor's square root. It is exact, except
     for numbers so small that float16 has fewer bits for them."""
-    power = 1.0
-    while power * power < divisor:
-        power *= 2
-    return power
+    fraction, exponent = frexp(divisor)  # between a half and one, times a power of two
+    return 2.0 ** max(0, exponent // 2 if fraction == 0.5 else (exponent + 1) // 2)
 
 
 def reduce_segments(

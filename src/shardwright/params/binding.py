@@ -93,21 +93,23 @@ def _bind_transposed(buffer: ReorderedBuffer, offset: int, wire_offset: int, sta
     face, filled = (buffer.tensor(dtype, offset, layout.shape, strides) for _ in range(2))
     param.bind(buffer.wire, wire_offset, dtype, face)
     gathered = buffer.wire.tensor(dtype, wire_offset, layout.shape, layout.strides)
-    buffer.pairs.append((filled, [gathered]))  # not the face: filling is no in-place change of a weight
+    buffer.pairs.append((filled, gathered))  # not the face: filling is no in-place change of a weight
 
 
 def _bind_stack(buffer: ReorderedBuffer, offset: int, wire_offset: int, stack: _Stack) -> None:
     dtype, layout, wire = stack.dtype, stack.layout, buffer.wire
-    outer, world, rank = layout.shape[0], layout.world, stack.params[0].axis.rank
-    width, own_width = (prod(shape[1:]) for shape in (layout.shape, layout.shard_shape(rank)))
+    outer, rank = layout.shape[0], stack.params[0].axis.rank
+    width, own_width, part = (
+        prod(shape[1:]) for shape in (layout.shape, layout.shard_shape(rank), layout.shard_shape(0))
+    )
     segment = Segment(wire.tensor(dtype, wire_offset, (layout.padded_numel,), (1,)), layout.spans)
     filled = buffer.tensor(dtype, offset, (outer, width), (width, 1))
-    if layout.spans.is_even:  # one copy, whatever the world
-        parts = [segment.flat.view(world, outer, width // world).transpose(0, 1)]
-        filled = filled.view(outer, world, width // world)
-    else:
-        parts = [segment.part(r).view(outer, -1) for r in range(world) if layout.shard_numel(r)]
-    buffer.pairs.append((filled, parts))
+    num_equal = width // part if part else 0  # one copy, whatever the world
+    first = filled[:, : num_equal * part].unflatten(1, (num_equal, part))
+    equal, rest = segment.flat[: layout.numel].split([first.numel(), layout.numel - first.numel()])
+    buffer.pairs.append((first, equal.view(num_equal, outer, part).transpose(0, 1)))
+    if rest.numel():  # one more for the rank that has fewer
+        buffer.pairs.append((filled[:, num_equal * part :], rest.view(outer, -1)))
     own_offset = wire_offset + layout.span(rank)[0] * dtype.itemsize
     for param, start in zip(stack.params, stack.starts, strict=True):
         shape, own_shape = param.layout.shape, param.layout.shard_shape(rank)

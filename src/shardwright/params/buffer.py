@@ -53,14 +53,14 @@ class Buffer:
 class ReorderedBuffer(Buffer):
     """Some of what lies in it is gathered elsewhere, on the ``wire``, in another order.
 
-    pairs: a tensor over this memory, of its own, and what it is along its last dim: tensors over the wire.
+    pairs: a part of this memory, through tensors of its own, and the part of the wire that it is copied from.
     allocated_nbytes: of both.
     """
 
     def __init__(self, nbytes: int, wire: Buffer, device: torch.device) -> None:
         super().__init__(nbytes, device)
         self.wire = wire
-        self.pairs: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+        self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def alloc(self) -> None:
         """Take the memory of both."""
@@ -75,8 +75,8 @@ class ReorderedBuffer(Buffer):
 
     def arrive(self, keep_wire: bool) -> None:
         """Copy what was gathered into the order of use. keep_wire: it is still needed while unsharded."""
-        for place, parts in self.pairs:
-            torch.cat(parts, -1, out=place)  # one kernel, however many parts
+        for place, part in self.pairs:
+            place.copy_(part)
         if not keep_wire:
             self.wire.free()
             self.allocated_nbytes = self.nbytes

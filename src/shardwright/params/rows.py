@@ -11,6 +11,8 @@ summed, zeros included, in the order in which whole gradients are. Which rows ha
 gradients, whatever brought them. Where more than half of the rows are in use, all travel.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch.nn import functional as F
 
@@ -54,27 +56,48 @@ class Rows:
 
 
 class _Rows:
-    """The rows that travel, alike on all ranks. ids: int64, ascending. counts: how many each rank owns."""
+    """The rows that travel, alike on all ranks, each rank's in a place as long as the longest of them.
 
-    def __init__(self, used: torch.Tensor, layout: ParamLayout, rank: int) -> None:
-        self.width = layout.row_numel
+    ids: int64, ascending. places: the row of each where they travel. own: this rank's, within its shard.
+    spans: elements of each rank's; of its whole place where the transport moves equal parts.
+    """
+
+    def __init__(self, used: torch.Tensor, layout: ParamLayout, comm: Comm) -> None:
+        world, self.width = layout.world, layout.row_numel
         self.ids = used.nonzero().view(-1)
-        self.counts = [int(used[slice(*layout.row_range(r))].sum()) for r in range(layout.world)]
-        first = sum(self.counts[:rank])
-        self.own = self.ids[first : first + self.counts[rank]] - layout.row_range(rank)[0]
+        self.own = used[slice(*layout.row_range(comm.rank))].nonzero().view(-1)
+        by_rank = F.pad(used, (0, world * layout.chunk_rows - layout.rows)).view(world, -1)
+        counts = by_rank.sum(1)
+        longest = int(counts.max())
+        skipped = torch.arange(world, device=used.device) * longest - (counts.cumsum(0) - counts)
+        owners = self.ids.div(layout.chunk_rows, rounding_mode="floor")
+        self.places = torch.arange(len(self.ids), device=used.device) + skipped.index_select(0, owners)
+        self.spans = equal_spans(longest * self.width, world)
+        if comm.reads_in_place:
+            numels = tuple((counts * self.width).tolist())
+            self.spans = _RowSpans(world, self.spans.longest, self.spans.end, numels=numels)
 
-    def spans(self, stride: int | None = None) -> Spans:
-        """Elements of each rank's rows: one after another, or every ``stride`` rows."""
-        starts = [sum(self.counts[:r]) if stride is None else r * stride for r in range(len(self.counts))]
-        pairs = zip(starts, self.counts, strict=True)
-        return Spans((start * self.width, (start + count) * self.width) for start, count in pairs)
+    def empty(self, like: torch.Tensor) -> torch.Tensor:
+        """Memory for them as they travel, ``[ranks x the longest, width]``."""
+        return like.new_empty(self.spans.end // self.width, self.width)
+
+
+@dataclass(frozen=True)
+class _RowSpans(Spans):
+    """Each rank's rows at the beginning of equal places. numels: elements of each rank's."""
+
+    numels: tuple[int, ...] = ()
+
+    def __getitem__(self, rank: int) -> tuple[int, int]:
+        start = rank * self.longest
+        return start, start + self.numels[rank]
 
 
 class _Exchange:
     """Which rows any rank uses: an all-gather of ``ceil(rows / 8)`` bytes from each, in flight."""
 
     def __init__(self, comm: Comm, used: torch.Tensor, layout: ParamLayout, key: str) -> None:
-        self._rank, self._layout = comm.rank, layout
+        self._comm, self._layout = comm, layout
         nbytes = -(-layout.rows // 8)
         self._bits = torch.empty(comm.world, nbytes, dtype=torch.uint8, device=used.device)
         self._bits[comm.rank] = _pack(used)
@@ -87,26 +110,25 @@ class _Exchange:
         used = _unpack(self._bits, self._layout.rows).any(0)
         if 2 * int(used.sum()) > self._layout.rows:
             return None
-        return _Rows(used, self._layout, self._rank)
+        return _Rows(used, self._layout, self._comm)
 
 
 class _RowGather:
     """An all-gather of some rows, in flight."""
 
     def __init__(self, comm: Comm, local: torch.Tensor, region: torch.Tensor, rows: _Rows, key: str) -> None:
-        stride = max(rows.counts)
-        flat = region.new_empty(comm.world * stride * rows.width)
         self._region, self._rows = region, rows
-        self._segment = Segment(flat, rows.spans(stride))
-        self._segment.part(comm.rank).view(-1, rows.width).copy_(local.flatten(1).index_select(0, rows.own))
-        self._gather = comm.all_gather([self._segment], key)
+        self._travelled = rows.empty(region)
+        segment = Segment(self._travelled.view(-1), rows.spans)
+        own = segment.part(comm.rank).view(-1, rows.width)[: len(rows.own)]
+        own.copy_(local.flatten(1).index_select(0, rows.own))
+        self._gather = comm.all_gather([segment], key)
 
     def wait(self) -> None:
         """Wait for it, then put the rows in their places."""
         self._gather.wait()
-        parts = [self._segment.part(r) for r in range(len(self._rows.counts))]
         whole = self._region.view(-1, self._rows.width)
-        whole.index_copy_(0, self._rows.ids, torch.cat(parts).view(-1, self._rows.width))
+        whole.index_copy_(0, self._rows.ids, self._travelled.index_select(0, self._rows.places))
 
 
 class _RowReduction:
@@ -125,11 +147,12 @@ class _RowReduction:
         segment, layout = self._segment, self._layout
         if rows is None:
             return self._comm.reduce_scatter([segment], [self._dtype], self._key).wait()
-        some = segment.flat.view(layout.rows, rows.width).index_select(0, rows.ids)
-        narrow = Segment(some.view(-1), rows.spans())
+        some = rows.empty(segment.flat)
+        some.index_copy_(0, rows.places, segment.flat.view(layout.rows, rows.width).index_select(0, rows.ids))
+        narrow = Segment(some.view(-1), rows.spans)
         (total,) = self._comm.reduce_scatter([narrow], [self._dtype], self._key).wait()
         whole = total.new_zeros(layout.shard_numel(self._comm.rank))
-        whole.view(-1, rows.width).index_copy_(0, rows.own, total.view(-1, rows.width))
+        whole.view(-1, rows.width).index_copy_(0, rows.own, total.view(-1, rows.width)[: len(rows.own)])
         return [whole]
 
 

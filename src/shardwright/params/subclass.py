@@ -98,7 +98,7 @@ class ExtendedParam(ShardedParam):
 
     def _expose(self, param: nn.Parameter) -> None:
         nowhere = torch.empty(0)
-        self.bound = Unsharded(give(self.attributes, param), Segment(nowhere, Spans()), nowhere)
+        self.bound = Unsharded(give(self.attributes, param), Segment(nowhere, Spans(0, 0, 0)), nowhere)
 
     # ---- the all-gather
 

@@ -24,32 +24,43 @@ from shardwright.errors import InputError
 ALIGNMENT_NBYTES = 64  # a cache line; a multiple of every dtype's size and of NCCL's 16-byte vector loads
 
 
-class Spans(tuple[tuple[int, int], ...]):
-    """``(start, stop)`` elements of each rank's part of a flat tensor; what follows is worked out once."""
+@dataclass(frozen=True)
+class Spans(Sequence[tuple[int, int]]):
+    """``(start, stop)`` elements of each rank's part of a flat tensor: a rule, so that none of it grows with
+    the world.
 
-    @cached_property
-    def longest(self) -> int:
-        """Elements of the longest part."""
-        return max(stop - start for start, stop in self)
+    Parts of ``longest`` elements one after another, until nothing is left at ``end``. gap: elements between
+    one part and the next; ``-longest``: all parts are the same.
+    """
+
+    world: int
+    longest: int
+    end: int
+    gap: int = 0
+
+    def __len__(self) -> int:
+        return self.world
+
+    def __getitem__(self, rank: int) -> tuple[int, int]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if not -self.world <= rank < self.world:
+            raise IndexError(f"rank {rank} of {self.world}")
+        start = min(rank % self.world * (self.longest + self.gap), self.end)
+        return start, min(start + self.longest, self.end)
 
     @cached_property
     def is_chunked(self) -> bool:
-        """Whether they are the tensor cut into parts of ``longest``, one after another until nothing is left:
-        with padding behind its end each part lies where equal parts would."""
-        end, longest = self[-1][1], self.longest
-        equal = ((rank * longest, (rank + 1) * longest) for rank in range(len(self)))
-        return self == tuple((min(start, end), min(stop, end)) for start, stop in equal)
+        """Whether there are no gaps: with padding behind the end each part lies where equal parts would."""
+        return self.gap == 0
 
     @cached_property
     def is_even(self) -> bool:
         """Whether all parts are equal and one after another."""
-        return self.is_chunked and self[-1][1] == len(self) * self.longest
+        return self.gap == 0 and self.end == self.world * self.longest
 
 
-@lru_cache
 def equal_spans(numel: int, world: int) -> Spans:
     """Parts of ``numel`` elements for each of ``world`` ranks, one after another."""
-    return Spans((rank * numel, (rank + 1) * numel) for rank in range(world))
+    return Spans(world, numel, numel * world)
 
 
 @dataclass(frozen=True)
@@ -115,7 +126,9 @@ class ParamLayout:
     @cached_property
     def spans(self) -> Spans:
         """``span(rank)`` of every rank."""
-        return Spans(self.span(rank) for rank in range(self.world))
+        if self.dim is None:  # the whole of it is every rank's, in the same place
+            return Spans(self.world, self.numel, self.numel, -self.numel)
+        return Spans(self.world, self.chunk_rows * self.row_numel, self.numel)
 
     def shard_numel(self, rank: int) -> int:
         """Elements of ``rank``'s shard."""

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from shardwright.transport.base import Comm, Gather, Reduction, Segment
+from shardwright.transport.nccl import padded
 from shardwright.transport.streams import Streams
 
 
@@ -65,14 +66,10 @@ class CustomComm(Comm):
             dtype = torch.promote_types(dtype, other)
         comm, device = self.custom_reduce_scatter, segments[0].flat.device
         longest = [segment.spans.longest for segment in segments]
-        sent = comm.allocate((sum(longest) * self.world,), dtype=dtype, device=device).zero_()
+        sent = comm.allocate((sum(longest) * self.world,), dtype=dtype, device=device)
         received = comm.allocate((sum(longest),), dtype=dtype, device=device)
-        for place, segment in zip(sent.view(self.world, -1).split(longest, 1), segments, strict=True):
-            if segment.spans.is_even:
-                place.copy_(segment.flat[: segment.spans[-1][1]].view(self.world, -1))
-                continue
-            for row, (start, stop) in zip(place, segment.spans, strict=True):
-                row[: stop - start].copy_(segment.flat[start:stop])
+        rows = [flat.view(self.world, -1) for flat in padded(segments, [dtype] * len(segments))]
+        torch.cat(rows, 1, out=sent.view(self.world, -1))
         work = comm(
             output_tensor=received,
             input_tensor=sent,
@@ -101,10 +98,7 @@ class _CustomGather:
         """Wait for it, then put every rank's part in its place."""
         if self._work is not None:
             self._work.wait()
-        for row, part in zip(
-            self._rows, self._received.split([r.shape[1] for r in self._rows], 1), strict=True
-        ):
-            row.copy_(part)
+        torch.split_with_sizes_copy(self._received, [row.shape[1] for row in self._rows], 1, out=self._rows)
 
 
 class _CustomReduction:

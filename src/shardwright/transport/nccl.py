@@ -236,18 +236,19 @@ class _NcclReduction:
 def padded(segments: Sequence[Segment], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
     """The gradients in their reduce dtypes, each rank's span padded to the longest one, with zeros.
 
-    Where they lie where that is so already; else in memory of one tensor for each dtype, filled at once.
+    Where they lie where that is so already; else in memory of one tensor for each dtype, filled at once, and
+    without gaps between spans.
     """
     inputs = [segment.flat for segment in segments]
     elsewhere: dict[torch.dtype, list[int]] = defaultdict(list)
     for index, (flat, dtype) in enumerate(zip(inputs, dtypes, strict=True)):
         spans = segments[index].spans
         if (spans.is_even or segments[index].has_room) and flat.dtype == dtype:
-            inputs[index] = flat[: spans.longest * len(spans)]
+            inputs[index] = flat[: spans.longest * spans.world]
         else:
             elsewhere[dtype].append(index)
     for dtype, members in elsewhere.items():
-        sizes = [segments[i].spans.longest * len(segments[i].spans) for i in members]
+        sizes = [segments[i].spans.longest * segments[i].spans.world for i in members]
         offsets, nbytes = pack([numel * dtype.itemsize for numel in sizes])
         whole = inputs[members[0]].new_empty(nbytes // dtype.itemsize, dtype=dtype)
         zeros: list[torch.Tensor] = []
@@ -258,15 +259,13 @@ def padded(segments: Sequence[Segment], dtypes: Sequence[torch.dtype]) -> list[t
             inputs[index] = place
             places, sources = copies.setdefault(flat.dtype, ([], []))
             if spans.is_chunked:
-                end = spans[-1][1]
+                end = spans.end
                 places.append(place[:end])
                 sources.append(flat[:end])
                 zeros += [place[end:]] if end < numel else []
             else:
-                zeros.append(place)
-                rows = place.view(len(spans), spans.longest)
-                places += [row[: b - a] for row, (a, b) in zip(rows, spans, strict=True)]
-                sources += [flat[a:b] for a, b in spans]
+                places.append(place.view(spans.world, spans.longest))
+                sources.append(flat.as_strided(places[-1].shape, (spans.longest + spans.gap, 1)))
         if zeros:
             foreach_zero_(zeros)
         for places, sources in copies.values():
