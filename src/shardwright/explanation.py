@@ -6,11 +6,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from shardwright.engine.gatherer import has_lookup
 from shardwright.engine.group import ParamGroup
 from shardwright.engine.unit import Unit, units_in
 from shardwright.errors import InputError
 from shardwright.params.quantized.codec import Encoding
 from shardwright.policy import CPUOffloadPolicy, MixedPrecisionPolicy, ReductionPolicy
+from shardwright.schedule.exposed import exposed
 from shardwright.torch_private import parameters_of
 
 
@@ -39,6 +41,9 @@ class GroupRow:
     unsharded_nbytes: bytes of all its parameters unsharded, without padding (of weights that are decoded
     then, the decoded ones). resharded: when they are freed.
     gradients: how they are reduced. changed: what differs from the defaults.
+    exposed_nbytes: bytes that this rank receives for it in a step of training with nothing computed beside
+    them, by the schedule of the last step; 0 before one. exposed: which collectives those are, and the call
+    that would hide them.
     """
 
     modules: tuple[str, ...]
@@ -49,6 +54,8 @@ class GroupRow:
     resharded: str
     gradients: str
     changed: tuple[str, ...]
+    exposed_nbytes: int
+    exposed: str
 
 
 @dataclass(frozen=True)
@@ -67,6 +74,7 @@ class Explanation:
             )
             lines.append(f"    resharded {group.resharded}; gradients: {group.gradients}")
             lines += [f"    not the default: {change}" for change in group.changed]
+            lines += [f"    exposed: {group.exposed}"] if group.exposed else []
             width = max(len(param.name) for param in group.params)
             for param in group.params:
                 dtypes = [param.at_rest_dtype, param.compute_dtype, param.reduce_dtype]
@@ -82,6 +90,9 @@ class Explanation:
             f"{len(self.groups)} groups: {_size(at_rest)} at rest on this rank, {_size(whole)} unsharded"
         )
         lines.append("dtypes: at rest -> in compute and on the wire -> in reduction")
+        exposed_nbytes = sum(group.exposed_nbytes for group in self.groups)
+        if exposed_nbytes:
+            lines.append(f"{_size(exposed_nbytes)} a step are received with nothing computed beside them")
         if self.unmanaged:
             lines.append(f"not sharded: {', '.join(self.unmanaged)}")
         return "\n".join(lines)
@@ -142,6 +153,37 @@ def _row(unit: Unit, group: ParamGroup, names: dict[int, str]) -> GroupRow:
         _resharded(unit, group),
         _gradients(group),
         tuple(_changes(unit, group)),
+        *_exposed(unit, group),
+    )
+
+
+def _exposed(unit: Unit, group: ParamGroup) -> tuple[int, str]:
+    """Bytes that this rank receives with nothing beside them, and which those are."""
+    runtime, axis = unit.runtime, group.axis
+    spec, number = runtime.effective(group), runtime.groups.index(group)
+    found = [each for each in exposed(runtime.schedule) if each.group == number and axis.world > 1]
+    if not found:
+        return 0, ""
+    share = (axis.world - 1) / axis.world
+    sizes = [round((spec.grad_nbytes if each.reduces else spec.nbytes) * share) for each in found]
+    named = [
+        f"{'reduce-scatter at the end of' if each.reduces else 'all-gather in'} {each.phase} ({_size(size)})"
+        for each, size in zip(found, sizes, strict=True)
+    ]
+    return sum(sizes), f"{', '.join(named)}, with nothing computed beside; {_hides(unit, group)}"
+
+
+def _hides(unit: Unit, group: ParamGroup) -> str:
+    """The call that would hide a group's collectives behind computation."""
+    if len(unit.runtime.groups) == 1:
+        return "call fully_shard on the blocks of the model first: one group has nothing to hide behind"
+    if has_lookup(group.params):
+        return (
+            "call fully_shard on the embedding by itself, with SchedulePolicy(row_wise=True): then only rows "
+            "in use are moved"
+        )
+    return (
+        "call fully_shard on one half of its modules before: each half hides behind the other's computation"
     )
 
 

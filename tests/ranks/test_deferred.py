@@ -69,7 +69,11 @@ def schedules(rank, world):
     model = sharded(made())
     assert "group 4: norm, head  on" in str(explain(model))
     model.set_schedule_policy(SchedulePolicy(bucket_cap_mb=0))
+    assert sum(row.exposed_nbytes for row in explain(model).groups) == 0  # no step was recorded
     equal_steps(model, made(), rank, world)
+    first_block, _, _, embedding, head = explain(model).groups
+    assert head.exposed_nbytes == 0 < first_block.exposed_nbytes < embedding.exposed_nbytes
+    assert "all-gather in forward" in embedding.exposed and "row_wise=True" in embedding.exposed
     forward, backward = lines(model, Phase.FORWARD), lines(model, Phase.BACKWARD)
     assert forward["F+ 3"] == ["unshard 3", "unshard 0", "wait 3"]
     assert "unshard 4" in forward["F+ 2"]
