@@ -69,18 +69,23 @@ class Kernels(TorchDispatchMode):
         if shapes_alone or func.namespace == "profiler":
             return func(*args, **kwargs)
         memory = self.device.memory
+        if kind.name == "aten::is_pinned":
+            return memory.find(tensors[0]).pinned
+        if kind.name == "aten::_pin_memory":
+            return self._pinned_copy(tensors[0])
+        pins = kwargs.pop("pin_memory", False)  # which a build of torch without a device refuses
         on_host = [memory.find(t).stream is None for t in tensors]
         if kind.names_memory:
             out = func(*args, **kwargs)
             if not kind.is_view:
-                self._place(out, bool(on_host) and all(on_host))
+                self._place(out, pins or (bool(on_host) and all(on_host)), pins)
             return out
         by_host = bool(on_host) and all(on_host) and kind.name != "aten::_to_copy"
         asks = kind.asks_numbers and (
             kind.name != "aten::index" or any(t.dtype in (torch.bool, torch.uint8) for t in tensors[1:])
         )
         if asks and not by_host:
-            self.device.wait()
+            self.device.wait(kind.name)
         if by_host or asks:
             return self._at_once(func, kind, (args, kwargs), leaves, tree)
         blocks = any(on_host) and not (
@@ -90,16 +95,25 @@ class Kernels(TorchDispatchMode):
         )
         out = self._queue(func, kind, (args, kwargs), leaves, tree)
         if blocks:
-            self.device.wait()
+            self.device.wait(kind.name)
         return out
 
-    def _place(self, out: Any, on_host: bool) -> None:
+    def _pinned_copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Made by the host, of a tensor that lies there."""
+        source = self.device.memory.address(tensor)
+        assert self.device.memory.find(tensor).stream is None, "only memory of the host can be pinned"
+        copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        self._place(copy, True, True)
+        self.device.memory.address(copy).tensor().copy_(source.tensor())
+        return copy
+
+    def _place(self, out: Any, on_host: bool, pinned: bool = False) -> None:
         """Memory for the tensors that an operation has made."""
         for tensor in pytree.tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
                 if not self.device.memory.knows(storage):
-                    self.device.memory.take(storage, on_host)
+                    self.device.memory.take(storage, on_host, pinned)
 
     def _addresses(self, leaves: list[Any]) -> list[Any]:
         address = self.device.memory.address
@@ -216,22 +230,11 @@ def _zeros(leaf: Any) -> Any:
     return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype).zero_()
 
 
-def to_host(device: Device, tensor: torch.Tensor, pinned: bool) -> torch.Tensor:
-    """A copy of it on the host; the host waits for the current stream."""
-    with _disable_current_modes():
-        copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-        source = device.memory.address(tensor)
-        device.wait()
-        device.memory.take(copy.untyped_storage(), host=True, pinned=pinned)
-        device.memory.address(copy).tensor().copy_(source.tensor())
-    return copy
-
-
 def put_on_host(device: Device, tensor: torch.Tensor, pinned: bool) -> None:
     """From now on the storage of ``tensor`` is memory of the host."""
     with _disable_current_modes():
         source = device.memory.address(tensor)
-        device.wait()
+        device.wait("put on host")
         held = source.tensor().clone()
         storage = tensor.untyped_storage()
         device.memory.drop(storage._cdata)

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwright import nf4
 from shardwright.engine import build as building
-from shardwright.engine import grads, hooks, reducer
+from shardwright.engine import hooks
 from shardwright.engine.unit import units_in
 from shardwright.policy import CPUOffloadPolicy
 from shardwright.transport import mesh as meshes
@@ -22,7 +22,7 @@ from shardwright.transport.launches import LaunchLog
 from shardwright.transport.nccl import NcclComm
 from shardwright.transport.streams import Streams
 from tests.device import cases
-from tests.device.kernels import Kernels, put_on_host, to_host
+from tests.device.kernels import Kernels, put_on_host
 from tests.device.sim import Device, Event, Part, Stream, World, resizing
 
 _TABLES = {name: value.__wrapped__ for name, value in vars(nf4).items() if hasattr(value, "cache_clear")}
@@ -128,7 +128,6 @@ class Job:
         stand_ins = [
             (building, "keep_watch", lambda: None),
             (meshes, "_make_comm", self._make_comm),
-            (reducer, "add_sharded_grads", self._add_sharded_grads),
             (dist.distributed_c10d, "_world", ThreadLocalWorld()),
         ]
         before = [getattr(owner, name) for owner, name, _ in stand_ins]
@@ -187,12 +186,3 @@ class Job:
             if param.split.on_host:
                 pinned = self._pins and isinstance(param.split.offload, CPUOffloadPolicy)
                 put_on_host(self.world.device, param.local, pinned)
-
-    def _add_sharded_grads(self, params: Any, totals: Any) -> None:
-        """Where all is a CPU tensor the copy to the host is left out, so it is made here."""
-        device = self.world.device
-        kept = [
-            to_host(device, total, pinned=False) if param.split.on_host else total
-            for param, total in zip(params, totals, strict=True)
-        ]
-        grads.add_sharded_grads(params, kept)

@@ -45,6 +45,11 @@ class Event:
         """Whether all of that has run."""
         return self.stream.done >= self.number
 
+    def synchronize(self) -> None:
+        """The host waits for it."""
+        self.stream.device.waits.append("event")
+        self.stream.device.world.wait_for(self)
+
 
 class Stream:
     """A queue of operations, run in order. weight: how likely it runs next, among those that can.
@@ -232,18 +237,23 @@ class Memory:
 
     def _give_back(self, place: Place) -> None:
         """Whoever takes it next on its stream may write it in the order of that. Until then it is written
-        over as soon as all is done that was queued before: what reads it later has no right to."""
+        over as soon as all is done that was queued before: what reads it later has no right to. Pinned memory
+        is free only then: torch keeps it until the streams that have used it are done."""
         if not place.nbytes:
             return
         free = self._free.setdefault(place.stream, [])
-        free.append(place)
-        if place.stream is None:
+        if place.stream is None and not place.pinned:
+            free.append(place)
             self._bytes(place).fill_(POISON)
             return
         janitor = self.device.janitor
         janitor.put(
             [Event(stream) for stream in self.device.streams if stream.items and stream is not janitor]
         )
+        if place.stream is None:
+            janitor.put(lambda: (self._bytes(place).fill_(POISON), free.append(place)))
+            return
+        free.append(place)
         janitor.put(lambda: self._bytes(place).fill_(POISON) if place in free else None)
 
     def _bytes(self, place: Place) -> torch.Tensor:
@@ -255,7 +265,8 @@ class Memory:
 
 
 class Device:
-    """The simulated device of one rank."""
+    """The simulated device of one rank. waits: what its host has waited for: events, and by its name each
+    operation that had to end first."""
 
     def __init__(self, world: "World", rank: int) -> None:
         self.world, self.rank = world, rank
@@ -265,6 +276,7 @@ class Device:
         self.current = [self.compute]
         self.memory = Memory(self)
         self.num_launched = 0
+        self.waits: list[str] = []
 
     def launch(self, kernel: Callable[[], Any]) -> None:
         """Queue a kernel on the current stream."""
@@ -277,8 +289,9 @@ class Device:
         for stream in self.streams:
             self.world.wait_for(Event(stream))
 
-    def wait(self) -> None:
-        """The host waits for what the current stream has."""
+    def wait(self, what: str) -> None:
+        """The host waits for what the current stream has; for ``waits``, what for."""
+        self.waits.append(what)
         self.world.wait_for(Event(self.current[-1]))
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from tests.device import mutants
 from tests.device.cases import KINDS, on_cpu
 from tests.device.ranks import Job
 from tests.device.sim import Device
-from tests.pure.test_streams import NoRule1, NoRule2, NoRule4
+from tests.pure.test_streams import NoRule1, NoRule2, NoRule4, NoRule6, NoRule6Either, NoRule7
 from tests.ranks.pool import run_ranks
 
 MODELS = 5
@@ -93,9 +93,10 @@ def test_so_they_are_in_1000_schedules():
     assert differing_of([(kind, seed) for seed in range(100, 100 + EACH) for kind in KINDS]) == []
 
 
-@pytest.mark.parametrize("rules", [NoRule1, NoRule2, NoRule4])
+@pytest.mark.parametrize("rules", [NoRule1, NoRule2, NoRule4, NoRule6, NoRule6Either, NoRule7])
 def test_some_schedule_shows_that_a_rule_is_left_out(rules):
-    schedules = [("plain", seed) for seed in range(50)]
+    offloads = rules in (NoRule6, NoRule6Either, NoRule7)
+    schedules = [("offloaded" if offloads else "plain", seed) for seed in range(50)]
     assert differing_of(schedules, rules=rules, enough=1) != []
 
 
@@ -138,7 +139,7 @@ NOT_SEEN = {
     "transport/nccl.py NcclComm.gather: flight.wait()": "for a state dict, not in a step",
 }
 """What can be left out without a trace here, with the reason."""
-CAUGHT_IN = ("plain", "hybrid", "smaller world", "alone", "quantised", "rows in use")
+CAUGHT_IN = ("plain", "hybrid", "smaller world", "alone", "quantised", "rows in use", "offloaded")
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.device.kernels import Kernels, put_on_host, to_host
+from tests.device.kernels import Kernels, put_on_host
 from tests.device.ranks import Communicator
 from tests.device.sim import Stream, Stuck, World, resizing
 
@@ -64,7 +64,7 @@ def test_memory_that_is_freed_is_written_again_on_its_own_stream(keeps):
         kept = x if keeps else None
         del x
         z = torch.full((2,), 5.0)  # takes the memory of x, where nobody has that
-        device.wait()
+        device.wait("test")
         del kept, z
         return y
 
@@ -97,10 +97,23 @@ def test_a_copy_is_asynchronous_only_from_pinned_memory(pinned):
     assert (results(program) == {"[1.0, 1.0]"}) is not pinned
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_what_is_copied_to_pinned_memory_is_there_once_the_host_has_waited(waits):
+    def program(device):
+        host = torch.empty(2, pin_memory=True)
+        host.copy_(torch.zeros(2) + 1, non_blocking=True)
+        if waits:
+            device.compute.record_event().synchronize()
+        return host * 2
+
+    assert (results(program) == {"[2.0, 2.0]"}) is waits
+
+
 def test_the_host_waits_for_numbers_that_it_asks_for():
     def program(device):
         x = torch.zeros(3) + 2
-        host = to_host(device, x, pinned=False)
+        host = torch.empty(3, pin_memory=True)
+        host.copy_(x)
         return x * x.sum().item() + len(x.nonzero()) + host
 
     assert results(program) == {"[17.0, 17.0, 17.0]"}

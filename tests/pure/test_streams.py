@@ -5,7 +5,8 @@ certain: those queued earlier on its stream, and those behind the events that it
 operations on the same memory, one of them writing, race where neither comes before the other.
 """
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +22,7 @@ class FakeStream:
 
     def record_event(self):
         self.device.num_events += 1
-        return SimpleNamespace(before=self.before)
+        return SimpleNamespace(before=self.before, synchronize=partial(self.device.wait_on_host, self.before))
 
     def wait_event(self, event):
         assert not hasattr(event, "waited"), "an event is waited for once"
@@ -36,14 +37,22 @@ class FakeStream:
 
 
 class Device:
-    """Streams, and an allocator that hands memory out again at once, to the stream that it was taken on."""
+    """Streams, and an allocator that hands memory out again at once, to the stream that it was taken on.
+
+    host: what the host does, in program order. What is queued comes after what it has done by then.
+    """
 
     def __init__(self):
         self.num_events = self.num_ops = self.num_places = 0
         self.touched, self.free, self.owner = {}, {}, {}
         self.races = []
-        self.compute = FakeStream(self)
+        self.compute, self.host = FakeStream(self), FakeStream(self)
         self.current = [self.compute]
+        self.num_waits = 0
+
+    def wait_on_host(self, before):
+        self.host.before |= before
+        self.num_waits += 1
 
     def take(self):
         stream = self.current[-1]
@@ -57,6 +66,7 @@ class Device:
 
     def run(self, name, reads=(), writes=()):
         stream, op = self.current[-1], self.num_ops
+        stream.before |= self.host.before
         self.num_ops += 1
         for place in (*reads, *writes):
             for other, wrote, what in self.touched.get(place, ()):
@@ -71,10 +81,10 @@ def flat(place):
 
 
 class Model:
-    """Trains a few groups as the runtime does, one gathered ahead."""
+    """Trains a few groups as the runtime does, one gathered ahead. offloads: its shards lie on the host."""
 
-    def __init__(self, rules=Streams, num_groups=4):
-        self.device = Device()
+    def __init__(self, rules=Streams, num_groups=4, offloads=False):
+        self.device, self.offloads, self.offloaded = Device(), offloads, None
         self.streams = rules(lambda: FakeStream(self.device), lambda: self.device.current[-1])
         self.shards = [self.device.take() for _ in range(num_groups)]
         self.sums = {}
@@ -110,7 +120,19 @@ class Model:
         self.streams.land(due)
         self.device.give_back(gradient)
         self.device.run("divide", writes=[total])
-        self.sums[group] = total
+        if self.offloads:
+            with self.streams.offloading([total]):
+                self.sums[group] = self.take_on_host()
+                self.device.run("offload", [total], [self.sums[group]])
+            if self.offloaded is not None:
+                self.device.give_back(self.offloaded)
+            self.offloaded = total
+        else:
+            self.sums[group] = total
+
+    def take_on_host(self):
+        with self.device.host:
+            return self.device.take()
 
     def step(self):
         for total in self.sums.values():  # zero_grad
@@ -128,18 +150,25 @@ class Model:
                         self.land(reductions.pop(0))
             for reduction in reductions:
                 self.land(reduction)
-        for shard, total in zip(self.shards, self.sums.values(), strict=True):
-            self.device.run("optimizer", [total], [shard])
+        if self.offloads:
+            self.streams.settle()
+            self.device.give_back(self.offloaded)
+            self.offloaded = None
+        with self.device.host if self.offloads else nullcontext():
+            for shard, total in zip(self.shards, self.sums.values(), strict=True):
+                self.device.run("optimizer", [total], [shard])
 
 
-def test_steps_have_no_race_and_a_fixed_number_of_buffers():
-    model = Model()
+@pytest.mark.parametrize("offloads", [False, True])
+def test_steps_have_no_race_and_a_fixed_number_of_buffers(offloads):
+    model = Model(offloads=offloads)
     model.step()
     places = model.device.num_places
     for _ in range(3):
         model.step()
     assert model.device.races == []
     assert model.device.num_places == places
+    assert model.device.num_waits == 4 * offloads  # of the host: one a step
 
 
 class NoRule1(Streams):
@@ -162,6 +191,31 @@ class NoRule4(Streams):
         return self._reduce or nullcontext()
 
 
+class NoRule6(Streams):
+    """Copies follow compute, and nothing waits for them."""
+
+    @contextmanager
+    def offloading(self, sums):
+        self._offloaded = None
+        with super().offloading([]):
+            yield
+
+
+class NoRule6Either(Streams):
+    """Copies don't wait for the division."""
+
+    def offloading(self, sums):
+        self._offload = self._offload or self._make()
+        return self._offload
+
+
+class NoRule7(Streams):
+    def settle(self):
+        pass
+
+    arrive = settle
+
+
 @pytest.mark.parametrize(
     ("rules", "race"),
     [
@@ -169,13 +223,26 @@ class NoRule4(Streams):
         (NoRule2, ("backward", "copy in")),
         (NoRule3, ("all-gather", "forward")),
         (NoRule4, ("gradient", "reduce-scatter")),
+        (NoRule6, ("offload", "reduce-scatter")),
+        (NoRule6Either, ("divide", "offload")),
+        (NoRule7, ("offload", "optimizer")),
     ],
 )
 def test_each_rule_is_needed(rules, race):
-    model = Model(rules)
+    model = Model(rules, offloads="6" in rules.__name__ or "7" in rules.__name__)
     for _ in range(3):
         model.step()
     assert race in model.device.races
+
+
+@pytest.mark.parametrize("rules", [Streams, NoRule7])
+def test_an_optimizer_waits_for_gathers_of_an_evaluation_before_it_writes_shards_on_the_host(rules):
+    model = Model(rules, offloads=True)
+    model.unshard(0, changed=False)
+    model.streams.settle()
+    with model.device.host:
+        model.device.run("optimizer", writes=[model.shards[0]])
+    assert (("copy in", "optimizer") in model.device.races) is (rules is NoRule7)
 
 
 def test_a_gather_for_the_backward_does_not_wait_for_computations_queued_after_the_last_release():

@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from shardwright import CPUOffloadPolicy, MixedPrecisionPolicy, SchedulePolicy, fully_shard
 from shardwright.engine import build as building
-from shardwright.engine import grads, reducer
 from shardwright.engine.unit import units_in
 from shardwright.policy import OptimizerOffloadPolicy
 from shardwright.transport import mesh as meshes
@@ -37,11 +36,11 @@ WORLD, WIDTH = 4, 12
 
 
 class Recorder(TorchDispatchMode):
-    """Puts every operation down on ``device``. host: the stream of what offloads."""
+    """Puts every operation down on ``device``, and what the host computes on its own."""
 
     def __init__(self, device):
         super().__init__()
-        self.device, self.host = device, FakeStream(device)
+        self.device, self.host = device, device.host
         self.places, self.on_host = {}, set()
         self.resize = torch.UntypedStorage.resize_
 
@@ -90,13 +89,6 @@ class Recorder(TorchDispatchMode):
         self.device.current.pop()
         self.on_host.add(storage._cdata)
 
-    def download(self, param):
-        """The gradient of an offloaded parameter is copied to the host, which waits for the copy."""
-        local = param.sharded.grad._local_tensor
-        self.device.run("download", reads=self.places_of(local))
-        self.host.before |= self.device.current[-1].before
-        self.put_on_host(local)
-
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         inputs = pytree.tree_leaves((args, kwargs or {}))
         if any(is_traceable_wrapper_subclass(t) for t in inputs):
@@ -104,8 +96,12 @@ class Recorder(TorchDispatchMode):
         before, name = self.places_of(inputs), func._schema.name
         hosted = {place for key, (_, place) in self.places.items() if key in self.on_host}
         by_host = bool(before) and before <= hosted and name != "aten::_to_copy"
-        if not by_host:  # launched by the host, after what it has done so far
-            self.device.current[-1].before |= self.host.before
+        if name == "aten::is_pinned":
+            return bool(before) and before <= hosted
+        if (kwargs or {}).pop("pin_memory", False):  # which a build of torch without a device refuses
+            out = func(*args, **kwargs)
+            self.put_on_host(out)
+            return out
         out = func(*args, **(kwargs or {}))
         written = [
             value
@@ -256,15 +252,8 @@ def races_of(rules, gatherer, hybrid, bucket_cap_mb):
         groups = [Group(recorder, ranks) for _ in range(2)]
         return NcclComm(*groups, LaunchLog(ranks, device_type), streams, host)
 
-    def add_sharded_grads(params, totals):
-        grads.add_sharded_grads(params, totals)
-        for param in params:
-            if param.split.on_host:
-                recorder.download(param)
-
     building.keep_watch = lambda: None  # over ranks that aren't there
     meshes._make_comm = make_comm
-    reducer.add_sharded_grads = add_sharded_grads
     make, options = GATHERERS[gatherer]
     options = {"mesh": mesh if hybrid else mesh["shards"], **options}
     own, convert = options.pop("own", False), options.pop("convert", ())

@@ -162,6 +162,9 @@ class Executor:
     def _step(self, action: Action) -> None:
         """Take the steps that are pending: each once, in the order in which their gradients came."""
         for index in action.groups:
+            group = self.table.groups[index]
+            if self.table.requested(group).steps:
+                group.reducer.unresolved.arrive()
             for step in self.pending_steps.pop(index, ()):
                 step()
 
@@ -173,7 +176,18 @@ class Executor:
             for group in self.table.groups:
                 group.reducer.resolve(mask)
                 mask >>= len(group.params)
+        self._arrive()
+        if action.part is not None:
             self._step(Action(ActionKind.STEP, tuple(self.pending_steps)))
+
+    def _arrive(self) -> None:
+        """The host waits for the gradients that were copied to it, once, and adds them to the shards'."""
+        arriving = [group for group in self.table.groups if group.reducer.unresolved.arriving]
+        for streams in {group.params[0].split.offload_streams for group in arriving}:
+            if streams is not None:
+                streams.settle()
+        for group in arriving:
+            group.reducer.unresolved.arrive()
 
     def land(self, groups: Sequence[ParamGroup]) -> None:
         """Wait for the reductions of groups that are in flight, and give the shards their gradients."""

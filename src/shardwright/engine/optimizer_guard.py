@@ -34,6 +34,7 @@ class OptimizerGuard:
             if unsettled:
                 _check_settled(optimizer, params)
             _forget_unsharded(params)
+            _settle_offloaded(params)
         if self._checked.get(optimizer) != len(params):
             self._check(optimizer, params)
         step_whole(optimizer)
@@ -69,6 +70,19 @@ def _forget_unsharded(written: list[Any]) -> None:
     for group in kept:
         if any(id(param.sharded) in ids for param in group.params):
             group.forget_versions(written=True)
+
+
+def _settle_offloaded(written: list[Any]) -> None:
+    """Shards on the host are written once no gather (of an evaluation since) reads them any more."""
+    groups = [group for table in tuple(tables) for group in table.groups]
+    offloaded = [group for group in groups if group.params[0].split.offload_streams is not None]
+    ids = {id(param) for param in written} if offloaded else set()
+    found = {
+        g.params[0].split.offload_streams for g in offloaded if any(id(p.sharded) in ids for p in g.params)
+    }
+    for streams in found:
+        if streams is not None:
+            streams.settle()
 
 
 def _check_sharded(optimizer: Optimizer, params: list[Any]) -> None:

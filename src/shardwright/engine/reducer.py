@@ -5,6 +5,7 @@
     land()     wait for it; what it brought is all-reduced over copies, where the mesh has them
     finalize() wait for that; divide, and add to the gradients of the shards
     resolve()  add what was reduced for others, or drop it
+               (offloaded ones are copied to the host, and added at its end: ``Unresolved.arrive``)
 
 Between ``land`` and ``finalize`` the all-reduce runs beside the rest of the backward. On an accelerator it is
 issued with the reduce-scatter, and follows it there: neither host nor compute waits in between. Where ranks
@@ -30,6 +31,7 @@ from shardwright.engine.grads import (
     zero_grads,
 )
 from shardwright.errors import StageError
+from shardwright.params.offload import copies_on_host
 from shardwright.params.param import ShardedParam
 from shardwright.policy import MixedPrecisionPolicy, ReductionPolicy
 from shardwright.torch_private import (
@@ -53,12 +55,14 @@ class Unresolved:
     Whether some rank had one is known at the end of the backward; until then what was reduced is put aside.
     brought: the parameters that this rank has had a gradient of, since the last ``resolve``.
     keeps: gradients of earlier microbatches are kept on this rank, unsharded.
+    arriving: parameters and their gradients, in memory of the host that a copy is still filling.
     """
 
     def __init__(self) -> None:
         self.brought: set[ShardedParam] = set()
         self.keeps = False
         self._aside: dict[ShardedParam, torch.Tensor] = {}
+        self.arriving: list[tuple[Sequence[ShardedParam], list[torch.Tensor]]] = []
 
     def add(self, params: Sequence[ShardedParam], totals: Sequence[torch.Tensor]) -> None:
         """Add reduced gradients to the shards', or put them aside (see ``add_sharded_grads``).
@@ -78,7 +82,26 @@ class Unresolved:
             else:
                 earlier = self._aside.get(param)
                 self._aside[param] = total if earlier is None else earlier.add_(total)
-        add_sharded_grads([param for param, _ in used], [total for _, total in used])
+        self._add([param for param, _ in used], [total for _, total in used])
+
+    def _add(self, params: Sequence[ShardedParam], totals: Sequence[torch.Tensor]) -> None:
+        """Add them now; or have them copied to the host, to be added when they ``arrive``."""
+        streams = params[0].split.offload_streams if params else None
+        if streams is None:
+            add_sharded_grads(params, totals)
+            return
+        totals = cast(totals, [param.sharded.dtype for param in params])
+        with streams.offloading(totals):
+            self.arriving.append((params, copies_on_host(totals)))
+
+    def arrive(self) -> None:
+        """The host waits for what was copied to it, and adds it. No-op where nothing was."""
+        arrived, self.arriving = self.arriving, []
+        for params, totals in arrived:
+            streams = params[0].split.offload_streams
+            if streams is not None:
+                streams.arrive()
+            add_sharded_grads(params, totals)
 
     def resolve(self, brought: set[ShardedParam], again: bool) -> None:
         """Add what was put aside of the parameters that some rank had a gradient of, and drop the rest.
@@ -87,13 +110,14 @@ class Unresolved:
         """
         aside, self._aside = self._aside, {}
         used = [param for param in aside if param in brought]
-        add_sharded_grads(used, [aside[param] for param in used])
+        self._add(used, [aside[param] for param in used])
         if not again:
             self.brought.clear()
 
     def drop(self) -> None:
         """Forget a backward that failed."""
         self._aside = {}
+        self.arriving = []
         self.brought.clear()
         self.keeps = False
 

@@ -2,12 +2,13 @@
 
 from collections.abc import Container, Sequence
 from math import gcd, prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from shardwright.params.buffer import Buffer, ReorderedBuffer
+from shardwright.params.offload import pinned
 from shardwright.params.param import ShardedParam
 from shardwright.params.subclass import extensions_changed
 from shardwright.policy import MixedPrecisionPolicy
@@ -136,7 +137,7 @@ class Bound:
         self._shards: list[tuple[nn.Parameter, torch.Tensor, torch.dtype, torch.device]] = []
         self._sites: tuple[list[_Shown], list[_Shown]] = [], []
         self._show_themselves: list[tuple[ShardedParam, bool]] = []
-        self._copies: dict[object, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        self._copies: dict[tuple[Any, ...], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self._other_copies: list[ShardedParam] = []
         segments: dict[int, Segment] = {}
         for param in params:
@@ -166,7 +167,8 @@ class Bound:
             self._other_copies.append(param)
         elif own.numel():
             # One kernel copies lists of tensors only where pairs have the same strides, and sides one dtype.
-            key = own.dtype, local.dtype, local.device, own.stride() == local.stride()
+            maps = param.split.offload_streams is not None and not local.is_pinned()
+            key = own.dtype, local.dtype, local.device, own.stride() == local.stride(), maps
             places, sources = self._copies.setdefault(key, ([], []))
             places.append(own)
             sources.append(local)
@@ -195,8 +197,8 @@ class Bound:
 
     def copy_in(self) -> None:
         """Copy the shards to this rank's part of the buffers; under ``no_grad``."""
-        for places, sources in self._copies.values():
-            foreach_copy_(places, sources, non_blocking=True)
+        for (*_, maps), (places, sources) in self._copies.items():
+            foreach_copy_(places, [pinned(each) for each in sources] if maps else sources, non_blocking=True)
         for param in self._other_copies:
             source = param.device_copy if param.has_device_copy else param.local
             param.own.copy_(source, non_blocking=True)

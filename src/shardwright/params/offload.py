@@ -2,11 +2,13 @@
 
 import os
 import tempfile
+from collections.abc import Sequence
 
 import torch
 
 from shardwright.policy import CPUOffloadPolicy, DiskOffloadPolicy, OffloadPolicy
-from shardwright.torch_private import is_traceable_wrapper_subclass
+from shardwright.schedule.layout import pack
+from shardwright.torch_private import foreach_copy_, is_traceable_wrapper_subclass
 
 
 def placed(shard: torch.Tensor, offload: OffloadPolicy, device: torch.device) -> torch.Tensor:
@@ -34,6 +36,29 @@ def mapped(shard: torch.Tensor, offload: DiskOffloadPolicy) -> torch.Tensor:
     return file.view(shard.dtype).view(shard.shape).copy_(shard)
 
 
+def pinned(shard: torch.Tensor) -> torch.Tensor:
+    """What a device may copy while the host goes on: a shard of the host, or a copy of it in pinned memory.
+
+    The pages of a mapped file are read here. The device then doesn't wait for them, nor the host for it.
+    """
+    return shard if shard.is_pinned() else shard.pin_memory()
+
+
+def copies_on_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies of a device's tensors, parts of one block of pinned memory for each dtype. The current stream
+    fills them later: the host may read them once it has waited for that (``Streams.offloading``)."""
+    copies = list(tensors)
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        members = [index for index, tensor in enumerate(tensors) if tensor.dtype == dtype]
+        offsets, nbytes = pack([tensors[index].nbytes for index in members])
+        block = torch.empty(nbytes // dtype.itemsize, dtype=dtype, device="cpu", pin_memory=True)
+        for index, offset in zip(members, offsets, strict=True):
+            start, shape = offset // dtype.itemsize, tensors[index].shape
+            copies[index] = block[start : start + shape.numel()].view(shape)
+    foreach_copy_(copies, list(tensors), non_blocking=True)
+    return copies
+
+
 class DeviceCopy:
     """A shard's copy on the device, made anew when the shard has changed."""
 
@@ -41,10 +66,12 @@ class DeviceCopy:
         self._copy: torch.Tensor | None = None
         self._of: tuple[int, int, torch.dtype] | None = None
 
-    def of(self, shard: torch.Tensor, version: int, like: torch.Tensor) -> torch.Tensor:
-        """The copy of ``shard`` in the dtype and on the device of ``like``."""
+    def of(self, shard: torch.Tensor, version: int, like: torch.Tensor, pins: bool = False) -> torch.Tensor:
+        """The copy of ``shard`` in the dtype and on the device of ``like``. pins: see ``pinned``."""
         state = (id(shard), version, like.dtype)
         if self._copy is None or self._of != state:
-            self._copy = shard.to(like.device, like.dtype, copy=True)
+            self._copy = (pinned(shard) if pins else shard).to(
+                like.device, like.dtype, copy=True, non_blocking=True
+            )
             self._of = state
         return self._copy

@@ -323,7 +323,8 @@ class ShardedParam:
     @property
     def device_copy(self) -> torch.Tensor:
         """That copy, in the dtype of the unsharded face."""
-        return self._device_copy.of(self.local, self.version, self.own)
+        pins = self.split.offload_streams is not None
+        return self._device_copy.of(self.local, self.version, self.own, pins)
 
     @property
     def version(self) -> int:

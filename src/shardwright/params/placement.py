@@ -13,6 +13,7 @@ from shardwright.policy import DEFAULT_OFFLOAD, CPUOffloadPolicy, DataParallelMe
 from shardwright.schedule.layout import ParamLayout
 from shardwright.torch_private import DTensorSpec, StridedShard, TensorMeta, concatenated
 from shardwright.transport.mesh import Axis
+from shardwright.transport.streams import Streams
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,13 @@ class Split:
     def on_host(self) -> bool:
         """Whether shard and gradient lie on the host."""
         return isinstance(self.offload, CPUOffloadPolicy)
+
+    @property
+    def offload_streams(self) -> Streams | None:
+        """By which gradients go to pinned memory of the host; None where they stay where they are, and where
+        the memory isn't pinned, so that the copy stops the host."""
+        pins = isinstance(self.offload, CPUOffloadPolicy) and self.offload.pin_memory
+        return self.axis.comm.streams if pins else None
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
     compute   the caller's: forwards, backwards, optimizer
     gather    takes a group's buffer, copies the own shard in, launches its all-gather
     reduce    casts and pads gradients, launches their reduce-scatter into memory of its own
+    offload   copies sums to pinned memory of the host; made when the first one is
 
 Device memory belongs to the stream that it was taken on: given back, it is handed out there again at once, in
 the order of that stream. ``record_stream`` would make that safe for other streams by holding freed memory
@@ -18,11 +19,15 @@ until the host looks again, so that peaks depend on timing. It isn't used; inste
 4. Gradients are read by reduce after what compute had queued, and are held until compute has waited for that:
    from then on compute may have their memory again. The sums are memory of reduce; it takes memory only after
    what compute had queued by then, so after every reader of a sum that was dropped.
-
 5. An all-reduce over copies is launched from the reduce stream of its transport, which waits for the
    reduce-scatter's sums; what that has read is held until compute has waited for them, too.
+6. Sums that go to the host are read by offload after what compute had queued (their division), and are held
+   until compute has waited for that, which it does when the next sums follow.
+7. The host reads what offload has copied, and writes shards that lie in its memory, only after it has waited
+   for offload, and for what compute and gather had queued: at the end of a backward, and before the step of
+   an optimizer. Nowhere else does it wait.
 
-An event is recorded where one of these begins and waited for exactly once. tests/pure/test_streams.py lets
+An event is recorded where one of these begins and waited for at most once. tests/pure/test_streams.py lets
 streams run as far apart as events allow and finds every race, also that each rule is needed.
 """
 
@@ -45,6 +50,12 @@ class Due:
             stream.wait_event(self._event)
             self._event = None
 
+    def wait_on_host(self) -> None:
+        """Make the host wait, where no stream has been made to."""
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = None
+
 
 class Streams:
     """The side streams of one transport.
@@ -55,7 +66,10 @@ class Streams:
     def __init__(self, make: Callable[[], Any], current: Callable[[], Any]) -> None:
         self._gather = make()
         self._reduce = make()
+        self._make = make
         self._current = current
+        self._offload: Any = None
+        self._offloaded: tuple[Due, list[torch.Tensor]] | None = None
         self._released: Due | None = None
         self._filled: set[int] = set()
 
@@ -118,3 +132,30 @@ class Streams:
     def land(self, due: Due) -> None:
         """Make compute wait."""
         due.wait(self._current())
+
+    @contextmanager
+    def offloading(self, sums: Iterable[torch.Tensor]) -> Iterator[None]:
+        """Copy ``sums`` to the host inside (rule 6). They are held until the next ones are copied."""
+        if self._offload is None:
+            self._offload = self._make()
+        if self._offloaded is not None:
+            self.land(self._offloaded[0])
+        Due(self._current()).wait(self._offload)
+        with self._offload:
+            yield
+        self._offloaded = Due(self._offload), [*sums]
+
+    def arrive(self) -> None:
+        """The host waits until all that was copied to it is there (rule 7)."""
+        if self._offloaded is not None:
+            self._offloaded[0].wait_on_host()
+            self._offloaded = None
+
+    def settle(self) -> None:
+        """The host waits until nothing that was queued reads or writes its memory (rule 7)."""
+        if self._offload is None:
+            self._offload = self._make()
+        for stream in (self._gather, self._current()):
+            Due(stream).wait(self._offload)
+        self._offloaded = None
+        Due(self._offload).wait_on_host()
