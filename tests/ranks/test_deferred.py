@@ -176,6 +176,20 @@ def test_what_the_caller_has_unsharded_is_not_gathered_again():
     run_ranks(2, held_by_the_caller)
 
 
+def hooked(rank, world):
+    model, seen = sharded(made()), []
+    model.set_all_reduce_hook(lambda grads: seen.append(grads.numel()))
+    equal_steps(model, made(), rank, world, steps=1)
+    assert sum(seen) == sum(
+        p.to_local().numel()
+        for p in (*model.embedding.parameters(), *model.norm.parameters(), *model.head.parameters())
+    )
+
+
+def test_a_setter_on_the_root_is_for_both_groups():
+    run_ranks(2, hooked)
+
+
 def nested(rank, world):
     class Outer(nn.Module):
         def __init__(self):

@@ -27,14 +27,15 @@ class Owner:
     def _units(self, recurse: bool) -> list[Unit]:
         return units_in(cast(nn.Module, self)) if recurse else [self._unit()]
 
-    def _one_group(self, setter: str) -> ParamGroup | None:
+    def _groups_on_one_mesh(self, setter: str) -> list[ParamGroup]:
         groups = self._unit().groups
-        if len(groups) > 1:
+        meshes = {group.axis for group in groups}
+        if len(meshes) > 1:
             raise InputError(
                 f"{setter} is not supported with multiple param groups (parameters of this module are on "
-                f"{len(groups)} meshes); call fully_shard on its parts, and the setter on each"
+                f"{len(meshes)} meshes); call fully_shard on its parts, and the setter on each"
             )
-        return groups[0] if groups else None
+        return groups
 
 
 class GradientSetters(Owner):
@@ -90,12 +91,11 @@ class GradientSetters(Owner):
 
         stream: CUDA stream to run it in; not with a 2-D mesh. Raises: InputError.
         """
-        group = self._one_group("set_all_reduce_hook")
-        if group is None:
-            return
-        if stream is not None and group.axis.replicate is not None:
+        groups = self._groups_on_one_mesh("set_all_reduce_hook")
+        if stream is not None and any(group.axis.replicate is not None for group in groups):
             raise InputError("stream cannot be set when using native HSDP: pass it on a 1-D mesh only")
-        group.reducer.hook, group.reducer.stream = hook, stream
+        for group in groups:
+            group.reducer.hook, group.reducer.stream = hook, stream
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Accepted and true already: every reduction here sums, and divides afterwards."""
@@ -200,6 +200,5 @@ class ScheduleSetters(Owner):
             unit.runtime.set_ahead(group, phase, groups or None)
 
     def _set_custom(self, setter: str, **comms: Any) -> None:
-        group = self._one_group(setter)
-        if group is not None:
+        for group in self._groups_on_one_mesh(setter):
             group.request(**comms)
