@@ -19,12 +19,18 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 
 from bench.prove_gpu.device import Device
 from bench.prove_gpu.page import page
 
 ROOT = Path(__file__).resolve().parents[2]
+SETTINGS = (
+    {},
+    {"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
+    {"TORCH_NCCL_HIGH_PRIORITY": "1"},
+)
 TOTAL_S = 20 * 60 - 30
 _ADOPTS_ORPHANS = 36  # prctl's PR_SET_CHILD_SUBREAPER
 
@@ -34,13 +40,14 @@ class Section:
     """One module of this folder.
 
     limit_s: of all its runs together. num_worlds: in how many of the device's worlds it is run by torchrun,
-    the most important first; 0: it is run as it is.
+    the most important first; 0: it is run as it is. settings: of the environment; it is run with each.
     """
 
     module: str
     title: str
     limit_s: float
     num_worlds: int = 4
+    settings: tuple[dict[str, str], ...] = ({},)
     tables: dict[str, list[dict]] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
     took_s: float = 0.0
@@ -48,20 +55,21 @@ class Section:
 
 def sections(simulated: bool) -> list[Section]:
     """In the order in which they run."""
-    few = 1 if simulated else 2
+    few, settings = (1, SETTINGS[1:2]) if simulated else (2, SETTINGS)
     return [
-        Section("suite", "The device suite", 400, num_worlds=0),
-        Section("losses", "Losses beside one process", 150),
+        Section("suite", "The device suite", 330, num_worlds=0),
+        Section("losses", "Losses beside one process", 120),
         Section("beside_fsdp2", "Blocks of a 7B model beside FSDP2", 300),
-        Section("four_bit", "Memory of a 4-bit base", 150, num_worlds=few),
-        Section("offload", "Offload", 150, num_worlds=few),
+        Section("four_bit", "Memory of a 4-bit base", 140, num_worlds=few),
+        Section("offload", "Offload", 140, num_worlds=few),
+        Section("allocator", "Settings of the allocator and of NCCL", 120, num_worlds=1, settings=settings),
     ]
 
 
 def run(section: Section, device: str, worlds: list[int], limit_s: float) -> None:
     """All runs of a section; what they leave is added to it."""
     began = time.monotonic()
-    for world in worlds[: section.num_worlds] or [0]:
+    for world, setting in product(worlds[: section.num_worlds] or [0], section.settings):
         left_s = began + limit_s - time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             rows, log = Path(folder, "rows"), Path(folder, "log")
@@ -70,9 +78,10 @@ def run(section: Section, device: str, worlds: list[int], limit_s: float) -> Non
             words = ["-m", f"bench.prove_gpu.{section.module}", "--device", device, "--rows", str(rows)]
             if world:
                 words = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", *words]
-            where = f"with {world} ranks" if world else "alone"
+            said = [f"with {world} ranks"] if world else ["alone"]
+            where = ", ".join(said + [f"{name}={value}" for name, value in setting.items()])
             print(f"prove-gpu: {section.module} {where}", flush=True)
-            status = _run(words, log, left_s)
+            status = _run(words, log, left_s, setting)
             found = [json.loads(line) for line in rows.read_text().splitlines()]
             for each in found:
                 if "row" in each:
@@ -86,10 +95,11 @@ def run(section: Section, device: str, worlds: list[int], limit_s: float) -> Non
     section.took_s = time.monotonic() - began
 
 
-def _run(words: list[str], log: Path, limit_s: float) -> str:
+def _run(words: list[str], log: Path, limit_s: float, setting: dict[str, str]) -> str:
     """Run Python; empty if it ended well, else what happened. No process that it started is left."""
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+    environment |= setting
     if limit_s <= 0:
         return "its time was over before it began"
     with log.open("w") as file:

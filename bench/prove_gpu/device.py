@@ -100,6 +100,7 @@ class Device:
             shardwright.set_transport("collectives")
             dist.init_process_group("gloo")
             return torch.device("cpu")
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ["LOCAL_WORLD_SIZE"])))
         index = int(os.environ["LOCAL_RANK"])
         torch.accelerator.set_device_index(index)
         backend = dist.get_default_backend_for_device(self.kind)

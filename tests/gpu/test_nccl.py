@@ -7,6 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardwright import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, stats
 from shardwright.engine.unit import unit_of
+from shardwright.errors import StageError
 from shardwright.transport.nccl import NcclComm
 from tests.ranks.models import Run, assert_same, batches, build, loss_of, shard_decoder
 
@@ -68,6 +69,14 @@ def test_no_memory_is_held_by_record_stream(nccl, monkeypatch):
     for step in range(2):
         loss_of(run.model, batches(step, 1)[0].to(KIND)).backward()
         run.step()
+
+
+@pytest.mark.skipif(KIND != "cuda", reason="CUDA's graphs")
+def test_a_forward_inside_of_a_captured_graph_is_refused_and_the_next_one_works(nccl):
+    model, tokens = shard_decoder(build(), fully_shard, mesh=nccl), batches(0, 1)[0].to(KIND)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(StageError, match="captures"):
+        model(tokens)
+    loss_of(model, tokens).backward()
 
 
 @pytest.mark.skipif(KIND != "cuda", reason="of these backends CUDA alone has a kernel that waits")

@@ -103,6 +103,9 @@ EXCEPTIONS: dict[tuple[str, str, str], tuple[int, str]] = {
 
 BANNED_NAMES = {"utils", "util", "common", "helper", "helpers", "manager", "context", "misc"}
 BRIDGES = {"torchax": "xla/torch_bridge.py", "transformers": "hf/library.py"}
+CORE = {"engine", "params", "schedule", "transport", "wrapper", "checkpoint"}
+DEVICE_TYPE = re.compile(r"(?<!torch\.)\b(cuda|rocm|hip|xpu|mps|hpu|npu)\b")
+"""Names in a text; ``torch.cuda.graph`` is one of torch's own functions, of which a message may speak."""
 HOOKS_FILE = "engine/hooks.py"
 STAGES_FILE = "engine/group.py"
 KINDS = ("Buffer", "Comm", "ShardedParam")
@@ -355,6 +358,23 @@ def stray_stages(package: dict[str, str]) -> list[str]:
                 named = isinstance(node, ast.Call) and "setattr" in ast.unparse(node.func)
                 if (stored and node.attr == "stage") or (named and "'stage'" in ast.unparse(node)):
                     complaints.append(f"{path}:{node.lineno}: {ast.unparse(node)}; only _move sets a stage")
+    return complaints
+
+
+def device_types(package: dict[str, str]) -> list[str]:
+    """Kinds of accelerators spelled out in the core: ``torch.accelerator`` knows which one there is. "cpu" is
+    the host everywhere."""
+    complaints = []
+    for path, source in package.items():
+        if path.partition("/")[0] not in CORE:
+            continue
+        tree = ast.parse(source)
+        docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            said = node.value if isinstance(node, ast.Constant) and id(node) not in docs else ""
+            said = node.attr.removeprefix("is_") if isinstance(node, ast.Attribute) else said
+            if isinstance(said, str) and (found := DEVICE_TYPE.search(said)):
+                complaints.append(f"{path}:{node.lineno} says {found[0]!r}: ask torch.accelerator")  # type: ignore[attr-defined]
     return complaints
 
 

@@ -31,6 +31,7 @@ RULES = [
     house.stray_hooks,
     house.stray_stages,
     house.stray_kind_tests,
+    house.device_types,
     stray_private_names,
     house.unbounded_groups,
     over_budget,
@@ -105,6 +106,10 @@ BAD = [
     (house.stray_stages, {"engine/executor.py": "def f(group):\n    group.stage = Stage.SHARDED"}),
     (house.stray_stages, {"engine/group.py": "def f(self):\n    self.stage, x = Stage.SHARDED, 1"}),
     (house.stray_stages, {"api.py": "def f(group):\n    object.__setattr__(group, 'stage', 0)"}),
+    (house.device_types, {"engine/build.py": "kind = 'cuda'"}),
+    (house.device_types, {"transport/mesh.py": "make = f'init_device_mesh(\"cuda\", {world})'"}),
+    (house.device_types, {"checkpoint/save.py": "torch.cuda.synchronize()"}),
+    (house.device_types, {"params/param.py": "pinned = local.is_xpu"}),
     (house.stray_kind_tests, COMMS | {"api.py": "isinstance(comm, Shm)"}),
     (house.stray_kind_tests, COMMS | {"api.py": "isinstance(comm, int | shm.Shm)"}),
     (house.stray_kind_tests, COMMS | {"api.py": "x = type(comm) is not Shm"}),
@@ -150,7 +155,7 @@ GOOD = {
     "torch_private.py": "from torch import _C\nx = attrgetter('_version')",
     "module.py": "import torch\n\nclass A:\n    def _apply(self):\n        super()._apply(1)\n        "
     "self._own = torch.nn.__version__",
-    "transport/base.py": "class Comm(Protocol): pass",
+    "transport/base.py": '"""As cuda."""\nclass Comm(Protocol): pass\nx = "cpu"',
     "transport/shm.py": "class Shm(Comm): pass\nx = isinstance(comm, Shm)\ny = isinstance(x, int)",
     "transport/mesh.py": "dist.new_group(ranks, T)\ninit_process_group(timeout=T)",
     "schedule/layout.py": "from shardwright.errors import InputError\n\ndef f(a, b, c, d, e, f):\n"

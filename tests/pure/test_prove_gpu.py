@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.prove_gpu.__main__ import Section
+from bench.prove_gpu.__main__ import TOTAL_S, Section, sections
 from bench.prove_gpu.device import Device, Trace, merged
 from bench.prove_gpu.page import page
 
@@ -32,6 +32,10 @@ def test_all_cards_come_first_then_one(count, worlds):
     assert Device("cuda", simulated=False, count=count).worlds == worlds
 
 
+def test_all_sections_have_their_time_within_20_minutes():
+    assert sum(section.limit_s for section in sections(simulated=False)) <= TOTAL_S < 20 * 60
+
+
 def test_the_page_has_the_figures_of_one_section_and_the_error_of_another():
     good, bad = Section("one", "First", 1), Section("two", "Second", 1)
     good.tables["times"] = [{"world": 2, "ms": 3.5}, {"world": 1, "ms": 7.5}]
@@ -54,7 +58,7 @@ child = subprocess.Popen(["sleep", "600"], start_new_session=True)
 print(child.pid, flush=True)
 time.sleep(600)
 '''
-print(prove._run(["-c", starts], pathlib.Path(sys.argv[1]), 2.0))
+print(prove._run(["-c", starts], pathlib.Path(sys.argv[1]), 2.0, {}))
 """
 
 

@@ -10,7 +10,11 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from bench import rankzero
+from shardwright import fully_shard
+from shardwright.errors import StageError
 from shardwright.transport.streams import Due, Streams
 
 
@@ -272,3 +276,22 @@ def test_a_due_is_waited_for_once():
     due.wait(other)
     due.wait(other)
     assert device.num_events == 1
+
+
+def test_side_streams_go_before_compute(monkeypatch):
+    priorities = []
+    monkeypatch.setattr(torch, "Stream", lambda device, priority: priorities.append(priority))
+    Streams.of(torch.device("xpu", 0))
+    assert priorities == [-1, -1]
+
+
+def test_a_forward_inside_of_a_captured_graph_is_refused_and_the_next_one_works(monkeypatch):
+    captures = [True]
+    monkeypatch.setattr(rankzero, "Streams", lambda *made: Streams(*made, lambda: captures[0]))
+    with rankzero.rank_zero_of(2):
+        model = fully_shard(torch.nn.Linear(4, 4))
+        with pytest.raises(StageError, match=r"captures the current stream.*Run a sharded model outside"):
+            model(torch.ones(1, 4))
+        captures[0] = False
+        model(torch.ones(1, 4)).sum().backward()
+        assert all(param.grad is not None for param in model.parameters())

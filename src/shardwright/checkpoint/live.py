@@ -268,7 +268,7 @@ def state_of(optimizer: Optimizer, p: torch.Tensor, name: str, value: Saved) -> 
 
 
 def rng_state() -> dict[str, Any]:
-    """The random state of this process: torch (host and the current CUDA device), Python, NumPy's global
+    """The random state of this process: torch (host and the current accelerator), Python, NumPy's global
     one."""
     version, numbers, gauss = random.getstate()
     state: dict[str, Any] = {
@@ -276,9 +276,16 @@ def rng_state() -> dict[str, Any]:
         "python": {"version": version, "numbers": torch.tensor(numbers, dtype=torch.int64), "gauss": gauss},
         "numpy": np.random.get_state(legacy=False),
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state()
+    kind, accelerator = _accelerator()
+    if getattr(accelerator, "is_initialized", bool)():
+        state[kind] = accelerator.get_rng_state()
     return state
+
+
+def _accelerator() -> tuple[str, Any]:
+    """What kind the accelerator is of, and torch's module for that kind; None where there is none."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return ("", None) if found is None else (found.type, torch.get_device_module(found))
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
@@ -287,5 +294,6 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     python = state["python"]
     random.setstate((python["version"], tuple(python["numbers"].tolist()), python["gauss"]))
     np.random.set_state(state["numpy"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    kind, accelerator = _accelerator()
+    if accelerator is not None and kind in state:
+        accelerator.set_rng_state(state[kind])

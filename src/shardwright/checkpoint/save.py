@@ -155,16 +155,17 @@ def _staged(snapshot: Snapshot) -> Snapshot:
     for key, part in snapshot.parts.items():
         local = part.local
         if part.owner and part.boxes:
+            on_device = local.device.type != "cpu"
             buffer = _staging.get(key)
             if buffer is None or buffer.shape != local.shape or buffer.dtype != local.dtype:
-                buffer = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
+                buffer = torch.empty(local.shape, dtype=local.dtype, pin_memory=on_device)
                 _staging[key] = buffer
-            local = buffer.copy_(local, non_blocking=local.is_cuda)
+            local = buffer.copy_(local, non_blocking=on_device)
         parts[key] = replace(part, local=local, boxes=part.boxes if part.owner else ())
     for key in _staging.keys() - parts.keys():
         del _staging[key]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.current_stream().synchronize()
+    if any(part.local.device.type != "cpu" for part in snapshot.parts.values()):
+        torch.accelerator.current_stream().synchronize()
     return replace(snapshot, parts=parts)
 
 

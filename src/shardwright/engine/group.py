@@ -356,7 +356,7 @@ def _check_materialised(group: ParamGroup) -> None:
         raise StageError(
             "FSDP parameters should be materialized from meta device before training, but the following "
             f"were still on meta device: {names} of group {group.name!r}. Before the first forward call "
-            'model.to_empty(device="cpu" or "cuda"), and initialise or load every parameter'
+            "model.to_empty(device=...), on the CPU or the accelerator, and initialise or load every one"
         )
     for param in group.params:
         if param.split.on_host and param.local.device.type != "cpu":

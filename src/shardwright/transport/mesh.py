@@ -159,7 +159,7 @@ def resolve(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = None) -
     elif not isinstance(mesh, DeviceMesh):
         raise InputError(
             f"mesh must be a torch DeviceMesh or None, got {type(mesh).__name__}; "
-            'make one with init_device_mesh("cuda", (world,))'
+            "make one with init_device_mesh(device_type, (world,))"
         )
     if dims is None and mesh.ndim not in (1, 2):
         raise InputError(

@@ -37,6 +37,11 @@ from typing import Any
 
 import torch
 
+from shardwright.errors import StageError
+
+HIGH_PRIORITY = -1
+"""Of streams: what collectives wait for goes before computations that could as well run later."""
+
 
 class Due:
     """What another stream has queued so far, for a stream to wait for: once, and not again."""
@@ -61,15 +66,19 @@ class Streams:
     """The side streams of one transport.
 
     make: makes a stream. current: gives the one that is current now; outside of this class' blocks, compute.
+    captures: whether what is queued on the current stream now is recorded in a graph instead of run.
     """
 
-    def __init__(self, make: Callable[[], Any], current: Callable[[], Any]) -> None:
+    def __init__(
+        self, make: Callable[[], Any], current: Callable[[], Any], captures: Callable[[], bool] = bool
+    ) -> None:
         self._gather = make()
         self._reduce = make()
         self._make = make
         self._current = current
         self._offload: Any = None
         self._offloaded: tuple[Due, list[torch.Tensor]] | None = None
+        self._captures = captures
         self._released: Due | None = None
         self._filled: set[int] = set()
 
@@ -78,14 +87,27 @@ class Streams:
         """Those for tensors on ``device``; None on the host."""
         if device.type == "cpu":
             return None
-        return cls(lambda: torch.Stream(device), lambda: torch.accelerator.current_stream(device))
+        return cls(
+            lambda: torch.Stream(device, priority=HIGH_PRIORITY),
+            lambda: torch.accelerator.current_stream(device),
+            getattr(torch.get_device_module(device), "is_current_stream_capturing", bool),
+        )
 
     @contextmanager
     def filling(self, changed: bool) -> Iterator[None]:
         """Take a buffer and copy the own shard in inside (rules 1 and 2); then say ``filled``.
 
         changed: whether the shards may have been written since they were last gathered.
+        Raises: StageError inside of a capture.
         """
+        if self._captures():
+            raise StageError(
+                "parameters are to be gathered while a device graph captures the current stream: a replay "
+                "would read them at addresses that this step gives back, without the other ranks. Run a "
+                "sharded model outside of captures (torch.cuda.graph, make_graphed_callables). torch.compile "
+                "of each block saves launches; for inference, capture a plain model that was loaded with "
+                "full_state_dict(model)"
+            )
         if changed or self._released is None:
             self._released = Due(self._current())
         self._released.wait(self._gather)
