@@ -8,8 +8,9 @@ import torch
 
 from shardwright.errors import CommError
 from shardwright.transport.cpu import connection as connection_file
-from shardwright.transport.cpu.connection import Connection, Endpoint, Transfer
+from shardwright.transport.cpu.connection import Connection
 from shardwright.transport.cpu.event_loop import EventLoop
+from shardwright.transport.cpu.transfer import Endpoint, Transfer
 from shardwright.transport.cpu.views import views_of
 from shardwright.transport.launches import Launch, LaunchLog
 
@@ -19,7 +20,8 @@ class End:
 
     def __init__(self, rank, connection, takes_memory, timeout_s=5.0):
         endpoint = Endpoint(rank, timeout_s, LaunchLog((0, 1)))
-        self.connection = Connection(endpoint, connection, 1 - rank, takes_memory)
+        self.connection = Connection(endpoint, 1 - rank, takes_memory)
+        self.connection.attach(connection)
         self.loop = EventLoop(endpoint, [self.connection])
 
     def send(self, number, parts, key="key", runs=None):

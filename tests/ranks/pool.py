@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 
 MAX_WORLD = 8
+MAX_UNGROUPED = 64
 GRACE_S = 5.0
 """How long the other ranks may go on after the first failure, to fail with a traceback of their own."""
 
@@ -62,7 +63,12 @@ def start_server() -> None:
 
 
 def run_ranks(
-    world: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 20.0, limit_s: float = 60.0
+    world: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = 20.0,
+    limit_s: float = 60.0,
+    grouped: bool = True,
 ) -> list[Any]:
     """Calls ``fn(rank, world, *args)`` on each rank of a new Gloo process group; returns their results.
 
@@ -72,6 +78,7 @@ def run_ranks(
         fn: a module-level function (it is sent by name); ``args`` and results are pickled.
         timeout_s: timeout of the process group, in seconds.
         limit_s: a rank still running after so many seconds is reported with its Python stack and ended.
+        grouped: False: no process group is made, and there may be more ranks.
 
     Returns:
         the ranks' results, in rank order.
@@ -81,12 +88,12 @@ def run_ranks(
         ValueError: ``world`` is not in 1..8.
     """
     __tracebackhide__ = True
-    if not 1 <= world <= MAX_WORLD:
-        raise ValueError(f"world is {world}, expected 1 to {MAX_WORLD}")
+    if not 1 <= world <= (MAX_WORLD if grouped else MAX_UNGROUPED):
+        raise ValueError(f"world is {world}, expected 1 to {MAX_WORLD} ({MAX_UNGROUPED} without a group)")
     start_server()
     payload = pickle.dumps((fn, args))
     with tempfile.TemporaryDirectory(prefix="shardwright-ranks-") as folder:
-        ranks = [_Rank.start(_Job(rank, world, folder, timeout_s, payload)) for rank in range(world)]
+        ranks = [_Rank.start(_Job(rank, world, folder, timeout_s, payload, grouped)) for rank in range(world)]
         try:
             _collect(ranks, limit_s)
         finally:
@@ -129,6 +136,7 @@ class _Job:
     folder: str
     timeout_s: float
     payload: bytes
+    grouped: bool
 
     @property
     def stack_file(self) -> Path:
@@ -231,8 +239,9 @@ def _call(job: _Job) -> Any:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     fn, args = pickle.loads(job.payload)
     torch.set_num_threads(1)
-    store = dist.FileStore(str(Path(job.folder, "store")), job.world)
-    timeout = timedelta(seconds=job.timeout_s)
-    dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.world, timeout=timeout)
+    if job.grouped:
+        store = dist.FileStore(str(Path(job.folder, "store")), job.world)
+        timeout = timedelta(seconds=job.timeout_s)
+        dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.world, timeout=timeout)
     torch.manual_seed(0)
     return fn(job.rank, job.world, *args)

@@ -16,7 +16,7 @@ from shardwright.errors import CommError
 from shardwright.schedule.layout import ParamLayout
 from shardwright.transport import mesh
 from shardwright.transport.base import Segment
-from shardwright.transport.cpu import handshake
+from shardwright.transport.cpu import handshake, peers
 from shardwright.transport.cpu.event_loop import EventLoop
 from shardwright.transport.cpu.shm import ShmComm
 from shardwright.transport.cpu.sockets import SocketComm
@@ -173,17 +173,17 @@ def test_ranks_without_sockets_train_with_torchs_collectives_and_are_warned_once
 
 
 def stranger_first(rank, world):
-    listen = handshake._listen
+    listen = handshake.listen
     strangers = []
 
     def listen_and_be_called(world):
         listener, own = listen(world)
-        stranger = handshake.socket.create_connection(own.address)
+        stranger = handshake.socket.create_connection((own.host, own.port))
         stranger.sendall(handshake._HELLO.pack(b"?" * 16, 1 - rank, 0))
         strangers.append(stranger)
         return listener, own
 
-    handshake._listen = listen_and_be_called
+    peers.listen = listen_and_be_called
     name, sums, *_ = collectives(rank, world, "sockets")
     return name, sums
 

@@ -66,23 +66,27 @@ def limits(rank, world, folder, transport):
     for options in ({}, {"mesh": grid}, {"reshard_after_forward": 2}):
         model = fully_shard(nn.Sequential(fully_shard(nn.Linear(4, 4), **options)), **options)
         model(torch.ones(1, 4)).sum().backward()
-    axes = len(made)
+    axes = [timeout_of(group).total_seconds() for group in made]
+    arena = getattr(unit_of(model[0]).group.axis.comm, "arena", None)
     save(folder, model=model, step=1)
-    return [timeout_of(group).total_seconds() for group in made], axes
+    own = [timeout_of(group).total_seconds() for group in made[len(axes) :]]
+    return axes, own, arena and arena._timeout_s
 
 
 @pytest.mark.parametrize(
     ("transport", "default_s", "expected_s"),
     [("auto", 20.0, 20.0), ("auto", 3600.0, 600.0), ("collectives", 20.0, 20.0)],
 )
-def test_every_new_process_group_has_a_time_limit(tmp_path, transport, default_s, expected_s):
-    for found, axes in run_ranks(4, limits, tmp_path, transport, timeout_s=default_s):
-        assert axes >= 4 * (
-            1 + (transport == "collectives")
-        )  # all ranks, copies, shards, neighbours; its own apart
-        assert expected_s in found[:axes]  # not longer than the caller's group
-        assert len(found) > axes
-        assert max(found) <= TIMEOUT.total_seconds()  # torch's default is half an hour
+def test_every_wait_of_an_axis_has_a_time_limit(tmp_path, transport, default_s, expected_s):
+    """Its process groups', which only torch's collectives take, or its own."""
+    for axes, own, arena_s in run_ranks(4, limits, tmp_path, transport, timeout_s=default_s):
+        if transport == "auto":
+            assert (axes, arena_s) == ([], expected_s)  # not longer than the caller's group
+        else:
+            assert len(axes) >= 8  # two for all ranks, copies, shards, neighbours
+            assert expected_s in axes
+        assert own
+        assert max(axes + own) <= TIMEOUT.total_seconds()  # torch's default is half an hour
 
 
 def other_order(rank, world):

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwright import WatchPolicy, fully_shard, set_watch
+from shardwright import WatchPolicy, fully_shard, set_transport, set_watch
 from shardwright.checkpoint import StopRequest
 from shardwright.errors import RankLost
 from shardwright.observe.lifecycle import store_address
@@ -141,6 +141,7 @@ def far_away(rank, world):
     """Nothing is known of processes, as on other hosts: only the connection tells."""
     set_watch(WatchPolicy(suspect_s=0.5, answer_s=0.3))
     liveness.has_ended = lambda identity: False
+    set_transport("sockets")
     model = built()
     step(model)
     if rank == 1:

@@ -143,8 +143,12 @@ class Watch:
 
     def _is_cut_off(self, rank: int) -> bool:
         """Whether a connection to a rank that doesn't answer is closed."""
-        shared = [log for log in process_state.logs if rank in log.ranks]
-        return any(is_closed(group, log.ranks.index(rank)) for log in shared for group in log.groups[:1])
+        for log in process_state.logs:
+            if rank in log.ranks:
+                place = log.ranks.index(rank)
+                if place in log.ended or any(is_closed(group, place) for group in log.groups[:1]):
+                    return True
+        return False
 
     def _ask(self) -> None:
         found = self.call()

@@ -121,13 +121,21 @@ def new_group(ranks: Sequence[int], backend: str, timeout: timedelta) -> Process
 
     Raises: CommError where one of them doesn't come within ``timeout``.
     """
-    ours = list(ranks).index(dist.get_rank())
-    members = PrefixStore(f"group/{','.join(map(str, ranks))}", default_store())
-    attempt = _met(Attempt(members, ours, len(ranks)), timeout, "to make a process group")
-    with _swapping, default_store_is(attempt.keys()):
+    keys = keys_of(ranks, timeout, "to make a process group")
+    with _swapping, default_store_is(keys):
         made = dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True)
     assert isinstance(made, ProcessGroup)
     return made
+
+
+def keys_of(ranks: Sequence[int], timeout: timedelta, what: str) -> Store:
+    """Where ``ranks``, which all call it, leave keys for each other: of this call alone.
+
+    what: what for, in messages. Raises: CommError where one of them doesn't come within ``timeout``.
+    """
+    ours = list(ranks).index(dist.get_rank())
+    members = PrefixStore(f"group/{','.join(map(str, ranks))}", default_store())
+    return _met(Attempt(members, ours, len(ranks)), timeout, what).keys()
 
 
 def join_job(backend: str | None, timeout: timedelta) -> None:

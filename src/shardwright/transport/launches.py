@@ -100,10 +100,12 @@ class LaunchLog:
     """The launches of one transport.
 
     name: alike on all its ranks. ranks: of the default process group, in the transport's order.
+    ended: places on the transport of those whose connection to this one is closed.
     """
 
     def __init__(self, ranks: Sequence[int], kind: str = "") -> None:
         self.ranks = tuple(ranks)
+        self.ended: set[int] = set()
         self._groups: list[ref[ProcessGroup]] = []
         # Ranks make the transports of one set of ranks in one order, so counting names them alike.
         _made[self.ranks, kind] += 1

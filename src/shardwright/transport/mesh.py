@@ -20,13 +20,14 @@ from torch.distributed.tensor.placement_types import Placement
 from shardwright.errors import InputError
 from shardwright.policy import DataParallelMeshDims
 from shardwright.torch_private import backend_names, concatenated, flattened, timeouts
-from shardwright.transport.attempt import join_job, new_group
+from shardwright.transport.attempt import join_job, keys_of, new_group
 from shardwright.transport.base import Comm
 from shardwright.transport.cpu.arena import Arena
-from shardwright.transport.cpu.handshake import open_connections
+from shardwright.transport.cpu.peers import open_connections
 from shardwright.transport.cpu.shm import ShmComm, open_arena
 from shardwright.transport.cpu.sockets import SocketComm
 from shardwright.transport.launches import LaunchLog
+from shardwright.transport.meeting import Meeting
 from shardwright.transport.nccl import NcclComm
 from shardwright.transport.streams import Streams
 
@@ -219,8 +220,8 @@ def smaller_world(axis: Axis, size: int) -> Comm:
 def comm_of(group: ProcessGroup | None, device_type: str) -> Comm:
     """The transport among the ranks of a process group (None: all ranks), for tensors of a device type.
 
-    Every rank of the group calls it; the first call makes a process group, which on an accelerator is the one
-    communicator of the axis.
+    Every rank of the group calls it; the first call makes what the axis has of its own: on an accelerator
+    one communicator, on the host shared memory or sockets.
     """
     group = group or dist.group.WORLD
     assert group is not None
@@ -286,19 +287,20 @@ def _make_comm(ranks: list[int], device_type: str, within: ProcessGroup, host: C
         log.travels_on(group)
         return group
 
-    gather_group = make_group()
     refused = []
-    if device_type == "cpu" and _transport is Transport.AUTO:
-        arena = open_arena(gather_group, timeout.total_seconds(), log)
+    if device_type == "cpu" and _transport is not Transport.COLLECTIVES:
+        place, what = ranks.index(dist.get_rank()), "to make a transport"
+        meeting = Meeting(keys_of(ranks, timeout, what), log, place, timeout)
+        arena = open_arena(meeting) if _transport is Transport.AUTO else ""
         if isinstance(arena, Arena):
             return ShmComm(arena, len(ranks))
         refused += [f"no shared memory ({arena})"] if arena else []
-    if device_type == "cpu" and _transport in (Transport.AUTO, Transport.SOCKETS):
-        opened = open_connections(gather_group, timeout.total_seconds(), log)
-        if not isinstance(opened, str):
+        peers = open_connections(meeting)
+        if not isinstance(peers, str):
             _tell_of_fall("TCP sockets", refused, ranks)
-            return SocketComm(*opened)
-        _tell_of_fall("torch's collectives on Gloo", [*refused, f"no sockets of our own ({opened})"], ranks)
+            return SocketComm(peers)
+        _tell_of_fall("torch's collectives on Gloo", [*refused, f"no sockets of our own ({peers})"], ranks)
+    gather_group = make_group()
     if backend == "gloo":  # whose threads take work as it comes, so a gather needn't queue behind reductions
         return NcclComm(gather_group, make_group(), log, None, host)
     return NcclComm(gather_group, gather_group, log, Streams.of(_device(device_type)), host)

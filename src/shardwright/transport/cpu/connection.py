@@ -19,51 +19,25 @@ import itertools
 import selectors
 import socket
 import struct
-import threading
-import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
-from shardwright.errors import CommError
 from shardwright.transport.cpu.pages import take_bytes
+from shardwright.transport.cpu.transfer import CollectiveFailure, Endpoint, Transfer
 from shardwright.transport.cpu.views import RUN, cut, skip, view_of, views_of
-from shardwright.transport.launches import Launch, LaunchLog, process_state
 
 _HEAD = struct.Struct("<qqq104s")  # number of the collective, bytes of the parts, number of runs, key
 _KEY_NBYTES = 104
 _NO_RUNS = -1  # all of the parts are sent
+_FAILURE = (
+    -1
+)  # in place of a number: the message is text, of a failure from the collective in place of runs on
+_TEXT_NBYTES = 4096  # at most, of such a message
 _MARK_NBYTES = 512 << 10
-_LOOK_S = 0.1  # how often who waits looks whether the watch has found something
 _VIEWS = 256  # parts per system call; the kernel takes up to 1024
-
-
-class Endpoint:
-    """One rank's end of its connections.
-
-    rank: its place on the mesh axis. log: of the axis' transport.
-    changed: guards connections and transfers; notified when one of them is done or fails.
-    trouble: what ended all of them, "" while they work.
-    """
-
-    def __init__(self, rank: int, timeout_s: float, log: LaunchLog) -> None:
-        self.rank = rank
-        self.timeout_s = timeout_s
-        self.log = log
-        self.changed = threading.Condition()
-        self.trouble = ""
-
-    def name(self, rank: int) -> str:
-        """What messages call a rank of the mesh axis: its number in the job."""
-        return f"rank {self.log.ranks[rank]}"
-
-    def fail(self, trouble: str) -> None:
-        """Nothing moves any more: whoever waits raises ``trouble``."""
-        with self.changed:
-            self.trouble = trouble
-            self.changed.notify_all()
 
 
 @dataclass
@@ -74,6 +48,7 @@ class Incoming:
     took it.
     runs: the table that is to be filled first, where the message has one.
     transfer: who waits for it; None until the own rank comes to that collective.
+    text: word of a failure from that collective on, which nobody waits for.
     """
 
     number: int
@@ -82,12 +57,18 @@ class Incoming:
     views: deque[memoryview]
     memory: torch.Tensor | None = None
     runs: bytearray | None = None
-    transfer: "Transfer | None" = None
+    transfer: Transfer | None = None
+    text: bytearray | None = None
 
     @property
     def arriving(self) -> bool:
         """Whether some of it is still to come."""
         return bool(self.views) or self.runs is not None
+
+    def take_text(self, number: int) -> None:
+        """It is word of a failure from that collective on."""
+        self.number, self.text = number, bytearray(self.nbytes)
+        self.views.append(memoryview(self.text))
 
     @property
     def name(self) -> tuple[int, int, str]:
@@ -97,64 +78,10 @@ class Incoming:
 
 @dataclass
 class _Outgoing:
+    """transfer: who waits until it is sent, None for word of a failure."""
+
     views: deque[memoryview]
-    transfer: "Transfer"
-
-
-@dataclass
-class Transfer:
-    """The messages of one collective of one rank. Its fields change under the endpoint's lock.
-
-    keep: what is sent from and received into, and must live so long: also where the wait for it was given
-        up, since a peer may come later. received: what arrived, by peer, on connections that take memory.
-    """
-
-    endpoint: Endpoint
-    launch: Launch
-    keep: list[torch.Tensor]
-    receiving: set["Connection"] = field(default_factory=set)
-    sending: set["Connection"] = field(default_factory=set)
-    received: dict[int, torch.Tensor] = field(default_factory=dict)
-
-    def wait_received(self) -> None:
-        """Return when everything has arrived. Raises: CommError naming a rank that ended, is in another
-        collective, or doesn't come in time."""
-        self._wait(self.receiving)
-
-    def wait_sent(self) -> None:
-        """Return when what is sent may be freed or changed. Raises: as ``wait_received``."""
-        self._wait(self.sending)
-
-    def _wait(self, connections: set["Connection"]) -> None:
-        if not connections:
-            return
-        start = time.monotonic()
-        with self.endpoint.log.waiting(self.launch), self.endpoint.changed:
-            while connections:
-                for connection in connections:
-                    if connection.trouble or self.endpoint.trouble:
-                        raise CommError(
-                            f"{self.endpoint.trouble or connection.trouble} ({self._own} was in {self._what})"
-                        )
-                if not self.endpoint.changed.wait(_LOOK_S):
-                    process_state.raise_diagnosis()
-                    self._check_time(connections, time.monotonic() - start)
-
-    def _check_time(self, connections: set["Connection"], waited_s: float) -> None:
-        if connections and waited_s > self.endpoint.timeout_s:
-            peer = self.endpoint.name(min(connection.peer for connection in connections))
-            raise CommError(
-                f"{self._own} waited {self.endpoint.timeout_s:.0f} s for {peer} in {self._what}; the "
-                "connection is open but it did not come there"
-            )
-
-    @property
-    def _own(self) -> str:
-        return self.endpoint.name(self.endpoint.rank)
-
-    @property
-    def _what(self) -> str:
-        return repr(self.launch.key)
+    transfer: Transfer | None
 
 
 class Connection:
@@ -162,15 +89,16 @@ class Connection:
 
     peer: its rank. takes_memory: what arrives lies in memory that the event loop takes (a gradient to be
         summed), so that it needn't wait for the own rank; else it waits in the kernel for a place.
-    trouble: what ended it, "" while it works.
+    trouble: what ended it, "" while it works. socket: None until the peer has been reached, or has called;
+        what is to be sent waits so long.
     """
 
-    def __init__(self, endpoint: Endpoint, sock: socket.socket, peer: int, takes_memory: bool) -> None:
+    def __init__(self, endpoint: Endpoint, peer: int, takes_memory: bool) -> None:
         self.endpoint = endpoint
         self.peer = peer
         self.takes_memory = takes_memory
         self.trouble = ""
-        self.socket = sock
+        self.socket: socket.socket | None = None
         self._out: deque[_Outgoing] = deque()
         self._expected: deque[Incoming] = deque()  # named by the own rank, head not yet arrived
         self._early: deque[Incoming] = deque()  # arrived, or arriving, before the own rank named them
@@ -178,6 +106,26 @@ class Connection:
         self._head = bytearray(_HEAD.size)
         self._head_views = deque([memoryview(self._head)])
         self._mark = 1
+
+    def attach(self, sock: socket.socket) -> None:
+        """From here on it is open. Any thread; ``EventLoop.go`` follows."""
+        sock.setblocking(False)
+        with self.endpoint.changed:
+            self.socket = sock
+            if self.endpoint.failure is not None:
+                self.tell(self.endpoint.failure)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a peer at its other end."""
+        return self.socket is not None
+
+    def tell(self, failure: CollectiveFailure) -> None:
+        """See ``Link.tell``."""
+        text = failure.why.encode()[:_TEXT_NBYTES]
+        head = _HEAD.pack(_FAILURE, len(text), failure.number, b"")
+        with self.endpoint.changed:
+            self._out.append(_Outgoing(deque([memoryview(head + text)]), None))
 
     # ---- called by the rank's own thread
 
@@ -229,6 +177,8 @@ class Connection:
     @property
     def events(self) -> int:
         """What its socket is to be watched for."""
+        if self.socket is None:
+            return 0
         if self.trouble:
             # A peer that is in another collective learns it from what is sent there; and from nothing else.
             return selectors.EVENT_WRITE if self._out else 0
@@ -249,6 +199,7 @@ class Connection:
             )
 
     def _write(self) -> None:
+        assert self.socket is not None
         while self._out:
             first = self._out[0]
             while first.views:
@@ -262,7 +213,8 @@ class Connection:
                     return
             with self.endpoint.changed:
                 self._out.popleft()
-                first.transfer.sending.discard(self)
+                if first.transfer is not None:
+                    first.transfer.sending.discard(self)
                 self.endpoint.changed.notify_all()
 
     def _read(self) -> None:
@@ -279,6 +231,7 @@ class Connection:
 
     def _fill(self, views: deque[memoryview]) -> bool:
         """Receive into ``views``; whether they are full now."""
+        assert self.socket is not None
         while views:
             some = list(itertools.islice(views, _VIEWS))
             nbytes = sum(map(len, some))
@@ -300,6 +253,7 @@ class Connection:
 
     def _wake_for(self, nbytes: int) -> None:
         """Sleep until so much has arrived, or the mark."""
+        assert self.socket is not None
         nbytes = min(_MARK_NBYTES, nbytes)
         if nbytes != self._mark:
             self._mark = nbytes
@@ -309,11 +263,18 @@ class Connection:
         """Find the place of the message whose head is there; False where there is none yet."""
         number, nbytes, num_runs, key = _HEAD.unpack(self._head)
         arrived = Incoming(number, nbytes, key.rstrip(b"\0").decode(errors="replace"), deque())
+        if number == _FAILURE:
+            if not 0 < nbytes <= _TEXT_NBYTES:
+                self.fail(f"{self.endpoint.name(self.peer)} sent {nbytes} bytes as word of a failure")
+                return False
+            arrived.take_text(num_runs)
+            self._current = arrived
+            return True
         with self.endpoint.changed:
             if self._expected:
                 self._current = self._expected.popleft()
                 if self._current.name != arrived.name:
-                    self._fail(_mismatch(self, self._current, arrived))
+                    self.fail(_mismatch(self, self._current, arrived))
                     return False
             elif self.takes_memory:
                 self._current = arrived
@@ -340,7 +301,7 @@ class Connection:
             current.views = deque(whole[start:stop] for start, stop in runs)
             current.runs = None
             if any(not 0 <= start < stop <= len(whole) for start, stop in runs):
-                self._fail(
+                self.fail(
                     f"{self.endpoint.name(self.peer)} sent a table of runs outside of the {len(whole)} bytes "
                     f"of {current.key!r}: the connection or its memory is damaged"
                 )
@@ -352,7 +313,9 @@ class Connection:
         with self.endpoint.changed:
             arrived, self._current = self._current, None
             assert arrived is not None
-            if arrived.transfer is not None:
+            if arrived.text is not None:
+                self.endpoint.spread(CollectiveFailure(arrived.number, arrived.text.decode(errors="replace")))
+            elif arrived.transfer is not None:
                 if arrived.memory is not None:
                     arrived.transfer.received[self.peer] = arrived.memory
                 arrived.transfer.receiving.discard(self)
@@ -361,11 +324,13 @@ class Connection:
 
     def _break(self, trouble: str) -> None:
         """Nothing more can be sent, either."""
+        self.endpoint.log.ended.add(self.peer)
         with self.endpoint.changed:
             self._out.clear()
-        self._fail(trouble)
+        self.fail(trouble)
 
-    def _fail(self, trouble: str) -> None:
+    def fail(self, trouble: str) -> None:
+        """Whoever waits on it raises ``trouble``. Any thread."""
         with self.endpoint.changed:
             self.trouble = self.trouble or trouble
             self.endpoint.changed.notify_all()

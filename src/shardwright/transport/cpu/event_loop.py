@@ -1,4 +1,4 @@
-"""The one thread of a rank that moves what is on its connections to all peers of a mesh axis."""
+"""The one thread of a rank that moves what is on its connections to peers of a mesh axis, and takes calls."""
 
 import atexit
 import contextlib
@@ -6,33 +6,56 @@ import os
 import selectors
 import socket
 import threading
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from weakref import WeakSet
 
-from shardwright.transport.cpu.connection import Connection, Endpoint
+from shardwright.transport.cpu.connection import Connection
+from shardwright.transport.cpu.handshake import Caller
+from shardwright.transport.cpu.transfer import Endpoint
 
 _PATIENCE_S = 2.0
+_PAUSE_S = 0.01
+_CALLERS = 64  # that have not yet said who they are, at most: who says nothing makes room for others
 
 
 class EventLoop:
-    """The connections of one rank to its peers on a mesh axis, and the thread that serves them."""
+    """The connections of one rank to its peers on a mesh axis, and the thread that serves them.
+
+    answer: gives the connection that a caller, who has shown the secret, is the other end of; None refuses.
+    """
 
     def __init__(self, endpoint: Endpoint, connections: Iterable[Connection]) -> None:
         """Start the thread. It holds no tensor beyond the messages under way, and ends at ``stop``."""
         self.endpoint = endpoint
+        self.answer: Callable[[Caller], Connection | None] = lambda caller: None
         self._connections = list(connections)
+        self._listener: socket.socket | None = None
+        self._callers: list[Caller] = []
         self._selector = selectors.DefaultSelector()
         self._wakeup, self._waker = socket.socketpair()
         self._stopped = False
-        for connection in self._connections:
-            connection.socket.setblocking(False)
-            self._selector.register(connection.socket, selectors.EVENT_READ, connection)
         self._wakeup.setblocking(False)
         self._waker.setblocking(False)
         self._selector.register(self._wakeup, selectors.EVENT_READ)
+        endpoint.wake = self.go
+        endpoint.links.extend(self._connections)
         _loops.add(self)
         self._thread = threading.Thread(target=self._run, name="shardwright-event-loop", daemon=True)
         self._thread.start()
+        self.go()
+
+    def listen(self, listener: socket.socket, answer: Callable[[Caller], Connection | None]) -> None:
+        """Take calls from now on."""
+        listener.setblocking(False)
+        self.answer, self._listener = answer, listener
+        self.go()
+
+    def add(self, connection: Connection) -> None:
+        """Serve one more, as soon as it is open. Any thread."""
+        with self.endpoint.changed:
+            self._connections.append(connection)
+            self.endpoint.links.append(connection)
 
     def go(self) -> None:
         """Have the thread look at what was queued."""
@@ -55,12 +78,17 @@ class EventLoop:
         try:
             while not self._stopped:
                 for key, events in self._selector.select():
-                    if key.data is None:
+                    if key.fileobj is self._wakeup:
                         self._wakeup.recv(4096)
-                        for connection in self._connections:
-                            self._attend(connection, selectors.EVENT_WRITE | selectors.EVENT_READ)
+                        self._attend_all()
+                    elif key.fileobj is self._listener:
+                        self._accept()
+                    elif isinstance(key.data, Caller):
+                        self._hear(key.data)
                     else:
                         self._attend(key.data, events)
+            for connection in self._connections:  # word of a failure, that others wait for
+                connection.move(selectors.EVENT_WRITE & connection.events)
             trouble = f"the connections of {self._own} were closed"
         except BaseException as error:
             trouble = f"the thread that moves the messages of {self._own} failed: {error!r}"
@@ -69,11 +97,48 @@ class EventLoop:
             self.endpoint.fail(trouble)
             self.close()
 
+    def _attend_all(self) -> None:
+        if self._listener is not None and self._listener not in self._selector.get_map():
+            self._selector.register(self._listener, selectors.EVENT_READ)
+        for connection in tuple(self._connections):
+            self._attend(connection, selectors.EVENT_WRITE | selectors.EVENT_READ)
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        try:
+            sock = self._listener.accept()[0]
+        except OSError:  # who called has given up, or this process may open no more
+            time.sleep(_PAUSE_S)
+            return
+        caller = Caller(sock)
+        self._callers.append(caller)
+        self._selector.register(sock, selectors.EVENT_READ, caller)
+        if len(self._callers) > _CALLERS:
+            first = self._callers.pop(0)
+            self._selector.unregister(first.socket)
+            first.socket.close()
+
+    def _hear(self, caller: Caller) -> None:
+        """Read on of what a caller says."""
+        said_all = caller.read()
+        if said_all is None:
+            return
+        self._selector.unregister(caller.socket)
+        self._callers.remove(caller)
+        connection = self.answer(caller) if said_all else None
+        if connection is None:
+            caller.socket.close()
+            return
+        connection.attach(caller.socket)
+        self._attend(connection, selectors.EVENT_WRITE | selectors.EVENT_READ)
+
     @property
     def _own(self) -> str:
         return self.endpoint.name(self.endpoint.rank)
 
     def _attend(self, connection: Connection, events: int) -> None:
+        if connection.socket is None:
+            return
         connection.move(events & connection.events)
         wanted, watched = connection.events, connection.socket in self._selector.get_map()
         if not wanted:
@@ -86,8 +151,11 @@ class EventLoop:
 
     def close(self) -> None:
         """Close what this process has of the connections."""
-        for each in (*(connection.socket for connection in self._connections), self._wakeup, self._waker):
-            each.close()
+        there = [connection.socket for connection in self._connections]
+        there += [self._listener, *(caller.socket for caller in self._callers)]
+        for each in (*there, self._wakeup, self._waker):
+            if each is not None:
+                each.close()
 
 
 _loops: WeakSet[EventLoop] = WeakSet()

@@ -7,44 +7,38 @@ No socket, no kernel, no helper thread: two copies per byte at memory speed. The
 every peer has read them, so no rank waits for another to write.
 """
 
+import json
 import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import astuple
 
 import torch
-import torch.distributed as dist
-from torch.distributed import ProcessGroup
 
 from shardwright.schedule.layout import pack
 from shardwright.transport.base import Comm, Segment, join, pieces, spread, sums_in_rank_order, whole_place
 from shardwright.transport.cpu.arena import RESERVED_NBYTES, Arena, Host, MemorySegment, this_host
-from shardwright.transport.launches import Launch, LaunchLog
+from shardwright.transport.launches import Launch
+from shardwright.transport.meeting import Meeting
 from shardwright.transport.streams import Streams
 
 _GATHERED_NBYTES = 64 << 20  # at most so many of all ranks together lie in shared memory for a ``gather``
 
 
-def open_arena(group: ProcessGroup, timeout_s: float, log: LaunchLog) -> Arena | str:
-    """Memory segments of all ranks of ``group``, mapped by all. Where any can't share memory, the reason, the
-    same on all ranks: "" where they are on several hosts.
+def open_arena(meeting: Meeting) -> Arena | str:
+    """Memory segments of all ranks, mapped by all. Where any can't share memory, the reason, the same on all
+    ranks: "" where they are on several hosts.
 
-    Every rank of the group calls it; three small exchanges.
+    Every rank of the meeting calls it; ranks of several hosts read the first one's place alone.
     """
-    rank, world = group.rank(), group.size()
     own = _create()
-    hosts: list[Host | str] = [""] * world
-    dist.all_gather_object(hosts, own, group=group)
-    segments = _map_all(hosts, log.ranks)
-    refusals: list[str | None] = [None] * world
-    # Also the barrier after which nobody needs another rank's descriptor any more.
-    dist.all_gather_object(refusals, segments if isinstance(segments, str) else None, group=group)
-    if isinstance(own, Host):
+    if isinstance(own, str):
+        return meeting.refusal("memory", f"rank {meeting.log.ranks[meeting.rank]}: {own}") or ""
+    try:
+        return _map_all(meeting, own)
+    finally:
         os.close(own.fd)
-    told = [why for why in refusals if why is not None]
-    if isinstance(segments, str) or told:
-        return next(filter(None, told), "")
-    return Arena(rank, segments, [host.pid for host in hosts if isinstance(host, Host)], timeout_s, log)
 
 
 def _create() -> Host | str:
@@ -86,22 +80,28 @@ def _opened_again(pid: int, fd: int) -> Iterator[int]:
         os.close(ours)
 
 
-def _map_all(hosts: Sequence[Host | str], ranks: Sequence[int]) -> list[MemorySegment] | str:
-    found = [host for host in hosts if isinstance(host, Host)]
-    if len(found) < len(hosts):
-        return next(f"rank {r}: {why}" for r, why in zip(ranks, hosts, strict=True) if isinstance(why, str))
-    if len({host.place for host in found}) > 1:
-        return ""
-    if found[0].machine != "x86_64":
-        return f"it takes an x86_64 processor, this is {found[0].machine}"
-    segments = []
+def _map_all(meeting: Meeting, own: Host) -> Arena | str:
+    meeting.leave("host", json.dumps(astuple(own)))
+    if (refused := meeting.refusal("memory", None)) is not None:
+        return refused
+    first = Host(*json.loads(meeting.read("host", [0])[0]))
+    if (refused := meeting.refusal("one host", None if own.place == first.place else "")) is not None:
+        return refused
+    if first.machine != "x86_64":
+        return f"it takes an x86_64 processor, this is {first.machine}"
+    told = meeting.read("host", range(meeting.world))
+    hosts = [Host(*json.loads(told[rank])) for rank in range(meeting.world)]
+    segments, why = [], None
     try:
-        for host in found:
+        for host in hosts:
             with _opened_again(host.pid, host.fd) as fd:
                 segments.append(MemorySegment(fd, len(hosts)))
     except OSError as error:  # another user, or no room in the address space
-        return f"a rank's memory can't be mapped by another ({error})"
-    return segments
+        why = f"a rank's memory can't be mapped by another ({error})"
+    # From here on nobody needs another rank's descriptor any more.
+    if (refused := meeting.refusal("mapped", why)) is not None:
+        return refused
+    return Arena(meeting.rank, segments, [host.pid for host in hosts], meeting.timeout_s, meeting.log)
 
 
 class ShmComm(Comm):

@@ -17,8 +17,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from shardwright.transport.base import Comm, Segment, sum_in_rank_order, whole_place
-from shardwright.transport.cpu.connection import Connection, Transfer
-from shardwright.transport.cpu.event_loop import EventLoop
+from shardwright.transport.cpu.connection import Connection
+from shardwright.transport.cpu.handshake import GATHERS, REDUCTIONS
+from shardwright.transport.cpu.peers import Peers, hops
+from shardwright.transport.cpu.transfer import Transfer
 from shardwright.transport.cpu.views import views_of
 from shardwright.transport.cpu.zeros import filled_runs
 from shardwright.transport.streams import Streams
@@ -28,37 +30,39 @@ _MOST_AT_ONCE = 4
 
 
 class SocketComm(Comm):
-    """Collectives of one mesh axis over TCP connections to every peer (see ``open_connections``)."""
+    """Collectives of one mesh axis over TCP connections, which ``peers.py`` opens."""
 
     reads_in_place = True
     uses_c10d = False
     streams: Streams | None = None
 
-    def __init__(self, loop: EventLoop, connections: Sequence[dict[int, Connection]]) -> None:
-        self._gather_connections, self._reduce_connections = connections
-        self.world = len(self._gather_connections) + 1
-        self.rank = loop.endpoint.rank
-        self.log = loop.endpoint.log
+    def __init__(self, peers: Peers) -> None:
+        self.connections = peers
+        self.world = peers.world
+        self.rank = peers.endpoint.rank
+        self.log = peers.endpoint.log
         self.sent_nbytes = 0
         self.exposed_s: float | None = 0.0
-        self._loop = loop
+        self._loop = peers.loop
+        self._by_peer: dict[int, dict[int, Connection]] = {}
         # Peers in an order that gives every rank another partner at each turn.
         self._peers = tuple((self.rank + shift) % self.world for shift in range(1, self.world))
-        weakref.finalize(self, loop.stop)
+        weakref.finalize(self, peers.loop.stop)
 
     def all_gather(self, segments: Sequence[Segment], key: str) -> "_SocketGather":
         """See ``Comm.all_gather``."""
         start = time.perf_counter()
         transfer = Transfer(self._loop.endpoint, self.log.launch(key), [segment.flat for segment in segments])
+        connections = self._to_all(GATHERS)
         try:
             for peer in self._peers:
                 nbytes = sum(segment.part_nbytes(peer) for segment in segments)
                 if nbytes:
                     places = views_of(segment.part(peer) for segment in segments)
-                    self._gather_connections[peer].receive(transfer, nbytes, places)
+                    connections[peer].receive(transfer, nbytes, places)
             own = [segment.part(self.rank) for segment in segments]
             for peer in self._peers:
-                self._send(self._gather_connections[peer], transfer, own)
+                self._send(connections[peer], transfer, own)
         except BaseException:  # Ctrl-C: the caller frees what is filled, and peers have half of a message
             self._loop.join()
             raise
@@ -72,15 +76,14 @@ class SocketComm(Comm):
         """See ``Comm.reduce_scatter``."""
         start = time.perf_counter()
         transfer = Transfer(self._loop.endpoint, self.log.launch(key), [segment.flat for segment in segments])
+        connections = self._to_all(REDUCTIONS)
         # Wider elements first: so every part received begins at a multiple of its own element's size.
         order = sorted(range(len(segments)), key=lambda index: -segments[index].flat.element_size())
         nbytes = sum(segment.part_nbytes(self.rank) for segment in segments)
         for peer in self._peers:
             if nbytes:
-                self._reduce_connections[peer].receive(transfer, nbytes, views_of(()))
-            self._send_filled(
-                self._reduce_connections[peer], transfer, [segments[index].part(peer) for index in order]
-            )
+                connections[peer].receive(transfer, nbytes, views_of(()))
+            self._send_filled(connections[peer], transfer, [segments[index].part(peer) for index in order])
         self._loop.go()
         self.spent(start)
         return _SocketReduction(self, transfer, [(segments[index], dtypes[index], index) for index in order])
@@ -93,13 +96,14 @@ class SocketComm(Comm):
         whole = whole_place(spans, dst, shard) if self.rank == dst else None
         if whole is None:
             transfer.keep.append(shard.contiguous())
-            self._send(self._gather_connections[dst], transfer, transfer.keep)
+            self._send(self.connections.to(GATHERS, dst), transfer, transfer.keep)
         else:
             transfer.keep.append(whole)
             for peer in self._peers:
                 place = whole[slice(*spans[peer])]
                 if place.numel():
-                    self._gather_connections[peer].receive(transfer, place.nbytes, views_of([place]))
+                    connection = self.connections.to(GATHERS, peer)
+                    connection.receive(transfer, place.nbytes, views_of([place]))
         self._loop.go()
         transfer.wait_received()
         transfer.wait_sent()
@@ -113,24 +117,41 @@ class SocketComm(Comm):
         log2(ranks) hops all reach all, with a message of each rank per hop."""
         if self.world <= _MOST_AT_ONCE:
             return super().all_reduce_words(words, combine, key)
-        words, hop = list(words), 1
-        while hop < self.world:
+        words = list(words)
+        for hop in hops(self.world):
             to, source = (self.rank + hop) % self.world, (self.rank - hop) % self.world
             words = list(map(combine, words, self._pass_on(words, to, source, key)))
-            hop *= 2
         return words
+
+    def exchange(self, words: Sequence[int], key: str) -> list[list[int]]:
+        """See ``Comm.exchange``. Over the connections of ``all_reduce_words``: what a rank has of the ranks
+        before it goes to one that is as far ahead (Bruck's algorithm)."""
+        if self.world <= _MOST_AT_ONCE:
+            return super().exchange(words, key)
+        width, known = len(words), list(words)  # of this rank, the one before it, the one before that, ...
+        for hop in hops(self.world):
+            to, source = (self.rank + hop) % self.world, (self.rank - hop) % self.world
+            known += self._pass_on(known[: width * (self.world - hop)], to, source, key)
+        rows = [known[at : at + width] for at in range(0, len(known), width)]
+        return [rows[(self.rank - rank) % self.world] for rank in range(self.world)]
 
     def _pass_on(self, words: Sequence[int], to: int, source: int, key: str) -> list[int]:
         """Send int64 to one peer, and return those that come from another one: as many. A launch of its own,
         which every rank makes; not counted in ``sent_nbytes``. Raises: as the wait of an all-gather."""
         sent, place = torch.tensor(words), torch.empty(len(words), dtype=torch.int64)
         transfer = Transfer(self._loop.endpoint, self.log.launch(key), [sent, place])
-        self._gather_connections[source].receive(transfer, place.nbytes, views_of([place]))
-        self._gather_connections[to].send(transfer, views_of([sent]))
+        self.connections.to(GATHERS, source).receive(transfer, place.nbytes, views_of([place]))
+        self.connections.to(GATHERS, to).send(transfer, views_of([sent]))
         self._loop.go()
         transfer.wait_received()
         transfer.wait_sent()
         return place.tolist()
+
+    def _to_all(self, kind: int) -> dict[int, Connection]:
+        found = self._by_peer.get(kind)
+        if found is None:
+            found = self._by_peer[kind] = self.connections.to_all(kind)
+        return found
 
     def spent(self, start: float) -> None:
         """Count the time since ``start`` as exposed."""

@@ -1,0 +1,149 @@
+"""What a rank waits for on its connections, and what all of its waits have in common."""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+
+from shardwright.errors import CommError
+from shardwright.transport.launches import Launch, LaunchLog, process_state
+
+_LOOK_S = 0.1  # how often who waits looks whether the watch has found something
+
+
+class Link(Protocol):
+    """A connection, as waits and their rank see it.
+
+    peer: the other end's rank. is_open: whether the peer has been reached, or has called.
+    trouble: what ended it, "" while it works.
+    """
+
+    peer: int
+    trouble: str
+
+    @property
+    def is_open(self) -> bool: ...
+
+    def tell(self, failure: "CollectiveFailure") -> None:
+        """Queue word of a failure for the peer."""
+        ...
+
+
+class CollectiveFailure(NamedTuple):
+    """The first collective of an axis that can't end, by its number, and why."""
+
+    number: int
+    why: str
+
+
+class Endpoint:
+    """One rank's end of its connections.
+
+    rank: its place on the mesh axis. log: of the axis' transport.
+    changed: guards connections and transfers; notified when one of them is done or fails.
+    trouble: what ended all of them, "" while they work.
+    links: those that were opened, or are to be. wake: has the event loop look at what was queued on them.
+    failure: of which this rank has heard, or which it has met. It goes to all ranks, from each to those that
+        it has a connection to, since a rank that ends is seen by those alone.
+    """
+
+    def __init__(self, rank: int, timeout_s: float, log: LaunchLog) -> None:
+        self.rank = rank
+        self.timeout_s = timeout_s
+        self.log = log
+        self.changed = threading.Condition()
+        self.trouble = ""
+        self.links: list[Link] = []
+        self.wake: Callable[[], None] = lambda: None
+        self.failure: CollectiveFailure | None = None
+
+    def name(self, rank: int) -> str:
+        """What messages call a rank of the mesh axis: its number in the job."""
+        return f"rank {self.log.ranks[rank]}"
+
+    def fail(self, trouble: str) -> None:
+        """Nothing moves any more: whoever waits raises ``trouble``."""
+        with self.changed:
+            self.trouble = trouble
+            self.changed.notify_all()
+
+    def spread(self, failure: CollectiveFailure) -> None:
+        """Who waits for this collective or a later one raises it, here and on the other ranks."""
+        with self.changed:
+            if self.failure is not None and self.failure.number <= failure.number:
+                return
+            self.failure = failure
+            for link in self.links:
+                if link.is_open:
+                    link.tell(failure)
+            self.changed.notify_all()
+        self.wake()
+
+
+@dataclass
+class Transfer:
+    """The messages of one collective of one rank. Its fields change under the endpoint's lock.
+
+    keep: what is sent from and received into, and must live so long: also where the wait for it was given
+        up, since a peer may come later. received: what arrived, by peer, on connections that take memory.
+    """
+
+    endpoint: Endpoint
+    launch: Launch
+    keep: list[torch.Tensor]
+    receiving: set[Link] = field(default_factory=set)
+    sending: set[Link] = field(default_factory=set)
+    received: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def wait_received(self) -> None:
+        """Return when everything has arrived. Raises: CommError naming a rank that ended, is in another
+        collective, or doesn't come in time."""
+        self._wait(self.receiving)
+
+    def wait_sent(self) -> None:
+        """Return when what is sent may be freed or changed. Raises: as ``wait_received``."""
+        self._wait(self.sending)
+
+    def _wait(self, links: set[Link]) -> None:
+        if not links:
+            return
+        start = time.monotonic()
+        with self.endpoint.log.waiting(self.launch), self.endpoint.changed:
+            while links:
+                if trouble := self._trouble(links):
+                    raise CommError(f"{trouble} ({self._own} was in {self._what})")
+                if not self.endpoint.changed.wait(_LOOK_S):
+                    process_state.raise_diagnosis()
+                    self._check_time(links, time.monotonic() - start)
+
+    def _trouble(self, links: set[Link]) -> str:
+        """Why what is waited for never comes; "" while it may."""
+        endpoint = self.endpoint
+        if endpoint.trouble:
+            return endpoint.trouble
+        found = next((link.trouble for link in links if link.trouble), "")
+        if found:
+            endpoint.spread(CollectiveFailure(self.launch.number, found))
+        elif endpoint.failure is not None and endpoint.failure.number <= self.launch.number:
+            found = endpoint.failure.why
+        return found
+
+    def _check_time(self, links: set[Link], waited_s: float) -> None:
+        if links and waited_s > self.endpoint.timeout_s:
+            late = min(links, key=lambda link: link.peer)
+            how = "open" if late.is_open else "not opened yet"
+            raise CommError(
+                f"{self._own} waited {self.endpoint.timeout_s:.0f} s for {self.endpoint.name(late.peer)} in "
+                f"{self._what}; the connection is {how} but it did not come there"
+            )
+
+    @property
+    def _own(self) -> str:
+        return self.endpoint.name(self.endpoint.rank)
+
+    @property
+    def _what(self) -> str:
+        return repr(self.launch.key)

@@ -1,0 +1,77 @@
+"""How the ranks of a transport meet: what each leaves in the job's store for the others, and who refuses.
+
+A few keys of each rank, and no connection between them: how many that takes doesn't grow with the ranks.
+
+    <what>/<place>      left by that rank
+    <what>/refused      the first reason that a rank gave
+    <what>/came         how many have come
+    <what>/all          they all have
+"""
+
+import time
+from collections.abc import Iterable
+from datetime import timedelta
+
+from torch.distributed.distributed_c10d import Store
+
+from shardwright.errors import CommError
+from shardwright.transport.launches import Launch, LaunchLog, process_state
+
+_POLL_S = 0.05
+_NO_REASON = " "
+
+
+class Meeting:
+    """The ranks that make one transport: ``rank`` is this one's place among ``world``.
+
+    store: theirs alone. log: of the transport.
+    """
+
+    def __init__(self, store: Store, log: LaunchLog, rank: int, timeout: timedelta) -> None:
+        self.log = log
+        self.rank = rank
+        self.world = len(log.ranks)
+        self.timeout_s = timeout.total_seconds()
+        self._store = store
+
+    def leave(self, what: str, data: str) -> None:
+        """Leave something for the others; ``refusal`` follows before they read it."""
+        self._store.set(f"{what}/{self.rank}", data)
+
+    def read(self, what: str, ranks: Iterable[int]) -> dict[int, str]:
+        """What these ranks have left, all of which have come. One message, however many there are."""
+        ranks = list(ranks)
+        found = self._store.multi_get([f"{what}/{rank}" for rank in ranks]) if ranks else []
+        return {rank: data.decode() for rank, data in zip(ranks, found, strict=True)}
+
+    def refusal(self, what: str, own: str | None) -> str | None:
+        """Return when all ranks have come here: why one of them refused, None where none did; alike on all.
+
+        own: this rank's reason ("": it has none to tell), None where it doesn't refuse.
+        Raises: CommError where they don't come within the time limit, or the watch found why they can't.
+        """
+        store = self._store
+        if own is not None:
+            store.compare_set(f"{what}/refused", "", own or _NO_REASON)
+        if store.add(f"{what}/came", 1) == self.world:
+            store.set(f"{what}/all", "")
+        with self.log.waiting(
+            Launch(0, f"make a transport ({what})", process_state.phase, process_state.step)
+        ):
+            self._wait_for_all(what)
+        if not store.check([f"{what}/refused"]):
+            return None
+        return store.get(f"{what}/refused").decode().strip()
+
+    def _wait_for_all(self, what: str) -> None:
+        began, pause = time.monotonic(), 0.0005
+        while not self._store.check([f"{what}/all"]):
+            process_state.raise_diagnosis()
+            if time.monotonic() - began > self.timeout_s:
+                came = self._store.add(f"{what}/came", 0)
+                raise CommError(
+                    f"waited {self.timeout_s:.0f} s for other ranks to make a transport, and {came} of "
+                    f"{self.world} came: look at what the launcher says of the others"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, _POLL_S)
