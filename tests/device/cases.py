@@ -5,7 +5,7 @@ device ``NcclComm`` over simulated communicators, in threads. What it returns is
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -114,20 +114,8 @@ def train(
     device: str = "cpu",
 ) -> list[torch.Tensor]:
     """Losses, gradients and shards of this rank, of a model drawn by ``number``; nothing else is returned."""
-    _, make, options = KINDS[kind]
-    draw, options, world = random.Random(number), dict(options), dist.get_world_size()
-    row_wise = options.pop("row_wise", False)
-    shape = (2, world // 2) if options.pop("hybrid", False) else (world,)
-    with _disable_current_modes():
-        torch.manual_seed(number)
-        model, width = make(draw)
-        inputs = torch.randn(8, world, 4, width, generator=torch.Generator().manual_seed(number))
-        inputs = iter([each[rank].clone().to(device) for each in inputs])
-        mesh = init_device_mesh(device, shape)
-    for layer in list(model.children())[:-1]:
-        fully_shard(layer, mesh=mesh, **options)
-    fully_shard(model, mesh=mesh, **options)
-    model.set_schedule_policy(SchedulePolicy(bucket_cap_mb=number % 2, row_wise=row_wise))
+    draw = random.Random(number)
+    model, inputs = model_of(kind, number, rank, draw, device)
     sharded(model)
     run, seen = Run.of(model), []
     for _ in range(2):
@@ -150,6 +138,27 @@ def train(
     seen += [inner_of(param.detach().to_local()) for param in model.parameters()]
     synchronize()
     return [read(each) for each in seen]
+
+
+def model_of(
+    kind: str, number: int, rank: int, draw: random.Random, device: str = "cpu"
+) -> tuple[nn.Module, Iterator[torch.Tensor]]:
+    """A sharded model, and batches of this rank's."""
+    _, make, options = KINDS[kind]
+    options, world = dict(options), dist.get_world_size()
+    row_wise = options.pop("row_wise", False)
+    shape = (2, world // 2) if options.pop("hybrid", False) else (world,)
+    with _disable_current_modes():
+        torch.manual_seed(number)
+        model, width = make(draw)
+        inputs = torch.randn(8, world, 4, width, generator=torch.Generator().manual_seed(number))
+        inputs = iter([each[rank].clone().to(device) for each in inputs])
+        mesh = init_device_mesh(device, shape)
+    for layer in list(model.children())[:-1]:
+        fully_shard(layer, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+    model.set_schedule_policy(SchedulePolicy(bucket_cap_mb=number % 2, row_wise=row_wise))
+    return model, inputs
 
 
 def inner_of(tensor: torch.Tensor) -> torch.Tensor:

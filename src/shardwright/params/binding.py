@@ -14,7 +14,7 @@ from shardwright.params.subclass import extensions_changed
 from shardwright.policy import MixedPrecisionPolicy
 from shardwright.schedule.layout import ALIGNMENT_NBYTES, GroupLayout, ParamLayout, contiguous_strides
 from shardwright.torch_private import foreach_copy_, local_of, parameters_of
-from shardwright.transport.base import Segment
+from shardwright.transport.base import Segment, copy_together
 
 Typed = Sequence[tuple[ShardedParam, torch.dtype]]
 """Parameters, and the dtypes that they have while unsharded."""
@@ -139,6 +139,7 @@ class Bound:
         self._show_themselves: list[tuple[ShardedParam, bool]] = []
         self._copies: dict[tuple[Any, ...], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self._other_copies: list[ShardedParam] = []
+        self._on_device: list[ShardedParam] = []
         segments: dict[int, Segment] = {}
         for param in params:
             first, sharded, local = param.sites[0], param.sharded, param.local
@@ -163,7 +164,9 @@ class Bound:
 
     def _list_copy(self, param: ShardedParam, local: torch.Tensor) -> None:
         own = param.own
-        if param.has_device_copy or type(local) is not torch.Tensor:
+        if param.has_device_copy:
+            self._on_device.append(param)
+        elif type(local) is not torch.Tensor:
             self._other_copies.append(param)
         elif own.numel():
             # One kernel copies lists of tensors only where pairs have the same strides, and sides one dtype.
@@ -200,8 +203,9 @@ class Bound:
         for (*_, maps), (places, sources) in self._copies.items():
             foreach_copy_(places, [pinned(each) for each in sources] if maps else sources, non_blocking=True)
         for param in self._other_copies:
-            source = param.device_copy if param.has_device_copy else param.local
-            param.own.copy_(source, non_blocking=True)
+            param.own.copy_(param.local, non_blocking=True)
+        if self._on_device:
+            copy_together([p.own for p in self._on_device], [p.device_copy for p in self._on_device])
 
     def show(self, unsharded: bool) -> None:
         """Modules show the shards, or the unsharded parameters that are not decoded. Past

@@ -10,8 +10,7 @@ import torch
 
 from shardwright.params.param import ShardedParam
 from shardwright.schedule.layout import ParamLayout
-from shardwright.torch_private import foreach_copy_
-from shardwright.transport.base import Comm, Gather, Segment
+from shardwright.transport.base import Comm, Gather, Segment, copy_together
 
 Versions = tuple[tuple[int, int], ...]
 
@@ -35,7 +34,7 @@ class SmallerWorld:
         self._versions = versions
         spans = self._parts(self._segments(ShardedParam.gather_segment))
         self._shards = [torch.empty_like(span) for span in spans]
-        foreach_copy_(self._shards, spans)
+        copy_together(self._shards, spans)
         self.held_nbytes = sum([shard.nbytes for shard in self._shards])
 
     def holds(self, versions: Versions) -> bool:
@@ -48,7 +47,7 @@ class SmallerWorld:
         place_of: the memory that a parameter is gathered into.
         """
         segments = self._segments(place_of)
-        foreach_copy_(self._parts(segments), self._shards)
+        copy_together(self._parts(segments), self._shards)
         self.forget()
         split = zip(segments, self._layouts, strict=True)
         return self.comm.all_gather([segment for segment, layout in split if layout.dim is not None], key)

@@ -102,8 +102,11 @@ class ExtendedParam(ShardedParam):
 
     # ---- the all-gather
 
-    def fill(self, policy: MixedPrecisionPolicy) -> list[Segment]:
-        """Put this rank's inputs on the wire; what has to be gathered.
+    def fill(
+        self, policy: MixedPrecisionPolicy, copies: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> list[Segment]:
+        """Take the wire; what has to be gathered. copies: gets the places on it and this rank's inputs for
+        them, for the caller to copy.
 
         Raises: StageError for inputs of other shapes or dtypes than before; InputError for inputs whose rows
             are neither the shard's nor padded like it where the ranks don't divide the rows.
@@ -123,7 +126,7 @@ class ExtendedParam(ShardedParam):
         for layout, output in zip(self._wire.layouts, self._wire.outputs, strict=True):
             output[layout.rows :].zero_()  # padding, which no rank sends
         for own, part in zip(self._wire.own, inputs, strict=True):
-            own.copy_(part[: len(own)], non_blocking=True)
+            copies.append((own, part[: len(own)]))
         pairs = zip(self._wire.regions, self._wire.layouts, strict=True)
         return [Segment(region, layout.spans) for region, layout in pairs]
 

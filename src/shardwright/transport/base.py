@@ -78,6 +78,20 @@ def spread(joined: torch.Tensor, parts: list[torch.Tensor]) -> None:
         foreach_copy_(parts, pieces(joined, [part.numel() for part in parts]))
 
 
+def copy_together(places: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each of ``sources`` into its place: one call, and on a device one kernel, for all pairs that have
+    the same two dtypes and lie alike."""
+    alike: dict[object, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for place, source in zip(places, sources, strict=True):
+        if place.numel():
+            key = place.dtype, source.dtype, source.device, place.stride() == source.stride()
+            members = alike.setdefault(key, ([], []))
+            members[0].append(place)
+            members[1].append(source)
+    for members in alike.values():
+        foreach_copy_(*members, non_blocking=True)
+
+
 def pieces(joined: torch.Tensor, sizes_nbytes: Sequence[int]) -> list[torch.Tensor]:
     """Views of uint8 parts that lie one after another (see ``join``), which are all that ``joined`` has."""
     return list(joined.split(_with_gaps(tuple(sizes_nbytes))))[::2]

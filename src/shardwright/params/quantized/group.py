@@ -23,7 +23,7 @@ from shardwright.params.subclass import extended_in
 from shardwright.policy import MixedPrecisionPolicy
 from shardwright.schedule.layout import GroupLayout, ParamLayout, pack
 from shardwright.torch_private import version_of
-from shardwright.transport.base import Segment
+from shardwright.transport.base import Segment, copy_together
 
 
 @dataclass(frozen=True)
@@ -157,9 +157,12 @@ class Decoding:
         self.dense.free()
 
     def fill(self) -> list[Segment]:
-        """Take the wire's memory; what extended parameters have to gather."""
+        """Take the wire's memory, and fill it for extended parameters; what these have to gather."""
         self.wire.alloc()
-        return [segment for param in self.extended for segment in param.fill(self._policy)]
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        segments = [segment for param in self.extended for segment in param.fill(self._policy, copies)]
+        copy_together([place for place, _ in copies], [part for _, part in copies])
+        return segments
 
     def arrive(self, keep_wire: bool) -> int:
         """Decode what was gathered; returns the bytes that were held meanwhile.
