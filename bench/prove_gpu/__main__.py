@@ -150,12 +150,12 @@ def main() -> None:
     device = Device.of(options.device)
     ctypes.CDLL(None).prctl(_ADOPTS_ORPHANS, 1, 0, 0, 0)
     chosen = [each for each in sections(device.simulated) if each.module in options.only]
-    ends = time.monotonic() + TOTAL_S
+    ends, about = time.monotonic() + TOTAL_S, device.described()
     for section in chosen:
         limit_s = min(limits.get(section.module, section.limit_s), ends - time.monotonic())
         run(section, options.device, device.worlds, limit_s)
         options.page.parent.mkdir(parents=True, exist_ok=True)
-        options.page.write_text(page(device, chosen))  # after each: what there is stays, whatever comes
+        options.page.write_text(page(device, about, chosen))  # after each section: whatever comes, it stays
     print(options.page.read_text())
     print(f"prove-gpu: the page is {options.page}")
     sys.exit(any(section.errors for section in chosen))

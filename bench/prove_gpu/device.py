@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,22 @@ class Trace:
     kernels: list[tuple[float, float]]
     copies: list[tuple[float, float]]
     collectives: list[tuple[float, float]]
+
+    @classmethod
+    def of(cls, events: list[dict[str, Any]], categories: tuple[str, ...]) -> "Trace":
+        """events: of a Chrome trace of torch's profiler; those of ``categories`` count, once it was begun."""
+        found = cls([], [], [])
+        [begin] = [each["ts"] for each in events if (each.get("name"), each.get("cat")) == _BEGIN]
+        for event in events:
+            category, name = event.get("cat", ""), event.get("name", "").lower()
+            if category not in categories or event["ts"] < begin:
+                continue
+            if any(word in name for word in _COMMUNICATES):
+                spans = found.collectives
+            else:
+                spans = found.copies if "mem" in category else found.kernels
+            spans.append((event["ts"], event["ts"] + event["dur"]))
+        return found
 
     @property
     def exposed_ms(self) -> float:
@@ -163,39 +180,28 @@ class Device:
         with tempfile.TemporaryDirectory() as folder:
             profiler.export_chrome_trace(f"{folder}/trace.json")
             events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
-        found = Trace([], [], [])
-        [begin] = [each["ts"] for each in events if (each.get("name"), each.get("cat")) == _BEGIN]
-        for event in events:
-            category, name = event.get("cat", ""), event.get("name", "").lower()
-            if category not in (("cpu_op",) if self.simulated else _RUNS_ON_DEVICE) or event["ts"] < begin:
-                continue
-            if any(word in name for word in _COMMUNICATES):
-                spans = found.collectives
-            else:
-                spans = found.copies if "mem" in category else found.kernels
-            spans.append((event["ts"], event["ts"] + event["dur"]))
-        return found
+        return Trace.of(events, ("cpu_op",) if self.simulated else _RUNS_ON_DEVICE)
 
     # ---- on the page
 
     def described(self) -> dict[str, str]:
         """What the figures were taken with."""
+        ranks = f"simulated: {self.count} CPU ranks over Gloo"
         found = {
-            "device": f"simulated: {self.count} CPU ranks over Gloo" if self.simulated else self._cards(),
+            "device": ranks if self.simulated else _or_unknown(self._cards),
             "torch": f"{torch.__version__}, CUDA {torch.version.cuda}, HIP {torch.version.hip}",
             "python": f"{platform.python_version()} on {platform.platform()}, {os.cpu_count()} cores",
             "commit": _said_by("git", "describe", "--always", "--dirty"),
         }
         if self.kind == "cuda" and not self.simulated:
-            found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+            found["NCCL"] = _or_unknown(lambda: ".".join(map(str, torch.cuda.nccl.version())))
             found["driver"] = _said_by("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
             found["links"] = f"\n```\n{_said_by('nvidia-smi', 'topo', '-m')}\n```"
         return found
 
     def _cards(self) -> str:
-        total = torch.accelerator.get_memory_info(0)[1] / 2**30
-        name = torch.get_device_module(self.kind).get_device_name(0)
-        return f"{self.count} x {name} ({self.kind}), {total:.0f} GiB each"
+        card = torch.get_device_module(self.kind).get_device_properties(0)
+        return f"{self.count} x {card.name} ({self.kind}), {card.total_memory / 2**30:.0f} GiB each"
 
 
 def _resident(field: str) -> int:
@@ -204,7 +210,13 @@ def _resident(field: str) -> int:
 
 
 def _said_by(*command: str) -> str:
+    ran = partial(subprocess.run, command, capture_output=True, text=True, timeout=20, check=True)
+    return _or_unknown(lambda: ran().stdout.strip())
+
+
+def _or_unknown(ask: Callable[[], str]) -> str:
+    """A page without a version is better than none."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError) as error:
+        return ask()
+    except Exception as error:
         return f"unknown ({error})"

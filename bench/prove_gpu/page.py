@@ -6,11 +6,11 @@ from typing import Any
 from bench.prove_gpu.device import Device
 
 
-def page(device: Device, sections: list[Any]) -> str:
-    """What was measured with what, each section's result, then its tables and errors."""
+def page(device: Device, about: dict[str, str], sections: list[Any]) -> str:
+    """about: what figures were taken with. Then each section's result, its tables and its errors."""
     told = "simulated: figures mean nothing" if device.simulated else "measured on a device"
     lines = [f"# prove-gpu, {time.strftime('%Y-%m-%d')} ({told})", ""]
-    lines += [f"- {name}: {value}" for name, value in device.described().items()]
+    lines += [f"- {name}: {value}" for name, value in about.items()]
     lines += ["", "| section | result | s |", "| --- | --- | ---: |"]
     lines += [f"| {each.title} | {_result(each)} | {each.took_s:.0f} |" for each in sections]
     for section in sections:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from bench.prove_gpu.__main__ import TOTAL_S, Section, sections
 from bench.prove_gpu.device import Device, Trace, merged
@@ -21,6 +22,22 @@ def test_communication_is_exposed_while_nothing_else_runs_on_the_device():
 
 def test_collectives_that_run_at_once_are_counted_once():
     assert Trace([], [], [(0, 3000), (1000, 2000), (5000, 6000)]).exposed_ms == 4.0
+
+
+def test_a_trace_of_a_device_is_read_from_where_the_step_begins():
+    events = [
+        {"name": "warm up", "cat": "kernel", "ts": 1.0, "dur": 1.0},
+        {"name": "measured step", "cat": "user_annotation", "ts": 10.0, "dur": 5.0},
+        {"name": "measured step", "cat": "gpu_user_annotation", "ts": 11.0, "dur": 9.0},
+        {"name": "aten::mm", "cat": "cpu_op", "ts": 11.0, "dur": 2.0},
+        {"name": "void cutlass::Kernel2<sm90>(Params)", "cat": "kernel", "ts": 12.0, "dur": 3.0},
+        {"name": "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgs)", "cat": "kernel", "ts": 13, "dur": 4},
+        {"name": "Memcpy DtoH (Device -> Pinned)", "cat": "gpu_memcpy", "ts": 16.0, "dur": 0.5},
+        {"name": "thread_name", "ph": "M"},
+    ]
+    trace = Trace.of(events, ("kernel", "gpu_memcpy", "gpu_memset"))
+    assert trace == Trace(kernels=[(12.0, 15.0)], copies=[(16.0, 16.5)], collectives=[(13.0, 17.0)])
+    assert trace.exposed_ms == pytest.approx(1.5e-3)
 
 
 def test_spans_that_touch_are_one():
@@ -40,7 +57,9 @@ def test_the_page_has_the_figures_of_one_section_and_the_error_of_another():
     good, bad = Section("one", "First", 1), Section("two", "Second", 1)
     good.tables["times"] = [{"world": 2, "ms": 3.5}, {"world": 1, "ms": 7.5}]
     bad.errors.append("alone: exit status 1\nValueError: no")
-    text = page(Device("cpu", simulated=True, count=2), [good, bad])
+    device = Device("cpu", simulated=True, count=2)
+    text = page(device, device.described(), [good, bad])
+    assert f"torch: {torch.__version__}" in text
     assert "| First | passed |" in text
     assert "| Second | failed |" in text
     assert "| ms (simulated) |" in text

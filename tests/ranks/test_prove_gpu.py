@@ -13,9 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TITLES = {section.module: section.title for section in sections(simulated=True)}
 
 
-def proven(page, *words):
+def proven(page, *command):
     """Exit status, and the page's part of each section."""
-    command = [sys.executable, "-m", "bench.prove_gpu", "--device", "sim", "--page", str(page), *words]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     _, *parts = re.split(r"^## ", page.read_text(), flags=re.MULTILINE)
     return ended.returncode, {part.partition("\n")[0]: part for part in parts}
@@ -28,7 +27,9 @@ def has_figures(part):
 
 @pytest.mark.slow
 def test_every_section_runs_and_leaves_its_figures_on_the_page(tmp_path):
-    status, parts = proven(tmp_path / "page.md")
+    page = tmp_path / "page.md"
+    words = ["DEVICE=sim", f"PAGE={page}", f"PROVE_PYTHON={sys.executable}"]
+    status, parts = proven(page, "make", "prove-gpu", *words)
     assert status == 0, parts
     assert list(parts) == list(TITLES.values())
     assert all(has_figures(part) and "Failed" not in part for part in parts.values())
@@ -36,8 +37,10 @@ def test_every_section_runs_and_leaves_its_figures_on_the_page(tmp_path):
 
 @pytest.mark.slow
 def test_a_section_that_is_ended_at_its_time_limit_leaves_the_others_whole(tmp_path):
-    words = ["--only", "losses", "four_bit", "--limit-s", "losses", "0.5"]
-    status, parts = proven(tmp_path / "page.md", *words)
+    page = tmp_path / "page.md"
+    words = ["--device", "sim", "--page", str(page), "--limit-s", "losses", "0.5"]
+    command = [sys.executable, "-m", "bench.prove_gpu", *words, "--only", "losses", "four_bit"]
+    status, parts = proven(page, *command)
     assert status == 1
     assert "over its time limit" in parts[TITLES["losses"]]
     assert has_figures(parts[TITLES["four_bit"]])
