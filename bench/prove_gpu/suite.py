@@ -1,6 +1,7 @@
 """Section: the device suite, tests/gpu; in simulation also the runtime on the simulated accelerator."""
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -10,6 +11,8 @@ from collections import Counter
 from bench.prove_gpu.device import Device
 from bench.prove_gpu.rank import Rows, options
 
+LIMIT_S = 300.0
+"""Of pytest, within the section's own: what has passed until then is on the page."""
 SIMULATED_ACCELERATOR = ["tests/device/test_runtime.py", "-k", "losses_gradients_and_weights"]
 
 
@@ -24,7 +27,9 @@ def main() -> None:
             report = f"{folder}/report.xml"
             command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
             environment = {**os.environ, "SHARDWRIGHT_TEST_DEVICE": told.device}
-            subprocess.run([*command, *words], env=environment)
+            if not _ended([*command, *words], environment, LIMIT_S):
+                rows.fail(f"interrupted after {LIMIT_S:.0f} s: later tests of {words[0]} have not run")
+                failed = True
             cases = list(ElementTree.parse(report).iter("testcase"))
         for file in sorted({case.get("classname", "") for case in cases}):
             results = Counter(_result(case) for case in cases if case.get("classname") == file)
@@ -37,6 +42,18 @@ def main() -> None:
         failed = failed or not any(_result(case) == "passed" for case in cases)
         failed = failed or any(_result(case) == "failed" for case in cases)
     sys.exit(int(failed))
+
+
+def _ended(command: list[str], environment: dict[str, str], limit_s: float) -> bool:
+    """Run pytest; whether it came to its end. Interrupted at the limit, it still writes its report."""
+    process = subprocess.Popen(command, env=environment)
+    try:
+        process.wait(limit_s)
+        return True
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+        process.wait()
+        return False
 
 
 def _result(case: ElementTree.Element) -> str:

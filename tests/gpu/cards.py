@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 150.0
 NAME = os.environ.get("SHARDWRIGHT_TEST_DEVICE", "accelerator")
 CARDS = Device.of(NAME) if NAME == SIM or torch.accelerator.is_available() else None
-WORLDS = sorted(CARDS.worlds) if CARDS and not CARDS.simulated else [2]
+WORLDS = CARDS.worlds if CARDS and not CARDS.simulated else [2]
 """Numbers of cards that tests are run on."""
 NEEDS_CARDS = [
     pytest.mark.gpu,

@@ -44,14 +44,21 @@ def apart(ours, theirs):
     return ((ours - theirs).norm() / theirs.norm().clamp(min=1e-3)).item()
 
 
+def whole(tensors):
+    """All numbers of a rank: what is a small sum of large ones is far off in bfloat16, taken by itself."""
+    return torch.cat([tensor.flatten().double() for tensor in tensors if tensor.is_floating_point()])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_losses_gradients_and_weights_are_those_of_cpu_ranks(kind, trained):
     found, on_cpus = trained
     if kind not in on_cpus:
         pytest.skip(f"{kind}: its mesh needs another number of cards")
-    allowed = 5e-2 if any(word in kind for word in ROUNDED) else 1e-4
     for ours, theirs in zip(result(found, kind), on_cpus[kind], strict=True):
         assert [(t.dtype, t.shape) for t in ours] == [(t.dtype, t.shape) for t in theirs]
-        differences = [apart(a, b) for a, b in zip(ours, theirs, strict=True) if a.is_floating_point()]
-        assert max(differences) <= allowed
+        if any(word in kind for word in ROUNDED):
+            assert apart(whole(ours), whole(theirs)) <= 2e-2
+        else:
+            pairs = zip(ours, theirs, strict=True)
+            assert max(apart(a, b) for a, b in pairs if a.is_floating_point()) <= 1e-4
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True) if not a.is_floating_point())

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.prove_gpu import suite
 from bench.prove_gpu.__main__ import TOTAL_S, Section, sections
 from bench.prove_gpu.device import Device, Trace, merged
 from bench.prove_gpu.page import page
@@ -88,3 +89,11 @@ def test_a_section_at_its_time_limit_is_ended_with_children_in_sessions_of_their
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
     assert "over its time limit" in ended.stdout
     assert not Path("/proc", log.read_text().strip()).exists()
+
+
+def test_a_device_suite_that_hangs_is_interrupted_and_leaves_what_has_passed(tmp_path):
+    tests, report = tmp_path / "test_it.py", tmp_path / "report.xml"
+    tests.write_text("import time\ndef test_a(): pass\ndef test_b(): time.sleep(600)\n")
+    words = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--junitxml={report}", str(tests)]
+    assert not suite._ended(words, dict(os.environ), 4.0)
+    assert 'name="test_a"' in report.read_text()
