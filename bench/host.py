@@ -17,6 +17,7 @@ its 90 % interval. ``--profile`` shows instead where this package's calls and ke
 
 import argparse
 import copy
+import gc
 import inspect
 import os
 import sys
@@ -142,6 +143,7 @@ def backward_of(model: nn.Module, width: int) -> Callable[[], None]:
 
 def cost(name: str, case: Case) -> Cost:
     """Count a steady step of the named system, its optimizer's included."""
+    gc.collect()  # models of before: an optimizer's step goes through all that there are
     with rankzero.rank_zero_of(case.world):
         model = sharded(name, case, build_model(case))
         optimizer = torch.optim.SGD(model.parameters(), 1e-3)
