@@ -163,8 +163,9 @@ def stats(model: nn.Module) -> Stats:
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """The whole model as plain CPU tensors: every entry of ``model.state_dict()`` on rank 0, {} elsewhere.
 
-    Every rank of the model's mesh calls it, between steps. Parameters are collected one at a time, in the
-    dtype at rest; device memory: one whole parameter on rank 0. Names that share a parameter share a tensor.
+    Every rank of the model's mesh calls it, between steps. Parameters are collected in the dtype at rest, by
+    all-gathers of at most 128 MiB: so much memory of each device. Names that share a parameter share a
+    tensor.
     Raises: InputError for a model without a sharded module.
     """
     return dict(_whole(model, None, shared=True))
@@ -175,10 +176,11 @@ def stream_state_dict(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """``(name, tensor)`` of the whole model, one after another on the CPU of rank 0; nothing elsewhere.
 
-    Every rank of the model's mesh iterates to the end, between steps. One parameter is made whole at a time,
-    and ranks wait until rank 0 comes for the next; so a model that fits nowhere can be written to a file.
-    Host memory: what the caller keeps (a ``for`` loop its last tensor, until it has the next one), one
-    parameter, and at most 128 MiB on the way. A tied weight is collected under each of its names.
+    Every rank of the model's mesh iterates to the end, between steps. One parameter is made whole at a time
+    (of smaller ones on an accelerator 128 MiB), and ranks wait until rank 0 comes for the next; so a model
+    that fits nowhere can be written to a file. Host memory: what the caller keeps (a ``for`` loop its last
+    tensor, until it has the next one), what is made whole, and at most 128 MiB on the way. A tied weight is
+    collected under each of its names.
     decoded: give quantised weights in this dtype, under their own names, instead of codes and scales.
     Raises: InputError for a model without a sharded module.
     """

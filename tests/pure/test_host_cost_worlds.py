@@ -6,17 +6,22 @@ tensors that operations are called with. A collective itself is one call here: i
 
 import gc
 import random
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_leaves
 
 import shardwright
 from bench.counting import KernelCount, count_instructions
 from bench.rankzero import rank_zero_of
-from shardwright import SchedulePolicy, fully_shard
+from shardwright import SchedulePolicy, full_state_dict, fully_shard
+from shardwright.engine.unit import unit_of
+from shardwright.schedule.layout import align
+from shardwright.transport import collect
 from tests.device.cases import HALF, KINDS, ON_DIM_1, Layer
 
 FOLDER = shardwright.__file__.rpartition("/")[0]
@@ -162,3 +167,25 @@ def test_sharding_a_model_asks_the_host_no_more_of_4096_ranks_than_of_64():
     others_come = ("transport/attempt.py", "transport/launches.py")  # once in a process; here they never do
     grown = differing(sharding(64), sharding(4096))
     assert [each for each in grown if not each.startswith(others_come)] == []
+
+
+@pytest.mark.parametrize("world", [8, 1024])
+def test_a_full_state_dict_takes_an_all_gather_per_window_of_bytes_and_nothing_between_two_ranks(world):
+    def launched():
+        """By a full state dict of 12 matrices and as many vectors."""
+        with rank_zero_of(world):
+            mesh = init_device_mesh("cpu", (world,))
+            model = nn.Sequential(*(nn.Linear(world, 12, dtype=torch.float16) for _ in range(12)))
+            for each in [*model, model]:
+                fully_shard(each, mesh=mesh)
+            log = unit_of(model[0]).group.axis.comm.log
+            before = log.launched
+            whole = full_state_dict(model)
+            assert [each.shape for each in whole.values()] == [(12, world), (12,)] * 12
+            return list(log.ring)[-(log.launched - before) :]
+
+    with mock.patch.object(ProcessGroup, "send", None), mock.patch.object(ProcessGroup, "recv", None):
+        assert [launch.key.partition(" ")[0] for launch in launched()] == ["collect"]
+        row_nbytes = 12 * (align(-(-12 // world) * world * 2) + 64)  # of each rank
+        with mock.patch.object(collect, "WINDOW_NBYTES", world << 10):
+            assert len(launched()) == -(-row_nbytes // 1024) > 1

@@ -15,10 +15,12 @@ from shardwright import SchedulePolicy, WatchPolicy, fully_shard, set_transport,
 from shardwright.checkpoint import save
 from shardwright.engine.unit import unit_of
 from shardwright.errors import CommError, Diverged, InputError, RankLost
+from shardwright.schedule.layout import ParamLayout, align
+from shardwright.transport import collect
 from shardwright.transport.cpu import futex
 from shardwright.transport.cpu.shm import ShmComm
 from shardwright.transport.cpu.sockets import SocketComm
-from shardwright.transport.mesh import TIMEOUT, timeout_of
+from shardwright.transport.mesh import TIMEOUT, resolve, timeout_of
 from tests.ranks.models import batches, build, full, loss_of, shard_decoder
 from tests.ranks.pool import run_ranks
 
@@ -233,3 +235,40 @@ def litter(rank, world):
 def test_nothing_appears_in_dev_shm():
     before = sorted(os.listdir("/dev/shm"))
     assert [name for name in run_ranks(2, litter)[0] if name not in before and "shardwright" in name] == []
+
+
+SHAPES = ((7, 3), (1,), (64, 70), (13,), (0, 4), (50, 51))
+DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.bool, torch.float32, torch.float8_e4m3fn)
+
+
+def collected(rank, world, transport):
+    """Uneven shards of several dtypes, whole on the last rank; over torch's collectives in windows that begin
+    and end inside of tensors. The launches that it took."""
+    set_transport(transport)
+    collect.WINDOW_NBYTES = 64 * world * 50
+    comm = resolve(None).comm
+    layouts = [ParamLayout(shape, world) for shape in SHAPES]
+    wholes = [
+        torch.randn(layout.numel, generator=torch.Generator().manual_seed(index)).to(dtype)
+        for index, (layout, dtype) in enumerate(zip(layouts, DTYPES, strict=True))
+    ]
+    shards = [whole[slice(*layout.span(rank))] for whole, layout in zip(wholes, layouts, strict=True)]
+    before = comm.log.launched
+    found = comm.gather_many(shards, [layout.spans for layout in layouts], world - 1)
+    assert (found is not None) == (rank == world - 1)
+    for ours, whole in zip(found or [], wholes, strict=rank == world - 1):
+        assert ours.dtype == whole.dtype
+        assert ours.view(torch.uint8).equal(whole.view(torch.uint8))
+    row_nbytes = sum(
+        align(max(b - a for a, b in s.spans) * d.itemsize) for s, d in zip(layouts, DTYPES, strict=True)
+    )
+    return comm.log.launched - before, -(-row_nbytes // (64 * 50))
+
+
+@pytest.mark.parametrize("transport", ["auto", "collectives", "sockets"])
+def test_shards_of_several_tensors_are_whole_on_one_rank_and_come_in_windows_over_torchs_collectives(
+    transport,
+):
+    for launched, windows in run_ranks(3, collected, transport):
+        assert windows > 3
+        assert launched == (windows if transport == "collectives" else len(SHAPES))

@@ -201,8 +201,15 @@ class Comm(Protocol):
         return self.halfway
 
     def gather(self, shard: torch.Tensor, spans: Sequence[tuple[int, int]], dst: int) -> torch.Tensor | None:
-        """Collect 1-D shards on rank ``dst`` (a 1-D tensor on the shards' device; None on other ranks)."""
+        """Collect 1-D shards on rank ``dst`` (a 1-D tensor on the host; None on other ranks)."""
         ...
+
+    def gather_many(
+        self, shards: Sequence[torch.Tensor], spans: Sequence[Sequence[tuple[int, int]]], dst: int
+    ) -> list[torch.Tensor] | None:
+        """``gather`` of several tensors, on all ranks the same ones."""
+        found = [self.gather(shard, each, dst) for shard, each in zip(shards, spans, strict=True)]
+        return [whole for whole in found if whole is not None] if self.rank == dst else None
 
     def exchange(self, words: Sequence[int], key: str) -> list[list[int]]:
         """Every rank's ``words`` (int64, as many on each), in rank order. Call it on ``host``.

@@ -85,6 +85,12 @@ class CustomComm(Comm):
         """See ``Comm.gather``."""
         return self.inner.gather(shard, spans, dst)
 
+    def gather_many(
+        self, shards: Sequence[torch.Tensor], spans: Sequence[Sequence[tuple[int, int]]], dst: int
+    ) -> list[torch.Tensor] | None:
+        """See ``Comm.gather_many``."""
+        return self.inner.gather_many(shards, spans, dst)
+
 
 class _CustomGather:
     """A caller's all-gather in flight."""

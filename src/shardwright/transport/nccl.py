@@ -27,6 +27,7 @@ from torch.distributed.distributed_c10d import (
 from shardwright.schedule.layout import pack
 from shardwright.torch_private import foreach_copy_, foreach_zero_
 from shardwright.transport.base import Comm, Reduction, Segment
+from shardwright.transport.collect import collect
 from shardwright.transport.launches import Launch, LaunchLog
 from shardwright.transport.streams import Due, Streams
 
@@ -159,20 +160,14 @@ class NcclComm(Comm):
 
     def gather(self, shard: torch.Tensor, spans: Sequence[tuple[int, int]], dst: int) -> torch.Tensor | None:
         """See ``Comm.gather``."""
-        group = self._gather_group
-        flight = _Flight(self, self.log.launch(f"gather {spans[-1][1]} elements on rank {dst}"), [])
-        if self.rank != dst:
-            if shard.numel():
-                flight.works.append(group.send([shard.contiguous()], dst, 0))
-            flight.wait()
-            return None
-        whole = shard.new_empty(max(stop for _, stop in spans))
-        whole[slice(*spans[dst])].copy_(shard)
-        for peer, span in enumerate(spans):
-            if peer != dst and span[1] > span[0]:
-                flight.works.append(group.recv([whole[slice(*span)]], peer, 0))
-        flight.wait()
-        return whole
+        found = self.gather_many([shard], [spans], dst)
+        return None if found is None else found[0]
+
+    def gather_many(
+        self, shards: Sequence[torch.Tensor], spans: Sequence[Sequence[tuple[int, int]]], dst: int
+    ) -> list[torch.Tensor] | None:
+        """See ``Comm.gather_many``. All-gathers of bounded bytes: nothing is opened between two ranks."""
+        return collect(self, shards, spans, dst)
 
 
 class _Flight(NamedTuple):
