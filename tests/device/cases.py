@@ -6,16 +6,26 @@ device ``NcclComm`` over simulated communicators, in threads. What it returns is
 
 import random
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import _disable_current_modes
 
-from shardwright import CPUOffloadPolicy, MixedPrecisionPolicy, SchedulePolicy, fully_shard, quantize_
+from shardwright import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    SchedulePolicy,
+    clip_grad_norm_,
+    full_state_dict,
+    fully_shard,
+    lockstep,
+    quantize_,
+)
 from shardwright.policy import OptimizerOffloadPolicy
 from tests.ranks.models import Run
 from tests.ranks.test_extended import Bf16Gathered, ScaledInt8
@@ -81,6 +91,71 @@ class Lookup(Scores):
         return super().forward((x.abs() * 1000).long() % self.embedding.num_embeddings)
 
 
+class Routed(nn.Sequential):
+    """Each forward runs some of its layers, in any order, that differ by rank; and the last one."""
+
+    def draw(self, numbers: random.Random) -> None:
+        """Of the forwards to come on this rank."""
+        self.numbers = numbers
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        *hidden, last = self
+        for layer in self.numbers.sample(hidden, self.numbers.randint(0, len(hidden))):
+            x = layer(x)
+        return last(x)
+
+
+def routed(draw: random.Random) -> tuple[nn.Module, int]:
+    """As ``layers``, of which ranks use different ones."""
+    model, width = layers(draw)
+    return Routed(*model), width
+
+
+class Gathering:
+    """A caller's own all-gather, in the shape that ``set_custom_all_gather`` takes."""
+
+    def __init__(self, place: "Place") -> None:
+        self.place = place
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
+        return self.place.all_gather(output_tensor, input_tensor, group)
+
+
+class Scattering(Gathering):
+    """A caller's own reduce-scatter."""
+
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool) -> Any:
+        return self.place.reduce_scatter(output_tensor, input_tensor, group)
+
+
+class Place:
+    """What ``train`` asks of where it runs; here of CPU ranks."""
+
+    device = "cpu"
+
+    def all_gather(self, whole: torch.Tensor, own: torch.Tensor, group: Any) -> Any:
+        """In flight."""
+        return dist.all_gather_single(whole, own, group=group, async_op=True)
+
+    def reduce_scatter(self, total: torch.Tensor, values: torch.Tensor, group: Any) -> Any:
+        """In flight."""
+        return dist.reduce_scatter_single(total, values, group=group, async_op=True)
+
+    def sharded(self, model: nn.Module) -> None:
+        """A model was sharded."""
+
+    def stream(self) -> Any:
+        """A stream of the caller's."""
+        return None
+
+    def read(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Their numbers, once all is done."""
+        return [each.clone() for each in tensors]
+
+
 KINDS: dict[str, tuple[int, Callable[[random.Random], tuple[nn.Module, int]], dict[str, Any]]] = {
     "plain": (2, layers, {}),
     "alone": (1, layers, {}),
@@ -103,62 +178,118 @@ KINDS: dict[str, tuple[int, Callable[[random.Random], tuple[nn.Module, int]], di
 }
 """Ranks, model, and options of ``fully_shard``, by the way that parameters are gathered."""
 
+OTHERS: dict[str, tuple[int, Callable[[random.Random], tuple[nn.Module, int]], dict[str, Any]]] = {
+    "different layers by rank": (2, routed, {}),
+    "different layers by rank, in a smaller world": (4, routed, SMALLER),
+    "custom collectives": (2, layers, {"custom": True}),
+    "a hook on a stream": (2, layers, {"hooked": True}),
+}
+"""What else differs in a step."""
 
-def train(
-    kind: str,
-    number: int,
-    rank: int,
-    read: Callable[[torch.Tensor], torch.Tensor] = torch.clone,
-    sharded: Callable[[nn.Module], None] = lambda model: None,
-    synchronize: Callable[[], None] = lambda: None,
-    device: str = "cpu",
-) -> list[torch.Tensor]:
-    """Losses, gradients and shards of this rank, of a model drawn by ``number``; nothing else is returned."""
-    draw = random.Random(number)
-    model, inputs = model_of(kind, number, rank, draw, device)
-    sharded(model)
+
+def setting(kind: str) -> tuple[int, Callable[[random.Random], tuple[nn.Module, int]], dict[str, Any]]:
+    """Of ``KINDS`` or ``OTHERS``."""
+    return KINDS[kind] if kind in KINDS else OTHERS[kind]
+
+
+HAPPENS = ("step", "two forwards", "evaluation", "accumulation", "failure")
+"""Before the step of an optimizer."""
+
+
+def train(kind: str, number: int, rank: int, place: Place | None = None) -> list[torch.Tensor]:
+    """Losses, gradients and shards of this rank, of a model drawn by ``number``."""
+    place = place or Place()
+    draw = random.Random(f"{kind} {number}")
+    model, inputs = model_of(kind, number, rank, draw, place)
+    place.sharded(model)
     run, seen = Run.of(model), []
     for _ in range(2):
-        happens = draw.choice(("step", "two forwards", "evaluation", "accumulation"))
-        if happens == "evaluation":
-            with torch.no_grad():
-                seen.append(model(next(inputs)).square().mean())
-        loss = model(next(inputs)).square().mean()
-        if happens == "evaluation" and draw.random() < 0.5:
-            with torch.no_grad():
-                seen.append(model(next(inputs)).square().mean())
-        if happens == "two forwards":
-            loss = loss + model(next(inputs)).square().mean()
-        loss.backward()
-        seen.append(loss.detach())
-        if happens == "accumulation":
-            model(next(inputs)).square().mean().backward()
-        seen += [p.grad.to_local().clone() for p in model.parameters() if p.grad is not None]
+        seen += _step(run, inputs, draw)
+        between = draw.choice(("nothing", "clipping", "state", "whole state"))
+        if between == "clipping" and can_clip(kind):
+            seen.append(clip_grad_norm_(model.parameters(), 0.01))
         run.step()
+        if between == "state":
+            seen += [inner_of(each.to_local()).clone() for each in shards_in(model.state_dict())]
+        if between == "whole state" and "subclass" not in kind:
+            seen += full_state_dict(model).values()
     seen += [inner_of(param.detach().to_local()) for param in model.parameters()]
-    synchronize()
-    return [read(each) for each in seen]
+    return place.read(seen)
+
+
+def _step(run: Run, inputs: Iterator[torch.Tensor], draw: random.Random) -> list[torch.Tensor]:
+    """Up to the optimizer's step: losses and gradients."""
+    model, seen = run.model, []
+    happens = draw.choice(HAPPENS)
+    if happens == "evaluation":
+        with torch.no_grad():
+            seen.append(model(next(inputs)).square().mean())
+    if happens == "failure":
+        x = next(inputs).requires_grad_()
+        x.register_hook(_fail)
+        with suppress(_Failed):
+            model(x).square().mean().backward()
+        run.optimizer.zero_grad()
+    loss = model(next(inputs)).square().mean()
+    if happens == "evaluation" and draw.random() < 0.5:
+        with torch.no_grad():
+            seen.append(model(next(inputs)).square().mean())
+    if happens == "two forwards":
+        loss = loss + model(next(inputs)).square().mean()
+    loss.backward()
+    seen.append(loss.detach())
+    if happens == "accumulation":
+        model(next(inputs)).square().mean().backward()
+    return seen + [p.grad.to_local().clone() for p in model.parameters() if p.grad is not None]
+
+
+class _Failed(Exception):
+    """What the caller's own code raises in a backward."""
+
+
+def _fail(_: torch.Tensor) -> None:
+    raise _Failed
+
+
+def can_clip(kind: str) -> bool:
+    """Of at most two addends, in which order they are summed over ranks makes no difference."""
+    ranks, _, options = setting(kind)
+    return (ranks < 4 or "hybrid" in options) and "offload_policy" not in options
+
+
+def shards_in(state: dict[str, Any]) -> list[DTensor]:
+    """The sharded entries of a state dict."""
+    return [value for value in state.values() if isinstance(value, DTensor)]
 
 
 def model_of(
-    kind: str, number: int, rank: int, draw: random.Random, device: str = "cpu"
+    kind: str, number: int, rank: int, draw: random.Random, place: Place | None = None
 ) -> tuple[nn.Module, Iterator[torch.Tensor]]:
-    """A sharded model, and batches of this rank's."""
-    _, make, options = KINDS[kind]
+    """A sharded model, and batches of this rank's, of which ranks have different numbers."""
+    place = place or Place()
+    _, make, options = setting(kind)
     options, world = dict(options), dist.get_world_size()
-    row_wise = options.pop("row_wise", False)
+    row_wise, custom, hooked = (options.pop(name, False) for name in ("row_wise", "custom", "hooked"))
     shape = (2, world // 2) if options.pop("hybrid", False) else (world,)
     with _disable_current_modes():
         torch.manual_seed(number)
         model, width = make(draw)
-        inputs = torch.randn(8, world, 4, width, generator=torch.Generator().manual_seed(number))
-        inputs = iter([each[rank].clone().to(device) for each in inputs])
-        mesh = init_device_mesh(device, shape)
+        inputs = torch.randn(16, world, 4, width, generator=torch.Generator().manual_seed(number))
+        inputs = [each[rank].clone().to(place.device) for each in inputs[: 16 - rank]]
+        mesh = init_device_mesh(place.device, shape)
     for layer in list(model.children())[:-1]:
         fully_shard(layer, mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **options)
+    for unit in [*model.children()][:-1] if custom or hooked else ():
+        if custom:
+            unit.set_custom_all_gather(Gathering(place))
+            unit.set_custom_reduce_scatter(Scattering(place))
+        else:
+            unit.set_all_reduce_hook(lambda flat: flat.mul_(0.5).add_(flat.square()), stream=place.stream())
     model.set_schedule_policy(SchedulePolicy(bucket_cap_mb=number % 2, row_wise=row_wise))
-    return model, inputs
+    if isinstance(model, Routed):
+        model.draw(random.Random(100 * number + rank))
+    return model, iter(lockstep(inputs, mesh=mesh))
 
 
 def inner_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,7 @@
-"""The transport's device path with one wait, record, release or kept reference left out; each in turn.
+"""The device path with one wait, record, release or kept reference left out; each in turn.
 
-waits, releases: statements that only call ``wait``, ``land``, ``release`` and the like.
+waits, releases: statements that only call ``wait``, ``land``, ``release`` and the like. Of a ``wait`` whose
+result is used: streams wait for nothing while it runs. Of ``changed=``, why a copy-in waits: one reason.
 records: ``Due(...)``; in its place comes one that was due long ago.
 kept references: attributes that a ``wait`` empties are emptied at the end of ``__init__``; and of what is
 added to ``kept`` a part is left out.
@@ -10,15 +11,17 @@ import ast
 import importlib
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import CodeType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import shardwright
+from tests.device.sim import without_waiting
 
-FILES = ("transport/streams.py", "transport/nccl.py", "transport/shared.py")
-CALLS = {"wait", "wait_event", "wait_stream", "land", "release", "_release", "filled", "forget_filled"}
+FILES = tuple(f"transport/{name}.py" for name in ("streams", "nccl", "shared"))
+CALLS = {"wait", "wait_event", "wait_stream", "wait_on_host", "land", "release", "_release", "settle"}
+CALLS |= {"filled", "forget_filled"}
 _PACKAGE = Path(shardwright.__file__).parent
 
 
@@ -47,18 +50,45 @@ def sites() -> list[Site]:
 @contextmanager
 def left_out(site: Site) -> Iterator[None]:
     """Inside of it this process does without."""
-    path = _PACKAGE / site.file
-    tree = ast.parse(path.read_text())
+    tree = ast.parse((_PACKAGE / site.file).read_text())
     list(_places(tree))[site.number][2]()
-    name = f"shardwright.{site.file.removesuffix('.py').replace('/', '.')}"
-    module = importlib.import_module(name)
-    code = _code_of(compile(ast.fix_missing_locations(tree), str(path), "exec"), site.function)
+    long_ago = SimpleNamespace(record_event=lambda: SimpleNamespace(done=True))
+    names = {
+        "_due_long_ago": lambda: importlib.import_module("shardwright.transport.streams").Due(long_ago),
+        "_without_waiting": without_waiting,
+    }
+    with _replaced(site, tree, names):
+        yield
+
+
+@contextmanager
+def reached(sites: list[Site]) -> Iterator[set[tuple[str, str]]]:
+    """What comes to hold ``(file, function)`` of those that are called inside."""
+    found: set[tuple[str, str]] = set()
+    with ExitStack() as stack:
+        for site in {(site.file, site.function): site for site in sites}.values():
+            tree = ast.parse((_PACKAGE / site.file).read_text())
+            *path, name = site.function.split(".")
+            body: Any = tree.body
+            for part in (*path, name):
+                [owner] = [node for node in body if getattr(node, "name", "") == part][:1]
+                body = owner.body
+            body.insert(0, ast.parse(f"_reached.add({(site.file, site.function)!r})").body[0])
+            stack.enter_context(_replaced(site, tree, {"_reached": found}))
+        yield found
+
+
+@contextmanager
+def _replaced(site: Site, tree: ast.Module, names: dict[str, Any]) -> Iterator[None]:
+    """Inside of it the site's function does what ``tree`` has, which uses ``names`` besides its module's."""
+    module = importlib.import_module(f"shardwright.{site.file.removesuffix('.py').replace('/', '.')}")
+    path = str(_PACKAGE / site.file)
+    code = _code_of(compile(ast.fix_missing_locations(tree), path, "exec"), site.function)
     function: Any = module
     for part in site.function.split("."):
         function = inspect.getattr_static(function, part)
     function = inspect.unwrap(getattr(function, "fget", None) or getattr(function, "__func__", function))
-    long_ago = SimpleNamespace(record_event=lambda: SimpleNamespace(done=True))
-    function.__globals__["_due_long_ago"] = lambda: module.Due(long_ago)
+    function.__globals__.update(names)
     before, function.__code__ = function.__code__, code
     try:
         yield
@@ -89,26 +119,48 @@ def _places(tree: ast.Module) -> Iterator[tuple[str, str, Any]]:
 
 
 def _in_function(function: ast.FunctionDef, name: str) -> Iterator[tuple[str, str, Any]]:
+    alone = {id(node.value) for node in ast.walk(function) if isinstance(node, ast.Expr)}
     for node in ast.walk(function):
         call = node.value if isinstance(node, ast.Expr) else None
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in CALLS:
             yield name, ast.unparse(node), _setter(node, "value", call.func.value)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Due":
             yield name, ast.unparse(node), _becomes_long_ago(node)
+        if isinstance(node, ast.Call) and id(node) not in alone:
+            if isinstance(node.func, ast.Attribute) and node.func.attr == "wait":
+                waiting = ast.Call(ast.Name("_without_waiting", ast.Load()), [node.func], [])
+                yield name, ast.unparse(node), _setter(node, "func", waiting)
+            for keyword in [keyword for keyword in node.keywords if keyword.arg == "changed"]:
+                reasons = keyword.value.values if isinstance(keyword.value, ast.BoolOp) else [keyword.value]
+                for place, reason in enumerate(reasons):
+                    text = f"{ast.unparse(node)}, {ast.unparse(reason)}"
+                    others = [ast.Constant(False), *reasons[:place], *reasons[place + 1 :]]
+                    yield name, text, _setter(keyword, "value", ast.BoolOp(ast.Or(), others))
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "kept":
-            assert isinstance(node.value, ast.BinOp)
-            for side in ("left", "right"):
+            for side in ("left", "right") if isinstance(node.value, ast.BinOp) else ():
                 text = f"{ast.unparse(getattr(node.value, side))}, kept"
                 yield name, text, _setter(node.value, side, ast.List([], ast.Load()))
 
 
 def _kept(owner: ast.ClassDef) -> Iterator[tuple[str, str, Any]]:
     methods = {method.name: method for method in owner.body if isinstance(method, ast.FunctionDef)}
-    for node in ast.walk(methods["wait"]) if {"wait", "__init__"} <= methods.keys() else ():
+    if not {"wait", "__init__"} <= methods.keys():
+        return
+    empty_anyway = {
+        ast.unparse(node).split(":")[0].split(" = ")[0]
+        for node in methods["__init__"].body
+        if (isinstance(node, ast.Assign | ast.AnnAssign) and ast.unparse(node).endswith((" = None", " = []")))
+    }
+    for node in ast.walk(methods["wait"]):
         text = ast.unparse(node)
-        if text.startswith("self._") and text.endswith((" = []", ".clear()")) and isinstance(node, ast.stmt):
-            kept = text.removesuffix(" = []").removesuffix(".clear()")
-            yield f"{owner.name}.__init__", f"{kept}, kept", _appender(methods["__init__"], f"{kept} = []")
+        if text.startswith("self._") and text.endswith(_EMPTIED) and isinstance(node, ast.stmt):
+            kept = text.removesuffix(".clear()").removesuffix(" = []").removesuffix(" = None")
+            if kept not in empty_anyway:
+                empties = f"{kept} = {'None' if text.endswith('None') else '[]'}"
+                yield f"{owner.name}.__init__", f"{kept}, kept", _appender(methods["__init__"], empties)
+
+
+_EMPTIED = (" = []", " = None", ".clear()")
 
 
 def _setter(node: Any, field: str, value: ast.AST) -> Any:

@@ -1,7 +1,7 @@
 """The real runtime on simulated devices: ranks in threads, communicators that are streams, words at once."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -36,6 +36,7 @@ class Communicator:
         self._device, self._ranks, self._name = device, list(ranks), name
         self._stream = Stream(device)
         self._launched = 0
+        self._pairs: dict[int, Communicator] = {}
 
     def size(self) -> int:
         return len(self._ranks)
@@ -85,6 +86,24 @@ class Communicator:
 
         return self._launch(lambda: [each.tensor().clone() for each in places], write)
 
+    def send(self, tensors: Any, to: int, _: int) -> "Work":
+        place = self._device.memory.address(*tensors)
+        return self._launch_between(to, lambda: place.tensor().clone(), lambda _: None)
+
+    def recv(self, tensors: Any, sender: int, _: int) -> "Work":
+        place = self._device.memory.address(*tensors)
+        return self._launch_between(
+            sender, lambda: None, lambda found: place.tensor().copy_(found[self.rank() < sender])
+        )
+
+    def _launch_between(self, other: int, read: Any, write: Any) -> "Work":
+        """One message; two ranks have a communicator of their own."""
+        if other not in self._pairs:
+            ranks = sorted((self.rank(), other))
+            name = (self._name, *ranks)
+            self._pairs[other] = Communicator(self._device, [self._ranks[each] for each in ranks], name)
+        return self._pairs[other]._launch(read, write)
+
 
 class Work:
     """A collective in flight."""
@@ -107,11 +126,43 @@ class _Comm(NcclComm):
         return self.say(self.log.ranks, words)
 
 
+class Simulated(cases.Place):
+    """The device of one rank. sharded: is called with a model that was sharded."""
+
+    def __init__(self, accelerator: Device, sharded: Callable[[torch.nn.Module], None]) -> None:
+        self._accelerator, self.sharded = accelerator, sharded
+        self._groups: dict[Any, Communicator] = {}
+
+    def _group(self, group: Any) -> Communicator:
+        ranks = tuple(dist.get_process_group_ranks(group))
+        if ranks not in self._groups:
+            self._groups[ranks] = Communicator(self._accelerator, ranks, ("custom", ranks))
+        return self._groups[ranks]
+
+    def all_gather(self, whole: torch.Tensor, own: torch.Tensor, group: Any) -> Work:
+        return self._group(group).all_gather_single_coalesced([whole], [own])
+
+    def reduce_scatter(self, total: torch.Tensor, values: torch.Tensor, group: Any) -> Work:
+        return self._group(group).reduce_scatter_single_coalesced([total], [values])
+
+    def all_reduce(self, total: torch.Tensor, operation: Any, group: Any) -> None:
+        assert operation == dist.ReduceOp.SUM
+        if self._group(group).size() > 1:
+            self._group(group).allreduce_coalesced([total.view(1)]).wait()
+
+    def stream(self) -> Stream:
+        return Stream(self._accelerator)
+
+    def read(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        self._accelerator.synchronize()
+        return [self._accelerator.read(each) for each in tensors]
+
+
 class Job:
     """One run of ``cases.train`` on simulated ranks."""
 
     def __init__(self, kind: str, seed: int, rules: type[Streams] = Streams) -> None:
-        self.size = cases.KINDS[kind][0]
+        self.size = cases.setting(kind)[0]
         self.kind, self.rules = kind, rules
         swapped = [(meshes, "_made"), (hooks, "_outermost"), (hooks, "_root_left_out")]
         swapped += [(nf4, name) for name in _TABLES]
@@ -119,6 +170,7 @@ class Job:
         self._made: Counter[Any] = Counter()
         self._said: dict[Any, list[Any]] = {}
         self._num_said: Counter[Any] = Counter()
+        self._places: dict[int, Simulated] = {}
         self._pins = self.world.random.random() < 0.7
         # One for gathers and reductions, as there is on an accelerator; two leave more orders to the device.
         self._is_shared = self.world.random.random() < 0.5
@@ -128,6 +180,7 @@ class Job:
         stand_ins = [
             (building, "keep_watch", lambda: None),
             (meshes, "_make_comm", self._make_comm),
+            (dist, "all_reduce", self._all_reduce),
             (dist.distributed_c10d, "_world", ThreadLocalWorld()),
         ]
         before = [getattr(owner, name) for owner, name, _ in stand_ins]
@@ -151,8 +204,9 @@ class Job:
         dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=self.size)
         device = self.world.devices[rank]
         try:
+            place = self._places[rank] = Simulated(device, self._offload)
             with Kernels(device):
-                return cases.train(self.kind, number, rank, device.read, self._offload, device.synchronize)
+                return cases.train(self.kind, number, rank, place)
         finally:
             dist.destroy_process_group()
 
@@ -172,6 +226,8 @@ class Job:
     def _exchange(self, ranks: Sequence[int], words: Sequence[int]) -> list[list[int]]:
         """Hosts' words, for which no device is waited for."""
         rank = self.world.device.rank
+        with _disable_current_modes():
+            self.world.go_on()
         self._num_said[ranks, rank] += 1
         said = self._said.setdefault((ranks, self._num_said[ranks, rank]), [None] * len(ranks))
         said[ranks.index(rank)] = list(words)
@@ -179,7 +235,8 @@ class Job:
             self.world.yield_turn()
         return said
 
-    # ---- what lies on the host
+    def _all_reduce(self, total: torch.Tensor, op: Any, group: Any) -> None:
+        self._places[self.world.device.rank].all_reduce(total, op, group)
 
     def _offload(self, model: torch.nn.Module) -> None:
         for param in (param for unit in units_in(model) for param in unit.params):

@@ -78,7 +78,7 @@ class Stream:
 
     def wait_event(self, event: Event) -> None:
         """As torch.Stream."""
-        if not event.done:
+        if not event.done and not self.device.waits_for_nothing:
             self.put([event])
 
     def __enter__(self) -> None:
@@ -277,6 +277,7 @@ class Device:
         self.memory = Memory(self)
         self.num_launched = 0
         self.waits: list[str] = []
+        self.waits_for_nothing = False
 
     def launch(self, kernel: Callable[[], Any]) -> None:
         """Queue a kernel on the current stream."""
@@ -302,6 +303,9 @@ class Device:
 
 _threads: list[ThreadPoolExecutor] = []
 """One thread for each rank, kept: what torch has cached of DTensors it has cached for a thread."""
+
+
+_running: list["World"] = []
 
 
 class Stuck(AssertionError):
@@ -422,14 +426,30 @@ class World:
         while len(_threads) < len(self.devices):
             _threads.append(ThreadPoolExecutor(1))
         lives = [_threads[rank].submit(life, rank) for rank in range(len(self.devices))]
+        _running.append(self)
         self._hand_to(0)
         for each in lives:
             each.result()
+        _running.pop()
         for (owner, name), value in zip(self._swapped, before, strict=True):
             setattr(owner, name, value)
         if self._failure is not None:
             raise self._failure
         return results
+
+
+def without_waiting(call: Callable[[], Any]) -> Callable[[], Any]:
+    """``call``, in which no stream of its rank waits for another."""
+
+    def without() -> Any:
+        device = _running[-1].device
+        before, device.waits_for_nothing = device.waits_for_nothing, True
+        try:
+            return call()
+        finally:
+            device.waits_for_nothing = before
+
+    return without
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from shardwright.engine.unit import units_in
 from shardwright.transport.streams import Streams
+from tests.device import cases
 from tests.device.cases import KINDS
 from tests.device.ranks import Job
 from tests.device.test_runtime import MODELS
@@ -45,6 +46,7 @@ def counted(rank, world, kind, seed):
     Counted.num_offloads = 0
     job, backward, step = CountedJob(kind, seed, Counted), torch.Tensor.backward, torch.optim.SGD.step
     with (
+        patch.object(cases, "HAPPENS", ("step", "evaluation", "accumulation")),
         patch.object(torch.Tensor, "backward", autospec=True, side_effect=backward) as backwards,
         patch.object(torch.optim.SGD, "step", autospec=True, side_effect=step) as steps,
     ):

@@ -4,6 +4,8 @@ Each seed draws a model, what happens in its steps, which stream lags and how fa
 and how far each rank's host runs ahead.
 """
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,14 +13,15 @@ import torch.distributed as dist
 from shardwright.transport.launches import LaunchLog
 from shardwright.transport.streams import Streams
 from tests.device import mutants
-from tests.device.cases import KINDS, on_cpu
+from tests.device.cases import KINDS, OTHERS, on_cpu, setting
 from tests.device.ranks import Job
 from tests.device.sim import Device
 from tests.pure.test_streams import NoRule1, NoRule2, NoRule4, NoRule6, NoRule6Either, NoRule7
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import run_ranks, start_server
 
 MODELS = 5
-EACH = -(-1000 // len(KINDS))
+ALL = (*KINDS, *OTHERS)
+EACH = -(-1000 // len(ALL))
 _wanted = {}
 """By ``(kind, number)``, what each rank of a CPU run gives."""
 
@@ -31,8 +34,8 @@ def on_device(kind, seed, rules=Streams):
 def wanted_of(schedules):
     """What CPU ranks give, which each model is run on once."""
     missing = {(kind, seed % MODELS) for kind, seed in schedules} - _wanted.keys()
-    for world in {KINDS[kind][0] for kind, _ in missing}:
-        models = sorted(model for model in missing if KINDS[model[0]][0] == world)
+    for world in {setting(kind)[0] for kind, _ in missing}:
+        models = sorted(model for model in missing if setting(model[0])[0] == world)
         by_rank = run_ranks(world, on_cpu, models, limit_s=300.0)
         _wanted.update(zip(models, zip(*by_rank, strict=True), strict=True))
     return _wanted
@@ -41,17 +44,21 @@ def wanted_of(schedules):
 def same(ours, theirs):
     """Whether two ranks give the same bits."""
     return len(ours) == len(theirs) and all(
-        a.dtype == b.dtype and a.shape == b.shape and a.view(torch.uint8).equal(b.view(torch.uint8))
-        for a, b in zip(map(torch.atleast_1d, ours), map(torch.atleast_1d, theirs), strict=True)
+        a.dtype == b.dtype and a.shape == b.shape and bits_of(a).equal(bits_of(b))
+        for a, b in zip(ours, theirs, strict=True)
     )
 
 
+def bits_of(tensor):
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
 def differing(rank, world, schedules, wanted, rules=Streams, enough=1000):
-    """Of this process' part of ``(kind, seed)`` those that give other bits, until there are enough."""
+    """Of ``(kind, seed)`` those that give other bits, until there are enough; in a process of its own."""
     if dist.is_initialized():
         dist.destroy_process_group()
     found = []
-    for kind, seed in schedules[rank::world]:
+    for kind, seed in schedules:
         if not all(map(same, on_device(kind, seed, rules), wanted[kind, seed % MODELS])):
             found.append((kind, seed))
         if len(found) == enough:
@@ -59,17 +66,32 @@ def differing(rank, world, schedules, wanted, rules=Streams, enough=1000):
     return found
 
 
+def in_two_processes(function, items, *args):
+    """What it returns of each half."""
+    start_server()
+    with ThreadPoolExecutor(2) as pool:
+        halves = [
+            pool.submit(run_ranks, 1, function, items[half::2], *args, limit_s=1200.0) for half in (0, 1)
+        ]
+    return [half.result()[0] for half in halves]
+
+
 def differing_of(schedules, **options):
-    first, second = run_ranks(
-        2, differing, schedules, wanted_of(schedules), *options.values(), limit_s=1200.0
-    )
+    first, second = in_two_processes(differing, schedules, wanted_of(schedules), *options.values())
     return first + second
 
 
 def first_seen(rank, world, sites, schedules, wanted):
-    """Of this process' part of ``sites`` the first schedule that shows, by other bits or by an error,
-    that one is left out."""
-    return {site: _first_seen(site, schedules, wanted) for site in sites[rank::world]}
+    """By site the first schedule that shows, by other bits or by an error, that it is left out."""
+    reached = {}
+    for schedule in schedules:
+        with mutants.reached(sites) as found:
+            assert differing(rank, world, [schedule], wanted) == []
+        reached[schedule] = found
+    return {
+        site: _first_seen(site, [s for s in schedules if (site.file, site.function) in reached[s]], wanted)
+        for site in sites
+    }
 
 
 def _first_seen(site, schedules, wanted):
@@ -85,12 +107,16 @@ def _first_seen(site, schedules, wanted):
 
 
 def test_losses_gradients_and_weights_are_those_of_the_cpu_however_parameters_are_gathered():
-    assert differing_of([(kind, seed) for seed, kind in enumerate(KINDS)]) == []
+    assert differing_of([(kind, seed) for seed, kind in enumerate(ALL)]) == []
+
+
+def test_what_is_gathered_for_others_beside_ones_own_is_held_until_the_collective_has_ended():
+    assert differing_of([("different layers by rank", 1)]) == []
 
 
 @pytest.mark.slow
 def test_so_they_are_in_1000_schedules():
-    assert differing_of([(kind, seed) for seed in range(100, 100 + EACH) for kind in KINDS]) == []
+    assert differing_of([(kind, seed) for seed in range(100, 100 + EACH) for kind in ALL]) == []
 
 
 @pytest.mark.parametrize("rules", [NoRule1, NoRule2, NoRule4, NoRule6, NoRule6Either, NoRule7])
@@ -139,14 +165,13 @@ NOT_SEEN = {
     "transport/nccl.py NcclComm.gather: flight.wait()": "for a state dict, not in a step",
 }
 """What can be left out without a trace here, with the reason."""
-CAUGHT_IN = ("plain", "hybrid", "smaller world", "alone", "quantised", "rows in use", "offloaded")
 
 
 @pytest.fixture(scope="module")
 def seen():
-    schedules = [(kind, seed) for seed in range(4) for kind in CAUGHT_IN]
-    by_process = run_ranks(2, first_seen, mutants.sites(), schedules, wanted_of(schedules), limit_s=1200.0)
-    return by_process[0] | by_process[1]
+    schedules = [(kind, seed) for seed in range(3) for kind in ALL]
+    first, second = in_two_processes(first_seen, mutants.sites(), schedules, wanted_of(schedules))
+    return first | second
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.device.cases import KINDS, on_cpu, train
+from tests.device.cases import KINDS, Place, on_cpu, train
 from tests.gpu.cards import NEEDS_CARDS, WORLDS, result, run_on_cards
 from tests.ranks.pool import run_ranks
 
@@ -22,11 +22,22 @@ def kinds_in(world):
     ]
 
 
-def on_card(device, rank, world, kind):
-    def read(tensor):
-        return tensor.detach().to("cpu", copy=True)
+class Card(Place):
+    """Of this process."""
 
-    return train(kind, NUMBER, rank, read, synchronize=device.synchronize, device=device.kind)
+    def __init__(self, card):
+        self.card, self.device = card, card.kind
+
+    def stream(self):
+        return torch.Stream(self.device)
+
+    def read(self, tensors):
+        self.card.synchronize()
+        return [each.detach().to("cpu", copy=True) for each in tensors]
+
+
+def on_card(device, rank, world, kind):
+    return train(kind, NUMBER, rank, Card(device))
 
 
 @pytest.fixture(scope="module", params=WORLDS, ids="{} cards".format)

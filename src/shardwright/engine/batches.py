@@ -48,8 +48,9 @@ def _issue(
         if own is not None:
             segments[group] = own
     for comm, members in _by_comm(segments, lambda group: group.gatherer.comm):
-        gather = comm.all_gather([p for g in members for p in segments[g]], _key("all-gather", members))
-        shared = gather if len(members) == 1 else SharedGather(gather)
+        parts = [part for group in members for part in segments[group]]
+        gather = comm.all_gather(parts, _key("all-gather", members))
+        shared = gather if len(members) == 1 else SharedGather(gather, parts)
         waiting = [group for group in members if group in at_rest]
         for group in waiting:
             group.receive(shared)

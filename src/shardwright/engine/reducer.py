@@ -359,16 +359,14 @@ class Reducer:
 
     def _call(self, hook: Hook, totals: list[torch.Tensor]) -> None:
         """Show the caller's hook one flat tensor of each dtype, and take over what it makes of it."""
-        if self.stream is not None:
-            self.stream.wait_stream(torch.accelerator.current_stream())
+        streams = self._axis.comm.streams
         for dtype in dict.fromkeys(total.dtype for total in totals):
             members = [total for total in totals if total.dtype == dtype]
             flat = torch.cat(members)
-            if self.stream is None:
+            if self.stream is None or streams is None:
                 hook(flat)
             else:
-                with self.stream:
+                with streams.beside(self.stream):
                     hook(flat)
-                torch.accelerator.current_stream().wait_stream(self.stream)
             for total, part in zip(members, flat.split([m.numel() for m in members]), strict=True):
                 total.copy_(part)

@@ -4,21 +4,26 @@ from collections.abc import Sequence
 
 import torch
 
-from shardwright.transport.base import Gather, Reduction
+from shardwright.transport.base import Gather, Reduction, Segment
 from shardwright.transport.streams import Streams
 
 
 class SharedGather:
-    """An all-gather of several groups: the first that waits waits for all of it."""
+    """An all-gather of several groups: the first that waits waits for all of it.
 
-    def __init__(self, gather: Gather) -> None:
+    segments: what it fills, held until then: of some groups nobody else may hold it.
+    """
+
+    def __init__(self, gather: Gather, segments: Sequence[Segment]) -> None:
         self._gather: Gather | None = gather
+        self._segments = segments
 
     def wait(self) -> None:
         """See ``Gather.wait``; may be called by every owner."""
         if self._gather is not None:
             self._gather.wait()  # where it fails it stays, to fail for the next one too
             self._gather = None
+            self._segments = []
 
 
 class SharedReduction:

@@ -151,6 +151,15 @@ class Streams:
         """What reduce has queued: for compute to wait for (rules 3 and 4)."""
         return Due(self._reduce)
 
+    @contextmanager
+    def beside(self, stream: Any) -> Iterator[None]:
+        """Run the caller's code on a stream of the caller's inside: after what compute had queued, and what
+        compute queues from then on comes after it."""
+        Due(self._current()).wait(stream)
+        with stream:
+            yield
+        Due(stream).wait(self._current())
+
     def land(self, due: Due) -> None:
         """Make compute wait."""
         due.wait(self._current())
