@@ -194,6 +194,8 @@ def setting(kind: str) -> tuple[int, Callable[[random.Random], tuple[nn.Module, 
 
 HAPPENS = ("step", "two forwards", "evaluation", "accumulation", "failure")
 """Before the step of an optimizer."""
+BETWEEN = ("nothing", "clipping", "state", "whole state")
+"""Beside it."""
 
 
 def train(kind: str, number: int, rank: int, place: Place | None = None) -> list[torch.Tensor]:
@@ -205,7 +207,7 @@ def train(kind: str, number: int, rank: int, place: Place | None = None) -> list
     run, seen = Run.of(model), []
     for _ in range(2):
         seen += _step(run, inputs, draw)
-        between = draw.choice(("nothing", "clipping", "state", "whole state"))
+        between = draw.choice(BETWEEN)
         if between == "clipping" and can_clip(kind):
             seen.append(clip_grad_norm_(model.parameters(), 0.01))
         run.step()

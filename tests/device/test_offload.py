@@ -47,6 +47,7 @@ def counted(rank, world, kind, seed):
     job, backward, step = CountedJob(kind, seed, Counted), torch.Tensor.backward, torch.optim.SGD.step
     with (
         patch.object(cases, "HAPPENS", ("step", "evaluation", "accumulation")),
+        patch.object(cases, "BETWEEN", ("nothing",)),
         patch.object(torch.Tensor, "backward", autospec=True, side_effect=backward) as backwards,
         patch.object(torch.optim.SGD, "step", autospec=True, side_effect=step) as steps,
     ):
