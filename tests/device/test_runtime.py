@@ -162,7 +162,6 @@ NOT_SEEN = {
     "transport/nccl.py _NcclReduction.wait: self._streams.land(self._due)": (
         "a collective was launched after it on that stream, and what waits for its end has waited for this"
     ),
-    "transport/nccl.py NcclComm.gather: flight.wait()": "for a state dict, not in a step",
 }
 """What can be left out without a trace here, with the reason."""
 
