@@ -143,7 +143,6 @@ def backward_of(model: nn.Module, width: int) -> Callable[[], None]:
 
 def cost(name: str, case: Case) -> Cost:
     """Count a steady step of the named system, its optimizer's included."""
-    gc.collect()  # models of before: an optimizer's step goes through all that there are
     with rankzero.rank_zero_of(case.world):
         model = sharded(name, case, build_model(case))
         optimizer = torch.optim.SGD(model.parameters(), 1e-3)
@@ -156,6 +155,7 @@ def cost(name: str, case: Case) -> Cost:
 
         for _ in range(WARM_UP_STEPS):
             step()
+        gc.collect()  # an optimizer's step goes through all models that there are
         folder = SYSTEMS[name].folder
         seen = count_calls(step, folder, SYSTEMS[name].collectives)
         with KernelCount(folder) as counted:
