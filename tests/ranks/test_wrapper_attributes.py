@@ -5,13 +5,14 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as theirs
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwright import fully_shard
 from shardwright.errors import InputError
 from shardwright.wrapper import FSDP, ModuleWrapPolicy, ShardingStrategy, size_based_auto_wrap_policy
-from tests.ranks.models import Block, build
+from tests.ranks.models import Block, batches, build, loss_of
 from tests.ranks.pool import run_ranks
 from tests.ranks.wrapped import nested
 
@@ -209,3 +210,25 @@ def marked_subclass(rank, world):
 
 def test_attributes_of_a_subclass_are_its_own_and_the_callers_survive():
     run_ranks(2, marked_subclass)
+
+
+def options_of_torch(rank, world):
+    options = {
+        "sharding_strategy": theirs.ShardingStrategy.SHARD_GRAD_OP,
+        "cpu_offload": theirs.CPUOffload(False),
+        "backward_prefetch": theirs.BackwardPrefetch.BACKWARD_POST,
+        "mixed_precision": theirs.MixedPrecision(torch.bfloat16, torch.float32),
+    }
+    model = FSDP(build(), auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
+    loss_of(model, batches(0, world)[rank]).backward()
+    assert model.sharding_strategy.name == "SHARD_GRAD_OP" and not model.sharding_strategy.is_hybrid
+    assert model.mixed_precision.param_dtype is torch.bfloat16
+    whole = theirs.FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+    with FSDP.state_dict_type(model, theirs.StateDictType.FULL_STATE_DICT, whole):
+        assert bool(model.state_dict()) == (rank == 0)
+    with FSDP.state_dict_type(model, theirs.StateDictType.SHARDED_STATE_DICT):
+        assert isinstance(model.state_dict()["head.weight"], DTensor)
+
+
+def test_options_of_torch_itself_are_taken_as_ours():
+    run_ranks(2, options_of_torch)

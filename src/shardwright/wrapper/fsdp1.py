@@ -34,6 +34,7 @@ from shardwright.wrapper.options import (
     MixedPrecision,
     ShardingStrategy,
     TrainingState,
+    adopt,
     schedule_policy,
 )
 from shardwright.wrapper.saving import StatefulWrapper
@@ -82,13 +83,14 @@ class FullyShardedDataParallel(StatefulWrapper):
     ) -> None:
         super().__init__()
         check_modules([module])
+        given = (sharding_strategy, cpu_offload, backward_prefetch, mixed_precision)
+        sharding_strategy, cpu_offload, self.backward_prefetch, mixed_precision = map(adopt, given)
         self.sharding_strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
         self.cpu_offload = cpu_offload or CPUOffload()
-        self.backward_prefetch = backward_prefetch
         self.forward_prefetch = forward_prefetch
         self.limit_all_gathers = limit_all_gathers
         self.mixed_precision = mixed_precision or MixedPrecision()
-        schedule = schedule_policy(backward_prefetch, limit_all_gathers)
+        schedule = schedule_policy(self.backward_prefetch, limit_all_gathers)
         modules, params = _ignored(module, ignored_modules, ignored_states)
         ignored = [*params, *(param for each in modules for param in each.parameters())]
         check_foreign([module], {id(param) for param in ignored})

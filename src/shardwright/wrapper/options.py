@@ -1,8 +1,9 @@
 """What the wrapper's arguments are made of: names and meanings as in ``torch.distributed.fsdp``."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum, auto
+from typing import Any
 
 import torch
 from torch import nn
@@ -104,6 +105,20 @@ class MixedPrecision:
         return MixedPrecisionPolicy(self.param_dtype, self.reduce_dtype, None, cast_forward_inputs=False)
 
 
+def adopt(option: Any) -> Any:
+    """Torch's own option as ours of the same name and values; anything else as it is. Programs that change
+    one import still have the other names from ``torch.distributed.fsdp``."""
+    kind = type(option)
+    ours: Any = globals().get(kind.__name__)
+    if ours is None or not kind.__module__.startswith("torch.distributed.fsdp"):
+        return option
+    if isinstance(option, Enum):
+        return ours[option.name]
+    return ours(
+        **{each.name: getattr(option, each.name) for each in fields(ours) if hasattr(option, each.name)}
+    )
+
+
 def schedule_policy(prefetch: BackwardPrefetch | None, limit_all_gathers: bool) -> SchedulePolicy:
     """The schedule of a model that is wrapped with these arguments. Raises: InputError."""
     names = {
@@ -189,6 +204,7 @@ class StateDictSettings:
         optim_config: OptimStateDictConfig | None = None,
     ) -> "StateDictSettings":
         """Settings of a kind, its default configs in place of None. Raises: InputError for another's."""
+        kind, config, optim_config = adopt(kind), adopt(config), adopt(optim_config)
         wanted, optim_wanted = _CONFIGS[kind]
         config = wanted() if config is None else config
         optim_config = optim_wanted() if optim_config is None else optim_config
