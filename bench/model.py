@@ -30,6 +30,14 @@ class Size:
         return max(1, self.width // 64)
 
 
+PRECISIONS: dict[str, tuple[torch.dtype | None, torch.dtype | None]] = {
+    "fp32": (None, None),
+    "bf16": (torch.bfloat16, torch.float32),
+    "bf16-reduced": (torch.bfloat16, torch.bfloat16),
+}
+"""Name -> dtypes of compute and of sums over ranks; masters and the optimizer's state are fp32 in each."""
+
+
 class Block(nn.Module):
     """Attention, then a feed-forward network four times as wide; each normalised before, added after."""
 
@@ -55,10 +63,14 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Token and position embedding, blocks, norm, untied head. Returns the mean cross-entropy, a scalar."""
+    """Token and position embedding, blocks, norm, untied head. Returns the mean cross-entropy, a scalar.
 
-    def __init__(self, size: Size) -> None:
+    precision: in which it is to be trained, a name of ``PRECISIONS``; the weights themselves are fp32.
+    """
+
+    def __init__(self, size: Size, precision: str = "fp32") -> None:
         super().__init__()
+        self.precision = precision
         self.embedding = nn.Embedding(size.vocab, size.width)
         self.position = nn.Embedding(size.sequence, size.width)
         self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
@@ -74,10 +86,10 @@ class Transformer(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
 
-def build(size: Size) -> Transformer:
+def build(size: Size, precision: str = "fp32") -> Transformer:
     """The same model, bit for bit, on every rank and for every system."""
     torch.manual_seed(0)
-    return Transformer(size)
+    return Transformer(size, precision)
 
 
 def tokens(size: Size, rank: int, step: int) -> Tensor:

@@ -53,6 +53,7 @@ class Job:
     pin: bool
     folder: str
     size: Size = field(default_factory=Size)
+    precision: str = "fp32"
 
     @property
     def stem(self) -> str:
@@ -123,7 +124,7 @@ def perform(job: Job) -> None:
 
 def paired(job: Job) -> dict[str, list[float]]:
     """What ``measure`` gives for each block, for the local step and the system's."""
-    local, system = (build_system(name, build(job.size)) for name in ("local", job.system))
+    local, system = (build_system(name, build(job.size, job.precision)) for name in ("local", job.system))
     count = iter(range(1 << 30))
 
     def section(one: System, steps: int) -> tuple[float, ...]:
@@ -158,7 +159,7 @@ def measure(job: Job, system: System, batches: list[Tensor]) -> tuple[float, ...
 
 def solo(job: Job, base_nbytes: int) -> dict[str, float | list[float] | None]:
     """Peak memory over the import, the mean loss of every step, and communication alone."""
-    system = build_system(job.system, build(job.size))
+    system = build_system(job.system, build(job.size, job.precision))
     losses = [system.step(tokens(job.size, job.rank, step)) for step in range(SOLO_STEPS)]
     system.flush()
     peak_nbytes = memory_nbytes("VmHWM") - base_nbytes

@@ -31,7 +31,7 @@ import torch
 from rich.console import Console
 
 from bench.links import LINKS, LinkError, Place, places
-from bench.model import Size
+from bench.model import PRECISIONS, Size
 from bench.rank import Job
 from bench.report import MODEL_PER_RANK, Row, disagreements, dumps, screen_table, summarise
 from bench.systems import GROUPINGS, OPTIONAL, SYSTEMS, unavailable
@@ -54,6 +54,7 @@ class Options:
     limit_s: float
     out: Path | None
     size: Size = field(default_factory=Size)
+    precision: str = "fp32"
 
     def __post_init__(self) -> None:
         known = [*SYSTEMS, *OPTIONAL]
@@ -90,6 +91,12 @@ def parse(arguments: list[str]) -> Options:
     parser.add_argument("--world", type=int, default=2, help="number of ranks, 1 to 8")
     parser.add_argument("--blocks", type=int, default=6, help="measured pairs of blocks per system")
     parser.add_argument("--steps", type=int, default=3, help="steps per block")
+    parser.add_argument(
+        "--precision",
+        choices=list(PRECISIONS),
+        default="fp32",
+        help="dtypes of compute and of sums over ranks",
+    )
     parser.add_argument("--pin", action="store_true", help="pin each rank to a core of its own")
     parser.add_argument(
         "--limit-s", type=float, default=900.0, help="longest time for one system, in seconds"
@@ -199,6 +206,7 @@ def measure(options: Options, system: str, ranks: Ranks, folder: str) -> Row:
                 pin=options.pin,
                 folder=folder,
                 size=options.size,
+                precision=options.precision,
             )
             for rank, home in enumerate(ranks.homes)
         ]
@@ -245,7 +253,7 @@ def run(options: Options, console: Console) -> list[Row]:
                 options.out.write_text(dumps(machine, asked, rows))
             console.print(f"{system}: {rows[-1].ratio:.3f} ({time.monotonic() - begin:.0f} s)")
     console.print(screen_table(machine, asked, rows))
-    differing = disagreements(rows)
+    differing = disagreements(rows, options.precision)
     common = [row.system for row in rows if row.system not in MODEL_PER_RANK]
     if differing:
         console.print("[red]losses differ:[/red] " + "; ".join(differing))

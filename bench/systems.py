@@ -23,25 +23,36 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardwright
 import shardwright.wrapper
-from bench.model import Block, Transformer
+from bench.model import PRECISIONS, Block, Transformer
 
 ALONE_REPEATS = 3
 
 
 class System(ABC):
-    """One way of training. ``module`` is what is called, ``optimizer`` holds its (sharded) parameters."""
+    """One way of training. ``module`` is what is called, ``optimizer`` holds its (sharded) parameters.
 
-    def __init__(self, module: nn.Module) -> None:
+    masters: parameters in fp32, where the module computes with a copy of them in another dtype.
+    """
+
+    def __init__(self, module: nn.Module, masters: list[nn.Parameter] | None = None) -> None:
         self.module = module
-        self.optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, foreach=True)
+        self.masters = masters or []
+        self.optimizer = torch.optim.AdamW(masters or module.parameters(), lr=1e-3, foreach=True)
 
     def step(self, tokens: Tensor) -> Tensor:
         """One training step on this rank's batch, int64 [batch, sequence + 1]; returns its loss, a scalar."""
         self.optimizer.zero_grad()
+        computed = list(self.module.parameters()) if self.masters else []
+        with torch.no_grad():
+            for master, param in zip(self.masters, computed, strict=True):
+                param.copy_(master)
+                param.grad = None
         loss = self.module(tokens)
         loss.backward()
+        for master, param in zip(self.masters, computed, strict=True):
+            master.grad = None if param.grad is None else param.grad.float()
         self.optimizer.step()
-        return loss.detach()
+        return loss.detach().float()
 
     def flush(self) -> None:  # noqa: B027 (nothing to do is the rule)
         """Returns when nothing is in flight; the systems of torch wait for everything inside the step."""
@@ -67,7 +78,7 @@ class Local(System):
     """No communication: every rank trains a model of its own on its own batches."""
 
     def __init__(self, model: Transformer) -> None:
-        super().__init__(model)
+        super().__init__(*computed_of(model))
 
     def communication_s(self) -> None:
         return None
@@ -84,12 +95,13 @@ class Met(Local):
 
 
 class DDP(System):
-    """Whole model on every rank, gradients all-reduced in buckets during the backward."""
+    """Whole model on every rank; gradients all-reduced in buckets during the backward, in compute's dtype."""
 
     BUCKET_NUMEL = 25 * 2**20 // 4
 
     def __init__(self, model: Transformer) -> None:
-        super().__init__(DistributedDataParallel(model))
+        computed, masters = computed_of(model)
+        super().__init__(DistributedDataParallel(computed), masters)
 
     def communication_s(self) -> float:
         numel = sum(p.numel() for p in self.module.parameters())
@@ -100,6 +112,15 @@ class DDP(System):
                 work.wait()
 
         return alone_s(reduce_all)
+
+
+def computed_of(model: Transformer) -> tuple[nn.Module, list[nn.Parameter] | None]:
+    """The model in the dtype of compute, and its masters in fp32 where that is another one."""
+    compute, _ = PRECISIONS[model.precision]
+    if compute is None:
+        return model, None
+    masters = [nn.Parameter(param.detach().clone()) for param in model.parameters()]
+    return model.to(compute), masters
 
 
 class Sharded(System):
@@ -134,6 +155,7 @@ class FSDP1(Sharded):
             auto_wrap_policy=ModuleWrapPolicy({Block}),
             backward_prefetch=prefetch,
             device_id=torch.device("cpu"),
+            mixed_precision=torch_fsdp.MixedPrecision(*PRECISIONS[model.precision]),
         )
         super().__init__(wrapped, group_numels)
 
@@ -145,8 +167,9 @@ class FSDP2(Sharded):
         group_numels = numels(model)
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         blocks = list(model.blocks)
+        policy = torch_fsdp.MixedPrecisionPolicy(*PRECISIONS[model.precision])
         for module in [*blocks, model]:
-            torch_fsdp.fully_shard(module, mesh=mesh)
+            torch_fsdp.fully_shard(module, mesh=mesh, mp_policy=policy)
         if prefetching:
             for module in [*blocks, model]:
                 module._set_unshard_async_op(True)  # on CPU, gathers block without it
@@ -179,14 +202,16 @@ class Shardwright(System):
         ends: bool = False,
     ) -> None:
         shardwright.set_transport(transport)
-        options = {"reshard_after_forward": False} if keep else {}
+        mixed = {"mp_policy": shardwright.MixedPrecisionPolicy(*PRECISIONS[model.precision])}
+        options = {**mixed, **({"reshard_after_forward": False} if keep else {})}
         if split:
             if policy is not None and policy.row_wise:  # only a group that is one lookup can
-                shardwright.fully_shard(model.embedding)
-                shardwright.fully_shard(model.position)
+                shardwright.fully_shard(model.embedding, **mixed)
+                shardwright.fully_shard(model.position, **mixed)
             else:
-                shardwright.fully_shard([model.embedding, model.position], reshard_after_forward=not keep)
-            shardwright.fully_shard([model.norm, model.head], reshard_after_forward=False)
+                first_end = [model.embedding, model.position]
+                shardwright.fully_shard(first_end, reshard_after_forward=not keep, **mixed)
+            shardwright.fully_shard([model.norm, model.head], reshard_after_forward=False, **mixed)
         if ends:
             first = model.blocks[0]
             shardwright.fully_shard([first.attention_norm, first.qkv, first.project], **options)
@@ -216,12 +241,11 @@ class Grouped(Shardwright):
     def __init__(self, model: Transformer, calls: "Callable[[Transformer], Groups]") -> None:
         shardwright.set_transport("auto")
         groups = calls(model)
+        mixed = {"mp_policy": shardwright.MixedPrecisionPolicy(*PRECISIONS[model.precision])}
         for group in groups if isinstance(groups, list) else []:
-            shardwright.fully_shard(group)
-        if groups == "auto":
-            shardwright.fully_shard(model, groups="auto")
-        else:
-            shardwright.fully_shard(model)
+            shardwright.fully_shard(group, **mixed)
+        chosen = {"groups": "auto"} if groups == "auto" else {}
+        shardwright.fully_shard(model, **chosen, **mixed)
         System.__init__(self, model)
 
 
@@ -256,7 +280,10 @@ class ShardwrightWrapper(System):
     def __init__(self, model: Transformer) -> None:
         shardwright.set_transport("auto")
         policy = shardwright.wrapper.ModuleWrapPolicy({Block})
-        super().__init__(shardwright.FullyShardedDataParallel(model, auto_wrap_policy=policy))
+        mixed = torch_fsdp.MixedPrecision(*PRECISIONS[model.precision])
+        super().__init__(
+            shardwright.FullyShardedDataParallel(model, auto_wrap_policy=policy, mixed_precision=mixed)
+        )
 
     def communication_s(self) -> float:
         return shardwright.communication_s(self.module.module)

@@ -185,3 +185,11 @@ def test_loopback_works_without_root(monkeypatch):
     monkeypatch.setattr(links.os, "geteuid", lambda: 1000)
     with links.places("loopback", 3) as homes:
         assert homes == [links.Place((), "lo", 3)] * 3
+
+
+def test_the_interval_of_a_median_leaves_out_what_the_binomial_distribution_allows():
+    ratios = [float(number) for number in range(15)]
+    # Of 15 at most 3 lie below their median with 1.8%, at most 4 with 5.9%: and as many above it.
+    assert report.interval(ratios) == report.interval(ratios[::-1]) == (3.0, 11.0)
+    assert report.interval([3.0, 1.0, 2.0]) == (1.0, 3.0)
+    assert report.interval([1.0]) == (1.0, 1.0)
