@@ -38,3 +38,7 @@ PLACES: tuple[ModuleType, ...] = (
 def originals(names: tuple[str, ...]) -> dict[str, Any]:
     """Torch's own object of each name."""
     return {name: getattr(fsdp, name, None) or getattr(wrap, name) for name in names}
+
+
+OPTIONS_MODULE = api.__name__
+"""Where the classes of the wrapper's options are from."""

@@ -11,6 +11,7 @@ from torch import nn
 from shardwright.errors import InputError
 from shardwright.policy import BackwardPrefetch as When
 from shardwright.policy import MixedPrecisionPolicy, SchedulePolicy
+from shardwright.torch_fsdp import OPTIONS_MODULE
 from shardwright.torch_private import BatchNorm
 
 
@@ -110,7 +111,7 @@ def adopt(option: Any) -> Any:
     one import still have the other names from ``torch.distributed.fsdp``."""
     kind = type(option)
     ours: Any = globals().get(kind.__name__)
-    if ours is None or not kind.__module__.startswith("torch.distributed.fsdp"):
+    if ours is None or kind.__module__ != OPTIONS_MODULE:
         return option
     if isinstance(option, Enum):
         return ours[option.name]
