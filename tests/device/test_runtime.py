@@ -5,6 +5,7 @@ and how far each rank's host runs ahead.
 """
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from tests.ranks.pool import run_ranks, start_server
 MODELS = 5
 ALL = (*KINDS, *OTHERS)
 EACH = -(-1000 // len(ALL))
+DOCUMENT = Path(__file__).parents[2] / "docs/design/streams.md"
 _wanted = {}
 """By ``(kind, number)``, what each rank of a CPU run gives."""
 
@@ -164,6 +166,12 @@ NOT_SEEN = {
     ),
 }
 """What can be left out without a trace here, with the reason."""
+
+
+def test_the_document_says_how_many_places_are_left_out_in_turn():
+    sites = mutants.sites()
+    assert f"({len(sites)} places)" in DOCUMENT.read_text()
+    assert NOT_SEEN.keys() <= {str(site) for site in sites}
 
 
 @pytest.fixture(scope="module")
