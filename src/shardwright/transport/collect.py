@@ -32,7 +32,7 @@ def collect(
     step = max(1, WINDOW_NBYTES // comm.world // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES
     for start in range(0, row_nbytes, step):
         width = min(step, row_nbytes - start)
-        flat = own[0].new_empty(comm.world * width)
+        flat = torch.empty(comm.world * width, dtype=torch.uint8, device=own[0].device)
         row = flat.view(comm.world, width)[comm.rank]
         for part, offset in zip(own, offsets, strict=True):
             found = _overlap(offset - start, part.numel(), width)
