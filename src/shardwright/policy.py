@@ -255,19 +255,50 @@ class OffloadPolicy:
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Shards of parameters, their gradients and so the optimizer's state and step are on the host.
+    """Which of parameters, gradients and the optimizer's state are on the host at rest; by default all.
 
-    Parameters are copied to the device as they are unsharded, gradients to the host as they are reduced.
-    pin_memory: page-locked host memory, so that the copies to the device overlap with compute.
+    params: shards; they are copied to the device as they are unsharded. False: the device keeps them, too, in
+        the dtype that they are gathered in.
+    grads: reduced gradients are copied to the host in the backward. False: they stay and add up on the device
+        until the last backward of a step (``set_is_last_backward``) has ended, and are copied once.
+    optimizer_state: always on the host. Where the shards or gradients are too, the step runs there; with
+        ``params=False, grads=False`` it runs on the device, which has the state for the length of it.
+    pin_memory: page-locked host memory, so that copies both ways run beside the host and compute.
+
+    docs/design/streams.md says where the host waits. Raises: InputError for a combination that can't be.
     """
 
     pin_memory: bool = True
+    params: bool = dataclasses.field(default=True, kw_only=True)
+    grads: bool = dataclasses.field(default=True, kw_only=True)
+    optimizer_state: bool = dataclasses.field(default=True, kw_only=True)
+
+    @property
+    def shards_on_host(self) -> bool:
+        """Whether the host has the shards that an optimizer steps, and steps them."""
+        return self.params or self.grads
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        if not self.optimizer_state:
+            raise InputError(
+                f"{name}: with optimizer_state=False the step runs on the device, and needs the parameters "
+                "and gradients there that are to be on the host; leave optimizer_state=True (to have the "
+                "state alone on the host: params=False, grads=False), or take OffloadPolicy()"
+            )
+        if not self.pin_memory and not self.grads:
+            raise InputError(
+                f"{name}: grads=False copies gradients, or the optimizer's state, in pinned memory; leave "
+                "pin_memory=True, or grads=True"
+            )
 
 
 @dataclass(frozen=True)
 class OptimizerOffloadPolicy(CPUOffloadPolicy):
-    """The optimizer's part on the host as with ``CPUOffloadPolicy``; the device keeps the shards in the dtype
-    that they are gathered in, so a shard is copied to it once a step and not at every all-gather."""
+    """``CPUOffloadPolicy(params=False)``: the optimizer's part on the host. The device keeps the shards in
+    the dtype that they are gathered in: one is copied to it once a step and not at every all-gather."""
+
+    params: bool = dataclasses.field(default=False, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -281,6 +312,9 @@ class DiskOffloadPolicy(CPUOffloadPolicy):
     folder: str | Path = ""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.shards_on_host:
+            raise InputError("DiskOffloadPolicy: with params=False and grads=False nothing would be in files")
         if not self.folder or not Path(self.folder).is_dir():
             raise InputError(f"DiskOffloadPolicy.folder must be an existing folder, got {str(self.folder)!r}")
 

@@ -35,6 +35,8 @@ HALF = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
 SMALLER = {"reshard_after_forward": 2}
 OFFLOADED = {"offload_policy": CPUOffloadPolicy()}
 KEPT = {"offload_policy": OptimizerOffloadPolicy()}
+GRADS_STAY = {"offload_policy": CPUOffloadPolicy(grads=False)}
+STATE_ALONE = {"offload_policy": CPUOffloadPolicy(params=False, grads=False)}
 ON_DIM_1 = {"shard_placement_fn": lambda param: Shard(param.ndim - 1) if param.ndim else None}
 
 
@@ -166,6 +168,8 @@ KINDS: dict[str, tuple[int, Callable[[random.Random], tuple[nn.Module, int]], di
     "offloaded": (2, layers, OFFLOADED),
     "offloaded, half": (2, layers, OFFLOADED | HALF),
     "offloaded optimizer": (2, layers, KEPT),
+    "gradients stay on the device": (2, layers, GRADS_STAY),
+    "state alone on the host": (2, layers, STATE_ALONE),
     "offloaded and quantised": (2, encoded("group"), OFFLOADED),
     "hybrid": (4, layers, {"hybrid": True}),
     "hybrid, half": (4, layers, {"hybrid": True} | HALF),

@@ -22,9 +22,11 @@ from tests.ranks.models import Run, batches, build, full, loss_of, shard_decoder
 from tests.ranks.pool import run_ranks
 
 
-def by_group(rank, world, folder):
+def by_group(rank, world, folder, combined):
     model = build()
     policies = [CPUOffloadPolicy(False), OptimizerOffloadPolicy(False), DiskOffloadPolicy(folder=folder)]
+    if combined:
+        policies = [CPUOffloadPolicy(grads=False), CPUOffloadPolicy(params=False, grads=False), *policies[2:]]
     for block, policy in zip(model.blocks, policies, strict=True):
         fully_shard(block, offload_policy=policy)
     fully_shard(model)
@@ -41,8 +43,22 @@ def by_group(rank, world, folder):
     assert Path("/proc/self/maps").read_text().count(f"{folder}/") >= owned
 
 
-def test_groups_offload_to_the_host_keep_a_copy_or_lie_in_files_and_equal_one_process(tmp_path):
-    run_ranks(2, by_group, str(tmp_path))
+@pytest.mark.parametrize("combined", [False, True])
+def test_groups_offload_to_the_host_keep_a_copy_or_lie_in_files_and_equal_one_process(tmp_path, combined):
+    run_ranks(2, by_group, str(tmp_path), combined)
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "remedy"),
+    [
+        (CPUOffloadPolicy, {"optimizer_state": False}, "leave optimizer_state=True"),
+        (CPUOffloadPolicy, {"grads": False, "pin_memory": False}, "leave pin_memory=True"),
+        (DiskOffloadPolicy, {"grads": False, "params": False, "folder": "/"}, "nothing would be in files"),
+    ],
+)
+def test_what_can_not_be_offloaded_apart_is_refused_with_the_remedy(policy, options, remedy):
+    with pytest.raises(InputError, match=remedy):
+        policy(**options)
 
 
 def copies(rank, world):

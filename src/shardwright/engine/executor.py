@@ -19,6 +19,7 @@ from shardwright.schedule.schedule import Action, ActionKind, Phase
 from shardwright.schedule.sync import Local
 from shardwright.transport.base import Comm
 from shardwright.transport.channel import compare
+from shardwright.transport.streams import Streams
 
 
 @dataclass
@@ -66,6 +67,7 @@ class Executor:
         self.asked: set[int] = set()
         # Gradients that are summed over shards, and not over copies yet.
         self._partial: dict[Reducer, dict[ShardedParam, torch.Tensor]] = {}
+        self._paging: set[Streams] = set()  # by which steps inside of the backward put their state back
         self._compared: set[int] = set()  # ids of transports on which all ranks hold the same groups
         self.do: dict[ActionKind, Callable[[Action], None]] = {
             ActionKind.UNSHARD: self._unshard,
@@ -164,7 +166,10 @@ class Executor:
         for index in action.groups:
             group = self.table.groups[index]
             if self.table.requested(group).steps:
+                split = group.params[0].split
                 group.reducer.unresolved.arrive()
+                if split.pages_state and split.offload_streams is not None:
+                    self._paging.add(split.offload_streams)
             for step in self.pending_steps.pop(index, ()):
                 step()
 
@@ -182,11 +187,14 @@ class Executor:
 
     def _arrive(self) -> None:
         """The host waits for the gradients that were copied to it, once, and adds them to the shards'."""
-        arriving = [group for group in self.table.groups if group.reducer.unresolved.arriving]
-        for streams in {group.params[0].split.offload_streams for group in arriving}:
+        for group in self.table.groups:
+            if group.reducer.unresolved.kept:
+                group.reducer.unresolved.send_kept()
+        awaited = [group for group in self.table.groups if group.reducer.unresolved.arriving]
+        for streams in {group.params[0].split.offload_streams for group in awaited}:
             if streams is not None:
                 streams.settle()
-        for group in arriving:
+        for group in awaited:
             group.reducer.unresolved.arrive()
 
     def land(self, groups: Sequence[ParamGroup]) -> None:
@@ -279,6 +287,8 @@ class Executor:
     def end_phase(self, phase: Phase, nested: bool) -> None:
         """A phase over these groups has ended, maybe inside of another."""
         if phase is Phase.BACKWARD:
+            while self._paging:
+                self._paging.pop().arrive()
             self.forget_versions()
         elif phase is Phase.EVALUATION and not nested:
             # Between a backward and its step the shards have gradients, and who clips or reads them by

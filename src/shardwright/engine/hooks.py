@@ -32,6 +32,7 @@ from shardwright.engine.factored import show_grads
 from shardwright.engine.group import ParamGroup
 from shardwright.engine.lookups import is_lookup, wanted_rows
 from shardwright.engine.optimizer_guard import OptimizerGuard
+from shardwright.engine.paging import page_out
 from shardwright.engine.runtime import Runtime
 from shardwright.engine.transforms import beneath_transforms
 from shardwright.engine.unit import Unit, unit_of
@@ -375,6 +376,7 @@ def guard_optimizers() -> None:
         amendments.add(name_remedy)
         _guard.handle = register_optimizer_step_pre_hook(_guard)
         register_optimizer_step_post_hook(show_grads)
+        register_optimizer_step_post_hook(page_out)
 
 
 _guard = OptimizerGuard()

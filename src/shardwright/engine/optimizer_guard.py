@@ -11,8 +11,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from shardwright.engine.factored import step_whole, warn_of_roundings
-from shardwright.engine.group import Stage
+from shardwright.engine.group import Stage, offloaded
 from shardwright.engine.group_table import tables
+from shardwright.engine.paging import page_in
 from shardwright.engine.runtime import unsettled
 from shardwright.engine.unit import sharded_from
 from shardwright.errors import StageError
@@ -37,6 +38,7 @@ class OptimizerGuard:
             _settle_offloaded(params)
         if self._checked.get(optimizer) != len(params):
             self._check(optimizer, params)
+        page_in(optimizer)
         step_whole(optimizer)
 
     def _check(self, optimizer: Optimizer, params: list[Any]) -> None:
@@ -74,13 +76,10 @@ def _forget_unsharded(written: list[Any]) -> None:
 
 def _settle_offloaded(written: list[Any]) -> None:
     """Shards on the host are written once no gather (of an evaluation since) reads them any more."""
-    groups = [group for table in tuple(tables) for group in table.groups]
-    offloaded = [group for group in groups if group.params[0].split.offload_streams is not None]
-    ids = {id(param) for param in written} if offloaded else set()
-    found = {
-        g.params[0].split.offload_streams for g in offloaded if any(id(p.sharded) in ids for p in g.params)
-    }
-    for streams in found:
+    groups = [group for group in tuple(offloaded) if group.params[0].split.on_host]
+    ids = {id(param) for param in written} if groups else set()
+    owners = [group for group in groups if any(id(param.sharded) in ids for param in group.params)]
+    for streams in {group.params[0].split.offload_streams for group in owners}:
         if streams is not None:
             streams.settle()
 

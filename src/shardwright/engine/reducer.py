@@ -31,12 +31,13 @@ from shardwright.engine.grads import (
     zero_grads,
 )
 from shardwright.errors import StageError
-from shardwright.params.offload import copies_on_host
+from shardwright.params.offload import empty_on_host
 from shardwright.params.param import ShardedParam
 from shardwright.policy import MixedPrecisionPolicy, ReductionPolicy
 from shardwright.torch_private import (
     IN_BACKWARD_OPTIMIZERS,
     foreach_add_,
+    foreach_copy_,
     foreach_div_,
     post_accumulate_grad_hooks_of,
 )
@@ -55,7 +56,8 @@ class Unresolved:
     Whether some rank had one is known at the end of the backward; until then what was reduced is put aside.
     brought: the parameters that this rank has had a gradient of, since the last ``resolve``.
     keeps: gradients of earlier microbatches are kept on this rank, unsharded.
-    arriving: parameters and their gradients, in memory of the host that a copy is still filling.
+    kept, arriving: parameters and their gradients, on the device until a step's last backward has ended; and
+        in memory of the host that a copy is still filling.
     """
 
     def __init__(self) -> None:
@@ -63,6 +65,7 @@ class Unresolved:
         self.keeps = False
         self._aside: dict[ShardedParam, torch.Tensor] = {}
         self.arriving: list[tuple[Sequence[ShardedParam], list[torch.Tensor]]] = []
+        self.kept: list[tuple[Sequence[ShardedParam], list[torch.Tensor]]] = []
 
     def add(self, params: Sequence[ShardedParam], totals: Sequence[torch.Tensor]) -> None:
         """Add reduced gradients to the shards', or put them aside (see ``add_sharded_grads``).
@@ -86,16 +89,46 @@ class Unresolved:
 
     def _add(self, params: Sequence[ShardedParam], totals: Sequence[torch.Tensor]) -> None:
         """Add them now; or have them copied to the host, to be added when they ``arrive``."""
-        streams = params[0].split.offload_streams if params else None
-        if streams is None:
+        split = params[0].split if params else None
+        if split is None or not split.on_host or split.offload_streams is None:
             add_sharded_grads(params, totals)
             return
         totals = cast(totals, [param.sharded.dtype for param in params])
+        if not split.grads_on_host:
+            self.kept.append((params, totals))
+            self._add_up()
+            return
+        self._send(params, totals, split.offload_streams)
+
+    def _add_up(self) -> None:
+        """Of gradients that stay on the device: one tensor for each parameter."""
+        found: dict[ShardedParam, torch.Tensor] = {}
+        again: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for params, totals in self.kept:
+            for param, total in zip(params, totals, strict=True):
+                if found.setdefault(param, total) is not total:
+                    again.append((found[param], total))
+        if again:
+            foreach_add_([earlier for earlier, _ in again], [later for _, later in again])
+        self.kept = [(list(found), list(found.values()))]
+
+    def _send(self, params: Sequence[ShardedParam], totals: list[torch.Tensor], streams: Streams) -> None:
         with streams.offloading(totals):
-            self.arriving.append((params, copies_on_host(totals)))
+            places = empty_on_host(totals)
+            foreach_copy_(places, totals, non_blocking=True)
+        self.arriving.append((params, places))
+
+    def send_kept(self) -> None:
+        """Copy what has stayed on the device to the host."""
+        sent, self.kept = self.kept, []
+        for params, totals in sent:
+            streams = params[0].split.offload_streams
+            assert streams is not None
+            self._send(params, totals, streams)
 
     def arrive(self) -> None:
         """The host waits for what was copied to it, and adds it. No-op where nothing was."""
+        self.send_kept()
         arrived, self.arriving = self.arriving, []
         for params, totals in arrived:
             streams = params[0].split.offload_streams
@@ -118,6 +151,7 @@ class Unresolved:
         """Forget a backward that failed."""
         self._aside = {}
         self.arriving = []
+        self.kept = []
         self.brought.clear()
         self.keeps = False
 

@@ -170,7 +170,7 @@ class Bound:
             self._other_copies.append(param)
         elif own.numel():
             # One kernel copies lists of tensors only where pairs have the same strides, and sides one dtype.
-            maps = param.split.offload_streams is not None and not local.is_pinned()
+            maps = param.split.on_host and param.split.offload_streams is not None and not local.is_pinned()
             key = own.dtype, local.dtype, local.device, own.stride() == local.stride(), maps
             places, sources = self._copies.setdefault(key, ([], []))
             places.append(own)

@@ -8,7 +8,7 @@ import torch
 
 from shardwright.policy import CPUOffloadPolicy, DiskOffloadPolicy, OffloadPolicy
 from shardwright.schedule.layout import pack
-from shardwright.torch_private import foreach_copy_, is_traceable_wrapper_subclass
+from shardwright.torch_private import is_traceable_wrapper_subclass
 
 
 def placed(shard: torch.Tensor, offload: OffloadPolicy, device: torch.device) -> torch.Tensor:
@@ -44,19 +44,18 @@ def pinned(shard: torch.Tensor) -> torch.Tensor:
     return shard if shard.is_pinned() else shard.pin_memory()
 
 
-def copies_on_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies of a device's tensors, parts of one block of pinned memory for each dtype. The current stream
-    fills them later: the host may read them once it has waited for that (``Streams.offloading``)."""
-    copies = list(tensors)
+def empty_on_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Pinned memory for copies of tensors: parts of one block for each dtype. Copied to it with
+    ``non_blocking``, they may be read once the host has waited (``Streams.offloading``)."""
+    places = list(tensors)
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         members = [index for index, tensor in enumerate(tensors) if tensor.dtype == dtype]
         offsets, nbytes = pack([tensors[index].nbytes for index in members])
         block = torch.empty(nbytes // dtype.itemsize, dtype=dtype, device="cpu", pin_memory=True)
         for index, offset in zip(members, offsets, strict=True):
             start, shape = offset // dtype.itemsize, tensors[index].shape
-            copies[index] = block[start : start + shape.numel()].view(shape)
-    foreach_copy_(copies, list(tensors), non_blocking=True)
-    return copies
+            places[index] = block[start : start + shape.numel()].view(shape)
+    return places
 
 
 class DeviceCopy:

@@ -23,7 +23,7 @@ from shardwright.params.at_rest import guard
 from shardwright.params.buffer import Buffer
 from shardwright.params.offload import DeviceCopy, placed
 from shardwright.params.placement import ParamPlacement, Split
-from shardwright.policy import MixedPrecisionPolicy, OptimizerOffloadPolicy
+from shardwright.policy import CPUOffloadPolicy, MixedPrecisionPolicy
 from shardwright.schedule.flat_layout import FlatEntry
 from shardwright.schedule.layout import ParamLayout
 from shardwright.torch_private import DTensorSpec, TensorMeta, local_of, parameters_of, spec_of, version_of
@@ -318,7 +318,8 @@ class ShardedParam:
     @property
     def has_device_copy(self) -> bool:
         """Whether what is gathered is a copy of the shard that stays on the device."""
-        return isinstance(self.split.offload, OptimizerOffloadPolicy)
+        offload = self.split.offload
+        return self.split.on_host and isinstance(offload, CPUOffloadPolicy) and not offload.params
 
     @property
     def device_copy(self) -> torch.Tensor:

@@ -32,12 +32,22 @@ class Split:
     @property
     def on_host(self) -> bool:
         """Whether shard and gradient lie on the host."""
-        return isinstance(self.offload, CPUOffloadPolicy)
+        return isinstance(self.offload, CPUOffloadPolicy) and self.offload.shards_on_host
+
+    @property
+    def grads_on_host(self) -> bool:
+        """Whether gradients are copied there in the backward; else once at the end of a step's last one."""
+        return isinstance(self.offload, CPUOffloadPolicy) and self.offload.grads
+
+    @property
+    def pages_state(self) -> bool:
+        """Whether the optimizer's state alone lies on the host, but for the length of a step."""
+        return self.offload_streams is not None and not self.on_host
 
     @property
     def offload_streams(self) -> Streams | None:
-        """By which gradients go to pinned memory of the host; None where they stay where they are, and where
-        the memory isn't pinned, so that the copy stops the host."""
+        """By which gradients, or an optimizer's state, go to pinned memory of the host; None where nothing is
+        offloaded from a device, and where memory isn't pinned, so that the copy stops the host."""
         pins = isinstance(self.offload, CPUOffloadPolicy) and self.offload.pin_memory
         return self.axis.comm.streams if pins else None
 
