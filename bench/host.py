@@ -89,11 +89,13 @@ class Case:
 class Cost(NamedTuple):
     """What one step asks of the host; per group where not said otherwise.
 
+    num_groups: that the package has made; the root of ours is two where both its ends are large.
     exchanges: of control words, in the whole step. seen: calls of the package, and frames to a collective.
     counted: kernels and collectives of the whole step.
     """
 
     case: Case
+    num_groups: int
     exchanges: int
     seen: Seen
     counted: KernelCount
@@ -101,17 +103,17 @@ class Cost(NamedTuple):
     @property
     def calls(self) -> float:
         """Python calls of functions of the package."""
-        return self.seen.calls.total() / self.case.num_groups
+        return self.seen.calls.total() / self.num_groups
 
     @property
     def kernels(self) -> float:
         """Operations that would be a kernel each, without collectives."""
-        return self.counted.kernels.total() / self.case.num_groups
+        return self.counted.kernels.total() / self.num_groups
 
     @property
     def collectives(self) -> float:
         """All-gathers and reduce-scatters."""
-        return self.counted.collectives.total() / self.case.num_groups
+        return self.counted.collectives.total() / self.num_groups
 
 
 def build_model(case: Case) -> nn.Module:
@@ -160,7 +162,8 @@ def cost(name: str, case: Case) -> Cost:
         seen = count_calls(step, folder, SYSTEMS[name].collectives)
         with KernelCount(folder) as counted:
             step()
-    return Cost(case, seen.calls[rankzero.EXCHANGE], seen, counted)
+        num_groups = len(shardwright.explain(model).groups) if name == "shardwright" else case.num_groups
+    return Cost(case, num_groups, seen.calls[rankzero.EXCHANGE], seen, counted)
 
 
 def times_ms(case: Case, pairs: int) -> dict[str, list[float]]:
@@ -245,14 +248,14 @@ def print_profile(case: Case) -> None:
     for code, number in found.seen.calls.most_common():
         file = code.co_filename.removeprefix(folder + "/")
         files[file] += number
-        if number >= 4 * case.num_groups:
-            print(f"{number / case.num_groups:9.1f} {file}:{code.co_firstlineno} {code.co_qualname}")
+        if number >= 4 * found.num_groups:
+            print(f"{number / found.num_groups:9.1f} {file}:{code.co_firstlineno} {code.co_qualname}")
     print("\nthe same by file")
     for file, number in files.most_common():
-        print(f"{number / case.num_groups:9.1f} {file}")
+        print(f"{number / found.num_groups:9.1f} {file}")
     print(f"\n{found.kernels:.1f} kernels per group and step")
     for (operation, site), number in found.counted.kernels.most_common():
-        print(f"{number / case.num_groups:9.2f} {operation} {site}")
+        print(f"{number / found.num_groups:9.2f} {operation} {site}")
 
 
 def main() -> None:
