@@ -46,6 +46,7 @@ def fully_shard(
     ignored_params: Collection[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     groups: Groups | None = None,
+    shard_over_all: bool = False,
 ) -> M: ...
 @overload
 def fully_shard(
@@ -58,6 +59,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = DEFAULT_OFFLOAD,
     ignored_params: Collection[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
+    shard_over_all: bool = False,
 ) -> list[nn.Module]: ...
 def fully_shard(
     module: nn.Module | list[nn.Module],
@@ -70,6 +72,7 @@ def fully_shard(
     ignored_params: Collection[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     groups: Groups | None = None,
+    shard_over_all: bool = False,
 ) -> Any:
     """Shard the parameters of a module (or of several, as one group) over the ranks of a mesh.
 
@@ -99,11 +102,20 @@ def fully_shard(
     groups: of one model, make all its groups at once: lists of names or modules inside it, a group each, or
         "auto" or a ``Grouping`` to choose them. What they leave becomes groups of neighbours, in the order
         of definition, so that the model itself owns nothing that another module can hold.
+    shard_over_all: of a 2-D mesh (nodes, ranks of a node) shard over both axes: no copies at rest. A forward
+        gathers over all ranks, between nodes first; then shards over the node are kept for the backward.
     Returns the argument.
     Raises: InputError for a module that is sharded already, a mesh of the wrong shape or without this rank,
         or an option that doesn't fit. Nothing is changed then.
     """
-    options = GroupOptions(reshard_after_forward, shard_placement_fn, mp_policy, offload_policy, dp_mesh_dims)
+    options = GroupOptions(
+        reshard_after_forward,
+        shard_placement_fn,
+        mp_policy,
+        offload_policy,
+        dp_mesh_dims,
+        over_all=shard_over_all,
+    )
     ignored = {id(param) for param in ignored_params or ()}
     if groups is not None:
         options.check()
@@ -121,6 +133,7 @@ def fully_shard(
                 offload_policy=offload_policy,
                 ignored_params=ignored_params,
                 dp_mesh_dims=dp_mesh_dims,
+                shard_over_all=shard_over_all,
             )
         return module
     modules = check_modules(list(module) if isinstance(module, (list, tuple)) else [module])

@@ -205,7 +205,8 @@ def _unsharded_nbytes(group: ParamGroup) -> int:
 def _resharded(unit: Unit, group: ParamGroup) -> str:
     facts, smaller = unit.runtime.effective(group), group.gatherer.smaller_world
     if smaller is not None:
-        when = f"after forward to {smaller.comm.world} neighbours, and after backward"
+        whom = "ranks of the node" if smaller.comm is group.axis.node else "neighbours"
+        when = f"after forward to {smaller.comm.world} {whom}, and after backward"
     elif facts.reshard_after_forward is False:
         when = "after backward"
     elif facts.reshard_after_forward is None:
@@ -233,7 +234,9 @@ def _changes(unit: Unit, group: ParamGroup) -> list[str]:
     smaller = group.gatherer.smaller_world
     if facts.reshard_after_forward is not None and smaller is None:
         changed.append(f"reshard_after_forward={facts.reshard_after_forward}, by its caller")
-    if smaller is not None:
+    if group.axis.node is not None:
+        changed.append("gathered between nodes, then inside of each, by fully_shard's shard_over_all")
+    elif smaller is not None:
         changed.append(f"reshard_after_forward={smaller.comm.world}, by fully_shard's caller")
     for name in ("reshard_after_backward", "unshard_in_backward"):
         if not getattr(facts, name):

@@ -173,6 +173,9 @@ KINDS: dict[str, tuple[int, Callable[[random.Random], tuple[nn.Module, int]], di
     "offloaded and quantised": (2, encoded("group"), OFFLOADED),
     "hybrid": (4, layers, {"hybrid": True}),
     "hybrid, half": (4, layers, {"hybrid": True} | HALF),
+    "hybrid, sharded over all": (4, layers, {"hybrid": True, "shard_over_all": True}),
+    "hybrid, sharded over all, half": (4, layers, {"hybrid": True, "shard_over_all": True} | HALF),
+    "quantised, sharded over all": (4, encoded("group"), {"hybrid": True, "shard_over_all": True}),
     "smaller world": (4, layers, SMALLER),
     "quantised in a smaller world": (4, encoded("group"), SMALLER),
     "offloaded in a smaller world": (4, layers, SMALLER | OFFLOADED),
@@ -260,7 +263,8 @@ def _fail(_: torch.Tensor) -> None:
 def can_clip(kind: str) -> bool:
     """Of at most two addends, in which order they are summed over ranks makes no difference."""
     ranks, _, options = setting(kind)
-    return (ranks < 4 or "hybrid" in options) and "offload_policy" not in options
+    two_addends = ranks < 4 or ("hybrid" in options and "shard_over_all" not in options)
+    return two_addends and "offload_policy" not in options
 
 
 def shards_in(state: dict[str, Any]) -> list[DTensor]:

@@ -158,6 +158,19 @@ class Simulated(cases.Place):
         return [self._accelerator.read(each) for each in tensors]
 
 
+_axis_over_all = meshes._axis_over_all
+
+
+def _mesh_on_host(mesh: Any) -> meshes.Axis:
+    """A mesh finds its own coordinate by numbers, which a tensor of the simulated device hasn't."""
+    with _disable_current_modes():
+        return _axis_over_all(mesh)
+
+
+def _new_group(ranks: list[int], backend: str, timeout: Any) -> dist.ProcessGroup:
+    return dist.new_group(ranks, timeout, "fake", use_local_synchronization=True, sort_ranks=False)
+
+
 class Job:
     """One run of ``cases.train`` on simulated ranks."""
 
@@ -181,6 +194,8 @@ class Job:
             (building, "keep_watch", lambda: None),
             (meshes, "_make_comm", self._make_comm),
             (dist, "all_reduce", self._all_reduce),
+            (meshes, "new_group", _new_group),
+            (meshes, "_axis_over_all", _mesh_on_host),
             (dist.distributed_c10d, "_world", ThreadLocalWorld()),
         ]
         before = [getattr(owner, name) for owner, name, _ in stand_ins]

@@ -187,7 +187,8 @@ class Memory:
     def typed(self, dtype: torch.dtype) -> torch.Tensor:
         """All of it, in a dtype."""
         if dtype not in self._typed:
-            self._typed[dtype] = self._arena.view(dtype)
+            with _disable_current_modes():
+                self._typed[dtype] = self._arena.view(dtype)
         return self._typed[dtype]
 
     def find(self, tensor: torch.Tensor) -> Place:

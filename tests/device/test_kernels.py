@@ -26,6 +26,7 @@ FOLDER = shardwright.__file__.rpartition("/")[0]
 MOST = 8
 MORE = {
     "another dim": 4,  # where the world doesn't divide: two copies each way for matrices that are cut alike
+    "quantised, sharded over all": 4,  # as the next
     "quantised in a smaller world": 4,  # codes, scales and the rest differ in dtype, and are kept by copies
     "nf4.py": 5,  # for each weight that is decoded, unless bitsandbytes does it in one
     "params/rows.py": 70,  # for a table: ranks tell each other which rows they use, twice

@@ -58,7 +58,7 @@ floors and itself."""
 BUDGETS = {"file lines": 400, "function lines": 60, "parameters": 6, "class lines": 250, "attributes": 12}
 
 EXCEPTIONS: dict[tuple[str, str, str], tuple[int, str]] = {
-    ("api.py", "parameters", "fully_shard"): (9, "torch's signature, so that calls carry over"),
+    ("api.py", "parameters", "fully_shard"): (10, "torch's signature, so that calls carry over"),
     ("schedule/follower.py", "file lines", "schedule/follower.py"): (
         610,
         "one state machine, read as a whole",

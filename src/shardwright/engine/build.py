@@ -55,7 +55,8 @@ class ShardPlacementResult:
 
 @dataclass(frozen=True)
 class GroupOptions:
-    """What ``fully_shard`` was told of the group. ``flat``: its parameters lie in a ``FlatParam``."""
+    """What ``fully_shard`` was told of the group. ``flat``: its parameters lie in a ``FlatParam``.
+    ``over_all``: both axes of the mesh shard, and shards over a node are kept from forward to backward."""
 
     reshard_after_forward: bool | int | None
     placement_fn: PlacementFunction | None
@@ -63,6 +64,7 @@ class GroupOptions:
     offload: OffloadPolicy
     dims: DataParallelMeshDims | None = None
     flat: bool = False
+    over_all: bool = False
 
     def __post_init__(self) -> None:
         for name in ("precision", "offload", "dims"):
@@ -86,6 +88,11 @@ class GroupOptions:
         size = self.reshard_after_forward
         if size is None or isinstance(size, bool):
             return None
+        if self.over_all:
+            raise InputError(
+                f"reshard_after_forward={size} doesn't go with shard_over_all, which keeps shards over the "
+                "ranks of a node in between; leave it out, or give a bool"
+            )
         if not 1 <= size <= axis.world or axis.world % size:
             raise InputError(
                 "If passing reshard_after_forward as an int, it should be a factor of "
@@ -133,7 +140,7 @@ def shard_modules(
     Around those that are sharded already (by another group of theirs) the new group is unsharded too.
     """
     check_foreign(modules, ignored)
-    axis = resolve(mesh, options.dims)
+    axis = resolve(mesh, options.dims, options.over_all)
     keep_watch()
     found = _find_params(modules, ignored)
     _check_flat(found, options.flat)
@@ -217,6 +224,8 @@ def _make_group(
     asked = GatherOptions()
     if world is not None and 1 < world < axis.world:
         asked = GatherOptions(smaller_world=smaller_world(axis, world))
+    elif axis.node is not None and options.reshard_after_forward is not False:
+        asked = GatherOptions(smaller_world=axis.node)
     return ParamGroup(name, params, axis, options.precision, asked)
 
 

@@ -129,7 +129,7 @@ class GroupTable:
     def comms(self) -> list[Comm]:
         """The transports in use, each once."""
         used = [
-            (group.axis.comm, group.axis.replicate, group.gatherer.options.smaller_world)
+            (group.axis.comm, *group.axis.hops, group.axis.replicate, group.gatherer.options.smaller_world)
             for group in self.groups
         ]
         return list({id(comm): comm for comms in used for comm in comms if comm is not None}.values())

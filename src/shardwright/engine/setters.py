@@ -118,7 +118,7 @@ class ScheduleSetters(Owner):
             )
         for unit in self._units(recurse):
             for group in unit.groups:
-                group.request(smaller_world=None)
+                group.request(smaller_world=group.axis.node if reshard_after_forward else None)
         self._request(recurse, reshard_after_forward=reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:

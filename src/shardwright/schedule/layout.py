@@ -57,6 +57,17 @@ class Spans(Sequence[tuple[int, int]]):
         """Whether all parts are equal and one after another."""
         return self.gap == 0 and self.end == self.world * self.longest
 
+    def joined(self, count: int) -> "Spans":
+        """One part in place of each ``count``, which follow one another."""
+        return Spans(self.world // count, self._reach(count), self.end, self.gap)
+
+    def within(self, start: int, count: int) -> "Spans":
+        """Those of the ``count`` ranks from element ``start`` on, in a tensor that begins there."""
+        return Spans(count, self.longest, min(max(self.end - start, 0), self._reach(count)), self.gap)
+
+    def _reach(self, count: int) -> int:
+        return count * self.longest + (count - 1) * self.gap
+
 
 def equal_spans(numel: int, world: int) -> Spans:
     """Parts of ``numel`` elements for each of ``world`` ranks, one after another."""

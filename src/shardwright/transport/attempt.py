@@ -123,7 +123,7 @@ def new_group(ranks: Sequence[int], backend: str, timeout: timedelta) -> Process
     """
     keys = keys_of(ranks, timeout, "to make a process group")
     with _swapping, default_store_is(keys):
-        made = dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True)
+        made = dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True, sort_ranks=False)
     assert isinstance(made, ProcessGroup)
     return made
 

@@ -30,6 +30,7 @@ from shardwright.transport.launches import LaunchLog
 from shardwright.transport.meeting import Meeting
 from shardwright.transport.nccl import NcclComm
 from shardwright.transport.streams import Streams
+from shardwright.transport.two_level import TwoLevelComm
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ class Axis:
     mesh: the 1-D or 2-D mesh that the parameters' DTensors are on. shards: for each of its axes whether
         parameters are sharded over it (else it holds copies).
     comm: over the sharded axis. replicate: over the other one, None where there are no copies.
+    hops: where ``comm`` goes in two hops, what it goes over: inside of a node, between nodes, and for words.
     """
 
     mesh: DeviceMesh
@@ -52,6 +54,12 @@ class Axis:
     device: torch.device
     comm: Comm
     replicate: Comm | None = None
+    hops: tuple[Comm, ...] = ()
+
+    @property
+    def node(self) -> Comm | None:
+        """The transport inside of this rank's node, where all-gathers over nodes go in two hops."""
+        return self.hops[0] if self.hops else None
 
     @property
     def world(self) -> int:
@@ -133,6 +141,7 @@ class _Made:
         self.comms: dict[tuple[ProcessGroup, str], Comm] = {}
         self.smaller: dict[tuple[ProcessGroup, int], Comm] = {}
         self.mesh: DeviceMesh | None = None
+        self.joined: dict[tuple[ProcessGroup, ProcessGroup], Axis] = {}
 
 
 _made = _Made(None)
@@ -146,10 +155,13 @@ def _made_here() -> _Made:
     return _made
 
 
-def resolve(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = None) -> Axis:
+def resolve(
+    mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = None, over_all: bool = False
+) -> Axis:
     """Where to shard: on ``mesh``, or over all ranks where it is None.
 
-    A 1-D mesh shards; of a 2-D mesh the first axis holds copies and the second one shards. ``dims`` names
+    A 1-D mesh shards; of a 2-D mesh the first axis holds copies and the second one shards, or both where
+    ``over_all`` says so, in two hops. ``dims`` names
     the axes of a larger mesh instead. Every rank of the mesh calls it; the first call for an axis makes one
     communicator of the accelerator.
     Raises: InputError for a mesh of more axes without ``dims``, names that it doesn't have, or a mesh that
@@ -172,6 +184,13 @@ def resolve(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = None) -
             f"rank {dist.get_rank()} is not in the mesh {mesh.mesh.tolist()}; call fully_shard only on the "
             "ranks of its mesh, or make a mesh of all ranks"
         )
+    if over_all:
+        if mesh.ndim != 2 or dims is not None:
+            raise InputError(
+                f"shard_over_all takes a 2-D mesh (nodes, ranks of a node) and no dp_mesh_dims, got {mesh}; "
+                "make one with init_device_mesh(device_type, (nodes, ranks_per_node))"
+            )
+        return _axis_over_all(mesh)
     if dims is not None:
         mesh, shards = _data_parallel(mesh, dims)
     else:
@@ -187,6 +206,24 @@ def _axis(mesh: DeviceMesh, shards: tuple[bool, ...]) -> Axis:
     if False in shards and len(ranks[shards.index(False)]) > 1:
         replicate = comm_of(mesh.get_group(shards.index(False)), device_type)
     return Axis(mesh, shards, _device(device_type), comm or _solo(device_type), replicate)
+
+
+def _axis_over_all(mesh: DeviceMesh) -> Axis:
+    """All ranks of a 2-D mesh, in the order of ``TwoLevelComm``: those of one place follow one another."""
+    kind, groups = mesh.device_type, (mesh.get_group(0), mesh.get_group(1))
+    made = _made_here().joined
+    if groups not in made:
+        ranks = [rank for place in zip(*mesh.mesh.tolist(), strict=True) for rank in place]
+        backend = "gloo" if kind == "cpu" else dist.get_default_backend_for_device(kind)
+        group = new_group(ranks, backend, min(TIMEOUT, timeout_of(groups[0])))
+        joined = DeviceMesh.from_group(group, kind, mesh=ranks, mesh_dim_names=("shard",))
+        if 1 in mesh.shape:
+            made[groups] = _axis(joined, (True,))
+        else:
+            between, node = (comm_of(each, kind) for each in groups)
+            hops = node, between, comm_of(joined.get_group(), "cpu")
+            made[groups] = Axis(joined, (True,), _device(kind), TwoLevelComm(*hops), None, hops)
+    return made[groups]
 
 
 def _data_parallel(mesh: DeviceMesh, dims: DataParallelMeshDims) -> tuple[DeviceMesh, tuple[bool, ...]]:

@@ -1,0 +1,116 @@
+"""All ranks of a hybrid mesh as one world: each collective in two hops, of which one goes between nodes.
+
+    rank of the world   0     1     2     3         two nodes of two ranks: rank = place * nodes + node
+    node, place         0,0   1,0   0,1   1,1
+                       └ one place ┘
+
+The parts of one place follow one another. So an all-gather first brings a place its parts from the other
+nodes, ``1 / places`` of everything, and then goes on inside of each node; a reduce-scatter comes back so.
+Between nodes each rank sends ``(nodes - 1) / world`` of the bytes.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from shardwright.schedule.layout import Spans
+from shardwright.transport.base import Comm, Gather, Reduction, Segment
+from shardwright.transport.streams import Streams
+
+
+class TwoLevelComm(Comm):
+    """See above. Sums are taken inside of nodes first: the bits of a hybrid mesh that holds copies.
+
+    node: among the ranks of this rank's node. between: among those of its place. flat: of host memory, among
+    all ranks, for words and for what is collected on one rank; bytes are counted by these three.
+    """
+
+    def __init__(self, node: Comm, between: Comm, flat: Comm) -> None:
+        self.node, self.between, self.flat = node, between, flat
+        self.world, self.rank = node.world * between.world, node.rank * between.world + between.rank
+        self.reads_in_place, self.uses_c10d = node.reads_in_place, node.uses_c10d
+        self.streams: Streams | None = node.streams
+        self.log = flat.log
+        self.sent_nbytes = 0
+        self.exposed_s: float | None = 0.0
+        self._last: _TwoReductions | None = None
+
+    @property
+    def host(self) -> Comm:
+        """See ``Comm.host``."""
+        return self.flat
+
+    def all_gather(self, segments: Sequence[Segment], key: str) -> Gather:
+        """See ``Comm.all_gather``. In place in both hops; a host that moves bytes itself issues the second
+        one when it waits."""
+        places = [Segment(each.flat, each.spans.joined(self.between.world)) for each in segments]
+        own = [self._of_place(each) for each in segments]
+        if self.streams is None:
+            return _TwoGathers(self.between.all_gather(own, key), self.node, places, key)
+        with self.streams.gathering([segment.flat for segment in segments]):
+            self.between.all_gather(own, key).wait()  # the gather stream waits
+            return self.node.all_gather(places, key)
+
+    def _of_place(self, segment: Segment) -> Segment:
+        """This place's part of what is gathered, with the spans of the nodes in it."""
+        flat = segment.flat.view(self.node.world, -1)[self.node.rank]
+        return Segment(flat, segment.spans.within(self.node.rank * flat.numel(), self.between.world))
+
+    def reduce_scatter(
+        self, segments: Sequence[Segment], dtypes: Sequence[torch.dtype], key: str
+    ) -> Reduction:
+        """See ``Comm.reduce_scatter``. A host that moves bytes itself issues the second hop with the next
+        reduction, or when it waits."""
+        nodes = self.between.world
+        joined = [each.spans.joined(nodes) for each in segments]
+        near = [Segment(e.flat, s, e.has_room) for e, s in zip(segments, joined, strict=True)]
+        starts = [spans[self.node.rank][0] for spans in joined]
+        far = [each.spans.within(start, nodes) for each, start in zip(segments, starts, strict=True)]
+        if self._last is not None:
+            self._last.go_on()
+        first = self.node.reduce_scatter(near, dtypes, key)
+        self._last = made = _TwoReductions(first, self.between, far, list(dtypes), key)
+        if self.between.streams is not None:
+            with self.between.streams.reducing():
+                made.go_on()  # the reduce stream waits
+            self._last = None
+        return made
+
+    def gather(self, shard: torch.Tensor, spans: Sequence[tuple[int, int]], dst: int) -> torch.Tensor | None:
+        """See ``Comm.gather``, but on the host."""
+        return self.flat.gather(shard.to("cpu"), spans, dst)
+
+
+class _TwoGathers:
+    """An all-gather whose second hop is issued by ``wait``."""
+
+    def __init__(self, first: Gather, node: Comm, places: Sequence[Segment], key: str) -> None:
+        self._first, self._node, self._places, self._key = first, node, places, key
+
+    def wait(self) -> None:
+        """See ``Gather.wait``."""
+        self._first.wait()
+        self._node.all_gather(self._places, self._key).wait()
+
+
+class _TwoReductions:
+    """A reduce-scatter in two hops. It holds what the first one reads for as long as it lives."""
+
+    def __init__(
+        self, first: Reduction, between: Comm, spans: list[Spans], dtypes: list[torch.dtype], key: str
+    ) -> None:
+        self._first, self._between, self._key = first, between, key
+        self._spans, self._dtypes = spans, dtypes
+        self._second: Reduction | None = None
+
+    def go_on(self) -> None:
+        """Wait for the first hop and issue the second, where that isn't done."""
+        if self._second is None:
+            segments = [Segment(each, s) for each, s in zip(self._first.wait(), self._spans, strict=True)]
+            self._second = self._between.reduce_scatter(segments, self._dtypes, self._key)
+
+    def wait(self) -> list[torch.Tensor]:
+        """See ``Reduction.wait``."""
+        self.go_on()
+        assert self._second is not None
+        return self._second.wait()
