@@ -15,6 +15,7 @@ import torch
 
 from shardwright.schedule.layout import Spans
 from shardwright.transport.base import Comm, Gather, Reduction, Segment
+from shardwright.transport.collect import collect
 from shardwright.transport.streams import Streams
 
 
@@ -77,8 +78,18 @@ class TwoLevelComm(Comm):
         return made
 
     def gather(self, shard: torch.Tensor, spans: Sequence[tuple[int, int]], dst: int) -> torch.Tensor | None:
-        """See ``Comm.gather``, but on the host."""
-        return self.flat.gather(shard.to("cpu"), spans, dst)
+        """See ``Comm.gather``."""
+        return self.flat.gather(shard, spans, dst)
+
+    def gather_many(
+        self, shards: Sequence[torch.Tensor], spans: Sequence[Sequence[tuple[int, int]]], dst: int
+    ) -> list[torch.Tensor] | None:
+        """See ``Comm.gather_many``; on an accelerator over its own two communicators."""
+        return (
+            self.flat.gather_many(shards, spans, dst)
+            if self.streams is None
+            else collect(self, shards, spans, dst)
+        )
 
 
 class _TwoGathers:
