@@ -6,6 +6,7 @@ For what one rank's host does by itself: calls, operations launched, time. Value
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -64,6 +65,12 @@ def _make_comm(ranks: list[int], device_type: str, within: ProcessGroup, host: C
     return NcclComm(within, within, log, streams, NoHost())  # type: ignore[arg-type]
 
 
+def _new_group(ranks: list[int], backend: str, timeout: timedelta) -> ProcessGroup:
+    made = dist.new_group(ranks, timeout, "fake", use_local_synchronization=True, sort_ranks=False)
+    assert isinstance(made, ProcessGroup)
+    return made
+
+
 @contextmanager
 def rank_zero_of(world: int) -> Iterator[None]:
     """Inside, this process is rank 0 of ``world`` ranks, whose collectives over host memory move nothing.
@@ -73,7 +80,8 @@ def rank_zero_of(world: int) -> Iterator[None]:
     """
     alone = mock.patch.dict(os.environ, {"SHARDWRIGHT_PROCESS": "off"})  # nobody to watch over,
     unmet = mock.patch.object(lifecycle, "_PATIENCE_S", 0.0)  # and nobody to wait for
-    with alone, unmet, mock.patch.object(mesh, "_make_comm", _make_comm):
+    made = mock.patch.multiple(mesh, _make_comm=_make_comm, new_group=_new_group)
+    with alone, unmet, made:
         dist.init_process_group("fake", store=HashStore(), rank=0, world_size=world)
         try:
             yield

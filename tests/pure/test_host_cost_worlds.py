@@ -79,7 +79,11 @@ MADE = {
 }
 IN_SMALL_WORLDS = ("alone", "subclass of two tensors")  # whose class takes no more ranks than it has rows
 # What is offloaded is copied to pinned memory, which there is only where there is an accelerator.
-OTHERS = [kind for kind in KINDS if kind not in IN_SMALL_WORLDS and not kind.startswith("offloaded")]
+OTHERS = [
+    kind
+    for kind, (*_, options) in KINDS.items()
+    if not (kind in IN_SMALL_WORLDS or "offload_policy" in options)
+]
 WAYS = MADE | {kind: KINDS[kind] for kind in OTHERS}
 EVEN_IN_8 = ("subclass", "hybrid", "hybrid, half")  # and in no larger world
 QUICK = ("ranks without rows", "a last rank with fewer columns", "many copies", "rows in use")

@@ -40,7 +40,7 @@ def test_no_position_sees_a_later_one():
 
 
 def test_rotation_keeps_lengths_and_depends_on_distance_only():
-    q, k = torch.randn(2, 8, dtype=torch.float64)
+    q, k = torch.randn(2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     rotary = rotary_angles(20, 8, 10000.0, q)
     turned_q, turned_k = (rotate(x.expand(1, 1, 20, 8), rotary)[0, 0] for x in (q, k))
     assert torch.allclose(turned_q.norm(dim=-1), q.norm().expand(20))
