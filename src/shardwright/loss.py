@@ -1,10 +1,10 @@
 """Losses weighted by what they stand for: a step over uneven batches has the gradient of one process."""
 
 import math
+import struct
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
 from torch import nn
 
 from shardwright.engine.unit import units_in
@@ -34,11 +34,12 @@ def loss_weights(model: nn.Module, weights: Sequence[float]) -> list[float]:
     if any(weight < 0 or not math.isfinite(weight) for weight in own):
         raise InputError(f"weights of losses must be finite and at least 0, got {own}")
     axis = max((group.axis for group in groups), key=lambda axis: axis.world * axis.num_copies)
-    total = torch.tensor([sum(own)], dtype=torch.float64, device="cpu")
+    whole = sum(own)
     for comm in (axis.comm, axis.replicate):
-        if comm is not None:
-            (total,) = comm.host.all_reduce([total], "the weights of a step's losses").wait()
-    whole = total.item()
+        if comm is not None:  # as words, for which a rank needs connections to few others
+            (word,) = struct.unpack("q", struct.pack("d", whole))
+            rows = comm.host.exchange([word], "the weights of a step's losses")
+            whole = sum(struct.unpack("d", struct.pack("q", word))[0] for (word,) in rows)
     if whole == 0:
         raise InputError("the weights of this step's losses are 0 on all ranks; skip a step without targets")
     for group in groups:
