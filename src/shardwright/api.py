@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwright.engine.away import State, bring_back, check_reduced, put_away
 from shardwright.engine.build import (
     GroupOptions,
     PlacementFunction,
@@ -17,9 +18,10 @@ from shardwright.engine.build import (
     shard_modules,
 )
 from shardwright.engine.costs import Stats
+from shardwright.engine.group import ParamGroup
 from shardwright.engine.hooks import guard_optimizers
 from shardwright.engine.unit import unit_of, units_in
-from shardwright.errors import InputError
+from shardwright.errors import InputError, StageError
 from shardwright.grouped import Groups, shard_groups
 from shardwright.module import FSDPModule, become_fsdp_module
 from shardwright.params.gather_full import stream_full
@@ -210,6 +212,68 @@ def _whole(model: nn.Module, decoded: torch.dtype | None, shared: bool) -> Itera
     is_destination = all(p.is_first for p in params.values())
     whole = stream_full(model.state_dict(keep_vars=True), params, decoded=decoded, shared=shared)
     return (entry for entry in whole if is_destination)
+
+
+def offload_states(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    params: bool = True,
+    grads: bool = True,
+) -> None:
+    """Give the device's memory of a sharded model's states back, until ``reload_states``.
+
+    For what comes between steps and wants that memory: generation, another model. Any rank may call it by
+    itself, between steps; no communication. Shards are copied to pinned memory of the host, in their dtypes;
+    it returns once all are there, after one wait. Unsharded parameters are freed as well. Parameters,
+    gradients and state keep their identity, shape and placements; only the local tensor is on the host.
+    ``torch.accelerator.empty_cache()`` then has torch give the memory to other processes. What is there
+    already, or lies on the host by ``offload_policy``, is left as it is; on CPU ranks nothing is copied.
+
+    optimizer: its state of the model's sharded parameters is moved, whatever has a dimension; call again for
+        a second optimizer. params, grads: False leaves these on the device.
+    Until they are back whatever would use them raises StageError: of parameters every forward, backward and
+    ``unshard``, and what saves, loads, moves or casts the model; of gradients a forward that records a graph,
+    a backward and clipping; of any of them an optimizer's step. The state of an optimizer can be saved.
+    Raises: InputError for a model without a sharded module; StageError inside of a forward or backward, and
+        between the microbatches of a step.
+    """
+    groups = _between_steps(model, "offload_states")
+    check_reduced(groups)
+    if params:
+        for unit in units_in(model):
+            unit.runtime.executor.rest()
+    wanted = {State.PARAMS: params, State.GRADS: grads, State.OPTIMIZER: optimizer is not None}
+    put_away(groups, [state for state in State if wanted[state]], optimizer)
+
+
+def reload_states(
+    model: nn.Module, *, params: bool = True, grads: bool = True, optimizer_state: bool = True
+) -> None:
+    """Bring back to the device what ``offload_states`` has put on the host; all of it, or what is asked for.
+
+    Any rank may call it by itself, between steps; no communication. Copies are queued on the current stream
+    and the host doesn't wait. Without something to bring it does nothing.
+    Raises: InputError for a model without a sharded module; StageError inside of a forward or backward.
+    """
+    wanted = {State.PARAMS: params, State.GRADS: grads, State.OPTIMIZER: optimizer_state}
+    bring_back(_between_steps(model, "reload_states"), [state for state in State if wanted[state]])
+
+
+def _between_steps(model: nn.Module, caller: str) -> list[ParamGroup]:
+    """The groups of a model. Raises: InputError, StageError."""
+    units = units_in(model)
+    if not units:
+        raise InputError(
+            f"{caller}: {type(model).__name__} has no sharded module; call fully_shard on it first"
+        )
+    phases = [unit.runtime.phase for unit in units if unit.runtime.phase is not None]
+    if phases:
+        raise StageError(
+            f"{caller} was called inside a {phases[0]}; call it between steps (where an exception has ended "
+            "one, after model.reset_iter_state())"
+        )
+    return [group for unit in units for group in unit.groups]
 
 
 def communication_s(model: nn.Module) -> float:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from shardwright.engine.away import State, refuse_away_of
 from shardwright.engine.optimizer_in_backward import steps_in_backward
 from shardwright.errors import InputError, StageError
 
@@ -27,12 +28,14 @@ def clip_grad_norm_(
     would compute it (any ``norm_type``, infinity included). Gradients are scaled in place so that it is at
     most ``max_norm``. Plain gradients must be equal on all ranks.
     Returns the norm before clipping: 0-d, plain, the same on every rank.
-    Raises: InputError for a norm_type below 0; StageError for parameters that ``StepInBackward`` steps;
+    Raises: InputError for a norm_type below 0; StageError for parameters that ``StepInBackward`` steps, or
+        whose gradients are on the host (``offload_states``);
         RuntimeError where the norm isn't finite and ``error_if_nonfinite`` asks for it.
     """
     if norm_type <= 0:
         raise InputError(f"clip_grad_norm_: norm_type must be above 0, got {norm_type}")
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    refuse_away_of(given, "clip_grad_norm_", State.GRADS)
     if any(steps_in_backward(param) for param in given):
         raise StageError(
             "clip_grad_norm_: StepInBackward has stepped these parameters already, before their total norm "

@@ -1,7 +1,15 @@
 """Every public name of the package, and the module that it is from."""
 
 from shardwright import nf4
-from shardwright.api import communication_s, full_state_dict, fully_shard, stats, stream_state_dict
+from shardwright.api import (
+    communication_s,
+    full_state_dict,
+    fully_shard,
+    offload_states,
+    reload_states,
+    stats,
+    stream_state_dict,
+)
 from shardwright.bucketer import ReduceScatterBucketer, ReduceScatterHandle
 from shardwright.clip import clip_grad_norm_
 from shardwright.engine.build import ShardPlacementResult
@@ -62,9 +70,11 @@ __all__ = [
     "lockstep",
     "loss_weights",
     "nf4",
+    "offload_states",
     "pickle_shards",
     "quantize_",
     "register_fsdp_forward_method",
+    "reload_states",
     "scattered",
     "set_process",
     "set_transport",

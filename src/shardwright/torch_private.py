@@ -227,6 +227,11 @@ def register_optimizer_kernels() -> None:
                 _register_single_dim_pointwise(op)
 
 
+def set_local(tensor: DTensor, local: Tensor) -> None:
+    """Have a DTensor lie in other memory; the object, its placements and its gradient stay."""
+    tensor._local_tensor = local
+
+
 def replace_parameters_of(module: nn.Module, table: dict[str, nn.Parameter | None]) -> None:
     """Have a module show its parameters from another table."""
     module.__dict__["_parameters"] = table

@@ -1,5 +1,6 @@
 """Where the host waits for the simulated device with offloaded shards: at the documented points alone."""
 
+import random
 from contextlib import contextmanager
 from unittest.mock import patch
 
@@ -7,12 +8,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardwright import offload_states, reload_states
+from shardwright.engine.away import _leaves
 from shardwright.engine.unit import units_in
 from shardwright.transport.streams import Streams
 from tests.device import cases
 from tests.device.cases import KINDS
-from tests.device.ranks import Job
-from tests.device.test_runtime import MODELS
+from tests.device.kernels import Kernels
+from tests.device.ranks import Job, Simulated
+from tests.device.test_runtime import MODELS, same
 from tests.ranks.pool import run_ranks
 
 OFFLOADED = [kind for kind in KINDS if kind.startswith("offloaded")]
@@ -62,3 +66,108 @@ def test_the_host_waits_once_a_backward_and_once_before_a_step_and_one_event_bri
         [(waits, num_offloads, num_trained, backwards, steps)] = run_ranks(1, counted, kind, seed)
         assert waits == ["event"] * (backwards + steps)
         assert num_offloads == num_trained * backwards
+
+
+def _shards(model):
+    return [param.sharded for unit in units_in(model) for param in unit.params]
+
+
+class AwayJob(Job):
+    """Trains three steps; with ``away`` its states go to the host in the second: before the step of the
+    optimizer, and after an evaluation that follows it. Returns losses and shards, and what was seen."""
+
+    away = True
+
+    def _train(self, rank, number):
+        dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=self.size)
+        device = self.world.devices[rank]
+        self._places[rank] = Simulated(device, self._offload)
+        try:
+            with Kernels(device):
+                model, inputs = cases.model_of(self.kind, number, rank, random.Random(number))
+                self._offload(model)
+                params = [param for param in model.parameters() if param.requires_grad]
+                optimizer = torch.optim.SGD(params, 0.1, momentum=0.9)
+                losses, seen = [], []
+                for step in range(3):
+                    losses.append(model(next(inputs)).square().mean())
+                    losses[-1].backward()
+                    if self.away and step == 1:
+                        seen.append(self._go_and_return(device, model, optimizer))
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    with torch.no_grad():
+                        losses.append(model(next(inputs)).square().mean())
+                    if self.away and step == 1:
+                        seen.append(self._go_and_return(device, model, optimizer))
+                shards = [cases.inner_of(shard.to_local().detach()) for shard in _shards(model)]
+                device.synchronize()
+                return [device.read(each.detach()) for each in losses + shards], seen
+        finally:
+            dist.destroy_process_group()
+
+    def _go_and_return(self, device, model, optimizer):
+        """Names of what changed its identity, bytes of states on the device, those given back, host waits."""
+        memory = device.memory
+
+        def objects():
+            grads = [shard.grad for shard in _shards(model)]
+            states = [value for state in optimizer.state.values() for value in state.values()]
+            return [each for each in [*_shards(model), *grads, *states] if each is not None]
+
+        def held():
+            live = [
+                place
+                for place in memory._places.values()
+                if not torch.UntypedStorage._expired(place.ref.cdata)
+            ]
+            return sum(place.nbytes for place in live if place.stream is not None)
+
+        before, before_nbytes = objects(), held()
+        on_device = [cases.inner_of(each.to_local()) for each in before]
+        on_device = [leaf for each in on_device for leaf in _leaves(each)]
+        states_nbytes = sum(t.nbytes for t in on_device if memory.find(t).stream is not None)
+        del on_device
+        num_waits = len(device.waits)
+        offload_states(model, optimizer)
+        offload_states(model, optimizer)  # a second time there is nothing to do
+        waits, given_back = device.waits[num_waits:], before_nbytes - held()
+        num_waits = len(device.waits)
+        reload_states(model)
+        reload_states(model)
+        assert device.waits[num_waits:] == []
+        assert all(one is other for one, other in zip(before, objects(), strict=True))
+        return states_nbytes, given_back, waits
+
+
+class StayJob(AwayJob):
+    away = False
+
+
+def beside(rank, world, schedules):
+    """By kind, of each rank: whether states that were away give the same bits, and what was seen."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    found = {}
+    for kind, seed in schedules:
+        stayed = StayJob(kind, seed).run(seed % MODELS)
+        gone = AwayJob(kind, seed + 1).run(seed % MODELS)
+        bits = [same(a, b) for (a, _), (b, _) in zip(stayed, gone, strict=True)]
+        found[kind, seed] = bits, [seen for _, seen in gone]
+    return found
+
+
+QUICK = ["plain", "offloaded optimizer", "subclass"]
+
+
+@pytest.mark.parametrize(
+    "kinds", [QUICK, pytest.param([kind for kind in KINDS if kind not in QUICK], marks=pytest.mark.slow)]
+)
+def test_states_that_were_away_on_the_host_give_the_same_bits_and_the_devices_memory_meanwhile(kinds):
+    [found] = run_ranks(1, beside, [(kind, seed) for kind in kinds for seed in range(2)], limit_s=300.0)
+    for (kind, seed), (bits, seen) in found.items():
+        assert all(bits), (kind, seed)
+        for states_nbytes, given_back_nbytes, waits in (time for times in seen for time in times):
+            assert given_back_nbytes >= states_nbytes, kind
+            assert given_back_nbytes > 0 or kind != "offloaded optimizer"  # whose copies go, too
+            assert waits == (["event"] if states_nbytes else []), kind

@@ -127,6 +127,14 @@ class ParamGroup:
         if written or self.stage is Stage.SHARDED:
             self._gathered_versions = ()
 
+    def let_go(self) -> None:
+        """Keep no reference to the memory of the shards, and no copy of them; at rest. It is taken anew."""
+        self._bound, self._gathered_versions = None, ()
+        for param in self.params:
+            param.forget_device_copy()
+        if self.gatherer.smaller_world is not None:
+            self.gatherer.smaller_world.forget()
+
     def _versions(self) -> Versions:
         shards = [(param.sharded, local_of(param.sharded)) for param in self.params]
         return tuple([(id(local), version_of(local) + version_of(shard)) for shard, local in shards])

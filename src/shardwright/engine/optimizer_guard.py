@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
+from shardwright.engine.away import State, refuse_away_of
 from shardwright.engine.factored import step_whole, warn_of_roundings
 from shardwright.engine.group import Stage, offloaded
 from shardwright.engine.group_table import tables
@@ -31,6 +32,7 @@ class OptimizerGuard:
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         params = [param for group in optimizer.param_groups for param in group["params"]]
+        refuse_away_of(params, f"a step of {type(optimizer).__name__}", *State)
         if current_graph_task() == -1:  # else it steps from inside the backward
             if unsettled:
                 _check_settled(optimizer, params)

@@ -49,7 +49,7 @@ def page_out(optimizer: Optimizer, *_: Any) -> None:
                 streams.arrive()
 
 
-def _state_of(optimizer: Optimizer, params: Iterable[Any]) -> list[tuple[Any, Any, Any]]:
+def state_of(optimizer: Optimizer, params: Iterable[Any]) -> list[tuple[Any, Any, Any]]:
     """``(parameter, key, tensor)`` of all that is moved."""
     return [
         (param, key, value)
@@ -63,7 +63,7 @@ def _state_of(optimizer: Optimizer, params: Iterable[Any]) -> list[tuple[Any, An
 def bring_state(optimizer: Optimizer, moved: Moved) -> None:
     """Copy the state that lies on the host to the device, on the current stream."""
     hosts = _on_host.get(optimizer, {})
-    found = [each for each in _state_of(optimizer, moved) if hosts.get(_key(each)) is _local(each[2])]
+    found = [each for each in state_of(optimizer, moved) if hosts.get(_key(each)) is _local(each[2])]
     sources = [_local(value) for *_, value in found]
     places = [
         torch.empty(source.shape, dtype=source.dtype, device=moved[param].axis.device)
@@ -80,7 +80,7 @@ def put_state_back(optimizer: Optimizer, moved: Moved) -> None:
     hosts = _on_host.setdefault(optimizer, {})
     for streams in dict.fromkeys(split.offload_streams for split in moved.values()):
         members = [param for param, split in moved.items() if split.offload_streams is streams]
-        found = [e for e in _state_of(optimizer, members) if hosts.get(_key(e)) is not _local(e[2])]
+        found = [e for e in state_of(optimizer, members) if hosts.get(_key(e)) is not _local(e[2])]
         sources = [_local(value) for *_, value in found]
         new = [
             (each, source)

@@ -202,6 +202,11 @@ class Reducer:
         """Whether gradients were taken by ``hold`` and not reduced since."""
         return self._held is not None
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no gradient is kept or in flight."""
+        return not (self._held or self._reduction or self._all_reduce or self._partial)
+
     def hold(self, participates: bool = False, promote: bool = False) -> None:
         """Take the gradients that this backward has brought, for ``release``.
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
+from shardwright.engine.away import State, refuse_away, refuse_phase
 from shardwright.engine.consensus import Consensus, channel_of
 from shardwright.engine.costs import Stats, communication_s, stats
 from shardwright.engine.executor import Executor
@@ -143,6 +144,7 @@ class Runtime:
     def _do(self, kind: ActionKind, group: ParamGroup) -> None:
         index = self.table.number(group)
         if kind is ActionKind.UNSHARD:
+            refuse_away((group,), "unshard()", State.PARAMS)
             group.show_unsharded()
         follower = self._follower if self._runs else None
         if kind is ActionKind.UNSHARD and (follower is None or follower.mode is Mode.LOCAL):
@@ -216,6 +218,7 @@ class Runtime:
         Where ranks agree every rank of the model's meshes calls it. Raises: Diverged where others have
         called something else.
         """
+        refuse_phase(self.groups, phase)
         with self._turn:
             self.pass_number += phase is not Phase.BACKWARD
             nested = bool(self._runs)
@@ -318,6 +321,7 @@ class Runtime:
 
     def rest(self) -> None:
         """Reshard every group, between phases (before parameters are saved, loaded, moved or cast)."""
+        refuse_away(self.groups, "what saves, loads, moves or casts parameters", State.PARAMS)
         if not self._runs and not self._turn.queue(self.rest):
             with self._turn:
                 self.executor.rest()

@@ -327,6 +327,10 @@ class ShardedParam:
         pins = self.split.offload_streams is not None
         return self._device_copy.of(self.local, self.version, self.own, pins)
 
+    def forget_device_copy(self) -> None:
+        """Free it; the next gather makes it anew."""
+        self._device_copy = DeviceCopy()
+
     @property
     def version(self) -> int:
         """How often the shard was changed in place: an operation on a DTensor counts on it alone, one on its
