@@ -6,8 +6,9 @@ device ``NcclComm`` over simulated communicators, in threads. What it returns is
 
 import random
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,10 @@ from shardwright import (
     fully_shard,
     lockstep,
     quantize_,
+    stats,
 )
+from shardwright.engine.unit import units_in
+from shardwright.params.buffer import ReorderedBuffer
 from shardwright.policy import OptimizerOffloadPolicy
 from tests.ranks.models import Run
 from tests.ranks.test_extended import Bf16Gathered, ScaledInt8
@@ -72,11 +76,12 @@ def converted(kind: type) -> Callable[[random.Random], tuple[nn.Module, int]]:
     return make
 
 
-def encoded(dequantise: str) -> Callable[[random.Random], tuple[nn.Module, int]]:
+def encoded(dequantise: str, kind: type = nn.Sequential) -> Callable[[random.Random], tuple[nn.Module, int]]:
     """A frozen base in 4 bits, and what is trained beside it."""
 
     def make(draw: random.Random) -> tuple[nn.Module, int]:
         model, width = layers(draw)
+        model = kind(*model)
         for layer in list(model)[:-1]:
             layer.up.weight.requires_grad_(False)
             layer.down.weight.requires_grad_(False)
@@ -87,7 +92,11 @@ def encoded(dequantise: str) -> Callable[[random.Random], tuple[nn.Module, int]]
 
 
 class Lookup(Scores):
-    """A table of which few rows are read, in a model that takes numbers."""
+    """A table of which few rows are read, or most of them, in a model that takes numbers."""
+
+    def __init__(self, num_rows: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(num_rows, self.embedding.embedding_dim)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward((x.abs() * 1000).long() % self.embedding.num_embeddings)
@@ -179,7 +188,7 @@ KINDS: dict[str, tuple[int, Callable[[random.Random], tuple[nn.Module, int]], di
     "smaller world": (4, layers, SMALLER),
     "quantised in a smaller world": (4, encoded("group"), SMALLER),
     "offloaded in a smaller world": (4, layers, SMALLER | OFFLOADED),
-    "rows in use": (2, lambda draw: (Lookup(), 3), {"row_wise": True}),
+    "rows in use": (2, lambda draw: (Lookup(draw.choice((9, 211))), 3), {"row_wise": True}),
     "subclass": (2, converted(Bf16Gathered), {}),
     "subclass of two tensors": (2, converted(ScaledInt8), {}),
 }
@@ -188,6 +197,8 @@ KINDS: dict[str, tuple[int, Callable[[random.Random], tuple[nn.Module, int]], di
 OTHERS: dict[str, tuple[int, Callable[[random.Random], tuple[nn.Module, int]], dict[str, Any]]] = {
     "different layers by rank": (2, routed, {}),
     "different layers by rank, in a smaller world": (4, routed, SMALLER),
+    "different quantised layers by rank": (2, encoded("group", Routed), {}),
+    "another dim, in a smaller world": (4, layers, SMALLER | ON_DIM_1),
     "custom collectives": (2, layers, {"custom": True}),
     "a hook on a stream": (2, layers, {"hooked": True}),
 }
@@ -199,7 +210,7 @@ def setting(kind: str) -> tuple[int, Callable[[random.Random], tuple[nn.Module, 
     return KINDS[kind] if kind in KINDS else OTHERS[kind]
 
 
-HAPPENS = ("step", "two forwards", "evaluation", "accumulation", "failure")
+HAPPENS = ("step", "two forwards", "evaluation", "accumulation", "failure", "failing launch")
 """Before the step of an optimizer."""
 BETWEEN = ("nothing", "clipping", "state", "whole state")
 """Beside it."""
@@ -217,7 +228,8 @@ def train(kind: str, number: int, rank: int, place: Place | None = None) -> list
         between = draw.choice(BETWEEN)
         if between == "clipping" and can_clip(kind):
             seen.append(clip_grad_norm_(model.parameters(), 0.01))
-        run.step()
+        _update(run, draw)
+        seen += _state_of(run.optimizer)
         if between == "state":
             seen += [inner_of(each.to_local()).clone() for each in shards_in(model.state_dict())]
         if between == "whole state" and "subclass" not in kind:
@@ -226,10 +238,38 @@ def train(kind: str, number: int, rank: int, place: Place | None = None) -> list
     return place.read(seen)
 
 
+def _update(run: Run, draw: random.Random) -> None:
+    """By the optimizer, or as who writes a loop by hand."""
+    params = [param for group in run.optimizer.param_groups for param in group["params"]]
+    plain = all(type(param.to_local()) is torch.Tensor for param in params)
+    if draw.random() < 0.8 or not plain:
+        run.step()
+        return
+    for param in (param for param in params if param.grad is not None):
+        param.detach().to_local().sub_(param.grad.to_local(), alpha=0.1)
+        param.grad = None
+
+
+def _held(model: nn.Module) -> list[torch.Tensor]:
+    """Bytes of buffers, now and at most; and now of those that are only gathered into."""
+    found, groups = stats(model), [group for unit in units_in(model) for group in unit.groups]
+    wires = [group.buffer.wire for group in groups if isinstance(group.buffer, ReorderedBuffer)]
+    nbytes = sum(wire.allocated_nbytes for wire in wires)
+    return [torch.full((), n) for n in (found.unsharded_nbytes, found.peak_unsharded_nbytes, nbytes)]
+
+
+def _state_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """What an optimizer keeps, as its step has left it."""
+    found = [value for state in optimizer.state.values() for value in state.values()]
+    return [inner_of(each.to_local()).clone() for each in found if isinstance(each, DTensor)]
+
+
 def _step(run: Run, inputs: Iterator[torch.Tensor], draw: random.Random) -> list[torch.Tensor]:
     """Up to the optimizer's step: losses and gradients."""
     model, seen = run.model, []
     happens = draw.choice(HAPPENS)
+    if isinstance(model, Routed) and "fail" in happens:  # ranks would, in different places
+        happens = "step"
     if happens == "evaluation":
         with torch.no_grad():
             seen.append(model(next(inputs)).square().mean())
@@ -239,25 +279,52 @@ def _step(run: Run, inputs: Iterator[torch.Tensor], draw: random.Random) -> list
         with suppress(_Failed):
             model(x).square().mean().backward()
         run.optimizer.zero_grad()
+    if happens == "failing launch":
+        with _launches_failing(model, draw.randint(0, 2), draw.random() < 0.5), suppress(_Failed):
+            model(next(inputs)).square().mean().backward()
+        run.optimizer.zero_grad()
     loss = model(next(inputs)).square().mean()
     if happens == "evaluation" and draw.random() < 0.5:
         with torch.no_grad():
             seen.append(model(next(inputs)).square().mean())
     if happens == "two forwards":
         loss = loss + model(next(inputs)).square().mean()
+    seen += _held(model)
     loss.backward()
-    seen.append(loss.detach())
+    seen += [loss.detach(), *_held(model)]
     if happens == "accumulation":
         model(next(inputs)).square().mean().backward()
     return seen + [p.grad.to_local().clone() for p in model.parameters() if p.grad is not None]
 
 
 class _Failed(Exception):
-    """What the caller's own code raises in a backward."""
+    """What the caller's own code raises in a backward, or the backend at a launch."""
 
 
-def _fail(_: torch.Tensor) -> None:
+def _fail(*_: Any) -> None:
     raise _Failed
+
+
+@contextmanager
+def _launches_failing(model: nn.Module, others: int, decodings: bool) -> Iterator[None]:
+    """Inside of it no all-gather of a model's groups can be launched, but for the first ``others``; or no
+    decoding of what one brought ends."""
+    left = iter(range(others))
+
+    def failing(launch: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: _fail() if next(left, None) is None else launch(*args)
+
+    def unending(arrive: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: _fail(arrive(*args))
+
+    gatherers = [group.gatherer for unit in units_in(model) for group in unit.groups]
+    comms = [comm for each in gatherers for comm in (each.comm, each.options.smaller_world) if comm]
+    with ExitStack() as stack:
+        for each in gatherers if decodings else ():
+            stack.enter_context(patch.object(each.decoding, "arrive", unending(each.decoding.arrive)))
+        for comm in dict.fromkeys(comms) if not decodings else ():
+            stack.enter_context(patch.object(comm, "all_gather", failing(comm.all_gather)))
+        yield
 
 
 def can_clip(kind: str) -> bool:

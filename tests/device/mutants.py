@@ -1,7 +1,8 @@
 """The device path with one wait, record, release or kept reference left out; each in turn.
 
-waits, releases: statements that only call ``wait``, ``land``, ``release`` and the like. Of a ``wait`` whose
-result is used: streams wait for nothing while it runs. Of ``changed=``, why a copy-in waits: one reason.
+waits, releases: statements that only call ``wait``, ``land``, ``release``, ``free`` and the like. Of a
+``wait`` whose result is used: streams wait for nothing while it runs. Of ``changed=``, why a copy-in waits:
+one reason.
 records: ``Due(...)``; in its place comes one that was due long ago.
 kept references: attributes that a ``wait`` empties are emptied at the end of ``__init__``; and of what is
 added to ``kept`` a part is left out.
@@ -19,9 +20,33 @@ from typing import Any, NamedTuple
 import shardwright
 from tests.device.sim import without_waiting
 
-FILES = tuple(f"transport/{name}.py" for name in ("streams", "nccl", "shared"))
+FILES: dict[str, tuple[str, ...]] = {
+    "transport/streams.py": (),
+    "transport/nccl.py": (),
+    "transport/shared.py": (),
+    "transport/collect.py": ("rows in use", "hybrid"),
+    "transport/two_level.py": ("hybrid, sharded over all",),
+    "engine/group.py": (
+        "plain",
+        "another dim",
+        "quantised in a smaller world",
+        "different quantised layers by rank",
+    ),
+    "engine/batches.py": ("plain", "different layers by rank, in a smaller world"),
+    "params/buffer.py": ("another dim", "another dim, in a smaller world"),
+    "params/smaller_world.py": ("smaller world",),
+    "params/rows.py": ("rows in use",),
+    "params/binding.py": ("plain", "different layers by rank"),
+    "params/quantized/group.py": (
+        "quantised",
+        "quantised in a smaller world",
+        "different quantised layers by rank",
+        "subclass",
+    ),
+}
+"""By file the kinds of schedules that show what is left out of it; none: any may."""
 CALLS = {"wait", "wait_event", "wait_stream", "wait_on_host", "land", "release", "_release", "settle"}
-CALLS |= {"filled", "forget_filled"}
+CALLS |= {"filled", "forget_filled", "arrive", "forget", "give_up", "free", "_free"}
 _PACKAGE = Path(shardwright.__file__).parent
 
 
