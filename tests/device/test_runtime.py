@@ -179,7 +179,7 @@ NOT_SEEN = {
         "what isn't said to be filled waits for compute: later than it could, and right"
     ),
     f"engine/group.py ParamGroup.fill: {_CHANGED}, gatherer.rows is not None": (
-        "an evaluation or a step lies between two gathers of a lookup, whose backward reads no weight"
+        "the host has waited for compute by then, to count the rows in use"
     ),
     "engine/group.py ParamGroup.give_up: self._release()": (
         "the error has ended the phase, and the next one's gathers wait for compute; only unshard() by hand, "
