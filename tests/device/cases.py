@@ -228,7 +228,12 @@ def train(kind: str, number: int, rank: int, place: Place | None = None) -> list
         between = draw.choice(BETWEEN)
         if between == "clipping" and can_clip(kind):
             seen.append(clip_grad_norm_(model.parameters(), 0.01))
-        _update(run, draw)
+        if "offload_policy" in setting(kind)[2] and draw.random() < 0.5:  # gathers may still read shards
+            with torch.no_grad():
+                seen.append(model(next(inputs)).square().mean())
+            run.step()
+        else:
+            _update(run, draw)
         seen += _state_of(run.optimizer)
         if between == "state":
             seen += [inner_of(each.to_local()).clone() for each in shards_in(model.state_dict())]

@@ -175,6 +175,10 @@ NOT_SEEN = {
     "transport/nccl.py _NcclReduction.wait: self._streams.land(self._due)": (
         "a collective was launched after it on that stream, and what waits for its end has waited for this"
     ),
+    "transport/shared.py SharedGather.__init__: self._segments, kept": (
+        "of 80 schedules none shows it: in a batch only what this rank gathers for others is held by nobody "
+        "else, and compute must take that memory anew before the collective ends"
+    ),
     "engine/group.py ParamGroup.fill: streams.filled([segment.flat for segment in segments])": (
         "what isn't said to be filled waits for compute: later than it could, and right"
     ),
@@ -187,6 +191,9 @@ NOT_SEEN = {
     ),
     "engine/group.py ParamGroup.give_up: self.gatherer.comm.streams.forget_filled()": (
         "memory that gather has filled is handed out to gather alone, until a cache is emptied"
+    ),
+    "engine/group.py ParamGroup.let_go: self.gatherer.smaller_world.forget()": (
+        "it is of offload_states(), which no schedule calls"
     ),
     "engine/batches.py rehearse: reduction.wait()": _ALONE,
     "engine/batches.py rehearse: reducer.copies.all_reduce(totals, f'all-reduce {reducer.name}').wait()": (
