@@ -1,6 +1,7 @@
 """Without what only Linux has, ranks train all the same, and say once over what they talk and why."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -113,11 +114,11 @@ def trained(blocked):
     ("blocked", "line"),
     [
         ("", ""),
-        (NOT_LINUX, "ranks talk over TCP sockets: no shared memory (rank 0: it takes Linux)\n"),
+        (NOT_LINUX, "ranks talk over TCP sockets: no shared memory (rank N: it takes Linux)\n"),
         (
             WINDOWS,
-            "ranks talk over torch's collectives on Gloo: no shared memory (rank 0: it takes Linux), "
-            "no sockets of our own (rank 0: Python has no sendmsg here); they sum in another order, so bits "
+            "ranks talk over torch's collectives on Gloo: no shared memory (rank N: it takes Linux), "
+            "no sockets of our own (rank N: Python has no sendmsg here); they sum in another order, so bits "
             "may differ, and send up to twice the bytes\n",
         ),
     ],
@@ -126,4 +127,4 @@ def trained(blocked):
 def test_ranks_train_without_what_only_linux_has_and_say_once_over_what_they_talk(blocked, line):
     out, err = trained(blocked)
     assert out == "equal after a step on 2\n"
-    assert err == line
+    assert re.sub(r"rank \d", "rank N", err) == line  # whichever was the first to say why
