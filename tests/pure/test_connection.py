@@ -10,7 +10,7 @@ from shardwright.errors import CommError
 from shardwright.transport.cpu import connection as connection_file
 from shardwright.transport.cpu.connection import Connection
 from shardwright.transport.cpu.event_loop import EventLoop
-from shardwright.transport.cpu.transfer import Endpoint, Transfer
+from shardwright.transport.cpu.transfer import CollectiveFailure, Endpoint, Transfer
 from shardwright.transport.cpu.views import views_of
 from shardwright.transport.launches import Launch, LaunchLog
 
@@ -162,6 +162,32 @@ def test_an_end_that_goes_away_is_named_at_once_and_only_to_who_waits(ends):
     assert arrived(receiver.receive(1, [place]), [place]).sum() == 8
     with pytest.raises(CommError, match=r"rank 0 has ended, or left the mesh.*\(rank 1 was in 'next'\)"):
         receiver.receive(2, [place], "next").wait_received()
+
+
+@pytest.mark.parametrize("sends", [False, True])
+@pytest.mark.parametrize("family", [socket.AF_UNIX, socket.AF_INET])
+def test_an_end_that_passes_on_a_failure_and_goes_away_is_not_named_for_it(family, sends):
+    for _ in range(10):
+        ends = [End(rank, end, False) for rank, end in enumerate(pair_of(family))]
+        teller, hearer = ends
+        if sends:  # more than fits: the write fails, too
+            transfer = hearer.send(6, [torch.ones(32 << 20, dtype=torch.uint8)])
+        else:
+            transfer = hearer.receive(6, [torch.empty(8)])
+        teller.loop.endpoint.spread(CollectiveFailure(5, "rank 5 has ended"))
+        teller.loop.stop()
+        with pytest.raises(CommError, match="rank 5 has ended"):
+            transfer.wait_sent() if sends else transfer.wait_received()
+        hearer.loop.stop()
+
+
+def pair_of(family):
+    """Two sockets that are connected."""
+    if family == socket.AF_UNIX:
+        return socket.socketpair()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        caller = socket.create_connection(server.getsockname())
+        return server.accept()[0], caller
 
 
 def test_an_end_that_says_nothing_is_named_after_the_timeout():

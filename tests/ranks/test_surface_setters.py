@@ -50,13 +50,22 @@ PUBLIC = [
     "share_comm_ctx",
 ]
 
+OURS_ALONE = {
+    "CPUOffloadPolicy": {"params": True, "grads": True, "optimizer_state": True},
+    "fully_shard": {"groups": None, "shard_over_all": False},
+}
+
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_every_public_name_of_torch_is_here_with_its_parameters_and_defaults(name):
     ours, theirs = getattr(shardwright, name), getattr(fsdp, name)
     if name != "FSDPModule":
-        # ``groups`` is ours alone, by name, and left out it changes nothing.
-        assert [p for p in parameters(ours) if p[0] != "groups"] == parameters(theirs)
+        # Those that are ours alone are by name, and left out they change nothing.
+        found = parameters(ours)
+        alone = [p for p in found if p not in parameters(theirs)]
+        assert [p for p in found if p not in alone] == parameters(theirs)
+        assert {name: default for name, _, default in alone} == OURS_ALONE.get(name, {})
+        assert all(kind is inspect.Parameter.KEYWORD_ONLY for _, kind, _ in alone)
         return
     for method, function in inspect.getmembers(theirs, inspect.isfunction):
         if not method.startswith("_"):
@@ -379,7 +388,8 @@ def explained(rank, world):
     assert root.gradients == f"averaged over {world} ranks"
     assert explanation.unmanaged == ("norm.bias",)
     text = str(explanation)
-    for part in ("param_dtype=torch.bfloat16", "CPUOffloadPolicy(pin_memory=True)", "not sharded: norm.bias"):
+    offload = "CPUOffloadPolicy(pin_memory=True, params=True, grads=True, optimizer_state=True)"
+    for part in ("param_dtype=torch.bfloat16", offload, "not sharded: norm.bias"):
         assert part in text
     with pytest.raises(InputError, match="no sharded module"):
         explain(nn.Linear(1, 1))

@@ -187,12 +187,13 @@ class Connection:
         return (0 if held else selectors.EVENT_READ) | (selectors.EVENT_WRITE if self._out else 0)
 
     def move(self, events: int) -> None:
-        """Send and receive what can be without waiting."""
+        """Send and receive what can be without waiting. First receive: a peer that takes nothing any more may
+        have said why."""
         try:
-            if events & selectors.EVENT_WRITE:
-                self._write()
             if events & selectors.EVENT_READ:
                 self._read()
+            if events & selectors.EVENT_WRITE:
+                self._write()
         except OSError as error:
             self._break(
                 f"the connection to {self.endpoint.name(self.peer)} broke: {error}; its own error says why"

@@ -124,11 +124,11 @@ class Transfer:
         endpoint = self.endpoint
         if endpoint.trouble:
             return endpoint.trouble
+        if endpoint.failure is not None and endpoint.failure.number <= self.launch.number:
+            return endpoint.failure.why  # a peer that has passed it on may have ended for it since
         found = next((link.trouble for link in links if link.trouble), "")
         if found:
             endpoint.spread(CollectiveFailure(self.launch.number, found))
-        elif endpoint.failure is not None and endpoint.failure.number <= self.launch.number:
-            found = endpoint.failure.why
         return found
 
     def _check_time(self, links: set[Link], waited_s: float) -> None:
