@@ -187,8 +187,7 @@ class Connection:
         return (0 if held else selectors.EVENT_READ) | (selectors.EVENT_WRITE if self._out else 0)
 
     def move(self, events: int) -> None:
-        """Send and receive what can be without waiting. First receive: a peer that takes nothing any more may
-        have said why."""
+        """Receive, then send, without waiting: a peer that takes nothing any more may have said why."""
         try:
             if events & selectors.EVENT_READ:
                 self._read()
