@@ -21,6 +21,7 @@ FLOORS = {
     "hf": 10,
     "public": 11,
     "installed": 10,
+    "plan": 9,
     "train": 9,
     "wrapper": 9,
     "api": 8,

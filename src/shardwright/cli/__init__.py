@@ -20,6 +20,7 @@ _VERBS = {
     "export": ("train", "write a trained model as a Llama for transformers"),
     "recipe": ("recipe", "list the recipes that come with the package, or print one"),
     "checkpoint": ("checkpoint", "inspect, verify, compare or export checkpoints"),
+    "plan": ("plan", "predict step times and memory of runs, before anything is rented"),
     "top": ("top", "what the ranks of a running job wait for, or do"),
 }
 """Verb -> the file here that has it, and what ``--help`` says of it."""

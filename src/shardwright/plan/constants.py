@@ -1,0 +1,30 @@
+"""The constants of the prices: what no data sheet says, fitted to published runs. Each has a unit."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What was fitted (``bench/plan_fit.py`` does it again; docs/plan.md has the table).
+
+    matmul: share of a device's best matmul that those of a model reach, were they infinitely wide.
+    attention: share of what its fused attention reaches at best. memory: share of the memory's bandwidth that
+        the counted passes of elementwise kernels reach; kernels that aren't counted lower it.
+    narrow: a matmul whose least size is so many reaches half of the above share.
+    optimizer: bytes that a step of the optimizer moves, for each parameter of a shard.
+    wire: share of the bandwidth between hosts that a collective reaches. hop_s: seconds for each rank that a
+        collective passes. launch_s: seconds of the host for one kernel.
+    contention: seconds that compute loses for each second of a collective beside it.
+    old_torch: seconds of compute in torch 1, for each second in torch 2.
+    """
+
+    matmul: float = 1.02
+    attention: float = 0.478
+    memory: float = 0.323
+    narrow: float = 172.0
+    optimizer: float = 88.0
+    wire: float = 0.608
+    hop_s: float = 10.7e-6
+    launch_s: float = 6e-6
+    contention: float = 0.0812
+    old_torch: float = 1.045

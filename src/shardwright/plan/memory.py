@@ -1,0 +1,160 @@
+"""Bytes of a step, by category, counted at the same events that the simulation in time goes through. Pure.
+
+The order is the host's: an allocator counts a block from the call that takes it to the call that drops it.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+from shardwright.plan.cluster import DeviceSpec
+from shardwright.plan.presets import Preset
+from shardwright.plan.workload import Stretch, Workload
+from shardwright.schedule.schedule import Action, ActionKind, EventKind, Phase, Schedule
+
+_MASTER, _ADAM, _BF16 = 4, 8, 2
+
+
+class Category(StrEnum):
+    """What bytes are for.
+
+    STATES: shards and the optimizer's. UNSHARDED: gathered parameters. GRADIENTS: unsharded, and of shards.
+    ACTIVATIONS: kept for the backward, and what a stretch needs besides. HEAD: those of the loss. TRANSPORT:
+    buffers of collectives.
+    """
+
+    STATES = "states"
+    UNSHARDED = "unsharded"
+    GRADIENTS = "gradients"
+    ACTIVATIONS = "activations"
+    HEAD = "head"
+    TRANSPORT = "transport"
+
+
+class HeldBytes(NamedTuple):
+    """Bytes held at one moment: ``at`` an event, and by category."""
+
+    at: str
+    nbytes: dict[Category, int]
+
+    @property
+    def total(self) -> int:
+        """Of all categories."""
+        return sum(self.nbytes.values())
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What bytes on a rank depend on: ranks that share a parameter, bytes of an element of gradients on the
+    wire, and whether gradients of earlier microbatches are there already."""
+
+    shards: int
+    reduce_itemsize: int = 4
+    accumulates: bool = False
+
+
+def memory(schedule: Schedule, workload: Workload, preset: Preset, sharding: Sharding) -> list[HeldBytes]:
+    """What is held after each event of a steady step, and, at its most, inside of what is computed there."""
+    ledger = _Ledger(workload, preset, sharding)
+    found = []
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        for entry, (event, stretch) in zip(schedule.phases[phase], workload.phases[phase], strict=True):
+            for action in entry.actions:
+                ledger.act(action)
+                found.append(HeldBytes(f"{event} {action}", dict(ledger.held)))
+            if event.kind is EventKind.BACKWARD_BEGIN:
+                ledger.gradients(event.group)
+            found.append(ledger.compute(f"{event}", stretch))
+    return found
+
+
+_FULL = 0.867
+"""Share of a device's memory that the caching allocator was seen to hold where more than that was cached."""
+_CONTEXT_NBYTES = 2**30
+"""Of the device's driver and of kernels, which no tensor has."""
+
+
+def reserved(active: float, device: DeviceSpec) -> float:
+    """Bytes that torch's caching allocator takes for a peak of ``active`` bytes in use.
+
+    It keeps freed blocks of sizes that don't fit again, until there is no more memory. An estimate of what
+    was seen in few runs (docs/plan.md).
+    """
+    return max(active, min(active * device.reserved, _FULL * device.memory_nbytes))
+
+
+def fits(active: float, device: DeviceSpec) -> bool:
+    """Whether a peak of ``active`` bytes has a place on the device."""
+    return active + _CONTEXT_NBYTES <= device.memory_nbytes
+
+
+def peak(found: Sequence[HeldBytes]) -> HeldBytes:
+    """The moment at which most is held."""
+    return max(found, key=lambda held: held.total)
+
+
+@dataclass
+class _Ledger:
+    workload: Workload
+    preset: Preset
+    sharding: Sharding
+    held: Counter[Category] = field(default_factory=Counter)
+    unreduced: dict[int, int] = field(default_factory=dict)
+    freed: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        shard = self.workload.numel // self.sharding.shards
+        self.held[Category.STATES] = shard * (_MASTER + _ADAM)
+        self.held[Category.GRADIENTS] = shard * _MASTER if self.sharding.accumulates else 0
+
+    def act(self, action: Action) -> None:
+        """One action of the schedule."""
+        held, kind = self.held, action.kind
+        for group in action.groups:
+            nbytes = self.workload.groups[group].numel * _BF16
+            staged = nbytes + nbytes // self.sharding.shards if self.preset.gather_copies else 0
+            if kind is ActionKind.UNSHARD:
+                held[Category.TRANSPORT if staged else Category.UNSHARDED] += staged or nbytes
+            elif kind is ActionKind.WAIT and staged:
+                held[Category.TRANSPORT] -= staged
+                held[Category.UNSHARDED] += nbytes
+            elif kind is ActionKind.RESHARD:
+                self._reshard(nbytes)
+            elif kind in (ActionKind.HOLD, ActionKind.REDUCE):
+                self._reduce(group)
+            elif kind is ActionKind.WAIT_REDUCE:
+                self._reduced(group)
+
+    def _reshard(self, nbytes: int) -> None:
+        """Free it; where the host runs ahead by a number of groups, those count until the device is there."""
+        self.freed.append(nbytes)
+        if len(self.freed) > (self.preset.limit or 0):
+            self.held[Category.UNSHARDED] -= self.freed.pop(0)
+
+    def gradients(self, group: int) -> None:
+        """The backward of a group makes them."""
+        nbytes = self.workload.groups[group].trained * _BF16
+        self.held[Category.GRADIENTS] += nbytes
+        self.unreduced[group] = nbytes
+
+    def _reduce(self, group: int) -> None:
+        if group in self.unreduced:
+            trained, size = self.workload.groups[group].trained, self.sharding.reduce_itemsize
+            self.held[Category.GRADIENTS] -= self.unreduced.pop(group)
+            self.held[Category.TRANSPORT] += trained * size + trained * size // self.sharding.shards
+
+    def _reduced(self, group: int) -> None:
+        trained, size = self.workload.groups[group].trained, self.sharding.reduce_itemsize
+        self.held[Category.TRANSPORT] -= trained * size + trained * size // self.sharding.shards
+        if not self.sharding.accumulates:
+            self.held[Category.GRADIENTS] += trained * _MASTER // self.sharding.shards
+
+    def compute(self, label: str, stretch: Stretch) -> HeldBytes:
+        """A stretch: what it holds at most, and what remains of it."""
+        category = Category.HEAD if stretch.head else Category.ACTIVATIONS
+        most = dict(self.held)
+        most[category] = most.get(category, 0) + max(stretch.saved_nbytes, 0) + stretch.transient_nbytes
+        self.held[category] += stretch.saved_nbytes
+        return HeldBytes(label, most)

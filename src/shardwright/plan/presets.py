@@ -1,0 +1,110 @@
+"""Who runs the step: this package, or one of torch's two. Each is a policy of the same planner. Pure."""
+
+from dataclasses import dataclass
+from functools import cache
+
+from shardwright.errors import ConfigError
+from shardwright.plan.workload import Workload
+from shardwright.policy import Agreement, BackwardPrefetch, SchedulePolicy
+from shardwright.schedule.planner import plan
+from shardwright.schedule.schedule import GroupSpec, Schedule
+
+_BF16 = 2
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A runtime, to the planner and the simulation.
+
+    policy: what its schedules are planned by. root_stays: the root isn't resharded after a forward.
+    limit: the host waits until so many groups, freed by it, are freed by the device too, before it gathers
+        one more; None: an all-gather itself waits, for ``releases``.
+    releases: "reshard": for the memory of the last group that was resharded. "wait": for the last group that
+        was waited for, out of whose buffer it is copied.
+    one_communicator: all-gathers and reduce-scatters run one after another.
+    gather_copies, reduce_copies: bytes that the device moves for each element besides the collective: out of
+        the buffer of an all-gather, and into that of a reduce-scatter. divides: gradients are divided in
+        place before that; the others divide in the collective.
+    """
+
+    policy: SchedulePolicy
+    root_stays: bool = False
+    limit: int | None = None
+    releases: str = "reshard"
+    one_communicator: bool = False
+    gather_copies: int = 0
+    reduce_copies: int = 4
+    divides: bool = False
+
+    def reduce_nbytes(self, itemsize: int) -> int:
+        """Bytes that the device moves for each element before a reduce-scatter in ``itemsize`` bytes."""
+        cast = 0 if itemsize == _BF16 else _BF16 + itemsize
+        return self.reduce_copies + cast + self.divides * 2 * itemsize
+
+
+_OFF = Agreement.OFF
+PRESETS = {
+    "shardwright": Preset(SchedulePolicy(agreement=_OFF)),
+    "fsdp2": Preset(
+        SchedulePolicy(
+            forward_prefetch=False, max_reductions=1, keep_last=0, bucket_cap_mb=0.0, agreement=_OFF
+        ),
+        root_stays=True,
+        releases="wait",
+        one_communicator=True,
+        gather_copies=4,
+        reduce_copies=0,
+    ),
+    "fsdp1": Preset(
+        SchedulePolicy(
+            forward_prefetch=False,
+            backward_prefetch=BackwardPrefetch.PRE,
+            max_reductions=2,
+            keep_last=0,
+            bucket_cap_mb=0.0,
+            agreement=_OFF,
+        ),
+        root_stays=True,
+        limit=2,
+        one_communicator=True,
+        divides=True,
+    ),
+}
+"""By name. ``fsdp1``: with ``limit_all_gathers``, as its users run it."""
+
+
+def preset(name: str) -> Preset:
+    """Raises: ConfigError for a name that isn't one of ``PRESETS``."""
+    if name not in PRESETS:
+        raise ConfigError(f"no runtime is called {name!r}; there is: {', '.join(PRESETS)}")
+    return PRESETS[name]
+
+
+def specs(workload: Workload, preset: Preset, reshard_after_forward: bool = True) -> tuple[GroupSpec, ...]:
+    """What the planner knows of each group; the last is the root."""
+    last = len(workload.groups) - 1
+    return tuple(
+        GroupSpec(
+            reshard_after_forward=_reshards(preset, reshard_after_forward, index == last),
+            nbytes=group.numel * _BF16,
+            grad_nbytes=group.trained * _BF16,
+            bucket_key=0,
+        )
+        for index, group in enumerate(workload.groups)
+    )
+
+
+def _reshards(preset: Preset, reshard_after_forward: bool, is_root: bool) -> bool | None:
+    if not reshard_after_forward or (is_root and preset.root_stays):
+        return False
+    return True if preset.root_stays else None
+
+
+def schedule(workload: Workload, preset: Preset, reshard_after_forward: bool = True) -> Schedule:
+    """The schedule of a step, by the planner that the runtime itself uses.
+
+    Raises: ScheduleError never: what the planner makes is sound.
+    """
+    return plan(
+        workload.orders, preset.policy, cache(specs(workload, preset, reshard_after_forward).__getitem__)
+    )

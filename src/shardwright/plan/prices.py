@@ -1,0 +1,102 @@
+"""Seconds of operations and collectives on a cluster: ``t = latency + bytes / bandwidth``. Pure.
+
+A constant may be an array, one element for each variant: then so is every price made with it.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from shardwright.plan.cluster import Cluster
+from shardwright.plan.constants import Constants
+from shardwright.plan.presets import Preset
+from shardwright.plan.workload import Op, OpKind, Stretch
+
+Seconds = Any
+"""A number, or an array of numbers."""
+
+_HOST_HOP = 4.0
+"""Latency of a hop between hosts, in hops inside of one (NCCL's own figures: 14 us and 3.4 us)."""
+_LAUNCH_S = 20e-6
+"""Seconds of a collective that moves nothing between two ranks."""
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What a thing takes on a cluster, as ``preset`` runs it.
+
+    shards: ranks that a parameter is sharded over, neighbours first. gather_itemsize, reduce_itemsize: bytes
+    of an element of parameters, and of gradients, on the wire. software: factor of all compute.
+    """
+
+    cluster: Cluster
+    constants: Constants
+    preset: Preset
+    shards: int
+    gather_itemsize: int = 2
+    reduce_itemsize: int = 2
+    software: Seconds = 1.0
+
+    # ---- compute
+
+    def op(self, op: Op) -> Seconds:
+        """Seconds of one operation: what its units take, and what its bytes take."""
+        constants, device = self.constants, self.cluster.device
+        seconds = self.copy(op.nbytes)
+        if op.kind in (OpKind.MATMUL, OpKind.MATMUL8):
+            reached = device.matmul * constants.matmul / (1 + constants.narrow / op.narrowest)
+            faster = device.float8 if op.kind is OpKind.MATMUL8 else 1.0
+            return op.flops / (device.peak_flops * reached * faster)
+        if op.kind is OpKind.ATTENTION:
+            return seconds + op.flops / (device.peak_flops * device.attention * constants.attention)
+        return seconds
+
+    def compute(self, stretch: Stretch) -> Seconds:
+        """Seconds of the device."""
+        return self.software * sum((self.op(op) for op in stretch.ops), 0.0)
+
+    def launch(self, stretch: Stretch) -> Seconds:
+        """Seconds of the host, which launches the kernels."""
+        return self.constants.launch_s * sum(op.kernels for op in stretch.ops)
+
+    def copy(self, nbytes: float) -> Seconds:
+        """Seconds of the device to read and write ``nbytes`` in all."""
+        return nbytes / (self.cluster.device.memory_bandwidth * self.constants.memory)
+
+    def optimizer(self, numel: int) -> Seconds:
+        """Seconds of a step of the parameters of a shard."""
+        return self.constants.optimizer * numel / self.cluster.device.memory_bandwidth
+
+    # ---- collectives
+
+    def gather(self, nbytes: int) -> Seconds:
+        """An all-gather or a reduce-scatter of ``nbytes`` unsharded, over the ranks of the shards."""
+        hosts = -(-self.shards // self.cluster.ranks_per_host)
+        return self._ring(self.shards, hosts, nbytes, self._bandwidth(hosts), 1)
+
+    def all_reduce(self, nbytes: int) -> Seconds:
+        """An all-reduce of ``nbytes`` of each shard over its copies, each of which is on another host."""
+        copies = self.cluster.ranks // self.shards
+        rings = min(self.shards, self.cluster.ranks_per_host)
+        bandwidth = self.cluster.host_bandwidth * self.constants.wire / rings
+        return self._ring(copies, copies, nbytes, bandwidth, 2)
+
+    def _bandwidth(self, hosts: int) -> Seconds:
+        return self._within_host if hosts == 1 else self._between_hosts
+
+    @cached_property
+    def _within_host(self) -> Seconds:
+        device = self.cluster.device
+        return device.link_bandwidth * device.ring
+
+    @cached_property
+    def _between_hosts(self) -> Seconds:
+        between = self.cluster.host_bandwidth * self.constants.wire
+        return 1 / (1 / self._within_host + 1 / between)
+
+    def _ring(self, ranks: int, hosts: int, nbytes: int, bandwidth: Seconds, turns: int) -> Seconds:
+        if ranks == 1:
+            return 0.0
+        hops = ranks - hosts + _HOST_HOP * (hosts - 1)
+        latency = _LAUNCH_S + turns * self.constants.hop_s * hops
+        return latency + turns * (ranks - 1) / ranks * nbytes / bandwidth

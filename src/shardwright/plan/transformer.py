@@ -1,0 +1,210 @@
+"""The workload of a transformer from its architecture numbers: a row, and no module. Pure arithmetic.
+
+Bytes of elementwise kernels are counted in passes over an activation, 2 bytes for each element and pass.
+"""
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from shardwright.plan.workload import GroupSize, Op, OpKind, Stretch, Workload
+from shardwright.schedule.schedule import Event, EventKind, Phase
+
+_BF16 = 2
+
+
+class Recompute(StrEnum):
+    """What a backward computes again. SELECTIVE: of each block all but every other matmul and attention."""
+
+    NONE = "none"
+    FULL = "full"
+    SELECTIVE = "selective"
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Numbers of a decoder: ``n_layers`` blocks of attention and a feed-forward network, embedding and head.
+
+    gated: the network has three matrices (SwiGLU). tied: the head is the embedding. rotary: positions are
+    rotations of queries and keys, else rows of a table. rms: norms are of root mean squares.
+    """
+
+    n_layers: int
+    d_model: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    ffn_dim: int
+    vocab_size: int
+    gated: bool = True
+    tied: bool = False
+    biases: bool = False
+    rotary: bool = True
+    rms: bool = True
+
+    @property
+    def q_dim(self) -> int:
+        """Columns of the queries."""
+        return self.n_heads * self.head_dim
+
+    @property
+    def kv_dim(self) -> int:
+        """Columns of the keys, and of the values."""
+        return self.n_kv_heads * self.head_dim
+
+    @property
+    def matrices(self) -> list[tuple[int, int]]:
+        """Rows and columns of the matmuls of a block, in their order."""
+        d, f = self.d_model, self.ffn_dim
+        qkv = [(d, self.q_dim + 2 * self.kv_dim), (self.q_dim, d)]
+        return [*qkv, *[(d, f)] * (1 + self.gated), (f, d)]
+
+    @property
+    def block_numel(self) -> int:
+        """Parameters of a block."""
+        biases = sum(n for _, n in self.matrices) if self.biases else 0
+        norms = 2 * self.d_model * (1 if self.rms else 1 + self.biases)
+        return sum(k * n for k, n in self.matrices) + biases + norms
+
+    def root_numel(self, sequence: int) -> int:
+        """Parameters outside of blocks."""
+        positions = 0 if self.rotary else sequence * self.d_model
+        norm = self.d_model * (1 if self.rms else 1 + self.biases)
+        return self.vocab_size * self.d_model * (1 if self.tied else 2) + positions + norm
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """One microbatch on one rank, and how it is computed.
+
+    recompute: see ``Recompute``; of every ``recompute_every``-th block. compiled: elementwise kernels are
+    fused, those of the loss too. fused_loss: the loss alone is one kernel, that reads logits as they are;
+    else it is taken in float32. fused_norms: each norm is one kernel. float8: the matmuls of blocks are in 8
+    bits.
+    """
+
+    sequence: int
+    sequences: int
+    recompute: Recompute = Recompute.NONE
+    recompute_every: int = 1
+    compiled: bool = False
+    fused_loss: bool = False
+    fused_norms: bool = False
+    float8: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Of one microbatch on one rank."""
+        return self.sequence * self.sequences
+
+
+def matmul(tokens: float, k: int, n: int, times: int = 1) -> Op:
+    """``tokens`` rows of ``k`` columns become ``n`` columns, so many times."""
+    nbytes = _BF16 * (tokens * (k + n) + k * n)
+    return Op(OpKind.MATMUL, 2.0 * tokens * k * n * times, nbytes * times, min(tokens, k, n), times)
+
+
+def attention(arch: Architecture, batch: Microbatch, times: float = 1.0) -> Op:
+    """Causal attention, of which half is computed. Its backward is 2.5 times the forward."""
+    flops = 2.0 * batch.tokens * batch.sequence * arch.q_dim * times
+    return Op(OpKind.ATTENTION, flops, 2 * _BF16 * batch.tokens * (arch.q_dim + arch.kv_dim) * times)
+
+
+def passes(batch: Microbatch, columns: float, kernels: int) -> Op:
+    """Elementwise kernels that read and write ``columns`` columns in all."""
+    return Op(OpKind.MEMORY, nbytes=_BF16 * batch.tokens * columns, kernels=kernels)
+
+
+def _elementwise(arch: Architecture, batch: Microbatch) -> tuple[Op, Op]:
+    """Of a block, forward and backward."""
+    d, f, rope = arch.d_model, arch.ffn_dim, arch.q_dim + arch.kv_dim
+    if batch.compiled:
+        forward = 2 * (2 + 3) * d + (3 * f if arch.gated else 2 * f) + (2 * rope if arch.rotary else 0)
+        return passes(batch, forward, 6), passes(batch, 1.7 * forward, 10)
+    norm = 10 if _slow_norms(arch, batch) else 2  # several kernels in float32
+    forward = 2 * (norm + 3) * d + (5 * f if arch.gated else 2 * f) + (6 * rope if arch.rotary else 0)
+    return passes(batch, forward, 14 + 8 * arch.rms), passes(batch, 1.7 * forward, 30 + 16 * arch.rms)
+
+
+def _slow_norms(arch: Architecture, batch: Microbatch) -> bool:
+    """Whether a norm of root mean squares is several kernels, in float32."""
+    return arch.rms and not (batch.compiled or batch.fused_norms)
+
+
+def block_saved(arch: Architecture, batch: Microbatch) -> int:
+    """Bytes of activations that a block keeps for its backward, all of it."""
+    d, f = arch.d_model, arch.ffn_dim
+    norms = 2 * (4 * d if _slow_norms(arch, batch) else 2 * d)
+    qkv = arch.q_dim + 2 * arch.kv_dim
+    hidden = (3 if arch.gated else 2) * f + (f if arch.gated and not batch.compiled else 0)
+    return int(_BF16 * batch.tokens * (norms + qkv + arch.q_dim + hidden))
+
+
+def _block(arch: Architecture, batch: Microbatch) -> tuple[Stretch, Stretch]:
+    """Forward and backward of one block."""
+    tokens = batch.tokens
+    kind = OpKind.MATMUL8 if batch.float8 else OpKind.MATMUL
+    matmuls = [matmul(tokens, k, n)._replace(kind=kind) for k, n in arch.matrices]
+    elementwise, elementwise_back = _elementwise(arch, batch)
+    forward = (*matmuls, attention(arch, batch), elementwise)
+    backward = (
+        *(matmul(tokens, k, n, 2)._replace(kind=kind) for k, n in arch.matrices),
+        attention(arch, batch, 2.5),
+        elementwise_back,
+    )
+    whole, entry = block_saved(arch, batch), int(_BF16 * tokens * arch.d_model)
+    saved = whole
+    if batch.recompute is Recompute.FULL:
+        saved, backward = entry, forward + backward
+    elif batch.recompute is Recompute.SELECTIVE:
+        kept = sum(n for _, n in arch.matrices[::2]) + arch.q_dim
+        saved, backward = int(entry + _BF16 * tokens * kept), (*matmuls[1::2], elementwise, *backward)
+    widest = _BF16 * tokens * 2 * max(arch.ffn_dim, arch.d_model)
+    return (
+        Stretch(forward, saved, widest),
+        Stretch(backward, -saved, whole - saved + widest),
+    )
+
+
+def _head(arch: Architecture, batch: Microbatch) -> tuple[Stretch, Stretch]:
+    """The last norm, logits and the loss, forward and backward. In float32 the loss holds three copies."""
+    tokens, d, vocab = batch.tokens, arch.d_model, arch.vocab_size
+    logits = _BF16 * tokens * vocab
+    fused = batch.fused_loss or batch.compiled
+    kept, more = (logits, logits) if fused else (3 * logits, 4 * logits)
+    forward = (matmul(tokens, d, vocab), passes(batch, vocab * (2 if fused else 9), 4))
+    backward = (matmul(tokens, d, vocab, 2), passes(batch, vocab * (2 if fused else 7), 6))
+    return Stretch(forward, kept, more // 2, True), Stretch(backward, -kept, more, True)
+
+
+def workload(arch: Architecture, batch: Microbatch) -> Workload:
+    """Each block is a group; the embedding, the last norm and the head are the root's, the last group."""
+    root, d = arch.n_layers, arch.d_model
+    without = _block(arch, replace(batch, recompute=Recompute.NONE))
+    blocks = [
+        _block(arch, batch) if (index + 1) % batch.recompute_every == 0 else without
+        for index in range(min(arch.n_layers, batch.recompute_every))
+    ]
+    head_forward, head_backward = _head(arch, batch)
+    embedding = Stretch((passes(batch, 3 * d, 3),), _BF16 * batch.tokens * d)
+    embedding_back = Stretch((passes(batch, 4 * d, 3),), -_BF16 * batch.tokens * d)
+    nothing = Stretch()
+    forward = [(Event(EventKind.FORWARD_BEGIN, root), embedding)]
+    for index in range(arch.n_layers):
+        last = index == arch.n_layers - 1
+        forward.append((Event(EventKind.FORWARD_BEGIN, index), blocks[index % len(blocks)][0]))
+        forward.append((Event(EventKind.FORWARD_END, index), head_forward if last else nothing))
+    forward.append((Event(EventKind.FORWARD_END, root), nothing))
+    backward = [(Event(EventKind.BACKWARD_BEGIN, root), head_backward)]
+    for index in reversed(range(arch.n_layers)):
+        backward.append((Event(EventKind.BACKWARD_BEGIN, index), blocks[index % len(blocks)][1]))
+        backward.append((Event(EventKind.GRADS_READY, index), nothing))
+        backward.append((Event(EventKind.BACKWARD_END, index), nothing if index else embedding_back))
+    backward += [
+        (Event(EventKind.GRADS_READY, root), nothing),
+        (Event(EventKind.BACKWARD_END, root), nothing),
+        (Event(EventKind.STEP_END), nothing),
+    ]
+    block = GroupSize("block", arch.block_numel, arch.block_numel)
+    outside = arch.root_numel(batch.sequence)
+    groups = (*[block] * arch.n_layers, GroupSize("root", outside, outside))
+    return Workload(groups, {Phase.FORWARD: tuple(forward), Phase.BACKWARD: tuple(backward)})

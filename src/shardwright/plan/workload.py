@@ -1,0 +1,74 @@
+"""What a model is to the planner: what is computed between a step's events, and what that keeps. Pure."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from shardwright.schedule.schedule import Event, Phase
+
+
+class OpKind(StrEnum):
+    """What limits an operation: the units that multiply matrices (in 16 bits, or in 8), those in fused
+    attention, or memory."""
+
+    MATMUL = "matmul"
+    MATMUL8 = "matmul8"
+    ATTENTION = "attention"
+    MEMORY = "memory"
+
+
+class Op(NamedTuple):
+    """Kernels of one kind and shape.
+
+    flops: floating-point operations of all of them. nbytes: read and written. narrowest: of a matmul, the
+    least of its three sizes. kernels: how many.
+    """
+
+    kind: OpKind
+    flops: float = 0.0
+    nbytes: float = 0.0
+    narrowest: float = 1.0
+    kernels: int = 1
+
+
+class Stretch(NamedTuple):
+    """What is computed from one event to the next.
+
+    saved_nbytes: activations that live on after it, less those it frees. transient_nbytes: held besides, at
+    most, inside of it. head: it is of the loss.
+    """
+
+    ops: tuple[Op, ...] = ()
+    saved_nbytes: int = 0
+    transient_nbytes: int = 0
+    head: bool = False
+
+
+class GroupSize(NamedTuple):
+    """What a group holds. numel: elements of its parameters. trained: of those that have a gradient."""
+
+    name: str
+    numel: int
+    trained: int
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model, and one microbatch of it on one rank.
+
+    groups: in the order in which schedules number them. phases: the events of each phase in their order, each
+    with what is computed after it. Layers that are equal may share their ``Stretch``: it is priced once.
+    """
+
+    groups: tuple[GroupSize, ...]
+    phases: dict[Phase, tuple[tuple[Event, Stretch], ...]]
+
+    @property
+    def orders(self) -> dict[Phase, tuple[Event, ...]]:
+        """What a schedule is planned from."""
+        return {phase: tuple(event for event, _ in entries) for phase, entries in self.phases.items()}
+
+    @property
+    def numel(self) -> int:
+        """Parameters of all groups."""
+        return sum(group.numel for group in self.groups)

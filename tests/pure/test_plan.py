@@ -1,0 +1,215 @@
+"""Plans: the schedule of a step, simulated in time and counted in bytes, with neither a device nor a rank."""
+
+import csv
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shardwright.cli import main
+from shardwright.errors import ConfigError
+from shardwright.plan import cluster, runs
+from shardwright.plan.cluster import DEVICES, GIB, Cluster, DeviceSpec
+from shardwright.plan.constants import Constants
+from shardwright.plan.memory import Category, Sharding, memory, peak, reserved
+from shardwright.plan.presets import PRESETS, schedule
+from shardwright.plan.prices import Prices
+from shardwright.plan.simulate import simulate
+from shardwright.plan.transformer import Architecture, Microbatch, Recompute, workload
+from shardwright.plan.workload import GroupSize, Op, OpKind, Stretch, Workload
+from shardwright.schedule.check import check
+from shardwright.schedule.schedule import Event, EventKind, Phase
+
+PUBLISHED = Path(__file__).parents[3] / "shared" / "data" / "published"
+SMALL = Architecture(4, 256, 4, 4, 64, 1024, 1000)
+published = pytest.mark.skipif(not PUBLISHED.is_dir(), reason="the table of published runs isn't here")
+
+# A device on which a byte takes a second to be copied, and a floating-point operation one to be done.
+SLOW = DeviceSpec("slow", 1.0, 100.0, 1.0, 1.0, matmul=1.0, attention=1.0, ring=1.0)
+PLAIN = Constants(1.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 1.0)
+
+
+def two_layers(forward_flops, numel):
+    """Two groups and nothing around them."""
+    ahead, back = (Stretch((Op(OpKind.MATMUL, flops * forward_flops),)) for flops in (1, 2))
+    kinds = EventKind.FORWARD_BEGIN, EventKind.FORWARD_END
+    backs = EventKind.BACKWARD_BEGIN, EventKind.GRADS_READY, EventKind.BACKWARD_END
+    forward = [(Event(kind, g), ahead if kind is kinds[0] else Stretch()) for g in (0, 1) for kind in kinds]
+    backward = [(Event(kind, g), back if kind is backs[0] else Stretch()) for g in (1, 0) for kind in backs]
+    backward.append((Event(EventKind.STEP_END), Stretch()))
+    groups = (GroupSize("a", numel, numel), GroupSize("b", numel, numel))
+    return Workload(groups, {Phase.FORWARD: tuple(forward), Phase.BACKWARD: tuple(backward)})
+
+
+def priced(preset="fsdp2", ranks=2, itemsize=2):
+    return Prices(Cluster(SLOW, ranks, ranks), PLAIN, PRESETS[preset], ranks, reduce_itemsize=itemsize)
+
+
+def test_a_step_of_one_rank_takes_what_its_compute_takes():
+    work = two_layers(forward_flops=5.0, numel=1)
+    found = simulate(
+        schedule(work, PRESETS["shardwright"]), work, replace(priced("shardwright", 1), shards=1)
+    )
+    copies = 2 * PRESETS["shardwright"].reduce_nbytes(2)
+    assert found.step_s == pytest.approx(2 * (5 + 10) + copies)
+    assert found.exposed_s == pytest.approx(0)
+
+
+def test_gathers_hide_behind_compute_where_it_takes_longer_and_are_exposed_where_not():
+    latency = 20e-6  # of each collective
+    for flops, numel in ((1000.0, 10), (10.0, 1000)):
+        work = two_layers(flops, numel)
+        policy = replace(PRESETS["shardwright"].policy, bucket_cap_mb=0.0)
+        preset = replace(PRESETS["shardwright"], policy=policy, reduce_copies=0)
+        prices = replace(priced("shardwright"), preset=preset)
+        found = simulate(schedule(work, preset), work, prices)
+        one = numel * 2 / 2 + latency  # half of the bytes come from the other rank
+        assert found.compute_s == pytest.approx(6 * flops)
+        if flops > numel:  # the first gather has nothing beside it, and so has the last reduction
+            assert found.exposed_s == pytest.approx(2 * one, rel=1e-6)
+        else:
+            assert found.exposed_s > 3 * one
+
+
+def test_every_interval_of_a_lane_begins_when_the_one_before_has_ended():
+    work = workload(SMALL, Microbatch(128, 2))
+    for name, preset in PRESETS.items():
+        prices = Prices(Cluster(DEVICES["A100-80GB"], 16), Constants(), preset, 16)
+        found = simulate(schedule(work, preset), work, prices, 3, keeps=True)
+        assert {interval.lane for interval in found.intervals} >= {"host", "compute", "gather"}, name
+        ends: dict[str, float] = {}
+        for interval in found.intervals:
+            assert interval.start >= ends.get(interval.lane, 0.0)
+            ends[interval.lane] = interval.end
+
+
+def test_more_microbatches_take_what_one_more_takes_each():
+    work = workload(SMALL, Microbatch(128, 2))
+    prices = Prices(Cluster(DEVICES["H100"], 8), Constants(), PRESETS["fsdp1"], 8)
+    planned = schedule(work, PRESETS["fsdp1"])
+    seconds = [float(simulate(planned, work, prices, count).step_s) for count in (2, 3, 12)]
+    assert seconds[2] - seconds[0] == pytest.approx(10 * (seconds[1] - seconds[0]))
+
+
+def test_a_constant_may_be_an_array_of_variants():
+    work = workload(SMALL, Microbatch(128, 2))
+    both = np.array([0.5, 0.6])
+
+    def step_s(share):
+        constants = replace(Constants(), matmul=share)
+        prices = Prices(Cluster(DEVICES["H100"], 8), constants, PRESETS["fsdp2"], 8)
+        return simulate(schedule(work, PRESETS["fsdp2"]), work, prices).step_s
+
+    assert step_s(both) == pytest.approx([step_s(0.5), step_s(0.6)])
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_schedule_of_every_preset_is_sound_and_frees_what_it_takes(name):
+    work = workload(SMALL, Microbatch(128, 2, Recompute.FULL))
+    planned = schedule(work, PRESETS[name])
+    check(planned)
+    sharding = Sharding(4, 4, accumulates=True)
+    found = memory(planned, work, PRESETS[name], sharding)
+    start = work.numel // 4
+    assert found[0].nbytes[Category.STATES] == start * 12
+    last = found[-1].nbytes
+    assert last[Category.GRADIENTS] == start * 4
+    assert {last[category] for category in (Category.TRANSPORT, Category.ACTIVATIONS, Category.HEAD)} == {0}
+    kept = 2 * sum(group.numel for group in work.groups[-(PRESETS[name].limit or 0) :])
+    assert last[Category.UNSHARDED] <= kept
+
+
+def test_recomputation_takes_time_and_frees_memory():
+    def priced_as(recompute):
+        work = workload(SMALL, Microbatch(512, 8, recompute))
+        planned = schedule(work, PRESETS["fsdp2"])
+        prices = Prices(Cluster(DEVICES["H100"], 8), Constants(), PRESETS["fsdp2"], 8)
+        held = peak(memory(planned, work, PRESETS["fsdp2"], Sharding(8)))
+        return float(simulate(planned, work, prices).compute_s), held.nbytes[Category.ACTIVATIONS]
+
+    none, some, full = map(priced_as, (Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL))
+    assert none[0] < some[0] < full[0]
+    assert none[1] > some[1] > full[1]
+
+
+def test_a_cluster_is_read_back_as_it_was_written(tmp_path):
+    mine = Cluster(replace(DEVICES["H100"], name="ours", memory_nbytes=1e9), 24, 4, 1e9)
+    cluster.save(mine, tmp_path / "cluster.json")
+    assert cluster.load(tmp_path / "cluster.json") == mine
+    (tmp_path / "cluster.toml").write_text('device = "H100"\nranks = 16\n')
+    assert cluster.load(tmp_path / "cluster.toml") == Cluster(DEVICES["H100"], 16)
+
+
+def test_a_device_that_nobody_knows_is_refused_with_what_to_do(tmp_path):
+    with pytest.raises(ConfigError, match=r"no device 'abacus'.*H100.*describe it in a file"):
+        cluster.device("abacus")
+    (tmp_path / "cluster.json").write_text('{"device": {"name": "half"}, "ranks": 8}')
+    with pytest.raises(ConfigError, match="is not a cluster"):
+        cluster.load(tmp_path / "cluster.json")
+
+
+MODELS = (
+    "model_id,n_layers,d_model,n_heads,n_kv_heads,head_dim,ffn_dim,ffn_gated,vocab_size,tied_embeddings,biases,"
+    "norm,pos\nsmall,4,256,4,4,64,1024,1,1000,0,0,rmsnorm,rope\n"
+)
+RUNS = (
+    "row_id,model_id,seq_len_tokens,n_gpus,gpus_per_node,gpu,gpu_mem_gb,internode_gbps_per_node,framework,"
+    "sharding,tp,pp,cp,activation_ckpt,torch_compile,compute_dtype,allgather_dtype,reduce_dtype,"
+    "microbatch_seqs_per_gpu,grad_accum,global_batch_seqs\n"
+    "one,small,512,16,8,H100,80,3200,torchtitan FSDP2,FSDP2 1D,1,1,1,none,0,bf16,bf16,fp32,4,2,128\n"
+    "two,small,512,16,8,H100,80,3200,torchtitan FSDP2,FSDP2 1D,2,1,1,none,0,bf16,bf16,fp32,4,2,128\n"
+    "three,large,512,16,8,H100,80,3200,torchtitan FSDP2,FSDP2 1D,1,1,1,none,0,bf16,bf16,fp32,4,2,128\n"
+)
+
+
+def test_the_command_predicts_the_rows_it_can_and_says_why_not_the_others(tmp_path, capsys):
+    (tmp_path / "models.csv").write_text(MODELS)
+    (tmp_path / "runs.csv").write_text(RUNS)
+    out = tmp_path / "predicted.csv"
+    files = (tmp_path / "runs.csv", tmp_path / "models.csv", out)
+    assert main(["plan", "--runs", str(files[0]), "--models", str(files[1]), "--out", str(files[2])]) == 0
+    said = capsys.readouterr()
+    assert "1 of 3 runs predicted" in said.out
+    assert "row two: tp > 1" in said.err
+    assert "row three: the table of models has no 'large'" in said.err
+    with open(out, newline="") as file:
+        one, *others = csv.DictReader(file)
+    assert tuple(one) == runs.COLUMNS
+    tokens = 128 * 512 / 16
+    assert float(one["tokens_per_s_per_gpu"]) == pytest.approx(tokens / float(one["step_time_s"]), rel=1e-4)
+    assert one["fits"] == "1"
+    assert [other["step_time_s"] for other in others] == ["", ""]
+
+
+def test_a_table_that_is_not_there_or_has_no_numbers_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="can't read the table"):
+        runs.read(tmp_path / "none.csv")
+    (tmp_path / "models.csv").write_text(MODELS.replace("4,256", "four,256"))
+    with pytest.raises(ConfigError, match="row small: column n_layers must be a number, got 'four'"):
+        runs.architectures(runs.read(tmp_path / "models.csv"))
+
+
+def test_the_allocator_takes_more_than_is_in_use_until_the_device_is_full():
+    device = DEVICES["H100"]
+    assert reserved(10 * GIB, device) == pytest.approx(13.6 * GIB)
+    assert 60 * GIB < reserved(60 * GIB, device) < 70 * GIB
+    assert reserved(79 * GIB, device) == 79 * GIB
+
+
+@published
+def test_published_runs_are_predicted_as_docs_plan_says():
+    models = runs.architectures(runs.read(PUBLISHED / "models.csv"))
+    errors, memories = [], {}
+    for row in runs.read(PUBLISHED / "measured_runs.csv"):
+        setup = runs.setup(row, models)
+        found = runs.predict(setup, Constants())
+        assert found["fits"] == "1", row["row_id"]
+        tokens = float(row["global_batch_seqs"]) * float(row["seq_len_tokens"]) / float(row["n_gpus"])
+        errors.append(abs(float(found["step_time_s"]) * float(row["tokens_per_s_per_gpu"]) / tokens - 1))
+        if row["peak_mem_gib"]:
+            memories[row["row_id"]] = float(found["peak_reserved_gib"]) / float(row["peak_mem_gib"]) - 1
+    assert np.mean(errors) < 0.035
+    assert np.quantile(errors, 0.9) < 0.08
+    assert len(memories) == 6
+    assert all(abs(error) < 0.05 for error in memories.values()), memories
