@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from shardwright.engine.gatherer import has_lookup
-from shardwright.engine.group import ParamGroup
+from shardwright.engine.group import ParamGroup, gathered_nbytes
 from shardwright.engine.unit import Unit, units_in
 from shardwright.errors import InputError
 from shardwright.params.quantized.codec import Encoding
@@ -40,6 +40,7 @@ class GroupRow:
     axis: its mesh. at_rest_nbytes: bytes of this rank's shards.
     unsharded_nbytes: bytes of all its parameters unsharded, without padding (of weights that are decoded
     then, the decoded ones). resharded: when they are freed.
+    kept_nbytes: bytes of the copy on the host that its all-gathers send changes of (``SchedulePolicy.wire``).
     gradients: how they are reduced. changed: what differs from the defaults.
     exposed_nbytes: bytes that this rank receives for it in a step of training with nothing computed beside
     them, by the schedule of the last step; 0 before one. exposed: which collectives those are, and the call
@@ -51,6 +52,7 @@ class GroupRow:
     params: tuple[ParamRow, ...]
     at_rest_nbytes: int
     unsharded_nbytes: int
+    kept_nbytes: int
     resharded: str
     gradients: str
     changed: tuple[str, ...]
@@ -150,6 +152,7 @@ def _row(unit: Unit, group: ParamGroup, names: dict[int, str]) -> GroupRow:
         tuple(params),
         sum(param.local.nbytes for param in group.params),
         _unsharded_nbytes(group),
+        gathered_nbytes(group) if group.gatherer.sends_changes else 0,
         _resharded(unit, group),
         _gradients(group),
         tuple(_changes(unit, group)),
@@ -249,6 +252,11 @@ def _changes(unit: Unit, group: ParamGroup) -> list[str]:
         changed.append(f"{group.reducer.policy}, by the gradient setters")
     if isinstance(group.params[0].split.offload, CPUOffloadPolicy):
         changed.append(f"{group.params[0].split.offload}, by fully_shard's offload_policy")
+    if group.gatherer.sends_changes:
+        changed.append(
+            f"all-gathers send what has changed, {_size(gathered_nbytes(group))} kept on the host for it, by "
+            "SchedulePolicy.wire"
+        )
     if group.reducer.hook is not None:
         changed.append("a hook sees reduced gradients, by set_all_reduce_hook")
     if group.gatherer.comm is not group.axis.comm:

@@ -69,6 +69,18 @@ class BackwardPrefetch(StrEnum):
     NONE = "none"
 
 
+class Wire(StrEnum):
+    """What an all-gather over a network sends.
+
+    PLAIN: every rank's shards.
+    DIFFERENCE: what has changed since the last all-gather of the same group, coded without loss; each rank
+        keeps a copy of the whole model in the dtype of the wire, on the host. It takes the extra ``wire``.
+    """
+
+    PLAIN = "plain"
+    DIFFERENCE = "difference"
+
+
 class Agreement(StrEnum):
     """Whether ranks agree on what they launch.
 
@@ -130,6 +142,9 @@ class SchedulePolicy(_WithoutRemoved):
     forget_after: where ranks agree: backwards after which a group that no rank has used since leaves the
         schedule of forwards and backwards, so that its bytes no longer move. Its next use is agreed on as a
         first one is.
+    wire: see ``Wire``; its value or its name. Same bits.
+    wire_nbytes: bytes of host memory that the copies of ``wire`` may take on a rank: the first groups that
+        fit have one. None: no bound. ``explain`` says how many they are.
     agreement: see ``Agreement``; its value or its name. Left out: that of the environment variable
         ``SHARDWRIGHT_AGREEMENT``, else strict. Ranks that differ in it are told so before their first
         all-gather.
@@ -150,6 +165,8 @@ class SchedulePolicy(_WithoutRemoved):
     ahead: Mapping[str, Mapping[str, Sequence[str]]] = dataclasses.field(default_factory=dict)
     row_wise: bool = False
     forget_after: int = 100
+    wire: Wire = Wire.PLAIN
+    wire_nbytes: int | None = None
     agreement: Agreement = dataclasses.field(default_factory=_agreement)
 
     @property
@@ -158,7 +175,7 @@ class SchedulePolicy(_WithoutRemoved):
         return int(self.bucket_cap_mb * 2**20)
 
     def __post_init__(self) -> None:
-        for name, kind in (("backward_prefetch", BackwardPrefetch), ("agreement", Agreement)):
+        for name, kind in (("backward_prefetch", BackwardPrefetch), ("wire", Wire), ("agreement", Agreement)):
             value = getattr(self, name)
             try:
                 object.__setattr__(self, name, kind(str(value).lower()))
@@ -166,10 +183,10 @@ class SchedulePolicy(_WithoutRemoved):
                 choices = ", ".join(f'"{choice}"' for choice in kind)
                 raise InputError(f"SchedulePolicy.{name} must be one of {choices}, got {value!r}") from None
         least = {"depth": 0, "budget_nbytes": 0, "max_gathers": 1, "max_reductions": 1, "keep_last": 0}
-        least |= {"keep_nbytes": 0, "forget_after": 1}
+        least |= {"keep_nbytes": 0, "forget_after": 1, "wire_nbytes": 0}
         for field, bound in least.items():
             value = getattr(self, field)
-            if value is None and field in ("budget_nbytes", "max_gathers"):
+            if value is None and field in ("budget_nbytes", "max_gathers", "wire_nbytes"):
                 continue
             if not isinstance(value, int) or value < bound:
                 raise InputError(f"SchedulePolicy.{field} must be an int >= {bound}, got {value!r}")

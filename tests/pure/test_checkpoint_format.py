@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from shardwright.checkpoint.crc import crc32
 from shardwright.checkpoint.flat import boxes_of_range
 from shardwright.checkpoint.format import (
     Box,
@@ -37,6 +36,7 @@ from shardwright.checkpoint.format import (
 from shardwright.checkpoint.live import box_at
 from shardwright.checkpoint.shardfile import CHUNK_NBYTES, chunks_of
 from shardwright.checkpoint.tree import decode, encode, keys_in
+from shardwright.crc import crc32
 from shardwright.errors import CheckpointError, InputError
 from shardwright.schedule.flat_layout import FlatEntry, FlatLayout
 

@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from shardwright.checkpoint.crc import crc32
+from shardwright.crc import crc32
 from shardwright.errors import CheckpointError
 
 FORMAT = "shardwright-checkpoint"

@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 
 from shardwright.checkpoint import background
 from shardwright.checkpoint.agree import ranks
-from shardwright.checkpoint.crc import crc32
 from shardwright.checkpoint.flat import base_tensor
 from shardwright.checkpoint.folder import complete_steps, step_folder
 from shardwright.checkpoint.format import (
@@ -41,6 +40,7 @@ from shardwright.checkpoint.sources import Source, locate, open_source
 from shardwright.checkpoint.target import Plan, Target, allocated, overlapping, plan
 from shardwright.checkpoint.tree import decode
 from shardwright.checkpoint.verify import Partial, Verifier, crc_in, parts_of
+from shardwright.crc import crc32
 from shardwright.errors import CheckpointError, DamagedError
 
 STEP_NBYTES = 512 << 10

@@ -21,12 +21,12 @@ from torch.optim import Optimizer
 
 from shardwright.checkpoint import background
 from shardwright.checkpoint.agree import Ranks, ranks
-from shardwright.checkpoint.crc import crc32
 from shardwright.checkpoint.folder import Keep, Writer
 from shardwright.checkpoint.format import Box, Manifest, Piece, TensorEntry, crc32_in_chunks, dumps, prove
 from shardwright.checkpoint.live import Live, Part, collect, part_of, rng_state
 from shardwright.checkpoint.shardfile import DTYPE_NAME, Item, bits_of, chunks_of, write_shard
 from shardwright.checkpoint.tree import Tensors, encode
+from shardwright.crc import crc32
 from shardwright.errors import CheckpointError, InputError
 
 

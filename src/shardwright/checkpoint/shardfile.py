@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from shardwright.checkpoint.background import Pace
-from shardwright.checkpoint.crc import crc32
 from shardwright.checkpoint.format import ITEM_NBYTES, Box, Piece, TensorEntry, first_of_run
 from shardwright.checkpoint.mapped import EXTENT_NBYTES, Window
 from shardwright.checkpoint.sink import Cached, Direct, Sink
+from shardwright.crc import crc32
 from shardwright.errors import CheckpointError
 
 CHUNK_NBYTES = 2 << 20  # small enough to stay in the cache between being read and being checksummed

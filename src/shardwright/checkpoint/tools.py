@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwright.checkpoint.crc import crc32
 from shardwright.checkpoint.folder import published
 from shardwright.checkpoint.format import ITEM_NBYTES, Box, Manifest, TensorEntry
 from shardwright.checkpoint.shardfile import (
@@ -31,6 +30,7 @@ from shardwright.checkpoint.shardfile import (
 from shardwright.checkpoint.sink import write_all
 from shardwright.checkpoint.sources import Source, locate, open_source
 from shardwright.checkpoint.verify import crc_in
+from shardwright.crc import crc32
 from shardwright.errors import CheckpointError, InputError
 
 MAX_FILE_NBYTES = 5 * 10**9

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from shardwright.checkpoint.agree import Ranks
-from shardwright.checkpoint.crc import crc32
 from shardwright.checkpoint.format import ITEM_NBYTES, Box, Piece, TensorEntry, crc32_in_chunks, run_crc32
 from shardwright.checkpoint.shardfile import Reader, chunks_of
+from shardwright.crc import crc32
 from shardwright.errors import CheckpointError
 
 Wanted = tuple[str, TensorEntry, Box]

@@ -98,7 +98,7 @@ def _filled(params: Sequence[ShardedParam]) -> list[Segment]:
     for param in params:
         bound = param.gather_segment()
         if id(bound) not in segments:
-            segments[id(bound)] = Segment(torch.empty_like(bound.flat), bound.spans)
+            segments[id(bound)] = Segment(torch.empty_like(bound.flat), bound.spans, kept=bound.kept)
         if param.own.numel():
             start = param.own.storage_offset() - bound.flat.storage_offset()
             own = segments[id(bound)].flat.as_strided(param.own.shape, param.own.stride(), start)

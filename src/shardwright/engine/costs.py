@@ -51,7 +51,7 @@ def stats(executor: Executor) -> Stats:
         at_rest_nbytes=sum(param.local.nbytes for param in params),
         unsharded_nbytes=executor.memory.now_nbytes,
         peak_unsharded_nbytes=executor.memory.peak_nbytes,
-        sent_nbytes=sum(comm.sent_nbytes for comm in table.comms()),
+        sent_nbytes=sum(comm.sent_nbytes + comm.coded_nbytes for comm in table.comms()),
         exposed_s=None if None in exposed else sum(value for value in exposed if value is not None),
     )
 

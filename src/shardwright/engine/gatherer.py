@@ -19,7 +19,7 @@ from shardwright.params.param import ShardedParam
 from shardwright.params.quantized.group import Decoding
 from shardwright.params.rows import Rows
 from shardwright.params.smaller_world import SmallerWorld
-from shardwright.policy import MixedPrecisionPolicy, SchedulePolicy
+from shardwright.policy import MixedPrecisionPolicy, SchedulePolicy, Wire
 from shardwright.schedule.layout import ParamLayout
 from shardwright.transport.base import Comm, Gather, Segment
 from shardwright.transport.custom import CustomComm
@@ -37,7 +37,8 @@ class GatherOptions:
 
     smaller_world: the transport among the ranks that keep shards between forward and backward, or None.
     all_gather, reduce_scatter: the caller's own, or None. row_wise: the policy that asks a lookup's group to
-        move only rows in use, or None. stays: it is kept unsharded from forward to backward.
+        move only rows in use, or None. stays: it is kept unsharded from forward to backward. wire: what its
+        all-gathers send. copy_fits: whether a copy of what they sent last fits the bytes of the policy.
     """
 
     smaller_world: Comm | None = None
@@ -45,6 +46,8 @@ class GatherOptions:
     reduce_scatter: Any = None
     row_wise: SchedulePolicy | None = None
     stays: bool = False
+    wire: Wire = Wire.PLAIN
+    copy_fits: bool = True
 
 
 class Gatherer:
@@ -52,8 +55,9 @@ class Gatherer:
 
     comm: the transport over the axis, or the caller's collectives in its place; gradients go by it, too.
     smaller_world: where shards are kept between forward and backward, or None. rows: what moves only rows in
-        use, or None. decoding: the weights that are decoded on arrival. unmet: for what was asked and can't
-        be, a sentence each that says why.
+        use, or None. decoding: the weights that are decoded on arrival. sends_changes: an all-gather sends
+        what has changed since the last one. unmet: for what was asked and can't be, a sentence each that says
+        why.
     """
 
     def __init__(
@@ -92,6 +96,16 @@ class Gatherer:
                 unmet.append(f"it moves whole weights, not rows in use: {why}")
             else:
                 self.rows = Rows(params[0].layout)
+        self.sends_changes = False
+        if options.wire is not Wire.PLAIN and axis.world > 1:
+            why = self.comm.why_plain
+            if self.rows is not None:
+                why = "it moves rows in use"
+            elif not why and not options.copy_fits:
+                why = "its copy doesn't fit SchedulePolicy.wire_nbytes beside those of the groups before it"
+            self.sends_changes = not why
+            if why:
+                unmet.append(f"its all-gathers send whole shards, not what has changed of them: {why}")
         self.unmet = tuple(unmet)
 
     def _why_no_rows(self, policy: SchedulePolicy) -> str:

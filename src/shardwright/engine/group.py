@@ -95,6 +95,8 @@ class ParamGroup:
     def _choose(self, options: GatherOptions, before: Gatherer | None) -> None:
         self.gatherer = choose(self.name, self.params, self.axis, self.policy, options, before)
         self.reducer.gatherer = self.gatherer
+        if self._bound is not None:
+            self._bound.send_changes(self.gatherer.sends_changes)
 
     # ---- parameters
 
@@ -168,6 +170,7 @@ class ParamGroup:
         if bound is None or bound.policy is not self.policy or not bound.is_current():
             self._bound = None  # where an error comes now, the next time begins here, too
             self._bound = bound = self._bind()
+            bound.send_changes(self.gatherer.sends_changes)
         for pair in self.gatherer.decoding.frozen:
             pair.check_frozen()
         self.trainable = bound.follow_freezing()
@@ -345,6 +348,12 @@ class ParamGroup:
                 f"from {self.stage} it only goes to {' or '.join(_MOVES[self.stage])}"
             )
         self.stage = to
+
+
+def gathered_nbytes(group: ParamGroup) -> int:
+    """Bytes of all ranks' shards in the dtypes of the wire, but for what says itself what is gathered."""
+    params = [param for param in group.params if param.layout.dim is not None and not param.extended]
+    return sum([param.layout.numel * param.compute_dtype(group.policy).itemsize for param in params])
 
 
 def keeps_grads(group: ParamGroup) -> bool:

@@ -3,14 +3,15 @@ that."""
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 from typing import Any
 from weakref import WeakSet
 
 from shardwright.engine.gatherer import has_lookup
-from shardwright.engine.group import ParamGroup
+from shardwright.engine.group import ParamGroup, gathered_nbytes
 from shardwright.errors import InputError
 from shardwright.params.param import ShardedParam
-from shardwright.policy import SchedulePolicy
+from shardwright.policy import SchedulePolicy, Wire
 from shardwright.schedule.schedule import Event, EventKind, GroupSpec
 from shardwright.transport.base import Comm
 
@@ -119,11 +120,20 @@ class GroupTable:
         }
 
     def choose(self, policy: SchedulePolicy) -> None:
-        """Have groups move rows in use only, where ``policy`` says so and they can."""
+        """Have groups move rows in use only, or send what has changed, where ``policy`` says so and they
+        can."""
+        left = inf if policy.wire_nbytes is None else policy.wire_nbytes
         for group in self.groups:
             asks = policy.row_wise and has_lookup(group.params)
             stays = self.requested(group).reshard_after_forward is False or self._stays_as_root(group)
-            group.request(row_wise=policy if asks else None, stays=asks and stays)
+            nbytes = gathered_nbytes(group)
+            group.request(
+                row_wise=policy if asks else None,
+                stays=asks and stays,
+                wire=policy.wire,
+                copy_fits=nbytes <= left or policy.wire is Wire.PLAIN,
+            )
+            left -= nbytes if group.gatherer.sends_changes else 0
         self.chosen = True
 
     def comms(self) -> list[Comm]:

@@ -22,9 +22,10 @@ from shardwright.engine.group import ParamGroup, Stage
 from shardwright.engine.group_table import GroupTable
 from shardwright.engine.transforms import beneath_transforms
 from shardwright.errors import StageError
+from shardwright.extras import require
 from shardwright.observe.trace import Trace, TraceEntry
 from shardwright.params.param import ShardedParam
-from shardwright.policy import Agreement, SchedulePolicy
+from shardwright.policy import Agreement, SchedulePolicy, Wire
 from shardwright.schedule.follower import Follower, Mode
 from shardwright.schedule.schedule import BEGINS, Action, ActionKind, EventKind, GroupSpec, Phase, Schedule
 from shardwright.schedule.sync import Step
@@ -154,7 +155,10 @@ class Runtime:
             self._follow(step)
 
     def set_policy(self, policy: SchedulePolicy) -> None:
-        """Follow another policy, from the next phase on. Raises: InputError for a name of no group."""
+        """Follow another policy, from the next phase on. Raises: InputError for a name of no group;
+        MissingExtra for a ``wire`` whose coder isn't installed."""
+        if policy.wire is not Wire.PLAIN:
+            require("wire", "zstandard")
         self.table.list_ahead(policy)
         if policy.agreement is not self.policy.agreement:
             self.executor.compare_again()

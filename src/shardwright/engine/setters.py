@@ -144,7 +144,8 @@ class ScheduleSetters(Owner):
     def set_schedule_policy(self, policy: SchedulePolicy) -> None:
         """How far ahead collectives are issued, for the whole model, from the next forward or backward on.
 
-        Raises: InputError where it names a group that the model hasn't.
+        Raises: InputError where it names a group that the model hasn't; MissingExtra for a ``wire`` that
+        takes ``pip install 'shardwright[wire]'``.
         """
         self._unit().runtime.set_policy(policy)
 

@@ -15,6 +15,7 @@ from shardwright.policy import MixedPrecisionPolicy
 from shardwright.schedule.layout import ALIGNMENT_NBYTES, GroupLayout, ParamLayout, contiguous_strides
 from shardwright.torch_private import foreach_copy_, local_of, parameters_of
 from shardwright.transport.base import Segment, copy_together
+from shardwright.transport.kept import Kept
 
 Typed = Sequence[tuple[ShardedParam, torch.dtype]]
 """Parameters, and the dtypes that they have while unsharded."""
@@ -103,7 +104,8 @@ def _bind_stack(buffer: ReorderedBuffer, offset: int, wire_offset: int, stack: _
     width, own_width, part = (
         prod(shape[1:]) for shape in (layout.shape, layout.shard_shape(rank), layout.shard_shape(0))
     )
-    segment = Segment(wire.tensor(dtype, wire_offset, (layout.padded_numel,), (1,)), layout.spans)
+    region = wire.tensor(dtype, wire_offset, (layout.padded_numel,), (1,))
+    segment = Segment(region, layout.spans, kept=Kept())
     filled = buffer.tensor(dtype, offset, (outer, width), (width, 1))
     num_equal = width // part if part else 0  # one copy, whatever the world
     first = filled[:, : num_equal * part].unflatten(1, (num_equal, part))
@@ -175,6 +177,12 @@ class Bound:
             places, sources = self._copies.setdefault(key, ([], []))
             places.append(own)
             sources.append(local)
+
+    def send_changes(self, on: bool) -> None:
+        """From the next all-gather on, send what has changed since the last one, or whole spans."""
+        for segment in self.segments:
+            if segment.kept is not None:
+                segment.kept.on = segment.kept.codes = on
 
     def is_current(self) -> bool:
         """Whether every parameter is still the one that was found, with its memory, dtype and sites."""

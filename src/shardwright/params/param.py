@@ -28,6 +28,7 @@ from shardwright.schedule.flat_layout import FlatEntry
 from shardwright.schedule.layout import ParamLayout
 from shardwright.torch_private import DTensorSpec, TensorMeta, local_of, parameters_of, spec_of, version_of
 from shardwright.transport.base import Segment
+from shardwright.transport.kept import Kept
 from shardwright.transport.mesh import Axis
 
 
@@ -298,7 +299,7 @@ class ShardedParam:
         begin = offset_nbytes + layout.span(self.axis.rank)[0] * dtype.itemsize
         own = buffer.tensor(dtype, begin, layout.shard_shape(self.axis.rank), layout.strides)
         whole = buffer.tensor(dtype, offset_nbytes, layout.shape, layout.strides) if face is None else face
-        self.bind_to(whole, Segment(region, layout.spans), own)
+        self.bind_to(whole, Segment(region, layout.spans, kept=Kept()), own)
 
     def bind_to(self, whole: torch.Tensor, segment: Segment, own: torch.Tensor) -> None:
         """Make ``whole`` the unsharded face. segment: where it is gathered. own: this rank's place there."""

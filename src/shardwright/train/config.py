@@ -259,6 +259,13 @@ class ScheduleConfig(Section):
     forget_after: int = Field(
         default=100, ge=1, description="backwards after which a group that no rank uses leaves the schedule"
     )
+    wire: Literal["plain", "difference"] = Field(
+        default="plain",
+        description="what all-gathers over a network send: shards, or what has changed of them",
+    )
+    wire_nbytes: int = Field(
+        default=0, ge=0, description="bytes that the copies of wire may take on a rank; 0: no bound"
+    )
     agreement: Literal["strict", "off"] = Field(
         default="strict", description="whether ranks agree on what they launch; off: all must run alike"
     )
@@ -269,7 +276,7 @@ class ScheduleConfig(Section):
     def policy(self) -> SchedulePolicy:
         """The same as the library's policy, where no bound is None."""
         values = self.model_dump(exclude={"transport"})
-        return SchedulePolicy(**_unbounded(values, "budget_nbytes", "max_gathers"))
+        return SchedulePolicy(**_unbounded(values, "budget_nbytes", "max_gathers", "wire_nbytes"))
 
 
 class WatchConfig(Section):

@@ -11,6 +11,7 @@ import torch
 from shardwright.schedule.layout import ParamLayout, Spans, align, equal_spans
 from shardwright.torch_private import foreach_add, foreach_add_, foreach_copy_
 from shardwright.transport.cpu.pages import SMALL_NBYTES, pages_of_its_own, take_bytes
+from shardwright.transport.kept import Kept
 from shardwright.transport.launches import LaunchLog
 from shardwright.transport.streams import Streams
 
@@ -24,11 +25,13 @@ class Segment:
         For a reduce-scatter it is the whole gradient of this rank, without padding.
     spans: ``(start, stop)`` elements of each rank's shard in ``flat``, without padding.
     has_room: for a reduce-scatter, that ``flat`` is padded all the same, with what may be summed and dropped.
+    kept: for an all-gather, what ranks keep of the last one of this segment, if they do: the same on all.
     """
 
     flat: torch.Tensor
     spans: Spans
     has_room: bool = False
+    kept: Kept | None = field(default=None, compare=False)
     _parts: dict[int, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     def part(self, rank: int) -> torch.Tensor:
@@ -153,7 +156,8 @@ class Comm(Protocol):
     """The collectives of one mesh axis. All ranks of the axis issue the same calls in the same order.
 
     world, rank: number of ranks on the axis, and this rank's place on it.
-    sent_nbytes: bytes that this rank has sent since the start.
+    sent_nbytes: bytes that this rank has sent since the start, but for coded messages. coded_nbytes: of
+        these, as they were sent; 0 where the transport has none.
     exposed_s: seconds that this rank's host thread has spent in collectives, issuing them and waiting; None
         where waiting is done by a device stream and the host doesn't know.
     reads_in_place: whether a reduce-scatter reads each rank's part where it lies. Else the backend takes one
@@ -167,12 +171,18 @@ class Comm(Protocol):
     reads_in_place: bool
     uses_c10d: bool
     streams: Streams | None
+    coded_nbytes: int = 0
     halfway: "AllReduce | None" = None
     world: int
     rank: int
     sent_nbytes: int
     exposed_s: float | None
     log: LaunchLog
+
+    @property
+    def why_plain(self) -> str:
+        """Why its all-gathers move whole spans, whatever has changed; "" where they needn't."""
+        return "the library that moves its messages must know beforehand how long they are"
 
     @property
     def host(self) -> "Comm":

@@ -41,6 +41,11 @@ class TwoLevelComm(Comm):
         """See ``Comm.host``."""
         return self.flat
 
+    @property
+    def why_plain(self) -> str:
+        """See ``Comm``."""
+        return self.between.why_plain
+
     def all_gather(self, segments: Sequence[Segment], key: str) -> Gather:
         """See ``Comm.all_gather``. In place in both hops; a host that moves bytes itself issues the second
         one when it waits."""
@@ -55,7 +60,9 @@ class TwoLevelComm(Comm):
     def _of_place(self, segment: Segment) -> Segment:
         """This place's part of what is gathered, with the spans of the nodes in it."""
         flat = segment.flat.view(self.node.world, -1)[self.node.rank]
-        return Segment(flat, segment.spans.within(self.node.rank * flat.numel(), self.between.world))
+        return Segment(
+            flat, segment.spans.within(self.node.rank * flat.numel(), self.between.world), kept=segment.kept
+        )
 
     def reduce_scatter(
         self, segments: Sequence[Segment], dtypes: Sequence[torch.dtype], key: str

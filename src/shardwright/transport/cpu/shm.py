@@ -123,6 +123,11 @@ class ShmComm(Comm):
         self.log = arena.log
         self.peers = tuple((self.rank + shift) % world for shift in range(1, world))
 
+    @property
+    def why_plain(self) -> str:
+        """See ``Comm``."""
+        return "its ranks share memory"
+
     def all_gather(self, segments: Sequence[Segment], key: str) -> "_ShmGather":
         """See ``Comm.all_gather``."""
         start = time.perf_counter()

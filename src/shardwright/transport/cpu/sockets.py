@@ -22,6 +22,7 @@ from shardwright.transport.cpu.handshake import GATHERS, REDUCTIONS
 from shardwright.transport.cpu.peers import Peers, hops
 from shardwright.transport.cpu.transfer import Transfer
 from shardwright.transport.cpu.views import views_of
+from shardwright.transport.cpu.worker import Worker
 from shardwright.transport.cpu.zeros import filled_runs
 from shardwright.transport.streams import Streams
 
@@ -41,13 +42,19 @@ class SocketComm(Comm):
         self.world = peers.world
         self.rank = peers.endpoint.rank
         self.log = peers.endpoint.log
-        self.sent_nbytes = 0
+        self.sent_nbytes = self.coded_nbytes = 0
         self.exposed_s: float | None = 0.0
         self._loop = peers.loop
+        self._coder = Worker("shardwright-coder", peers.endpoint.fail)
         self._by_peer: dict[int, dict[int, Connection]] = {}
         # Peers in an order that gives every rank another partner at each turn.
         self._peers = tuple((self.rank + shift) % self.world for shift in range(1, self.world))
         weakref.finalize(self, peers.loop.stop)
+
+    @property
+    def why_plain(self) -> str:
+        """See ``Comm``."""
+        return ""
 
     def all_gather(self, segments: Sequence[Segment], key: str) -> "_SocketGather":
         """See ``Comm.all_gather``."""
@@ -58,11 +65,15 @@ class SocketComm(Comm):
             for peer in self._peers:
                 nbytes = sum(segment.part_nbytes(peer) for segment in segments)
                 if nbytes:
-                    places = views_of(segment.part(peer) for segment in segments)
-                    connections[peer].receive(transfer, nbytes, places)
-            own = [segment.part(self.rank) for segment in segments]
-            for peer in self._peers:
-                self._send(connections[peer], transfer, own)
+                    filled = [segment for segment in segments if segment.part_nbytes(peer)]
+                    places = views_of(segment.part(peer) for segment in filled)
+                    connections[peer].receive(transfer, nbytes, places, [each.kept for each in filled])
+            own = [segment for segment in segments if segment.part_nbytes(self.rank)]
+            if own and any(each.kept is not None and each.kept.is_used for each in own):
+                self._send_changes(list(connections.values()), transfer, own)
+            else:
+                for peer in self._peers:
+                    self._send(connections[peer], transfer, [each.part(self.rank) for each in own])
         except BaseException:  # Ctrl-C: the caller frees what is filled, and peers have half of a message
             self._loop.join()
             raise
@@ -162,6 +173,23 @@ class SocketComm(Comm):
         views = views_of(parts)
         if views:
             self.sent_nbytes += connection.send(transfer, views)
+
+    def _send_changes(
+        self, connections: Sequence[Connection], transfer: Transfer, segments: Sequence[Segment]
+    ) -> None:
+        """Send what has changed since the last all-gather; found out, and coded, beside the rank's thread."""
+        fills = [connection.send_later(transfer) for connection in connections]
+        parts = [segment.part(self.rank) for segment in segments]
+        kept = [segment.kept for segment in segments]
+
+        def code() -> None:
+            message = self._coder.coder.code(parts, kept, self.rank)
+            for fill in fills:
+                fill(sum(part.nbytes for part in parts), message)
+            self.coded_nbytes += len(fills) * sum(map(len, message))
+            self._loop.go()
+
+        self._coder.do(code)
 
     def _send_filled(self, connection: Connection, transfer: Transfer, parts: Sequence[torch.Tensor]) -> None:
         """The same, but for zeros where there are many."""

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from shardwright.errors import CommError
+from shardwright.transport.cpu.worker import Worker
 from shardwright.transport.launches import Launch, LaunchLog, process_state
 
 _LOOK_S = 0.1  # how often who waits looks whether the watch has found something
@@ -46,6 +47,7 @@ class Endpoint:
     changed: guards connections and transfers; notified when one of them is done or fails.
     trouble: what ended all of them, "" while they work.
     links: those that were opened, or are to be. wake: has the event loop look at what was queued on them.
+    decoder: the thread that decodes what arrives coded.
     failure: of which this rank has heard, or which it has met. It goes to all ranks, from each to those that
         it has a connection to, since a rank that ends is seen by those alone.
     """
@@ -59,6 +61,7 @@ class Endpoint:
         self.links: list[Link] = []
         self.wake: Callable[[], None] = lambda: None
         self.failure: CollectiveFailure | None = None
+        self.decoder = Worker("shardwright-decoder", self.fail)
 
     def name(self, rank: int) -> str:
         """What messages call a rank of the mesh axis: its number in the job."""

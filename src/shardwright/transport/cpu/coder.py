@@ -1,0 +1,187 @@
+"""Coded messages: what has changed since the last one, or numbers by planes of bytes. Nothing is lost.
+
+    message   part, part, ...                    one for each span that isn't empty
+    part      PART, length of each chunk, chunk, chunk, ...
+    chunk     length 0: as before (of gradients: zeros)
+              shorter than the numbers: zstd of the planes of bytes of their differences
+              as long: the numbers as they are
+
+A pattern of a float, read as a signed integer, counts the wrong way below zero; ``ordered`` mends that. The
+difference of two such integers is small where two numbers lie near; it wraps around, so it is exact. Signs
+go to the lowest bit, and the bytes of equal weight lie together, which is what a fast coder of bytes shrinks.
+A part carries the CRC-32 of its numbers, which is compared with that of what was decoded.
+"""
+
+import struct
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from shardwright.crc import crc32
+from shardwright.transport.cpu.views import skip, view_of
+from shardwright.transport.kept import Kept, Version
+
+try:
+    import zstandard  # pyright: ignore[reportMissingImports]
+except ImportError:  # the extra ``wire``: who asks for coded messages without it is told
+    zstandard = None
+
+_PART = struct.Struct("<qqIBB")
+"""Number of the version that it changes, bytes, their CRC-32, bytes of a word, whether words are floats."""
+_NO_VERSION = -1  # in place of a number: none is kept
+_CHUNK_NUMEL = 1 << 17  # a plane of bytes is what zstd makes one table for, and all lies in a core's cache
+_LEVEL = 1
+
+
+class Damaged(Exception):
+    """A message that can't be decoded, with the reason."""
+
+
+def ordered(words: np.ndarray) -> np.ndarray:
+    """Patterns of floats, as signed integers, so that they count as the numbers do; and back again."""
+    turned = words >> (8 * words.itemsize - 1)
+    turned &= np.iinfo(words.dtype).max
+    turned ^= words
+    return turned
+
+
+class Coder:
+    """Codes or decodes; of one thread."""
+
+    def __init__(self) -> None:
+        if zstandard is not None:
+            self._zstd, self._unzstd = zstandard.ZstdCompressor(_LEVEL), zstandard.ZstdDecompressor()
+
+    def code(self, parts: Sequence[torch.Tensor], kept: Sequence[Kept | None], rank: int) -> list[memoryview]:
+        """The message of ``parts`` (1-D, host), of which some keep versions of what ``rank`` sends. Whole
+        chunks are views of the parts themselves."""
+        pieces = []
+        for part, each in zip(parts, kept, strict=True):
+            if part.numel():
+                pieces += self._part(part, each, rank)
+        return pieces
+
+    def _part(self, part: torch.Tensor, kept: Kept | None, rank: int) -> list[memoryview]:
+        view, is_float = view_of(part), part.is_floating_point()
+        words = _words(view, min(part.element_size(), 8))
+        version = None
+        if kept is not None and not kept.on:
+            kept.versions.pop(rank, None)
+        elif kept is not None:
+            version = kept.versions.setdefault(rank, Version(np.zeros_like(words)))
+        codes = kept is None or kept.codes
+        chunks = [
+            self._chunk(words[at : at + _CHUNK_NUMEL], _slice(version, at), is_float, codes)
+            for at in range(0, len(words), _CHUNK_NUMEL)
+        ]
+        number = _NO_VERSION if version is None else version.number
+        head = _PART.pack(number, len(view), crc32(view), words.itemsize, is_float)
+        table = np.array([len(chunk) for chunk in chunks], "<u4").tobytes()
+        if version is not None:
+            version.number += 1
+        return [memoryview(head + table), *(chunk for chunk in chunks if len(chunk))]
+
+    def _chunk(self, words: np.ndarray, before: np.ndarray | None, is_float: bool, codes: bool) -> memoryview:
+        after = ordered(words) if is_float else words
+        change = after.copy() if before is None else after - before
+        if not change.any():
+            return memoryview(b"")
+        if before is not None:
+            before[:] = after
+        whole = words.data.cast("B")
+        if not codes:
+            return whole
+        signs = change >> (8 * change.itemsize - 1)
+        change <<= 1
+        change ^= signs
+        planes = np.ascontiguousarray(change.view(np.uint8).reshape(-1, change.itemsize).T)
+        coded = memoryview(self._zstd.compress(planes.data))
+        return coded if len(coded) < len(whole) else whole
+
+    def decode(
+        self, message: memoryview, places: deque[memoryview], kept: Sequence[Kept | None], rank: int
+    ) -> None:
+        """Fill the places of all parts of a message of ``rank``, and what is kept of them.
+
+        kept: of each part; beyond its end nothing is. Raises: Damaged.
+        """
+        at, index = 0, 0
+        while at < len(message):
+            number, nbytes, crc, itemsize, is_float = _PART.unpack_from(message, at)
+            if not places or len(places[0]) < nbytes:
+                raise Damaged(f"it has a part of {nbytes} bytes, which has no place")
+            into = places[0][:nbytes]
+            skip(places, nbytes)
+            words = _words(into, itemsize)
+            version = _followed(kept[index] if index < len(kept) else None, rank, number, words)
+            num_chunks = -(-len(words) // _CHUNK_NUMEL)
+            lengths = np.frombuffer(message, "<u4", num_chunks, at + _PART.size).tolist()
+            at += _PART.size + 4 * num_chunks
+            for chunk, length in enumerate(lengths):
+                begin = chunk * _CHUNK_NUMEL
+                there, before = words[begin : begin + _CHUNK_NUMEL], _slice(version, begin)
+                self._fill(there, before, message[at : at + length], bool(is_float))
+                at += length
+            if crc32(into) != crc:
+                raise Damaged("what was decoded isn't what was sent, by its CRC-32")
+            index += 1
+        if places:
+            raise Damaged("it has fewer parts than are expected")
+
+    def _fill(self, words: np.ndarray, before: np.ndarray | None, chunk: memoryview, is_float: bool) -> None:
+        if len(chunk) == words.nbytes:
+            words[:] = np.frombuffer(chunk, words.dtype)
+            if before is not None:
+                before[:] = ordered(words) if is_float else words
+            return
+        if len(chunk):
+            change = self._change(chunk, words)
+            if before is not None:
+                before += change
+        else:
+            change = np.zeros_like(words)
+        after = change if before is None else before
+        words[:] = ordered(after) if is_float else after
+
+    def _change(self, chunk: memoryview, words: np.ndarray) -> np.ndarray:
+        """The coded differences, as many as ``words``."""
+        if zstandard is None:
+            raise Damaged("zstandard is not installed here: pip install 'shardwright[wire]'")
+        change = np.empty_like(words)
+        try:
+            planes = np.frombuffer(self._unzstd.decompress(chunk), np.uint8).reshape(words.itemsize, -1)
+            change.view(np.uint8).reshape(-1, words.itemsize)[:] = planes.T
+        except (ValueError, zstandard.ZstdError) as error:
+            raise Damaged(f"a part of it can't be decoded ({error})") from error
+        signs = -(change & 1)
+        return (change.view(f"<u{words.itemsize}") >> 1).view(words.dtype) ^ signs
+
+
+def _words(view: memoryview, itemsize: int) -> np.ndarray:
+    return np.frombuffer(view, f"<i{itemsize}")
+
+
+def _slice(version: Version | None, begin: int) -> np.ndarray | None:
+    return None if version is None else version.words[begin : begin + _CHUNK_NUMEL]
+
+
+def _followed(kept: Kept | None, rank: int, number: int, words: np.ndarray) -> Version | None:
+    """What is kept of the part, which a message of this number changes."""
+    if kept is None and number <= 0:
+        return None
+    if number == _NO_VERSION and kept is not None:
+        kept.versions.pop(rank, None)
+        return None
+    if number == 0 and kept is not None:
+        kept.versions[rank] = Version(np.zeros_like(words))
+    version = None if kept is None else kept.versions.get(rank)
+    if version is None or version.number != number or version.words.shape != words.shape:
+        have = "nothing" if version is None else f"number {version.number}"
+        raise Damaged(
+            f"it says what has changed since number {number} of its part, of which {have} is kept here; give "
+            'every rank the same model and the same SchedulePolicy(wire=...), or wire="plain"'
+        )
+    version.number += 1
+    return version

@@ -1,0 +1,42 @@
+"""What a rank keeps of a segment's last all-gather, so that of the next one only what changed has to travel.
+
+The owner of a span compares it with what it has sent last, and every other rank has kept the same: one copy
+of all spans, in host memory, in the dtype of the wire. A number counts the messages that a copy has followed.
+It is in each message, so that a difference is never added to anything but what it was taken from.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass
+class Version:
+    """One span as it was sent last. ``words``: its patterns as signed integers in the order of the numbers
+    (see ``ordered`` in ``cpu/coder.py``). ``number``: of the messages that it has followed."""
+
+    words: np.ndarray
+    number: int = 0
+
+
+class Kept:
+    """Of one segment: the last version of each rank's span. Own ones are written by the thread that codes,
+    others' by the one that decodes, each in the order of messages, whether or not anybody waits for them.
+
+    on: this rank sends what has changed; else the whole span, and everybody forgets. codes: changes are sent
+    as coded differences; else the parts in which anything has changed are sent whole.
+    """
+
+    def __init__(self) -> None:
+        self.on = self.codes = False
+        self.versions: dict[int, Version] = {}
+
+    @property
+    def is_used(self) -> bool:
+        """Whether an all-gather has to tell the other ranks of it: what has changed, or to forget."""
+        return self.on or bool(self.versions)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory that this rank holds for it."""
+        return sum([version.words.nbytes for version in tuple(self.versions.values())])

@@ -1,0 +1,249 @@
+"""``SchedulePolicy(wire="difference")``: an all-gather over a network sends what has changed, bit for bit."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from shardwright import MixedPrecisionPolicy, SchedulePolicy, explain, fully_shard, set_transport, stats
+from shardwright.engine.unit import unit_of
+from tests.ranks.pool import run_ranks
+
+VOCAB, WIDTH = 499, 96
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+PLAIN, DIFFERENCE = (SchedulePolicy(wire=wire, keep_last=0) for wire in ("plain", "difference"))
+
+
+class Decoder(nn.Module):
+    """Embedding, residual blocks, head: 320,000 parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.embedding = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.ReLU(), nn.Linear(4 * WIDTH, WIDTH))
+            for _ in range(3)
+        )
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def shard(policy, precision=BF16, **options):
+    model = Decoder()
+    for module in (model.embedding, *model.blocks, model.head, model):
+        fully_shard(module, mp_policy=precision, reshard_after_forward=True, **options)
+    model.set_schedule_policy(policy)
+    return model
+
+
+def loss_of(model, rank, step):
+    tokens = torch.randint(VOCAB, (4, 9), generator=torch.Generator().manual_seed(100 * step + rank))
+    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+class Training:
+    """A sharded model and AdamW; what each step, forward or backward has sent from this rank."""
+
+    def __init__(self, rank, policy, lr=1e-4, **options):
+        self.rank, self.model, self.done = rank, shard(policy, **options), 0
+        self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=lr)
+
+    def step(self):
+        loss = loss_of(self.model, self.rank, self.done)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.done += 1
+        return loss.item()
+
+    def sent(self, do):
+        before = stats(self.model).sent_nbytes
+        do()
+        return stats(self.model).sent_nbytes - before
+
+    def bits(self):
+        return [param.detach().to_local().numpy().tobytes() for param in self.model.parameters()]
+
+
+def trained(rank, world, policy, precision=BF16, num_steps=20, lr=1e-4):
+    """Losses, the shards' bits, and the bytes that each step has sent."""
+    set_transport("sockets")
+    training, losses = Training(rank, policy, lr, precision=precision), []
+    sent = [training.sent(lambda: losses.append(training.step())) for _ in range(num_steps)]
+    return losses, training.bits(), sent
+
+
+@pytest.mark.parametrize(("world", "precision"), [(2, BF16), (4, BF16), (2, MixedPrecisionPolicy())])
+@pytest.mark.each_case
+def test_what_has_changed_trains_as_whole_shards_do_bit_for_bit_with_fewer_bytes(world, precision):
+    plain = run_ranks(world, trained, PLAIN, precision)
+    changes = run_ranks(world, trained, DIFFERENCE, precision)
+    for (losses, bits, sent), (same_losses, same_bits, fewer) in zip(plain, changes, strict=True):
+        assert (same_losses, same_bits) == (losses, bits)
+        assert sum(fewer[1:]) < 0.75 * sum(sent[1:])
+
+
+def gathers(rank, world, policy):
+    """Bytes that the parts of a step send: forwards, evaluations and backwards."""
+    set_transport("sockets")
+    training = Training(rank, policy)
+    model, found = training.model, {}
+
+    def evaluate():
+        with torch.no_grad():
+            loss_of(model, rank, 0)
+
+    found["first"] = training.sent(evaluate)
+    found["again"] = training.sent(evaluate)
+    training.step()
+    found["after a step"] = training.sent(evaluate)
+    losses = []
+    found["two forwards"] = training.sent(lambda: losses.extend(loss_of(model, rank, s) for s in (1, 2)))
+    sum(losses).backward()
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+    with torch.no_grad():
+        local = model.head.weight.to_local()
+        local.data[0] += 1  # leaves no mark
+    found["edit"] = training.sent(evaluate)
+    model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
+    found["load"] = training.sent(evaluate)
+    return found, training.step(), training.bits()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_only_what_has_changed_since_the_last_all_gather_is_sent(world):
+    plain, changes = (run_ranks(world, gathers, policy) for policy in (PLAIN, DIFFERENCE))
+    for (whole, *same), (sent, *others) in zip(plain, changes, strict=True):
+        assert others == same
+        once = whole["first"]
+        assert sent["first"] <= once
+        assert sent["again"] < 1000 * (world - 1)  # heads
+        assert sent["two forwards"] < 2000 * (world - 1)
+        assert sent["after a step"] < 0.5 * once
+        assert 0 < sent["edit"] < 0.5 * once
+        assert 0.1 * once < sent["load"] <= once
+
+
+def frozen(rank, world, policy):
+    """A frozen base with a head that is trained: bytes of each step."""
+    set_transport("sockets")
+    training = Training(rank, policy)
+    training.model.requires_grad_(False)
+    training.model.head.requires_grad_(True)
+    training.optimizer = torch.optim.AdamW(training.model.head.parameters(), lr=1e-4)
+    sent = [training.sent(training.step) for _ in range(3)]
+    return sent, training.bits()
+
+
+def test_a_frozen_base_is_sent_once():
+    plain, changes = (run_ranks(2, frozen, policy) for policy in (PLAIN, DIFFERENCE))
+    head = (
+        VOCAB * WIDTH
+    )  # bytes of its gradient in bf16, half of which are for the other rank, and of its shard
+    for (sent, bits), (fewer, same) in zip(plain, changes, strict=True):
+        assert same == bits
+        assert max(fewer[1:]) < 2 * head < sent[1] / 3
+
+
+def interrupted(rank, world, policy):
+    """A step of which a rank's forward fails, with all-gathers in flight, and clean steps after it."""
+    set_transport("sockets")
+    training = Training(rank, policy)
+    training.step()
+
+    def fail(*_):
+        raise ValueError("in the middle")
+
+    handle = training.model.blocks[1].register_forward_pre_hook(fail)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="in the middle"):
+            training.step()
+    handle.remove()
+    return [training.step() for _ in range(3)], training.bits()
+
+
+def test_after_an_error_in_a_step_the_next_ones_are_right():
+    plain, changes = (run_ranks(2, interrupted, policy) for policy in (PLAIN, DIFFERENCE))
+    assert changes == plain
+
+
+def skipping(rank, world, policy):
+    """Ranks take turns in using a block: the others take part in its all-gather, and drop it."""
+    set_transport("sockets")
+    training = Training(rank, policy)
+    skipped = training.model.blocks[1]
+    losses = []
+    for step in range(6):
+        forward = type(training.model).forward
+
+        def without(model, tokens, step=step, forward=forward):
+            if step % world == rank:
+                return forward(model, tokens)
+            x = model.embedding(tokens)
+            for block in model.blocks:
+                x = x if block is skipped else x + block(x)
+            return model.head(x)
+
+        training.model.__class__.forward = without
+        try:
+            losses.append(training.step())
+        finally:
+            training.model.__class__.forward = forward
+    return losses, training.bits()
+
+
+def test_what_a_rank_receives_for_others_is_kept_too():
+    plain, changes = (run_ranks(2, skipping, policy) for policy in (PLAIN, DIFFERENCE))
+    assert changes == plain
+
+
+def switched(rank, world):
+    """Whole shards, changes, whole shards again, changes of some groups within a budget."""
+    set_transport("sockets")
+    training = Training(rank, DIFFERENCE)
+    training.step()
+    segments = [s for g in unit_of(training.model).runtime.groups for s in g._bound.segments]
+    kept = [sum(segment.kept.nbytes for segment in segments)]
+    explained = sum(group.kept_nbytes for group in explain(training.model).groups)
+    budget = explained // 2
+    for policy in (PLAIN, SchedulePolicy(wire="difference", wire_nbytes=budget), DIFFERENCE):
+        training.model.set_schedule_policy(policy)
+        training.step()
+        kept.append(sum(segment.kept.nbytes for segment in segments))
+    return kept, budget, explained, str(explain(training.model)), training.bits()
+
+
+def unswitched(rank, world):
+    set_transport("sockets")
+    training = Training(rank, PLAIN)
+    for _ in range(4):
+        training.step()
+    return training.bits()
+
+
+def test_copies_are_kept_within_a_budget_named_by_explain_and_freed_when_they_are_not_asked_for():
+    plain = run_ranks(2, unswitched)
+    for bits, (kept, budget, explained, text, same) in zip(plain, run_ranks(2, switched), strict=True):
+        assert same == bits
+        assert kept[0] == kept[3] == explained
+        assert kept[1] == 0 < kept[2] <= budget
+        assert "all-gathers send what has changed" in text
+
+
+def told(rank, world):
+    set_transport("auto")
+    model = shard(DIFFERENCE)
+    loss_of(model, rank, 0)
+    return explain(model).groups[0].changed
+
+
+def test_ranks_that_share_memory_keep_no_copies_and_say_why():
+    for changed in run_ranks(2, told):
+        assert any("its ranks share memory" in line for line in changed)
