@@ -64,8 +64,11 @@ with _known():
     file_offset_of: Callable[[torch.UntypedStorage], Any] = _reader(
         torch.UntypedStorage, "_checkpoint_offset"
     )
-    # A mode in which torch.load reads the structure of a file without its data.
+    # A mode in which torch.load reads the structure of a file without its data, and a model runs without any.
     from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+
+    # Sees every operation that is dispatched inside of it.
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
     # Whether a tensor subclass is made of inner tensors, which are gathered and moved in its place.
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass

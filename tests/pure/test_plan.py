@@ -51,7 +51,7 @@ def test_a_step_of_one_rank_takes_what_its_compute_takes():
     found = simulate(
         schedule(work, PRESETS["shardwright"]), work, replace(priced("shardwright", 1), shards=1)
     )
-    copies = 2 * PRESETS["shardwright"].reduce_nbytes(2)
+    copies = 2 * PRESETS["shardwright"].reduce_nbytes(2, 2)
     assert found.step_s == pytest.approx(2 * (5 + 10) + copies)
     assert found.exposed_s == pytest.approx(0)
 

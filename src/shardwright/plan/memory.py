@@ -14,7 +14,7 @@ from shardwright.plan.presets import Preset
 from shardwright.plan.workload import Stretch, Workload
 from shardwright.schedule.schedule import Action, ActionKind, EventKind, Phase, Schedule
 
-_MASTER, _ADAM, _BF16 = 4, 8, 2
+_MASTER, _ADAM = 4, 8
 
 
 class Category(StrEnum):
@@ -61,6 +61,8 @@ def memory(schedule: Schedule, workload: Workload, preset: Preset, sharding: Sha
     found = []
     for phase in (Phase.FORWARD, Phase.BACKWARD):
         for entry, (event, stretch) in zip(schedule.phases[phase], workload.phases[phase], strict=True):
+            if event.kind is EventKind.GRADS_READY:
+                ledger.gradients(event.group)
             for action in entry.actions:
                 ledger.act(action)
                 found.append(HeldBytes(f"{event} {action}", dict(ledger.held)))
@@ -113,7 +115,7 @@ class _Ledger:
         """One action of the schedule."""
         held, kind = self.held, action.kind
         for group in action.groups:
-            nbytes = self.workload.groups[group].numel * _BF16
+            nbytes = self.workload.groups[group].numel * self.workload.itemsize
             staged = nbytes + nbytes // self.sharding.shards if self.preset.gather_copies else 0
             if kind is ActionKind.UNSHARD:
                 held[Category.TRANSPORT if staged else Category.UNSHARDED] += staged or nbytes
@@ -134,8 +136,10 @@ class _Ledger:
             self.held[Category.UNSHARDED] -= self.freed.pop(0)
 
     def gradients(self, group: int) -> None:
-        """The backward of a group makes them."""
-        nbytes = self.workload.groups[group].trained * _BF16
+        """The backward of a group makes them, from its begin on."""
+        if group in self.unreduced:
+            return
+        nbytes = self.workload.groups[group].trained * self.workload.itemsize
         self.held[Category.GRADIENTS] += nbytes
         self.unreduced[group] = nbytes
 

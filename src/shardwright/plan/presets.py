@@ -5,11 +5,9 @@ from functools import cache
 
 from shardwright.errors import ConfigError
 from shardwright.plan.workload import Workload
-from shardwright.policy import Agreement, BackwardPrefetch, SchedulePolicy
+from shardwright.policy import BackwardPrefetch, SchedulePolicy
 from shardwright.schedule.planner import plan
 from shardwright.schedule.schedule import GroupSpec, Schedule
-
-_BF16 = 2
 
 
 @dataclass(frozen=True)
@@ -17,6 +15,7 @@ class Preset:
     """A runtime, to the planner and the simulation.
 
     policy: what its schedules are planned by. root_stays: the root isn't resharded after a forward.
+    reshards: whether the other groups are; None leaves that open for those that the backward needs first.
     limit: the host waits until so many groups, freed by it, are freed by the device too, before it gathers
         one more; None: an all-gather itself waits, for ``releases``.
     releases: "reshard": for the memory of the last group that was resharded. "wait": for the last group that
@@ -29,6 +28,7 @@ class Preset:
 
     policy: SchedulePolicy
     root_stays: bool = False
+    reshards: bool | None = True
     limit: int | None = None
     releases: str = "reshard"
     one_communicator: bool = False
@@ -36,19 +36,17 @@ class Preset:
     reduce_copies: int = 4
     divides: bool = False
 
-    def reduce_nbytes(self, itemsize: int) -> int:
-        """Bytes that the device moves for each element before a reduce-scatter in ``itemsize`` bytes."""
-        cast = 0 if itemsize == _BF16 else _BF16 + itemsize
+    def reduce_nbytes(self, own: int, itemsize: int) -> int:
+        """Bytes that the device moves for each element, of ``own`` bytes, before a reduce-scatter in
+        ``itemsize`` bytes."""
+        cast = 0 if itemsize == own else own + itemsize
         return self.reduce_copies + cast + self.divides * 2 * itemsize
 
 
-_OFF = Agreement.OFF
 PRESETS = {
-    "shardwright": Preset(SchedulePolicy(agreement=_OFF)),
+    "shardwright": Preset(SchedulePolicy(), root_stays=True, reshards=None),
     "fsdp2": Preset(
-        SchedulePolicy(
-            forward_prefetch=False, max_reductions=1, keep_last=0, bucket_cap_mb=0.0, agreement=_OFF
-        ),
+        SchedulePolicy(forward_prefetch=False, max_reductions=1, keep_last=0, bucket_cap_mb=0.0),
         root_stays=True,
         releases="wait",
         one_communicator=True,
@@ -62,7 +60,6 @@ PRESETS = {
             max_reductions=2,
             keep_last=0,
             bucket_cap_mb=0.0,
-            agreement=_OFF,
         ),
         root_stays=True,
         limit=2,
@@ -81,13 +78,12 @@ def preset(name: str) -> Preset:
 
 
 def specs(workload: Workload, preset: Preset, reshard_after_forward: bool = True) -> tuple[GroupSpec, ...]:
-    """What the planner knows of each group; the last is the root."""
-    last = len(workload.groups) - 1
+    """What the planner knows of each group."""
     return tuple(
         GroupSpec(
-            reshard_after_forward=_reshards(preset, reshard_after_forward, index == last),
-            nbytes=group.numel * _BF16,
-            grad_nbytes=group.trained * _BF16,
+            reshard_after_forward=_reshards(preset, reshard_after_forward, index == workload.root),
+            nbytes=group.numel * workload.itemsize,
+            grad_nbytes=group.trained * workload.itemsize,
             bucket_key=0,
         )
         for index, group in enumerate(workload.groups)
@@ -97,7 +93,7 @@ def specs(workload: Workload, preset: Preset, reshard_after_forward: bool = True
 def _reshards(preset: Preset, reshard_after_forward: bool, is_root: bool) -> bool | None:
     if not reshard_after_forward or (is_root and preset.root_stays):
         return False
-    return True if preset.root_stays else None
+    return preset.reshards
 
 
 def schedule(workload: Workload, preset: Preset, reshard_after_forward: bool = True) -> Schedule:

@@ -154,7 +154,8 @@ class _Step:
     def _reduce(self, action: Action) -> None:
         lanes = self.lanes
         numel = sum(self.workload.groups[group].trained for group in action.groups)
-        self._copy(action, numel * self.preset.reduce_nbytes(self.prices.reduce_itemsize))
+        per_element = self.preset.reduce_nbytes(self.workload.itemsize, self.prices.reduce_itemsize)
+        self._copy(action, numel * per_element)
         after = np.maximum(lanes.free["compute"], lanes.free["host"])
         end = self._collective("reduce", str(action), numel * self.prices.reduce_itemsize, after)
         prices = self.prices

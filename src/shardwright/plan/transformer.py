@@ -207,4 +207,4 @@ def workload(arch: Architecture, batch: Microbatch) -> Workload:
     block = GroupSize("block", arch.block_numel, arch.block_numel)
     outside = arch.root_numel(batch.sequence)
     groups = (*[block] * arch.n_layers, GroupSize("root", outside, outside))
-    return Workload(groups, {Phase.FORWARD: tuple(forward), Phase.BACKWARD: tuple(backward)})
+    return Workload(groups, {Phase.FORWARD: tuple(forward), Phase.BACKWARD: tuple(backward)}, root)

@@ -58,10 +58,14 @@ class Workload:
 
     groups: in the order in which schedules number them. phases: the events of each phase in their order, each
     with what is computed after it. Layers that are equal may share their ``Stretch``: it is priced once.
+    root: the group of what lies right in the model itself; None: there is none. itemsize: bytes of an element
+    of parameters while they are computed with.
     """
 
     groups: tuple[GroupSize, ...]
     phases: dict[Phase, tuple[tuple[Event, Stretch], ...]]
+    root: int | None = None
+    itemsize: int = 2
 
     @property
     def orders(self) -> dict[Phase, tuple[Event, ...]]:

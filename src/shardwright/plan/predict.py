@@ -1,0 +1,209 @@
+"""``estimate``: a model on the meta device, a sample batch and a cluster in; seconds and bytes out."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.errors import InputError
+from shardwright.grouped import Groups, shard_groups
+from shardwright.plan.cluster import GIB, Cluster
+from shardwright.plan.constants import Constants
+from shardwright.plan.memory import HeldBytes, Sharding, fits, memory, peak
+from shardwright.plan.presets import preset, schedule
+from shardwright.plan.prices import Prices
+from shardwright.plan.simulate import Timeline, simulate
+from shardwright.plan.trace import TracedGroup, trace
+from shardwright.plan.workload import OpKind, Workload
+from shardwright.policy import MixedPrecisionPolicy, SchedulePolicy
+from shardwright.schedule.schedule import Phase, Schedule
+
+_BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+_TABLE = "{:22} {}"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a model is to be trained: what ``estimate`` is asked of.
+
+    runtime: "shardwright", "fsdp1" or "fsdp2". groups: as ``fully_shard(groups=...)`` takes them.
+    reshard_after_forward: False keeps every group unsharded until its backward. shards: ranks that a
+    parameter is sharded over; None: all of them, else the others have copies. microbatches: samples that
+    gradients are accumulated over in a step. policy: of the schedule, in place of the runtime's.
+    """
+
+    runtime: str = "shardwright"
+    groups: Groups = "auto"
+    mp_policy: MixedPrecisionPolicy = field(default=_BF16)
+    reshard_after_forward: bool = True
+    shards: int | None = None
+    microbatches: int = 1
+    policy: SchedulePolicy | None = None
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a step takes and holds on one rank. ``print`` shows it as a table.
+
+    held: what is held after each action, and at most inside of each stretch of compute. tokens: elements of
+    the sample's first tensor, where those are integers, else its first dim; of one microbatch on one rank.
+    """
+
+    cluster: Cluster
+    choice: Choice
+    workload: Workload
+    schedule: Schedule
+    timeline: Timeline
+    held: tuple[HeldBytes, ...]
+    tokens: int
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step, the optimizer's included."""
+        return float(self.timeline.step_s)
+
+    @property
+    def peak(self) -> HeldBytes:
+        """The moment at which most bytes are held."""
+        return peak(self.held)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak has a place on the device."""
+        return fits(self.peak.total, self.cluster.device)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all ranks."""
+        return self.tokens * self.choice.microbatches * self.cluster.ranks / self.step_s
+
+    @property
+    def model_flops(self) -> float:
+        """Of a step on one rank: three times the matmuls and the attention of the forward, so that what is
+        computed again doesn't count."""
+        stretches = [stretch for _, stretch in self.workload.phases[Phase.FORWARD]]
+        ops = [op for stretch in stretches for op in stretch.ops if op.kind is not OpKind.MEMORY]
+        return 3.0 * self.choice.microbatches * sum(op.flops for op in ops)
+
+    @property
+    def mfu(self) -> float:
+        """``model_flops`` over what the device's data sheet says it could do in a step."""
+        return self.model_flops / (self.step_s * self.cluster.device.peak_flops)
+
+    def cost_per_billion_tokens(self, price_per_hour: float) -> float:
+        """In the unit of ``price_per_hour``, which is that of one device."""
+        return 1e9 / self.tokens_per_s * self.cluster.ranks * price_per_hour / 3600
+
+    def __str__(self) -> str:
+        device, held = self.cluster.device, self.peak
+        by_category = ", ".join(
+            f"{category} {nbytes / GIB:.1f}"
+            for category, nbytes in sorted(held.nbytes.items(), key=lambda item: -item[1])
+            if nbytes >= 0.05 * GIB
+        )
+        total = self.tokens_per_s
+        exposed = float(self.timeline.exposed_s) / self.step_s
+        rows = [
+            ("cluster", f"{self.cluster.ranks} x {device.name}, {self.choice.runtime}"),
+            ("fits", f"{'yes' if self.fits else 'NO'}: {held.total / GIB:.1f} of "
+             f"{device.memory_nbytes / GIB:.1f} GiB at {held.at.strip()} ({by_category})"),
+            ("step", f"{self.step_s:.3f} s (+- 10%)"),
+            ("tokens/s", f"{total:,.0f}, {total / self.cluster.ranks:,.0f} per device"),
+            ("MFU", f"{self.mfu:.1%} (3 x forward's matmuls and attention, half where causal)"),
+            ("without compute", f"{exposed:.1%} of the step (communication and the host)"),
+        ]  # fmt: skip
+        return "\n".join(_TABLE.format(*row) for row in rows)
+
+
+def estimate(
+    model: nn.Module,
+    sample: Any,
+    cluster: Cluster,
+    choice: Choice | None = None,
+    *,
+    loss: Callable[[Any], Tensor] | None = None,
+    constants: Constants | None = None,
+) -> Estimate:
+    """Price one training step: its seconds, and its bytes by category at every event.
+
+    model: not sharded yet; on the meta device, so that it takes no memory, or on any. It isn't changed.
+    sample: one microbatch of one rank: a tensor, a sequence of arguments or a mapping of named ones; only
+        shapes and dtypes matter, so they may be on the meta device too.
+    loss: from what the model returns, a tensor of one element; left out where that is one, or has ``.loss``.
+    Adam with two states in float32 is counted, and parameters in float32 at rest.
+    No process group is needed, and nothing is computed.
+    Raises: InputError for a model that can't be traced without data, has no loss or can't be grouped;
+    ConfigError for a runtime that isn't known.
+    """
+    choice = choice or Choice()
+    args, named = _arguments(sample)
+    runs = preset(choice.runtime)
+    if choice.policy is not None:
+        runs = replace(runs, policy=choice.policy)
+    groups = traced_groups(model, choice.groups)
+    workload = trace(model, args, named, groups, choice.mp_policy.param_dtype, loss)
+    planned = schedule(workload, runs, choice.reshard_after_forward)
+    shards = choice.shards or cluster.ranks
+    if cluster.ranks % shards:
+        raise InputError(f"Choice.shards must divide the cluster's {cluster.ranks} ranks, got {shards}")
+    sizes = _itemsizes(choice.mp_policy)
+    timeline = simulate(
+        planned,
+        workload,
+        Prices(cluster, constants or Constants(), runs, shards, *sizes),
+        choice.microbatches,
+        keeps=True,
+    )
+    held = memory(planned, workload, runs, Sharding(shards, sizes[1], choice.microbatches > 1))
+    return Estimate(
+        cluster, choice, workload, planned, timeline, tuple(held), _tokens([*args, *named.values()])
+    )
+
+
+def traced_groups(model: nn.Module, groups: Groups) -> list[TracedGroup]:
+    """The groups that ``fully_shard(model, groups=groups)`` would make, by its numbers. Changes nothing."""
+    names = {id(module): name for name, module in model.named_modules()}
+    params = {id(param): name for name, param in model.named_parameters()}
+    found: list[TracedGroup] = []
+    taken: set[int] = set()
+
+    def note(modules: list[nn.Module], ignored: set[int]) -> None:
+        inside = dict.fromkeys(id(param) for module in modules for param in module.parameters())
+        mine = [key for key in inside if key not in taken and key not in ignored]
+        taken.update(mine)
+        if mine:
+            parts = tuple(names[id(module)] for module in modules)
+            lookup = all(isinstance(module, nn.Embedding) for module in modules)
+            found.append(TracedGroup(parts, tuple(params[key] for key in mine), lookup))
+
+    shard_groups(model, groups, set(), note)
+    order = {name: place for place, name in enumerate(names.values())}
+    return sorted(found, key=lambda group: (group.modules == ("",), min(order[m] for m in group.modules)))
+
+
+def _itemsizes(policy: MixedPrecisionPolicy) -> tuple[int, int]:
+    """Bytes of an element of parameters, and of gradients, on the wire."""
+    params = policy.param_dtype or torch.float32
+    return params.itemsize, (policy.reduce_dtype or params).itemsize
+
+
+def _arguments(sample: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    if isinstance(sample, Tensor):
+        return (sample,), {}
+    if isinstance(sample, Mapping) and sample:
+        return (), sample
+    if isinstance(sample, list | tuple) and sample:
+        return sample, {}
+    raise InputError(
+        f"a plan needs a sample batch: a tensor, a sequence of arguments or a mapping of named ones, got "
+        f'{sample!r}; for instance torch.empty(4, 2048, dtype=torch.int64, device="meta")'
+    )
+
+
+def _tokens(values: Sequence[Any]) -> int:
+    first = next((value for value in values if isinstance(value, Tensor)), None)
+    if first is None:
+        return 1
+    return first.numel() if not first.is_floating_point() else first.shape[0]

@@ -1,0 +1,171 @@
+"""``plan.estimate``: what a module computes, keeps and moves, from one forward and backward without data."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from bench import model as bench_model
+from bench.rankzero import rank_zero_of
+from shardwright import MixedPrecisionPolicy, SchedulePolicy, fully_shard
+from shardwright.errors import InputError
+from shardwright.plan import Choice, estimate
+from shardwright.plan.cluster import DEVICES, Cluster
+from shardwright.plan.memory import Category
+from shardwright.plan.transformer import Architecture, Microbatch, workload
+from shardwright.plan.workload import OpKind
+from shardwright.schedule.schedule import EventKind, Phase
+
+SIZE = bench_model.Size(layers=3, width=128, vocab=512, sequence=64, batch=4)
+EIGHT = Cluster(DEVICES["H100"], 8)
+FP32 = MixedPrecisionPolicy()
+
+
+def on_meta(size=SIZE):
+    with torch.device("meta"):
+        return bench_model.Transformer(size)
+
+
+def sample(size=SIZE):
+    return torch.empty(size.batch, size.sequence + 1, dtype=torch.int64, device="meta")
+
+
+def total(found, phase, kind, what):
+    return sum(getattr(op, what) for _, s in found.phases[phase] for op in s.ops if op.kind is kind)
+
+
+GROUPS = {
+    "chosen": "auto",
+    "by hand": [["embedding", "position"], ["blocks.0", "blocks.1"], ["blocks.2"], ["norm", "head"]],
+    "blocks alone": [["blocks.0"], ["blocks.1"], ["blocks.2"]],
+}
+
+
+@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
+@pytest.mark.parametrize(
+    "policy", [SchedulePolicy(), SchedulePolicy(depth=2, bucket_cap_mb=0.0, keep_last=0)]
+)
+def test_the_schedule_that_is_priced_is_the_one_that_the_runtime_plans(groups, policy):
+    found = estimate(on_meta(), sample(), EIGHT, Choice(groups=groups, mp_policy=FP32, policy=policy))
+    with rank_zero_of(8):
+        model = bench_model.build(SIZE)
+        fully_shard(model, groups=groups)
+        model.set_schedule_policy(policy)
+        for step in range(2):
+            model(bench_model.tokens(SIZE, 0, step)).backward()
+        assert str(found.schedule) == str(model.schedule())
+
+
+def test_a_trace_and_the_architecture_numbers_give_the_same_operations():
+    size = bench_model.Size(layers=3, width=256, vocab=2048, sequence=256, batch=2)
+    found = estimate(on_meta(size), sample(size), EIGHT).workload
+    arch = Architecture(3, 256, 4, 4, 64, 1024, 2048, gated=False, biases=False, rotary=False, rms=False)
+    row = workload(arch, Microbatch(256, 2, fused_loss=True))
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        for kind in (OpKind.MATMUL, OpKind.ATTENTION):
+            assert total(found, phase, kind, "flops") == total(row, phase, kind, "flops")
+        passes = total(found, phase, OpKind.MEMORY, "nbytes") / total(row, phase, OpKind.MEMORY, "nbytes")
+        assert 0.8 < passes < 1.5
+    block = next(s for event, s in found.phases[Phase.FORWARD] if event == (EventKind.FORWARD_BEGIN, 1))
+    mine = next(s for event, s in row.phases[Phase.FORWARD] if event == (EventKind.FORWARD_BEGIN, 1))
+    assert block.saved_nbytes == pytest.approx(mine.saved_nbytes, rel=0.02)
+
+
+def test_what_a_forward_keeps_its_backward_frees():
+    found = estimate(on_meta(), sample(), EIGHT).workload
+    saved = [stretch.saved_nbytes for phase in found.phases.values() for _, stretch in phase]
+    assert max(saved) > 0
+    assert abs(sum(saved)) < 64  # bytes; the loss itself outlives its backward
+
+
+class Chain(nn.Module):
+    """Layers, each computed again in the backward or not."""
+
+    def __init__(self, again):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in "abc"
+        )
+        self.again = again
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.again else layer(x)
+        return x.sum()
+
+
+def test_recomputation_is_seen_in_operations_and_in_bytes():
+    def of(again):
+        with torch.device("meta"):
+            model = Chain(again)
+        x = torch.empty(32, 64, device="meta", requires_grad=True)
+        return estimate(model, x, EIGHT, Choice(mp_policy=FP32))
+
+    plain, again = of(False), of(True)
+    forward = total(plain.workload, Phase.FORWARD, OpKind.MATMUL, "flops")
+    assert total(again.workload, Phase.FORWARD, OpKind.MATMUL, "flops") == forward
+    more = [total(e.workload, Phase.BACKWARD, OpKind.MATMUL, "flops") for e in (plain, again)]
+    assert more[1] - more[0] >= forward * 0.5  # torch stops recomputing where nothing more is needed
+    saved = [e.workload.phases[Phase.FORWARD][0][1].saved_nbytes for e in (plain, again)]
+    assert saved[1] < saved[0] / 4
+
+
+def test_the_model_is_left_as_it_was_and_may_be_real():
+    model = bench_model.build(SIZE)
+    before = {name: (id(param), param.clone()) for name, param in model.named_parameters()}
+    found = estimate(model, bench_model.tokens(SIZE, 0, 0), EIGHT)
+    assert found.step_s == estimate(on_meta(), sample(), EIGHT).step_s
+    for name, param in model.named_parameters():
+        assert (id(param), param.grad) == (before[name][0], None)
+        assert torch.equal(param, before[name][1])
+
+
+def test_the_table_says_what_fits_how_fast_and_at_what_cost():
+    found = estimate(on_meta(), sample(), EIGHT, Choice(microbatches=3))
+    assert found.fits
+    assert found.tokens == SIZE.batch * (SIZE.sequence + 1)
+    assert found.tokens_per_s == pytest.approx(8 * 3 * found.tokens / found.step_s)
+    dollars = found.cost_per_billion_tokens(2.0)
+    assert dollars == pytest.approx(8 * 2.0 / 3600 * 1e9 / found.tokens_per_s)
+    assert 0 < found.mfu < 1
+    states = sum(group.numel for group in found.workload.groups) // 8 * 12
+    assert found.peak.nbytes[Category.STATES] == states
+    lines = str(found).splitlines()
+    assert [line.split("  ")[0] for line in lines] == [
+        "cluster", "fits", "step", "tokens/s", "MFU", "without compute",
+    ]  # fmt: skip
+
+
+def test_more_ranks_hold_less_and_copies_of_shards_hold_more():
+    sizes = [
+        estimate(on_meta(), sample(), Cluster(DEVICES["H100"], ranks), Choice(shards=shards)).peak.total
+        for ranks, shards in ((64, None), (8, None), (64, 8))
+    ]
+    assert sizes[0] < sizes[1] == sizes[2]
+
+
+class Deciding(nn.Module):
+    """Its forward looks at values."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x):
+        return self.layers[int(x.sum() > 0)](x).sum()
+
+
+def test_what_cannot_be_planned_is_refused_with_what_to_do():
+    with torch.device("meta"):
+        model, deciding = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))), Deciding()
+    x = torch.empty(4, 8, device="meta")
+    with pytest.raises(InputError, match=r"needs a sample batch.*for instance"):
+        estimate(model, None, EIGHT)
+    with pytest.raises(InputError, match=r"returns a tensor of shape \[4, 8\], which is no loss; pass loss="):
+        estimate(model, x, EIGHT)
+    assert estimate(model, x, EIGHT, loss=lambda out: F.mse_loss(out, out.detach())).step_s > 0
+    with pytest.raises(InputError, match=r"Deciding can't be traced without data"):
+        estimate(deciding, x, EIGHT)
+    with pytest.raises(InputError, match=r"shards must divide the cluster's 8 ranks, got 3"):
+        estimate(on_meta(), sample(), EIGHT, Choice(shards=3))
