@@ -1,4 +1,4 @@
-"""The root's own parameters are two groups; the second is gathered when it is first read."""
+"""The root's own parameters are two groups, and the first block's; the second is gathered when it is read."""
 
 import copy
 import functools
@@ -224,3 +224,85 @@ def small_or_shared(rank, world):
 
 def test_a_tied_head_or_a_small_one_stays_with_the_rest():
     run_ranks(2, small_or_shared)
+
+
+BLOCK = 1000  # of a block's two matrices each is larger than a MiB
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, BLOCK), nn.Linear(BLOCK, WIDTH)
+        self.reads = "in their forwards"
+
+    def forward(self, x):
+        if self.reads == "the last one first":
+            x = x + 0.1 * F.linear(x, self.down.weight.t())[..., :WIDTH]
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def deep(reads="in their forwards", **options):
+    model = made(**options)
+    model.blocks = nn.ModuleList(Block() for _ in range(3))
+    model.blocks[0].reads = reads
+    return model
+
+
+def cut(rank, world, reads):
+    torch.manual_seed(5)
+    reference = deep(reads)
+    model = sharded(copy.deepcopy(reference))
+    names = [group.modules for group in explain(model).groups]
+    assert names == [("blocks.0",), ("blocks.1",), ("blocks.2",), ("blocks.0.down",), ("",), ("norm", "head")]
+    model.set_schedule_policy(SchedulePolicy(bucket_cap_mb=0))
+    equal_steps(model, reference, rank, world)
+    if reads == "in their forwards":
+        forward, backward = lines(model, Phase.FORWARD), lines(model, Phase.BACKWARD)
+        assert forward["F+ 0"] == ["unshard 3", "wait 0"] and forward["F+ 3"][-1] == "wait 3"
+        reduced = [event for event, actions in backward.items() if {"reduce 0", "reduce 3"} & {*actions}]
+        assert reduced == ["G  3", "G  0"]
+    twin = copy.deepcopy(model)
+    equal_steps(twin, copy.deepcopy(reference), rank, world, steps=1)
+
+
+@pytest.mark.parametrize("reads", ["in their forwards", "the last one first"])
+def test_the_first_block_is_two_groups_of_which_one_is_moved_beside_the_others_compute(reads):
+    run_ranks(2, cut, reads)
+
+
+def asked(rank, world):
+    torch.manual_seed(5)
+    reference = deep()
+    model = copy.deepcopy(reference)
+    fully_shard(model.blocks[0]).set_gradient_divide_factor(1.0)
+    for block in model.blocks[1:]:
+        fully_shard(block)
+    fully_shard(model)
+    assert len(explain(model).groups) == 5
+
+
+def test_a_first_block_that_something_was_asked_of_stays_one_group():
+    run_ranks(2, asked)
+
+
+def tied_later(rank, world):
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = deep()
+            self.again, self.down = nn.Linear(WIDTH, VOCAB), nn.Linear(BLOCK, WIDTH)
+            self.again.weight, self.down.weight = self.inner.head.weight, self.inner.blocks[0].down.weight
+
+        def forward(self, x):
+            return self.again(self.down(torch.tanh(self.inner(x)[..., :BLOCK])))
+
+    torch.manual_seed(1)
+    reference = Outer()
+    model = copy.deepcopy(reference)
+    sharded(model.inner)
+    fully_shard(model)
+    equal_steps(model, reference, rank, world)
+
+
+def test_a_parameter_of_a_group_that_was_cut_off_may_be_tied_later():
+    run_ranks(2, tied_later)

@@ -9,9 +9,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from shardwright.engine.deferred import Deferred, ends, shown_by
+from shardwright.engine.deferred import Deferred, ends, halves, shown_by
 from shardwright.engine.foreign import check_foreign
-from shardwright.engine.gatherer import GatherOptions
+from shardwright.engine.gatherer import GatherOptions, has_lookup
 from shardwright.engine.group import ParamGroup
 from shardwright.engine.hooks import ModuleHooks
 from shardwright.engine.optimizer_guard import leave_out
@@ -23,6 +23,7 @@ from shardwright.engine.unit import (
     owner_of,
     remember_replaced,
     sharded_from,
+    take_over,
     unit_of,
     units_in,
 )
@@ -33,7 +34,14 @@ from shardwright.params.flat_param import FlatParam, check_flat
 from shardwright.params.param import ParamSite, ShardedParam
 from shardwright.params.placement import Split
 from shardwright.params.subclass import ExtendedParam, is_extended, not_extensible
-from shardwright.policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, adopt
+from shardwright.policy import (
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ReductionPolicy,
+    adopt,
+)
+from shardwright.schedule.schedule import GroupSpec
 from shardwright.torch_private import buffers_of, concatenated, parameters_of
 from shardwright.transport.mesh import Axis, resolve, smaller_world
 
@@ -164,6 +172,8 @@ def shard_modules(
     for inner in (*nested, *unit.shared_owners):
         if inner.runtime is not runtime:
             runtime.absorb(inner.runtime)
+    if not options.flat:
+        _cut_first_block(nested)
     groups = _by_axis(params)
     last: list[ShardedParam] = []
     if len(groups) == len(modules) == 1 and not options.flat:
@@ -175,6 +185,8 @@ def shard_modules(
         own = unit if not place else Unit(name, (), None, (), options.precision, runtime)
         own.group = _make_group(own.name, members, options, worlds[members[0].axis])
         own.deferred = Deferred(members) if members is last else None
+        if place:
+            take_over(own, members)
         runtime.add(own.group, _reshards(options, worlds[members[0].axis], members[0].axis))
         unit.parts = (*unit.parts, own) if place else ()
     runtime.table.root = tuple(unit.groups)
@@ -183,6 +195,31 @@ def shard_modules(
     _name_by_path(modules)
     ModuleHooks(unit)
     return modules
+
+
+def _cut_first_block(nested: Sequence[Unit]) -> None:
+    """Hold the parameters of the first of ``nested`` that isn't a lookup in two groups (see ``halves``), if
+    nothing was asked of it since it was sharded, and no other unit is cut."""
+    unit = next((each for each in nested if each.group and not has_lookup(each.group.params)), None)
+    if unit is None or unit.group is None or len(unit.modules) != 1:
+        return
+    (block,) = unit.modules
+    if any(part.deferred for each in nested for part in each.parts):
+        return
+    group, runtime = unit.group, unit.runtime
+    spec = runtime.requested(group)
+    special = spec != GroupSpec(spec.reshard_after_forward) or group.reducer.hook is not None
+    if special or group.reducer.policy != ReductionPolicy():
+        return
+    first, last = halves(group.params, block, group.policy)
+    if last:
+        part = Unit(f"{unit.name}.{shown_by(last, block)}", (), None, (), unit.policy, runtime)
+        part.group = ParamGroup(part.name, last, group.axis, group.policy, group.gatherer.options)
+        part.deferred = Deferred(last)
+        take_over(part, last)
+        runtime.regroup(group, first)
+        runtime.add(part.group, spec.reshard_after_forward)
+        unit.parts = (*unit.parts, part)
 
 
 def _join(unit: Unit, others: list[Unit]) -> None:

@@ -1,10 +1,11 @@
-"""The end of a model, gathered when it is first read.
+"""Groups that are cut in two, where one would be gathered or reduced with nothing computed beside it.
 
 What no inner call of ``fully_shard`` has taken is the outermost module's: mostly an embedding, which a
 forward reads first, and a head, which it reads last. In one group both would be gathered before anything is
-computed, and reduced when the last gradient is there. So they are two groups, and the second one's forward
-begins where one of its parameters is first read: from then on its place in the step is recorded as any other
-group's.
+computed, and reduced when the last gradient is there. The first block's all-gather begins a step, and its
+reduce-scatter ends one: in two groups, one half hides behind the other half's computation. Of both the second
+group's forward begins where one of its parameters is first read: from then on its place in the step is
+recorded as any other group's.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -89,20 +90,58 @@ def ends(
     params: Sequence[ShardedParam], root: nn.Module, inner: Iterable[nn.Module], policy: MixedPrecisionPolicy
 ) -> tuple[list[ShardedParam], list[ShardedParam]]:
     """``params`` of ``root`` in two groups: those to gather at its begin, and those that only modules show
-    which come after the last of ``inner``, in the order of ``root.modules()``.
-
-    The second is empty unless both are larger than what may share a collective with others
-    (``SchedulePolicy.bucket_cap_mb`` by default): then nothing is to be won.
+    which come after the last of ``inner``, in the order of ``root.modules()``. The second is empty where
+    nothing is to be won (see ``_unless_small``).
     """
     place = {id(module): number for number, module in enumerate(root.modules())}
     inside = [place[id(module)] for each in inner for module in each.modules() if id(module) in place]
     parts: tuple[list[ShardedParam], list[ShardedParam]] = [], []
     for param in params:
-        sites = [site.module for site in param.sites]
-        behind = bool(inside) and all(place.get(id(module), 0) > max(inside) for module in sites)
-        parts[behind and not param.extended and not any(map(encodings, sites))].append(param)
-    sizes = [sum(p.layout.numel * p.compute_dtype(policy).itemsize for p in part) for part in parts]
-    return parts if min(sizes) > SchedulePolicy().bucket_cap_nbytes else (list(params), [])
+        modules = [site.module for site in param.sites]
+        behind = bool(inside) and all(place.get(id(module), 0) > max(inside) for module in modules)
+        parts[behind and _is_plain(param)].append(param)
+    return _unless_small(params, parts, policy)
+
+
+def halves(
+    params: Sequence[ShardedParam], block: nn.Module, policy: MixedPrecisionPolicy
+) -> tuple[list[ShardedParam], list[ShardedParam]]:
+    """``params`` of ``block`` in two groups of about as many bytes, in the order of ``block.modules()``, a
+    module's own together. The second is empty where one is shown by modules outside of ``block`` too, and
+    where nothing is to be won (see ``_unless_small``).
+    """
+    place = {id(module): number for number, module in enumerate(block.modules())}
+    first_at: dict[ShardedParam, int] = {}
+    for param in params:
+        places = [place.get(id(site.module), -1) for site in param.sites]
+        if min(places) < 0 or not _is_plain(param):
+            return list(params), []
+        first_at[param] = min(places)
+    cuts = [
+        ([p for p in params if first_at[p] < at], [p for p in params if first_at[p] >= at])
+        for at in sorted({*first_at.values()})
+    ]
+    return _unless_small(params, max(cuts, key=lambda cut: min(_sizes(cut, policy))), policy)
+
+
+def _is_plain(param: ShardedParam) -> bool:
+    """Whether every reading of it is one of its module's table of parameters."""
+    return not (param.extended or param.members or any(encodings(site.module) for site in param.sites))
+
+
+def _sizes(parts: Iterable[Sequence[ShardedParam]], policy: MixedPrecisionPolicy) -> list[int]:
+    """Bytes of each, gathered."""
+    return [sum(p.layout.numel * p.compute_dtype(policy).itemsize for p in part) for part in parts]
+
+
+def _unless_small(
+    params: Sequence[ShardedParam],
+    parts: tuple[list[ShardedParam], list[ShardedParam]],
+    policy: MixedPrecisionPolicy,
+) -> tuple[list[ShardedParam], list[ShardedParam]]:
+    """``parts``, if each is larger than what may share a collective with others
+    (``SchedulePolicy.bucket_cap_mb`` by default); else all in the first."""
+    return parts if min(_sizes(parts, policy)) > SchedulePolicy().bucket_cap_nbytes else (list(params), [])
 
 
 def shown_by(params: Iterable[ShardedParam], root: nn.Module) -> str:

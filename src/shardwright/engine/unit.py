@@ -1,5 +1,6 @@
 """A unit: what one call of ``fully_shard`` made. Modules that run together, and the groups they need."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -142,6 +143,13 @@ _replaced = WeakTensorKeyDictionary()
 def remember_replaced(param: nn.Parameter, unit: Unit, sharded: ShardedParam) -> None:
     """``param`` is no longer shown by any module: ``sharded``, of ``unit``'s group, is."""
     _replaced[param] = (unit, sharded)
+
+
+def take_over(unit: Unit, params: Collection[ShardedParam]) -> None:
+    """``unit`` owns what ``fully_shard`` has made for another unit."""
+    for replaced, (_, sharded) in list(_replaced.items()):
+        if sharded in params:
+            remember_replaced(replaced, unit, sharded)
 
 
 def sharded_from(param: nn.Parameter) -> ShardedParam | None:
