@@ -13,9 +13,10 @@ from torch import nn
 
 from shardwright.engine.build import check_modules, has_no_forward
 from shardwright.engine.foreign import check_foreign
+from shardwright.engine.gatherer import looks_up
 from shardwright.engine.unit import is_sharded
 from shardwright.errors import InputError
-from shardwright.policy import Grouping
+from shardwright.policy import Grouping, SchedulePolicy
 from shardwright.schedule.grouping import (
     Hints,
     NamedGroups,
@@ -62,8 +63,17 @@ def shard_groups(model: Any, groups: Groups, ignored: set[int], shard: Shard) ->
         others = {id(p) for m in modules for p in m.parameters()} - mine - whole if mine else set()
         shard(modules, ignored | others)
     for run in runs:
-        shard([model.get_submodule(node.name) for node in run], ignored)
+        for members in _large_lookups_apart([model.get_submodule(node.name) for node in run]):
+            shard(members, ignored)
     shard([model], ignored)
+
+
+def _large_lookups_apart(run: Sequence[nn.Module]) -> list[list[nn.Module]]:
+    """An embedding that is a group by itself can move only rows in use (``SchedulePolicy.row_wise``)."""
+    cap_nbytes = SchedulePolicy().bucket_cap_nbytes
+    apart = [m for m in run if looks_up(m) and sum(p.nbytes for p in m.parameters()) > cap_nbytes]
+    rest = [m for m in run if m not in apart]
+    return [*([m] for m in apart), *([rest] if rest else [])]
 
 
 def chosen(model: nn.Module, groups: str | Grouping, ignored: set[int]) -> list[list[str]]:

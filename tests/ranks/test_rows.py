@@ -266,3 +266,43 @@ def test_rows_in_use_are_never_gathered_ahead():
     begins = [line for line in text.splitlines() if "unshard 0" in line]
     assert begins
     assert all("F+ 0 : unshard 0, wait 0" in line for line in begins)
+
+
+MANY = 30_000  # rows of 10 floats: more than a MiB
+
+
+class Large(nn.Module):
+    """A large embedding beside a small one, in no group of its own."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(11)
+        self.embedding, self.position = nn.Embedding(MANY, 10), nn.Embedding(3, 10)
+        self.blocks = nn.ModuleList(nn.Linear(10, 10) for _ in range(2))
+
+    def forward(self, tokens):
+        x = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1]))
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
+def trained_as_it_comes(rank, world, transport, policy):
+    set_transport(transport)
+    model = fully_shard(Large(), groups="auto")
+    if policy is not None:
+        model.set_schedule_policy(policy)
+    before = stats(model).sent_nbytes
+    losses = train(model, Run.of(model), rank)
+    (lookup,) = (g for g in unit_of(model).runtime.groups if "embedding" in g.name and "pos" not in g.name)
+    return losses, bits(model), stats(model).sent_nbytes - before, lookup.gatherer.rows is not None
+
+
+def test_over_a_network_a_large_embedding_moves_rows_in_use_by_itself():
+    (whole, *_), (rows, *_) = (
+        run_ranks(2, trained_as_it_comes, "sockets", policy)
+        for policy in (SchedulePolicy(row_wise=False), None)
+    )
+    assert rows[:2] == whole[:2] and rows[3] and not whole[3]
+    assert rows[2] < 0.1 * whole[2]
+    assert not run_ranks(2, trained_as_it_comes, "auto", None)[0][3]

@@ -36,8 +36,8 @@ class GatherOptions:
     """What was asked of a group's collectives.
 
     smaller_world: the transport among the ranks that keep shards between forward and backward, or None.
-    all_gather, reduce_scatter: the caller's own, or None. row_wise: the policy that asks a lookup's group to
-        move only rows in use, or None. stays: it is kept unsharded from forward to backward. wire: what its
+    all_gather, reduce_scatter: the caller's own, or None. row_wise: the policy by which a lookup's group
+        moves only rows in use, or None. stays: it is kept unsharded from forward to backward. wire: what its
         all-gathers send. copy_fits: whether a copy of what they sent last fits the bytes of the policy.
     """
 
@@ -92,9 +92,9 @@ class Gatherer:
         self.rows: Rows | None = None
         if options.row_wise is not None and axis.world > 1:
             why = self._why_no_rows(options.row_wise)
-            if why:
+            if why and options.row_wise.row_wise:
                 unmet.append(f"it moves whole weights, not rows in use: {why}")
-            else:
+            elif not why:
                 self.rows = Rows(params[0].layout)
         self.sends_changes = False
         if options.wire is not Wire.PLAIN and axis.world > 1:

@@ -124,7 +124,10 @@ class GroupTable:
         can."""
         left = inf if policy.wire_nbytes is None else policy.wire_nbytes
         for group in self.groups:
-            asks = policy.row_wise and has_lookup(group.params)
+            asks = policy.row_wise
+            if asks is None:  # what has changed of an embedding is less than the rows in use of it
+                asks = group.axis.comm.over_network and policy.wire is Wire.PLAIN
+            asks = asks and has_lookup(group.params)
             stays = self.requested(group).reshard_after_forward is False or self._stays_as_root(group)
             nbytes = gathered_nbytes(group)
             group.request(

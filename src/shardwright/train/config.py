@@ -253,8 +253,9 @@ class ScheduleConfig(Section):
         default={},
         description="phase, group = [groups to gather when it begins there, instead of the next depth ones]",
     )
-    row_wise: bool = Field(
-        default=False, description="move only those rows of an embedding that are in use; same bits"
+    row_wise: bool | Literal["auto"] = Field(
+        default="auto",
+        description="move only those rows of an embedding that are in use; same bits; auto: over a network",
     )
     forget_after: int = Field(
         default=100, ge=1, description="backwards after which a group that no rank uses leaves the schedule"
@@ -276,6 +277,7 @@ class ScheduleConfig(Section):
     def policy(self) -> SchedulePolicy:
         """The same as the library's policy, where no bound is None."""
         values = self.model_dump(exclude={"transport"})
+        values["row_wise"] = None if self.row_wise == "auto" else self.row_wise
         return SchedulePolicy(**_unbounded(values, "budget_nbytes", "max_gathers", "wire_nbytes"))
 
 

@@ -162,6 +162,8 @@ class Comm(Protocol):
         where waiting is done by a device stream and the host doesn't know.
     reads_in_place: whether a reduce-scatter reads each rank's part where it lies. Else the backend takes one
         tensor of equal parts, and segments that aren't such a tensor are copied into one.
+    over_network: whether its ranks' threads send messages over a network, and not through memory or by a
+        device.
     uses_c10d: whether its collectives are operations of c10d. Those are seen by torch's dispatch modes, and
         compare nothing between ranks.
     streams: the side streams that it works on, where it moves device memory; else None.
@@ -169,6 +171,7 @@ class Comm(Protocol):
     """
 
     reads_in_place: bool
+    over_network: bool = False
     uses_c10d: bool
     streams: Streams | None
     coded_nbytes: int = 0

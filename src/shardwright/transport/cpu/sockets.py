@@ -34,6 +34,7 @@ class SocketComm(Comm):
     """Collectives of one mesh axis over TCP connections, which ``peers.py`` opens."""
 
     reads_in_place = True
+    over_network = True
     uses_c10d = False
     streams: Streams | None = None
 
