@@ -137,9 +137,8 @@ class SchedulePolicy(_WithoutRemoved):
         instead of the next ``depth`` ones; by the paths of their modules ("blocks.0", "norm+head"). What
         ``set_modules_to_forward_prefetch`` and ``set_modules_to_backward_prefetch`` list goes before it.
     row_wise: a group that is one ``nn.Embedding`` moves only rows in use: the all-gather those that any rank
-        looks up, the reduce-scatter those that any rank has a gradient of. Same bits, as long as nothing but
-        the lookup reads the weight inside of its forward (hooks of others make it move whole). None: where
-        CPU ranks send over a network and the weight is larger than ``bucket_cap_mb``.
+        looks up, the reduce-scatter those that any has a gradient of. Same bits; hooks of others make it move
+        whole. None: between CPU ranks over a network, with ``wire`` plain, if larger than ``bucket_cap_mb``.
     forget_after: where ranks agree: backwards after which a group that no rank has used since leaves the
         schedule of forwards and backwards, so that its bytes no longer move. Its next use is agreed on as a
         first one is.
