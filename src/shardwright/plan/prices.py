@@ -5,7 +5,7 @@ A constant may be an array, one element for each variant: then so is every price
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardwright.plan.cluster import Cluster
 from shardwright.plan.constants import Constants
@@ -19,6 +19,26 @@ _HOST_HOP = 4.0
 """Latency of a hop between hosts, in hops inside of one (NCCL's own figures: 14 us and 3.4 us)."""
 _LAUNCH_S = 20e-6
 """Seconds of a collective that moves nothing between two ranks."""
+
+
+class CollectiveCost(NamedTuple):
+    """``t = latency + bytes / bandwidth``, of a collective of ``bytes`` unsharded.
+
+    latency_s: seconds of one that moves nothing. bandwidth: bytes/s of a very large one.
+    """
+
+    latency_s: Seconds
+    bandwidth: Seconds
+
+    def seconds(self, nbytes: float) -> Seconds:
+        """What a collective of so many bytes takes."""
+        return self.latency_s + nbytes / self.bandwidth
+
+    @property
+    def half_nbytes(self) -> Seconds:
+        """Bytes of a collective that reaches half of the bandwidth: what smaller groups are made of costs
+        more latency than transfer."""
+        return self.latency_s * self.bandwidth
 
 
 @dataclass(frozen=True)
@@ -71,32 +91,31 @@ class Prices:
 
     def gather(self, nbytes: int) -> Seconds:
         """An all-gather or a reduce-scatter of ``nbytes`` unsharded, over the ranks of the shards."""
-        hosts = -(-self.shards // self.cluster.ranks_per_host)
-        return self._ring(self.shards, hosts, nbytes, self._bandwidth(hosts), 1)
+        return self.gathering.seconds(nbytes)
 
     def all_reduce(self, nbytes: int) -> Seconds:
-        """An all-reduce of ``nbytes`` of each shard over its copies, each of which is on another host."""
+        """An all-reduce of ``nbytes`` of each shard over its copies."""
+        return self.copying.seconds(nbytes)
+
+    @cached_property
+    def gathering(self) -> CollectiveCost:
+        """Of all-gathers and reduce-scatters."""
+        hosts = -(-self.shards // self.cluster.ranks_per_host)
+        within = self.cluster.device.link_bandwidth * self.cluster.device.ring
+        between = self.cluster.host_bandwidth * self.constants.wire
+        return self._ring(self.shards, hosts, within if hosts == 1 else 1 / (1 / within + 1 / between), 1)
+
+    @cached_property
+    def copying(self) -> CollectiveCost:
+        """Of all-reduces over copies of shards, each of which is on another host."""
         copies = self.cluster.ranks // self.shards
         rings = min(self.shards, self.cluster.ranks_per_host)
         bandwidth = self.cluster.host_bandwidth * self.constants.wire / rings
-        return self._ring(copies, copies, nbytes, bandwidth, 2)
+        return self._ring(copies, copies, bandwidth, 2)
 
-    def _bandwidth(self, hosts: int) -> Seconds:
-        return self._within_host if hosts == 1 else self._between_hosts
-
-    @cached_property
-    def _within_host(self) -> Seconds:
-        device = self.cluster.device
-        return device.link_bandwidth * device.ring
-
-    @cached_property
-    def _between_hosts(self) -> Seconds:
-        between = self.cluster.host_bandwidth * self.constants.wire
-        return 1 / (1 / self._within_host + 1 / between)
-
-    def _ring(self, ranks: int, hosts: int, nbytes: int, bandwidth: Seconds, turns: int) -> Seconds:
+    def _ring(self, ranks: int, hosts: int, bandwidth: Seconds, turns: int) -> CollectiveCost:
         if ranks == 1:
-            return 0.0
+            return CollectiveCost(0.0, float("inf"))
         hops = ranks - hosts + _HOST_HOP * (hosts - 1)
         latency = _LAUNCH_S + turns * self.constants.hop_s * hops
-        return latency + turns * (ranks - 1) / ranks * nbytes / bandwidth
+        return CollectiveCost(latency, bandwidth * ranks / (ranks - 1) / turns)

@@ -38,11 +38,13 @@ class TracedGroup:
 
 @dataclass
 class _Noted:
-    """One operation: the group that it is of, and bytes taken and given back by it, of which storage."""
+    """One operation: the group that it is of, the storages that it reads, and the bytes that were taken and
+    given back by it, of which storage."""
 
     group: int
     is_backward: bool
     op: Op | None
+    read: frozenset[int]
     taken: list[tuple[int, int]] = field(default_factory=list)
     given: list[tuple[int, int]] = field(default_factory=list)
 
@@ -93,7 +95,7 @@ def trace(
         Phase.BACKWARD: _backward_marks(backward, groups, first),
     }
     return Workload(
-        tuple(_size(model, group) for group in groups),
+        tuple(_size(model, group, _entry(forward, index)) for index, group in enumerate(groups)),
         {
             Phase.FORWARD: _entries(forward, marks[Phase.FORWARD], kept),
             Phase.BACKWARD: _entries(backward, marks[Phase.BACKWARD], kept),
@@ -132,10 +134,19 @@ def _fake_parameter(param: nn.Parameter, dtype: torch.dtype | None) -> nn.Parame
     return nn.Parameter(_fake(param.detach(), dtype), requires_grad=param.requires_grad)
 
 
-def _size(model: nn.Module, group: TracedGroup) -> GroupSize:
+def _entry(forward: Sequence[_Noted], group: int) -> int:
+    """Bytes that the forward of a group reads and others have made."""
+    mine = [noted for noted in forward if noted.group == group]
+    made = {key for noted in mine for key, _ in noted.taken}
+    read = {key for noted in mine for key in noted.read} - made
+    return sum(nbytes for noted in forward for key, nbytes in noted.taken if key in read)
+
+
+def _size(model: nn.Module, group: TracedGroup, entry_nbytes: int) -> GroupSize:
     params = [model.get_parameter(name) for name in group.parameters]
     trained = sum(param.numel() for param in params if param.requires_grad)
-    return GroupSize("+".join(group.modules) or "root", sum(param.numel() for param in params), trained)
+    name = "+".join(group.modules) or "root"
+    return GroupSize(name, sum(param.numel() for param in params), trained, entry_nbytes)
 
 
 def _key(tensor: Tensor) -> int:
@@ -167,7 +178,8 @@ class _Recorder(TorchDispatchMode):
         if function.namespace == "prim":
             return out
         outputs = _tensors(out)
-        noted = _Noted(self._group(), self.tracker.is_bw, _op(function, args, kwargs, out))
+        read = frozenset(self.held.get(_key(tensor), 0) for tensor in _tensors((args, kwargs)))
+        noted = _Noted(self._group(), self.tracker.is_bw, _op(function, args, kwargs, out), read)
         self.noted.append(noted)
         self.last_parents = tuple(self.tracker.parents)
         for tensor in outputs:

@@ -45,11 +45,14 @@ class Stretch(NamedTuple):
 
 
 class GroupSize(NamedTuple):
-    """What a group holds. numel: elements of its parameters. trained: of those that have a gradient."""
+    """What a group holds. numel: elements of its parameters. trained: of those that have a gradient.
+    entry_nbytes: activations that its forward begins from, which is all it has to keep to be computed again.
+    """
 
     name: str
     numel: int
     trained: int
+    entry_nbytes: int = 0
 
 
 @dataclass(frozen=True)

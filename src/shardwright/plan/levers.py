@@ -1,0 +1,120 @@
+"""The same model planned otherwise: larger groups, or blocks computed again in the backward. Pure.
+
+What ``search`` tries, without going through the model again.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from shardwright.plan.workload import GroupSize, Stretch, Workload
+from shardwright.schedule.schedule import BEGINS, Event, EventKind, Phase
+
+Entries = tuple[tuple[Event, Stretch], ...]
+
+
+def joined(first: Stretch, second: Stretch) -> Stretch:
+    """One after the other."""
+    before, saved = max(first.saved_nbytes, 0), first.saved_nbytes + second.saved_nbytes
+    peaks = (
+        before + first.transient_nbytes,
+        first.saved_nbytes + max(second.saved_nbytes, 0) + second.transient_nbytes,
+    )
+    head = first.head or second.head
+    return Stretch(first.ops + second.ops, saved, max(peaks) - max(saved, 0), head)
+
+
+def merged(workload: Workload, parts: Sequence[Collection[int]]) -> Workload:
+    """The workload with groups put together: each of ``parts`` becomes one, numbered by its place.
+
+    A merged group begins where the first of its members does and ends where the last one does. Every group
+    is in one part.
+    """
+    number = {group: place for place, part in enumerate(parts) for group in part}
+    groups = tuple(
+        GroupSize(
+            "+".join(workload.groups[group].name for group in part),
+            sum(workload.groups[group].numel for group in part),
+            sum(workload.groups[group].trained for group in part),
+            max(workload.groups[group].entry_nbytes for group in part),
+        )
+        for part in parts
+    )
+    phases = {phase: _merged(entries, number) for phase, entries in workload.phases.items()}
+    root = None if workload.root is None else number[workload.root]
+    return replace(workload, groups=groups, phases=phases, root=root)
+
+
+def _merged(entries: Entries, number: dict[int, int]) -> Entries:
+    firsts: dict[Event, int] = {}
+    lasts: dict[Event, int] = {}
+    renamed = [
+        Event(event.kind, number[event.group] if event.group >= 0 else event.group) for event, _ in entries
+    ]
+    for place, event in enumerate(renamed):
+        firsts.setdefault(event, place)
+        lasts[event] = place
+    found: list[tuple[Event, Stretch]] = []
+    for place, (event, (_, stretch)) in enumerate(zip(renamed, entries, strict=True)):
+        if (firsts if event.kind in BEGINS else lasts)[event] == place or not found:
+            found.append((event, stretch))
+        else:
+            found[-1] = (found[-1][0], joined(found[-1][1], stretch))
+    return tuple(found)
+
+
+def neighbours(workload: Workload, count: int) -> list[list[int]]:
+    """About ``count`` parts for ``merged``: groups that a forward begins one after another, together about
+    as large as every other part. The root's group stays by itself."""
+    order = [event.group for event, _ in workload.phases[Phase.FORWARD] if event.kind in BEGINS]
+    order = [group for group in dict.fromkeys(order) if group != workload.root]
+    least = sum(workload.groups[group].numel for group in order) / max(count, 1)
+    parts: list[list[int]] = []
+    filled = 0.0
+    for group in order:
+        if not parts or filled >= least * len(parts) * (1 - 1e-9):
+            parts.append([])
+        parts[-1].append(group)
+        filled += workload.groups[group].numel
+    absent = set(range(len(workload.groups))) - {group for part in parts for group in part}
+    return parts + [[group] for group in sorted(absent)]
+
+
+def recomputed(workload: Workload, groups: Collection[int]) -> Workload:
+    """The workload in which the forward of these groups keeps its inputs alone; their backward repeats it.
+
+    Of groups that begin and end once in each phase, and of no group around others.
+    """
+    ahead = {
+        event.group: stretch
+        for event, stretch in workload.phases[Phase.FORWARD]
+        if event.kind is EventKind.FORWARD_BEGIN
+    }
+
+    def changed(event: Event, stretch: Stretch) -> Stretch:
+        if event.group not in groups or event.kind not in BEGINS:
+            return stretch
+        forward = ahead[event.group]
+        entry = workload.groups[event.group].entry_nbytes
+        dropped = max(forward.saved_nbytes - entry, 0)
+        if event.kind is EventKind.FORWARD_BEGIN:
+            return forward._replace(
+                saved_nbytes=forward.saved_nbytes - dropped,
+                transient_nbytes=min(forward.transient_nbytes + dropped, _widest(forward)),
+            )
+        return Stretch(
+            forward.ops + stretch.ops,
+            stretch.saved_nbytes + dropped,
+            dropped + max(forward.transient_nbytes, stretch.transient_nbytes),
+            stretch.head,
+        )
+
+    phases = {
+        phase: tuple((event, changed(event, stretch)) for event, stretch in entries)
+        for phase, entries in workload.phases.items()
+    }
+    return replace(workload, phases=phases)
+
+
+def _widest(stretch: Stretch) -> int:
+    """What a forward that keeps nothing holds at most: what its largest operation reads and writes."""
+    return int(max((op.nbytes for op in stretch.ops), default=0))
