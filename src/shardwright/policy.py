@@ -70,11 +70,12 @@ class BackwardPrefetch(StrEnum):
 
 
 class Wire(StrEnum):
-    """What an all-gather over a network sends.
+    """What a group's collectives send over a network.
 
-    PLAIN: every rank's shards.
+    PLAIN: every rank's shards; gradients, but for zeros.
     DIFFERENCE: what has changed since the last all-gather of the same group, coded without loss; each rank
-        keeps a copy of the whole model in the dtype of the wire, on the host. It takes the extra ``wire``.
+        keeps a copy of the whole model in the dtype of the wire, on the host. Gradients are coded without
+        loss, too. It takes the extra ``wire``.
     """
 
     PLAIN = "plain"

@@ -15,6 +15,7 @@ until then. A parameter that nobody used so keeps ``grad = None``, as in one pro
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -277,6 +278,8 @@ class Reducer:
         """What a reduce-scatter of ``grads`` takes; and which of them share a segment, for ``separated``."""
         dtypes = self._reduce_dtypes([param for param, _ in grads])
         segments, together = reduce_segments(grads, dtypes, self._predivisor)
+        if self.gatherer.sends_changes:
+            segments = [replace(segment, coded=True) for segment in segments]
         return segments, [dtypes[members[0]] for members in together], together
 
     def issue(self, grads: Grads) -> Reduction:

@@ -25,12 +25,14 @@ class Segment:
         For a reduce-scatter it is the whole gradient of this rank, without padding.
     spans: ``(start, stop)`` elements of each rank's shard in ``flat``, without padding.
     has_room: for a reduce-scatter, that ``flat`` is padded all the same, with what may be summed and dropped.
+    coded: for a reduce-scatter, that parts are sent coded without loss, where that can be and is shorter.
     kept: for an all-gather, what ranks keep of the last one of this segment, if they do: the same on all.
     """
 
     flat: torch.Tensor
     spans: Spans
     has_room: bool = False
+    coded: bool = False
     kept: Kept | None = field(default=None, compare=False)
     _parts: dict[int, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
 

@@ -73,7 +73,7 @@ class TwoLevelComm(Comm):
         joined = [each.spans.joined(nodes) for each in segments]
         near = [Segment(e.flat, s, e.has_room) for e, s in zip(segments, joined, strict=True)]
         starts = [spans[self.node.rank][0] for spans in joined]
-        far = [each.spans.within(start, nodes) for each, start in zip(segments, starts, strict=True)]
+        far = [(e.spans.within(start, nodes), e.coded) for e, start in zip(segments, starts, strict=True)]
         if self._last is not None:
             self._last.go_on()
         first = self.node.reduce_scatter(near, dtypes, key)
@@ -115,16 +115,23 @@ class _TwoReductions:
     """A reduce-scatter in two hops. It holds what the first one reads for as long as it lives."""
 
     def __init__(
-        self, first: Reduction, between: Comm, spans: list[Spans], dtypes: list[torch.dtype], key: str
+        self,
+        first: Reduction,
+        between: Comm,
+        far: list[tuple[Spans, bool]],
+        dtypes: list[torch.dtype],
+        key: str,
     ) -> None:
+        """far: of each segment of the second hop its spans, and whether it is coded."""
         self._first, self._between, self._key = first, between, key
-        self._spans, self._dtypes = spans, dtypes
+        self._far, self._dtypes = far, dtypes
         self._second: Reduction | None = None
 
     def go_on(self) -> None:
         """Wait for the first hop and issue the second, where that isn't done."""
         if self._second is None:
-            segments = [Segment(each, s) for each, s in zip(self._first.wait(), self._spans, strict=True)]
+            sums = zip(self._first.wait(), self._far, strict=True)
+            segments = [Segment(each, spans, coded=coded) for each, (spans, coded) in sums]
             self._second = self._between.reduce_scatter(segments, self._dtypes, self._key)
 
     def wait(self) -> list[torch.Tensor]:

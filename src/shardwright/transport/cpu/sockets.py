@@ -4,7 +4,8 @@
     reduce-scatter   peer r's spans of my gradients -> memory of rank r, summed there in rank order
 
 Sums are done here, in the reduce dtype and in rank order, so that they are the same bit for bit however the
-messages arrive. Long runs of zeros in a gradient stay here (``zeros.py``). Gathers and reductions have
+messages arrive. Long runs of zeros in a gradient stay here (``zeros.py``); where a group is asked to
+(``coder.py``) messages are coded. Gathers and reductions have
 connections of their own: a small all-gather behind bulk reductions waited 248 ms on a shared one, 8 ms on
 its own (measured with Gloo). A part of a gradient is taken in as it arrives, also before the own backward has
 come so far; a part of an all-gather waits in the kernel until its buffer is there.
@@ -24,6 +25,7 @@ from shardwright.transport.cpu.transfer import Transfer
 from shardwright.transport.cpu.views import views_of
 from shardwright.transport.cpu.worker import Worker
 from shardwright.transport.cpu.zeros import filled_runs
+from shardwright.transport.kept import Kept
 from shardwright.transport.streams import Streams
 
 _MOST_AT_ONCE = 4
@@ -71,7 +73,8 @@ class SocketComm(Comm):
                     connections[peer].receive(transfer, nbytes, places, [each.kept for each in filled])
             own = [segment for segment in segments if segment.part_nbytes(self.rank)]
             if own and any(each.kept is not None and each.kept.is_used for each in own):
-                self._send_changes(list(connections.values()), transfer, own)
+                parts, kept = [each.part(self.rank) for each in own], [each.kept for each in own]
+                self._send_coded(list(connections.values()), transfer, parts, kept)
             else:
                 for peer in self._peers:
                     self._send(connections[peer], transfer, [each.part(self.rank) for each in own])
@@ -95,7 +98,11 @@ class SocketComm(Comm):
         for peer in self._peers:
             if nbytes:
                 connections[peer].receive(transfer, nbytes, views_of(()))
-            self._send_filled(connections[peer], transfer, [segments[index].part(peer) for index in order])
+            parts = [segments[index].part(peer) for index in order if segments[index].part_nbytes(peer)]
+            if parts and any(segment.coded for segment in segments):
+                self._send_coded([connections[peer]], transfer, parts, [None] * len(parts))
+            else:
+                self._send_filled(connections[peer], transfer, parts)
         self._loop.go()
         self.spent(start)
         return _SocketReduction(self, transfer, [(segments[index], dtypes[index], index) for index in order])
@@ -175,13 +182,16 @@ class SocketComm(Comm):
         if views:
             self.sent_nbytes += connection.send(transfer, views)
 
-    def _send_changes(
-        self, connections: Sequence[Connection], transfer: Transfer, segments: Sequence[Segment]
+    def _send_coded(
+        self,
+        connections: Sequence[Connection],
+        transfer: Transfer,
+        parts: Sequence[torch.Tensor],
+        kept: Sequence[Kept | None],
     ) -> None:
-        """Send what has changed since the last all-gather; found out, and coded, beside the rank's thread."""
+        """The same message to all of them, coded beside the rank's thread. kept: of each part, where only
+        what has changed is sent."""
         fills = [connection.send_later(transfer) for connection in connections]
-        parts = [segment.part(self.rank) for segment in segments]
-        kept = [segment.kept for segment in segments]
 
         def code() -> None:
             message = self._coder.coder.code(parts, kept, self.rank)
@@ -194,7 +204,6 @@ class SocketComm(Comm):
 
     def _send_filled(self, connection: Connection, transfer: Transfer, parts: Sequence[torch.Tensor]) -> None:
         """The same, but for zeros where there are many."""
-        parts = [part for part in parts if part.numel()]
         found = [filled_runs(part) for part in parts]
         if all(runs is None for runs in found):
             self._send(connection, transfer, parts)
