@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bench.launch import arguments, run, slowest_s
+from bench.links import BITS_PER_S
 from bench.toy import add_toy
 from shardwright import ReduceScatterBucketer
 
@@ -37,7 +38,6 @@ try:
 except ImportError:
     FairscaleBucketer = None
 
-BITS_PER_S = {"10gbit": 10e9, "1gbit": 1e9, "1gbit+0.5ms": 1e9}
 MIN_NUMEL, MAX_NUMEL = 256, 8192
 SYSTEMS = ("shardwright", "shardwright-single", "torch-single", "fairscale", "ddp")
 

@@ -33,7 +33,9 @@ LINKS: dict[str, Shape | None] = {
     "10gbit": Shape("10gbit"),
     "1gbit": Shape("1gbit"),
     "1gbit+0.5ms": Shape("1gbit", "0.5ms"),
+    "100mbit": Shape("100mbit"),
 }
+BITS_PER_S = {"10gbit": 10e9, "1gbit": 1e9, "1gbit+0.5ms": 1e9, "100mbit": 100e6}
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,10 @@ LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2, "bf16-reduced": 2e-2}
 
 @dataclass(frozen=True)
 class Row:
-    """One system on one link. Times in ms per step, sizes in MiB per rank; None: has no meaning here."""
+    """One system on one link. Times in ms per step, sizes in MiB per rank; None: has no meaning here.
+
+    bound: least ratio at which the bytes that were sent pass the link, if all of it is hidden.
+    """
 
     system: str
     ratio: float
@@ -39,6 +42,7 @@ class Row:
     overlap: float | None
     losses: list[float]
     at_rest_mib: float | None = None
+    bound: float | None = None
 
 
 def summarise(system: str, paired: list[dict[str, list[float]]], solo: list[dict[str, Any]]) -> Row:
@@ -123,6 +127,7 @@ COLUMNS = (
     "exposed ms",
     "comm. alone ms",
     "overlap",
+    "bound",
 )
 
 
@@ -141,6 +146,7 @@ def cells(row: Row) -> list[str]:
         "-" if row.exposed_ms is None else f"{row.exposed_ms:.0f}",
         "-" if row.communication_ms is None else f"{row.communication_ms:.0f}",
         "-" if row.overlap is None else f"{row.overlap:.2f}",
+        "-" if row.bound is None else f"{row.bound:.2f}",
     ]
 
 

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from rich.console import Console
 
-from bench.links import LINKS, LinkError, Place, places
+from bench.links import BITS_PER_S, LINKS, LinkError, Place, places
 from bench.model import PRECISIONS, Size
 from bench.rank import Job
 from bench.report import MODEL_PER_RANK, Row, disagreements, dumps, screen_table, summarise
@@ -211,7 +211,11 @@ def measure(options: Options, system: str, ranks: Ranks, folder: str) -> Row:
             for rank, home in enumerate(ranks.homes)
         ]
         found[mode] = ranks.perform(jobs, options.limit_s)
-    return summarise(system, found["paired"], found["solo"])
+    row = summarise(system, found["paired"], found["solo"])
+    if options.link not in BITS_PER_S or row.communication_ms is None:
+        return row
+    link_ms = 1e3 * row.sent_mib * 2**23 / BITS_PER_S[options.link]
+    return replace(row, bound=max(1.0, link_ms / row.local_ms))
 
 
 def machine_facts() -> dict[str, Any]:

@@ -26,6 +26,7 @@ import shardwright.wrapper
 from bench.model import PRECISIONS, Block, Transformer
 
 ALONE_REPEATS = 3
+LEARNING_RATE = 1e-4
 
 
 class System(ABC):
@@ -37,7 +38,7 @@ class System(ABC):
     def __init__(self, module: nn.Module, masters: list[nn.Parameter] | None = None) -> None:
         self.module = module
         self.masters = masters or []
-        self.optimizer = torch.optim.AdamW(masters or module.parameters(), lr=1e-3, foreach=True)
+        self.optimizer = torch.optim.AdamW(masters or module.parameters(), lr=LEARNING_RATE, foreach=True)
 
     def step(self, tokens: Tensor) -> Tensor:
         """One training step on this rank's batch, int64 [batch, sequence + 1]; returns its loss, a scalar."""
@@ -315,6 +316,9 @@ SYSTEMS = {
     ),
     "shardwright-rows": lambda model: Shardwright(
         model, split=True, policy=shardwright.SchedulePolicy(row_wise=True)
+    ),
+    "shardwright-difference": lambda model: Shardwright(
+        model, split=False, policy=shardwright.SchedulePolicy(wire="difference")
     ),
     "shardwright-ends": lambda model: Shardwright(model, split=True, ends=True),
     "shardwright-goal": lambda model: Shardwright(
