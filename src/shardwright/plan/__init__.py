@@ -1,5 +1,6 @@
 """Foresight: what a training step takes and holds, before anything is rented (docs/plan.md)."""
 
 from shardwright.plan.predict import Choice, Estimate, estimate
+from shardwright.plan.search import Plan, search
 
-__all__ = ["Choice", "Estimate", "estimate"]
+__all__ = ["Choice", "Estimate", "Plan", "estimate", "search"]

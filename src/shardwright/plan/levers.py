@@ -65,8 +65,7 @@ def _merged(entries: Entries, number: dict[int, int]) -> Entries:
 def neighbours(workload: Workload, count: int) -> list[list[int]]:
     """About ``count`` parts for ``merged``: groups that a forward begins one after another, together about
     as large as every other part. The root's group stays by itself."""
-    order = [event.group for event, _ in workload.phases[Phase.FORWARD] if event.kind in BEGINS]
-    order = [group for group in dict.fromkeys(order) if group != workload.root]
+    order = [group for group in workload.ran if group != workload.root]
     least = sum(workload.groups[group].numel for group in order) / max(count, 1)
     parts: list[list[int]] = []
     filled = 0.0

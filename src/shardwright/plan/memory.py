@@ -74,7 +74,7 @@ def memory(schedule: Schedule, workload: Workload, preset: Preset, sharding: Sha
 
 _FULL = 0.867
 """Share of a device's memory that the caching allocator was seen to hold where more than that was cached."""
-_CONTEXT_NBYTES = 2**30
+CONTEXT_NBYTES = 2**30
 """Of the device's driver and of kernels, which no tensor has."""
 
 
@@ -89,7 +89,7 @@ def reserved(active: float, device: DeviceSpec) -> float:
 
 def fits(active: float, device: DeviceSpec) -> bool:
     """Whether a peak of ``active`` bytes has a place on the device."""
-    return active + _CONTEXT_NBYTES <= device.memory_nbytes
+    return active + CONTEXT_NBYTES <= device.memory_nbytes
 
 
 def peak(found: Sequence[HeldBytes]) -> HeldBytes:

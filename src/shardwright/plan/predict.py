@@ -47,8 +47,7 @@ class Choice:
 class Estimate:
     """What a step takes and holds on one rank. ``print`` shows it as a table.
 
-    held: what is held after each action, and at most inside of each stretch of compute. tokens: elements of
-    the sample's first tensor, where those are integers, else its first dim; of one microbatch on one rank.
+    held: what is held after each action, and at most inside of each stretch of compute.
     """
 
     cluster: Cluster
@@ -57,7 +56,12 @@ class Estimate:
     schedule: Schedule
     timeline: Timeline
     held: tuple[HeldBytes, ...]
-    tokens: int
+
+    @property
+    def tokens(self) -> int:
+        """Of one microbatch on one rank: elements of the sample's first tensor where those are integers, else
+        its first dim."""
+        return self.workload.tokens
 
     @property
     def step_s(self) -> float:
@@ -138,28 +142,38 @@ def estimate(
     ConfigError for a runtime that isn't known.
     """
     choice = choice or Choice()
+    return price(workload_of(model, sample, choice, loss), cluster, choice, constants)
+
+
+def workload_of(
+    model: nn.Module, sample: Any, choice: Choice, loss: Callable[[Any], Tensor] | None = None
+) -> Workload:
+    """The model and one microbatch, in the groups of ``choice``. Raises: InputError as ``estimate``."""
     args, named = _arguments(sample)
+    groups = traced_groups(model, choice.groups)
+    found = trace(model, args, named, groups, choice.mp_policy.param_dtype, loss)
+    return replace(found, tokens=_tokens([*args, *named.values()]))
+
+
+def price(
+    workload: Workload, cluster: Cluster, choice: Choice, constants: Constants | None = None
+) -> Estimate:
+    """Simulate a step. ``choice.groups`` has no part in it: ``workload`` is in its groups already.
+
+    Raises: InputError where the ranks can't be divided as asked.
+    """
     runs = preset(choice.runtime)
     if choice.policy is not None:
         runs = replace(runs, policy=choice.policy)
-    groups = traced_groups(model, choice.groups)
-    workload = trace(model, args, named, groups, choice.mp_policy.param_dtype, loss)
     planned = schedule(workload, runs, choice.reshard_after_forward)
     shards = choice.shards or cluster.ranks
     if cluster.ranks % shards:
         raise InputError(f"Choice.shards must divide the cluster's {cluster.ranks} ranks, got {shards}")
     sizes = _itemsizes(choice.mp_policy)
-    timeline = simulate(
-        planned,
-        workload,
-        Prices(cluster, constants or Constants(), runs, shards, *sizes),
-        choice.microbatches,
-        keeps=True,
-    )
+    prices = Prices(cluster, constants or Constants(), runs, shards, *sizes)
+    timeline = simulate(planned, workload, prices, choice.microbatches, keeps=True)
     held = memory(planned, workload, runs, Sharding(shards, sizes[1], choice.microbatches > 1))
-    return Estimate(
-        cluster, choice, workload, planned, timeline, tuple(held), _tokens([*args, *named.values()])
-    )
+    return Estimate(cluster, choice, workload, planned, timeline, tuple(held))
 
 
 def traced_groups(model: nn.Module, groups: Groups) -> list[TracedGroup]:

@@ -207,4 +207,6 @@ def workload(arch: Architecture, batch: Microbatch) -> Workload:
     block = GroupSize("block", arch.block_numel, arch.block_numel, _BF16 * batch.tokens * arch.d_model)
     outside = arch.root_numel(batch.sequence)
     groups = (*[block] * arch.n_layers, GroupSize("root", outside, outside))
-    return Workload(groups, {Phase.FORWARD: tuple(forward), Phase.BACKWARD: tuple(backward)}, root)
+    return Workload(
+        groups, {Phase.FORWARD: tuple(forward), Phase.BACKWARD: tuple(backward)}, root, tokens=batch.tokens
+    )

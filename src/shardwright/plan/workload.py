@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from shardwright.schedule.schedule import Event, Phase
+from shardwright.schedule.schedule import Event, EventKind, Phase
 
 
 class OpKind(StrEnum):
@@ -62,18 +62,25 @@ class Workload:
     groups: in the order in which schedules number them. phases: the events of each phase in their order, each
     with what is computed after it. Layers that are equal may share their ``Stretch``: it is priced once.
     root: the group of what lies right in the model itself; None: there is none. itemsize: bytes of an element
-    of parameters while they are computed with.
+    of parameters while they are computed with. tokens: of the microbatch.
     """
 
     groups: tuple[GroupSize, ...]
     phases: dict[Phase, tuple[tuple[Event, Stretch], ...]]
     root: int | None = None
     itemsize: int = 2
+    tokens: int = 1
 
     @property
     def orders(self) -> dict[Phase, tuple[Event, ...]]:
         """What a schedule is planned from."""
         return {phase: tuple(event for event, _ in entries) for phase, entries in self.phases.items()}
+
+    @property
+    def ran(self) -> tuple[int, ...]:
+        """The groups in the order in which a forward begins them."""
+        begun = (e.group for e, _ in self.phases[Phase.FORWARD] if e.kind is EventKind.FORWARD_BEGIN)
+        return tuple(dict.fromkeys(begun))
 
     @property
     def numel(self) -> int:

@@ -1,0 +1,289 @@
+"""``search``: the fastest way to train a model within a budget of memory, of those that can be asked for.
+
+A candidate is a value for each lever. Greedy: from a start, the best change of one lever is taken, until none
+is better; the starts are the plain choice and the one that holds least. Nothing is traced twice but for other
+sizes of the microbatch; everything else is the same workload, changed (``levers``) and simulated.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from shardwright.errors import InputError
+from shardwright.plan.cluster import GIB, Cluster
+from shardwright.plan.levers import merged, neighbours, recomputed
+from shardwright.plan.memory import CONTEXT_NBYTES
+from shardwright.plan.predict import Choice, Estimate, price, traced_groups, workload_of
+from shardwright.plan.presets import preset
+from shardwright.plan.workload import Workload
+from shardwright.torch_private import tree_map
+
+_SPLITS = (1, 2, 4, 8)
+_RECOMPUTED = (0.0, 0.25, 0.5, 0.75, 1.0)
+_DEPTHS = (1, 2)
+_NEAR = 0.01
+
+
+class Candidate(NamedTuple):
+    """A value for each lever.
+
+    groups: parts that the model is in. recomputed: share of them that is computed again in the backward.
+    shards: ranks that a parameter is sharded over. reshards: after a forward. depth: groups gathered ahead.
+    split: microbatches in the place of each one of the sample's.
+    """
+
+    groups: int
+    recomputed: float
+    shards: int
+    reshards: bool
+    depth: int
+    split: int
+
+
+class Tried(NamedTuple):
+    """A candidate, and what it takes and holds."""
+
+    candidate: Candidate
+    step_s: float
+    nbytes: int
+
+    def beats(self, other: "Tried") -> bool:
+        """It takes no longer and holds no more, and one of both is less."""
+        return (
+            self.step_s <= other.step_s
+            and self.nbytes <= other.nbytes
+            and (self.step_s, self.nbytes) != (other.step_s, other.nbytes)
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was found. ``print`` shows the front of time against memory, and why each loser lost.
+
+    estimate: of the fastest that fits (of the one that holds least, where none does), or of one that takes at
+    most a hundredth longer and holds less. modules_to_recompute: names; checkpoint them. tried: every
+    candidate that was simulated.
+    """
+
+    estimate: Estimate
+    candidate: Candidate
+    modules_to_recompute: tuple[str, ...]
+    budget_nbytes: float
+    tried: tuple[Tried, ...]
+
+    @property
+    def choice(self) -> Choice:
+        """What ``fully_shard`` is to be called with: its ``groups``, and the policy of the schedule."""
+        return self.estimate.choice
+
+    @property
+    def front(self) -> tuple[Tried, ...]:
+        """The candidates that no other beats, the fastest first."""
+        found = [one for one in self.tried if not any(other.beats(one) for other in self.tried)]
+        return tuple(sorted(found, key=lambda one: one.step_s))
+
+    def lost(self) -> dict[Candidate, str]:
+        """Why each of the others isn't the plan."""
+        best = next(one for one in self.tried if one.candidate == self.candidate)
+        return {one.candidate: self._why(one, best) for one in self.tried if one is not best}
+
+    def _why(self, one: Tried, best: Tried) -> str:
+        over = one.nbytes - self.budget_nbytes
+        if over > 0:
+            return f"holds {over / GIB:.1f} GiB more than there is"
+        less = (best.nbytes - one.nbytes) / GIB
+        gain = f", and holds {less:.1f} GiB less" if less > 0 else ""
+        return f"takes {one.step_s / best.step_s - 1:.1%} longer{gain}"
+
+    def __str__(self) -> str:
+        lost = self.lost()
+        names = [*Candidate._fields, "seconds", "GiB", ""]
+        rows = [
+            [
+                *map(str, one.candidate),
+                f"{one.step_s:.3f}",
+                f"{one.nbytes / GIB:.1f}",
+                lost.get(one.candidate, "<-"),
+            ]
+            for one in self.front
+        ]
+        widths = [max(len(row[column]) for row in [names, *rows]) for column in range(len(names))]
+        lines = [
+            "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+            for row in [names, *rows]
+        ]
+        return (
+            f"{self.estimate}\n\n{len(self.tried)} candidates tried; those that no other beats:\n"
+            + "\n".join(lines)
+        )
+
+
+@dataclass
+class Space:
+    """The values of each lever for a model and a cluster, and what was simulated so far.
+
+    workloads: of a microbatch split so many times.
+    """
+
+    cluster: Cluster
+    choice: Choice
+    workloads: Mapping[int, Workload]
+    seen: dict[Candidate, tuple[Tried, Estimate]] = field(default_factory=dict)
+
+    @property
+    def values(self) -> dict[str, tuple[Any, ...]]:
+        """Of each lever, by its name in ``Candidate``."""
+        ranks, host = self.cluster.ranks, min(self.cluster.ranks_per_host, self.cluster.ranks)
+        count = len(self.workloads[1].groups)
+        return {
+            "groups": tuple(dict.fromkeys(max(1, count // size) for size in (1, 2, 4, 8, 16, 32))),
+            "recomputed": _RECOMPUTED,
+            "shards": tuple(
+                dict.fromkeys(s for s in (ranks, 8 * host, host) if ranks % s == 0 and s <= ranks)
+            ),
+            "reshards": (True, False),
+            "depth": _DEPTHS,
+            "split": tuple(self.workloads),
+        }
+
+    def all(self) -> Iterable[Candidate]:
+        """Every candidate: only for small spaces."""
+        return (Candidate(*values) for values in product(*self.values.values()))
+
+    def prepare(self, candidate: Candidate) -> tuple[Workload, tuple[int, ...], list[list[int]]]:
+        """Its workload, which of its groups are computed again, and which traced groups each is made of."""
+        whole = self.workloads[candidate.split]
+        parts = neighbours(whole, candidate.groups)
+        work = merged(whole, parts)
+        # What runs last is needed first in the backward: to drop it would win nothing.
+        blocks = [group for group in work.ran if group != work.root and work.groups[group].entry_nbytes][:-1]
+        chosen = tuple(blocks[: round(candidate.recomputed * len(blocks))])
+        return recomputed(work, chosen), chosen, parts
+
+    def price(self, candidate: Candidate) -> Tried:
+        """Simulate it, once."""
+        if candidate not in self.seen:
+            work, _, _ = self.prepare(candidate)
+            policy = replace(self.choice.policy or preset(self.choice.runtime).policy, depth=candidate.depth)
+            choice = replace(
+                self.choice,
+                shards=candidate.shards,
+                reshard_after_forward=candidate.reshards,
+                microbatches=self.choice.microbatches * candidate.split,
+                policy=policy,
+            )
+            found = price(work, self.cluster, choice)
+            self.seen[candidate] = Tried(candidate, found.step_s, found.peak.total), found
+        return self.seen[candidate][0]
+
+
+def search(
+    model: nn.Module,
+    sample: Any,
+    cluster: Cluster,
+    choice: Choice | None = None,
+    *,
+    budget: float | None = None,
+    loss: Callable[[Any], Tensor] | None = None,
+) -> Plan:
+    """Find the fastest way to train ``model`` on ``cluster`` within ``budget`` bytes of each device.
+
+    Searched: how many groups, which of them are computed again, over how many ranks a parameter is sharded,
+    whether groups are resharded after the forward, how many are gathered ahead, and smaller microbatches. A
+    step takes the same samples in all of them. choice: what stays as it is.
+    budget: None takes what the device has. The rest is as ``estimate`` takes it.
+    Raises: InputError as ``estimate``, and for a budget that isn't positive.
+    """
+    choice = choice or Choice()
+    most = cluster.device.memory_nbytes - CONTEXT_NBYTES if budget is None else budget
+    if not most > 0:
+        raise InputError(f"search: budget must be a positive number of bytes, got {budget!r}")
+    splits = [split for split in _SPLITS if split == 1 or _divisible(sample, split)]
+    workloads = {s: workload_of(model, _part(sample, s), choice, loss) for s in splits}
+    space = Space(cluster, choice, workloads)
+    best = thriftiest(space, greedy(space, most), most)
+    work, again, parts = space.prepare(best.candidate)
+    groups = traced_groups(model, choice.groups)
+    listed = [
+        [name for group in part for name in groups[group].modules] for part in parts if part != [work.root]
+    ]
+    found = space.seen[best.candidate][1]
+    return Plan(
+        replace(found, choice=replace(found.choice, groups=listed)),
+        best.candidate,
+        tuple(name for group in again for name in listed[group]),
+        most,
+        tuple(tried for tried, _ in space.seen.values()),
+    )
+
+
+def greedy(space: Space, budget: float) -> Tried:
+    """The best that changes of one lever at a time lead to, from two starts."""
+    values = space.values
+    plain = Candidate(*(each[0] for each in values.values()))
+    least = plain._replace(recomputed=1.0, split=values["split"][-1])
+    return min((_climb(space, start, budget) for start in (plain, least)), key=lambda one: _rank(one, budget))
+
+
+def thriftiest(space: Space, best: Tried, budget: float) -> Tried:
+    """Of what was tried and takes hardly longer than the best, that which holds least: a hundredth is far
+    less than the error of a prediction."""
+    near = [
+        one
+        for one, _ in space.seen.values()
+        if one.nbytes <= max(budget, best.nbytes) and one.step_s <= best.step_s * (1 + _NEAR)
+    ]
+    return min(near, key=lambda one: one.nbytes)
+
+
+def _climb(space: Space, start: Candidate, budget: float) -> Tried:
+    best = space.price(start)
+    while True:
+        changes = [
+            best.candidate._replace(**{lever: value})
+            for lever, values in space.values.items()
+            for value in values
+            if value != getattr(best.candidate, lever)
+        ]
+        found = min(map(space.price, changes), key=lambda one: _rank(one, budget))
+        if _rank(found, budget) >= _rank(best, budget):
+            return best
+        best = found
+
+
+def _rank(one: Tried, budget: float) -> tuple[float, float]:
+    """What fits first, then by seconds; what doesn't fit by how much it is over."""
+    return (max(one.nbytes - budget, 0.0), one.step_s)
+
+
+def _tensors_first(sample: Any) -> Tensor | None:
+    values = (
+        sample.values()
+        if isinstance(sample, Mapping)
+        else sample
+        if isinstance(sample, list | tuple)
+        else [sample]
+    )
+    return next((value for value in values if isinstance(value, Tensor) and value.dim()), None)
+
+
+def _divisible(sample: Any, split: int) -> bool:
+    first = _tensors_first(sample)
+    return first is not None and first.shape[0] % split == 0
+
+
+def _part(sample: Any, split: int) -> Any:
+    """The sample with a ``split``-th of its rows, in every tensor that has as many as the first."""
+    first = _tensors_first(sample)
+    if first is None or split == 1:
+        return sample
+    rows = first.shape[0]
+
+    def cut(leaf: Any) -> Any:
+        cuts = isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == rows
+        return leaf[: rows // split] if cuts else leaf
+
+    return tree_map(cut, sample)

@@ -1,0 +1,89 @@
+"""``plan.search``: the fastest of the candidates that fit, and why the others lost."""
+
+import pytest
+import torch
+
+from bench import model as bench_model
+from shardwright.errors import InputError
+from shardwright.plan import Choice, estimate, search
+from shardwright.plan.cluster import DEVICES, GIB, Cluster
+from shardwright.plan.search import Space, greedy
+from shardwright.plan.transformer import Architecture, Microbatch, workload
+
+SIZE = bench_model.Size(layers=4, width=512, vocab=4096, sequence=256, batch=8)
+WIDE = Architecture(6, 4096, 32, 8, 128, 14336, 32000)
+NARROW = Architecture(6, 512, 8, 8, 64, 2048, 128256)
+
+
+def on_meta():
+    with torch.device("meta"):
+        return bench_model.Transformer(SIZE)
+
+
+def sample():
+    return torch.empty(SIZE.batch, SIZE.sequence + 1, dtype=torch.int64, device="meta")
+
+
+@pytest.mark.parametrize("ranks", [8, 512])
+@pytest.mark.parametrize("arch", [WIDE, NARROW], ids=["wide", "narrow"])
+def test_greedy_is_within_two_percent_of_every_candidate_there_is(arch, ranks):
+    def space():
+        work = {split: workload(arch, Microbatch(2048, 4 // split)) for split in (1, 2)}
+        return Space(Cluster(DEVICES["H100"], ranks), Choice(), work)
+
+    whole = space()
+    tried = [whole.price(candidate) for candidate in whole.all()]
+    for share in (0.02, 0.2, 0.5, 1.0):
+        sizes = sorted(one.nbytes for one in tried)
+        budget = sizes[int(share * (len(sizes) - 1))]
+        best = min(one.step_s for one in tried if one.nbytes <= budget)
+        mine = space()
+        found = greedy(mine, budget)
+        assert found.nbytes <= budget
+        assert found.step_s <= best * 1.02
+        assert len(mine.seen) < len(tried) / 2
+
+
+def test_what_was_found_is_what_estimate_says_of_it():
+    cluster = Cluster(DEVICES["A100-80GB"], 16)
+    plan = search(on_meta(), sample(), cluster)
+    assert not plan.modules_to_recompute
+    assert plan.candidate.split == 1
+    again = estimate(on_meta(), sample(), cluster, plan.choice)
+    assert again.step_s == pytest.approx(plan.estimate.step_s, rel=0.01)
+    assert again.peak.total == pytest.approx(plan.estimate.peak.total, rel=0.01)
+    assert [group.numel for group in again.workload.groups] == [
+        group.numel for group in plan.estimate.workload.groups
+    ]
+
+
+def test_a_smaller_budget_costs_time_and_is_kept_to():
+    cluster = Cluster(DEVICES["H100"], 8)
+    free = search(on_meta(), sample(), cluster)
+    budget = free.estimate.peak.total * 0.6
+    tight = search(on_meta(), sample(), cluster, budget=budget)
+    assert tight.estimate.peak.total <= budget
+    assert tight.estimate.step_s >= free.estimate.step_s
+    assert tight.modules_to_recompute or tight.candidate.split > 1
+    names = dict(on_meta().named_modules())
+    assert set(tight.modules_to_recompute) <= set(names)
+
+
+def test_the_front_is_what_nothing_beats_and_every_loser_has_a_reason():
+    plan = search(on_meta(), sample(), Cluster(DEVICES["H100"], 64), budget=0.2 * GIB)
+    seconds = [one.step_s for one in plan.front]
+    sizes = [one.nbytes for one in plan.front]
+    assert seconds == sorted(seconds)
+    assert sizes == sorted(sizes, reverse=True)
+    lost = plan.lost()
+    assert len(lost) == len(plan.tried) - 1
+    over = {one.candidate for one in plan.tried if one.nbytes > 0.2 * GIB}
+    assert over
+    assert all(("GiB more than there is" in why) == (candidate in over) for candidate, why in lost.items())
+    assert f"{len(plan.tried)} candidates tried" in str(plan)
+    assert sum(line.endswith("<-") for line in str(plan).splitlines()) <= 1
+
+
+def test_a_budget_of_nothing_is_refused():
+    with pytest.raises(InputError, match="budget must be a positive number of bytes, got 0"):
+        search(on_meta(), sample(), Cluster(DEVICES["H100"], 8), budget=0)
