@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 from shardwright.checkpoint.flat import base_tensor
-from shardwright.checkpoint.target import Plan, Target
+from shardwright.checkpoint.target import LoadPlan, Target
 from shardwright.checkpoint.tree import decode
 from shardwright.torch_private import COMPILED, EXTRA_STATE, buffers_of, look_up_again, parameters_of
 
 
-def install(todo: Plan, filled: Mapping[str, Target], small: Mapping[str, torch.Tensor]) -> None:
+def install(todo: LoadPlan, filled: Mapping[str, Target], small: Mapping[str, torch.Tensor]) -> None:
     """Put what was allocated in place, and set the small state: groups, steps, extra objects. Local."""
 
     def value_of(key: str) -> torch.Tensor:
@@ -47,7 +47,7 @@ def _set_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
             group[key] = value
 
 
-def _replace_meta(todo: Plan, filled: Mapping[str, Target]) -> None:
+def _replace_meta(todo: LoadPlan, filled: Mapping[str, Target]) -> None:
     if not todo.replaced:
         return
     new: dict[int, Any] = {}

@@ -37,7 +37,7 @@ from shardwright.checkpoint.install import install
 from shardwright.checkpoint.live import model_tensors, set_rng_state
 from shardwright.checkpoint.shardfile import TORCH_DTYPE, Reader, bits_of, chunks_of, tensor_of
 from shardwright.checkpoint.sources import Source, locate, open_source
-from shardwright.checkpoint.target import Plan, Target, allocated, overlapping, plan
+from shardwright.checkpoint.target import LoadPlan, Target, allocated, overlapping, plan
 from shardwright.checkpoint.tree import decode
 from shardwright.checkpoint.verify import Partial, Verifier, crc_in, parts_of
 from shardwright.crc import crc32
@@ -169,7 +169,7 @@ class _Prepared:
     """An opened checkpoint, and what is to be done with it."""
 
     source: Source
-    todo: Plan
+    todo: LoadPlan
 
 
 def _prepare(
@@ -181,7 +181,7 @@ def _prepare(
 
 
 def _check(
-    verifier: Verifier, what: str, reader: Reader, manifest: Manifest, todo: Plan
+    verifier: Verifier, what: str, reader: Reader, manifest: Manifest, todo: LoadPlan
 ) -> dict[str, torch.Tensor]:
     """Verify all that this rank will read, before anything is touched; returns the small tensors, whole."""
     small: dict[str, torch.Tensor] = {}

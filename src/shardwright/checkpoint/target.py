@@ -87,7 +87,7 @@ def overlapping(targets: Iterable[Target]) -> set[str]:
 
 
 @dataclass(frozen=True)
-class Plan:
+class LoadPlan:
     """What a load will do: ``targets`` to fill, ``small`` tensors to read whole, and what to install
     afterwards."""
 
@@ -306,7 +306,7 @@ def plan(
     extra: Mapping[str, Any] | None,
     rank: int,
     left_out: Collection[str] = (),
-) -> Plan:
+) -> LoadPlan:
     """Match a checkpoint with the live state. Local; nothing is changed.
 
     left_out: names of the model's tensors that are not to be loaded, and may be missing.
@@ -325,7 +325,7 @@ def plan(
             f"the checkpoint doesn't fit ({len(planner.problems)} differences):\n    "
             + "\n    ".join(planner.problems)
         )
-    return Plan(
+    return LoadPlan(
         tuple(planner.targets.values()),
         tuple(dict.fromkeys(planner.small)),
         model,

@@ -16,7 +16,7 @@ from shardwright.checkpoint.agree import ranks
 from shardwright.checkpoint.install import install
 from shardwright.checkpoint.load import fill
 from shardwright.checkpoint.shardfile import Reader
-from shardwright.checkpoint.target import Plan, allocated, plan
+from shardwright.checkpoint.target import LoadPlan, allocated, plan
 from shardwright.engine.unit import unit_of
 from shardwright.errors import InputError
 from shardwright.grouped import hints_of, suggested
@@ -105,7 +105,7 @@ def read_weights(model: nn.Module, folder: str | Path, *, quantise: str | None =
     path, group = Path(folder), ranks()
     what = f"reading {path}"
     group.arrive(what)
-    prepared: list[tuple[Path, Plan]] = []
+    prepared: list[tuple[Path, LoadPlan]] = []
 
     def prepare() -> None:
         source = open_folder(path)
@@ -127,7 +127,7 @@ def read_weights(model: nn.Module, folder: str | Path, *, quantise: str | None =
     return WeightsRead(nbytes, len(todo.targets), tuple(t.key for t in todo.targets if t.casts))
 
 
-def _fill_and_encode(todo: Plan, reader: Reader, codec: str | None, chosen: frozenset[str]) -> None:
+def _fill_and_encode(todo: LoadPlan, reader: Reader, codec: str | None, chosen: frozenset[str]) -> None:
     """Fill and install: what isn't to be encoded at once, then one tensor after another."""
     one_by_one = [target for target in todo.targets if target.key.removeprefix("model/") in chosen]
     others = [target for target in todo.targets if target.key.removeprefix("model/") not in chosen]
