@@ -7,6 +7,7 @@ device ``NcclComm`` over simulated communicators, in threads. What it returns is
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
@@ -19,16 +20,24 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwright import (
     CPUOffloadPolicy,
+    FSDPModule,
     MixedPrecisionPolicy,
     SchedulePolicy,
+    StepInBackward,
     clip_grad_norm_,
     full_state_dict,
     fully_shard,
     lockstep,
+    offload_states,
     quantize_,
+    reload_states,
     stats,
 )
-from shardwright.engine.unit import units_in
+from shardwright.checkpoint.live import collect, part_of
+from shardwright.checkpoint.save import Snapshot, staged
+from shardwright.engine import batches
+from shardwright.engine.group import ParamGroup
+from shardwright.engine.unit import unit_of, units_in
 from shardwright.params.buffer import ReorderedBuffer
 from shardwright.policy import OptimizerOffloadPolicy
 from tests.ranks.models import Run
@@ -162,6 +171,10 @@ class Place:
         """A stream of the caller's."""
         return None
 
+    def beside(self, call: Callable[[], Any]) -> Any:
+        """Run it on a stream of the caller's, after what compute had queued; the event of its end."""
+        call()
+
     def read(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Their numbers, once all is done."""
         return [each.clone() for each in tensors]
@@ -197,10 +210,15 @@ KINDS: dict[str, tuple[int, Callable[[random.Random], tuple[nn.Module, int]], di
 OTHERS: dict[str, tuple[int, Callable[[random.Random], tuple[nn.Module, int]], dict[str, Any]]] = {
     "different layers by rank": (2, routed, {}),
     "different layers by rank, in a smaller world": (4, routed, SMALLER),
+    "different layers by rank, offloaded": (2, routed, OFFLOADED),
+    "offloaded, with a frozen layer": (2, layers, OFFLOADED | {"frozen": True}),
     "different quantised layers by rank": (2, encoded("group", Routed), {}),
     "another dim, in a smaller world": (4, layers, SMALLER | ON_DIM_1),
     "custom collectives": (2, layers, {"custom": True}),
     "a hook on a stream": (2, layers, {"hooked": True}),
+    "steps in the backward": (2, layers, {"steps": True}),
+    "steps in the backward, offloaded": (2, layers, {"steps": True} | OFFLOADED),
+    "steps in the backward, state alone on the host": (2, layers, {"steps": True} | STATE_ALONE),
 }
 """What else differs in a step."""
 
@@ -210,9 +228,18 @@ def setting(kind: str) -> tuple[int, Callable[[random.Random], tuple[nn.Module, 
     return KINDS[kind] if kind in KINDS else OTHERS[kind]
 
 
-HAPPENS = ("step", "two forwards", "evaluation", "accumulation", "failure", "failing launch")
-"""Before the step of an optimizer."""
-BETWEEN = ("nothing", "clipping", "state", "whole state")
+HAPPENS = (
+    "step",
+    "two forwards",
+    "evaluation",
+    "accumulation",
+    "failure",
+    "failing launch",
+    "failing arrival",
+    "by hand",
+)
+"""Before the step of an optimizer; in another order for each kind."""
+BETWEEN = ("clipping", "state", "whole state", "away", "saving", "nothing")
 """Beside it."""
 
 
@@ -223,36 +250,131 @@ def train(kind: str, number: int, rank: int, place: Place | None = None) -> list
     model, inputs = model_of(kind, number, rank, draw, place)
     place.sharded(model)
     run, seen = Run.of(model), []
-    for _ in range(2):
-        seen += _step(run, inputs, draw)
-        between = draw.choice(BETWEEN)
+    optimizers = [run.optimizer]
+    if "steps" in setting(kind)[2]:
+        inside = StepInBackward(model, lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9))
+        optimizers = [*inside.optimizers.values()]
+    for step in range(2):
+        seen += _step(kind, run, inputs, draw, _turn(HAPPENS, kind, 2 * number + step))
+        between = _turn(BETWEEN, kind, 2 * number + step)
         if between == "clipping" and can_clip(kind):
             seen.append(clip_grad_norm_(model.parameters(), 0.01))
-        if "offload_policy" in setting(kind)[2] and draw.random() < 0.5:  # gathers may still read shards
-            with torch.no_grad():
-                seen.append(model(next(inputs)).square().mean())
-            run.step()
-        else:
-            _update(run, draw)
-        seen += _state_of(run.optimizer)
+        if between == "away":
+            seen += _away(run, inputs)
+        seen += _update(kind, run, inputs, draw, place)
+        seen += [state for optimizer in optimizers for state in _state_of(optimizer)]
         if between == "state":
             seen += [inner_of(each.to_local()).clone() for each in shards_in(model.state_dict())]
         if between == "whole state" and "subclass" not in kind:
             seen += full_state_dict(model).values()
+        if between == "saving" and "subclass" not in kind:
+            seen += _saved(model, rank)
+    for unit in (unit for unit in model.modules() if isinstance(unit, FSDPModule)):
+        unit.reshard()  # what an evaluation has left
     seen += [inner_of(param.detach().to_local()) for param in model.parameters()]
     return place.read(seen)
 
 
-def _update(run: Run, draw: random.Random) -> None:
-    """By the optimizer, or as who writes a loop by hand."""
+def _turn(names: tuple[str, ...], kind: str, number: int) -> str:
+    """One after another, so that a few models have them all."""
+    return random.Random(kind).sample(names, len(names))[number % len(names)]
+
+
+def _update(
+    kind: str, run: Run, inputs: Iterator[torch.Tensor], draw: random.Random, place: Place
+) -> list[torch.Tensor]:
+    """By the optimizer, maybe on a stream of its own, or as who writes a loop by hand; losses."""
     params = [param for group in run.optimizer.param_groups for param in group["params"]]
     plain = all(type(param.to_local()) is torch.Tensor for param in params)
-    if draw.random() < 0.8 or not plain:
-        run.step()
-        return
-    for param in (param for param in params if param.grad is not None):
-        param.detach().to_local().sub_(param.grad.to_local(), alpha=0.1)
-        param.grad = None
+    offloaded, chance, losses = "offload_policy" in setting(kind)[2], draw.random(), []
+    if "frozen" in setting(kind)[2]:
+        for param in run.model[0].parameters():
+            param.to_local().mul_(0.9)
+    if chance < 0.2 and plain:
+        for param in (param for param in params if param.grad is not None):
+            param.detach().to_local().sub_(param.grad.to_local(), alpha=0.1)
+            param.grad = None
+        return losses
+    if offloaded and chance < 0.8:  # gathers may still read shards
+        losses = [_evaluated(run.model, inputs)]
+    elif chance < 0.5 and not offloaded:
+        run.model.set_post_optim_event(place.beside(run.optimizer.step))
+        losses = [_evaluated(run.model, inputs)]
+        run.optimizer.zero_grad()
+        return losses
+    run.step()
+    return losses
+
+
+def _evaluated(model: nn.Module, inputs: Iterator[torch.Tensor]) -> torch.Tensor:
+    """A loss without a graph."""
+    with torch.no_grad():
+        return model(next(inputs)).square().mean()
+
+
+def _away(run: Run, inputs: Iterator[torch.Tensor]) -> list[torch.Tensor]:
+    """A forward that no backward follows, and the states on the host and back again."""
+    run.model(next(inputs))
+    offload_states(run.model, run.optimizer)
+    seen = _held(run.model) + _state_of(run.optimizer)
+    seen += [inner_of(param.detach().to_local()).clone() for param in run.model.parameters()]
+    reload_states(run.model)
+    return seen
+
+
+def _saved(model: nn.Module, rank: int) -> list[torch.Tensor]:
+    """What a checkpoint in the background writes."""
+    live = collect(model, None, None)
+    parts = {key: part_of(key, tensor, rank) for key, tensor in live.tensors.items()}
+    return [part.local.clone() for part in staged(Snapshot(parts, {}, {})).parts.values()]
+
+
+def _by_hand(model: nn.Module, edits: bool) -> list[torch.Tensor]:
+    """Unshard without a forward: with and without a wait for it; and maybe edit what is unsharded."""
+    units, seen = [unit for unit in model.modules() if isinstance(unit, FSDPModule)], []
+    for unit, other in [*pairwise(units), *pairwise(reversed(units))]:
+        unit.unshard(async_op=True)
+        unit.reshard()
+        seen += _read(other)
+    if edits:
+        with model.unsharded(), torch.no_grad():
+            for param in model.parameters():
+                if param.requires_grad:
+                    param.mul_(0.99)
+    return seen
+
+
+def _in_one_batch(model: nn.Module) -> list[torch.Tensor]:
+    """All-gathers of two groups, of which one is unsharded already, as where ranks held different ones."""
+    units = [unit for unit in model.modules() if isinstance(unit, FSDPModule)]
+    own, seen = [(unit, unit_of(unit).groups[0]) for unit in units if unit_of(unit).groups], []
+    for (unit, held), (other, group) in pairwise(own):
+        if held.gatherer.decoding.extended:
+            continue
+        unit.unshard()
+        batches.unshard([held, group])
+        seen += _doubled(held)
+        group.wait()
+        seen += _doubled(group)
+        other.reshard()
+        unit.reshard()
+    return seen
+
+
+def _doubled(group: ParamGroup) -> list[torch.Tensor]:
+    """In new memory, what it has unsharded and not decoded."""
+    return [
+        param.unsharded.detach() * 2 for param in group.params if param not in group.gatherer.decoding.parts
+    ]
+
+
+def _read(unit: FSDPModule) -> list[torch.Tensor]:
+    """Its parameters, unsharded by hand."""
+    unit.unshard()
+    own = [param for param in unit.parameters() if not isinstance(param, DTensor)]
+    seen = [inner_of(param.detach()).clone() for param in own]
+    unit.reshard()
+    return seen
 
 
 def _held(model: nn.Module) -> list[torch.Tensor]:
@@ -269,30 +391,39 @@ def _state_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [inner_of(each.to_local()).clone() for each in found if isinstance(each, DTensor)]
 
 
-def _step(run: Run, inputs: Iterator[torch.Tensor], draw: random.Random) -> list[torch.Tensor]:
+def _step(
+    kind: str, run: Run, inputs: Iterator[torch.Tensor], draw: random.Random, happens: str
+) -> list[torch.Tensor]:
     """Up to the optimizer's step: losses and gradients."""
     model, seen = run.model, []
-    happens = draw.choice(HAPPENS)
     if isinstance(model, Routed) and "fail" in happens:  # ranks would, in different places
         happens = "step"
+    if happens == "two forwards" and "steps" in setting(kind)[2]:  # which is refused
+        happens = "accumulation"
     if happens == "evaluation":
-        with torch.no_grad():
-            seen.append(model(next(inputs)).square().mean())
+        seen.append(_evaluated(model, inputs))
     if happens == "failure":
         x = next(inputs).requires_grad_()
         x.register_hook(_fail)
         with suppress(_Failed):
             model(x).square().mean().backward()
-        run.optimizer.zero_grad()
     if happens == "failing launch":
         x = next(inputs)  # ranks exchange words in it, which may travel on the same transport
-        with _launches_failing(model, draw.randint(0, 2), draw.random() < 0.5), suppress(_Failed):
+        with _launches_failing(model, draw.randint(0, 2)), suppress(_Failed):
             model(x).square().mean().backward()
+    if happens == "failing arrival":
+        with _arrivals_failing(model), suppress(_Failed):
+            model(next(inputs)).square().mean().backward()
+    if "fail" in happens:
+        if draw.random() < 0.5:
+            model.reset_iter_state()
         run.optimizer.zero_grad()
-    loss = model(next(inputs)).square().mean()
+    if happens == "by hand":
+        seen += _by_hand(model, draw.random() < 0.5)
+        seen += _in_one_batch(model)
+    loss = model(next(inputs).requires_grad_("frozen" in setting(kind)[2])).square().mean()
     if happens == "evaluation" and draw.random() < 0.5:
-        with torch.no_grad():
-            seen.append(model(next(inputs)).square().mean())
+        seen.append(_evaluated(model, inputs))
     if happens == "two forwards":
         loss = loss + model(next(inputs)).square().mean()
     seen += _held(model)
@@ -312,24 +443,33 @@ def _fail(*_: Any) -> None:
 
 
 @contextmanager
-def _launches_failing(model: nn.Module, others: int, decodings: bool) -> Iterator[None]:
-    """Inside of it no all-gather of a model's groups can be launched, but for the first ``others``; or no
-    decoding of what one brought ends."""
+def _launches_failing(model: nn.Module, others: int) -> Iterator[None]:
+    """Inside of it no all-gather of a model's groups can be launched, but for the first ``others``."""
     left = iter(range(others))
 
     def failing(launch: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args: _fail() if next(left, None) is None else launch(*args)
 
-    def unending(arrive: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args: _fail(arrive(*args))
-
     gatherers = [group.gatherer for unit in units_in(model) for group in unit.groups]
     comms = [comm for each in gatherers for comm in (each.comm, each.options.smaller_world) if comm]
     with ExitStack() as stack:
-        for each in gatherers if decodings else ():
-            stack.enter_context(patch.object(each.decoding, "arrive", unending(each.decoding.arrive)))
-        for comm in dict.fromkeys(comms) if not decodings else ():
+        for comm in dict.fromkeys(comms):
             stack.enter_context(patch.object(comm, "all_gather", failing(comm.all_gather)))
+        yield
+
+
+@contextmanager
+def _arrivals_failing(model: nn.Module) -> Iterator[None]:
+    """Inside of it copying what an all-gather has brought, or decoding it, fails once it is queued."""
+
+    def unending(arrive: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: _fail(arrive(*args))
+
+    groups = [group for unit in units_in(model) for group in unit.groups]
+    arriving = [each for group in groups for each in (group.buffer, group.gatherer.decoding) if each]
+    with ExitStack() as stack:
+        for each in arriving:
+            stack.enter_context(patch.object(each, "arrive", unending(each.arrive)))
         yield
 
 
@@ -337,7 +477,7 @@ def can_clip(kind: str) -> bool:
     """Of at most two addends, in which order they are summed over ranks makes no difference."""
     ranks, _, options = setting(kind)
     two_addends = ranks < 4 or ("hybrid" in options and "shard_over_all" not in options)
-    return two_addends and "offload_policy" not in options
+    return two_addends and not {"offload_policy", "steps"} & options.keys()
 
 
 def shards_in(state: dict[str, Any]) -> list[DTensor]:
@@ -352,7 +492,8 @@ def model_of(
     place = place or Place()
     _, make, options = setting(kind)
     options, world = dict(options), dist.get_world_size()
-    row_wise, custom, hooked = (options.pop(name, False) for name in ("row_wise", "custom", "hooked"))
+    names = ("row_wise", "custom", "hooked", "frozen", "steps")
+    row_wise, custom, hooked, frozen, _ = (options.pop(name, False) for name in names)
     shape = (2, world // 2) if options.pop("hybrid", False) else (world,)
     with _disable_current_modes():
         torch.manual_seed(number)
@@ -370,6 +511,8 @@ def model_of(
         else:
             unit.set_all_reduce_hook(lambda flat: flat.mul_(0.5).add_(flat.square()), stream=place.stream())
     model.set_schedule_policy(SchedulePolicy(bucket_cap_mb=number % 2, row_wise=row_wise))
+    if frozen:
+        model[0].requires_grad_(False)
     if isinstance(model, Routed):
         model.draw(random.Random(100 * number + rank))
     return model, iter(lockstep(inputs, mesh=mesh))

@@ -20,33 +20,81 @@ from typing import Any, NamedTuple
 import shardwright
 from tests.device.sim import without_waiting
 
-FILES: dict[str, tuple[str, ...]] = {
-    "transport/streams.py": (),
-    "transport/nccl.py": (),
-    "transport/shared.py": (),
-    "transport/collect.py": ("rows in use", "hybrid"),
-    "transport/two_level.py": ("hybrid, sharded over all",),
+KINDS_OF: dict[str, tuple[str, ...]] = {
+    "checkpoint/save.py": ("plain", "half"),
+    "engine/away.py": ("plain", "another dim"),
+    "engine/batches.py": ("plain", "different layers by rank, in a smaller world"),
+    "engine/executor.py": (
+        "plain",
+        "hybrid",
+        "hybrid, sharded over all",
+        "smaller world",
+        "offloaded",
+        "offloaded, with a frozen layer",
+        "steps in the backward, offloaded",
+        "steps in the backward, state alone on the host",
+    ),
+    "engine/grads.py": ("half", "another dim, in a smaller world"),
     "engine/group.py": (
         "plain",
         "another dim",
+        "quantised",
         "quantised in a smaller world",
         "different quantised layers by rank",
     ),
-    "engine/batches.py": ("plain", "different layers by rank, in a smaller world"),
-    "params/buffer.py": ("another dim", "another dim, in a smaller world"),
-    "params/smaller_world.py": ("smaller world",),
-    "params/rows.py": ("rows in use",),
+    "engine/hooks.py": ("plain", "hybrid"),
+    "engine/optimizer_guard.py": (
+        "offloaded",
+        "offloaded, half",
+        "offloaded in a smaller world",
+        "offloaded, with a frozen layer",
+    ),
+    "engine/paging.py": ("offloaded optimizer", "state alone on the host"),
+    "engine/reducer.py": ("plain", "hybrid", "offloaded", "steps in the backward, offloaded"),
+    "engine/runtime.py": ("plain", "half", "hybrid"),
+    "module.py": ("plain", "half"),
     "params/binding.py": ("plain", "different layers by rank"),
+    "params/buffer.py": ("another dim", "another dim, in a smaller world"),
     "params/quantized/group.py": (
         "quantised",
         "quantised in a smaller world",
         "different quantised layers by rank",
         "subclass",
     ),
+    "params/rows.py": ("rows in use",),
+    "params/smaller_world.py": ("smaller world",),
+    "params/subclass.py": ("subclass", "subclass of two tensors"),
+    "transport/base.py": ("plain", "hybrid"),
+    "transport/collect.py": ("rows in use", "hybrid"),
+    "transport/custom.py": ("custom collectives",),
+    "transport/nccl.py": ("plain", "half", "hybrid", "rows in use"),
+    "transport/shared.py": ("plain", "hybrid", "different layers by rank"),
+    "transport/streams.py": (
+        "plain",
+        "half",
+        "hybrid",
+        "offloaded",
+        "gradients stay on the device",
+        "offloaded optimizer",
+        "a hook on a stream",
+    ),
+    "transport/two_level.py": ("hybrid, sharded over all",),
 }
-"""By file the kinds of schedules that show what is left out of it; none: any may."""
+"""By file the kinds of schedules that show what is left out of it; where a file isn't listed any may."""
+ELSEWHERE = {
+    "transport/cpu/": "moves bytes of hosts",
+    "transport/abort.py": "ends connections of hosts",
+    "observe/": "threads of the host that look at other ranks",
+    "train/": "processes of the host, and the agreement of ranks before files are written",
+    "hf/": "agreement of ranks before files are read or written",
+    "checkpoint/background.py": "a thread of the host",
+    "checkpoint/load.py": "agreement of ranks before files are read",
+    "bucketer.py": "a class by itself: no sharded model uses it",
+    "engine/backward.py": "forgets which calls a backward has come to, no memory",
+}
+"""Files and folders with such calls that aren't on the way of a device, with the reason."""
 CALLS = {"wait", "wait_event", "wait_stream", "wait_on_host", "land", "release", "_release", "settle"}
-CALLS |= {"filled", "forget_filled", "arrive", "forget", "give_up", "free", "_free"}
+CALLS |= {"filled", "forget_filled", "arrive", "forget", "give_up", "free", "_free", "synchronize"}
 _PACKAGE = Path(shardwright.__file__).parent
 
 
@@ -62,11 +110,13 @@ class Site(NamedTuple):
         return f"{self.file} {self.function}: {self.text}"
 
 
-def sites() -> list[Site]:
-    """All of them, in the order of the source."""
+def sites(elsewhere: bool = False) -> list[Site]:
+    """All of them, by file, in the order of the source. elsewhere: in files that no device has to do with."""
     found = []
-    for file in FILES:
-        tree = ast.parse((_PACKAGE / file).read_text())
+    for path in sorted(_PACKAGE.rglob("*.py")):
+        file, tree = str(path.relative_to(_PACKAGE)), ast.parse(path.read_text())
+        if file.startswith(tuple(ELSEWHERE)) is not elsewhere:
+            continue
         for number, (function, text, _) in enumerate(_places(tree)):
             found.append(Site(file, number, function, text))
     return found
@@ -147,7 +197,7 @@ def _in_function(function: ast.FunctionDef, name: str) -> Iterator[tuple[str, st
     alone = {id(node.value) for node in ast.walk(function) if isinstance(node, ast.Expr)}
     for node in ast.walk(function):
         call = node.value if isinstance(node, ast.Expr) else None
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in CALLS:
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and _is_listed(call.func):
             yield name, ast.unparse(node), _setter(node, "value", call.func.value)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Due":
             yield name, ast.unparse(node), _becomes_long_ago(node)
@@ -183,6 +233,10 @@ def _kept(owner: ast.ClassDef) -> Iterator[tuple[str, str, Any]]:
             if kept not in empty_anyway:
                 empties = f"{kept} = {'None' if text.endswith('None') else '[]'}"
                 yield f"{owner.name}.__init__", f"{kept}, kept", _appender(methods["__init__"], empties)
+
+
+def _is_listed(method: ast.Attribute) -> bool:
+    return method.attr in CALLS and not ast.unparse(method.value).endswith("_lock")  # of threads
 
 
 _EMPTIED = (" = []", " = None", ".clear()")

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from tests.device import cases
 from tests.device.kernels import Kernels, put_on_host
 from tests.device.sim import Device, Event, Part, Stream, World, resizing
 
+saving = import_module("shardwright.checkpoint.save")  # the package shows the function of that name
 _TABLES = {name: value.__wrapped__ for name, value in vars(nf4).items() if hasattr(value, "cache_clear")}
 """Functions that keep tensors on the device of a process."""
 
@@ -153,6 +155,13 @@ class Simulated(cases.Place):
     def stream(self) -> Stream:
         return Stream(self._accelerator)
 
+    def beside(self, call: Callable[[], Any]) -> Event:
+        stream = self.stream()
+        stream.wait_event(self._accelerator.current[-1].record_event())
+        with stream:
+            call()
+        return stream.record_event()
+
     def read(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         self._accelerator.synchronize()
         return [self._accelerator.read(each) for each in tensors]
@@ -178,6 +187,7 @@ class Job:
         self.size = cases.setting(kind)[0]
         self.kind, self.rules = kind, rules
         swapped = [(meshes, "_made"), (hooks, "_outermost"), (hooks, "_root_left_out")]
+        swapped += [(saving, "_staging")]
         swapped += [(nf4, name) for name in _TABLES]
         self.world = World(self.size, seed, swapped)
         self._made: Counter[Any] = Counter()
@@ -194,6 +204,8 @@ class Job:
             (building, "keep_watch", lambda: None),
             (meshes, "_make_comm", self._make_comm),
             (dist, "all_reduce", self._all_reduce),
+            (saving, "_is_on_device", lambda t: self.world.device.memory.find(t).stream is not None),
+            (torch.accelerator, "current_stream", lambda: self.world.device.current[-1]),
             (meshes, "new_group", _new_group),
             (meshes, "_axis_over_all", _mesh_on_host),
             (dist.distributed_c10d, "_world", ThreadLocalWorld()),
@@ -213,7 +225,7 @@ class Job:
     @staticmethod
     def _fresh() -> list[Any]:
         tables = [cache(made) for made in _TABLES.values()]
-        return [meshes._Made(None), hooks._Outermost(), hooks._RootLeftOut(), *tables]
+        return [meshes._Made(None), hooks._Outermost(), hooks._RootLeftOut(), {}, *tables]
 
     def _train(self, rank: int, number: int) -> list[torch.Tensor]:
         dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=self.size)

@@ -50,6 +50,10 @@ class Event:
         self.stream.device.waits.append("event")
         self.stream.device.world.wait_for(self)
 
+    def wait(self) -> None:
+        """The current stream waits for it."""
+        self.stream.device.current[-1].wait_event(self)
+
 
 class Stream:
     """A queue of operations, run in order. weight: how likely it runs next, among those that can.
@@ -80,6 +84,10 @@ class Stream:
         """As torch.Stream."""
         if not event.done and not self.device.waits_for_nothing:
             self.put([event])
+
+    def synchronize(self) -> None:
+        """The host waits for all that it has queued."""
+        self.record_event().synchronize()
 
     def __enter__(self) -> None:
         self.device.current.append(self)

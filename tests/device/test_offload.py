@@ -60,7 +60,9 @@ def counted(rank, world, kind, seed):
     return waits, Counted.num_offloads, job.num_trained, backwards.call_count, steps.call_count
 
 
-@pytest.mark.parametrize("kind", OFFLOADED)
+@pytest.mark.parametrize(
+    "kind", [OFFLOADED[0], *(pytest.param(kind, marks=pytest.mark.slow) for kind in OFFLOADED[1:])]
+)
 def test_the_host_waits_once_a_backward_and_once_before_a_step_and_one_event_brings_a_group(kind):
     for seed in range(3):
         [(waits, num_offloads, num_trained, backwards, steps)] = run_ranks(1, counted, kind, seed)

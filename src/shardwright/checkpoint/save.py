@@ -90,7 +90,7 @@ def async_save(
     options = _Options(Path(path), step, Keep(keep) if isinstance(keep, int) else keep)
     group = ranks()
     group.arrive(f"async_save(step={step})")
-    snapshot = _staged(_snapshot(group, model, optimizer, extra))
+    snapshot = staged(_snapshot(group, model, optimizer, extra))
     return background.start(lambda pace: _write(group, snapshot, replace(options, pace=pace)))
 
 
@@ -149,13 +149,17 @@ def _snapshot(
 _staging: dict[str, torch.Tensor] = {}
 
 
-def _staged(snapshot: Snapshot) -> Snapshot:
+def _is_on_device(tensor: torch.Tensor) -> bool:
+    return tensor.device.type != "cpu"
+
+
+def staged(snapshot: Snapshot) -> Snapshot:
     """The pieces that this rank writes, copied to host memory that is kept for the next call."""
     parts = {}
     for key, part in snapshot.parts.items():
         local = part.local
         if part.owner and part.boxes:
-            on_device = local.device.type != "cpu"
+            on_device = _is_on_device(local)
             buffer = _staging.get(key)
             if buffer is None or buffer.shape != local.shape or buffer.dtype != local.dtype:
                 buffer = torch.empty(local.shape, dtype=local.dtype, pin_memory=on_device)
@@ -164,7 +168,7 @@ def _staged(snapshot: Snapshot) -> Snapshot:
         parts[key] = replace(part, local=local, boxes=part.boxes if part.owner else ())
     for key in _staging.keys() - parts.keys():
         del _staging[key]
-    if any(part.local.device.type != "cpu" for part in snapshot.parts.values()):
+    if any(_is_on_device(part.local) for part in snapshot.parts.values()):
         torch.accelerator.current_stream().synchronize()
     return replace(snapshot, parts=parts)
 

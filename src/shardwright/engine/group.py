@@ -197,8 +197,8 @@ class ParamGroup:
         streams = gatherer.comm.streams
         if streams is None:
             return self._copy_in()
-        # Of rows the buffer is memory of compute already, and waits for it.
-        with streams.filling(changed=before != self._gathered_versions or gatherer.rows is not None):
+        # Of rows the buffer is memory of compute, whose earlier use the host has waited for, to count them.
+        with streams.filling(changed=before != self._gathered_versions):
             segments = self._copy_in()
         streams.filled([segment.flat for segment in segments])
         return segments
