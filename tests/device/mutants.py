@@ -86,6 +86,7 @@ ELSEWHERE = {
     "transport/abort.py": "ends connections of hosts",
     "observe/": "threads of the host that look at other ranks",
     "train/": "processes of the host, and the agreement of ranks before files are written",
+    "plan/": "plans in numbers",
     "hf/": "agreement of ranks before files are read or written",
     "checkpoint/background.py": "a thread of the host",
     "checkpoint/load.py": "agreement of ranks before files are read",

@@ -175,7 +175,7 @@ def test_the_all_reduce_over_copies_is_launched_behind_each_reduce_scatter():
     assert not [key for key in seen if "spread" in key or "host waits" in key]
 
 
-_ALONE = "only communication_s() calls it, between steps, and drops the sums"
+_ALONE = "only communication_s() calls it, between steps, to take times, and drops the sums"
 _ON_HOSTS = "only hosts have it: an accelerator's collectives are launched at once, and its streams wait"
 _WORDS = "words of hosts, on which no schedule here depends"
 _CALLS = "it forgets which calls a backward had come to, and the next one counts its own"
@@ -186,6 +186,7 @@ NOT_SEEN = {
     "engine/batches.py rehearse: reducer.copies.all_reduce(totals, f'all-reduce {reducer.name}').wait()": (
         _ALONE
     ),
+    "engine/costs.py _rehearse: torch.accelerator.synchronize()": _ALONE,
     "engine/executor.py Executor._step: group.reducer.unresolved.arrive()": (
         "the gradients then arrive at the end of the backward, and are stepped there: later, and right"
     ),
