@@ -258,7 +258,8 @@ def cut(rank, world, reads):
     equal_steps(model, reference, rank, world)
     if reads == "in their forwards":
         forward, backward = lines(model, Phase.FORWARD), lines(model, Phase.BACKWARD)
-        assert forward["F+ 0"] == ["unshard 3", "wait 0"] and forward["F+ 3"][-1] == "wait 3"
+        assert forward["F+ 4"] == ["unshard 4", "unshard 0", "unshard 3", "wait 4"]
+        assert backward["B+ 1"] == ["unshard 0", "unshard 3", "wait 1"]  # one module's groups: as one ahead
         reduced = [event for event, actions in backward.items() if {"reduce 0", "reduce 3"} & {*actions}]
         assert reduced == ["G  3", "G  0"]
     twin = copy.deepcopy(model)

@@ -176,6 +176,8 @@ def shard_modules(
         if place:
             take_over(own, members)
         runtime.add(own.group, _reshards(options, worlds[members[0].axis], members[0].axis))
+        if place:
+            runtime.change(own.group, part_of=runtime.table.number(unit.groups[0]))
         unit.parts = (*unit.parts, own) if place else ()
     runtime.table.root = tuple(unit.groups)
     _join(unit, list(dict.fromkeys(unit_of(m) for m in modules if m not in fresh)))
@@ -207,6 +209,7 @@ def _cut_first_block(nested: Sequence[Unit]) -> None:
         take_over(part, last)
         runtime.regroup(group, first)
         runtime.add(part.group, spec.reshard_after_forward)
+        runtime.change(part.group, part_of=runtime.table.number(group))
         unit.parts = (*unit.parts, part)
 
 

@@ -189,7 +189,7 @@ def _draw(model: nn.Module, runtime: Runtime) -> Blueprint:
 def _draw_group(group: ParamGroup, runtime: Runtime, names: dict[int, str], whole: bool) -> GroupPrint:
     facts = replace(runtime.requested(group), steps=False)  # what steps it holds the original
     if not whole:  # the lists name groups by number, which are other ones in a part of the model
-        facts = replace(facts, ahead_in_forward=None, ahead_in_backward=None)
+        facts = replace(facts, ahead_in_forward=None, ahead_in_backward=None, part_of=None)
     places = tuple(
         tuple(
             tuple((names[id(site.module)], site.name) for site in sites if id(site.module) in names)

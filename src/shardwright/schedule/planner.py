@@ -204,7 +204,7 @@ class Planner:
         self, following: Iterable[int], current: int, depth: int, actions: list[Action]
     ) -> None:
         """Unshard what follows ``current``, until ``depth`` collectives are ahead of its own or a limit is
-        reached. Each takes along what follows it, up to the cap."""
+        reached. Each takes along what follows it, up to the cap; those of one module count as one."""
         seen = {current}
         ahead: set[int] = set()
         batches: list[list[int]] = []
@@ -218,7 +218,9 @@ class Planner:
                     break
                 continue
             joins = bool(batches) and self._joins(group, batches[-1])
-            if not joins and (len(ahead) + len(batches) >= depth or not self._may_issue()):
+            begun = self.spec_of(group).part_of in seen - {current, None}
+            is_full = len(ahead) + len(batches) >= depth and not begun
+            if not joins and (is_full or not self._may_issue()):
                 break
             if not self._within_budget(group, current):
                 break

@@ -144,6 +144,7 @@ class GroupSpec:
     steps: its parameters are stepped in the backward. needs_copies_reduced: their gradients are complete only
         at its end, after an all-reduce over copies that runs beside the rest of it.
     smaller_world: after a forward its shards are kept over a smaller world, from which the backward gathers.
+    part_of: the first group of the same modules, with whose backward this one's begins.
     """
 
     reshard_after_forward: bool | None = None
@@ -158,12 +159,14 @@ class GroupSpec:
     steps: bool = False
     needs_copies_reduced: bool = False
     smaller_world: bool = False
+    part_of: int | None = None
 
     def shifted(self, by: int) -> "GroupSpec":
         """The same with every group's number raised, for a model that became part of another."""
         listed = (self.ahead_in_forward, self.ahead_in_backward)
         forward, backward = (None if groups is None else tuple(g + by for g in groups) for groups in listed)
-        return replace(self, ahead_in_forward=forward, ahead_in_backward=backward)
+        part_of = None if self.part_of is None else self.part_of + by
+        return replace(self, ahead_in_forward=forward, ahead_in_backward=backward, part_of=part_of)
 
 
 @dataclass(frozen=True)
