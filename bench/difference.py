@@ -75,7 +75,7 @@ def measure(options: argparse.Namespace) -> None:
             params, mib = stats(plain.model).param_numel, [nbytes / options.steps / 2**20 for nbytes in sent]
             print(
                 f"lr {lr:g}: {options.steps} steps of {params:,} parameters on {options.world} ranks, equal "
-                f"bit for bit; MiB a step {mib[0]:.2f} plain, {mib[1]:.2f} difference; last loss {losses[0]:.3f}",
+                f"bit for bit; MiB a step {mib[0]:.2f} plain, {mib[1]:.2f} difference; loss {losses[0]:.3f}",
                 flush=True,
             )
 
