@@ -152,7 +152,7 @@ def _row(unit: Unit, group: ParamGroup, names: dict[int, str]) -> GroupRow:
         tuple(params),
         sum(param.local.nbytes for param in group.params),
         _unsharded_nbytes(group),
-        gathered_nbytes(group) if group.gatherer.sends_changes else 0,
+        gathered_nbytes(group) if group.gatherer.sends.changes else 0,
         _resharded(unit, group),
         _gradients(group),
         tuple(_changes(unit, group)),
@@ -252,10 +252,10 @@ def _changes(unit: Unit, group: ParamGroup) -> list[str]:
         changed.append(f"{group.reducer.policy}, by the gradient setters")
     if isinstance(group.params[0].split.offload, CPUOffloadPolicy):
         changed.append(f"{group.params[0].split.offload}, by fully_shard's offload_policy")
-    if group.gatherer.sends_changes:
+    if group.gatherer.sends.changes:
         changed.append(
-            f"all-gathers send what has changed, {_size(gathered_nbytes(group))} kept on the host for it, by "
-            "SchedulePolicy.wire"
+            f"all-gathers send what has changed{', coded' * group.gatherer.sends.codes}, "
+            f"{_size(gathered_nbytes(group))} kept on the host for it, by SchedulePolicy.wire"
         )
     if group.reducer.hook is not None:
         changed.append("a hook sees reduced gradients, by set_all_reduce_hook")

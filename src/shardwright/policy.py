@@ -76,10 +76,14 @@ class Wire(StrEnum):
     DIFFERENCE: what has changed since the last all-gather of the same group, coded without loss; each rank
         keeps a copy of the whole model in the dtype of the wire, on the host. Gradients are coded without
         loss, too. It takes the extra ``wire``.
+    AUTO: of these what pays on the link that is measured before the first step: on a slow one all of it, on a
+        faster one no code, but no second all-gather of what hasn't changed; within ``wire_nbytes``, or a
+        quarter of the host's free memory. It takes the extra, too.
     """
 
     PLAIN = "plain"
     DIFFERENCE = "difference"
+    AUTO = "auto"
 
 
 class Agreement(StrEnum):
@@ -145,7 +149,7 @@ class SchedulePolicy(_WithoutRemoved):
         first one is.
     wire: see ``Wire``; its value or its name. Same bits.
     wire_nbytes: bytes of host memory that the copies of ``wire`` may take on a rank: the first groups that
-        fit have one. None: no bound. ``explain`` says how many they are.
+        fit have one. None: no bound, or that of "auto". ``explain`` says how many they are.
     agreement: see ``Agreement``; its value or its name. Left out: that of the environment variable
         ``SHARDWRIGHT_AGREEMENT``, else strict. Ranks that differ in it are told so before their first
         all-gather.

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from shardwright import MixedPrecisionPolicy, SchedulePolicy, explain, fully_shard, set_transport, stats
 from shardwright.engine.unit import unit_of
 from shardwright.errors import CommError
+from shardwright.transport.link import LinkSpeed, _links, measured
 from tests.ranks.pool import run_ranks
 from tests.ranks.quantised import COLS
 from tests.ranks.quantised import build as build_quantised
@@ -325,3 +326,47 @@ def killed(rank, world):
 def test_a_killed_rank_is_named():
     with pytest.raises(AssertionError, match="told"):
         run_ranks(2, killed)
+
+
+AUTO = SchedulePolicy(wire="auto", keep_last=0)
+
+
+def automatic(rank, world, link):
+    """Training by a link that is measured, or is said to be so fast; what it was, and what was measured."""
+    set_transport("sockets")
+    training = Training(rank, AUTO)
+    comm = unit_of(training.model.head).group.axis.comm
+    if link is not None:
+        _links[comm] = link
+    training.step()
+    sent = training.sent(training.step)
+    found = measured(comm)
+    return (
+        training.bits(),
+        sent,
+        found,
+        explain(training.model).groups[2].changed,
+        training.sent(lambda: None),
+    )
+
+
+def test_on_a_slow_link_auto_sends_changes_and_on_a_fast_one_whole_shards_the_same_on_all_ranks():
+    slow, fast = (LinkSpeed(s, 4e-9, 6e-10, 1 << 40) for s in (8e-8, 1e-11))
+    full = LinkSpeed(8e-8, 4e-9, 6e-10, 0)
+    plain = run_ranks(2, trained, PLAIN, BF16, 2)
+    changes = run_ranks(2, trained, DIFFERENCE, BF16, 2)
+    for link in (slow, fast, full, None):
+        ranks = run_ranks(2, automatic, link)
+        assert ranks[0][2] == ranks[1][2]  # the slowest rank's
+        for rank, (bits, sent, found, changed, _) in enumerate(ranks):
+            assert bits == plain[rank][1]
+            if link is slow:
+                assert sent == changes[rank][2][1]
+                assert any("all-gathers send what has changed, coded" in line for line in changed)
+            elif link is fast:
+                assert any("its link moves 100000 MB/s" in line for line in changed)
+            elif link is full:
+                assert any("its copy doesn't fit" in line for line in changed)
+            else:
+                assert 1e-12 < found.s < 1e-6 and found.free_nbytes > 0
+                assert 1e-10 < found.unchanged_s < found.coded_s < 1e-6

@@ -19,10 +19,11 @@ from shardwright.params.param import ShardedParam
 from shardwright.params.quantized.group import Decoding
 from shardwright.params.rows import Rows
 from shardwright.params.smaller_world import SmallerWorld
-from shardwright.policy import MixedPrecisionPolicy, SchedulePolicy, Wire
+from shardwright.policy import MixedPrecisionPolicy, SchedulePolicy
 from shardwright.schedule.layout import ParamLayout
 from shardwright.transport.base import Comm, Gather, Segment
 from shardwright.transport.custom import CustomComm
+from shardwright.transport.kept import WHOLE, Sends
 from shardwright.transport.mesh import Axis
 
 logger = logging.getLogger(__name__)
@@ -37,8 +38,8 @@ class GatherOptions:
 
     smaller_world: the transport among the ranks that keep shards between forward and backward, or None.
     all_gather, reduce_scatter: the caller's own, or None. row_wise: the policy by which a lookup's group
-        moves only rows in use, or None. stays: it is kept unsharded from forward to backward. wire: what its
-        all-gathers send. copy_fits: whether a copy of what they sent last fits the bytes of the policy.
+        moves only rows in use, or None. stays: it is kept unsharded from forward to backward. sends: what
+        its collectives send over a network, by ``SchedulePolicy.wire``.
     """
 
     smaller_world: Comm | None = None
@@ -46,8 +47,7 @@ class GatherOptions:
     reduce_scatter: Any = None
     row_wise: SchedulePolicy | None = None
     stays: bool = False
-    wire: Wire = Wire.PLAIN
-    copy_fits: bool = True
+    sends: Sends = WHOLE
 
 
 class Gatherer:
@@ -55,9 +55,8 @@ class Gatherer:
 
     comm: the transport over the axis, or the caller's collectives in its place; gradients go by it, too.
     smaller_world: where shards are kept between forward and backward, or None. rows: what moves only rows in
-        use, or None. decoding: the weights that are decoded on arrival. sends_changes: an all-gather sends
-        what has changed since the last one. unmet: for what was asked and can't be, a sentence each that says
-        why.
+        use, or None. decoding: the weights that are decoded on arrival. sends: what they do send. unmet:
+        for what was asked and can't be, a sentence each that says why.
     """
 
     def __init__(
@@ -96,14 +95,12 @@ class Gatherer:
                 unmet.append(f"it moves whole weights, not rows in use: {why}")
             elif not why:
                 self.rows = Rows(params[0].layout)
-        self.sends_changes = False
-        if options.wire is not Wire.PLAIN and axis.world > 1:
-            why = self.comm.why_plain
+        self.sends = options.sends
+        if options.sends != WHOLE and axis.world > 1:
+            why = self.comm.why_plain or options.sends.why
             if self.rows is not None:
                 why = "it moves rows in use"
-            elif not why and not options.copy_fits:
-                why = "its copy doesn't fit SchedulePolicy.wire_nbytes beside those of the groups before it"
-            self.sends_changes = not why
+            self.sends = WHOLE if why else options.sends
             if why:
                 unmet.append(f"its all-gathers send whole shards, not what has changed of them: {why}")
         self.unmet = tuple(unmet)

@@ -96,7 +96,7 @@ class ParamGroup:
         self.gatherer = choose(self.name, self.params, self.axis, self.policy, options, before)
         self.reducer.gatherer = self.gatherer
         if self._bound is not None:
-            self._bound.send_changes(self.gatherer.sends_changes)
+            self._bound.send(self.gatherer.sends)
 
     # ---- parameters
 
@@ -170,7 +170,7 @@ class ParamGroup:
         if bound is None or bound.policy is not self.policy or not bound.is_current():
             self._bound = None  # where an error comes now, the next time begins here, too
             self._bound = bound = self._bind()
-            bound.send_changes(self.gatherer.sends_changes)
+            bound.send(self.gatherer.sends)
         for pair in self.gatherer.decoding.frozen:
             pair.check_frozen()
         self.trainable = bound.follow_freezing()

@@ -14,6 +14,8 @@ from shardwright.params.param import ShardedParam
 from shardwright.policy import SchedulePolicy, Wire
 from shardwright.schedule.schedule import Event, EventKind, GroupSpec
 from shardwright.transport.base import Comm
+from shardwright.transport.kept import WHOLE, Sends
+from shardwright.transport.link import measured, what_pays
 
 tables: "WeakSet[GroupTable]" = WeakSet()
 """Of every sharded model that is alive."""
@@ -122,21 +124,18 @@ class GroupTable:
     def choose(self, policy: SchedulePolicy) -> None:
         """Have groups move rows in use only, or send what has changed, where ``policy`` says so and they
         can."""
-        left = inf if policy.wire_nbytes is None else policy.wire_nbytes
+        left = _copies_nbytes(self.groups, policy)
         for group in self.groups:
+            sends, nbytes = _sends(group, policy), gathered_nbytes(group)
+            if sends.changes and nbytes > left:
+                sends = Sends(why="its copy doesn't fit SchedulePolicy.wire_nbytes beside those before it")
             asks = policy.row_wise
             if asks is None:  # what has changed of an embedding is less than the rows in use of it
-                asks = group.axis.comm.over_network and policy.wire is Wire.PLAIN
+                asks = group.axis.comm.over_network and not sends.codes
             asks = asks and has_lookup(group.params)
             stays = self.requested(group).reshard_after_forward is False or self._stays_as_root(group)
-            nbytes = gathered_nbytes(group)
-            group.request(
-                row_wise=policy if asks else None,
-                stays=asks and stays,
-                wire=policy.wire,
-                copy_fits=nbytes <= left or policy.wire is Wire.PLAIN,
-            )
-            left -= nbytes if group.gatherer.sends_changes else 0
+            group.request(row_wise=policy if asks else None, stays=asks and stays, sends=sends)
+            left -= nbytes if group.gatherer.sends.changes else 0
         self.chosen = True
 
     def comms(self) -> list[Comm]:
@@ -146,3 +145,24 @@ class GroupTable:
             for group in self.groups
         ]
         return list({id(comm): comm for comms in used for comm in comms if comm is not None}.values())
+
+
+def _is_measured(group: ParamGroup, policy: SchedulePolicy) -> bool:
+    """Whether the link decides what is sent; alike on all ranks, which measure it together."""
+    return policy.wire is Wire.AUTO and group.axis.world > 1 and not group.axis.comm.why_plain
+
+
+def _sends(group: ParamGroup, policy: SchedulePolicy) -> Sends:
+    """What the group's collectives are to send, by ``SchedulePolicy.wire``."""
+    if _is_measured(group, policy):
+        frozen = not any(param.sharded.requires_grad for param in group.params)
+        return what_pays(measured(group.axis.comm.network), frozen)
+    return WHOLE if policy.wire is Wire.PLAIN else Sends(changes=True, codes=True, gradients=True)
+
+
+def _copies_nbytes(groups: Sequence[ParamGroup], policy: SchedulePolicy) -> float:
+    """Bytes that the copies of all groups may take on this rank."""
+    if policy.wire_nbytes is not None:
+        return policy.wire_nbytes
+    links = [measured(each.axis.comm.network) for each in groups if _is_measured(each, policy)]
+    return min((link.free_nbytes / 4 for link in links), default=inf)

@@ -278,7 +278,7 @@ class Reducer:
         """What a reduce-scatter of ``grads`` takes; and which of them share a segment, for ``separated``."""
         dtypes = self._reduce_dtypes([param for param, _ in grads])
         segments, together = reduce_segments(grads, dtypes, self._predivisor)
-        if self.gatherer.sends_changes:
+        if self.gatherer.sends.gradients:
             segments = [replace(segment, coded=True) for segment in segments]
         return segments, [dtypes[members[0]] for members in together], together
 

@@ -15,7 +15,7 @@ from shardwright.policy import MixedPrecisionPolicy
 from shardwright.schedule.layout import ALIGNMENT_NBYTES, GroupLayout, ParamLayout, contiguous_strides
 from shardwright.torch_private import foreach_copy_, local_of, parameters_of
 from shardwright.transport.base import Segment, copy_together
-from shardwright.transport.kept import Kept
+from shardwright.transport.kept import Kept, Sends
 
 Typed = Sequence[tuple[ShardedParam, torch.dtype]]
 """Parameters, and the dtypes that they have while unsharded."""
@@ -178,11 +178,11 @@ class Bound:
             places.append(own)
             sources.append(local)
 
-    def send_changes(self, on: bool) -> None:
+    def send(self, what: Sends) -> None:
         """From the next all-gather on, send what has changed since the last one, or whole spans."""
         for segment in self.segments:
             if segment.kept is not None:
-                segment.kept.on = segment.kept.codes = on
+                segment.kept.on, segment.kept.codes = what.changes, what.codes
 
     def is_current(self) -> bool:
         """Whether every parameter is still the one that was found, with its memory, dtype and sites."""

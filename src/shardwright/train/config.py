@@ -260,7 +260,7 @@ class ScheduleConfig(Section):
     forget_after: int = Field(
         default=100, ge=1, description="backwards after which a group that no rank uses leaves the schedule"
     )
-    wire: Literal["plain", "difference"] = Field(
+    wire: Literal["plain", "difference", "auto"] = Field(
         default="plain",
         description="what all-gathers over a network send: shards, or what has changed of them",
     )

@@ -185,6 +185,11 @@ class Comm(Protocol):
     log: LaunchLog
 
     @property
+    def network(self) -> "Comm":
+        """The part of it whose messages may go between hosts."""
+        return self
+
+    @property
     def why_plain(self) -> str:
         """Why its all-gathers move whole spans, whatever has changed; "" where they needn't."""
         return "the library that moves its messages must know beforehand how long they are"

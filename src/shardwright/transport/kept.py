@@ -10,6 +10,24 @@ from dataclasses import dataclass
 import numpy as np
 
 
+@dataclass(frozen=True)
+class Sends:
+    """What a group's collectives send over a network.
+
+    changes: an all-gather what has changed since the last one. codes: of it, coded differences; else the
+    parts in which anything has changed. gradients: a reduce-scatter coded numbers. why: why nothing of these,
+    where it was asked for.
+    """
+
+    changes: bool = False
+    codes: bool = False
+    gradients: bool = False
+    why: str = ""
+
+
+WHOLE = Sends()
+
+
 @dataclass
 class Version:
     """One span as it was sent last. ``words``: its patterns as signed integers in the order of the numbers

@@ -42,6 +42,11 @@ class TwoLevelComm(Comm):
         return self.flat
 
     @property
+    def network(self) -> Comm:
+        """See ``Comm``."""
+        return self.between
+
+    @property
     def why_plain(self) -> str:
         """See ``Comm``."""
         return self.between.why_plain

@@ -1,0 +1,103 @@
+"""How fast ranks reach each other, and whether it pays to code what they send (``wire="auto"``)."""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+
+from shardwright.schedule.layout import equal_spans
+from shardwright.transport.base import Comm, Segment
+from shardwright.transport.cpu.coder import Coder
+from shardwright.transport.cpu.views import view_of
+from shardwright.transport.kept import Kept, Sends
+
+_PART_NBYTES = (256 << 10, 1 << 20, 4 << 20)  # by turns, until one takes long enough to be measured
+_LONG_US = 50_000
+_SAMPLE_NUMEL = 1 << 19
+_SAVED_AGAIN = 0.5  # of an all-gather, where only the second one of a step sends nothing
+_SAVED_CODED, _SAVED_GRADIENTS = 0.85, 0.3  # bytes of bf16 that coding saves (docs/performance.md)
+_MARGIN = 2.0  # the coder's time is taken from compute, where a link's may be hidden behind it
+
+
+class LinkSpeed(NamedTuple):
+    """Of the slowest rank, the same on all: seconds for a byte over the link, through coder and decoder, and
+    through both where nothing has changed; and bytes of host memory that are free."""
+
+    s: float
+    coded_s: float
+    unchanged_s: float
+    free_nbytes: int
+
+
+_links: "WeakKeyDictionary[Comm, LinkSpeed]" = WeakKeyDictionary()
+
+
+def measured(comm: Comm) -> LinkSpeed:
+    """The link between the ranks of ``comm``, which has a network: measured once, in at most half a second at
+    100 Mbit/s. Every rank calls it."""
+    if comm not in _links:
+        _links[comm] = _measure(comm)
+    return _links[comm]
+
+
+def _measure(comm: Comm) -> LinkSpeed:
+    sent_nbytes, took_us, nbytes = comm.sent_nbytes, 0, 0
+    for nbytes in _PART_NBYTES:
+        flat = torch.zeros(nbytes * comm.world, dtype=torch.uint8)
+        start = time.perf_counter()
+        comm.all_gather([Segment(flat, equal_spans(nbytes, comm.world))], "measure the link").wait()
+        took_us = _largest(comm, [_us_since(start)])[0]
+        if took_us > _LONG_US:
+            break
+    comm.sent_nbytes = sent_nbytes
+    coded_us, unchanged_us, free = _largest(comm, [*_coding_us(), -_free_nbytes()])
+    sample_nbytes = 2 * _SAMPLE_NUMEL
+    link_s = took_us / 1e6 / (nbytes * (comm.world - 1))
+    return LinkSpeed(link_s, coded_us / 1e6 / sample_nbytes, unchanged_us / 1e6 / sample_nbytes, -free)
+
+
+def what_pays(link: LinkSpeed, frozen: bool) -> Sends:
+    """What is worth its coder's time on a link, of a group that is wholly frozen or not."""
+    codes = not frozen and _SAVED_CODED * link.s > _MARGIN * link.coded_s
+    again = (1.0 if frozen else _SAVED_AGAIN) * link.s > _MARGIN * link.unchanged_s
+    gradients = not frozen and _SAVED_GRADIENTS * link.s > _MARGIN * link.coded_s
+    why = "" if codes or again else f"its link moves {1e-6 / link.s:.0f} MB/s, and it would not be faster"
+    return Sends(codes or again, codes, gradients, why)
+
+
+def _largest(comm: Comm, words: Sequence[int]) -> list[int]:
+    return comm.all_reduce_words(words, max, "what the link was measured at")
+
+
+def _us_since(start: float) -> int:
+    return int(1e6 * (time.perf_counter() - start))
+
+
+def _coding_us() -> tuple[int, int]:
+    """Microseconds to code and decode some bf16 weights after a step; and once more, with none between."""
+    generator = torch.Generator().manual_seed(0)
+    masters = 0.02 * torch.randn(_SAMPLE_NUMEL, generator=generator)
+    steps = [masters, masters + 3e-5 * torch.randn(_SAMPLE_NUMEL, generator=generator)]
+    coder, ours, theirs, took_us = Coder(), Kept(), Kept(), [0]
+    ours.on = ours.codes = True
+    for weights in (steps[0], steps[1], steps[1]):
+        values = weights.bfloat16()
+        place = torch.empty_like(values)
+        start = time.perf_counter()
+        message = torch.frombuffer(bytearray(b"".join(coder.code([values], [ours], 0))), dtype=torch.uint8)
+        coder.decode(view_of(message), deque([view_of(place)]), [theirs], 0)
+        took_us.append(_us_since(start))
+    return took_us[-2], took_us[-1]
+
+
+def _free_nbytes() -> int:
+    """Bytes of the host's memory that can be taken; 0 where the kernel doesn't say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), 0)
