@@ -320,6 +320,9 @@ SYSTEMS = {
     "shardwright-difference": lambda model: Shardwright(
         model, split=False, policy=shardwright.SchedulePolicy(wire="difference")
     ),
+    "shardwright-auto": lambda model: Shardwright(
+        model, split=False, policy=shardwright.SchedulePolicy(wire="auto")
+    ),
     "shardwright-ends": lambda model: Shardwright(model, split=True, ends=True),
     "shardwright-goal": lambda model: Shardwright(
         model, split=True, policy=shardwright.SchedulePolicy(row_wise=True, keep_last=2), ends=True

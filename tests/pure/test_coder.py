@@ -153,14 +153,14 @@ GBIT_S = 8e-9
         (0.1, "changes codes gradients", "changes"),
         (0.5, "changes codes", "changes"),
         (1, "changes", "changes"),
-    ]
-    + [(5, "", "changes"), (10, "", "")],
+        (5, "", "changes"),
+        (10, "", ""),
+    ],
 )
 def test_what_pays_depends_on_the_time_of_a_byte_on_the_link_and_in_the_coder(gbit, trained, frozen):
     link = LinkSpeed(GBIT_S / gbit, 4e-9, 6e-10, 0)
     for is_frozen, expected in ((False, trained), (True, frozen)):
         found = what_pays(link, is_frozen)
-        assert [
-            name for name in ("changes", "codes", "gradients") if getattr(found, name)
-        ] == expected.split()
+        names = ("changes", "codes", "gradients")
+        assert [name for name in names if getattr(found, name)] == expected.split()
         assert bool(found.why) == (not expected)
