@@ -22,6 +22,8 @@ OURS: dict[str, Any] = {
     "nothing": shardwright.OffloadPolicy,
     "all": shardwright.CPUOffloadPolicy,
     "the optimizer's part": shardwright.OptimizerOffloadPolicy,
+    "all but gradients": partial(shardwright.CPUOffloadPolicy, grads=False),
+    "the optimizer's state": partial(shardwright.CPUOffloadPolicy, params=False, grads=False),
 }
 WARM_UP = 2
 
