@@ -62,6 +62,7 @@ DEVICES = {
     spec.name: spec
     for spec in (
         _A100,
+        replace(_A100, name="A100"),
         replace(_A100, name="A100-40GB", memory_nbytes=40 * GIB, memory_bandwidth=1.555e12),
         _H100,
         replace(

@@ -134,7 +134,7 @@ def block_saved(arch: Architecture, batch: Microbatch) -> int:
     """Bytes of activations that a block keeps for its backward, all of it."""
     d, f = arch.d_model, arch.ffn_dim
     norms = 2 * (4 * d if _slow_norms(arch, batch) else 2 * d)
-    qkv = arch.q_dim + 2 * arch.kv_dim
+    qkv = 3 * arch.q_dim  # keys and values are repeated for the queries that share them
     hidden = (3 if arch.gated else 2) * f + (f if arch.gated and not batch.compiled else 0)
     return int(_BF16 * batch.tokens * (norms + qkv + arch.q_dim + hidden))
 
@@ -158,11 +158,9 @@ def _block(arch: Architecture, batch: Microbatch) -> tuple[Stretch, Stretch]:
     elif batch.recompute is Recompute.SELECTIVE:
         kept = sum(n for _, n in arch.matrices[::2]) + arch.q_dim
         saved, backward = int(entry + _BF16 * tokens * kept), (*matmuls[1::2], elementwise, *backward)
-    widest = _BF16 * tokens * 2 * max(arch.ffn_dim, arch.d_model)
-    return (
-        Stretch(forward, saved, widest),
-        Stretch(backward, -saved, whole - saved + widest),
-    )
+    inside = _BF16 * tokens * (3 if arch.rms else 1) * arch.d_model
+    back = _BF16 * tokens * (2 if arch.gated else 1) * arch.ffn_dim
+    return Stretch(forward, saved, inside), Stretch(backward, -saved, whole - saved + back)
 
 
 def _head(arch: Architecture, batch: Microbatch) -> tuple[Stretch, Stretch]:
