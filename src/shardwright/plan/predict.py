@@ -101,6 +101,10 @@ class Estimate:
         return 1e9 / self.tokens_per_s * self.cluster.ranks * price_per_hour / 3600
 
     def __str__(self) -> str:
+        return self.table()
+
+    def table(self, price_per_hour: float | None = None) -> str:
+        """What ``print`` shows; with the cost of a billion tokens where an hour of one device has a price."""
         device, held = self.cluster.device, self.peak
         by_category = ", ".join(
             f"{category} {nbytes / GIB:.1f}"
@@ -118,6 +122,9 @@ class Estimate:
             ("MFU", f"{self.mfu:.1%} (3 x forward's matmuls and attention, half where causal)"),
             ("without compute", f"{exposed:.1%} of the step (communication and the host)"),
         ]  # fmt: skip
+        if price_per_hour is not None:
+            cost = self.cost_per_billion_tokens(price_per_hour)
+            rows.append(("a billion tokens", f"{cost:,.2f}, at {price_per_hour:g} for a device and hour"))
         return "\n".join(_TABLE.format(*row) for row in rows)
 
 
