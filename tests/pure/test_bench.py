@@ -1,7 +1,10 @@
 """The bench's arithmetic, tables and argument checks; what needs ranks is in tests/ranks/test_bench.py."""
 
 import math
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -193,3 +196,32 @@ def test_the_interval_of_a_median_leaves_out_what_the_binomial_distribution_allo
     assert report.interval(ratios) == report.interval(ratios[::-1]) == (3.0, 11.0)
     assert report.interval([3.0, 1.0, 2.0]) == (1.0, 3.0)
     assert report.interval([1.0]) == (1.0, 1.0)
+
+
+def figure(folder, **precisions):
+    """Draws results of links with the given precisions; status, output and the picture's text."""
+    machine, files, out = {"cores": 2, "torch": "2.13"}, [], folder / "links.svg"
+    for name, precision in precisions.items():
+        options = {"link": name, "world": 2, "precision": precision, "size": {"layers": 8}}
+        files.append(folder / f"{name}.json")
+        files[-1].write_text(report.dumps(machine, options, [row("shardwright"), row("fsdp2"), row("local")]))
+    script = Path(__file__).resolve().parents[2] / "bench/links_figure.py"
+    command = [sys.executable, str(script), *map(str, files), "--out", str(out)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return ended.returncode, ended.stdout + ended.stderr, out.read_text() if out.exists() else ""
+
+
+def test_the_picture_over_links_has_a_point_for_each_system_and_speed(tmp_path):
+    status, table, picture = figure(tmp_path, **{"1gbit": "bf16", "100mbit": "bf16"})
+    assert status == 0, table
+    assert [line.split(" | ")[:2] for line in table.splitlines()[2:]] == [
+        [f"| {speed}", system] for system in ("fsdp2", "shardwright") for speed in ("0.1", "1")
+    ]
+    for text in ("PyTorch FSDP2", "Shardwright", "100 Mbit/s", "2 ranks, bf16"):
+        assert f"<!-- {text}" in picture
+
+
+def test_results_that_do_not_go_together_are_not_drawn(tmp_path):
+    status, text, picture = figure(tmp_path, **{"1gbit": "bf16", "100mbit": "fp32"})
+    assert status == 2 and not picture
+    assert "100mbit.json: precision is fp32, of" in text
