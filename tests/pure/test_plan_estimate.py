@@ -57,6 +57,42 @@ def test_the_schedule_that_is_priced_is_the_one_that_the_runtime_plans(groups, p
         assert str(found.schedule) == str(model.schedule())
 
 
+class Layer(nn.Module):
+    """Takes its input by name, as layers of some libraries do."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, *, hidden):
+        return hidden + self.linear(hidden)
+
+
+class ByName(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(100, 64)
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+
+    def forward(self, tokens):
+        hidden = self.embedding(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden=hidden)
+        return hidden.sum()
+
+
+def test_layers_that_take_their_input_by_name_are_resharded_as_the_runtime_does():
+    tokens = torch.zeros(2, 8, dtype=torch.int64)
+    policy = SchedulePolicy(bucket_cap_mb=0.0)
+    found = estimate(ByName(), tokens, EIGHT, Choice(mp_policy=FP32, policy=policy))
+    with rank_zero_of(8):
+        model = fully_shard(ByName(), groups="auto")
+        model.set_schedule_policy(policy)
+        for _ in range(2):
+            model(tokens).backward()
+        assert str(found.schedule) == str(model.schedule())
+
+
 def test_a_trace_and_the_architecture_numbers_give_the_same_operations():
     size = bench_model.Size(layers=3, width=256, vocab=2048, sequence=256, batch=2)
     found = estimate(on_meta(size), sample(size), EIGHT).workload

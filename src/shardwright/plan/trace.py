@@ -284,9 +284,13 @@ def _forward_marks(noted: Sequence[_Noted], groups: Sequence[TracedGroup]) -> li
 
 
 def _backward_marks(noted: Sequence[_Noted], groups: Sequence[TracedGroup], unended: set[int]) -> list[_Mark]:
-    """unended: groups whose inputs have no gradient, so that nothing says when their backward has ended."""
+    """unended: groups of which nothing says that their backward has ended. Where others begin after one, its
+    inputs do have a gradient: the tracker doesn't look at inputs that are passed by name."""
     marks: list[_Mark] = [(len(noted), 2, 0, Event(EventKind.STEP_END))]
-    for group, (first, last) in _spans(noted, groups).items():
+    spans = _spans(noted, groups)
+    last_begin = max((first for first, _ in spans.values()), default=0)
+    unended = {group for group in unended if group in spans and spans[group][1] > last_begin}
+    for group, (first, last) in spans.items():
         if not groups[group].lookup:
             marks.append((first, 1, first - last, Event(EventKind.BACKWARD_BEGIN, group)))
         marks.append((last, 0, last - first, Event(EventKind.GRADS_READY, group)))
