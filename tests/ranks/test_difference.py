@@ -363,3 +363,13 @@ def test_on_a_slow_link_auto_sends_changes_and_on_a_fast_one_whole_shards_the_sa
             else:
                 assert 1e-12 < found.s < 1e-6 and found.free_nbytes > 0
                 assert 1e-10 < found.unchanged_s < found.coded_s < 1e-6
+
+
+@pytest.mark.parametrize("lr", [1e-5, 1e-4, 1e-3])
+@pytest.mark.slow
+def test_hundreds_of_steps_at_any_learning_rate_are_the_same_bit_for_bit(lr):
+    for (losses, bits, sent), (same_losses, same_bits, fewer) in zip(
+        *(run_ranks(2, trained, policy, BF16, 300, lr) for policy in (PLAIN, DIFFERENCE)), strict=True
+    ):
+        assert (same_losses, same_bits) == (losses, bits)
+        assert sum(fewer[1:]) < 0.45 * sum(sent[1:])
