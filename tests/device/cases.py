@@ -211,7 +211,6 @@ OTHERS: dict[str, tuple[int, Callable[[random.Random], tuple[nn.Module, int]], d
     "different layers by rank": (2, routed, {}),
     "different layers by rank, in a smaller world": (4, routed, SMALLER),
     "different layers by rank, offloaded": (2, routed, OFFLOADED),
-    "offloaded, with a frozen layer": (2, layers, OFFLOADED | {"frozen": True}),
     "different quantised layers by rank": (2, encoded("group", Routed), {}),
     "another dim, in a smaller world": (4, layers, SMALLER | ON_DIM_1),
     "custom collectives": (2, layers, {"custom": True}),
@@ -287,9 +286,6 @@ def _update(
     params = [param for group in run.optimizer.param_groups for param in group["params"]]
     plain = all(type(param.to_local()) is torch.Tensor for param in params)
     offloaded, chance, losses = "offload_policy" in setting(kind)[2], draw.random(), []
-    if "frozen" in setting(kind)[2]:
-        for param in run.model[0].parameters():
-            param.to_local().mul_(0.9)
     if chance < 0.2 and plain:
         for param in (param for param in params if param.grad is not None):
             param.detach().to_local().sub_(param.grad.to_local(), alpha=0.1)
@@ -345,13 +341,16 @@ def _by_hand(model: nn.Module, edits: bool) -> list[torch.Tensor]:
 
 
 def _in_one_batch(model: nn.Module) -> list[torch.Tensor]:
-    """All-gathers of two groups, of which one is unsharded already, as where ranks held different ones."""
+    """All-gathers of two groups, of which one is unsharded already, as where ranks held different ones; and
+    of that one alone."""
     units = [unit for unit in model.modules() if isinstance(unit, FSDPModule)]
     own, seen = [(unit, unit_of(unit).groups[0]) for unit in units if unit_of(unit).groups], []
     for (unit, held), (other, group) in pairwise(own):
         if held.gatherer.decoding.extended:
             continue
         unit.unshard()
+        batches.unshard([held])
+        seen += _doubled(held)
         batches.unshard([held, group])
         seen += _doubled(held)
         group.wait()
@@ -421,7 +420,7 @@ def _step(
     if happens == "by hand":
         seen += _by_hand(model, draw.random() < 0.5)
         seen += _in_one_batch(model)
-    loss = model(next(inputs).requires_grad_("frozen" in setting(kind)[2])).square().mean()
+    loss = model(next(inputs)).square().mean()
     if happens == "evaluation" and draw.random() < 0.5:
         seen.append(_evaluated(model, inputs))
     if happens == "two forwards":
@@ -492,8 +491,8 @@ def model_of(
     place = place or Place()
     _, make, options = setting(kind)
     options, world = dict(options), dist.get_world_size()
-    names = ("row_wise", "custom", "hooked", "frozen", "steps")
-    row_wise, custom, hooked, frozen, _ = (options.pop(name, False) for name in names)
+    names = ("row_wise", "custom", "hooked", "steps")
+    row_wise, custom, hooked, _ = (options.pop(name, False) for name in names)
     shape = (2, world // 2) if options.pop("hybrid", False) else (world,)
     with _disable_current_modes():
         torch.manual_seed(number)
@@ -511,8 +510,6 @@ def model_of(
         else:
             unit.set_all_reduce_hook(lambda flat: flat.mul_(0.5).add_(flat.square()), stream=place.stream())
     model.set_schedule_policy(SchedulePolicy(bucket_cap_mb=number % 2, row_wise=row_wise))
-    if frozen:
-        model[0].requires_grad_(False)
     if isinstance(model, Routed):
         model.draw(random.Random(100 * number + rank))
     return model, iter(lockstep(inputs, mesh=mesh))

@@ -30,7 +30,6 @@ KINDS_OF: dict[str, tuple[str, ...]] = {
         "hybrid, sharded over all",
         "smaller world",
         "offloaded",
-        "offloaded, with a frozen layer",
         "steps in the backward, offloaded",
         "steps in the backward, state alone on the host",
     ),
@@ -47,7 +46,7 @@ KINDS_OF: dict[str, tuple[str, ...]] = {
         "offloaded",
         "offloaded, half",
         "offloaded in a smaller world",
-        "offloaded, with a frozen layer",
+        "different layers by rank, offloaded",
     ),
     "engine/paging.py": ("offloaded optimizer", "state alone on the host"),
     "engine/reducer.py": ("plain", "hybrid", "offloaded", "steps in the backward, offloaded"),
@@ -75,7 +74,8 @@ KINDS_OF: dict[str, tuple[str, ...]] = {
         "hybrid",
         "offloaded",
         "gradients stay on the device",
-        "offloaded optimizer",
+        "state alone on the host",
+        "steps in the backward, state alone on the host",
         "a hook on a stream",
     ),
     "transport/two_level.py": ("hybrid, sharded over all",),
@@ -210,8 +210,9 @@ def _in_function(function: ast.FunctionDef, name: str) -> Iterator[tuple[str, st
                 reasons = keyword.value.values if isinstance(keyword.value, ast.BoolOp) else [keyword.value]
                 for place, reason in enumerate(reasons):
                     text = f"{ast.unparse(node)}, {ast.unparse(reason)}"
-                    others = [ast.Constant(False), *reasons[:place], *reasons[place + 1 :]]
-                    yield name, text, _setter(keyword, "value", ast.BoolOp(ast.Or(), others))
+                    never, others = ast.Constant(False), [*reasons[:place], *reasons[place + 1 :]]
+                    left = ast.BoolOp(ast.Or(), [never, *others]) if others else never
+                    yield name, text, _setter(keyword, "value", left)
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "kept":
             for side in ("left", "right") if isinstance(node.value, ast.BinOp) else ():
                 text = f"{ast.unparse(getattr(node.value, side))}, kept"
