@@ -66,9 +66,10 @@ KINDS_OF: dict[str, tuple[str, ...]] = {
     "transport/base.py": ("plain", "hybrid"),
     "transport/collect.py": ("rows in use", "hybrid"),
     "transport/custom.py": ("custom collectives",),
-    "transport/nccl.py": ("plain", "half", "hybrid", "rows in use"),
+    "transport/nccl.py": ("alone", "plain", "half", "hybrid", "rows in use"),
     "transport/shared.py": ("plain", "hybrid", "different layers by rank"),
     "transport/streams.py": (
+        "alone",
         "plain",
         "half",
         "hybrid",

@@ -243,6 +243,7 @@ def test_the_document_says_how_many_places_are_left_out_in_turn():
 @pytest.fixture(scope="module")
 def seen():
     sites, schedules = mutants.sites(), [(kind, seed) for seed in range(4) for kind in ALL]
+    schedules += [("rows in use", seed) for seed in range(4, 9)]
     wanted = wanted_of(schedules)
     one, other = in_two_processes(reaching, schedules, sites, wanted)
     first, second = in_two_processes(first_seen, sites, one | other, wanted)
