@@ -2,6 +2,7 @@
 
 import math
 import os
+import sys
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.nn import functional as F
 
 from shardwright import MixedPrecisionPolicy, SchedulePolicy, explain, fully_shard, set_transport, stats
 from shardwright.engine.unit import unit_of
-from shardwright.errors import CommError
+from shardwright.errors import CommError, MissingExtra
 from shardwright.transport.link import LinkSpeed, _links, measured
 from tests.ranks.pool import run_ranks
 from tests.ranks.quantised import COLS
@@ -277,6 +278,17 @@ def test_copies_are_kept_within_a_budget_named_by_explain_and_freed_when_they_ar
         assert kept[0] == kept[3] == explained
         assert kept[1] == 0 < kept[2] <= budget
         assert "all-gathers send what has changed" in text
+
+
+def without_coder(rank, world):
+    sys.modules["zstandard"] = None  # as if it weren't installed
+    for wire in ("difference", "auto"):
+        with pytest.raises(MissingExtra, match=r"needs zstandard, .*pip install 'shardwright\[wire\]'"):
+            shard(SchedulePolicy(wire=wire))
+
+
+def test_without_the_coder_it_is_refused_with_the_line_that_installs_it():
+    run_ranks(1, without_coder)
 
 
 def told(rank, world):
