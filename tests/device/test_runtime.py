@@ -205,7 +205,7 @@ NOT_SEEN = {
         "memory that gather has filled is handed out to gather alone, until a cache is emptied"
     ),
     "engine/hooks.py ModuleHooks._enter: backward_of(runtime).forget()": _CALLS,
-    "engine/hooks.py ModuleHooks._enter: owner.deferred.wait(lambda owner=owner: self._read(owner))": (
+    "engine/hooks.py ModuleHooks._enter: owner.deferred.wait(partial(self._read, owner))": (
         "no wait: it says what to call when a group is read that was deferred, which no schedule here does"
     ),
     "engine/hooks.py reset_step: backward_of(runtime).forget()": _CALLS,
@@ -216,6 +216,8 @@ NOT_SEEN = {
     "self.world))], key).wait()": _WORDS,
     "transport/base.py AllReduce.spread: self._reduction.wait()": _ON_HOSTS,
     "transport/base.py AllReduce.wait: self._gather.wait()": _ON_HOSTS,
+    "transport/link.py _measure: comm.all_gather([Segment(flat, equal_spans(nbytes, comm.world))], "
+    "'measure the link').wait()": "it measures a link of hosts, and drops what it has moved",
     "transport/nccl.py _NcclReduction.wait: self._streams.land(self._due)": (
         "a collective was launched after it on that stream, and what waits for its end has waited for this"
     ),

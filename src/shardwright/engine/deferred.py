@@ -25,25 +25,24 @@ class Reads(dict[str, nn.Parameter | None]):
     on_read: Callable[[], None] | None = None
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
-        self._tell()
+        if self.on_read is not None:
+            self.on_read()
         return super().__getitem__(name)
 
     def values(self) -> Any:
         """As of a dict."""
-        self._tell()
+        if self.on_read is not None:
+            self.on_read()
         return super().values()
 
     def items(self) -> Any:
         """As of a dict."""
-        self._tell()
+        if self.on_read is not None:
+            self.on_read()
         return super().items()
 
     def __reduce__(self) -> Any:
         return dict, (dict(self),)  # a copy of the module is an ordinary one
-
-    def _tell(self) -> None:
-        if self.on_read is not None:
-            self.on_read()
 
 
 class Deferred:

@@ -17,6 +17,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -243,20 +244,18 @@ class ModuleHooks:
                 for owner in owners:
                     owner.enter_pass(runtime.pass_number)
                     if owner.deferred is None:
-                        self._begin(runtime, owner)
+                        owner.now.users += 1
+                        runtime.at(EventKind.FORWARD_BEGIN, owner.group)
                     else:
-                        owner.deferred.wait(lambda owner=owner: self._read(owner))
-
-    def _begin(self, runtime: Runtime, owner: Unit) -> None:
-        owner.now.users += 1
-        runtime.at(EventKind.FORWARD_BEGIN, owner.group)
+                        owner.deferred.wait(partial(self._read, owner))
 
     @skipped_by_compiler
     def _read(self, owner: Unit) -> None:
         """Parameters of a group that was deferred are read."""
         runtime = self.unit.runtime
         if runtime.depth and self.unit.now.number == runtime.pass_number:  # else that forward was abandoned
-            self._begin(runtime, owner)
+            owner.now.users += 1
+            runtime.at(EventKind.FORWARD_BEGIN, owner.group)
             _watch_grads(owner)
 
     def _watch_inputs(self, call: Call, args: Any, kwargs: Any) -> tuple[Any, Any]:
