@@ -2,8 +2,10 @@
 
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar, overload
+from pathlib import Path
+from typing import Any, TypeVar, cast, overload
 
 import torch
 from torch import nn
@@ -25,6 +27,7 @@ from shardwright.errors import InputError, StageError
 from shardwright.grouped import Groups, shard_groups
 from shardwright.module import FSDPModule, become_fsdp_module
 from shardwright.params.gather_full import stream_full
+from shardwright.planned import Plan
 from shardwright.policy import (
     DEFAULT_OFFLOAD,
     DEFAULT_PRECISION,
@@ -32,6 +35,7 @@ from shardwright.policy import (
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
+from shardwright.transport.mesh import default_mesh
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -49,6 +53,7 @@ def fully_shard(
     dp_mesh_dims: DataParallelMeshDims | None = None,
     groups: Groups | None = None,
     shard_over_all: bool = False,
+    plan: Plan | str | Path | None = None,
 ) -> M: ...
 @overload
 def fully_shard(
@@ -75,6 +80,7 @@ def fully_shard(
     dp_mesh_dims: DataParallelMeshDims | None = None,
     groups: Groups | None = None,
     shard_over_all: bool = False,
+    plan: Plan | str | Path | None = None,
 ) -> Any:
     """Shard the parameters of a module (or of several, as one group) over the ranks of a mesh.
 
@@ -106,9 +112,14 @@ def fully_shard(
         of definition, so that the model itself owns nothing that another module can hold.
     shard_over_all: of a 2-D mesh (nodes, ranks of a node) shard over both axes: no copies at rest. A forward
         gathers over all ranks, between nodes first; then shards over the node are kept for the backward.
+    plan: of one model, what ``shardwright.plan.search`` found, or the path of its file: all its groups, what
+        is resharded, the dtypes, copies of shards, the policy of the schedule, and the modules that are
+        computed again in the backward. ``mesh``, ``ignored_params``, ``shard_placement_fn`` and
+        ``offload_policy`` go with it, the others don't.
     Returns the argument.
     Raises: InputError for a module that is sharded already, a mesh of the wrong shape or without this rank,
-        or an option that doesn't fit. Nothing is changed then.
+        or an option that doesn't fit; for a plan for another model or number of ranks. ConfigError for a
+        file that is no plan. Nothing is changed then.
     """
     options = GroupOptions(
         reshard_after_forward,
@@ -119,6 +130,11 @@ def fully_shard(
         over_all=shard_over_all,
     )
     ignored = {id(param) for param in ignored_params or ()}
+    if plan is not None:
+        if groups is not None:
+            raise InputError("fully_shard got plan= and groups=, which the plan has: leave one of them out")
+        _shard_as_planned(module, plan, mesh, options, ignored)
+        return module
     if groups is not None:
         options.check()
         shard_groups(module, groups, ignored, partial(_shard, mesh, options))
@@ -155,6 +171,40 @@ def shard_as(
         names = " and ".join(type(module).__name__ for module in modules)
         warnings.warn(f"{names} has no parameter, so nothing was sharded: leave the call out", stacklevel=3)
     _shard(mesh, options, modules, {id(param) for param in ignored})
+
+
+def _shard_as_planned(
+    model: Any, given: Plan | str | Path, mesh: DeviceMesh | None, options: GroupOptions, ignored: set[int]
+) -> None:
+    """Raises: InputError, ConfigError; nothing is changed then."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"plan= takes one model, got {type(model).__name__}; make a plan for each model")
+    plan = given if isinstance(given, Plan) else Plan.load(given)
+    planned = replace(options, placement_fn=None, offload=DEFAULT_OFFLOAD)
+    if planned != GroupOptions(None, None, DEFAULT_PRECISION, DEFAULT_OFFLOAD):
+        raise InputError(
+            "fully_shard got plan= and one of reshard_after_forward, mp_policy, dp_mesh_dims and "
+            "shard_over_all, which the plan has: leave it out, or the plan"
+        )
+    mesh = default_mesh(plan.shards) if mesh is None else mesh
+    plan.check(model, mesh.size())
+    if mesh.shape[-1] != plan.shards:
+        raise InputError(
+            f"the plan shards over {plan.shards} of {plan.ranks} ranks, got a mesh of {tuple(mesh.shape)}; "
+            f"pass one of {(plan.ranks // plan.shards, plan.shards)}, or leave it to the plan"
+        )
+    kept = {
+        model.get_submodule(name) for g in plan.groups if not g.reshard_after_forward for name in g.modules
+    }
+
+    def shard(modules: list[nn.Module], ignored: set[int]) -> None:
+        reshards = False if kept.intersection(modules) else None
+        of_group = replace(options, reshard_after_forward=reshards, precision=plan.mp_policy)
+        _shard(mesh, of_group, modules, ignored)
+
+    shard_groups(model, [group.modules for group in plan.groups], ignored, shard)
+    cast(FSDPModule, model).set_schedule_policy(plan.policy)
+    plan.recompute(model)
 
 
 def _shard(

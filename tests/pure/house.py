@@ -22,6 +22,7 @@ FLOORS = {
     "public": 11,
     "installed": 10,
     "plan": 9,
+    "planned": 3,
     "train": 9,
     "wrapper": 9,
     "api": 8,
@@ -60,7 +61,10 @@ floors and itself."""
 BUDGETS = {"file lines": 400, "function lines": 60, "parameters": 6, "class lines": 250, "attributes": 12}
 
 EXCEPTIONS: dict[tuple[str, str, str], tuple[int, str]] = {
-    ("api.py", "parameters", "fully_shard"): (10, "torch's signature, so that calls carry over"),
+    ("api.py", "parameters", "fully_shard"): (
+        11,
+        "torch's signature, so that calls carry over, and a plan's file",
+    ),
     ("schedule/follower.py", "file lines", "schedule/follower.py"): (
         610,
         "one state machine, read as a whole",

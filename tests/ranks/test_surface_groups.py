@@ -9,7 +9,8 @@ from torch import nn
 
 from shardwright import Grouping, explain, fully_shard, stats
 from shardwright.errors import InputError
-from tests.ranks.models import Block, Decoder, Run, batches, build, shard_decoder, train_beside
+from shardwright.planned import Plan, PlannedGroup
+from tests.ranks.models import Block, Decoder, Run, batches, build, loss_of, shard_decoder, train_beside
 from tests.ranks.pool import run_ranks
 
 
@@ -160,3 +161,29 @@ def resharded(rank, world):
 
 def test_explain_says_when_the_root_is_resharded_and_the_schedule_does_so():
     run_ranks(2, resharded)
+
+
+def recomputed_by_a_plan(rank, world):
+    """Bytes that a forward keeps, what the parameters are called, the loss and the gradients."""
+    found = []
+    for again in ((), ("blocks.0", "blocks.1")):
+        model = build()
+        groups = tuple(PlannedGroup((f"blocks.{index}",)) for index, _ in enumerate(model.blocks))
+        fully_shard(model, plan=Plan(world, world, groups, modules_to_recompute=again))
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, kept=kept: kept.append(t.nbytes) or t, lambda t: t
+        ):
+            loss = loss_of(model, batches(0, world)[rank])
+        loss.backward()
+        grads = [p.grad.to_local() for p in model.parameters() if p.grad is not None]
+        found.append((sum(kept), list(model.state_dict()), loss.item(), grads))
+    return found
+
+
+def test_what_a_plan_recomputes_is_not_kept_and_gives_the_same_bits_under_the_same_names():
+    for plain, again in run_ranks(2, recomputed_by_a_plan):
+        assert again[0] < plain[0]
+        assert again[1:3] == plain[1:3]
+        assert len(again[3]) == len(plain[3]) > 0
+        assert all(map(torch.equal, again[3], plain[3]))

@@ -26,7 +26,8 @@ def joined(first: Stretch, second: Stretch) -> Stretch:
 def merged(workload: Workload, parts: Sequence[Collection[int]]) -> Workload:
     """The workload with groups put together: each of ``parts`` becomes one, numbered by its place.
 
-    A merged group begins where the first of its members does and ends where the last one does. Every group
+    A merged group begins where the first of its members does and ends where the last one does. Its backward
+    has no end where that of a member has none, as of an embedding, whose inputs have no gradient. Every group
     is in one part.
     """
     number = {group: place for place, part in enumerate(parts) for group in part}
@@ -53,9 +54,12 @@ def _merged(entries: Entries, number: dict[int, int]) -> Entries:
     for place, event in enumerate(renamed):
         firsts.setdefault(event, place)
         lasts[event] = place
+    ended = {event.group for event, _ in entries if event.kind is EventKind.BACKWARD_END}
+    for group in number.keys() - ended:
+        lasts.pop(Event(EventKind.BACKWARD_END, number[group]), None)
     found: list[tuple[Event, Stretch]] = []
     for place, (event, (_, stretch)) in enumerate(zip(renamed, entries, strict=True)):
-        if (firsts if event.kind in BEGINS else lasts)[event] == place or not found:
+        if (firsts if event.kind in BEGINS else lasts).get(event) == place or not found:
             found.append((event, stretch))
         else:
             found[-1] = (found[-1][0], joined(found[-1][1], stretch))

@@ -19,6 +19,7 @@ from shardwright.plan.memory import CONTEXT_NBYTES
 from shardwright.plan.predict import Choice, Estimate, price, traced_groups, workload_of
 from shardwright.plan.presets import preset
 from shardwright.plan.workload import Workload
+from shardwright.planned import Plan, PlannedGroup
 from shardwright.torch_private import tree_map
 
 _SPLITS = (1, 2, 4, 8)
@@ -60,23 +61,22 @@ class Tried(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What was found. ``print`` shows the front of time against memory, and why each loser lost.
+class FoundPlan(Plan):
+    """A ``Plan``, and how it was found. ``print`` shows the front of time against memory, and why each loser
+    lost; ``fully_shard(model, plan=...)`` applies it, ``save`` writes what that needs.
 
     estimate: of the fastest that fits (of the one that holds least, where none does), or of one that takes at
-    most a hundredth longer and holds less. modules_to_recompute: names; checkpoint them. tried: every
-    candidate that was simulated.
+    most a hundredth longer and holds less. tried: every candidate that was simulated.
     """
 
-    estimate: Estimate
-    candidate: Candidate
-    modules_to_recompute: tuple[str, ...]
-    budget_nbytes: float
-    tried: tuple[Tried, ...]
+    estimate: Estimate = field(kw_only=True)
+    candidate: Candidate = field(kw_only=True)
+    budget_nbytes: float = field(kw_only=True)
+    tried: tuple[Tried, ...] = field(kw_only=True)
 
     @property
     def choice(self) -> Choice:
-        """What ``fully_shard`` is to be called with: its ``groups``, and the policy of the schedule."""
+        """What ``estimate`` was asked of."""
         return self.estimate.choice
 
     @property
@@ -188,7 +188,7 @@ def search(
     *,
     budget: float | None = None,
     loss: Callable[[Any], Tensor] | None = None,
-) -> Plan:
+) -> FoundPlan:
     """Find the fastest way to train ``model`` on ``cluster`` within ``budget`` bytes of each device.
 
     Searched: how many groups, which of them are computed again, over how many ranks a parameter is sharded,
@@ -205,18 +205,28 @@ def search(
     workloads = {s: workload_of(model, _part(sample, s), choice, loss) for s in splits}
     space = Space(cluster, choice, workloads)
     best = thriftiest(space, greedy(space, most), most)
-    work, again, parts = space.prepare(best.candidate)
+    _, again, parts = space.prepare(best.candidate)
+    root = workloads[1].root
     groups = traced_groups(model, choice.groups)
-    listed = [
-        [name for group in part for name in groups[group].modules] for part in parts if part != [work.root]
-    ]
+    listed = [[name for group in part for name in groups[group].modules] for part in parts if part != [root]]
     found = space.seen[best.candidate][1]
-    return Plan(
-        replace(found, choice=replace(found.choice, groups=listed)),
-        best.candidate,
-        tuple(name for group in again for name in listed[group]),
-        most,
-        tuple(tried for tried, _ in space.seen.values()),
+    found = replace(found, choice=replace(found.choice, groups=listed))
+    return FoundPlan(
+        ranks=cluster.ranks,
+        shards=best.candidate.shards,
+        groups=tuple(PlannedGroup(tuple(names), best.candidate.reshards) for names in listed),
+        microbatches=found.choice.microbatches,
+        microbatch_tokens=found.tokens,
+        modules_to_recompute=tuple(name for group in again for name in listed[group]),
+        policy=found.choice.policy or preset(choice.runtime).policy,
+        mp_policy=choice.mp_policy,
+        step_s=found.step_s,
+        peak_nbytes=found.peak.total,
+        devices=cluster.device.name,
+        estimate=found,
+        candidate=best.candidate,
+        budget_nbytes=most,
+        tried=tuple(tried for tried, _ in space.seen.values()),
     )
 
 

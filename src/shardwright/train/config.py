@@ -162,6 +162,11 @@ class TrainingConfig(Section):
         default=False,
         description="recompute each block's activations in the backward instead of keeping them",
     )
+    plan: str = Field(
+        default="",
+        description="file of a plan for a model of [model]: groups, dtypes, copies of shards, schedule and "
+        "recomputation; empty: a group per block",
+    )
     log_every: int = Field(default=10, ge=1, description="steps between two logged ones")
 
 
@@ -338,6 +343,15 @@ class Recipe(Section):
                 wrong.append('launch.backend: a model of [base] trains on "eager" only; set it to that')
         elif self.adapter.rank or self.base.quantise != "none":
             wrong.append("adapter, base.quantise: they are for a model of [base]; set base.folder")
+        if self.training.plan:
+            if self.base.folder or self.launch.backend != "eager":
+                wrong.append('training.plan: it is for a model of [model] on "eager"; leave it out')
+            if self.training.activation_checkpointing:
+                wrong.append(
+                    "training.activation_checkpointing: the plan says what is recomputed; leave it out"
+                )
+            if self.schedule != ScheduleConfig(transport=self.schedule.transport):
+                wrong.append("schedule: the plan has the policy; leave out all of [schedule] but transport")
         if wrong:
             raise ValueError("\n  - ".join(wrong))
         return self

@@ -14,7 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.api import communication_s, full_state_dict, fully_shard, stats
 from shardwright.checkpoint import Restored, load, save
+from shardwright.errors import ConfigError
 from shardwright.module import FSDPModule
+from shardwright.planned import Plan
 from shardwright.policy import MixedPrecisionPolicy
 from shardwright.train.config import OptimizerConfig, Recipe
 from shardwright.train.data import TrainBatches, split_targets
@@ -33,8 +35,18 @@ def build_model(recipe: Recipe, place: RankPlace) -> Transformer:
     """
     with torch.device("meta"):
         model = Transformer(recipe.model, activation_checkpointing=recipe.training.activation_checkpointing)
-    policy = precision_of(recipe)
     set_up(recipe)
+    if recipe.training.plan:
+        fully_shard(model, plan=plan_of(recipe))
+    else:
+        _shard_by_blocks(model, recipe, place)
+    model.to_empty(device=place.device)
+    model.reset_parameters(recipe.run.seed)
+    return model
+
+
+def _shard_by_blocks(model: Transformer, recipe: Recipe, place: RankPlace) -> None:
+    policy = precision_of(recipe)
     for block in model.blocks:
         fully_shard(block, mesh=place.mesh, mp_policy=policy)
     if model.head is not None:
@@ -43,9 +55,24 @@ def build_model(recipe: Recipe, place: RankPlace) -> Transformer:
     fully_shard(model, mesh=place.mesh, mp_policy=policy)
     assert isinstance(model, FSDPModule)
     model.set_schedule_policy(recipe.schedule.policy())
-    model.to_empty(device=place.device)
-    model.reset_parameters(recipe.run.seed)
-    return model
+
+
+def plan_of(recipe: Recipe) -> Plan:
+    """The plan that ``training.plan`` names. Raises: ConfigError where [training] says otherwise."""
+    training, plan, own = recipe.training, Plan.load(recipe.training.plan), precision_of(recipe)
+    tokens = training.batch_size * training.sequence_length
+    pairs = {
+        "training.accumulation": (training.accumulation, plan.microbatches),
+        "training.batch_size x sequence_length": (tokens, plan.microbatch_tokens),
+        "training.dtype": (own.param_dtype or "fp32", plan.mp_policy.param_dtype or "fp32"),
+    }
+    wrong = [f"{key}: got {got}, expected {has}" for key, (got, has) in pairs.items() if got != has]
+    if wrong:
+        raise ConfigError(
+            f"{training.plan} is a plan for other numbers: {'; '.join(wrong)}. Set these, or make a plan for "
+            "this recipe"
+        )
+    return plan
 
 
 def precision_of(recipe: Recipe) -> MixedPrecisionPolicy:

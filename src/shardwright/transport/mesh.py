@@ -168,7 +168,7 @@ def resolve(
         doesn't have this rank.
     """
     if mesh is None:
-        mesh = _default_mesh()
+        mesh = default_mesh()
     elif not isinstance(mesh, DeviceMesh):
         raise InputError(
             f"mesh must be a torch DeviceMesh or None, got {type(mesh).__name__}; "
@@ -276,7 +276,11 @@ def _solo(device_type: str) -> Comm:
     return _make_comm([dist.get_rank()], device_type, world)
 
 
-def _default_mesh() -> DeviceMesh:
+def default_mesh(shards: int | None = None) -> DeviceMesh:
+    """All ranks, on their accelerators; a job that wasn't joined is.
+
+    shards: make it 2-D, so many ranks along its second axis, copies along its first, if they divide all.
+    """
     if not dist.is_initialized():
         backend = default_backend()
         if "RANK" not in os.environ:
@@ -287,7 +291,10 @@ def _default_mesh() -> DeviceMesh:
     made = _made_here()
     if made.mesh is None:
         made.mesh = init_device_mesh(_default_device_type(), (dist.get_world_size(),))
-    return made.mesh
+    world = made.mesh.size()
+    if shards in (None, world) or world % shards:
+        return made.mesh
+    return init_device_mesh(made.mesh.device_type, (world // shards, shards))
 
 
 def default_backend() -> str:

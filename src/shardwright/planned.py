@@ -1,0 +1,224 @@
+"""A plan of training: what is to be sharded how, in a file that people read.
+
+``plan.search`` finds one; ``fully_shard(model, plan=...)`` applies one.
+"""
+
+import difflib
+import json
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from shardwright.errors import ConfigError, InputError
+from shardwright.policy import Agreement, MixedPrecisionPolicy, SchedulePolicy
+
+
+class PlannedGroup(NamedTuple):
+    """Modules, by name, whose parameters are one group.
+
+    reshard_after_forward: False keeps it unsharded until its backward; True frees it after its forward,
+    unless the policy of the schedule keeps it (``keep_last``).
+    """
+
+    modules: tuple[str, ...]
+    reshard_after_forward: bool = True
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a model is trained on so many ranks, and what that was predicted to take.
+
+    ranks: in all. groups: in the order in which a forward runs them; what they leave is the model's own.
+    shards: ranks that a parameter is sharded over; the others hold copies. microbatches: of a step.
+    microbatch_tokens: of one of them, on one rank. modules_to_recompute: names of modules whose forward is
+    computed again in the backward. policy: of the schedule. mp_policy: of all groups. step_s: predicted
+    seconds of a step. peak_nbytes: predicted bytes of a device, at most. devices: what it was predicted for.
+    Raises: InputError for ranks that can't be divided, or a module that two groups name.
+    """
+
+    ranks: int
+    shards: int
+    groups: tuple[PlannedGroup, ...]
+    microbatches: int = 1
+    microbatch_tokens: int = 1
+    modules_to_recompute: tuple[str, ...] = ()
+    policy: SchedulePolicy = field(default_factory=SchedulePolicy)
+    mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    step_s: float = 0.0
+    peak_nbytes: int = 0
+    devices: str = ""
+
+    def __post_init__(self) -> None:
+        counts = ("ranks", "shards", "microbatches", "microbatch_tokens")
+        wrong = [name for name in counts if getattr(self, name) < 1]
+        if wrong:
+            raise InputError(f"a plan's {wrong[0]} must be at least 1, got {getattr(self, wrong[0])}")
+        if self.ranks % self.shards:
+            raise InputError(f"a plan's shards must divide its {self.ranks} ranks, got {self.shards}")
+        names = [name for group in self.groups for name in group.modules]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice or not all(group.modules for group in self.groups):
+            raise InputError(
+                f"a plan's groups must each name modules of their own, got {twice or 'an empty one'}"
+            )
+
+    def save(self, path: str | Path) -> None:
+        """Write it as TOML, whole or not at all: several ranks may."""
+        part = Path(f"{path}.{os.getpid()}")
+        part.write_text(_text(self), encoding="utf-8")
+        part.replace(path)
+
+    @staticmethod
+    def load(path: str | Path) -> "Plan":
+        """The plan in a file that ``save`` wrote. Raises: ConfigError for what can't be read as one."""
+        remedy = "give the path of a file that Plan.save wrote"
+        try:
+            return _plan(tomllib.loads(Path(path).read_text(encoding="utf-8")))
+        except OSError as error:
+            raise ConfigError(f"can't read the plan {path}: {error.strerror}; {remedy}") from None
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"{path} is not a plan: {error}; {remedy}, or correct it there") from error
+
+    def check(self, model: nn.Module, ranks: int) -> None:
+        """Raises: InputError where it isn't for this model or this number of ranks. Nothing is changed."""
+        if ranks != self.ranks:
+            raise InputError(
+                f"the plan is for {self.ranks} ranks, and there are {ranks}: start {self.ranks}, or make a "
+                f"plan for {ranks} (shardwright.plan.search with Cluster(..., ranks={ranks}))"
+            )
+        known = dict(model.named_modules())
+        named = {name: "groups" for group in self.groups for name in group.modules}
+        named |= dict.fromkeys(self.modules_to_recompute, "modules_to_recompute")
+        missing = [name for name in named if not name or name not in known]
+        if missing:
+            near = difflib.get_close_matches(missing[0], known, 3)
+            hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
+            more = f", nor {len(missing) - 1} more that the plan names" if missing[1:] else ""
+            raise InputError(
+                f"{type(model).__name__} has no module {missing[0]!r}, which the plan's {named[missing[0]]} "
+                f"name{more}; {hint}Make a plan for this model (shardwright.plan.search)"
+            )
+
+    def recompute(self, model: nn.Module) -> None:
+        """Have the modules that it names compute their forward again in the backward, and keep its inputs
+        alone. In place; names stay as they are."""
+        for name in self.modules_to_recompute:
+            module = model.get_submodule(name)
+            module.forward = partial(checkpoint, module.forward, use_reentrant=False)
+
+
+def _text(plan: Plan) -> str:
+    lines = [
+        f"# How to train on {plan.ranks} ranks: fully_shard(model, plan=...) applies it.",
+        "",
+        f"ranks = {plan.ranks}",
+        f"shards = {plan.shards}  # ranks that a parameter is sharded over; the others hold copies",
+        f"microbatches = {plan.microbatches}  # of a step; gradients are added up over them",
+        f"microbatch_tokens = {plan.microbatch_tokens}  # of one microbatch on one rank",
+        "# Computed again in the backward, so that their activations aren't kept:",
+        f"modules_to_recompute = {_value(plan.modules_to_recompute)}",
+        "",
+        "[predicted]",
+        f"devices = {_value(plan.devices)}",
+        f"step_s = {plan.step_s!r}",
+        f"peak_nbytes = {plan.peak_nbytes}  # {plan.peak_nbytes / 2**30:.2f} GiB of each device",
+        "",
+        "[policy]  # of the schedule: the fields of SchedulePolicy",
+        *_fields(plan.policy, {"agreement": Agreement.STRICT}),
+        "",
+        "[mp_policy]  # the fields of MixedPrecisionPolicy; none: parameters stay in their own dtype",
+        *_fields(plan.mp_policy),
+    ]
+    for group in plan.groups:
+        reshards = _value(group.reshard_after_forward)
+        lines += [
+            "",
+            "[[groups]]",
+            f"modules = {_value(group.modules)}",
+            f"reshard_after_forward = {reshards}",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _fields(policy: Any, usual: Mapping[str, Any] | None = None) -> list[str]:
+    """Lines of TOML, which has no null: what is None or empty, or as usual, is left out."""
+    left_out = {name: (None, {}, value) for name, value in (usual or {}).items()}
+    values = {name: getattr(policy, name) for name in policy.__dataclass_fields__}
+    return [
+        f"{name} = {_value(value)}"
+        for name, value in values.items()
+        if value not in left_out.get(name, (None, {}))
+    ]
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{json.dumps(name)} = {_value(inner)}' for name, inner in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_value, value))}]"
+    return json.dumps(str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value)
+
+
+_TOP = {"ranks": int, "shards": int, "microbatches": int, "microbatch_tokens": int}
+_TOP |= {"modules_to_recompute": list, "predicted": dict, "policy": dict, "mp_policy": dict, "groups": list}
+_PREDICTED = {"devices": str, "step_s": float, "peak_nbytes": int}
+_GROUP = {"modules": list, "reshard_after_forward": bool}
+
+
+def _plan(found: dict[str, Any]) -> Plan:
+    """Raises: ValueError or TypeError that says what is wrong."""
+    _check("", found, _TOP)
+    _check("[predicted] ", found["predicted"], _PREDICTED)
+    for group in found["groups"]:
+        _check("[[groups]] ", group, _GROUP)
+    lists = [found["modules_to_recompute"], *(group["modules"] for group in found["groups"])]
+    wrong = [name for names in lists for name in names if not isinstance(name, str)]
+    if wrong:
+        raise ValueError(f"got {wrong[0]!r} for the name of a module, expected text")
+    return Plan(
+        **{name: found[name] for name in ("ranks", "shards", "microbatches", "microbatch_tokens")},
+        groups=tuple(PlannedGroup(tuple(g["modules"]), g["reshard_after_forward"]) for g in found["groups"]),
+        modules_to_recompute=tuple(found["modules_to_recompute"]),
+        policy=_policy("[policy]", SchedulePolicy, found["policy"]),
+        mp_policy=_policy("[mp_policy]", MixedPrecisionPolicy, _dtypes(found["mp_policy"])),
+        **found["predicted"],
+    )
+
+
+def _check(where: str, found: Any, kinds: Mapping[str, type]) -> None:
+    if not isinstance(found, dict):
+        raise ValueError(f"{where}got {found!r}, expected {', '.join(kinds)}")
+    for name in (*kinds, *found):
+        if name not in found:
+            raise ValueError(f"{where}{name} is missing")
+        if name not in kinds:
+            raise ValueError(f"{where}{name} is unknown; known: {', '.join(kinds)}")
+        if type(found[name]) is not kinds[name]:
+            raise ValueError(f"{where}{name}: got {found[name]!r}, expected {_SAID[kinds[name]]}")
+
+
+_SAID: dict[type, str] = {int: "a whole number", float: "a number as 1.5", bool: "true or false"}
+_SAID |= {str: "text", list: "a list", dict: "a table"}
+
+
+def _policy(where: str, make: Any, fields: Mapping[str, Any]) -> Any:
+    known = [*make.__dataclass_fields__]
+    unknown = [name for name in fields if name not in known]
+    if unknown:
+        raise ValueError(f"{where} {unknown[0]} is unknown; known: {', '.join(known)}")
+    return make(**fields)
+
+
+def _dtypes(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: getattr(torch, value, value) if isinstance(value, str) else value
+        for name, value in fields.items()
+    }

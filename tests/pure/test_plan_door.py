@@ -1,0 +1,172 @@
+"""``fully_shard(model, plan=...)`` and the plan's file: what was priced is what the model is sharded by."""
+
+import dataclasses
+import re
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from bench import model as bench_model
+from bench.rankzero import rank_zero_of
+from shardwright import MixedPrecisionPolicy, SchedulePolicy, fully_shard
+from shardwright.engine.unit import is_sharded, unit_of
+from shardwright.errors import ConfigError, InputError
+from shardwright.plan import Choice, Plan, search
+from shardwright.plan.cluster import DEVICES, GIB, Cluster
+from shardwright.planned import PlannedGroup
+
+SIZE = bench_model.Size(layers=4, width=128, vocab=512, sequence=64, batch=4)
+FP32 = Choice(mp_policy=MixedPrecisionPolicy())
+BY_HAND = Plan(
+    8,
+    8,
+    (PlannedGroup(("embedding", "position")), PlannedGroup(("blocks.0", "blocks.1"), False)),
+    modules_to_recompute=("blocks.2",),
+    policy=SchedulePolicy(keep_last=0, bucket_cap_mb=0.0),
+)
+
+
+def on_meta():
+    with torch.device("meta"):
+        return bench_model.Transformer(SIZE)
+
+
+def sample():
+    return torch.empty(SIZE.batch, SIZE.sequence + 1, dtype=torch.int64, device="meta")
+
+
+def found(ranks, choice=FP32, **options):
+    return search(on_meta(), sample(), Cluster(DEVICES["H100"], ranks), choice, **options)
+
+
+def in_file(plan):
+    """What a file has of a plan."""
+    return [getattr(plan, field.name) for field in dataclasses.fields(Plan)]
+
+
+def steps(model, count=2):
+    for step in range(count):
+        model(bench_model.tokens(SIZE, 0, step)).backward()
+
+
+@pytest.mark.parametrize("ranks", [8, 4096])
+def test_a_model_that_is_sharded_by_a_plan_has_the_schedule_that_was_priced(ranks, tmp_path):
+    plan = found(ranks)
+    path = tmp_path / "plan.toml"
+    plan.save(path)
+    assert in_file(Plan.load(path)) == in_file(plan)
+    assert not plan.modules_to_recompute
+    with rank_zero_of(ranks):
+        model = fully_shard(bench_model.build(SIZE), plan=path)
+        steps(model)
+        done = re.sub(r", all-reduce \d+", "", str(model.schedule()))  # of copies: priced with the reduction
+        assert done == str(plan.estimate.schedule)
+        assert {unit_of(model.blocks[0]).group.axis.world} == {plan.shards}
+
+
+def test_a_plan_keeps_every_field_in_its_file(tmp_path):
+    policy = SchedulePolicy(
+        depth=3, keep_nbytes=7, ahead={"forward": {"blocks.0": ["blocks.1"]}}, agreement="off"
+    )
+    precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    groups = (PlannedGroup(('a."b"', "c"), False), PlannedGroup(("d",)))
+    plan = Plan(64, 8, groups, 2, 8192, ("d",), policy, precision, 0.5, 3 * GIB, "H100")
+    plan.save(tmp_path / "plan.toml")
+    assert Plan.load(tmp_path / "plan.toml") == plan
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.toml"]
+    assert "3.00 GiB" in (tmp_path / "plan.toml").read_text()
+
+
+def test_groups_are_resharded_each_as_the_plan_says():
+    with rank_zero_of(8):
+        model = fully_shard(bench_model.build(SIZE), plan=BY_HAND)
+        steps(model, 1)
+        model(bench_model.tokens(SIZE, 0, 0))
+        held = {
+            name
+            for name, module in model.named_modules()
+            if is_sharded(module) and name and unsharded(module)
+        }
+    assert {"blocks.0", "blocks.1"} <= held
+    assert "blocks.2" not in held and "embedding" not in held
+
+
+def unsharded(module):
+    return any(group.buffer is not None and group.buffer.allocated_nbytes for group in unit_of(module).groups)
+
+
+def test_a_plan_for_another_model_or_number_of_ranks_is_refused_before_anything_is_sharded():
+    other = dataclasses.replace(BY_HAND, groups=(PlannedGroup(("block.0",)),))
+    again = dataclasses.replace(BY_HAND, modules_to_recompute=("layers.7",))
+    over_four = dataclasses.replace(BY_HAND, shards=4)
+    with rank_zero_of(8):
+        model = bench_model.build(SIZE)
+        refused = partial(fully_shard, model)
+        with pytest.raises(InputError, match=r"no module 'block.0', which the plan's groups.*'blocks.0'"):
+            refused(plan=other)
+        with pytest.raises(InputError, match=r"no module 'layers.7', which the plan's modules_to_recompute"):
+            refused(plan=again)
+        with pytest.raises(
+            InputError, match=r"is for 4 ranks, and there are 8: start 4, or make a plan for 8"
+        ):
+            refused(plan=dataclasses.replace(BY_HAND, ranks=4, shards=4))
+        for options in ({"groups": "auto"}, {"reshard_after_forward": True}, {"shard_over_all": True}):
+            with pytest.raises(InputError, match=r"got plan= and .*which the plan has: leave"):
+                refused(plan=BY_HAND, **options)
+        with pytest.raises(
+            InputError, match=r"shards over 4 of 8 ranks, got a mesh of \(8,\); pass one of \(2, 4\)"
+        ):
+            refused(plan=over_four, mesh=init_device_mesh("cpu", (8,)))
+        with pytest.raises(InputError, match="plan= takes one model, got list"):
+            fully_shard([model.blocks[0]], plan=BY_HAND)
+        assert not any(is_sharded(module) for module in model.modules())
+        assert fully_shard(model, plan=over_four) is model
+
+
+TOML = """
+ranks = 8
+shards = 8
+microbatches = 1
+microbatch_tokens = 1
+modules_to_recompute = []
+predicted = {devices = "", step_s = 1.0, peak_nbytes = 1}
+policy = {depth = 2}
+mp_policy = {param_dtype = "bfloat16"}
+groups = [{modules = ["a"], reshard_after_forward = true}]
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("ranks = 8", "ranks = ", "Invalid value"),
+        ("ranks = 8\n", "", "ranks is missing"),
+        ("ranks = 8", "ranks = true", "ranks: got True, expected a whole number"),
+        ("ranks = 8", "ranks = 12", "shards must divide its 12 ranks, got 8"),
+        ("microbatches = 1", "microbatches = 0", "microbatches must be at least 1, got 0"),
+        ("ranks = 8", "ranks = 8\nrank = 1", "rank is unknown; known: ranks, shards"),
+        ("depth = 2", "deep = 2", r"\[policy\] deep is unknown; known: backward_prefetch"),
+        ("depth = 2", "depth = -1", "depth must be an int >= 0, got -1"),
+        ('"bfloat16"', '"bf16"', "must be a floating-point torch.dtype or None, got 'bf16'"),
+        ('["a"]', "[1]", "got 1 for the name of a module, expected text"),
+        ('["a"]', '["a", "a"]', r"must each name modules of their own, got \['a'\]"),
+        ('["a"]', "[]", "must each name modules of their own, got an empty one"),
+        ("{modules", "3, {modules", r"\[\[groups\]\] got 3, expected modules"),
+    ],
+)
+def test_a_file_that_is_no_plan_is_refused_with_what_is_wrong(old, new, says, tmp_path):
+    path = tmp_path / "plan.toml"
+    path.write_text(TOML)
+    assert Plan.load(path).policy.depth == 2
+    assert old in TOML
+    path.write_text(TOML.replace(old, new))
+    with pytest.raises(ConfigError, match=rf"plan.toml is not a plan: .*{says}"):
+        Plan.load(path)
+
+
+def test_a_plan_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"can't read the plan .*No such file.*Plan.save"):
+        fully_shard(nn.Linear(2, 2), plan=tmp_path / "nosuch.toml")
