@@ -40,11 +40,16 @@ def _full(size: Size, shards: Callable[..., nn.Module]) -> Transformer:
 
 def _ours(size: Size, codec: str | None, transport: str = "auto") -> Transformer:
     shardwright.set_transport(transport)
-    model = build(size).bfloat16()
+    return _sharded(adapted(build(size), codec), shardwright.fully_shard)
+
+
+def adapted(model: Transformer, codec: str | None = "nf4") -> Transformer:
+    """The same model in bfloat16, its base frozen and coded, with our adapters."""
+    model = model.bfloat16()
     if codec:
         shardwright.quantize_(model, codec, [f"*.{target}.weight" for target in TARGETS])
     add_lora(model, Lora(TARGETS, RANK, ALPHA))
-    return _sharded(model, shardwright.fully_shard)
+    return model
 
 
 def _peft(size: Size, four_bits: bool) -> Transformer:

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench.model import Size, build, tokens
-from bench.systems import System, build_system
+from bench.systems import System, build_system, local_of
 
 WARM_UP_STEPS = 2
 SOLO_STEPS = 3
@@ -124,7 +124,9 @@ def perform(job: Job) -> None:
 
 def paired(job: Job) -> dict[str, list[float]]:
     """What ``measure`` gives for each block, for the local step and the system's."""
-    local, system = (build_system(name, build(job.size, job.precision)) for name in ("local", job.system))
+    local, system = (
+        build_system(name, build(job.size, job.precision)) for name in (local_of(job.system), job.system)
+    )
     count = iter(range(1 << 30))
 
     def section(one: System, steps: int) -> tuple[float, ...]:

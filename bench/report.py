@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.table import Table
 
-MODEL_PER_RANK = ("local", "local-met")
+MODEL_PER_RANK = ("local", "local-met", "local-qlora")
 """Systems in which each rank trains a model of its own."""
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2, "bf16-reduced": 2e-2}
 """Relative; sums in another order differ by about 1e-6 after a few steps of AdamW, in bf16 as it rounds."""

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardwright
 import shardwright.wrapper
+from bench.adapted import adapted
 from bench.model import PRECISIONS, Block, Transformer
 
 ALONE_REPEATS = 3
@@ -83,6 +84,13 @@ class Local(System):
 
     def communication_s(self) -> None:
         return None
+
+
+class LocalQLoRA(Local):
+    """The same, of adapters on a frozen base of 4 bits."""
+
+    def __init__(self, model: Transformer) -> None:
+        System.__init__(self, adapted(model))
 
 
 class Met(Local):
@@ -221,6 +229,7 @@ class Shardwright(System):
             shardwright.fully_shard(module, **options)
         if policy is not None:
             model.set_schedule_policy(policy)  # type: ignore[operator]
+        self.sends_changes = policy is not None and policy.wire != "plain"
         super().__init__(model)
 
     def exposed_s(self) -> float | None:
@@ -232,7 +241,9 @@ class Shardwright(System):
     def at_rest_nbytes(self) -> int:
         return 4 * shardwright.stats(self.module).at_rest_nbytes
 
-    def communication_s(self) -> float:
+    def communication_s(self) -> float | None:
+        if self.sends_changes:  # between steps nothing changes, so nothing would be sent
+            return None
         return shardwright.communication_s(self.module)
 
 
@@ -247,6 +258,7 @@ class Grouped(Shardwright):
             shardwright.fully_shard(group, **mixed)
         chosen = {"groups": "auto"} if groups == "auto" else {}
         shardwright.fully_shard(model, **chosen, **mixed)
+        self.sends_changes = False
         System.__init__(self, model)
 
 
@@ -323,6 +335,11 @@ SYSTEMS = {
     "shardwright-auto": lambda model: Shardwright(
         model, split=False, policy=shardwright.SchedulePolicy(wire="auto")
     ),
+    "local-qlora": LocalQLoRA,
+    "shardwright-qlora": lambda model: Shardwright(adapted(model), split=False),
+    "shardwright-qlora-difference": lambda model: Shardwright(
+        adapted(model), split=False, policy=shardwright.SchedulePolicy(wire="difference")
+    ),
     "shardwright-ends": lambda model: Shardwright(model, split=True, ends=True),
     "shardwright-goal": lambda model: Shardwright(
         model, split=True, policy=shardwright.SchedulePolicy(row_wise=True, keep_last=2), ends=True
@@ -344,6 +361,11 @@ def build_system(name: str, model: Transformer) -> System:
     if name in OPTIONAL:
         return importlib.import_module(OPTIONAL[name][1]).build(model)
     return SYSTEMS[name](model)
+
+
+def local_of(name: str) -> str:
+    """The system without communication that the named one is compared with."""
+    return "local-qlora" if "qlora" in name else "local"
 
 
 def unavailable(name: str) -> str:

@@ -30,11 +30,12 @@ WHOLE = Sends()
 
 @dataclass
 class Version:
-    """One span as it was sent last. ``words``: its patterns as signed integers in the order of the numbers
-    (see ``ordered`` in ``cpu/coder.py``). ``number``: of the messages that it has followed."""
+    """One span as it was sent last. words: its patterns, as signed integers. number: of the messages that it
+    has followed. crc: CRC-32 of the words, None before the first message."""
 
     words: np.ndarray
     number: int = 0
+    crc: int | None = None
 
 
 class Kept:

@@ -81,31 +81,37 @@ class Coder:
             self._chunk(words[at : at + _CHUNK_NUMEL], _slice(version, at), is_float, codes)
             for at in range(0, len(words), _CHUNK_NUMEL)
         ]
-        number = _NO_VERSION if version is None else version.number
-        head = _PART.pack(number, len(view), crc32(view), words.itemsize, is_float)
+        number, crc = _NO_VERSION, None
+        if version is not None:
+            number, crc = version.number, version.crc
+        if crc is None or any(map(len, chunks)):
+            crc = crc32(view)
+        head = _PART.pack(number, len(view), crc, words.itemsize, is_float)
         table = np.array([len(chunk) for chunk in chunks], "<u4").tobytes()
         if version is not None:
-            version.number += 1
+            version.number, version.crc = number + 1, crc
         return [memoryview(head + table), *(chunk for chunk in chunks if len(chunk))]
 
     def _chunk(self, words: np.ndarray, before: np.ndarray | None, is_float: bool, codes: bool) -> memoryview:
-        after = ordered(words) if is_float else words
-        change = after.copy() if before is None else after - before
-        if not change.any():
+        if not words.any() if before is None else np.array_equal(words, before):
             return memoryview(b"")
+        coded = self._coded(words, before, is_float) if codes else None
         if before is not None:
-            before[:] = after
+            before[:] = words
         whole = words.data.cast("B")
-        if not codes:
-            return whole
+        return whole if coded is None or len(coded) >= len(whole) else coded
+
+    def _coded(self, words: np.ndarray, before: np.ndarray | None, is_float: bool) -> memoryview:
+        change: np.ndarray = ordered(words) if is_float else words.copy()
+        if before is not None:
+            change -= ordered(before) if is_float else before
         signs = change >> (8 * change.itemsize - 1)
         change <<= 1
         change ^= signs
         planes = np.empty((change.itemsize, len(change)), np.uint8)
         for plane in range(change.itemsize):  # shifts are several times as fast as a transposed copy
             planes[plane] = change >> 8 * plane if plane else change
-        coded = memoryview(self._zstd.compress(planes.data))
-        return coded if len(coded) < len(whole) else whole
+        return memoryview(self._zstd.compress(planes.data))
 
     def decode(
         self, message: memoryview, places: deque[memoryview], kept: Sequence[Kept | None], rank: int
@@ -131,8 +137,11 @@ class Coder:
                 there, before = words[begin : begin + _CHUNK_NUMEL], _slice(version, begin)
                 self._fill(there, before, message[at : at + length], bool(is_float))
                 at += length
-            if crc32(into) != crc:
+            found = None if version is None or any(lengths) else version.crc
+            if (crc32(into) if found is None else found) != crc:
                 raise Damaged("what was decoded isn't what was sent, by its CRC-32")
+            if version is not None:
+                version.crc = crc
             index += 1
         if places:
             raise Damaged("it has fewer parts than are expected")
@@ -140,17 +149,16 @@ class Coder:
     def _fill(self, words: np.ndarray, before: np.ndarray | None, chunk: memoryview, is_float: bool) -> None:
         if len(chunk) == words.nbytes:
             words[:] = np.frombuffer(chunk, words.dtype)
+        elif len(chunk):
+            after = self._change(chunk, words)
             if before is not None:
-                before[:] = ordered(words) if is_float else words
-            return
-        if len(chunk):
-            change = self._change(chunk, words)
-            if before is not None:
-                before += change
+                np.add(after, ordered(before) if is_float else before, out=after)
+            words[:] = ordered(after) if is_float else after
         else:
-            change = np.zeros_like(words)
-        after = change if before is None else before
-        words[:] = ordered(after) if is_float else after
+            words[:] = 0 if before is None else before
+            return
+        if before is not None:
+            before[:] = words
 
     def _change(self, chunk: memoryview, words: np.ndarray) -> np.ndarray:
         """The coded differences, as many as ``words``."""
