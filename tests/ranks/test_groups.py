@@ -9,7 +9,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwright import MixedPrecisionPolicy, SchedulePolicy, fully_shard, set_transport, stats
-from shardwright.engine.unit import is_sharded, unit_of
+from shardwright.engine.group import Stage
+from shardwright.engine.unit import is_sharded, unit_of, units_in
 from shardwright.errors import StageError
 from shardwright.schedule.check import check
 from shardwright.schedule.schedule import Action, ActionKind, Event, EventKind, Phase, Schedule
@@ -345,6 +346,28 @@ def clean_after_exceptions(rank, world):
 @pytest.mark.parametrize("world", [1, 2])
 def test_after_an_exception_on_all_ranks_the_next_step_is_clean(world):
     run_ranks(world, clean_after_exceptions)
+
+
+def stepped_after_a_failed_forward(rank, world):
+    """Of two microbatches the second fails, with gathers in flight, and the first is stepped with."""
+    model = nn.Sequential(*(fully_shard(nn.Linear(4, 4)) for _ in range(4)))
+    run, x = Run.of(fully_shard(model)), torch.ones(1, 4)
+    model(x).sum().backward()  # recorded: from now on gathers are launched ahead
+    model(x).sum().backward()
+    fails = model[0].register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(x)
+    fails.remove()
+    assert [group.stage for unit in units_in(model) for group in unit.groups].count(Stage.GATHERING) > 0
+    run.step()
+    seen = model(x)
+    for layer in model:
+        x = nn.functional.linear(x, full(layer.weight), full(layer.bias))
+    assert seen.equal(x)
+
+
+def test_what_was_gathered_for_a_forward_that_failed_is_not_used_after_a_step():
+    run_ranks(2, stepped_after_a_failed_forward)
 
 
 def inplace_first_op(rank, world):

@@ -261,7 +261,7 @@ class Executor:
                 group.gatherer.smaller_world.forget()
             if group.stage is not Stage.SHARDED:
                 follow_freezing(group)
-            if group.stage is Stage.UNSHARDED and group.is_stale:
+            if group.is_stale:  # in flight, too, since a phase that failed
                 self._reshard(Action(ActionKind.RESHARD, (index,)))
         self.memory.count(self.table.groups)
         self.forget_versions()

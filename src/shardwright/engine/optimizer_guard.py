@@ -68,8 +68,9 @@ def _check_settled(optimizer: Optimizer, params: list[Any]) -> None:
 
 
 def _forget_unsharded(written: list[Any]) -> None:
-    """What stayed unsharded after an evaluation isn't used again where the optimizer writes its shards."""
-    kept = [group for table in tuple(tables) for group in table.groups if group.stage is Stage.UNSHARDED]
+    """What stayed unsharded after an evaluation, or in flight after a failure, isn't used again where the
+    optimizer writes its shards."""
+    kept = [group for table in tuple(tables) for group in table.groups if group.stage is not Stage.SHARDED]
     ids = {id(param) for param in written} if kept else set()
     for group in kept:
         if any(id(param.sharded) in ids for param in group.params):
