@@ -118,7 +118,7 @@ BRIDGES = {"torchax": "xla/torch_bridge.py", "transformers": "hf/library.py"}
 CORE = {"engine", "params", "schedule", "transport", "wrapper", "checkpoint"}
 DEVICE_TYPE = re.compile(r"(?<!torch\.)\b(cuda|rocm|hip|xpu|mps|hpu|npu)\b")
 """Names in a text; ``torch.cuda.graph`` is one of torch's own functions, of which a message may speak."""
-HOOKS_FILE = "engine/hooks.py"
+HOOKS_FILES = ("engine/hooks.py", "plan/events.py")  # of a step, and of one that is traced
 STAGES_FILE = "engine/group.py"
 KINDS = ("Buffer", "Comm", "ShardedParam")
 """What the house knows of buffers, transports and parameters; who inherits from them is a kind of them."""
@@ -279,7 +279,7 @@ def stray_hooks(package: dict[str, str]) -> list[str]:
     """Module, tensor or autograd hooks outside the one file that may set them."""
     complaints = []
     for path, source in package.items():
-        if path == HOOKS_FILE:
+        if path in HOOKS_FILES:
             continue
         for node in ast.walk(ast.parse(source)):
             name = ""
@@ -292,7 +292,7 @@ def stray_hooks(package: dict[str, str]) -> list[str]:
                 name = f".{node.value}"  # getattr(module, "register_forward_hook")
             if re.search(r"\.register_\w*hook\b|\bautograd\.(function\.)?Function\b", name):
                 complaints.append(
-                    f"{path}:{getattr(node, 'lineno', 0)}: {name}; only {HOOKS_FILE} sets hooks"
+                    f"{path}:{getattr(node, 'lineno', 0)}: {name}; only {HOOKS_FILES[0]} sets hooks"
                 )
     return complaints
 

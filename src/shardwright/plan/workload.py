@@ -35,24 +35,37 @@ class Stretch(NamedTuple):
     """What is computed from one event to the next.
 
     saved_nbytes: activations that live on after it, less those it frees. transient_nbytes: held besides, at
-    most, inside of it. head: it is of the loss.
+    most, inside of it. head: it is of the loss. gradients: bytes of parameters' gradients that are made in
+    it, by group, where that is known; they are in neither of the others.
     """
 
     ops: tuple[Op, ...] = ()
     saved_nbytes: int = 0
     transient_nbytes: int = 0
     head: bool = False
+    gradients: tuple[tuple[int, int], ...] = ()
+
+
+class ParamSize(NamedTuple):
+    """One parameter; ``itemsize``: bytes of an element at rest."""
+
+    shape: tuple[int, ...]
+    itemsize: int
+    trained: bool
+    floating: bool = True
 
 
 class GroupSize(NamedTuple):
     """What a group holds. numel: elements of its parameters. trained: of those that have a gradient.
     entry_nbytes: activations that its forward begins from, which is all it has to keep to be computed again.
+    params: each by itself, where that is known.
     """
 
     name: str
     numel: int
     trained: int
     entry_nbytes: int = 0
+    params: tuple[ParamSize, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -62,7 +75,8 @@ class Workload:
     groups: in the order in which schedules number them. phases: the events of each phase in their order, each
     with what is computed after it. Layers that are equal may share their ``Stretch``: it is priced once.
     root: the group of what lies right in the model itself; None: there is none. itemsize: bytes of an element
-    of parameters while they are computed with. tokens: of the microbatch.
+    of parameters while they are computed with. tokens: of the microbatch. outside_nbytes: of what
+    there is before it: inputs, and buffers of modules.
     """
 
     groups: tuple[GroupSize, ...]
@@ -70,6 +84,7 @@ class Workload:
     root: int | None = None
     itemsize: int = 2
     tokens: int = 1
+    outside_nbytes: int = 0
 
     @property
     def orders(self) -> dict[Phase, tuple[Event, ...]]:
