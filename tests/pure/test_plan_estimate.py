@@ -172,7 +172,7 @@ def test_the_table_says_what_fits_how_fast_and_at_what_cost():
     assert found.table(2.0).splitlines()[-1].startswith(f"a billion tokens       {dollars:,.2f}, at 2 for")
     lines = str(found).splitlines()
     assert [line.split("  ")[0] for line in lines] == [
-        "cluster", "fits", "step", "tokens/s", "MFU", "without compute",
+        "cluster", "fits", "GiB at most", "step", "tokens/s", "MFU", "without compute",
     ]  # fmt: skip
 
 

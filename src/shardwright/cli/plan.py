@@ -1,33 +1,71 @@
 """``shardwright plan``: what a step takes and holds, before anything is rented.
 
+shardwright plan MODEL --device H100 --ranks 64 [--search] [--out plan.toml]
 shardwright plan --runs runs.csv --models models.csv --out predicted.csv
 """
 
 import argparse
 import sys
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from shardwright.errors import ConfigError
 from shardwright.plan import runs
+from shardwright.plan.cluster import GIB, Cluster, device, load
+from shardwright.plan.configs import architecture, is_config
 from shardwright.plan.constants import Constants
+from shardwright.plan.predict import Choice, price
+from shardwright.plan.search import fastest, planned
+from shardwright.plan.subject import Subject, of_architecture
+from shardwright.plan.transformer import Microbatch
+
+_SEQUENCE, _ROWS, _MICROBATCHES = 2048, 1, 1
 
 
 def add_commands(commands: Any) -> None:
     """Add it to the subparsers of the command."""
     plan = commands.add_parser(
         "plan",
-        description="Predict step times and memory of the runs in a table: the schedule of each step is "
-        "planned and simulated. No GPU, no weights.",
+        description="Predict the seconds and bytes of training steps: the schedule of a step is planned and "
+        "simulated. No GPU, no weights.",
         allow_abbrev=False,
     )
-    plan.add_argument("--runs", required=True, metavar="CSV", help="a run in each row (docs/plan.md)")
-    plan.add_argument("--models", required=True, metavar="CSV", help="a model's architecture in each row")
-    plan.add_argument("--out", required=True, metavar="CSV", help="where the predictions go")
+    plan.add_argument(
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        help="a folder of Hugging Face or its config.json, a recipe, or the name of a row of --models",
+    )
+    plan.add_argument("--device", metavar="NAME", help="of the library of devices, as H100")
+    plan.add_argument("--ranks", type=int, metavar="N", help="how many devices; 8 in a host")
+    plan.add_argument("--cluster", metavar="FILE", help="in place of both: a cluster (docs/plan.md)")
+    plan.add_argument("--sequence", type=int, metavar="TOKENS", help=f"of a row (default {_SEQUENCE})")
+    plan.add_argument(
+        "--batch", type=int, metavar="ROWS", help=f"of a microbatch on one rank (default {_ROWS})"
+    )
+    plan.add_argument("--microbatches", type=int, metavar="N", help=f"of a step (default {_MICROBATCHES})")
+    plan.add_argument("--search", action="store_true", help="find the fastest way to do it that fits")
+    plan.add_argument("--budget", type=float, metavar="GIB", help="of each device; default: all it has")
+    plan.add_argument("--price", type=float, metavar="PER_HOUR", help="of one device, for the cost of tokens")
+    plan.add_argument("--runs", metavar="CSV", help="a run in each row (docs/plan.md)")
+    plan.add_argument("--models", metavar="CSV", help="a model's architecture in each row")
+    plan.add_argument("--out", metavar="FILE", help="the plan (TOML); with --runs: the predictions (CSV)")
     plan.set_defaults(call=run)
 
 
 def run(known: argparse.Namespace) -> int:
-    """Predict every row. One that can't be predicted stays empty, and standard error says why."""
+    """Predict what is asked for, and print it. Raises: ConfigError, InputError."""
+    if (known.model is None) == (known.runs is None):
+        raise ConfigError("shardwright plan takes a MODEL or --runs CSV; see: shardwright plan --help")
+    return _predict_table(known) if known.model is None else _predict_model(known)
+
+
+def _predict_table(known: argparse.Namespace) -> int:
+    """Every row. One that can't be predicted stays empty, and standard error says why."""
+    if known.models is None or known.out is None:
+        raise ConfigError("shardwright plan --runs needs --models CSV and --out CSV as well")
     models = runs.architectures(runs.read(known.models))
     found, refused = [], 0
     for row in runs.read(known.runs):
@@ -40,3 +78,66 @@ def run(known: argparse.Namespace) -> int:
     runs.write(known.out, found)
     print(f"{len(found) - refused} of {len(found)} runs predicted: {known.out}")
     return 0
+
+
+def _predict_model(known: argparse.Namespace) -> int:
+    for name in ("ranks", "sequence", "batch", "microbatches", "budget", "price"):
+        value = getattr(known, name)
+        if value is not None and not value > 0:
+            raise ConfigError(f"--{name} must be more than 0, got {value}")
+    if known.budget is not None and not known.search:
+        raise ConfigError("--budget is what --search keeps to: give both, or leave it out")
+    subject, choice = _asked(known)
+    cluster = _cluster(known)
+    if known.search:
+        budget = None if known.budget is None else known.budget * GIB
+        plan = fastest(subject, cluster, choice, budget)
+        found, text = plan.estimate, str(plan).partition("\n\n")[2]
+    else:
+        found, text = price(subject.workload, cluster, choice), ""
+        plan = planned(found, subject.modules)
+    work = subject.workload
+    print(f"{'model':22} {known.model}, {work.numel:,} parameters; on each rank "
+          f"{found.choice.microbatches} x {found.tokens:,} tokens a step")  # fmt: skip
+    print(found.table(known.price), *([text] if text else []), sep="\n\n" if text else "\n")
+    if not found.fits and not known.search:
+        print("\nIt doesn't fit as it is: --search looks for a way that does.")
+    if known.out is not None:
+        plan.save(known.out)
+        print(f'\n{known.out}: fully_shard(model, plan="{known.out}") applies it')
+    return 0
+
+
+def _cluster(known: argparse.Namespace) -> Cluster:
+    if (known.cluster is None) == (known.device is None):
+        raise ConfigError("shardwright plan MODEL needs --device NAME and --ranks N, or --cluster FILE")
+    if known.cluster is not None:
+        found = load(known.cluster)
+        ranks = known.ranks or found.ranks
+        return replace(found, ranks=ranks, ranks_per_host=min(ranks, found.ranks_per_host))
+    if known.ranks is None:
+        raise ConfigError("--ranks is missing: how many devices are there?")
+    return Cluster(device(known.device), known.ranks, min(known.ranks, 8))
+
+
+def _asked(known: argparse.Namespace) -> tuple[Subject, Choice]:
+    """The model, and how it is trained."""
+    if known.models is not None:
+        rows = runs.architectures(runs.read(known.models))
+        if known.model not in rows:
+            raise ConfigError(f"{known.models} has no model {known.model!r}; it has {', '.join(rows)}")
+        if known.out is not None:
+            raise ConfigError("--out: a row of numbers has no names of modules, which a plan needs; give the "
+                              "model as a folder of Hugging Face or a recipe")  # fmt: skip
+        found = rows[known.model]
+    elif Path(known.model).suffix == ".toml":
+        return import_module("shardwright.cli.plan_recipe").asked(known)  # pydantic comes with an extra
+    elif is_config(known.model):
+        found = architecture(known.model)
+    else:
+        raise ConfigError(
+            f"MODEL {known.model!r} is neither a folder with a config.json nor such a file, nor a recipe "
+            "(.toml); a row of a table takes --models CSV as well"
+        )
+    batch = Microbatch(known.sequence or _SEQUENCE, known.batch or _ROWS)
+    return of_architecture(found, batch), Choice(microbatches=known.microbatches or _MICROBATCHES)

@@ -11,14 +11,14 @@ from shardwright.errors import InputError
 from shardwright.grouped import Groups, shard_groups
 from shardwright.plan.cluster import GIB, Cluster
 from shardwright.plan.constants import Constants
-from shardwright.plan.memory import HeldBytes, Sharding, fits, memory, peak
+from shardwright.plan.memory import Category, HeldBytes, Sharding, fits, memory, peak
 from shardwright.plan.presets import preset, schedule
 from shardwright.plan.prices import Prices
 from shardwright.plan.simulate import Timeline, simulate
 from shardwright.plan.trace import TracedGroup, trace
 from shardwright.plan.workload import OpKind, Workload
 from shardwright.policy import MixedPrecisionPolicy, SchedulePolicy
-from shardwright.schedule.schedule import Phase, Schedule
+from shardwright.schedule.schedule import ActionKind, Phase, Schedule
 
 _BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 _TABLE = "{:22} {}"
@@ -79,6 +79,32 @@ class Estimate:
         return fits(self.peak.total, self.cluster.device)
 
     @property
+    def phases(self) -> dict[str, int]:
+        """Bytes held at most while a model and its optimizer are loaded, in the first step (whose optimizer
+        has no state until its end), in a steady one, in an evaluation of a microbatch, and in a save."""
+        states, work = self.peak.nbytes[Category.STATES], self.workload
+        shard = states // 3  # in float32, beside two states of Adam
+        evaluated, unsharded = 0, set[int]()
+        for entry, (_, stretch) in zip(
+            self.schedule.phases[Phase.FORWARD], work.phases[Phase.FORWARD], strict=True
+        ):
+            for action in entry.actions:
+                if action.kind is ActionKind.UNSHARD:
+                    unsharded.update(action.groups)
+                elif action.kind is ActionKind.RESHARD:
+                    unsharded.difference_update(action.groups)
+            gathered = sum(work.groups[group].numel for group in unsharded) * work.itemsize
+            computed = max(stretch.saved_nbytes, 0) + stretch.transient_nbytes
+            evaluated = max(evaluated, gathered + computed)
+        return {
+            "load": states,
+            "first step": max(self.peak.total - 2 * shard, states + shard),
+            "step": max(self.peak.total, states + shard),
+            "evaluation": states + evaluated,
+            "save": states,
+        }
+
+    @property
     def tokens_per_s(self) -> float:
         """Of all ranks."""
         return self.tokens * self.choice.microbatches * self.cluster.ranks / self.step_s
@@ -117,6 +143,7 @@ class Estimate:
             ("cluster", f"{self.cluster.ranks} x {device.name}, {self.choice.runtime}"),
             ("fits", f"{'yes' if self.fits else 'NO'}: {held.total / GIB:.1f} of "
              f"{device.memory_nbytes / GIB:.1f} GiB at {held.at.strip()} ({by_category})"),
+            ("GiB at most", ", ".join(f"{name} {nbytes / GIB:.1f}" for name, nbytes in self.phases.items())),
             ("step", f"{self.step_s:.3f} s (+- 10%)"),
             ("tokens/s", f"{total:,.0f}, {total / self.cluster.ranks:,.0f} per device"),
             ("MFU", f"{self.mfu:.1%} (3 x forward's matmuls and attention, half where causal)"),

@@ -5,8 +5,8 @@ is better; the starts are the plain choice and the one that holds least. Nothing
 sizes of the microbatch; everything else is the same workload, changed (``levers``) and simulated.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -16,11 +16,11 @@ from shardwright.errors import InputError
 from shardwright.plan.cluster import GIB, Cluster
 from shardwright.plan.levers import merged, neighbours, recomputed
 from shardwright.plan.memory import CONTEXT_NBYTES
-from shardwright.plan.predict import Choice, Estimate, price, traced_groups, workload_of
+from shardwright.plan.predict import Choice, Estimate, price
 from shardwright.plan.presets import preset
+from shardwright.plan.subject import Subject, of_model
 from shardwright.plan.workload import Workload
 from shardwright.planned import Plan, PlannedGroup
-from shardwright.torch_private import tree_map
 
 _SPLITS = (1, 2, 4, 8)
 _RECOMPUTED = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -95,6 +95,8 @@ class FoundPlan(Plan):
         if over > 0:
             return f"holds {over / GIB:.1f} GiB more than there is"
         less = (best.nbytes - one.nbytes) / GIB
+        if one.step_s < best.step_s:
+            return f"takes {1 - one.step_s / best.step_s:.1%} less, but holds {-less:.1f} GiB more"
         gain = f", and holds {less:.1f} GiB less" if less > 0 else ""
         return f"takes {one.step_s / best.step_s - 1:.1%} longer{gain}"
 
@@ -198,35 +200,58 @@ def search(
     Raises: InputError as ``estimate``, and for a budget that isn't positive.
     """
     choice = choice or Choice()
+    return fastest(of_model(model, sample, choice, loss), cluster, choice, budget)
+
+
+def fastest(subject: Subject, cluster: Cluster, choice: Choice, budget: float | None = None) -> FoundPlan:
+    """``search`` of what was traced, or of a row of numbers. Raises: InputError."""
     most = cluster.device.memory_nbytes - CONTEXT_NBYTES if budget is None else budget
     if not most > 0:
         raise InputError(f"search: budget must be a positive number of bytes, got {budget!r}")
-    splits = [split for split in _SPLITS if split == 1 or _divisible(sample, split)]
-    workloads = {s: workload_of(model, _part(sample, s), choice, loss) for s in splits}
-    space = Space(cluster, choice, workloads)
+    space = space_of(subject, cluster, choice)
     best = thriftiest(space, greedy(space, most), most)
     _, again, parts = space.prepare(best.candidate)
-    root = workloads[1].root
-    groups = traced_groups(model, choice.groups)
-    listed = [[name for group in part for name in groups[group].modules] for part in parts if part != [root]]
+    listed = [tuple(name for group in part for name in subject.modules[group]) for part in parts]
     found = space.seen[best.candidate][1]
-    found = replace(found, choice=replace(found.choice, groups=listed))
+    named = [list(names) for names in listed if names != ("",)]
+    found = replace(found, choice=replace(found.choice, groups=named))
+    plan = planned(found, listed, again)
     return FoundPlan(
-        ranks=cluster.ranks,
-        shards=best.candidate.shards,
-        groups=tuple(PlannedGroup(tuple(names), best.candidate.reshards) for names in listed),
-        microbatches=found.choice.microbatches,
-        microbatch_tokens=found.tokens,
-        modules_to_recompute=tuple(name for group in again for name in listed[group]),
-        policy=found.choice.policy or preset(choice.runtime).policy,
-        mp_policy=choice.mp_policy,
-        step_s=found.step_s,
-        peak_nbytes=found.peak.total,
-        devices=cluster.device.name,
+        **{each.name: getattr(plan, each.name) for each in fields(Plan)},
         estimate=found,
         candidate=best.candidate,
         budget_nbytes=most,
         tried=tuple(tried for tried, _ in space.seen.values()),
+    )
+
+
+def space_of(subject: Subject, cluster: Cluster, choice: Choice) -> Space:
+    """The space of a model that is split into as many microbatches as its rows can be."""
+    splits = [split for split in _SPLITS if subject.rows % split == 0]
+    workloads = {split: subject.at(subject.rows // split, subject.sequence) for split in splits}
+    return Space(cluster, choice, workloads)
+
+
+def planned(found: Estimate, listed: Sequence[tuple[str, ...]], again: Collection[int] = ()) -> Plan:
+    """What ``fully_shard`` needs of an estimate. listed: names of the modules of each group of the workload;
+    again: those that are recomputed. A root that has names is a group that stays unsharded."""
+    choice, root = found.choice, found.workload.root
+    return Plan(
+        ranks=found.cluster.ranks,
+        shards=choice.shards or found.cluster.ranks,
+        groups=tuple(
+            PlannedGroup(names, choice.reshard_after_forward and index != root)
+            for index, names in enumerate(listed)
+            if names != ("",)
+        ),
+        microbatches=choice.microbatches,
+        microbatch_tokens=found.tokens,
+        modules_to_recompute=tuple(name for group in again for name in listed[group]),
+        policy=choice.policy or preset(choice.runtime).policy,
+        mp_policy=choice.mp_policy,
+        step_s=found.step_s,
+        peak_nbytes=found.peak.total,
+        devices=found.cluster.device.name,
     )
 
 
@@ -267,33 +292,3 @@ def _climb(space: Space, start: Candidate, budget: float) -> Tried:
 def _rank(one: Tried, budget: float) -> tuple[float, float]:
     """What fits first, then by seconds; what doesn't fit by how much it is over."""
     return (max(one.nbytes - budget, 0.0), one.step_s)
-
-
-def _tensors_first(sample: Any) -> Tensor | None:
-    values = (
-        sample.values()
-        if isinstance(sample, Mapping)
-        else sample
-        if isinstance(sample, list | tuple)
-        else [sample]
-    )
-    return next((value for value in values if isinstance(value, Tensor) and value.dim()), None)
-
-
-def _divisible(sample: Any, split: int) -> bool:
-    first = _tensors_first(sample)
-    return first is not None and first.shape[0] % split == 0
-
-
-def _part(sample: Any, split: int) -> Any:
-    """The sample with a ``split``-th of its rows, in every tensor that has as many as the first."""
-    first = _tensors_first(sample)
-    if first is None or split == 1:
-        return sample
-    rows = first.shape[0]
-
-    def cut(leaf: Any) -> Any:
-        cuts = isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == rows
-        return leaf[: rows // split] if cuts else leaf
-
-    return tree_map(cut, sample)

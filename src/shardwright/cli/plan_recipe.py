@@ -1,0 +1,35 @@
+"""``shardwright plan RECIPE``: the model of a recipe, traced, as the recipe trains it."""
+
+import argparse
+
+import torch
+from torch import Tensor
+
+from shardwright.errors import ConfigError
+from shardwright.plan.predict import Choice
+from shardwright.plan.subject import Subject, of_model
+from shardwright.train.eager import precision_of
+from shardwright.train.models import Transformer, loss_of
+from shardwright.train.resolve import resolve
+
+
+def asked(known: argparse.Namespace) -> tuple[Subject, Choice]:
+    """What the recipe says, but for what the command line does. Raises: ConfigError."""
+    options = {"sequence_length": known.sequence, "batch_size": known.batch}
+    options["accumulation"] = known.microbatches
+    given = [(f"training.{key}", str(value)) for key, value in options.items() if value is not None]
+    recipe = resolve(known.model, given).recipe
+    training, base = recipe.training, recipe.base.folder
+    if base:
+        raise ConfigError(
+            f"{known.model} trains the model of {base}: give that folder in place of the recipe"
+        )
+    choice = Choice(mp_policy=precision_of(recipe), microbatches=training.accumulation)
+    with torch.device("meta"):
+        model = Transformer(recipe.model, activation_checkpointing=training.activation_checkpointing)
+        sample = torch.empty(training.batch_size, training.sequence_length, dtype=torch.int64)
+    return of_model(model, sample, choice, _loss), choice
+
+
+def _loss(logits: Tensor) -> Tensor:
+    return loss_of(logits, logits.new_zeros(logits.shape[:2], dtype=torch.int64))

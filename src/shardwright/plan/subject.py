@@ -1,0 +1,92 @@
+"""What is to be planned: a module that is traced, or a row of numbers; by rows and tokens of a sample.
+
+Both give workloads; ``estimate``, ``search`` and the inverse questions are the same from there on.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardwright.plan.predict import Choice, traced_groups, workload_of
+from shardwright.plan.transformer import Architecture, Microbatch, workload
+from shardwright.plan.workload import Workload
+from shardwright.torch_private import tree_map
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model and how it is asked for.
+
+    modules: names of those of each group, in the order of the workload's groups; ("",): what lies right in
+    the model. rows: of a microbatch on one rank. sequence: tokens of a row; None: the sample has no such dim.
+    at: rows and tokens of a row in, the workload of such a microbatch out.
+    """
+
+    modules: tuple[tuple[str, ...], ...]
+    rows: int
+    sequence: int | None
+    at: Callable[[int, int | None], Workload]
+
+    @property
+    def workload(self) -> Workload:
+        """Of the microbatch that was asked for."""
+        return self.at(self.rows, self.sequence)
+
+
+def of_model(
+    model: nn.Module, sample: Any, choice: Choice, loss: Callable[[Any], Tensor] | None = None
+) -> Subject:
+    """A module and a sample; every size is traced once, when it is first asked for. Raises: InputError."""
+    first = _first_tensor(sample)
+    rows = first.shape[0] if first is not None else 1
+    sequence = first.shape[1] if first is not None and first.dim() > 1 else None
+
+    @cache
+    def at(rows: int, sequence: int | None) -> Workload:
+        return workload_of(model, _resized(sample, rows, sequence), choice, loss)
+
+    return Subject(tuple(group.modules for group in traced_groups(model, choice.groups)), rows, sequence, at)
+
+
+def of_architecture(arch: Architecture, batch: Microbatch) -> Subject:
+    """A row of numbers, by the names that its modules have in a model of transformers."""
+
+    @cache
+    def at(rows: int, sequence: int | None) -> Workload:
+        return workload(arch, replace(batch, sequences=rows, sequence=sequence or batch.sequence))
+
+    blocks = tuple((f"model.layers.{index}",) for index in range(arch.n_layers))
+    return Subject(
+        (*blocks, ("model.embed_tokens", "model.norm", "lm_head")), batch.sequences, batch.sequence, at
+    )
+
+
+def _first_tensor(sample: Any) -> Tensor | None:
+    values = (
+        sample.values()
+        if isinstance(sample, Mapping)
+        else sample
+        if isinstance(sample, list | tuple)
+        else [sample]
+    )
+    return next((value for value in values if isinstance(value, Tensor) and value.dim()), None)
+
+
+def _resized(sample: Any, rows: int, sequence: int | None) -> Any:
+    """The sample with so many rows and tokens in every tensor that has as many as the first one."""
+    first = _first_tensor(sample)
+    if first is None or (rows, sequence) == (first.shape[0], first.shape[1] if first.dim() > 1 else None):
+        return sample
+
+    def resize(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.dim() or leaf.shape[0] != first.shape[0]:
+            return leaf
+        shape = [rows, *leaf.shape[1:]]
+        if sequence is not None and leaf.dim() > 1 and leaf.shape[1] == first.shape[1]:
+            shape[1] = sequence
+        return leaf.new_empty(shape).requires_grad_(leaf.requires_grad)
+
+    return tree_map(resize, sample)

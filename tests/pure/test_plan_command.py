@@ -1,0 +1,195 @@
+"""``shardwright plan MODEL``: a config, a recipe or a row of numbers in; a table and a plan's file out."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from bench.rankzero import rank_zero_of
+from shardwright import fully_shard
+from shardwright.cli import main
+from shardwright.plan import Choice, Plan
+from shardwright.plan.cluster import DEVICES, GIB, Cluster
+from shardwright.plan.configs import architecture
+from shardwright.plan.predict import price
+from shardwright.plan.subject import of_architecture
+from shardwright.plan.transformer import Architecture, Microbatch
+
+LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+}
+ROW = (
+    "model_id,n_layers,d_model,n_heads,n_kv_heads,head_dim,ffn_dim,ffn_gated,vocab_size,tied_embeddings,biases,"
+    "norm,pos\neight,32,4096,32,8,128,14336,1,128256,0,0,rmsnorm,rope\n"
+)
+ON = ("--device", "H100", "--ranks", "64")
+
+
+def config_in(folder, **fields):
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**LLAMA, **fields}))
+    return folder
+
+
+def plan(capsys, *words, code=0):
+    """What was printed by the command, in lines; of a refusal what standard error says."""
+    assert main(["plan", *map(str, words)]) == code
+    said = capsys.readouterr()
+    return said.err if code else said.out.splitlines()
+
+
+def test_numbers_of_a_config_are_those_of_its_type(tmp_path):
+    eight = Architecture(32, 4096, 32, 8, 128, 14336, 128256)
+    assert architecture(config_in(tmp_path / "llama")) == eight
+    assert architecture(tmp_path / "llama" / "config.json") == eight
+    gemma = config_in(tmp_path / "gemma", model_type="gemma2", head_dim=256)
+    assert architecture(gemma) == replace(eight, head_dim=256, tied=True)
+    tied = config_in(tmp_path / "qwen", model_type="qwen3", tie_word_embeddings=True)
+    assert architecture(tied) == replace(eight, tied=True)
+    first = {name: value for name, value in LLAMA.items() if name != "num_key_value_heads"}
+    (tmp_path / "first.json").write_text(json.dumps(first))
+    assert architecture(tmp_path / "first.json") == replace(eight, n_kv_heads=32)
+
+
+def test_a_config_and_a_row_of_the_same_numbers_give_the_same_table(tmp_path, capsys):
+    config_in(tmp_path / "llama")
+    (tmp_path / "models.csv").write_text(ROW)
+    size = ("--sequence", 4096, "--batch", 2, "--microbatches", 3, "--price", 2.5)
+    ours = plan(capsys, tmp_path / "llama", *ON, *size)
+    assert plan(capsys, "eight", "--models", tmp_path / "models.csv", *ON, *size)[1:] == ours[1:]
+    arch = Architecture(32, 4096, 32, 8, 128, 14336, 128256)
+    work = of_architecture(arch, Microbatch(4096, 2)).workload
+    found = price(work, Cluster(DEVICES["H100"], 64), Choice(microbatches=3))
+    assert ours[0].endswith("8,030,261,248 parameters; on each rank 3 x 8,192 tokens a step")
+    assert ours[1:] == found.table(2.5).splitlines()
+    assert [line.split("  ")[0] for line in ours] == [
+        "model", "cluster", "fits", "GiB at most", "step", "tokens/s", "MFU", "without compute",
+        "a billion tokens",
+    ]  # fmt: skip
+    phases = found.phases
+    assert list(phases) == ["load", "first step", "step", "evaluation", "save"]
+    assert phases["load"] == phases["save"] == 8_030_261_248 // 64 * 12
+    assert phases["step"] == found.peak.total
+    assert phases["first step"] == found.peak.total - 8_030_261_248 // 64 * 8
+    logits = 2 * 4096 * 128256 * 2
+    assert phases["save"] + 2 * logits < phases["evaluation"] < phases["step"]
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x):
+        return x + self.linear(x)
+
+
+class LikeTransformers(nn.Module):
+    """The names that modules have in a model of transformers."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.model = nn.ModuleDict(
+            {
+                "embed_tokens": nn.Embedding(100, 64),
+                "layers": nn.ModuleList(Block() for _ in range(layers)),
+                "norm": nn.LayerNorm(64),
+            }
+        )
+        self.lm_head = nn.Linear(64, 100, bias=False)
+
+    def forward(self, tokens):
+        hidden = self.model["embed_tokens"](tokens)
+        for layer in self.model["layers"]:
+            hidden = layer(hidden)
+        return self.lm_head(self.model["norm"](hidden)).sum()
+
+
+def test_the_plan_of_a_config_is_applied_to_the_model_by_its_names(tmp_path, capsys):
+    config_in(tmp_path / "llama")
+    searched, asked = tmp_path / "searched.toml", tmp_path / "asked.toml"
+    lines = plan(capsys, tmp_path / "llama", *ON, "--batch", 4, "--search", "--budget", 30, "--out", searched)
+    assert any("candidates tried" in line for line in lines)
+    found = Plan.load(searched)
+    assert found.peak_nbytes <= 30 * GIB
+    assert found.microbatches * found.microbatch_tokens == 4 * 2048
+    plan(capsys, tmp_path / "llama", *ON, "--batch", 4, "--out", asked)
+    assert len(Plan.load(asked).groups) == 33
+    for path in (searched, asked):
+        with rank_zero_of(64):
+            model = fully_shard(LikeTransformers(32), plan=path)
+            for _ in range(2):
+                model(torch.zeros(2, 8, dtype=torch.int64)).backward()
+            groups = Plan.load(path).groups
+            assert str(model.schedule()).count("F+") == len(groups)
+            assert groups[-1].modules == ("model.embed_tokens", "model.norm", "lm_head")
+            assert not groups[-1].reshard_after_forward
+
+
+RECIPE = """
+[model]
+num_layers = 4
+dim = 64
+num_heads = 4
+hidden_dim = 96
+[training]
+batch_size = 8
+sequence_length = 32
+accumulation = 2
+dtype = "bf16"
+"""
+
+
+def test_the_plan_of_a_recipe_is_for_its_batch_and_dtype(tmp_path, capsys):
+    (tmp_path / "mine.toml").write_text(RECIPE)
+    path = tmp_path / "plan.toml"
+    lines = plan(capsys, tmp_path / "mine.toml", "--device", "A100", "--ranks", 2, "--out", path)
+    assert lines[0].endswith("on each rank 2 x 256 tokens a step")
+    assert lines[-1] == f'{path}: fully_shard(model, plan="{path}") applies it'
+    found = Plan.load(path)
+    assert (found.ranks, found.microbatches, found.microbatch_tokens) == (2, 2, 256)
+    assert found.mp_policy.param_dtype is torch.bfloat16
+    assert ("blocks.0",) in [group.modules for group in found.groups]
+    halved = plan(capsys, tmp_path / "mine.toml", "--device", "A100", "--ranks", 2, "--batch", 4)
+    assert halved[0].endswith("on each rank 2 x 128 tokens a step")
+
+
+def test_what_does_not_fit_says_so_and_what_to_try(tmp_path, capsys):
+    config_in(tmp_path / "llama")
+    lines = plan(capsys, tmp_path / "llama", "--device", "A100-40GB", "--ranks", 1)
+    assert lines[2].startswith("fits                   NO: ")
+    assert lines[-1] == "It doesn't fit as it is: --search looks for a way that does."
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ((), "takes a MODEL or --runs CSV"),
+        (("nosuch", *ON), "MODEL 'nosuch' is neither a folder with a config.json"),
+        (("nosuch.json", *ON), "can't read nosuch.json as the config"),
+        (("{}",), "needs --device NAME and --ranks N, or --cluster FILE"),
+        (("{}", "--device", "H100"), "--ranks is missing"),
+        (("{}", "--device", "abacus", "--ranks", 8), "no device 'abacus' is in the library"),
+        (("{}", *ON, "--batch", 0), "--batch must be more than 0, got 0"),
+        (("{}", *ON, "--budget", 3), "--budget is what --search keeps to"),
+        (("other", *ON, "--models", "{}/models.csv"), "has no model 'other'; it has eight"),
+        (("eight", *ON, "--models", "{}/models.csv", "--out", "x"), "--out: a row of numbers has no names"),
+        (("--runs", "x.csv"), "--runs needs --models CSV and --out CSV"),
+        (("{}/mixtral", *ON), "model_type 'mixtral' isn't supported, expected one of llama, mistral"),
+        (("{}/none", *ON), "vocab_size is None, expected a whole number above 0; a llama needs num_hidden"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_with_what_to_do(words, says, tmp_path, capsys):
+    config_in(tmp_path)
+    config_in(tmp_path / "mixtral", model_type="mixtral")
+    config_in(tmp_path / "none", vocab_size=None)
+    (tmp_path / "models.csv").write_text(ROW)
+    assert says in plan(capsys, *(str(word).replace("{}", str(tmp_path)) for word in words), code=2)
