@@ -179,7 +179,7 @@ def test_what_does_not_fit_says_so_and_what_to_try(tmp_path, capsys):
         (("{}", "--device", "H100"), "--ranks is missing"),
         (("{}", "--device", "abacus", "--ranks", 8), "no device 'abacus' is in the library"),
         (("{}", *ON, "--batch", 0), "--batch must be more than 0, got 0"),
-        (("{}", *ON, "--budget", 3), "--budget is what --search keeps to"),
+        (("{}", *ON, "--budget", 3), "--budget goes with --search, --largest or --fewest"),
         (("other", *ON, "--models", "{}/models.csv"), "has no model 'other'; it has eight"),
         (("eight", *ON, "--models", "{}/models.csv", "--out", "x"), "--out: a row of numbers has no names"),
         (("--runs", "x.csv"), "--runs needs --models CSV and --out CSV"),

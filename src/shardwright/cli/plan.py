@@ -17,6 +17,14 @@ from shardwright.plan.cluster import GIB, Cluster, device, load
 from shardwright.plan.configs import architecture, is_config
 from shardwright.plan.constants import Constants
 from shardwright.plan.predict import Choice, price
+from shardwright.plan.questions import (
+    Fitting,
+    Saving,
+    fewest_ranks,
+    largest_batch,
+    longest_sequence,
+    savings,
+)
 from shardwright.plan.search import fastest, planned
 from shardwright.plan.subject import Subject, of_architecture
 from shardwright.plan.transformer import Microbatch
@@ -47,6 +55,9 @@ def add_commands(commands: Any) -> None:
     )
     plan.add_argument("--microbatches", type=int, metavar="N", help=f"of a step (default {_MICROBATCHES})")
     plan.add_argument("--search", action="store_true", help="find the fastest way to do it that fits")
+    plan.add_argument("--largest", choices=("batch", "sequence"), help="the largest that fits")
+    plan.add_argument("--fewest", choices=("ranks",), help="the fewest devices that it fits on")
+    plan.add_argument("--savings", action="store_true", help="what each lever of --search frees by itself")
     plan.add_argument("--budget", type=float, metavar="GIB", help="of each device; default: all it has")
     plan.add_argument("--price", type=float, metavar="PER_HOUR", help="of one device, for the cost of tokens")
     plan.add_argument("--runs", metavar="CSV", help="a run in each row (docs/plan.md)")
@@ -85,12 +96,24 @@ def _predict_model(known: argparse.Namespace) -> int:
         value = getattr(known, name)
         if value is not None and not value > 0:
             raise ConfigError(f"--{name} must be more than 0, got {value}")
-    if known.budget is not None and not known.search:
-        raise ConfigError("--budget is what --search keeps to: give both, or leave it out")
+    asked = [name for name in ("search", "largest", "fewest", "savings") if getattr(known, name)]
+    if len(asked) > 1 or (known.out is not None and asked not in ([], ["search"])):
+        raise ConfigError(
+            f"--{asked[0]} goes with none of --{', --'.join([*asked[1:], 'out'])}: ask one by one"
+        )
+    if known.budget is not None and asked in ([], ["savings"]):
+        raise ConfigError(
+            "--budget goes with --search, --largest or --fewest: give one of them, or leave it out"
+        )
     subject, choice = _asked(known)
     cluster = _cluster(known)
+    budget = None if known.budget is None else known.budget * GIB
+    if known.savings:
+        return _print_savings(savings(subject, cluster, choice))
+    if known.largest or known.fewest:
+        ask = _QUESTIONS[known.largest or known.fewest]
+        return _print_answer(known, ask(subject, cluster, choice, budget=budget))
     if known.search:
-        budget = None if known.budget is None else known.budget * GIB
         plan = fastest(subject, cluster, choice, budget)
         found, text = plan.estimate, str(plan).partition("\n\n")[2]
     else:
@@ -105,6 +128,25 @@ def _predict_model(known: argparse.Namespace) -> int:
     if known.out is not None:
         plan.save(known.out)
         print(f'\n{known.out}: fully_shard(model, plan="{known.out}") applies it')
+    return 0
+
+
+_QUESTIONS = {"batch": largest_batch, "sequence": longest_sequence, "ranks": fewest_ranks}
+
+
+def _print_answer(known: argparse.Namespace, answer: Fitting) -> int:
+    which = f"largest {known.largest}" if known.largest else f"fewest {known.fewest}"
+    print(f"{which:22} {answer.value:,}")
+    if answer.beyond is not None:
+        print(f"{'the next one':22} doesn't fit: {answer.beyond.peak.total / GIB:.1f} GiB")
+    print(answer.estimate.table(known.price))
+    return 0
+
+
+def _print_savings(found: list[Saving]) -> int:
+    print(f"{'lever':12}{'value':>8}{'GiB less':>12}{'seconds more':>16}")
+    for lever, value, nbytes, seconds in found:
+        print(f"{lever:12}{value!s:>8}{nbytes / GIB:12.1f}{seconds:16.3f}")
     return 0
 
 

@@ -37,9 +37,16 @@ class Subject:
 
 
 def of_model(
-    model: nn.Module, sample: Any, choice: Choice, loss: Callable[[Any], Tensor] | None = None
+    model: nn.Module,
+    sample: Any,
+    choice: Choice | None = None,
+    loss: Callable[[Any], Tensor] | None = None,
 ) -> Subject:
-    """A module and a sample; every size is traced once, when it is first asked for. Raises: InputError."""
+    """A module and a sample, as ``estimate`` takes them; every size is traced once, when it is asked for.
+
+    Raises: InputError as ``estimate``.
+    """
+    choice = choice or Choice()
     first = _first_tensor(sample)
     rows = first.shape[0] if first is not None else 1
     sequence = first.shape[1] if first is not None and first.dim() > 1 else None

@@ -1,0 +1,151 @@
+"""The inverse questions: what is the most that fits, on how few devices, and which lever frees most.
+
+By bisection over ``price``: of what is asked for, more takes more.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from shardwright.errors import InputError
+from shardwright.plan.cluster import GIB, Cluster
+from shardwright.plan.predict import Choice, Estimate, price
+from shardwright.plan.search import Candidate, space_of
+from shardwright.plan.subject import Subject
+
+_MOST = 2**24
+"""Rows, tokens or ranks that are looked at."""
+
+
+class Fitting(NamedTuple):
+    """value: the last that fits. estimate: of it. beyond: of the next one, which doesn't fit."""
+
+    value: int
+    estimate: Estimate
+    beyond: Estimate | None
+
+
+class Saving(NamedTuple):
+    """What a lever frees: of its values the one that holds least, beside the plain candidate."""
+
+    lever: str
+    value: Any
+    nbytes: int
+    seconds: float
+
+
+def largest_batch(
+    subject: Subject, cluster: Cluster, choice: Choice | None = None, *, budget: float | None = None
+) -> Fitting:
+    """The most rows of a microbatch on one rank that fit into ``budget`` bytes of each device (None: all).
+
+    Raises: InputError where one row is too much already.
+    """
+
+    def at(rows: int) -> Estimate:
+        return price(subject.at(rows, subject.sequence), cluster, choice or Choice())
+
+    return _most(at, budget, cluster, 1, "rows of a microbatch")
+
+
+def longest_sequence(
+    subject: Subject,
+    cluster: Cluster,
+    choice: Choice | None = None,
+    *,
+    budget: float | None = None,
+    multiple: int = 128,
+) -> Fitting:
+    """The most tokens of a row, a multiple of ``multiple``, that fit; else as ``largest_batch``.
+
+    Raises: InputError where so few are too much already, or a sample has no tokens.
+    """
+    if subject.sequence is None:
+        raise InputError(
+            "longest_sequence: the sample's rows have no tokens; pass one of shape [rows, tokens]"
+        )
+
+    def at(tokens: int) -> Estimate:
+        return price(subject.at(subject.rows, tokens), cluster, choice or Choice())
+
+    return _most(at, budget, cluster, multiple, "tokens of a row")
+
+
+def fewest_ranks(
+    subject: Subject, cluster: Cluster, choice: Choice | None = None, *, budget: float | None = None
+) -> Fitting:
+    """The fewest devices on which the microbatch that is asked for fits: of one host, or whole hosts.
+
+    ``beyond`` is of the next fewer. Raises: InputError where no number of them is enough.
+    """
+    host = cluster.ranks_per_host
+
+    def at(place: int) -> Estimate:
+        ranks = place if place <= host else (place - host + 1) * host
+        some = replace(cluster, ranks=ranks, ranks_per_host=min(ranks, host))
+        return price(subject.workload, some, choice or Choice())
+
+    place, seen = _first(at, lambda found: _fits(found, budget), _MOST // host)
+    if place is None:
+        last = max(seen)
+        raise InputError(
+            f"no number of devices is enough: on {seen[last].cluster.ranks:,} each holds "
+            f"{_short(seen[last])}; ask for a smaller microbatch, or search for what to recompute"
+        )
+    return Fitting(seen[place].cluster.ranks, seen[place], seen.get(place - 1))
+
+
+def savings(subject: Subject, cluster: Cluster, choice: Choice | None = None) -> list[Saving]:
+    """What each lever of ``search`` frees by itself, and what it costs; what frees most comes first."""
+    space = space_of(subject, cluster, choice or Choice())
+    values = space.values
+    plain = Candidate(*(each[0] for each in values.values()))
+    base, found = space.price(plain), []
+    for lever, others in values.items():
+        tried = [space.price(plain._replace(**{lever: value})) for value in others[1:]]
+        if tried:
+            best = min(tried, key=lambda one: (one.nbytes, one.step_s))
+            value = getattr(best.candidate, lever)
+            found.append(Saving(lever, value, base.nbytes - best.nbytes, best.step_s - base.step_s))
+    return sorted(found, key=lambda saving: -saving.nbytes)
+
+
+def _most(
+    at: Callable[[int], Estimate], budget: float | None, cluster: Cluster, unit: int, what: str
+) -> Fitting:
+    """The last multiple of ``unit`` that fits. Raises: InputError."""
+    place, seen = _first(lambda n: at(n * unit), lambda found: not _fits(found, budget), _MOST // unit)
+    if place == 1:
+        raise InputError(
+            f"{what}: {unit} is too much already, {_short(seen[1])} on each of {cluster.ranks} x "
+            f"{cluster.device.name}; take more devices, or search for what to recompute"
+        )
+    last = max(seen) if place is None else place - 1
+    return Fitting(last * unit, seen[last], None if place is None else seen[place])
+
+
+def _first(
+    at: Callable[[int], Estimate], wanted: Callable[[Estimate], bool], most: int
+) -> tuple[int | None, dict[int, Estimate]]:
+    """The first number from 1 to ``most`` of which ``wanted`` is true, as of all after it; and what was
+    estimated, of that number and of the one before it too."""
+    seen = {1: at(1)}
+    low, high = 0, 1
+    while not wanted(seen[high]):
+        if high == most:
+            return None, seen
+        low, high = high, min(2 * high, most)
+        seen[high] = at(high)
+    while high - low > 1:
+        middle = (low + high) // 2
+        seen[middle] = at(middle)
+        low, high = (low, middle) if wanted(seen[middle]) else (middle, high)
+    return high, seen
+
+
+def _fits(found: Estimate, budget: float | None) -> bool:
+    return found.fits if budget is None else found.peak.total <= budget
+
+
+def _short(found: Estimate) -> str:
+    return f"{found.peak.total / GIB:.1f} GiB"

@@ -1,0 +1,129 @@
+"""The inverse questions: what fits, and that the neighbour doesn't; in Python and on the command line."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from bench import model as bench_model
+from shardwright.errors import InputError
+from shardwright.plan import (
+    Choice,
+    estimate,
+    fewest_ranks,
+    largest_batch,
+    longest_sequence,
+    of_model,
+    savings,
+)
+from shardwright.plan.cluster import DEVICES, GIB, Cluster
+from shardwright.plan.predict import price
+from shardwright.plan.subject import of_architecture
+from shardwright.plan.transformer import Architecture, Microbatch
+from tests.pure.test_plan_command import ON, config_in, plan
+
+ARCH = Architecture(32, 4096, 32, 8, 128, 14336, 128256)
+SUBJECT = of_architecture(ARCH, Microbatch(2048, 1))
+SIXTEEN = Cluster(DEVICES["A100-80GB"], 16)
+SIZE = bench_model.Size(layers=2, width=128, vocab=512, sequence=64, batch=4)
+
+
+def fits(cluster, rows=1, sequence=2048, budget=None):
+    """By an estimate that is made anew."""
+    found = price(of_architecture(ARCH, Microbatch(sequence, rows)).workload, cluster, Choice())
+    return found.fits if budget is None else found.peak.total <= budget
+
+
+@pytest.mark.parametrize("budget", [None, 60 * GIB])
+def test_the_largest_batch_fits_and_one_row_more_does_not(budget):
+    found = largest_batch(SUBJECT, SIXTEEN, budget=budget)
+    assert found.value > 1
+    assert found.estimate.tokens == found.value * 2048
+    assert fits(SIXTEEN, found.value, budget=budget)
+    assert not fits(SIXTEEN, found.value + 1, budget=budget)
+
+
+@pytest.mark.parametrize("multiple", [128, 1])
+def test_the_longest_sequence_fits_and_the_next_does_not(multiple):
+    found = longest_sequence(SUBJECT, SIXTEEN, multiple=multiple)
+    assert found.value % multiple == 0
+    assert found.estimate.tokens == found.value
+    assert fits(SIXTEEN, sequence=found.value)
+    assert not fits(SIXTEEN, sequence=found.value + multiple)
+    assert not found.beyond.fits
+
+
+@pytest.mark.parametrize(("rows", "few"), [(1, 2), (3, 16)])
+def test_the_fewest_ranks_fit_and_the_next_fewer_do_not(rows, few):
+    found = fewest_ranks(of_architecture(ARCH, Microbatch(2048, rows)), SIXTEEN, budget=60 * GIB)
+    host = SIXTEEN.ranks_per_host
+    assert found.value <= host or found.value % host == 0
+    assert found.value >= few
+    fewer = found.value - 1 if found.value <= host else found.value - host
+
+    def on(ranks):
+        return replace(SIXTEEN, ranks=ranks, ranks_per_host=min(ranks, host))
+
+    assert fits(on(found.value), rows, budget=60 * GIB)
+    assert not fits(on(fewer), rows, budget=60 * GIB)
+
+
+def test_a_module_is_asked_as_a_row_of_numbers_is():
+    with torch.device("meta"):
+        model = bench_model.Transformer(SIZE)
+    sample = torch.empty(SIZE.batch, SIZE.sequence + 1, dtype=torch.int64, device="meta")
+    cluster, budget = Cluster(DEVICES["H100"], 2), 0.05 * GIB
+    found = largest_batch(of_model(model, sample), cluster, budget=budget)
+
+    def peak(rows):
+        return estimate(model, sample.new_empty(rows, SIZE.sequence + 1), cluster).peak.total
+
+    assert peak(found.value) <= budget < peak(found.value + 1)
+    assert found.value != SIZE.batch
+
+
+def test_savings_are_what_a_change_of_one_lever_frees_the_most_first():
+    found = savings(of_architecture(ARCH, Microbatch(2048, 4)), SIXTEEN)
+    by_lever = {saving.lever: saving for saving in found}
+    assert list(by_lever) == sorted(by_lever, key=lambda lever: -by_lever[lever].nbytes)
+    assert found[0].lever == "recomputed" and found[0].value == 1.0
+    assert found[0].nbytes > 10 * GIB and found[0].seconds > 0
+    assert by_lever["split"].nbytes > 0
+    assert by_lever["reshards"].nbytes < 0  # to keep everything unsharded frees nothing
+
+
+def test_what_never_fits_is_refused_with_what_to_do():
+    wide = of_architecture(ARCH, Microbatch(2048, 64))
+    with pytest.raises(InputError, match=r"no number of devices is enough: on .* each holds .* GiB; ask for"):
+        fewest_ranks(wide, SIXTEEN)
+    small = Cluster(DEVICES["A100-40GB"], 1)
+    with pytest.raises(
+        InputError, match=r"rows of a microbatch: 1 is too much already, .* GiB on each of 1 x"
+    ):
+        largest_batch(SUBJECT, small)
+    with pytest.raises(InputError, match=r"tokens of a row: 128 is too much already"):
+        longest_sequence(SUBJECT, small)
+    with torch.device("meta"):
+        flat = of_model(torch.nn.Sequential(*(torch.nn.Linear(1, 1) for _ in range(2))), torch.empty(8))
+    with pytest.raises(InputError, match="rows have no tokens"):
+        longest_sequence(flat, SIXTEEN)
+
+
+def test_the_command_answers_the_same(tmp_path, capsys):
+    config_in(tmp_path)
+    batch = plan(capsys, tmp_path, *ON, "--largest", "batch")
+    found = largest_batch(SUBJECT, Cluster(DEVICES["H100"], 64))
+    assert batch[0].split() == ["largest", "batch", str(found.value)]
+    assert batch[1].endswith(f"doesn't fit: {found.beyond.peak.total / GIB:.1f} GiB")
+    assert batch[2:] == found.estimate.table().splitlines()
+    assert plan(capsys, tmp_path, *ON, "--fewest", "ranks", "--budget", 60)[0].startswith("fewest ranks")
+    assert plan(capsys, tmp_path, *ON, "--savings")[0].split() == [
+        "lever",
+        "value",
+        "GiB",
+        "less",
+        "seconds",
+        "more",
+    ]
+    assert "ask one by one" in plan(capsys, tmp_path, *ON, "--savings", "--search", code=2)
+    assert "ask one by one" in plan(capsys, tmp_path, *ON, "--savings", "--out", "x", code=2)
