@@ -9,9 +9,11 @@ from torch import Tensor, nn
 
 from shardwright.errors import InputError
 from shardwright.grouped import Groups, shard_groups
+from shardwright.observe.drawing import Drawing
 from shardwright.plan.cluster import GIB, Cluster
 from shardwright.plan.constants import Constants
 from shardwright.plan.memory import Category, HeldBytes, Sharding, fits, memory, peak
+from shardwright.plan.picture import drawing_of
 from shardwright.plan.presets import preset, schedule
 from shardwright.plan.prices import Prices
 from shardwright.plan.simulate import Timeline, simulate
@@ -125,6 +127,15 @@ class Estimate:
     def cost_per_billion_tokens(self, price_per_hour: float) -> float:
         """In the unit of ``price_per_hour``, which is that of one device."""
         return 1e9 / self.tokens_per_s * self.cluster.ranks * price_per_hour / 3600
+
+    def drawing(self) -> Drawing:
+        """Its timeline above its memory, of at most two microbatches: ``drawing().save("step.html")``."""
+        title = (
+            f"A step on {self.cluster.ranks} x {self.cluster.device.name}: {self.step_s:.3f} s, as planned"
+        )
+        names = [group.name for group in self.workload.groups]
+        capacity = self.cluster.device.memory_nbytes
+        return drawing_of(title, self.timeline.intervals, self.held, names, capacity)
 
     def __str__(self) -> str:
         return self.table()

@@ -1,0 +1,98 @@
+"""Drawings of steps: what is in the file, that it needs no network, and that a plan's has all of it."""
+
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+import torch
+
+from bench import model as bench_model
+from shardwright.errors import InputError
+from shardwright.observe.drawing import Bar, Drawing, Level
+from shardwright.plan import Choice, estimate
+from shardwright.plan.cluster import DEVICES, Cluster
+
+DRAWING = Drawing(
+    "a < b",
+    (
+        Bar("gather", "</script> layers.0", 0.0, 0.5),
+        Bar("late", "waits", 0.1, 0.2),
+        Bar("compute", "x", 0.5, 1.5),
+    ),
+    (Level(0.0, {"states": 1 << 20}), Level(0.5, {"states": 1 << 20, "mine": 5}, "there")),
+    capacity_nbytes=1 << 30,
+)
+
+
+def data_of(path):
+    text = path.read_text()
+    assert "<h1>a &lt; b</h1>" in text or "<h1>A step" in text
+    assert not re.search(r"(src|href)=|https?:", text)
+    return json.loads(re.search(r'<script id="data"[^>]*>(.*?)</script>', text, re.DOTALL)[1])
+
+
+def test_a_page_holds_every_bar_and_level_and_asks_for_nothing_from_a_network(tmp_path):
+    DRAWING.save(tmp_path / "step.html")
+    data = data_of(tmp_path / "step.html")
+    assert [row for row, _ in data["rows"]] == ["compute", "gather", "late"]
+    assert data["bars"] == [[1, "</script> layers.0", 0.0, 0.5], [2, "waits", 0.1, 0.2], [0, "x", 0.5, 1.5]]
+    assert [name for name, _ in data["categories"]] == ["states", "mine"]
+    assert data["levels"] == [[0.0, [1 << 20, 0], ""], [0.5, [1 << 20, 5], "there"]]
+    assert data["line_nbytes"] is None  # of a device a thousand times as large
+
+
+@pytest.mark.parametrize("ending, begins", [(".png", b"\x89PNG"), (".svg", b"<?xml")])
+def test_a_picture_is_written_as_its_name_ends(tmp_path, ending, begins):
+    DRAWING.save(tmp_path / f"step{ending}")
+    assert (tmp_path / f"step{ending}").read_bytes().startswith(begins)
+
+
+def test_another_ending_is_an_error_and_writes_nothing(tmp_path):
+    with pytest.raises(InputError, match=r"\.html, \.png or \.svg, got '.*step\.pdf'"):
+        DRAWING.save(tmp_path / "step.pdf")
+    assert not list(tmp_path.iterdir())
+
+
+def planned():
+    size = bench_model.Size(layers=3, width=128, vocab=512, sequence=64, batch=4)
+    with torch.device("meta"):
+        model, sample = bench_model.Transformer(size), torch.empty(4, 65, dtype=torch.int64)
+    choice = Choice(groups=[["blocks.0"], ["blocks.1"], ["blocks.2"]], microbatches=2)
+    return estimate(model, sample, Cluster(DEVICES["H100"], 8), choice)
+
+
+def test_a_plan_is_drawn_whole_by_the_names_of_modules():
+    found = planned()
+    drawing = found.drawing()
+    assert {"compute", "gather", "reduce", "host"} == {*drawing.rows}
+    computed = sum(bar.end - bar.start for bar in drawing.bars if bar.row == "compute")
+    assert computed == pytest.approx(float(found.timeline.compute_s))
+    assert max(bar.end for bar in drawing.bars) == found.step_s
+    assert max(sum(level.nbytes.values()) for level in drawing.levels) == found.peak.total
+    times = [level.at for level in drawing.levels]
+    assert times == sorted(times) and times[0] >= 0 and times[-1] <= found.step_s
+    labels = {bar.label for bar in drawing.bars}
+    wanted = ["all-gather blocks.1", "reduce-scatter the model itself", "backward of blocks.1", "optimizer"]
+    assert {*wanted} <= labels
+    assert not [label for label in labels if re.search(r"(?<![.\w])\d", label)]
+
+
+@pytest.mark.skipif(not shutil.which("chromium"), reason="needs Debian's package chromium")
+def test_the_page_draws_in_a_browser(tmp_path):
+    found = planned()
+    found.drawing().save(tmp_path / "step.html")
+    command = [
+        "chromium",
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={tmp_path}/profile",
+    ]
+    done = subprocess.run(
+        [*command, "--dump-dom", f"file://{tmp_path}/step.html"], capture_output=True, text=True, timeout=60
+    )
+    drawn = re.search(r'data-drawn="(\S+) (\S+)"', done.stdout)
+    assert drawn, done.stderr[-2000:]
+    assert float(drawn[2]) == pytest.approx(found.step_s)
