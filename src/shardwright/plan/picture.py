@@ -59,7 +59,7 @@ def _named(label: str, names: Sequence[str]) -> str:
     for word in label.split():
         if re.fullmatch(r"\d+(\+\d+)*(/\d+)?", word):
             groups = word.partition("/")[0].split("+")
-            words.append(" and ".join(names[int(group)] or "the model itself" for group in groups))
+            words.append(", ".join(names[int(group)] or "the model itself" for group in groups))
         else:
             words.append(_WORDS.get(word, word))
     return " ".join(words)
