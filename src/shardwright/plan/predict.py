@@ -134,7 +134,7 @@ class Estimate:
             f"A step on {self.cluster.ranks} x {self.cluster.device.name}: {self.step_s:.3f} s, as planned"
         )
         names = [group.name for group in self.workload.groups]
-        capacity = self.cluster.device.memory_nbytes
+        capacity = int(self.cluster.device.memory_nbytes)
         return drawing_of(title, self.timeline.intervals, self.held, names, capacity)
 
     def __str__(self) -> str:
