@@ -4,18 +4,17 @@ A drawing knows nothing of where its bars come from: what a plan expects and wha
 """
 
 import html
+import importlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from shardwright.errors import InputError
-from shardwright.extras import from_extra
 
-_GIB = 2**30
-_COLOURS = {
+COLOURS = {
     "compute": "#1f77b4",
     "gather": "#2a9d5c",
     "reduce": "#d9822b",
@@ -30,7 +29,7 @@ _COLOURS = {
     "transport": "#c0567a",
 }
 """By row, and by category of memory: what a lane fills has its colour."""
-_OTHER = "#7f7f7f"
+OTHER = "#7f7f7f"
 _SQUASHED = 2.0  # a device so many times larger than what is held isn't drawn: one would see nothing else
 
 
@@ -67,7 +66,7 @@ class Drawing:
     def rows(self) -> list[str]:
         """Names of the rows, in their order."""
         named = dict.fromkeys(bar.row for bar in self.bars)
-        return [row for row in _COLOURS if row in named] + [row for row in named if row not in _COLOURS]
+        return [row for row in COLOURS if row in named] + [row for row in named if row not in COLOURS]
 
     @cached_property
     def categories(self) -> list[str]:
@@ -90,57 +89,23 @@ class Drawing:
         if path.suffix == ".html":
             path.write_text(self._html(), encoding="utf-8")
         elif path.suffix in (".png", ".svg"):
-            self._picture(path)
+            importlib.import_module("shardwright.observe.picture").draw(self, path)
         else:
             raise InputError(f"a drawing is saved as .html, .png or .svg, got {str(path)!r}")
 
     def _html(self) -> str:
         number = {row: place for place, row in enumerate(self.rows)}
         data = {
-            "rows": [[row, _COLOURS.get(row, _OTHER)] for row in self.rows],
+            "rows": [[row, COLOURS.get(row, OTHER)] for row in self.rows],
             "bars": [[number[bar.row], bar.label, float(bar.start), float(bar.end)] for bar in self.bars],
-            "categories": [[name, _COLOURS.get(name, _OTHER)] for name in self.categories],
-            "levels": [[float(x.at), self._amounts(x), x.label] for x in self.levels],
+            "categories": [[name, COLOURS.get(name, OTHER)] for name in self.categories],
+            "levels": [[float(x.at), self.amounts(x), x.label] for x in self.levels],
             "line_nbytes": self.line_nbytes,
         }
         text = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")  # it stands inside of a script
         page = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
         return page.replace("__TITLE__", html.escape(self.title)).replace("__DATA__", text)
 
-    def _amounts(self, level: Level) -> list[int]:
+    def amounts(self, level: Level) -> list[int]:
+        """Its bytes in the order of ``categories``."""
         return [int(level.nbytes.get(name, 0)) for name in self.categories]
-
-    def _picture(self, path: Path) -> None:
-        with from_extra("plots"):
-            from matplotlib.figure import Figure  # noqa: PLC0415 (only pictures need it)
-        heights = [0.45 * len(self.rows) + 0.2, 3.0] if self.levels else [0.45 * len(self.rows) + 0.2]
-        figure = Figure(figsize=(11, sum(heights) + 1.0), layout="constrained")
-        axes = figure.subplots(
-            len(heights), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights}
-        )[:, 0]
-        for place, row in enumerate(self.rows):
-            spans = [(bar.start, bar.end - bar.start) for bar in self.bars if bar.row == row]
-            axes[0].broken_barh(
-                spans, (place - 0.38, 0.76), color=_COLOURS.get(row, _OTHER), ec="white", lw=0.3
-            )
-        axes[0].set_yticks(range(len(self.rows)), self.rows)
-        axes[0].invert_yaxis()
-        axes[0].set_title(self.title, loc="left")
-        if self.levels:
-            self._memory(axes[1])
-        axes[-1].set_xlabel("seconds")
-        figure.savefig(path, dpi=120)
-
-    def _memory(self, axes: Any) -> None:
-        end = max([bar.end for bar in self.bars], default=self.levels[-1].at)
-        times = [level.at for level in self.levels] + [end]
-        stacked = list(zip(*(self._amounts(level) for level in self.levels), strict=True))
-        below = [0.0] * len(self.levels)
-        for name, amounts in zip(self.categories, stacked, strict=True):
-            above = [low + nbytes / _GIB for low, nbytes in zip(below, amounts, strict=True)]
-            axes.stairs(above, times, baseline=below, fill=True, color=_COLOURS.get(name, _OTHER), label=name)
-            below = above
-        if self.line_nbytes is not None:
-            axes.axhline(self.line_nbytes / _GIB, color="#d62728", linestyle="--", label="device")
-        axes.set_ylabel("GiB")
-        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
