@@ -89,7 +89,7 @@ class Drawing:
         if path.suffix == ".html":
             path.write_text(self._html(), encoding="utf-8")
         elif path.suffix in (".png", ".svg"):
-            importlib.import_module("shardwright.observe.picture").draw(self, path)
+            importlib.import_module("shardwright.observe.plot").draw(self, path)
         else:
             raise InputError(f"a drawing is saved as .html, .png or .svg, got {str(path)!r}")
 
