@@ -1,36 +1,26 @@
 """On a CPU predicted live bytes equal counted ones, at every event of a step."""
 
+import gc
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import cache
+from itertools import zip_longest
 from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
-from shardwright import MixedPrecisionPolicy, SchedulePolicy, fully_shard
+from shardwright import SchedulePolicy, fully_shard
 from shardwright.engine.runtime import Runtime
 from shardwright.params.buffer import Buffer
 from shardwright.plan.host import Rank, live_bytes
 from shardwright.plan.predict import Choice, workload_of
 from shardwright.plan.presets import preset, schedule
 from tests.ranks.live import counted_at_events, storages_here
+from tests.ranks.planned import MODELS, loss_of
 from tests.ranks.pool import run_ranks
 
-
-def mlp():
-    torch.manual_seed(0)
-    layers = (nn.Sequential(nn.Linear(10, 30), nn.GELU(), nn.Linear(30, 10)) for _ in range(3))
-    return nn.Sequential(nn.Linear(7, 10), *layers, nn.Linear(10, 3))
-
-
-def numbers(*shape):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
-
-
-MODELS = {
-    "mlp": (mlp, lambda: numbers(5, 7), [["0"], ["1"], ["2"], ["3"], ["4"]], MixedPrecisionPolicy()),
-}
 POLICIES = {
     "default": (SchedulePolicy(), None),
     "stays unsharded": (SchedulePolicy(bucket_cap_mb=0.0), False),
@@ -42,50 +32,63 @@ POLICIES = {
 }
 
 
-def squared(out):
-    return out.square().mean()
-
-
 def step(model, x):
     out = model(x)
-    loss = squared(out)
+    loss = loss_of(out)
     loss.backward()
 
 
-def predicted(model, x, choice, policy, rank):
-    workload = workload_of(model, x, choice, squared)
-    runs = replace(preset("shardwright"), policy=policy)
-    planned = schedule(workload, runs, choice.reshard_after_forward)
+@cache
+def traced(name, reshard):
+    case = MODELS[name]
+    choice = Choice("shardwright", case.groups, case.precision, reshard is not False)
+    return workload_of(case.make(), case.inputs(), choice, loss_of)
+
+
+def predicted(name, policy, reshard, rank):
+    workload = traced(name, reshard)
+    planned = schedule(workload, replace(preset("shardwright"), policy=policy), reshard is not False)
     return [(held.at, held.total) for held in live_bytes(planned, workload, rank)]
 
 
-def check(rank, world, models, policies, step=step):
+def count(rank, world, names, policies, step=step):
+    """What is alive at each event of a third step; by model and policy."""
     fully_shard(nn.Linear(1, 1))  # makes what a process has once
-    for name in models:
-        make, inputs, groups, precision = MODELS[name]
+    others = storages_here()
+    gc.collect()
+    gc.freeze()  # what is there by now isn't looked through again
+    found = []
+    for name in names:
+        case = MODELS[name]
         for policy, reshard in (POLICIES[each] for each in policies):
-            others = storages_here()
-            model, x = make(), inputs()
-            fully_shard(model, groups=groups, mp_policy=precision, reshard_after_forward=reshard)
+            model, x = case.make(), case.inputs()
+            fully_shard(model, groups=case.groups, mp_policy=case.precision, reshard_after_forward=reshard)
             model.set_schedule_policy(policy)
             optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
             for _ in range(2):
                 step(model, x)
                 optimizer.step()
                 optimizer.zero_grad()
-            with counted_at_events(others) as counted:
+            with counted_at_events(others) as rows:
                 step(model, x)
-            choice = Choice(groups=groups, mp_policy=precision, reshard_after_forward=reshard is not False)
-            expected = predicted(make(), x, choice, policy, Rank(rank, world, precision))
-            if counted != expected:
-                rows = zip(counted, expected, strict=False)
-                table = "\n".join(
-                    f"{a[0]}: {a[1]} counted; {b[0]}: {b[1]} predicted" for a, b in rows if a != b
-                )
-                raise AssertionError(f"{name} world {world} {policy}\n{table}\n{model.schedule()}")
+            found.append((rows, str(model.schedule())))
+            del model, x, optimizer
+            gc.collect()
+    return found
 
 
-def check_that_a_late_free_is_seen(rank, world):
+def check(world, names, policies, counting=count):
+    """Raises: AssertionError with the events at which what is alive isn't what was predicted."""
+    cases = [(name, policy) for name in names for policy in policies]
+    for rank, found in enumerate(run_ranks(world, counting, names, policies)):
+        for (name, policy), (counted, planned) in zip(cases, found, strict=True):
+            expected = predicted(name, *POLICIES[policy], Rank(rank, world, MODELS[name].precision))
+            rows = [row for row in zip_longest(counted, expected) if row[0] != row[1]]
+            table = "\n".join(f"counted {row[0]}, predicted {row[1]}" for row in rows)
+            assert not rows, f"{name}, {policy}, rank {rank} of {world}:\n{table}\n{planned}"
+
+
+def count_with_a_late_free(rank, world, names, policies):
     """One buffer, of the first reshard that there is, is freed after the next event."""
     late, due, steps = [], [], [0]
     free = Buffer.free
@@ -111,14 +114,22 @@ def check_that_a_late_free_is_seen(rank, world):
         with nullcontext() if steps[0] < 3 else patched[0], patched[1]:
             step(model, x)
 
-    with pytest.raises(AssertionError, match=r"after F- 0.*\n.*before F\+ 1"):
-        check(rank, world, ["mlp"], ["on demand"], step_late)
+    found = count(rank, world, names, policies, step_late)
+    assert len(late) == 1
+    return found
 
 
 def test_a_buffer_that_is_freed_one_event_late_is_seen():
-    run_ranks(2, check_that_a_late_free_is_seen)
+    lines = r"after F- 0[^\n]*\n *counted \('before F\+ 1[^\n]*\n *counted \('after F\+ 1[^\n]*\n *forward"
+    with pytest.raises(AssertionError, match=lines):
+        check(1, ["mlp"], ["on demand"], count_with_a_late_free)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_predicted_live_bytes_are_those_that_are_counted_at_every_event(world):
-    run_ranks(world, check, ["mlp"], list(POLICIES))
+def test_predicted_live_bytes_are_those_that_are_counted_at_every_event():
+    check(2, ["mlp", "transformer", "mixed precision"], ["default", "on demand"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_they_are_for_every_kind_of_model_and_policy(world):
+    check(world, list(MODELS), list(POLICIES))

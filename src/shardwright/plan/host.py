@@ -89,8 +89,17 @@ class _HostLedger:
                 self.held[Category.UNSHARDED] += self.rank.buffer_nbytes(params)
             elif action.kind is ActionKind.RESHARD:
                 self.held[Category.UNSHARDED] -= self.rank.buffer_nbytes(params)
+            elif action.kind is ActionKind.REDUCE:
+                self._send(group, [param for param in params if param.trained])
             elif action.kind is ActionKind.WAIT_REDUCE:
                 self._reduced(group, [param for param in params if param.trained])
+
+    def _send(self, group: int, params: Sequence[ParamSize]) -> None:
+        """A scalar, which can't be cut, goes to each rank as a whole."""
+        whole = [self.rank.compute_itemsize(param) for param in params if not param.shape]
+        more = sum(whole) * (self.rank.world - 1)
+        self.made[group] += more
+        self.held[Category.GRADIENTS] += more
 
     def _reduced(self, group: int, params: Sequence[ParamSize]) -> None:
         """The shards have their gradients; the unsharded ones are freed."""

@@ -226,20 +226,32 @@ def traced_groups(model: nn.Module, groups: Groups) -> list[TracedGroup]:
     names = {id(module): name for name, module in model.named_modules()}
     params = {id(param): name for name, param in model.named_parameters()}
     found: list[TracedGroup] = []
-    taken: set[int] = set()
+    owner: dict[int, int] = {}
+    units: dict[int, int] = {}
+    numbered: list[list[int]] = []  # by unit, what it and those that it has taken in are numbered by
 
     def note(modules: list[nn.Module], ignored: set[int]) -> None:
-        inside = dict.fromkeys(id(param) for module in modules for param in module.parameters())
-        mine = [key for key in inside if key not in taken and key not in ignored]
-        taken.update(mine)
+        unit, shown = len(numbered), dict.fromkeys(id(p) for module in modules for p in module.parameters())
+        nested = [units[id(part)] for module in modules for part in module.modules() if id(part) in units]
+        shared = [owner[key] for key in shown if key in owner and owner[key] not in nested]
+        own: list[int] = []
+        for inner in (*nested, *shared):
+            if numbered[inner] is not own:
+                taken = numbered[inner]
+                own += taken
+                numbered[:] = [own if each is taken else each for each in numbered]
+        numbered.append(own)
+        units.update({id(module): unit for module in modules})
+        mine = [key for key in shown if key not in owner and key not in ignored]
+        owner.update(dict.fromkeys(mine, unit))
         if mine:
-            parts = tuple(names[id(module)] for module in modules)
+            own.append(len(found))
             lookup = all(isinstance(module, nn.Embedding) for module in modules)
+            parts = tuple(names[id(module)] for module in modules)
             found.append(TracedGroup(parts, tuple(params[key] for key in mine), lookup))
 
     shard_groups(model, groups, set(), note)
-    order = {name: place for place, name in enumerate(names.values())}
-    return sorted(found, key=lambda group: (group.modules == ("",), min(order[m] for m in group.modules)))
+    return [found[group] for group in numbered[-1]]
 
 
 def _itemsizes(policy: MixedPrecisionPolicy) -> tuple[int, int]:

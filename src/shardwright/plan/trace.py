@@ -85,7 +85,9 @@ def trace(
             recorder.held[_key(grad)]: group for group, grad in events.taken if _key(grad) in recorder.held
         }
         outside = sum(tensor.untyped_storage().nbytes() for tensor in _tensors((buffers, args, kwargs)))
-    noted = recorder.noted
+        start = next((at for at, each in enumerate(recorder.noted) if each.event), 0)
+        outside += _stretch(recorder.noted[:start], kept).saved_nbytes  # inputs that are cast before all else
+    noted = recorder.noted[start:]
     first = next((at for at, each in enumerate(noted) if each.event and each.is_backward), len(noted))
     forward, backward = noted[:first], noted[first:]
     return Workload(
@@ -183,8 +185,9 @@ class _Recorder(TorchDispatchMode):
             if key not in self.held:
                 self.count += 1
                 self.held[key] = self.count
-                noted.taken.append((self.count, storage.nbytes()))
-                weakref.finalize(storage, self._give_back, key, storage.nbytes())
+                nbytes = _storage_nbytes(function, args, storage)
+                noted.taken.append((self.count, nbytes))
+                weakref.finalize(storage, self._give_back, key, nbytes)
         return out
 
     def _give_back(self, key: int, nbytes: int) -> None:
@@ -192,6 +195,14 @@ class _Recorder(TorchDispatchMode):
 
 
 # ---- what an operation is
+
+
+def _storage_nbytes(function: Any, args: tuple[Any, ...], storage: torch.UntypedStorage) -> int:
+    """Bytes that the storage of an output has once it is computed."""
+    if function is torch.ops.aten.mse_loss.default and args[2:] != (0,):
+        inputs = torch.broadcast_tensors(*args[:2])  # the sum stays in the memory of what was summed
+        return inputs[0].numel() * torch.promote_types(inputs[0].dtype, inputs[1].dtype).itemsize
+    return storage.nbytes()
 
 
 def _op(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Op | None:
