@@ -134,19 +134,45 @@ def test_recomputation_takes_time_and_frees_memory():
 
 
 def test_a_cluster_is_read_back_as_it_was_written(tmp_path):
-    mine = Cluster(replace(DEVICES["H100"], name="ours", memory_nbytes=1e9), 24, 4, 1e9)
-    cluster.save(mine, tmp_path / "cluster.json")
-    assert cluster.load(tmp_path / "cluster.json") == mine
-    (tmp_path / "cluster.toml").write_text('device = "H100"\nranks = 16\n')
-    assert cluster.load(tmp_path / "cluster.toml") == Cluster(DEVICES["H100"], 16)
+    path = tmp_path / "cluster.toml"
+    for mine in (
+        Cluster(replace(DEVICES["H100"], name="ours", memory_nbytes=1e9), 24, 4, 1e9),
+        Cluster(replace(DEVICES["H100"], matmul=0.7), 16),
+        Cluster(DEVICES["A100-40GB"], 8),
+    ):
+        mine.save(path)
+        assert Cluster.load(path) == mine
+    assert 'device = "A100-40GB"' in path.read_text()
+    path.write_text('ranks = 16\ndevice = {name = "H100", matmul = 0.7}\n')
+    assert Cluster.load(path) == Cluster(replace(DEVICES["H100"], matmul=0.7), 16)
 
 
-def test_a_device_that_nobody_knows_is_refused_with_what_to_do(tmp_path):
+def test_a_device_that_nobody_knows_is_refused_with_what_to_do():
     with pytest.raises(ConfigError, match=r"no device 'abacus'.*H100.*describe it in a file"):
         cluster.device("abacus")
-    (tmp_path / "cluster.json").write_text('{"device": {"name": "half"}, "ranks": 8}')
-    with pytest.raises(ConfigError, match="is not a cluster"):
-        cluster.load(tmp_path / "cluster.json")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("ranks = ", "Invalid value"),
+        ('device = "H100"', "ranks is missing"),
+        ('device = "abacus"\nranks = 8', "no device 'abacus' is in the library"),
+        ("ranks = 8", "device is None, expected a name, or a table with a name"),
+        ('ranks = 8\ndevice = {name = "half"}', r"\[device\] peak_flops is missing, and 'half' isn't in the"),
+        ('ranks = 8\ndevice = {name = "H100", speed = 1}', r"\[device\] speed is unknown; known: peak_flops"),
+        ('ranks = 8\ndevice = {name = "H100", matmul = "1"}', r"\[device\] matmul is '1', expected a number"),
+        ('ranks = 0\ndevice = "H100"', "ranks is 0, expected a number above 0"),
+        ('ranks = 8.5\ndevice = "H100"', "ranks is 8.5, expected a whole number"),
+        ('ranks = 8\nhosts = 1\ndevice = "H100"', "hosts is unknown; known: ranks, ranks_per_host"),
+    ],
+)
+def test_a_file_that_is_no_cluster_is_refused_with_what_is_wrong(text, says, tmp_path):
+    (tmp_path / "cluster.toml").write_text(text)
+    with pytest.raises(ConfigError, match=rf"cluster.toml is not a cluster: .*{says}"):
+        Cluster.load(tmp_path / "cluster.toml")
+    with pytest.raises(ConfigError, match=r"none.toml is not a cluster: .*No such file"):
+        Cluster.load(tmp_path / "none.toml")
 
 
 MODELS = (

@@ -162,6 +162,16 @@ def test_the_plan_of_a_recipe_is_for_its_batch_and_dtype(tmp_path, capsys):
     assert halved[0].endswith("on each rank 2 x 128 tokens a step")
 
 
+def test_a_cluster_of_a_file_is_in_place_of_a_device_and_ranks(tmp_path, capsys):
+    config_in(tmp_path / "llama")
+    Cluster(DEVICES["H100"], 64).save(tmp_path / "cluster.toml")
+    named = plan(capsys, tmp_path / "llama", *ON)
+    assert plan(capsys, tmp_path / "llama", "--cluster", tmp_path / "cluster.toml") == named
+    slower = replace(DEVICES["H100"], matmul=0.4)
+    Cluster(slower, 64).save(tmp_path / "cluster.toml")
+    assert plan(capsys, tmp_path / "llama", "--cluster", tmp_path / "cluster.toml") != named
+
+
 def test_what_does_not_fit_says_so_and_what_to_try(tmp_path, capsys):
     config_in(tmp_path / "llama")
     lines = plan(capsys, tmp_path / "llama", "--device", "A100-40GB", "--ranks", 1)

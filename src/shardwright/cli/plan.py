@@ -13,7 +13,7 @@ from typing import Any
 
 from shardwright.errors import ConfigError
 from shardwright.plan import runs
-from shardwright.plan.cluster import GIB, Cluster, device, load
+from shardwright.plan.cluster import GIB, Cluster, device
 from shardwright.plan.configs import architecture, is_config
 from shardwright.plan.constants import Constants
 from shardwright.plan.predict import Choice, price
@@ -154,7 +154,7 @@ def _cluster(known: argparse.Namespace) -> Cluster:
     if (known.cluster is None) == (known.device is None):
         raise ConfigError("shardwright plan MODEL needs --device NAME and --ranks N, or --cluster FILE")
     if known.cluster is not None:
-        found = load(known.cluster)
+        found = Cluster.load(known.cluster)
         ranks = known.ranks or found.ranks
         return replace(found, ranks=ranks, ranks_per_host=min(ranks, found.ranks_per_host))
     if known.ranks is None:

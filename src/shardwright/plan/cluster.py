@@ -2,7 +2,7 @@
 
 import json
 import tomllib
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,84 @@ class Cluster:
         """How many hosts there are."""
         return -(-self.ranks // self.ranks_per_host)
 
+    def save(self, path: str | Path) -> None:
+        """Write it as TOML: a device of the library by its name, any other by all of its fields."""
+        known = DEVICES.get(self.device.name) == self.device
+        lines = [
+            f"# {self.hosts} host(s) of equal devices, for shardwright plan --cluster.",
+            *([f"device = {json.dumps(self.device.name)}"] if known else []),
+            *(f"{name} = {getattr(self, name)!r}  # {_UNITS[name]}" for name in _CLUSTER),
+        ]
+        if not known:
+            lines += ["", "[device]", f"name = {json.dumps(self.device.name)}"]
+            lines += [f"{name} = {getattr(self.device, name)!r}  # {_UNITS[name]}" for name in _DEVICE]
+        Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+    @staticmethod
+    def load(path: str | Path) -> "Cluster":
+        """The cluster in a file of TOML, as ``save`` writes it.
+
+        Its ``device`` is a name of the library, or a table: with the fields of ``DeviceSpec``, or with the
+        ``name`` of a device of the library and what is otherwise, as it was measured.
+        Raises: ConfigError for a file that can't be read as one.
+        """
+        try:
+            fields: dict[str, Any] = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+            given = fields.pop("device", None)
+            _check(fields, _CLUSTER, "")
+            if isinstance(given, str):
+                return Cluster(device(given), **fields)
+            if not isinstance(given, dict) or not isinstance(given.get("name"), str):
+                raise ValueError(f"device is {given!r}, expected a name, or a table with a name")
+            numbers = {name: value for name, value in given.items() if name != "name"}
+            _check(numbers, _DEVICE, "[device] ")
+            known = DEVICES.get(given["name"])
+            missing = [name for name in _DEVICE[:4] if name not in numbers and known is None]
+            if missing:
+                raise ValueError(
+                    f"[device] {missing[0]} is missing, and {given['name']!r} isn't in the library, which "
+                    f"has {', '.join(DEVICES)}"
+                )
+            made = replace(known, **numbers) if known else DeviceSpec(given["name"], **numbers)
+            return Cluster(made, **fields)
+        except (OSError, ValueError, TypeError) as error:
+            raise ConfigError(
+                f"{path} is not a cluster: {error}; expected ranks, and the name of a device or all of its "
+                "fields under [device] (docs/plan.md)"
+            ) from error
+
+
+_CLUSTER = ("ranks", "ranks_per_host", "host_bandwidth")
+_DEVICE = ("peak_flops", "memory_nbytes", "memory_bandwidth", "link_bandwidth", "matmul", "attention", "ring")
+_DEVICE += ("float8", "reserved")
+_UNITS = {
+    "ranks": "devices in all",
+    "ranks_per_host": "of them in one host",
+    "host_bandwidth": "bytes/s of a host to the others, in one direction",
+    "peak_flops": "FLOP/s in bfloat16, dense",
+    "memory_nbytes": "bytes",
+    "memory_bandwidth": "bytes/s",
+    "link_bandwidth": "bytes/s to the other devices of its host, in one direction",
+    "matmul": "share of peak_flops that the best matmul reaches",
+    "attention": "share of peak_flops that fused attention reaches",
+    "ring": "share of link_bandwidth that a collective uses",
+    "float8": "matmuls in 8 bits over those in bfloat16",
+    "reserved": "bytes that the allocator takes, for each byte in use",
+}
+
+
+def _check(given: dict[str, Any], known: tuple[str, ...], where: str) -> None:
+    """Raises: ValueError for a name that isn't known, or what isn't a number above 0."""
+    if not where and "ranks" not in given:
+        raise ValueError("ranks is missing")
+    for name, value in given.items():
+        if name not in known:
+            raise ValueError(f"{where}{name} is unknown; known: {', '.join(known)}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise ValueError(f"{where}{name} is {value!r}, expected a number above 0")
+        if name.startswith("ranks") and not isinstance(value, int):
+            raise ValueError(f"{name} is {value!r}, expected a whole number")
+
 
 _A100 = DeviceSpec("A100-80GB", 312e12, 80 * GIB, 2.039e12, 300e9, matmul=0.869, attention=0.70, ring=0.78)
 _H100 = DeviceSpec("H100", 989e12, 80 * GIB, 3.35e12, 450e9, matmul=0.803, attention=0.35, float8=1.77)
@@ -92,29 +170,3 @@ def device(name: str) -> DeviceSpec:
             "a Cluster with all fields of its device (docs/plan.md)"
         )
     return DEVICES[max(known, key=len)]
-
-
-def load(path: str | Path) -> Cluster:
-    """The cluster in a file of TOML or JSON, as ``save`` writes it.
-
-    Its ``device`` is a table with all fields of ``DeviceSpec``, or a name of the library.
-    Raises: ConfigError for a file that can't be read as one.
-    """
-    path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-        fields: dict[str, Any] = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-        named = fields.pop("device")
-        return Cluster(device(named) if isinstance(named, str) else DeviceSpec(**named), **fields)
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(
-            f"{path} is not a cluster: {error}; expected the fields of Cluster, with the name of a device "
-            f"({', '.join(DEVICES)}) or all of its fields under [device]"
-        ) from error
-
-
-def save(cluster: Cluster, path: str | Path) -> None:
-    """Write it as JSON."""
-    Path(path).write_text(json.dumps(asdict(cluster), indent=2) + "\n", encoding="utf-8")
