@@ -35,7 +35,7 @@ from shardwright import (
 )
 from shardwright.checkpoint.live import collect, part_of
 from shardwright.checkpoint.save import Snapshot, staged
-from shardwright.engine import batches
+from shardwright.engine import batches, deferred
 from shardwright.engine.group import ParamGroup
 from shardwright.engine.unit import unit_of, units_in
 from shardwright.params.buffer import ReorderedBuffer
@@ -213,6 +213,8 @@ OTHERS: dict[str, tuple[int, Callable[[random.Random], tuple[nn.Module, int]], d
     "different layers by rank, offloaded": (2, routed, OFFLOADED),
     "different quantised layers by rank": (2, encoded("group", Routed), {}),
     "another dim, in a smaller world": (4, layers, SMALLER | ON_DIM_1),
+    "groups cut in two": (2, layers, {"cut": True}),
+    "groups cut in two, offloaded": (2, layers, {"cut": True} | OFFLOADED),
     "custom collectives": (2, layers, {"custom": True}),
     "a hook on a stream": (2, layers, {"hooked": True}),
     "steps in the backward": (2, layers, {"steps": True}),
@@ -491,8 +493,8 @@ def model_of(
     place = place or Place()
     _, make, options = setting(kind)
     options, world = dict(options), dist.get_world_size()
-    names = ("row_wise", "custom", "hooked", "steps")
-    row_wise, custom, hooked, _ = (options.pop(name, False) for name in names)
+    names = ("row_wise", "custom", "hooked", "cut", "steps")
+    row_wise, custom, hooked, cut, _ = (options.pop(name, False) for name in names)
     shape = (2, world // 2) if options.pop("hybrid", False) else (world,)
     with _disable_current_modes():
         torch.manual_seed(number)
@@ -500,7 +502,7 @@ def model_of(
         inputs = torch.randn(16, world, 4, width, generator=torch.Generator().manual_seed(number))
         inputs = [each[rank].clone().to(place.device) for each in inputs[: 16 - rank]]
         mesh = init_device_mesh(place.device, shape)
-    for layer in list(model.children())[:-1]:
+    for layer in list(model.children())[cut:-1]:  # the outermost has the first, too, where groups are cut
         fully_shard(layer, mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **options)
     for unit in [*model.children()][:-1] if custom or hooked else ():
@@ -515,6 +517,12 @@ def model_of(
     return model, iter(lockstep(inputs, mesh=mesh))
 
 
+def cutting(kind: str) -> list[tuple[Any, str, Any]]:
+    """What stands in, and where, so that groups of a few bytes are cut in two, where the kind has that."""
+    cut = "cut" in setting(kind)[2]
+    return [(deferred, "SchedulePolicy", lambda: SchedulePolicy(bucket_cap_mb=0))] if cut else []
+
+
 def inner_of(tensor: torch.Tensor) -> torch.Tensor:
     """The plain tensor that a subclass has its numbers in."""
     return tensor.data_ if isinstance(tensor, Bf16Gathered) else tensor
@@ -524,6 +532,9 @@ def on_cpu(rank: int, world: int, wanted: list[tuple[str, int]]) -> list[list[to
     """What CPU ranks give, of each ``(kind, number)``."""
     found = []
     for kind, number in wanted:
-        found.append(train(kind, number, rank))
+        with ExitStack() as stack:
+            for owner, name, value in cutting(kind):
+                stack.enter_context(patch.object(owner, name, value))
+            found.append(train(kind, number, rank))
         dist.barrier()
     return found

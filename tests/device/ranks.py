@@ -209,6 +209,7 @@ class Job:
             (meshes, "new_group", _new_group),
             (meshes, "_axis_over_all", _mesh_on_host),
             (dist.distributed_c10d, "_world", ThreadLocalWorld()),
+            *cases.cutting(self.kind),
         ]
         before = [getattr(owner, name) for owner, name, _ in stand_ins]
         for owner, name, value in stand_ins:

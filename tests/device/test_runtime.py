@@ -205,9 +205,6 @@ NOT_SEEN = {
         "memory that gather has filled is handed out to gather alone, until a cache is emptied"
     ),
     "engine/hooks.py ModuleHooks._enter: backward_of(runtime).forget()": _CALLS,
-    "engine/hooks.py ModuleHooks._enter: owner.deferred.wait(partial(self._read, owner))": (
-        "no wait: it says what to call when a group is read that was deferred, which no schedule here does"
-    ),
     "engine/hooks.py reset_step: backward_of(runtime).forget()": _CALLS,
     "engine/hooks.py reset_step: runtime.executor.land(runtime.groups)": (
         "what is in flight is waited for once more before the group's next gradients are taken"
