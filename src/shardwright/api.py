@@ -27,6 +27,9 @@ from shardwright.errors import InputError, StageError
 from shardwright.grouped import Groups, shard_groups
 from shardwright.module import FSDPModule, become_fsdp_module
 from shardwright.params.gather_full import stream_full
+from shardwright.plan.cluster import Cluster
+from shardwright.plan.predict import Choice
+from shardwright.plan.search import grouped
 from shardwright.planned import Plan
 from shardwright.policy import (
     DEFAULT_OFFLOAD,
@@ -54,6 +57,8 @@ def fully_shard(
     groups: Groups | None = None,
     shard_over_all: bool = False,
     plan: Plan | str | Path | None = None,
+    cluster: Cluster | str | Path | None = None,
+    sample: Any = None,
 ) -> M: ...
 @overload
 def fully_shard(
@@ -81,6 +86,8 @@ def fully_shard(
     groups: Groups | None = None,
     shard_over_all: bool = False,
     plan: Plan | str | Path | None = None,
+    cluster: Cluster | str | Path | None = None,
+    sample: Any = None,
 ) -> Any:
     """Shard the parameters of a module (or of several, as one group) over the ranks of a mesh.
 
@@ -116,6 +123,10 @@ def fully_shard(
         is resharded, the dtypes, copies of shards, the policy of the schedule, and the modules that are
         computed again in the backward. ``mesh``, ``ignored_params``, ``shard_placement_fn`` and
         ``offload_policy`` go with it, the others don't.
+    cluster: with ``groups="auto"``, what it runs on, or the path of its file: those blocks share a group that
+        make the shortest step by ``shardwright.plan``. Its ranks are those of the mesh.
+    sample: one microbatch of one rank, with ``cluster``: a tensor, a sequence of arguments or a mapping of
+        named ones, of the same shapes on all ranks; the model is traced with it, once, without data.
     Returns the argument.
     Raises: InputError for a module that is sharded already, a mesh of the wrong shape or without this rank,
         or an option that doesn't fit; for a plan for another model or number of ranks. ConfigError for a
@@ -133,8 +144,12 @@ def fully_shard(
     if plan is not None:
         if groups is not None:
             raise InputError("fully_shard got plan= and groups=, which the plan has: leave one of them out")
+        if cluster is not None:
+            raise InputError("fully_shard got plan= and cluster=, which a plan is made for: leave one out")
         _shard_as_planned(module, plan, mesh, options, ignored)
         return module
+    if cluster is not None or sample is not None:
+        groups = _groups_for(module, groups, cluster, sample, mesh, options)
     if groups is not None:
         options.check()
         shard_groups(module, groups, ignored, partial(_shard, mesh, options))
@@ -171,6 +186,38 @@ def shard_as(
         names = " and ".join(type(module).__name__ for module in modules)
         warnings.warn(f"{names} has no parameter, so nothing was sharded: leave the call out", stacklevel=3)
     _shard(mesh, options, modules, {id(param) for param in ignored})
+
+
+def _groups_for(
+    model: Any,
+    groups: Groups | None,
+    given: Cluster | str | Path | None,
+    sample: Any,
+    mesh: DeviceMesh | None,
+    options: GroupOptions,
+) -> list[list[str]]:
+    """The groups that are best on a cluster. Raises: InputError, ConfigError."""
+    if given is None or sample is None or groups != "auto" or not isinstance(model, nn.Module):
+        raise InputError(
+            'cluster= and sample= go together with groups="auto" and one model: fully_shard(model, '
+            'groups="auto", cluster="cluster.toml", sample=torch.empty(4, 2048, dtype=torch.int64))'
+        )
+    options.check()
+    if (
+        options.dims is not None
+        or options.over_all
+        or not isinstance(options.reshard_after_forward, bool | None)
+    ):
+        raise InputError(
+            "cluster= plans for shards over one axis, not for dp_mesh_dims, shard_over_all or a smaller "
+            "world to reshard to: leave it out"
+        )
+    mesh = default_mesh() if mesh is None else mesh
+    cluster = given if isinstance(given, Cluster) else Cluster.load(given)
+    here = replace(cluster, ranks=mesh.size(), ranks_per_host=min(mesh.size(), cluster.ranks_per_host))
+    reshards = options.reshard_after_forward is not False
+    choice = Choice(mp_policy=options.precision, reshard_after_forward=reshards, shards=mesh.shape[-1])
+    return grouped(model, sample, here, choice)
 
 
 def _shard_as_planned(

@@ -13,19 +13,19 @@ from dataclasses import dataclass
 PACKAGE = "shardwright"
 
 FLOORS = {
-    "__main__": 14,
-    "cli": 13,
-    "": 12,  # the package itself: gives out the names of `public`
-    "fabric": 9,
-    "finetune": 11,
-    "hf": 10,
-    "public": 11,
-    "installed": 10,
-    "plan": 9,
+    "__main__": 15,
+    "cli": 14,
+    "": 13,  # the package itself: gives out the names of `public`
+    "fabric": 10,
+    "finetune": 12,
+    "hf": 11,
+    "public": 12,
+    "installed": 11,
+    "plan": 8,
     "planned": 3,
-    "train": 9,
-    "wrapper": 9,
-    "api": 8,
+    "train": 10,
+    "wrapper": 10,
+    "api": 9,
     "module": 7,
     "explanation": 7,
     "grouped": 7,
@@ -62,8 +62,8 @@ BUDGETS = {"file lines": 400, "function lines": 60, "parameters": 6, "class line
 
 EXCEPTIONS: dict[tuple[str, str, str], tuple[int, str]] = {
     ("api.py", "parameters", "fully_shard"): (
-        11,
-        "torch's signature, so that calls carry over, and a plan's file",
+        13,
+        "torch's signature, so that calls carry over; a plan, and what one is made for",
     ),
     ("schedule/follower.py", "file lines", "schedule/follower.py"): (
         610,

@@ -14,8 +14,9 @@ from bench.rankzero import rank_zero_of
 from shardwright import MixedPrecisionPolicy, SchedulePolicy, fully_shard
 from shardwright.engine.unit import is_sharded, unit_of
 from shardwright.errors import ConfigError, InputError
-from shardwright.plan import Choice, Plan, search
+from shardwright.plan import Choice, Plan, estimate, search
 from shardwright.plan.cluster import DEVICES, GIB, Cluster
+from shardwright.plan.search import grouped
 from shardwright.planned import PlannedGroup
 
 SIZE = bench_model.Size(layers=4, width=128, vocab=512, sequence=64, batch=4)
@@ -170,3 +171,63 @@ def test_a_file_that_is_no_plan_is_refused_with_what_is_wrong(old, new, says, tm
 def test_a_plan_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"can't read the plan .*No such file.*Plan.save"):
         fully_shard(nn.Linear(2, 2), plan=tmp_path / "nosuch.toml")
+
+
+def numel_of(model):
+    return [sum(param.sharded.numel() for param in group.params) for group in unit_of(model).runtime.groups]
+
+
+@pytest.mark.parametrize("ranks", [8, 512])
+def test_groups_for_a_cluster_take_no_longer_than_those_by_rule(ranks, tmp_path):
+    cluster = Cluster(DEVICES["H100"], 64)
+    cluster.save(tmp_path / "cluster.toml")
+    here = dataclasses.replace(cluster, ranks=ranks)
+    with rank_zero_of(ranks):
+        for given in (cluster, tmp_path / "cluster.toml"):
+            model = fully_shard(bench_model.build(SIZE), groups="auto", cluster=given, sample=sample())
+            steps(model)
+        by_rule = fully_shard(bench_model.build(SIZE), groups="auto")
+        steps(by_rule)
+    ours = grouped(on_meta(), sample(), here, FP32)
+    found = estimate(on_meta(), sample(), here, dataclasses.replace(FP32, groups=ours))
+    rule = estimate(on_meta(), sample(), here, FP32)
+    assert sorted(numel_of(model)) == sorted(group.numel for group in found.workload.groups)
+    assert found.step_s <= rule.step_s * 1.01
+    assert len(numel_of(model)) <= len(numel_of(by_rule))
+
+
+def test_groups_for_a_cluster_are_fewer_where_an_all_gather_takes_longer_to_begin():
+    size = bench_model.Size(layers=8, width=1024, vocab=8192, sequence=1024, batch=8)
+    with torch.device("meta"):
+        model, tokens = bench_model.Transformer(size), torch.empty(8, 1025, dtype=torch.int64)
+    counts = [len(grouped(model, tokens, Cluster(DEVICES["H100"], ranks), FP32)) for ranks in (8, 64, 512)]
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] > counts[-1]
+
+
+def test_a_cluster_needs_a_sample_and_groups_that_may_be_chosen():
+    cluster = Cluster(DEVICES["H100"], 8)
+    with rank_zero_of(8):
+        model = bench_model.build(SIZE)
+        for options in (
+            {"cluster": cluster},
+            {"sample": sample()},
+            {"groups": "auto", "cluster": cluster},
+            {"groups": [["blocks.0"]], "cluster": cluster, "sample": sample()},
+        ):
+            with pytest.raises(InputError, match='cluster= and sample= go together with groups="auto"'):
+                fully_shard(model, **options)
+        with pytest.raises(InputError, match="plans for shards over one axis"):
+            fully_shard(model, groups="auto", cluster=cluster, sample=sample(), reshard_after_forward=2)
+        with pytest.raises(ConfigError, match="is not a cluster"):
+            fully_shard(model, groups="auto", cluster="nosuch.toml", sample=sample())
+        with pytest.raises(InputError, match=r"plan= and cluster="):
+            fully_shard(model, plan=BY_HAND, cluster=cluster)
+        assert not any(is_sharded(module) for module in model.modules())
+
+
+def test_a_model_that_returns_no_loss_is_grouped_for_a_cluster_as_well():
+    layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    with rank_zero_of(8):
+        fully_shard(layers, groups="auto", cluster=Cluster(DEVICES["A100"], 8), sample=torch.empty(4, 64))
+        assert is_sharded(layers)

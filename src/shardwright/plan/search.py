@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import product
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from shardwright.errors import InputError
@@ -21,6 +22,7 @@ from shardwright.plan.presets import preset
 from shardwright.plan.subject import Subject, of_model
 from shardwright.plan.workload import Workload
 from shardwright.planned import Plan, PlannedGroup
+from shardwright.torch_private import tree_leaves
 
 _SPLITS = (1, 2, 4, 8)
 _RECOMPUTED = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -223,6 +225,31 @@ def fastest(subject: Subject, cluster: Cluster, choice: Choice, budget: float | 
         budget_nbytes=most,
         tried=tuple(tried for tried, _ in space.seen.values()),
     )
+
+
+def grouped(model: nn.Module, sample: Any, cluster: Cluster, choice: Choice) -> list[list[str]]:
+    """The groups for ``groups=``: so many neighbours in each as make the shortest step of those that fit (the
+    least bytes, where none does), with everything else as ``choice`` has it.
+
+    ``sample`` as ``estimate`` takes it; what the model returns needn't be a loss. Raises: InputError.
+    """
+    subject = of_model(model, sample, choice, _any_loss)
+    space = Space(cluster, choice, {1: subject.workload})
+    most = cluster.device.memory_nbytes - CONTEXT_NBYTES
+    plain = Candidate(*(each[0] for each in space.values.values()))
+    plain = plain._replace(shards=choice.shards or cluster.ranks, reshards=choice.reshard_after_forward)
+    tried = [space.price(plain._replace(groups=count)) for count in space.values["groups"]]
+    best = thriftiest(space, min(tried, key=lambda one: _rank(one, most)), most)
+    _, _, parts = space.prepare(best.candidate)
+    names = [[name for group in part for name in subject.modules[group]] for part in parts]
+    return [listed for listed in names if listed != [""]]
+
+
+def _any_loss(out: Any) -> Tensor:
+    """Of what a model returns, something that a backward can begin at."""
+    leaves = [leaf for leaf in tree_leaves(getattr(out, "loss", None)) if isinstance(leaf, Tensor)]
+    leaves = leaves or [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    return torch.stack([leaf.float().mean() for leaf in leaves]).sum()
 
 
 def space_of(subject: Subject, cluster: Cluster, choice: Choice) -> Space:
