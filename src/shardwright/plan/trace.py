@@ -90,6 +90,10 @@ def trace(
     noted = recorder.noted[start:]
     first = next((at for at, each in enumerate(noted) if each.event and each.is_backward), len(noted))
     forward, backward = noted[:first], noted[first:]
+    for each in reversed(forward):  # of the loss: its bytes lie before that event, its time is the backward's
+        if each.is_backward:
+            backward.insert(1, _Noted(each.group, True, each.op))
+            each.op = None
     return Workload(
         tuple(_size(model, group, _entry(forward, index)) for index, group in enumerate(groups)),
         {Phase.FORWARD: _entries(forward, kept), Phase.BACKWARD: _entries(backward, kept)},
