@@ -40,7 +40,8 @@ class Plan:
     shards: ranks that a parameter is sharded over; the others hold copies. microbatches: of a step.
     microbatch_tokens: of one of them, on one rank. modules_to_recompute: names of modules whose forward is
     computed again in the backward. policy: of the schedule. mp_policy: of all groups. step_s: predicted
-    seconds of a step. peak_nbytes: predicted bytes of a device, at most. devices: what it was predicted for.
+    seconds of a step. exposed_s: of them, in which nothing is computed. peak_nbytes: predicted bytes of a
+    device, at most. devices: what it was predicted for.
     Raises: InputError for ranks that can't be divided, or a module that two groups name.
     """
 
@@ -53,6 +54,7 @@ class Plan:
     policy: SchedulePolicy = field(default_factory=SchedulePolicy)
     mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     step_s: float = 0.0
+    exposed_s: float = 0.0
     peak_nbytes: int = 0
     devices: str = ""
 
@@ -129,6 +131,7 @@ def _text(plan: Plan) -> str:
         "[predicted]",
         f"devices = {_value(plan.devices)}",
         f"step_s = {plan.step_s!r}",
+        f"exposed_s = {plan.exposed_s!r}  # of step_s: nothing is computed beside communication",
         f"peak_nbytes = {plan.peak_nbytes}  # {plan.peak_nbytes / 2**30:.2f} GiB of each device",
         "",
         "[policy]  # of the schedule: the fields of SchedulePolicy",
@@ -169,7 +172,7 @@ def _value(value: Any) -> str:
 
 _TOP = {"ranks": int, "shards": int, "microbatches": int, "microbatch_tokens": int}
 _TOP |= {"modules_to_recompute": list, "predicted": dict, "policy": dict, "mp_policy": dict, "groups": list}
-_PREDICTED = {"devices": str, "step_s": float, "peak_nbytes": int}
+_PREDICTED = {"devices": str, "step_s": float, "exposed_s": float, "peak_nbytes": int}
 _GROUP = {"modules": list, "reshard_after_forward": bool}
 
 

@@ -10,12 +10,15 @@ from torch import nn
 from bench.rankzero import rank_zero_of
 from shardwright import fully_shard
 from shardwright.cli import main
-from shardwright.plan import Choice, Plan
+from shardwright.errors import ConfigError
+from shardwright.plan import Choice, Plan, largest_batch
 from shardwright.plan.cluster import DEVICES, GIB, Cluster
 from shardwright.plan.configs import architecture
 from shardwright.plan.predict import price
 from shardwright.plan.subject import of_architecture
 from shardwright.plan.transformer import Architecture, Microbatch
+from shardwright.train.eager import plan_of
+from shardwright.train.resolve import resolve
 
 LLAMA = {
     "model_type": "llama",
@@ -158,6 +161,17 @@ def test_the_plan_of_a_recipe_is_for_its_batch_and_dtype(tmp_path, capsys):
     assert (found.ranks, found.microbatches, found.microbatch_tokens) == (2, 2, 256)
     assert found.mp_policy.param_dtype is torch.bfloat16
     assert ("blocks.0",) in [group.modules for group in found.groups]
+    recipe = resolve(tmp_path / "mine.toml", [("training.plan", str(path))]).recipe
+    assert plan_of(recipe) == found
+    other = [("training.plan", str(path)), ("training.batch_size", "4"), ("training.dtype", "fp32")]
+    with pytest.raises(
+        ConfigError, match=r"sequence_length: got 128, expected 256; .*dtype: got fp32, expected"
+    ):
+        plan_of(resolve(tmp_path / "mine.toml", other).recipe)
+    again = "training.activation_checkpointing"
+    for says, key, value in (("schedule", "schedule.depth", "2"), (again, again, "true")):
+        with pytest.raises(ConfigError, match=f"{says}: the plan "):
+            resolve(tmp_path / "mine.toml", [("training.plan", str(path)), (key, value)])
     halved = plan(capsys, tmp_path / "mine.toml", "--device", "A100", "--ranks", 2, "--batch", 4)
     assert halved[0].endswith("on each rank 2 x 128 tokens a step")
 
@@ -170,6 +184,24 @@ def test_a_cluster_of_a_file_is_in_place_of_a_device_and_ranks(tmp_path, capsys)
     slower = replace(DEVICES["H100"], matmul=0.4)
     Cluster(slower, 64).save(tmp_path / "cluster.toml")
     assert plan(capsys, tmp_path / "llama", "--cluster", tmp_path / "cluster.toml") != named
+
+
+def test_a_step_is_drawn_on_demand(tmp_path, capsys):
+    config_in(tmp_path)
+    plan(capsys, tmp_path, *ON, "--draw", tmp_path / "step.html")
+    assert "A step on 64 x H100" in (tmp_path / "step.html").read_text()
+
+
+def test_what_fits_within_the_error_alone_barely_fits(tmp_path, capsys):
+    config_in(tmp_path)
+    found = largest_batch(
+        of_architecture(architecture(tmp_path), Microbatch(128, 1)), Cluster(DEVICES["H100"], 64)
+    )
+    words = [
+        plan(capsys, tmp_path, *ON, "--sequence", 128, "--batch", rows)[2].split()[1]
+        for rows in (found.value // 2, found.value, found.value + 1)
+    ]
+    assert words == ["yes:", "barely:", "NO:"]
 
 
 def test_what_does_not_fit_says_so_and_what_to_try(tmp_path, capsys):

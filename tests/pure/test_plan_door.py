@@ -74,7 +74,7 @@ def test_a_plan_keeps_every_field_in_its_file(tmp_path):
     )
     precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     groups = (PlannedGroup(('a."b"', "c"), False), PlannedGroup(("d",)))
-    plan = Plan(64, 8, groups, 2, 8192, ("d",), policy, precision, 0.5, 3 * GIB, "H100")
+    plan = Plan(64, 8, groups, 2, 8192, ("d",), policy, precision, 0.5, 0.1, 3 * GIB, "H100")
     plan.save(tmp_path / "plan.toml")
     assert Plan.load(tmp_path / "plan.toml") == plan
     assert [path.name for path in tmp_path.iterdir()] == ["plan.toml"]
@@ -133,7 +133,7 @@ shards = 8
 microbatches = 1
 microbatch_tokens = 1
 modules_to_recompute = []
-predicted = {devices = "", step_s = 1.0, peak_nbytes = 1}
+predicted = {devices = "", step_s = 1.0, exposed_s = 0.1, peak_nbytes = 1}
 policy = {depth = 2}
 mp_policy = {param_dtype = "bfloat16"}
 groups = [{modules = ["a"], reshard_after_forward = true}]

@@ -203,23 +203,23 @@ def test_one_rank_trains_too_from_the_same_weights_and_prints_objects(place, who
     assert one == pytest.approx(first, abs=5e-3)  # the same bytes; only what dropout leaves out differs
 
 
-def test_a_recipe_with_a_plan_gives_the_same_numbers_and_one_for_another_batch_is_refused(place, whole):
+@pytest.mark.slow
+def test_a_recipe_with_a_plan_gives_the_same_numbers_and_shows_what_was_predicted(place, whole):
     groups = (PlannedGroup(("embedding",)), PlannedGroup(("blocks.0", "blocks.1")))
-    plan = Plan(2, 1, groups, 1, 32, ("blocks.0",), SchedulePolicy(depth=2))
+    plan = Plan(2, 1, groups, 1, 32, ("blocks.0",), SchedulePolicy(depth=2), step_s=1000.0, exposed_s=999.9)
     plan.save(place / "plan.toml")
     options = ("--training.plan=plan.toml", "--run.folder=planned", "--schedule.bucket_cap_mb=1.0")
-    code, _, err = run(place, *options, "--training.steps=15")
+    code, out, err = run(place, *options, "--training.steps=15")
     assert code == 0, err
     first, planned = rows(whole[0], "loss")[0], rows(place / "planned", "loss")
     assert planned[0] == first
     summary = json.loads((place / "planned" / "summary.json").read_text())
-    assert (
-        summary["at_rest_nbytes"] == summary["full_nbytes"]
-    )  # a copy on each rank: one of the plan's shards
-    code, _, err = run(place, *options, "--training.batch_size=4", "--training.accumulation=2")
-    assert code != 0
-    assert "training.accumulation: got 2, expected 1" in err
-    assert "training.batch_size x sequence_length: got 64, expected 32" in err
+    assert summary["at_rest_nbytes"] == summary["full_nbytes"]  # the plan has a copy on each rank
+    predicted = summary["predicted"]
+    assert (predicted["step_s"], predicted["exposed_s"]) == (1000.0, 999.9)
+    assert 0 <= predicted["measured_exposed_s"] < predicted["measured_step_s"] < 10
+    assert f"1000 s; measured {predicted['measured_step_s']:.4g} s" in out
+    assert re.search(r"most of the difference.*exposed communication, -[\d.]+ s", out)
 
 
 @pytest.mark.slow

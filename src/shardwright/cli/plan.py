@@ -62,6 +62,7 @@ def add_commands(commands: Any) -> None:
     plan.add_argument("--price", type=float, metavar="PER_HOUR", help="of one device, for the cost of tokens")
     plan.add_argument("--runs", metavar="CSV", help="a run in each row (docs/plan.md)")
     plan.add_argument("--models", metavar="CSV", help="a model's architecture in each row")
+    plan.add_argument("--draw", metavar="FILE", help="a step's timeline above its memory: .html, .png, .svg")
     plan.add_argument("--out", metavar="FILE", help="the plan (TOML); with --runs: the predictions (CSV)")
     plan.set_defaults(call=run)
 
@@ -125,6 +126,8 @@ def _predict_model(known: argparse.Namespace) -> int:
     print(found.table(known.price), *([text] if text else []), sep="\n\n" if text else "\n")
     if not found.fits and not known.search:
         print("\nIt doesn't fit as it is: --search looks for a way that does.")
+    if known.draw is not None:
+        found.drawing().save(known.draw)
     if known.out is not None:
         plan.save(known.out)
         print(f'\n{known.out}: fully_shard(model, plan="{known.out}") applies it')

@@ -137,6 +137,10 @@ class Estimate:
         capacity = int(self.cluster.device.memory_nbytes)
         return drawing_of(title, self.timeline.intervals, self.held, names, capacity)
 
+    def _fits_in_words(self) -> str:
+        near = [fits(self.peak.total * share, self.cluster.device) for share in (1.0, 1.05)]
+        return "yes" if all(near) else "barely" if any(near) else "NO"
+
     def __str__(self) -> str:
         return self.table()
 
@@ -152,17 +156,19 @@ class Estimate:
         exposed = float(self.timeline.exposed_s) / self.step_s
         rows = [
             ("cluster", f"{self.cluster.ranks} x {device.name}, {self.choice.runtime}"),
-            ("fits", f"{'yes' if self.fits else 'NO'}: {held.total / GIB:.1f} of "
+            ("fits", f"{self._fits_in_words()}: {held.total / GIB:.1f} (+- 5%) of "
              f"{device.memory_nbytes / GIB:.1f} GiB at {held.at.strip()} ({by_category})"),
             ("GiB at most", ", ".join(f"{name} {nbytes / GIB:.1f}" for name, nbytes in self.phases.items())),
             ("step", f"{self.step_s:.3f} s (+- 10%)"),
-            ("tokens/s", f"{total:,.0f}, {total / self.cluster.ranks:,.0f} per device"),
+            ("tokens/s", f"{total:,.0f}, {total / self.cluster.ranks:,.0f} per device (+- 10%)"),
             ("MFU", f"{self.mfu:.1%} (3 x forward's matmuls and attention, half where causal)"),
             ("without compute", f"{exposed:.1%} of the step (communication and the host)"),
         ]  # fmt: skip
         if price_per_hour is not None:
             cost = self.cost_per_billion_tokens(price_per_hour)
-            rows.append(("a billion tokens", f"{cost:,.2f}, at {price_per_hour:g} for a device and hour"))
+            rows.append(
+                ("a billion tokens", f"{cost:,.2f} (+- 10%), at {price_per_hour:g} for a device and hour")
+            )
         return "\n".join(_TABLE.format(*row) for row in rows)
 
 

@@ -277,6 +277,7 @@ def planned(found: Estimate, listed: Sequence[tuple[str, ...]], again: Collectio
         policy=choice.policy or preset(choice.runtime).policy,
         mp_policy=choice.mp_policy,
         step_s=found.step_s,
+        exposed_s=float(found.timeline.exposed_s),
         peak_nbytes=found.peak.total,
         devices=found.cluster.device.name,
     )

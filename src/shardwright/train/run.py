@@ -25,6 +25,7 @@ from shardwright.checkpoint import StopRequest
 from shardwright.checkpoint.folder import step_folder
 from shardwright.checkpoint.lock import Held, holder
 from shardwright.errors import ConfigError
+from shardwright.planned import Plan
 from shardwright.train.config import Recipe
 from shardwright.train.engine import Job, TrainingProcess
 from shardwright.train.folder import RunFolder
@@ -186,6 +187,7 @@ def _finish(folder: RunFolder, job: Job, loop: Loop, screen: Screen) -> None:
         "exposed_s": exposed_s if sizes.exposed_is_known else None,
         "communication_hidden_share": min(1.0, max(0.0, 1 - exposed_s / known)) if known else None,
         "communication_share_of_step": exposed_s / median(progress.step_s) if known else None,
+        "predicted": _beside_the_plan(job.recipe, progress),
         "unit": job.unit,
         "heldout_loss": loss,
         "unigram_entropy": job.unigram_entropy,
@@ -196,3 +198,17 @@ def _finish(folder: RunFolder, job: Job, loop: Loop, screen: Screen) -> None:
     folder.write_summary(summary)
     screen.summary(summary, job.recipe.sample.num_bytes)
     screen.say(f"in {folder.root}: {', '.join(sorted(p.name for p in folder.root.iterdir()))}")
+
+
+def _beside_the_plan(recipe: Recipe, progress: Progress) -> dict[str, float] | None:
+    """Seconds of a step that the plan has, and what was measured on this rank: the median after the first two
+    steps, which plan and warm up. None without a plan, or where no other step was made."""
+    if not recipe.training.plan or not progress.step_s[2:]:
+        return None
+    plan = Plan.load(recipe.training.plan)
+    return {
+        "step_s": plan.step_s,
+        "exposed_s": plan.exposed_s,
+        "measured_step_s": median(progress.step_s[2:]),
+        "measured_exposed_s": median(progress.exposed_s[2:]),
+    }
