@@ -21,6 +21,7 @@ _VERBS = {
     "recipe": ("recipe", "list the recipes that come with the package, or print one"),
     "checkpoint": ("checkpoint", "inspect, verify, compare or export checkpoints"),
     "plan": ("plan", "predict step times and memory of runs, before anything is rented"),
+    "bench": ("bench", "measure this cluster for plans: its devices, its links"),
     "top": ("top", "what the ranks of a running job wait for, or do"),
 }
 """Verb -> the file here that has it, and what ``--help`` says of it."""

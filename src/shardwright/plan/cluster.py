@@ -1,12 +1,14 @@
 """What a plan is made for: devices and the links between them. Data sheets, or what was measured. Pure."""
 
 import json
+import math
 import tomllib
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from shardwright.errors import ConfigError
+from shardwright.plan.constants import Constants
 
 GIB = 2**30
 
@@ -42,12 +44,14 @@ class Cluster:
 
     ranks: devices in all. ranks_per_host: of them in one host. host_bandwidth: bytes/s, in one direction,
     between one host and the others; the default is a network card of 400 Gbit/s for each device.
+    constants: what no data sheet says; others than the fitted ones where the cluster was measured.
     """
 
     device: DeviceSpec
     ranks: int
     ranks_per_host: int = 8
     host_bandwidth: float = 400e9
+    constants: Constants = field(default=Constants())
 
     @property
     def hosts(self) -> int:
@@ -65,6 +69,9 @@ class Cluster:
         if not known:
             lines += ["", "[device]", f"name = {json.dumps(self.device.name)}"]
             lines += [f"{name} = {getattr(self.device, name)!r}  # {_UNITS[name]}" for name in _DEVICE]
+        if self.constants != Constants():
+            lines += ["", "[constants] # what each is: docs/plan.md"]
+            lines += [f"{name} = {value!r}" for name, value in asdict(self.constants).items()]
         Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
     @staticmethod
@@ -77,8 +84,10 @@ class Cluster:
         """
         try:
             fields: dict[str, Any] = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-            given = fields.pop("device", None)
+            given, constants = fields.pop("device", None), fields.pop("constants", {})
             _check(fields, _CLUSTER, "")
+            _check(constants, tuple(asdict(Constants())), "[constants] ")
+            fields["constants"] = Constants(**constants)
             if isinstance(given, str):
                 return Cluster(device(given), **fields)
             if not isinstance(given, dict) or not isinstance(given.get("name"), str):
@@ -120,6 +129,9 @@ _UNITS = {
 }
 
 
+_MAY_BE_ZERO = ("narrow", "hop_s", "launch_s", "contention")
+
+
 def _check(given: dict[str, Any], known: tuple[str, ...], where: str) -> None:
     """Raises: ValueError for a name that isn't known, or what isn't a number above 0."""
     if not where and "ranks" not in given:
@@ -127,7 +139,8 @@ def _check(given: dict[str, Any], known: tuple[str, ...], where: str) -> None:
     for name, value in given.items():
         if name not in known:
             raise ValueError(f"{where}{name} is unknown; known: {', '.join(known)}")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        least = 0 if name in _MAY_BE_ZERO else math.ulp(0.0)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= least:
             raise ValueError(f"{where}{name} is {value!r}, expected a number above 0")
         if name.startswith("ranks") and not isinstance(value, int):
             raise ValueError(f"{name} is {value!r}, expected a whole number")

@@ -221,7 +221,7 @@ def price(
     if cluster.ranks % shards:
         raise InputError(f"Choice.shards must divide the cluster's {cluster.ranks} ranks, got {shards}")
     sizes = _itemsizes(choice.mp_policy)
-    prices = Prices(cluster, constants or Constants(), runs, shards, *sizes)
+    prices = Prices(cluster, constants or cluster.constants, runs, shards, *sizes)
     timeline = simulate(planned, workload, prices, choice.microbatches, keeps=True)
     held = memory(planned, workload, runs, Sharding(shards, sizes[1], choice.microbatches > 1))
     return Estimate(cluster, choice, workload, planned, timeline, tuple(held))

@@ -15,9 +15,9 @@ from shardwright.plan.workload import Op, OpKind, Stretch
 Seconds = Any
 """A number, or an array of numbers."""
 
-_HOST_HOP = 4.0
+HOST_HOP = 4.0
 """Latency of a hop between hosts, in hops inside of one (NCCL's own figures: 14 us and 3.4 us)."""
-_LAUNCH_S = 20e-6
+LAUNCH_S = 20e-6
 """Seconds of a collective that moves nothing between two ranks."""
 
 
@@ -116,6 +116,6 @@ class Prices:
     def _ring(self, ranks: int, hosts: int, bandwidth: Seconds, turns: int) -> CollectiveCost:
         if ranks == 1:
             return CollectiveCost(0.0, float("inf"))
-        hops = ranks - hosts + _HOST_HOP * (hosts - 1)
-        latency = _LAUNCH_S + turns * self.constants.hop_s * hops
+        hops = ranks - hosts + HOST_HOP * (hosts - 1)
+        latency = LAUNCH_S + turns * self.constants.hop_s * hops
         return CollectiveCost(latency, bandwidth * ranks / (ranks - 1) / turns)

@@ -1,0 +1,77 @@
+"""``shardwright bench``: this cluster as ``shardwright plan --cluster FILE`` takes it.
+
+shardwright bench compute --out cluster.toml                           one device, or all at the same time:
+torchrun --nproc-per-node 8 -m shardwright bench compute --out cluster.toml
+torchrun --nproc-per-node 8 -m shardwright bench links --out cluster.toml
+"""
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwright.errors import ConfigError
+from shardwright.plan.cluster import Cluster
+from shardwright.plan.measure import measured_device, measured_links
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def add_commands(commands: Any) -> None:
+    """Add it to the subparsers of the command."""
+    bench = commands.add_parser(
+        "bench",
+        description="Measure this cluster for shardwright plan --cluster FILE. Start it on every rank, as a "
+        "training job is; both write the same file, devices first.",
+        allow_abbrev=False,
+    )
+    bench.add_argument("what", choices=("compute", "links"), help="of the devices, or of what joins them")
+    bench.add_argument("--dtype", choices=tuple(_DTYPES), default="bfloat16", help="of compute")
+    bench.add_argument("--out", required=True, metavar="FILE", help="the cluster, TOML; rank 0 writes")
+    bench.set_defaults(call=run)
+
+
+def run(known: argparse.Namespace) -> int:
+    """Measure, and write the file. Raises: ConfigError, InputError."""
+    path = Path(known.out)
+    if known.what == "links" and not path.exists():
+        raise ConfigError(f"{path} has no device yet: first shardwright bench compute --out {path}")
+    before = Cluster.load(path) if path.exists() else None
+    if known.what == "compute":
+        device, constants = measured_device(_DTYPES[known.dtype])
+        ranks = dist.get_world_size()
+        found = (
+            Cluster(device, ranks, ranks, constants=constants)
+            if before is None
+            else replace(
+                before,
+                device=replace(device, link_bandwidth=before.device.link_bandwidth),
+                constants=replace(
+                    constants, hop_s=before.constants.hop_s, contention=before.constants.contention
+                ),
+            )
+        )
+    else:
+        assert before is not None
+        found = measured_links(before.device, before.constants)
+    if dist.get_rank() == 0:
+        found.save(path)
+        print(_told(found))
+        print(f"written: {path}")
+    return 0
+
+
+def _told(cluster: Cluster) -> str:
+    device, constants = cluster.device, cluster.constants
+    rows = [
+        f"{cluster.ranks} x {device.name}, {cluster.ranks_per_host} in a host",
+        f"matmuls        {device.peak_flops / 1e12:.3g} TFLOP/s, half of it {constants.narrow:.0f} wide",
+        f"memory         {device.memory_bandwidth / 1e9:.3g} GB/s, elementwise {constants.memory:.0%} of it",
+        f"links in a host {device.link_bandwidth / 1e9:.3g} GB/s, between hosts "
+        f"{cluster.host_bandwidth / 1e9:.3g} GB/s, {constants.hop_s * 1e6:.0f} us a hop",
+        f"computing loses {constants.contention:.2f} s for each second of a collective beside it",
+    ]
+    return "\n".join(rows)

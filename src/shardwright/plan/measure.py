@@ -1,0 +1,264 @@
+"""A cluster as it was measured: what its devices compute and its links carry, in the terms of the prices.
+
+All ranks measure at the same time, since ranks of one host share memory and cores, and the slowest counts.
+"""
+
+import math
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwright.errors import InputError
+from shardwright.plan.cluster import Cluster, DeviceSpec
+from shardwright.plan.constants import Constants
+from shardwright.plan.prices import HOST_HOP, LAUNCH_S
+from shardwright.schedule.layout import equal_spans
+from shardwright.transport.base import Comm, Gather, Segment
+from shardwright.transport.mesh import comm_of, default_mesh
+
+_LONG_US = 50_000  # of one measurement; shorter ones are repeated until they take as long
+_MOST_REPEATS = 10_000
+_NARROW = (32, 64, 128, 256, 512, 1024)
+_LINK_NBYTES = (1 << 12, 1 << 14, 1 << 20, 1 << 22, 1 << 24)
+_LINK_LONG_S = 3.0  # after one that took as long no larger one is measured
+
+
+class Fit(NamedTuple):
+    """``seconds = at_zero + each * x``."""
+
+    at_zero: float
+    each: float
+
+
+def fitted(points: Sequence[tuple[float, float]]) -> Fit:
+    """The line through ``(x, seconds)`` with the least sum of squared relative errors."""
+    weights = [1 / seconds**2 for _, seconds in points]
+    total = sum(weights)
+    mean_x = sum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total
+    mean_y = sum(w * y for w, (_, y) in zip(weights, points, strict=True)) / total
+    spread = sum(w * (x - mean_x) ** 2 for w, (x, _) in zip(weights, points, strict=True))
+    each = sum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, points, strict=True)) / (
+        spread or 1.0
+    )
+    return Fit(max(mean_y - each * mean_x, 0.0), max(each, 0.0))
+
+
+def measured_device(dtype: torch.dtype = torch.bfloat16) -> tuple[DeviceSpec, Constants]:
+    """This rank's device: the rates of matmuls, memory, attention and AdamW in ``dtype``, the slowest rank's.
+
+    Joins the job of the launcher, if there is one; every rank of it calls. Takes some ten seconds.
+    The device's shares and the constants are 1 where its rates are what was reached.
+    """
+    comm, device = _meet()
+    generator = torch.Generator(device).manual_seed(0)
+
+    def filled(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=device).to(dtype)
+
+    wide = _NARROW[-1]
+    points = []
+    for narrow in _NARROW:
+        a, b = filled(wide, narrow), filled(narrow, wide)
+        flops = 2.0 * narrow * wide * wide
+        points.append((1 / narrow, _seconds(comm, lambda a=a, b=b: a @ b) / flops))
+    matmul = fitted(points)
+    peak_flops = 1 / matmul.at_zero if matmul.at_zero else 1 / min(seconds for _, seconds in points)
+
+    source, target = (torch.empty(1 << 26, dtype=torch.uint8, device=device) for _ in range(2))
+    bandwidth = 2 * source.nbytes / _seconds(comm, lambda: target.copy_(source))
+
+    hidden, weight = filled(2048, wide), torch.ones(wide, dtype=dtype, device=device)
+    passes: list[tuple[int, Callable[[], object]]] = [
+        (3, lambda: hidden + hidden),
+        (2, lambda: F.gelu(hidden)),
+        (2, lambda: F.layer_norm(hidden, (wide,), weight, weight)),
+        (2, lambda: torch.softmax(hidden, -1)),
+    ]
+    moved = sum(times * hidden.nbytes for times, _ in passes)
+    memory = moved / sum(_seconds(comm, run) for _, run in passes) / bandwidth
+
+    heads, length, size = 8, 512, 64
+    query = filled(1, heads, length, size)
+    taken = _seconds(comm, lambda: F.scaled_dot_product_attention(query, query, query, is_causal=True))
+    attention = 2.0 * heads * length * length * size / taken / peak_flops  # half of it is masked
+
+    param = torch.nn.Parameter(torch.zeros(1 << 22, device=device))
+    param.grad = torch.ones_like(param)
+    optimizer = torch.optim.AdamW([param], foreach=True)
+    step_s = _seconds(comm, optimizer.step)
+
+    small = torch.zeros(1, device=device)
+    launch_s = _seconds(comm, lambda: [small.add_(1) for _ in range(100)]) / 100
+    spec = DeviceSpec(
+        name=_name(device),
+        peak_flops=peak_flops,
+        memory_nbytes=float(_memory_nbytes(device)),
+        memory_bandwidth=bandwidth,
+        link_bandwidth=bandwidth,
+        matmul=1.0,
+        attention=min(attention, 1.0),
+        ring=1.0,
+        reserved=1.0 if device.type == "cpu" else DeviceSpec.reserved,
+    )
+    constants = Constants(
+        matmul=1.0,
+        attention=1.0,
+        memory=memory,
+        narrow=matmul.each * peak_flops,
+        optimizer=step_s * bandwidth / param.numel(),
+        wire=1.0,
+        launch_s=launch_s,
+        contention=0.0,
+    )
+    return spec, constants
+
+
+def measured_links(device: DeviceSpec, constants: Constants) -> Cluster:
+    """The ranks of this job, with the latency and the bandwidth of all-gathers between them, by the transport
+    that steps take; and how much computing loses beside one. Every rank of the job calls.
+
+    Of a host's ranks the link is measured among themselves, and between hosts among all.
+    Raises: InputError for a job of one rank, or whose hosts have different numbers of ranks.
+    """
+    comm, where = _meet()
+    ranks = comm.world
+    if ranks == 1:
+        raise InputError(
+            "links are between ranks, and this job has 1: start one on each device, with torchrun"
+        )
+    hosts = _hosts()
+    sizes = {hosts.count(host) for host in hosts}
+    if len(sizes) > 1:
+        raise InputError(f"hosts have {sorted(sizes)} ranks; a plan is for as many on each")
+    per_host = sizes.pop()
+    cluster = Cluster(device, ranks, per_host, constants=constants)
+    if per_host > 1:
+        inside = comm if per_host == ranks else comm_of(_groups_of(hosts), where.type)
+        within, hop_s = _link(inside, hops=per_host - 1)
+        cluster = replace(
+            cluster,
+            device=replace(device, link_bandwidth=within),
+            constants=replace(cluster.constants, hop_s=hop_s),
+        )
+    if per_host < ranks:
+        hops = ranks - cluster.hosts + HOST_HOP * (cluster.hosts - 1)
+        between, hop_s = _link(comm, hops)
+        if per_host > 1:  # prices add what the way inside of a host takes
+            between = 1 / max(1 / between - 1 / cluster.device.link_bandwidth, 1e-15)
+        cluster = replace(cluster, host_bandwidth=between, constants=replace(cluster.constants, hop_s=hop_s))
+    return replace(cluster, constants=replace(cluster.constants, contention=_contention(comm)))
+
+
+def _link(comm: Comm, hops: float) -> tuple[float, float]:
+    """Bytes/s that come in on a rank, and seconds for each hop."""
+    points = []
+    for nbytes in _LINK_NBYTES:
+        gather = _gather(comm, nbytes)
+        taken = _seconds(comm, lambda gather=gather: gather().wait())
+        points.append((float(nbytes * (comm.world - 1)), taken))
+        if taken > _LINK_LONG_S:
+            break
+    fit = fitted(points)
+    return 1 / fit.each if fit.each else math.inf, max(fit.at_zero - LAUNCH_S, 0.0) / hops
+
+
+def _gather(comm: Comm, nbytes: int) -> Callable[[], Gather]:
+    flat = torch.zeros(nbytes * comm.world, dtype=torch.uint8, device=_device_of(comm))
+    segment = Segment(flat, equal_spans(nbytes, comm.world))
+    return lambda: comm.all_gather([segment], "measure the links")
+
+
+def _contention(comm: Comm) -> float:
+    """Seconds that computing loses for each second of an all-gather beside it."""
+    a = torch.ones(512, 512, device=_device_of(comm))
+    gather = _gather(comm, 1 << 22)
+    gather_s = _seconds(comm, lambda: gather().wait())
+    products = math.ceil(2 * gather_s / _seconds(comm, lambda: a @ a))  # as long as two all-gathers
+
+    def compute() -> None:
+        for _ in range(products):
+            torch.mm(a, a)
+
+    def both() -> None:
+        flight = gather()
+        compute()
+        flight.wait()
+
+    return max(_seconds(comm, both) - _seconds(comm, compute), 0.0) / gather_s
+
+
+def _seconds(comm: Comm, run: Callable[[], object]) -> float:
+    """Of one call, as the slowest rank takes it: the median of three times as many as take long enough."""
+    repeats = 1
+    while True:
+        taken = _us(repeats, run), _us(repeats, run), _us(repeats, run)
+        (slowest,) = comm.host.all_reduce_words([int(median(taken))], max, "what a measurement took")
+        if slowest >= _LONG_US or repeats >= _MOST_REPEATS:
+            return max(slowest, 1) / 1e6 / repeats
+        repeats = min(_MOST_REPEATS, max(2 * repeats, repeats * _LONG_US // max(slowest, 1)))
+
+
+def _us(repeats: int, run: Callable[[], object]) -> float:
+    _settle()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        run()
+    _settle()
+    return 1e6 * (time.perf_counter() - start)
+
+
+def _settle() -> None:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+
+
+def _meet() -> tuple[Comm, torch.device]:
+    """The transport of all ranks, and where this one computes."""
+    mesh = default_mesh()
+    comm = comm_of(mesh.get_group(), mesh.device_type)
+    return comm, _device_of(comm)
+
+
+def _device_of(comm: Comm) -> torch.device:
+    accelerator = None if comm.host is comm else torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def _hosts() -> list[str]:
+    """The name of each rank's host."""
+    names: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(names, socket.gethostname())
+    return [str(name) for name in names]
+
+
+def _groups_of(hosts: Sequence[str]) -> dist.ProcessGroup:
+    """This rank's host's ranks. Every rank makes the groups of all hosts."""
+    mine, _ = dist.new_subgroups_by_enumeration(
+        [[rank for rank, each in enumerate(hosts) if each == host] for host in dict.fromkeys(hosts)]
+    )
+    assert isinstance(mine, dist.ProcessGroup)  # every rank is in one of them
+    return mine
+
+
+def _name(device: torch.device) -> str:
+    if device.type == "cpu":
+        return f"CPU, {torch.get_num_threads()} threads"
+    module = torch.get_device_module(device)
+    return str(module.get_device_name(device))
+
+
+def _memory_nbytes(device: torch.device) -> int:
+    if device.type == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return torch.accelerator.get_memory_info(device)[1]

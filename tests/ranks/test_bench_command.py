@@ -1,0 +1,75 @@
+"""``shardwright bench``: a cluster that is measured is one that plans take."""
+
+import sys
+
+import pytest
+import torch
+
+from bench.model import Size, Transformer
+from shardwright.cli import main
+from shardwright.plan import Choice, estimate, measure
+from shardwright.plan.cluster import DEVICES, Cluster
+from shardwright.plan.measure import fitted
+from tests.ranks.pool import as_torchrun, free_port, run_ranks
+
+
+def test_a_line_is_fitted_through_its_points_and_never_falls():
+    assert fitted([(x, 3e-6 + 2e-9 * x) for x in (0.0, 10.0, 1e4, 1e7)]) == pytest.approx((3e-6, 2e-9))
+    assert fitted([(1.0, 2.0), (2.0, 1.0)]).each == 0.0
+
+
+def measured(rank, world, port, path):
+    as_torchrun(rank, world, port)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "_LONG_US", 200)
+        patch.setattr(measure, "_NARROW", (32, 128))
+        patch.setattr(measure, "_LINK_NBYTES", (1 << 10, 1 << 16, 1 << 18))
+        codes = [main(["bench", what, "--dtype", "float32", "--out", path]) for what in ("compute", "links")]
+        before = Cluster.load(path) if rank == 0 else None
+        codes.append(main(["bench", "compute", "--out", path]))
+    return codes, before, None if rank else Cluster.load(path)
+
+
+def test_ranks_measure_their_devices_and_links_together_into_a_file_that_an_estimate_takes(tmp_path):
+    path = tmp_path / "cluster.toml"
+    (codes, links, again), (others, _, _) = run_ranks(2, measured, free_port(), str(path), limit_s=120.0)
+    assert codes == others == [0, 0, 0]
+    assert (links.ranks, links.ranks_per_host, links.hosts) == (2, 2, 1)
+    assert links.device.name.startswith("CPU")
+    assert links.device.peak_flops > 0 and 0 < links.device.link_bandwidth != links.device.memory_bandwidth
+    # Measured once more, a device keeps its links.
+    kept = [(c.device.link_bandwidth, c.constants.hop_s, c.constants.contention) for c in (links, again)]
+    assert kept[0] == kept[1] and links.device.memory_bandwidth != again.device.memory_bandwidth
+    with torch.device("meta"):
+        model, sample = Transformer(Size(layers=2, width=64)), torch.empty(2, 17, dtype=torch.int64)
+    ours, theirs = (
+        estimate(model, sample, each, Choice()).timeline for each in (links, Cluster(DEVICES["H100"], 2))
+    )
+    assert ours.compute_s > theirs.compute_s > 0
+
+
+def alone(rank, world, port, path):
+    as_torchrun(rank, world, port)
+    Cluster(DEVICES["H100"], 8).save(path)
+    sys.stderr = open(f"{path}.log", "w")  # noqa: SIM115
+    return main(["bench", "links", "--out", path])
+
+
+def test_links_need_a_device_first_and_two_ranks(tmp_path, capsys):
+    missing = tmp_path / "none.toml"
+    assert main(["bench", "links", "--out", str(missing)]) == 2
+    assert f"first shardwright bench compute --out {missing}" in capsys.readouterr().err
+    path = tmp_path / "cluster.toml"
+    assert run_ranks(1, alone, free_port(), str(path)) == [1]
+    assert "links are between ranks, and this job has 1" in (tmp_path / "cluster.toml.log").read_text()
+    assert Cluster.load(path) == Cluster(DEVICES["H100"], 8)
+
+
+def test_what_was_measured_goes_through_its_file_and_a_word_that_is_none_is_told(tmp_path):
+    path = tmp_path / "cluster.toml"
+    cluster = Cluster(DEVICES["H100"], 8, constants=measure.Constants(hop_s=0.0, memory=0.5))
+    cluster.save(path)
+    assert Cluster.load(path) == cluster
+    path.write_text(path.read_text() + "speed = 3\n")
+    with pytest.raises(Exception, match=r"\[constants\] speed is unknown; known: matmul, "):
+        Cluster.load(path)
