@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
 
 from shardwright.errors import InputError
 from shardwright.plan.cluster import Cluster, DeviceSpec
@@ -59,45 +58,10 @@ def measured_device(dtype: torch.dtype = torch.bfloat16) -> tuple[DeviceSpec, Co
     The device's shares and the constants are 1 where its rates are what was reached.
     """
     comm, device = _meet()
-    generator = torch.Generator(device).manual_seed(0)
-
-    def filled(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, device=device).to(dtype)
-
-    wide = _NARROW[-1]
-    points = []
-    for narrow in _NARROW:
-        a, b = filled(wide, narrow), filled(narrow, wide)
-        flops = 2.0 * narrow * wide * wide
-        points.append((1 / narrow, _seconds(comm, lambda a=a, b=b: a @ b) / flops))
-    matmul = fitted(points)
-    peak_flops = 1 / matmul.at_zero if matmul.at_zero else 1 / min(seconds for _, seconds in points)
-
+    peak_flops, narrow = _matmuls(comm, device, dtype)
     source, target = (torch.empty(1 << 26, dtype=torch.uint8, device=device) for _ in range(2))
     bandwidth = 2 * source.nbytes / _seconds(comm, lambda: target.copy_(source))
-
-    hidden, weight = filled(2048, wide), torch.ones(wide, dtype=dtype, device=device)
-    passes: list[tuple[int, Callable[[], object]]] = [
-        (3, lambda: hidden + hidden),
-        (2, lambda: F.gelu(hidden)),
-        (2, lambda: F.layer_norm(hidden, (wide,), weight, weight)),
-        (2, lambda: torch.softmax(hidden, -1)),
-    ]
-    moved = sum(times * hidden.nbytes for times, _ in passes)
-    memory = moved / sum(_seconds(comm, run) for _, run in passes) / bandwidth
-
-    heads, length, size = 8, 512, 64
-    query = filled(1, heads, length, size)
-    taken = _seconds(comm, lambda: F.scaled_dot_product_attention(query, query, query, is_causal=True))
-    attention = 2.0 * heads * length * length * size / taken / peak_flops  # half of it is masked
-
-    param = torch.nn.Parameter(torch.zeros(1 << 22, device=device))
-    param.grad = torch.ones_like(param)
-    optimizer = torch.optim.AdamW([param], foreach=True)
-    step_s = _seconds(comm, optimizer.step)
-
     small = torch.zeros(1, device=device)
-    launch_s = _seconds(comm, lambda: [small.add_(1) for _ in range(100)]) / 100
     spec = DeviceSpec(
         name=_name(device),
         peak_flops=peak_flops,
@@ -105,21 +69,63 @@ def measured_device(dtype: torch.dtype = torch.bfloat16) -> tuple[DeviceSpec, Co
         memory_bandwidth=bandwidth,
         link_bandwidth=bandwidth,
         matmul=1.0,
-        attention=min(attention, 1.0),
+        attention=min(_attention(comm, device, dtype) / peak_flops, 1.0),
         ring=1.0,
         reserved=1.0 if device.type == "cpu" else DeviceSpec.reserved,
     )
     constants = Constants(
         matmul=1.0,
         attention=1.0,
-        memory=memory,
-        narrow=matmul.each * peak_flops,
-        optimizer=step_s * bandwidth / param.numel(),
+        memory=_passes(comm, device, dtype) / bandwidth,
+        narrow=narrow,
+        optimizer=_optimizer_s(comm, device) * bandwidth,
         wire=1.0,
-        launch_s=launch_s,
+        launch_s=_seconds(comm, lambda: [small.add_(1) for _ in range(100)]) / 100,
         contention=0.0,
     )
     return spec, constants
+
+
+def _matmuls(comm: Comm, device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
+    """FLOP/s of very wide ones, and the width that reaches half of it."""
+    wide, points = _NARROW[-1], []
+    for narrow in _NARROW:
+        a, b = (torch.randn(*shape, device=device).to(dtype) for shape in ((wide, narrow), (narrow, wide)))
+        taken = _seconds(comm, lambda a=a, b=b: a @ b)
+        points.append((1 / narrow, taken / (2.0 * narrow * wide * wide)))
+    fit = fitted(points)
+    if not fit.at_zero:
+        return 1 / min(seconds for _, seconds in points), 0.0
+    return 1 / fit.at_zero, fit.each / fit.at_zero
+
+
+def _passes(comm: Comm, device: torch.device, dtype: torch.dtype) -> float:
+    """Bytes/s of elementwise kernels as transformers have them."""
+    hidden, weight = (torch.randn(*shape, device=device).to(dtype) for shape in ((2048, 1024), (1024,)))
+    passes: list[tuple[int, Callable[[], object]]] = [
+        (3, lambda: hidden + hidden),
+        (2, lambda: F.gelu(hidden)),
+        (2, lambda: F.layer_norm(hidden, (1024,), weight, weight)),
+        (2, lambda: torch.softmax(hidden, -1)),
+    ]
+    moved = sum(times * hidden.nbytes for times, _ in passes)
+    return moved / sum(_seconds(comm, run) for _, run in passes)
+
+
+def _attention(comm: Comm, device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of the causal one, of which half is masked."""
+    heads, length, size = 8, 512, 64
+    query = torch.randn(1, heads, length, size, device=device).to(dtype)
+    taken = _seconds(comm, lambda: F.scaled_dot_product_attention(query, query, query, is_causal=True))
+    return 2.0 * heads * length * length * size / taken
+
+
+def _optimizer_s(comm: Comm, device: torch.device) -> float:
+    """Seconds of AdamW for each parameter."""
+    param = torch.nn.Parameter(torch.zeros(1 << 22, device=device))
+    param.grad = torch.ones_like(param)
+    optimizer = torch.optim.AdamW([param], foreach=True)
+    return _seconds(comm, optimizer.step) / param.numel()
 
 
 def measured_links(device: DeviceSpec, constants: Constants) -> Cluster:
