@@ -328,11 +328,15 @@ def _saved(model: nn.Module, rank: int) -> list[torch.Tensor]:
 
 
 def _by_hand(model: nn.Module, edits: bool) -> list[torch.Tensor]:
-    """Unshard without a forward: with and without a wait for it; and maybe edit what is unsharded."""
+    """Unshard without a forward: with and without a wait for it, and behind one that fails; and maybe edit
+    what is unsharded."""
     units, seen = [unit for unit in model.modules() if isinstance(unit, FSDPModule)], []
     for unit, other in [*pairwise(units), *pairwise(reversed(units))]:
         unit.unshard(async_op=True)
         unit.reshard()
+        seen += _read(other)
+        with _arrivals_failing(unit), suppress(_Failed):
+            unit.unshard()
         seen += _read(other)
     if edits:
         with model.unsharded(), torch.no_grad():

@@ -189,17 +189,14 @@ NOT_SEEN = {
     "engine/costs.py _rehearse: torch.accelerator.synchronize()": _ALONE,
     "engine/executor.py Executor._arrive: streams.settle()": (
         "the last sums are copied after compute has waited for the backward's gathers, but for one that was "
-        "launched ahead for nothing and is still in flight; no schedule here has that"
+        "launched ahead for nothing, which is dropped here; another rank may use it, after this one's "
+        "backward only of a frozen group, for gradients of its inputs"
     ),
     "engine/executor.py Executor._step: group.reducer.unresolved.arrive()": (
         "the gradients then arrive at the end of the backward, and are stepped there: later, and right"
     ),
     "engine/group.py ParamGroup.fill: streams.filled([segment.flat for segment in segments])": (
         "what isn't said to be filled waits for compute: later than it could, and right"
-    ),
-    "engine/group.py ParamGroup.give_up: self._release()": (
-        "the error has ended the phase, and the next one's gathers wait for compute; only unshard() by hand, "
-        "called again, doesn't"
     ),
     "engine/group.py ParamGroup.give_up: self.gatherer.comm.streams.forget_filled()": (
         "memory that gather has filled is handed out to gather alone, until a cache is emptied"
