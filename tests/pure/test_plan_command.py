@@ -98,7 +98,7 @@ class Block(nn.Module):
 class LikeTransformers(nn.Module):
     """The names that modules have in a model of transformers."""
 
-    def __init__(self, layers):
+    def __init__(self, layers, tied):
         super().__init__()
         self.model = nn.ModuleDict(
             {
@@ -108,6 +108,8 @@ class LikeTransformers(nn.Module):
             }
         )
         self.lm_head = nn.Linear(64, 100, bias=False)
+        if tied:
+            self.lm_head.weight = self.model["embed_tokens"].weight
 
     def forward(self, tokens):
         hidden = self.model["embed_tokens"](tokens)
@@ -116,8 +118,9 @@ class LikeTransformers(nn.Module):
         return self.lm_head(self.model["norm"](hidden)).sum()
 
 
-def test_the_plan_of_a_config_is_applied_to_the_model_by_its_names(tmp_path, capsys):
-    config_in(tmp_path / "llama")
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_plan_of_a_config_is_applied_to_the_model_by_its_names(tied, tmp_path, capsys):
+    config_in(tmp_path / "llama", tie_word_embeddings=tied)
     searched, asked = tmp_path / "searched.toml", tmp_path / "asked.toml"
     lines = plan(capsys, tmp_path / "llama", *ON, "--batch", 4, "--search", "--budget", 30, "--out", searched)
     assert any("candidates tried" in line for line in lines)
@@ -128,7 +131,7 @@ def test_the_plan_of_a_config_is_applied_to_the_model_by_its_names(tmp_path, cap
     assert len(Plan.load(asked).groups) == 33
     for path in (searched, asked):
         with rank_zero_of(64):
-            model = fully_shard(LikeTransformers(32), plan=path)
+            model = fully_shard(LikeTransformers(32, tied), plan=path)
             for _ in range(2):
                 model(torch.zeros(2, 8, dtype=torch.int64)).backward()
             groups = Plan.load(path).groups

@@ -1,5 +1,6 @@
 """``fully_shard(model, plan=...)`` and the plan's file: what was priced is what the model is sharded by."""
 
+import copy
 import dataclasses
 import re
 from functools import partial
@@ -114,6 +115,11 @@ def test_a_plan_for_another_model_or_number_of_ranks_is_refused_before_anything_
             InputError, match=r"is for 4 ranks, and there are 8: start 4, or make a plan for 8"
         ):
             refused(plan=dataclasses.replace(BY_HAND, ranks=4, shards=4))
+        ahead = SchedulePolicy(ahead={"forward": {"embedding+position": ["blocks.1"]}})
+        with pytest.raises(
+            InputError, match=r"names a group 'blocks.1' in ahead, and its groups are embedding"
+        ):
+            refused(plan=dataclasses.replace(BY_HAND, policy=ahead))
         for options in ({"groups": "auto"}, {"reshard_after_forward": True}, {"shard_over_all": True}):
             with pytest.raises(InputError, match=r"got plan= and .*which the plan has: leave"):
                 refused(plan=BY_HAND, **options)
@@ -175,6 +181,15 @@ def test_a_plan_that_is_not_there_is_refused(tmp_path):
 
 def numel_of(model):
     return [sum(param.sharded.numel() for param in group.params) for group in unit_of(model).runtime.groups]
+
+
+def test_a_copy_of_a_planned_model_recomputes_in_its_own_modules():
+    with rank_zero_of(8):
+        model = fully_shard(bench_model.build(SIZE), plan=BY_HAND)
+        twin = copy.deepcopy(model)
+        steps(twin)
+        assert all(param.grad is not None for param in twin.parameters())
+        assert all(param.grad is None for param in model.parameters())
 
 
 @pytest.mark.parametrize("ranks", [8, 512])
