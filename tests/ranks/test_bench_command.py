@@ -1,5 +1,6 @@
 """``shardwright bench``: a cluster that is measured is one that plans take."""
 
+import os
 import sys
 
 import pytest
@@ -25,7 +26,7 @@ def measured(rank, world, port, path):
         patch.setattr(measure, "_NARROW", (32, 128))
         patch.setattr(measure, "_LINK_NBYTES", (1 << 10, 1 << 16, 1 << 18))
         codes = [main(["bench", what, "--dtype", "float32", "--out", path]) for what in ("compute", "links")]
-        before = Cluster.load(path) if rank == 0 else None
+        before = Cluster.load(path) if rank == 0 else None  # others needn't see it
         codes.append(main(["bench", "compute", "--out", path]))
     return codes, before, None if rank else Cluster.load(path)
 
@@ -55,10 +56,22 @@ def alone(rank, world, port, path):
     return main(["bench", "links", "--out", path])
 
 
-def test_links_need_a_device_first_and_two_ranks(tmp_path, capsys):
-    missing = tmp_path / "none.toml"
-    assert main(["bench", "links", "--out", str(missing)]) == 2
-    assert f"first shardwright bench compute --out {missing}" in capsys.readouterr().err
+def refused(rank, world, port, folder):
+    as_torchrun(rank, world, port)
+    os.mkdir(f"{folder}/{rank}")
+    sys.stderr = open(f"{folder}/{rank}/log", "w")  # noqa: SIM115
+    if rank:  # a file of its own, and none on rank 0: hosts needn't share a file system
+        Cluster(DEVICES["H100"], 8).save(f"{folder}/{rank}/cluster.toml")
+    return main(["bench", "links", "--out", f"{folder}/{rank}/cluster.toml"])
+
+
+def test_a_file_that_rank_0_lacks_is_an_error_on_all_ranks(tmp_path):
+    assert run_ranks(2, refused, free_port(), str(tmp_path)) == [2, 2]
+    for rank in range(2):
+        assert "first shardwright bench compute --out" in (tmp_path / str(rank) / "log").read_text()
+
+
+def test_links_are_measured_between_two_ranks_or_more(tmp_path):
     path = tmp_path / "cluster.toml"
     assert run_ranks(1, alone, free_port(), str(path)) == [1]
     assert "links are between ranks, and this job has 1" in (tmp_path / "cluster.toml.log").read_text()

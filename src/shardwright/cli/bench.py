@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from shardwright.errors import ConfigError
 from shardwright.plan.cluster import Cluster
-from shardwright.plan.measure import measured_device, measured_links
+from shardwright.plan.measure import measured_device, measured_links, of_first_rank
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -37,9 +37,7 @@ def add_commands(commands: Any) -> None:
 def run(known: argparse.Namespace) -> int:
     """Measure, and write the file. Raises: ConfigError, InputError."""
     path = Path(known.out)
-    if known.what == "links" and not path.exists():
-        raise ConfigError(f"{path} has no device yet: first shardwright bench compute --out {path}")
-    before = Cluster.load(path) if path.exists() else None
+    before = of_first_rank(lambda: _before(path, known.what))
     if known.what == "compute":
         device, constants = measured_device(_DTYPES[known.dtype])
         ranks = dist.get_world_size()
@@ -62,6 +60,12 @@ def run(known: argparse.Namespace) -> int:
         print(_told(found))
         print(f"written: {path}")
     return 0
+
+
+def _before(path: Path, what: str) -> Cluster | None:
+    if what == "links" and not path.exists():
+        raise ConfigError(f"{path} has no device yet: first shardwright bench compute --out {path}")
+    return Cluster.load(path) if path.exists() else None
 
 
 def _told(cluster: Cluster) -> str:

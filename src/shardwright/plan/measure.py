@@ -10,13 +10,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from shardwright.errors import InputError
+from shardwright.errors import ConfigError, InputError
 from shardwright.plan.cluster import Cluster, DeviceSpec
 from shardwright.plan.constants import Constants
 from shardwright.plan.prices import HOST_HOP, LAUNCH_S
@@ -29,6 +29,9 @@ _MOST_REPEATS = 10_000
 _NARROW = (32, 64, 128, 256, 512, 1024)
 _LINK_NBYTES = (1 << 12, 1 << 14, 1 << 20, 1 << 22, 1 << 24)
 _LINK_LONG_S = 3.0  # after one that took as long no larger one is measured
+
+
+_T = TypeVar("_T")
 
 
 class Fit(NamedTuple):
@@ -49,6 +52,21 @@ def fitted(points: Sequence[tuple[float, float]]) -> Fit:
         spread or 1.0
     )
     return Fit(max(mean_y - each * mean_x, 0.0), max(each, 0.0))
+
+
+def of_first_rank(make: Callable[[], _T]) -> _T:
+    """What ``make`` returns on rank 0, on every rank of the job; its ConfigError, too. Every rank calls."""
+    default_mesh()
+    found: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            found = [make()]
+        except ConfigError as error:
+            found = [error]
+    dist.broadcast_object_list(found, src=0)
+    if isinstance(found[0], ConfigError):
+        raise found[0]
+    return found[0]
 
 
 def measured_device(dtype: torch.dtype = torch.bfloat16) -> tuple[DeviceSpec, Constants]:
