@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import links, report, step
+from bench import links, plan_machine, report, step
 from bench.model import Size, build, tokens
 from bench.systems import GROUPINGS, OPTIONAL, SYSTEMS
 
@@ -41,6 +41,22 @@ def solo(communication_s, losses=(3.0, 2.0)):
 def row(system="fsdp2", losses=(3.0, 2.0), communication_s=0.5):
     ranks = [paired([1.2, 1.5, 4.0], [1.0, 1.0, 2.0]), paired([1.2, 1.5, 4.0], [1.0, 1.5, 2.0])]
     return report.summarise(system, ranks, [solo(communication_s, losses)] * 2)
+
+
+def test_the_order_of_configurations_counts_where_their_times_can_be_told_apart():
+    found = [
+        plan_machine.Found("1gbit", name, predicted, measured, measured - 1, measured + 1)
+        for name, predicted, measured in (("a", 10, 20), ("b", 12, 21), ("c", 30, 40), ("d", 11, 60))
+    ]
+    assert plan_machine.tau(found) == pytest.approx((3 - 2) / 5)  # a and b overlap; d is faster than b and c
+
+
+def test_a_model_that_a_plan_is_measured_with_has_the_groups_of_each_grouping():
+    for name, number in (("one", 1), ("blocks", 9), ("blocks-by-4", 3)):
+        found = plan_machine.workload(plan_machine.SIZE, name)
+        assert len(found.groups) == number
+        assert found.root == number - 1
+        assert found.numel == sum(p.numel() for p in build(plan_machine.SIZE).parameters())
 
 
 def test_the_ratio_is_the_median_of_paired_block_ratios():

@@ -180,6 +180,19 @@ def test_the_table_says_what_fits_how_fast_and_at_what_cost():
     ]  # fmt: skip
 
 
+def test_a_host_that_computes_does_not_run_ahead_of_it():
+    def runs_ahead(runtime):
+        intervals = estimate(on_meta(), sample(), EIGHT, Choice(runtime, mp_policy=FP32)).timeline.intervals
+        launched = [each for each in intervals if each.lane == "host"]
+        computed = {each.label: each.end for each in intervals if each.lane == "compute"}
+        return any(
+            later.start < computed[each.label] for each, later in zip(launched, launched[1:], strict=False)
+        )
+
+    assert runs_ahead("shardwright")
+    assert not runs_ahead("shardwright-cpu")
+
+
 def test_more_ranks_hold_less_and_copies_of_shards_hold_more():
     sizes = [
         estimate(on_meta(), sample(), Cluster(DEVICES["H100"], ranks), Choice(shards=shards)).peak.total

@@ -24,6 +24,7 @@ class Preset:
     gather_copies, reduce_copies: bytes that the device moves for each element besides the collective: out of
         the buffer of an all-gather, and into that of a reduce-scatter. divides: gradients are divided in
         place before that; the others divide in the collective.
+    host_computes: the host is the device: what it launches it has computed when it goes on.
     """
 
     policy: SchedulePolicy
@@ -35,6 +36,7 @@ class Preset:
     gather_copies: int = 0
     reduce_copies: int = 4
     divides: bool = False
+    host_computes: bool = False
 
     def reduce_nbytes(self, own: int, itemsize: int) -> int:
         """Bytes that the device moves for each element, of ``own`` bytes, before a reduce-scatter in
@@ -45,6 +47,9 @@ class Preset:
 
 PRESETS = {
     "shardwright": Preset(SchedulePolicy(), root_stays=True, reshards=None),
+    "shardwright-cpu": Preset(
+        SchedulePolicy(), root_stays=True, reshards=None, one_communicator=True, host_computes=True
+    ),
     "fsdp2": Preset(
         SchedulePolicy(forward_prefetch=False, max_reductions=1, keep_last=0, bucket_cap_mb=0.0),
         root_stays=True,
@@ -67,7 +72,8 @@ PRESETS = {
         divides=True,
     ),
 }
-"""By name. ``fsdp1``: with ``limit_all_gathers``, as its users run it."""
+"""By name. ``shardwright-cpu``: parameters and gradients share one network. ``fsdp1``: with
+``limit_all_gathers``, as its users run it."""
 
 
 def preset(name: str) -> Preset:

@@ -114,14 +114,23 @@ class _Step:
             np.maximum(np.minimum(end, start + seconds) - np.maximum(since, start), 0.0)
             for since, end in lanes.busy
         )
-        seconds = np.maximum(seconds + self.prices.constants.contention * beside, launch)
+        seconds = seconds + self.prices.constants.contention * beside
+        seconds = seconds + launch if self.preset.host_computes else np.maximum(seconds, launch)
         self.computed += seconds
         lanes.run("compute", label, seconds, begun)
+        self._keep_up()
         del lanes.busy[:-4]
+
+    def _keep_up(self) -> None:
+        """Where the host computes, it is where compute is."""
+        if self.preset.host_computes:
+            both = np.maximum(self.lanes.free["host"], self.lanes.free["compute"])
+            self.lanes.free["host"] = self.lanes.free["compute"] = both
 
     def act(self, action: Action) -> None:
         """One action of the schedule."""
         lanes, kind = self.lanes, action.kind
+        self._keep_up()
         if kind is ActionKind.UNSHARD:
             self._gather(action)
         elif kind is ActionKind.WAIT:
