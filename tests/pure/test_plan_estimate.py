@@ -1,5 +1,7 @@
 """``plan.estimate``: what a module computes, keeps and moves, from one forward and backward without data."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -185,9 +187,7 @@ def test_a_host_that_computes_does_not_run_ahead_of_it():
         intervals = estimate(on_meta(), sample(), EIGHT, Choice(runtime, mp_policy=FP32)).timeline.intervals
         launched = [each for each in intervals if each.lane == "host"]
         computed = {each.label: each.end for each in intervals if each.lane == "compute"}
-        return any(
-            later.start < computed[each.label] for each, later in zip(launched, launched[1:], strict=False)
-        )
+        return any(later.start < computed[each.label] for each, later in pairwise(launched))
 
     assert runs_ahead("shardwright")
     assert not runs_ahead("shardwright-cpu")
