@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from bench import model as bench_model
 from shardwright import MixedPrecisionPolicy
@@ -14,6 +15,7 @@ from shardwright import MixedPrecisionPolicy
 SIZE = bench_model.Size(layers=2, width=32, vocab=48, sequence=12, batch=3)
 DEFAULT = MixedPrecisionPolicy()
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+BF16_SUMS = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 
 def numbers(*shape: int) -> torch.Tensor:
@@ -123,6 +125,21 @@ class Recurrent(nn.Module):
         return self.head(state[0])
 
 
+class Recomputed(nn.Module):
+    """Blocks whose forward runs again in the backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(12, 20), nn.GELU(), nn.Linear(20, 12)) for _ in range(3)
+        )
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
 class Wide(nn.Module):
     """Nearly all of it is an embedding."""
 
@@ -167,7 +184,9 @@ MODELS = {
     "experts": Planned(Experts, lambda: numbers(4, 10), [["experts.0"], ["experts.1", "experts.2"]]),
     "recurrent": Planned(Recurrent, lambda: tokens(29), [["embedding"], ["cell"], ["head"]]),
     "mixed precision": Planned(mlp, lambda: numbers(5, 7), [["1"], ["2"], ["3"]], BF16),
+    "bf16 sums": Planned(Experts, lambda: numbers(4, 10), [["experts.0"], ["experts.1"]], BF16_SUMS),
     "mixed transformer": Planned(_transformer, _batch, "auto", BF16),
     "by hand": Planned(_transformer, _batch, BY_HAND),
+    "recomputed": Planned(Recomputed, lambda: numbers(4, 12), "auto"),
     "wide embedding": Planned(Wide, lambda: tokens(997), [["embedding"], ["hidden"]]),
 }
