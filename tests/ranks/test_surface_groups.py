@@ -9,6 +9,7 @@ from torch import nn
 
 from shardwright import Grouping, explain, fully_shard, stats
 from shardwright.errors import InputError
+from shardwright.plan.cluster import DEVICES, Cluster
 from shardwright.planned import Plan, PlannedGroup
 from tests.ranks.models import Block, Decoder, Run, batches, build, loss_of, shard_decoder, train_beside
 from tests.ranks.pool import run_ranks
@@ -187,3 +188,17 @@ def test_what_a_plan_recomputes_is_not_kept_and_gives_the_same_bits_under_the_sa
         assert again[1:3] == plain[1:3]
         assert len(again[3]) == len(plain[3]) > 0
         assert all(map(torch.equal, again[3], plain[3]))
+
+
+def grouped_for_a_cluster(rank, world):
+    cluster = Cluster(DEVICES["H100"], 64)  # its ranks are those of the mesh
+    model = fully_shard(build(), groups="auto", cluster=cluster, sample=batches(0, world)[rank])
+    train_beside(Run.of(model), Run.of(build()), rank, world)
+    return groups_of(model)
+
+
+def test_groups_for_a_cluster_are_the_same_on_all_ranks_and_train_as_one_process_does():
+    found = run_ranks(2, grouped_for_a_cluster)
+    assert found[0] == found[1]
+    assert len(found[0]) < len(AUTO)
+    assert {name for group in found[0] for name in group} == {name for group in AUTO for name in group}
