@@ -7,6 +7,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 from shardwright.torch_private import SEEN_ON
 
 ROOT = Path(__file__).parents[2]
@@ -109,6 +111,7 @@ print(json.dumps([torch.__version__, said]))
 """
 
 
+@pytest.mark.slow
 def test_a_torch_that_lacks_a_private_name_is_refused_by_its_version_and_told_which_have_it():
     version, said = json.loads(run(WITHOUT_NAME.format(names=NAMES)))
     for (_, name), (kind, message) in zip(NAMES, said, strict=True):

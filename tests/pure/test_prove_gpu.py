@@ -82,6 +82,7 @@ print(prove._run(["-c", starts], pathlib.Path(sys.argv[1]), 2.0, {}))
 """
 
 
+@pytest.mark.slow
 def test_a_section_at_its_time_limit_is_ended_with_children_in_sessions_of_their_own(tmp_path):
     log = tmp_path / "log"
     command = [sys.executable, "-c", LEAVES_A_CHILD, str(log)]
@@ -91,6 +92,7 @@ def test_a_section_at_its_time_limit_is_ended_with_children_in_sessions_of_their
     assert not Path("/proc", log.read_text().strip()).exists()
 
 
+@pytest.mark.slow
 def test_a_device_suite_that_hangs_is_interrupted_and_leaves_what_has_passed(tmp_path):
     tests, report = tmp_path / "test_it.py", tmp_path / "report.xml"
     tests.write_text("import time\ndef test_a(): pass\ndef test_b(): time.sleep(600)\n")
