@@ -211,6 +211,7 @@ def dcp_round_trip(rank: int, world: int, path: str, wrapper: bool, saving: bool
                 assert torch.equal(optimizer.state[p]["exp_avg"].full_tensor(), expected[name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapper", [False, True], ids=["fully_shard", "wrapper"])
 def test_our_models_go_through_torch_dcp_at_other_world_sizes(tmp_path: Path, wrapper: bool) -> None:
     run_ranks(2, dcp_round_trip, str(tmp_path), wrapper, True)

@@ -90,7 +90,6 @@ def trained(rank, world, policy, precision=BF16, num_steps=20, lr=1e-4):
 
 
 @pytest.mark.parametrize(("world", "precision"), [(2, BF16), (4, BF16), (2, MixedPrecisionPolicy())])
-@pytest.mark.each_case
 def test_what_has_changed_trains_as_whole_shards_do_bit_for_bit_with_fewer_bytes(world, precision):
     plain = run_ranks(world, trained, PLAIN, precision)
     changes = run_ranks(world, trained, DIFFERENCE, precision)
@@ -186,7 +185,6 @@ def quantised(rank, world, policy, shape):
 
 
 @pytest.mark.parametrize("shape", [(2,), (2, 2)])
-@pytest.mark.each_case
 def test_of_a_quantised_base_only_adapters_move_after_the_first_step_also_between_nodes(shape):
     world = math.prod(shape)
     plain, changes = (run_ranks(world, quantised, policy, shape) for policy in (PLAIN, DIFFERENCE))
