@@ -255,13 +255,14 @@ class Executor:
         self.memory.count(self.table.groups)
 
     def forget_stale(self) -> None:
-        """Reshard what no longer shows the shards as they are, and drop shards over a smaller world."""
+        """Reshard what no longer shows the shards as they are, and what a phase that failed has left in
+        flight, since when they may have been written without a mark; drop shards over a smaller world."""
         for index, group in enumerate(self.table.groups):
             if group.gatherer.smaller_world is not None:
                 group.gatherer.smaller_world.forget()
             if group.stage is not Stage.SHARDED:
                 follow_freezing(group)
-            if group.is_stale:  # in flight, too, since a phase that failed
+            if group.is_stale or (group.stage is Stage.GATHERING and index not in self.asked):
                 self._reshard(Action(ActionKind.RESHARD, (index,)))
         self.memory.count(self.table.groups)
         self.forget_versions()
