@@ -52,10 +52,11 @@ PUBLIC = [
 
 OURS_ALONE = {
     "CPUOffloadPolicy": {"params": True, "grads": True, "optimizer_state": True},
-    "fully_shard": {"groups": None, "shard_over_all": False},
+    "fully_shard": dict.fromkeys(("groups", "plan", "cluster", "sample")) | {"shard_over_all": False},
 }
 
 
+@pytest.mark.each_case
 @pytest.mark.parametrize("name", PUBLIC)
 def test_every_public_name_of_torch_is_here_with_its_parameters_and_defaults(name):
     ours, theirs = getattr(shardwright, name), getattr(fsdp, name)
