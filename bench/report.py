@@ -8,6 +8,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from operator import sub
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -24,7 +25,8 @@ LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2, "bf16-reduced": 2e-2}
 class Row:
     """One system on one link. Times in ms per step, sizes in MiB per rank; None: has no meaning here.
 
-    bound: least ratio at which the bytes that were sent pass the link, if all of it is hidden.
+    bound: least ratio at which the bytes that were sent pass the link, if all of it is hidden. excess_ms: of
+    each block, what a step takes longer than a local one.
     """
 
     system: str
@@ -43,6 +45,7 @@ class Row:
     losses: list[float]
     at_rest_mib: float | None = None
     bound: float | None = None
+    excess_ms: list[float] | None = None
 
 
 def summarise(system: str, paired: list[dict[str, list[float]]], solo: list[dict[str, Any]]) -> Row:
@@ -53,6 +56,7 @@ def summarise(system: str, paired: list[dict[str, list[float]]], solo: list[dict
     """
     blocks = list(zip(*(_divided(rank["step_s"], rank["local_step_s"]) for rank in paired), strict=True))
     block_ratios = [fmean(ratios) for ratios in blocks]
+    more = zip(*(map(sub, rank["step_s"], rank["local_step_s"]) for rank in paired), strict=True)
     step_ms, local_ms = _median_ms(paired, "step_s"), _median_ms(paired, "local_step_s")
     alone = [rank["communication_s"] for rank in solo]
     exposed_ms = _median_ms(paired, "exposed_s")
@@ -75,6 +79,7 @@ def summarise(system: str, paired: list[dict[str, list[float]]], solo: list[dict
         overlap=overlap(local_ms, communication_ms, step_ms),
         losses=solo[0]["losses"],
         at_rest_mib=None if None in at_rest else fmean(at_rest) / 2**20,
+        excess_ms=[1e3 * fmean(seconds) for seconds in more],
     )
 
 

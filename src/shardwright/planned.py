@@ -18,7 +18,28 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwright.errors import ConfigError, InputError
-from shardwright.policy import Agreement, MixedPrecisionPolicy, SchedulePolicy
+from shardwright.extras import require
+from shardwright.policy import (
+    DEFAULT_OFFLOAD,
+    Agreement,
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    OptimizerOffloadPolicy,
+    SchedulePolicy,
+    Wire,
+)
+
+OFFLOADS: dict[str, OffloadPolicy] = {
+    "none": DEFAULT_OFFLOAD,
+    "optimizer": OptimizerOffloadPolicy(),
+    "all": CPUOffloadPolicy(),
+}
+"""What of shards, gradients and the optimizer's state is on the host at rest."""
+
+
+BASES = ("plain", "nf4")
+"""What frozen weights are at rest: as they are, or quantised."""
 
 
 class PlannedGroup(NamedTuple):
@@ -39,10 +60,12 @@ class Plan:
     ranks: in all. groups: in the order in which a forward runs them; what they leave is the model's own.
     shards: ranks that a parameter is sharded over; the others hold copies. microbatches: of a step.
     microbatch_tokens: of one of them, on one rank. modules_to_recompute: names of modules whose forward is
-    computed again in the backward. policy: of the schedule. mp_policy: of all groups. step_s: predicted
+    computed again in the backward. offload: what is on the host at rest, a name of ``OFFLOADS``. base: "nf4"
+    quantises frozen weights (``quantize_``), before they are sharded. policy: of the
+    schedule. mp_policy: of all groups. step_s: predicted
     seconds of a step. exposed_s: of them, in which nothing is computed. peak_nbytes: predicted bytes of a
     device, at most. devices: what it was predicted for.
-    Raises: InputError for ranks that can't be divided, or a module that two groups name.
+    Raises: InputError for ranks that can't be divided, a module that two groups name, or an unknown offload.
     """
 
     ranks: int
@@ -57,6 +80,8 @@ class Plan:
     exposed_s: float = 0.0
     peak_nbytes: int = 0
     devices: str = ""
+    offload: str = "none"
+    base: str = "plain"
 
     def __post_init__(self) -> None:
         counts = ("ranks", "shards", "microbatches", "microbatch_tokens")
@@ -65,6 +90,11 @@ class Plan:
             raise InputError(f"a plan's {wrong[0]} must be at least 1, got {getattr(self, wrong[0])}")
         if self.ranks % self.shards:
             raise InputError(f"a plan's shards must divide its {self.ranks} ranks, got {self.shards}")
+        for name, known in (("offload", tuple(OFFLOADS)), ("base", BASES)):
+            if getattr(self, name) not in known:
+                raise InputError(
+                    f"a plan's {name} must be one of {', '.join(known)}, got {getattr(self, name)!r}"
+                )
         names = [name for group in self.groups for name in group.modules]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice or not all(group.modules for group in self.groups):
@@ -90,7 +120,10 @@ class Plan:
             raise ConfigError(f"{path} is not a plan: {error}; {remedy}, or correct it there") from error
 
     def check(self, model: nn.Module, ranks: int) -> None:
-        """Raises: InputError where it isn't for this model or this number of ranks. Nothing is changed."""
+        """Raises: InputError where it isn't for this model or this number of ranks; MissingExtra for a
+        ``wire`` whose coder isn't installed. Nothing is changed."""
+        if self.policy.wire is not Wire.PLAIN:
+            require("wire", "zstandard")
         if ranks != self.ranks:
             raise InputError(
                 f"the plan is for {self.ranks} ranks, and there are {ranks}: start {self.ranks}, or make a "
@@ -136,6 +169,8 @@ def _text(plan: Plan) -> str:
         f"microbatch_tokens = {plan.microbatch_tokens}  # of one microbatch on one rank",
         "# Computed again in the backward, so that their activations aren't kept:",
         f"modules_to_recompute = {_value(plan.modules_to_recompute)}",
+        f"offload = {_value(plan.offload)}  # what is on the host at rest: {', '.join(OFFLOADS)}",
+        f"base = {_value(plan.base)}  # what frozen weights are: {', '.join(BASES)}",
         "",
         "[predicted]",
         f"devices = {_value(plan.devices)}",
@@ -180,7 +215,15 @@ def _value(value: Any) -> str:
 
 
 _TOP = {"ranks": int, "shards": int, "microbatches": int, "microbatch_tokens": int}
-_TOP |= {"modules_to_recompute": list, "predicted": dict, "policy": dict, "mp_policy": dict, "groups": list}
+_TOP |= {
+    "modules_to_recompute": list,
+    "offload": str,
+    "base": str,
+    "predicted": dict,
+    "policy": dict,
+    "mp_policy": dict,
+    "groups": list,
+}
 _PREDICTED = {"devices": str, "step_s": float, "exposed_s": float, "peak_nbytes": int}
 _GROUP = {"modules": list, "reshard_after_forward": bool}
 
@@ -199,6 +242,8 @@ def _plan(found: dict[str, Any]) -> Plan:
         **{name: found[name] for name in ("ranks", "shards", "microbatches", "microbatch_tokens")},
         groups=tuple(PlannedGroup(tuple(g["modules"]), g["reshard_after_forward"]) for g in found["groups"]),
         modules_to_recompute=tuple(found["modules_to_recompute"]),
+        offload=found["offload"],
+        base=found["base"],
         policy=_policy("[policy]", SchedulePolicy, found["policy"]),
         mp_policy=_policy("[mp_policy]", MixedPrecisionPolicy, _dtypes(found["mp_policy"])),
         **found["predicted"],

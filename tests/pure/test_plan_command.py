@@ -228,7 +228,10 @@ def test_what_does_not_fit_says_so_and_what_to_try(tmp_path, capsys):
         (("other", *ON, "--models", "{}/models.csv"), "has no model 'other'; it has eight"),
         (("eight", *ON, "--models", "{}/models.csv", "--out", "x"), "--out: a row of numbers has no names"),
         (("--runs", "x.csv"), "--runs needs --models CSV and --out CSV"),
-        (("{}/mixtral", *ON), "model_type 'mixtral' isn't supported, expected one of llama, mistral"),
+        (
+            ("{}/mixtral", *ON),
+            "this needs transformers, which is not installed: pip install 'shardwright[hf]'",
+        ),
         (("{}/none", *ON), "vocab_size is None, expected a whole number above 0; a llama needs num_hidden"),
     ],
 )

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import re
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -11,16 +12,27 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from bench import model as bench_model
+from bench.adapted import adapted
 from bench.rankzero import rank_zero_of
-from shardwright import MixedPrecisionPolicy, SchedulePolicy, fully_shard
+from shardwright import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    OptimizerOffloadPolicy,
+    SchedulePolicy,
+    fully_shard,
+)
 from shardwright.engine.unit import is_sharded, unit_of
-from shardwright.errors import ConfigError, InputError
+from shardwright.errors import ConfigError, InputError, MissingExtra
+from shardwright.params.quantized.module import encodings
 from shardwright.plan import Choice, Plan, estimate, search
 from shardwright.plan.cluster import DEVICES, GIB, Cluster
 from shardwright.plan.search import grouped
 from shardwright.planned import PlannedGroup
+from shardwright.train.report import beside_prediction
 
 SIZE = bench_model.Size(layers=4, width=128, vocab=512, sequence=64, batch=4)
+LARGE = bench_model.Size(layers=3, width=320, vocab=1024, sequence=32, batch=2)  # its first block is cut
 FP32 = Choice(mp_policy=MixedPrecisionPolicy())
 BY_HAND = Plan(
     8,
@@ -31,17 +43,17 @@ BY_HAND = Plan(
 )
 
 
-def on_meta():
+def on_meta(size=SIZE):
     with torch.device("meta"):
-        return bench_model.Transformer(SIZE)
+        return bench_model.Transformer(size)
 
 
-def sample():
-    return torch.empty(SIZE.batch, SIZE.sequence + 1, dtype=torch.int64, device="meta")
+def sample(size=SIZE):
+    return torch.empty(size.batch, size.sequence + 1, dtype=torch.int64, device="meta")
 
 
-def found(ranks, choice=FP32, **options):
-    return search(on_meta(), sample(), Cluster(DEVICES["H100"], ranks), choice, **options)
+def found(ranks, choice=FP32, size=SIZE, **options):
+    return search(on_meta(size), sample(size), Cluster(DEVICES["H100"], ranks), choice, **options)
 
 
 def in_file(plan):
@@ -49,22 +61,23 @@ def in_file(plan):
     return [getattr(plan, field.name) for field in dataclasses.fields(Plan)]
 
 
-def steps(model, count=2):
+def steps(model, count=2, size=SIZE):
     for step in range(count):
-        model(bench_model.tokens(SIZE, 0, step)).backward()
+        model(bench_model.tokens(size, 0, step)).backward()
 
 
-@pytest.mark.parametrize("ranks", [8, 4096])
-def test_a_model_that_is_sharded_by_a_plan_has_the_schedule_that_was_priced(ranks, tmp_path):
-    plan = found(ranks)
+@pytest.mark.parametrize(("ranks", "size"), [(8, SIZE), (4096, SIZE), (8, LARGE)])
+def test_a_model_that_is_sharded_by_a_plan_has_the_schedule_that_was_priced(ranks, size, tmp_path):
+    plan = found(ranks, size=size)
     path = tmp_path / "plan.toml"
     plan.save(path)
     assert in_file(Plan.load(path)) == in_file(plan)
     assert not plan.modules_to_recompute
     with rank_zero_of(ranks):
-        model = fully_shard(bench_model.build(SIZE), plan=path)
-        steps(model)
-        done = re.sub(r", all-reduce \d+", "", str(model.schedule()))  # of copies: priced with the reduction
+        model = fully_shard(bench_model.build(size), plan=path)
+        steps(model, size=size)
+        done = str(replace(model.schedule(), names=()))
+        done = re.sub(r", all-reduce \d+", "", done)  # of copies: priced with the reduction
         assert done == str(plan.estimate.schedule)
         assert {unit_of(model.blocks[0]).group.axis.world} == {plan.shards}
 
@@ -75,7 +88,9 @@ def test_a_plan_keeps_every_field_in_its_file(tmp_path):
     )
     precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     groups = (PlannedGroup(('a."b"', "c"), False), PlannedGroup(("d",)))
-    plan = Plan(64, 8, groups, 2, 8192, ("d",), policy, precision, 0.5, 0.1, 3 * GIB, "H100")
+    plan = Plan(
+        64, 8, groups, 2, 8192, ("d",), policy, precision, 0.5, 0.1, 3 * GIB, "H100", "optimizer", "nf4"
+    )
     plan.save(tmp_path / "plan.toml")
     assert Plan.load(tmp_path / "plan.toml") == plan
     assert [path.name for path in tmp_path.iterdir()] == ["plan.toml"]
@@ -96,11 +111,29 @@ def test_groups_are_resharded_each_as_the_plan_says():
     assert "blocks.2" not in held and "embedding" not in held
 
 
+def test_what_a_plan_offloads_is_on_the_host():
+    policies = {"none": OffloadPolicy(), "optimizer": OptimizerOffloadPolicy(), "all": CPUOffloadPolicy()}
+    for name, policy in policies.items():
+        with rank_zero_of(8):
+            model = fully_shard(bench_model.build(SIZE), plan=dataclasses.replace(BY_HAND, offload=name))
+            assert {param.place.split.offload for param in unit_of(model.blocks[0]).params} == {policy}
+
+
+def test_a_plan_quantises_what_is_frozen():
+    with rank_zero_of(8):
+        model = adapted(bench_model.build(SIZE), codec=None)
+        plan = dataclasses.replace(BY_HAND, base="nf4", modules_to_recompute=())
+        fully_shard(model, plan=plan)
+        assert set(encodings(model.blocks[0].qkv)) == {"weight"}
+        assert not encodings(model.embedding)
+        steps(model, 1)
+
+
 def unsharded(module):
     return any(group.buffer is not None and group.buffer.allocated_nbytes for group in unit_of(module).groups)
 
 
-def test_a_plan_for_another_model_or_number_of_ranks_is_refused_before_anything_is_sharded():
+def test_a_plan_for_another_model_or_number_of_ranks_is_refused_before_anything_is_sharded(monkeypatch):
     other = dataclasses.replace(BY_HAND, groups=(PlannedGroup(("block.0",)),))
     again = dataclasses.replace(BY_HAND, modules_to_recompute=("layers.7",))
     over_four = dataclasses.replace(BY_HAND, shards=4)
@@ -120,6 +153,12 @@ def test_a_plan_for_another_model_or_number_of_ranks_is_refused_before_anything_
             InputError, match=r"names a group 'blocks.1' in ahead, and its groups are embedding"
         ):
             refused(plan=dataclasses.replace(BY_HAND, policy=ahead))
+        coded = dataclasses.replace(BY_HAND, policy=SchedulePolicy(wire="difference"))
+        with monkeypatch.context() as without, pytest.raises(MissingExtra, match=r"shardwright\[wire\]"):
+            without.setattr("importlib.util.find_spec", lambda name: None)
+            refused(plan=coded)
+        with pytest.raises(InputError, match=r"offload_policy=, and the plan's offload is 'all': leave"):
+            refused(plan=dataclasses.replace(BY_HAND, offload="all"), offload_policy=OptimizerOffloadPolicy())
         for options in ({"groups": "auto"}, {"reshard_after_forward": True}, {"shard_over_all": True}):
             with pytest.raises(InputError, match=r"got plan= and .*which the plan has: leave"):
                 refused(plan=BY_HAND, **options)
@@ -133,12 +172,26 @@ def test_a_plan_for_another_model_or_number_of_ranks_is_refused_before_anything_
         assert fully_shard(model, plan=over_four) is model
 
 
+def test_the_term_that_is_further_off_is_named_where_the_host_knows_it():
+    given = {"step_s": 1.0, "exposed_s": 0.2, "measured_step_s": 1.3}
+    waits = {0.45: "exposed communication, +0.25 s", 0.1: "compute, +0.4 s"}
+    for measured, says in waits.items():
+        assert beside_prediction({**given, "measured_exposed_s": measured})[1] == (
+            "most of the difference",
+            says,
+        )
+    assert "+0.3 s; no host waits" in beside_prediction({**given, "measured_exposed_s": None})[1][1]
+    assert beside_prediction(None) == []
+
+
 TOML = """
 ranks = 8
 shards = 8
 microbatches = 1
 microbatch_tokens = 1
 modules_to_recompute = []
+offload = "none"
+base = "plain"
 predicted = {devices = "", step_s = 1.0, exposed_s = 0.1, peak_nbytes = 1}
 policy = {depth = 2}
 mp_policy = {param_dtype = "bfloat16"}
@@ -155,6 +208,8 @@ groups = [{modules = ["a"], reshard_after_forward = true}]
         ("ranks = 8", "ranks = 12", "shards must divide its 12 ranks, got 8"),
         ("microbatches = 1", "microbatches = 0", "microbatches must be at least 1, got 0"),
         ("ranks = 8", "ranks = 8\nrank = 1", "rank is unknown; known: ranks, shards"),
+        ('"none"', '"disk"', "offload must be one of none, optimizer, all, got 'disk'"),
+        ('"plain"', '"int3"', "base must be one of plain, nf4, got 'int3'"),
         ("depth = 2", "deep = 2", r"\[policy\] deep is unknown; known: backward_prefetch"),
         ("depth = 2", "depth = -1", "depth must be an int >= 0, got -1"),
         ('"bfloat16"', '"bf16"', "must be a floating-point torch.dtype or None, got 'bf16'"),

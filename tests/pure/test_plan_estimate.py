@@ -1,5 +1,6 @@
 """``plan.estimate``: what a module computes, keeps and moves, from one forward and backward without data."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -14,10 +15,14 @@ from shardwright import MixedPrecisionPolicy, SchedulePolicy, fully_shard
 from shardwright.errors import InputError
 from shardwright.plan import Choice, estimate
 from shardwright.plan.cluster import DEVICES, Cluster
+from shardwright.plan.groups import groups_of_calls
 from shardwright.plan.memory import Category
+from shardwright.plan.presets import preset, schedule
+from shardwright.plan.trace import trace
 from shardwright.plan.transformer import Architecture, Microbatch, workload
 from shardwright.plan.workload import OpKind
 from shardwright.schedule.schedule import EventKind, Phase
+from shardwright.torch_private import parameters_of
 
 SIZE = bench_model.Size(layers=3, width=128, vocab=512, sequence=64, batch=4)
 EIGHT = Cluster(DEVICES["H100"], 8)
@@ -56,7 +61,43 @@ def test_the_schedule_that_is_priced_is_the_one_that_the_runtime_plans(groups, p
         model.set_schedule_policy(policy)
         for step in range(2):
             model(bench_model.tokens(SIZE, 0, step)).backward()
-        assert str(found.schedule) == str(model.schedule())
+        assert found.schedule == model.schedule()
+
+
+LARGE = bench_model.Size(layers=3, width=320, vocab=1024, sequence=32, batch=2)
+
+
+@pytest.mark.parametrize("policy", [SchedulePolicy(), SchedulePolicy(depth=2, bucket_cap_mb=0.0)])
+def test_a_large_first_block_and_root_are_cut_in_two_as_the_runtime_cuts_them(policy):
+    found = estimate(on_meta(LARGE), sample(LARGE), EIGHT, Choice(mp_policy=FP32, policy=policy))
+    sizes = found.workload.groups
+    assert [group.name for group in sizes if group.part_of is not None] == [
+        "blocks.0.expand+blocks.0.contract"
+    ]
+    model = on_meta(LARGE)
+    calls = [*([block] for block in model.blocks), [model]]
+    groups = groups_of_calls(model, lambda shard: [shard(each, set()) for each in calls], FP32)
+    one_by_one = trace(model, [sample(LARGE)], {}, groups)
+    assert [group.part_of for group in one_by_one.groups] == [None, None, None, 0, None, 4]
+    planned = schedule(one_by_one, replace(preset("shardwright"), policy=policy))
+    for asked, expected in (("auto", found.schedule), (None, planned)):
+        with rank_zero_of(8):
+            model = bench_model.build(LARGE)
+            for block in () if asked else model.blocks:
+                fully_shard(block)
+            fully_shard(model, groups=asked)
+            model.set_schedule_policy(policy)
+            for step in range(2):
+                model(bench_model.tokens(LARGE, 0, step)).backward()
+            assert expected == model.schedule()
+    theirs = estimate(on_meta(LARGE), sample(LARGE), EIGHT, Choice("fsdp2", mp_policy=FP32))
+    assert len(theirs.workload.groups) == len(sizes) - 1
+
+
+def test_a_traced_model_reads_its_parameters_from_tables_of_its_own_again():
+    model = on_meta(LARGE)
+    estimate(model, sample(LARGE), EIGHT)
+    assert {type(parameters_of(module)) for module in model.modules()} == {dict}
 
 
 class Layer(nn.Module):
@@ -92,7 +133,7 @@ def test_layers_that_take_their_input_by_name_are_resharded_as_the_runtime_does(
         model.set_schedule_policy(policy)
         for _ in range(2):
             model(tokens).backward()
-        assert str(found.schedule) == str(model.schedule())
+        assert found.schedule == model.schedule()
 
 
 def test_a_trace_and_the_architecture_numbers_give_the_same_operations():

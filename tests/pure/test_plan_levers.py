@@ -6,20 +6,27 @@ import pytest
 import torch
 
 from bench import model as bench_model
+from bench.adapted import adapted
+from shardwright import quantize_
+from shardwright.errors import InputError
 from shardwright.plan.cluster import DEVICES, Cluster
 from shardwright.plan.constants import Constants
+from shardwright.plan.groups import traced_groups
 from shardwright.plan.levers import merged, neighbours, recomputed
 from shardwright.plan.memory import Category, Sharding, memory, peak
-from shardwright.plan.predict import traced_groups
+from shardwright.plan.predict import Choice, estimate, price
 from shardwright.plan.presets import PRESETS, schedule
 from shardwright.plan.prices import Prices
+from shardwright.plan.search import Candidate, Space, fastest, space_of
 from shardwright.plan.simulate import simulate
+from shardwright.plan.subject import of_architecture, of_model
 from shardwright.plan.trace import TracedGroup, trace
 from shardwright.plan.transformer import Architecture, Microbatch, Recompute, workload
 from shardwright.plan.workload import OpKind
-from shardwright.policy import SchedulePolicy
+from shardwright.policy import CPUOffloadPolicy, OffloadPolicy, OptimizerOffloadPolicy, SchedulePolicy
+from shardwright.quantize import quantisable
 from shardwright.schedule.check import check
-from shardwright.schedule.schedule import Phase
+from shardwright.schedule.schedule import ActionKind, Phase
 
 OURS = PRESETS["shardwright"]
 DEEP = workload(Architecture(32, 1024, 16, 16, 64, 4096, 32000), Microbatch(2048, 4))
@@ -138,3 +145,127 @@ def test_a_traced_block_begins_from_its_input_alone():
     assert [entries[f"blocks.{index}"] for index in range(4)] == [hidden] * 4
     attention = [op for _, s in work.phases[Phase.FORWARD] for op in s.ops if op.kind is OpKind.ATTENTION]
     assert len(attention) == 4
+
+
+def test_what_is_on_the_host_takes_no_memory_of_the_device_and_the_way_there_takes_time():
+    def found(offload, link=50e9):
+        spec = replace(DEVICES["H100"], host_link=link)
+        return price(DEEP, Cluster(spec, 8), Choice(offload=offload))
+
+    plain, optimizer, state, everything = map(
+        found,
+        (
+            OffloadPolicy(),
+            OptimizerOffloadPolicy(),
+            CPUOffloadPolicy(params=False, grads=False),
+            CPUOffloadPolicy(),
+        ),
+    )
+    shard = DEEP.numel // 8
+    states = [each.peak.nbytes[Category.STATES] for each in (plain, optimizer, state, everything)]
+    assert states == [12 * shard, 2 * shard, 4 * shard, 0]
+    assert [each.host_nbytes for each in (plain, optimizer, state, everything)] == [
+        0,
+        16 * shard,
+        8 * shard,
+        16 * shard,
+    ]
+    assert everything.phases["load"] == 0 and state.phases["step"] >= 16 * shard
+    assert plain.step_s < optimizer.step_s < found(OptimizerOffloadPolicy(), link=5e9).step_s
+    assert plain.step_s < state.step_s
+    copies = {each.label for each in everything.timeline.intervals if each.lane == "copies"}
+    gathers = {each.label for each in everything.timeline.intervals if each.lane == "gather"}
+    assert gathers < copies and any(label.startswith("reduce") for label in copies)
+    assert any(lane == "host" and label == "optimizer" for lane, label, *_ in optimizer.timeline.intervals)
+
+
+def test_bytes_gathered_ahead_are_those_of_two_groups():
+    space = Space(Cluster(DEVICES["H100"], 64), Choice(), {1: DEEP})
+    plain = Candidate(*(values[0] for values in space.values.values()))
+
+    def ahead(candidate):
+        space.price(candidate)
+        actions = [str(a) for e in space.seen[candidate][1].schedule.phases[Phase.FORWARD] for a in e.actions]
+        issued = actions[: actions.index("wait 0")]
+        return sum(action.startswith("unshard") for action in issued) - issued.count("unshard 32")
+
+    assert [ahead(plain), ahead(plain._replace(ahead=2))] == [2, 3]
+
+
+def test_a_search_offloads_where_nothing_else_fits():
+    subject = of_architecture(Architecture(32, 4096, 32, 8, 128, 14336, 128256), Microbatch(2048, 1))
+    found = fastest(subject, Cluster(DEVICES["H100"], 8), Choice(), budget=12 * 2**30)
+    assert found.offload != "none" and found.estimate.peak.total <= 12 * 2**30
+    assert fastest(subject, Cluster(DEVICES["H100"], 8), Choice()).offload == "none"
+
+
+def test_a_base_in_four_bits_is_priced_by_the_bytes_that_quantize_makes():
+    def model():
+        with torch.device("meta"):
+            return adapted(bench_model.Transformer(SIZE), codec=None)
+
+    tokens = torch.empty(SIZE.batch, SIZE.sequence + 1, dtype=torch.int64)
+    cluster = Cluster(DEVICES["H100"], 8)
+    plain, four = (estimate(model(), tokens, cluster, Choice(base=base)) for base in ("plain", "nf4"))
+    quantised = model()
+    frozen = [name for name in quantisable(quantised) if not quantised.get_parameter(name).requires_grad]
+    quantize_(quantised, "nf4", frozen)
+    parts = [p for name, p in quantised.named_parameters() if name.removesuffix("_absmax") in frozen]
+    groups = merged(four.workload, neighbours(four.workload, 2)).groups
+    assert sum(group.coded[1] for group in groups) == sum(part.nbytes for part in parts) > 0
+    elements = sum(group.coded[0] for group in groups)
+    saved = (4 * elements - sum(part.nbytes for part in parts)) // 8
+    assert plain.kept.params - four.kept.params == pytest.approx(saved, abs=8)
+    assert plain.kept.state == four.kept.state == 8 * (plain.workload.trained // 8)
+    gathering = [
+        sum(i.end - i.start for i in e.timeline.intervals if i.lane == "gather") for e in (plain, four)
+    ]
+    assert gathering[1] < gathering[0]
+    with pytest.raises(
+        InputError, match=r"pass the model as it was before quantize_, and Choice\(base=\"nf4\"\)"
+    ):
+        estimate(quantised, tokens, cluster)
+    with pytest.raises(InputError, match=r"Choice.base must be one of plain, nf4, got 'int3'"):
+        Choice(base="int3")
+
+
+def test_a_base_is_quantised_only_where_nothing_else_fits():
+    with torch.device("meta"):
+        model = adapted(bench_model.Transformer(SIZE), codec=None)
+    subject = of_model(model, torch.empty(SIZE.batch, SIZE.sequence + 1, dtype=torch.int64))
+    cluster = Cluster(DEVICES["H100"], 1)
+    space = space_of(subject, cluster, Choice())
+    values = space.values
+    least = Candidate(*(each[0] for each in values.values()))
+    least = least._replace(recomputed=1.0, split=values["split"][-1], offload="all")
+    sizes = {base: space.price(least._replace(base=base)).nbytes for base in values["base"]}
+    assert sizes["nf4"] < sizes["plain"]
+    assert fastest(subject, cluster, Choice()).base == "plain"
+    tight = fastest(subject, cluster, Choice(), budget=sizes["nf4"])
+    assert tight.base == "nf4" and tight.peak_nbytes <= sizes["nf4"]
+
+
+def test_shards_over_a_smaller_world_are_kept_for_the_backward_and_gathered_in_a_host():
+    sixteen = Cluster(DEVICES["H100"], 16)
+    whole, smaller = (price(DEEP, sixteen, Choice(reshard_after_forward=r)) for r in (True, 8))
+
+    def gathers(found, phase):
+        labels = {
+            str(a) for e in found.schedule.phases[phase] for a in e.actions if a.kind is ActionKind.UNSHARD
+        }
+        return [i.end - i.start for i in found.timeline.intervals if i.lane == "gather" and i.label in labels]
+
+    inside, between = (
+        Prices(replace(sixteen, ranks=ranks), Constants(), OURS, ranks).gathering for ranks in (8, 16)
+    )
+    nbytes = 2 * DEEP.groups[0].numel
+    assert gathers(smaller, Phase.FORWARD)[1] == pytest.approx(between.seconds(nbytes))
+    last = [i for i in smaller.timeline.intervals if i.lane == "gather"][-1]
+    assert last.end - last.start == pytest.approx(inside.seconds(nbytes))
+    assert smaller.step_s < whole.step_s
+    kept = 32 * nbytes // 8  # of all blocks, when the last of them has run
+    peaks = [max(held.nbytes.get(Category.UNSHARDED, 0) for held in found.held) for found in (whole, smaller)]
+    assert 0.8 * kept < peaks[1] - peaks[0] <= kept
+    assert smaller.held[-1].nbytes[Category.UNSHARDED] == whole.held[-1].nbytes[Category.UNSHARDED]
+    with pytest.raises(InputError, match=r"or a factor of the 16 ranks that .*, got 3"):
+        price(DEEP, sixteen, Choice(reshard_after_forward=3))

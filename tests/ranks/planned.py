@@ -13,6 +13,7 @@ from bench import model as bench_model
 from shardwright import MixedPrecisionPolicy
 
 SIZE = bench_model.Size(layers=2, width=32, vocab=48, sequence=12, batch=3)
+LARGE = bench_model.Size(layers=2, width=320, vocab=48, sequence=12, batch=1)  # its first block is cut
 DEFAULT = MixedPrecisionPolicy()
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 BF16_SUMS = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -186,6 +187,7 @@ MODELS = {
     "mixed precision": Planned(mlp, lambda: numbers(5, 7), [["1"], ["2"], ["3"]], BF16),
     "bf16 sums": Planned(Experts, lambda: numbers(4, 10), [["experts.0"], ["experts.1"]], BF16_SUMS),
     "mixed transformer": Planned(_transformer, _batch, "auto", BF16),
+    "cut block": Planned(lambda: bench_model.Transformer(LARGE), lambda: tokens(48, 1, 13), "auto"),
     "by hand": Planned(_transformer, _batch, BY_HAND),
     "recomputed": Planned(Recomputed, lambda: numbers(4, 12), "auto"),
     "wide embedding": Planned(Wide, lambda: tokens(997), [["embedding"], ["hidden"]]),

@@ -71,7 +71,7 @@ def count(rank, world, names, policies, step=step):
                 optimizer.zero_grad()
             with counted_at_events(others) as rows:
                 step(model, x)
-            found.append((rows, str(model.schedule())))
+            found.append((rows, str(replace(model.schedule(), names=()))))
             del model, x, optimizer
             gc.collect()
     return found
@@ -126,10 +126,11 @@ def test_a_buffer_that_is_freed_one_event_late_is_seen():
 
 
 def test_predicted_live_bytes_are_those_that_are_counted_at_every_event():
-    check(2, ["mlp", "transformer", "mixed precision"], ["default", "on demand"])
+    check(2, ["mlp", "transformer", "mixed precision", "cut block"], ["default", "on demand"])
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_they_are_for_every_kind_of_model_and_policy(world):
-    check(world, list(MODELS), list(POLICIES))
+def test_they_are_for_every_kind_of_model_and_policy(world, policy):
+    check(world, list(MODELS), [policy])

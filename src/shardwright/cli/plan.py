@@ -14,7 +14,7 @@ from typing import Any
 from shardwright.errors import ConfigError
 from shardwright.plan import runs
 from shardwright.plan.cluster import GIB, Cluster, device
-from shardwright.plan.configs import architecture, is_config
+from shardwright.plan.configs import architecture, has_numbers, is_config
 from shardwright.plan.constants import Constants
 from shardwright.plan.predict import Choice, price
 from shardwright.plan.questions import (
@@ -54,6 +54,9 @@ def add_commands(commands: Any) -> None:
         "--batch", type=int, metavar="ROWS", help=f"of a microbatch on one rank (default {_ROWS})"
     )
     plan.add_argument("--microbatches", type=int, metavar="N", help=f"of a step (default {_MICROBATCHES})")
+    plan.add_argument(
+        "--trace", action="store_true", help="a folder's model itself, by transformers (extra hf)"
+    )
     plan.add_argument("--search", action="store_true", help="find the fastest way to do it that fits")
     plan.add_argument("--largest", choices=("batch", "sequence"), help="the largest that fits")
     plan.add_argument("--fewest", choices=("ranks",), help="the fewest devices that it fits on")
@@ -177,6 +180,10 @@ def _asked(known: argparse.Namespace) -> tuple[Subject, Choice]:
         found = rows[known.model]
     elif Path(known.model).suffix == ".toml":
         return import_module("shardwright.cli.plan_recipe").asked(known)  # pydantic comes with an extra
+    elif is_config(known.model) and (known.trace or not has_numbers(known.model)):
+        size = known.batch or _ROWS, known.sequence or _SEQUENCE
+        traced = import_module("shardwright.cli.plan_hf")  # transformers comes with an extra
+        return traced.asked(known, size, known.microbatches or _MICROBATCHES)
     elif is_config(known.model):
         found = architecture(known.model)
     else:

@@ -23,7 +23,8 @@ class DeviceSpec:
     link_bandwidth: bytes/s, in one direction, of all its links to the other devices of its host.
     ring: share of those that the rings of a collective use. float8: FLOP/s of matmuls in 8 bits over those
     in bfloat16; 1: it has none. reserved: bytes that torch's caching allocator was seen to take for each byte
-    in use, where there was enough.
+    in use, where there was enough. host_link: bytes/s, in one direction, between it and its host's memory.
+    host_memory: bytes/s of that memory which one of the host's ranks has.
     """
 
     name: str
@@ -36,6 +37,8 @@ class DeviceSpec:
     ring: float = 0.8
     float8: float = 1.0
     reserved: float = 1.36
+    host_link: float = 25e9
+    host_memory: float = 25e9
 
 
 @dataclass(frozen=True)
@@ -112,7 +115,7 @@ class Cluster:
 
 _CLUSTER = ("ranks", "ranks_per_host", "host_bandwidth")
 _DEVICE = ("peak_flops", "memory_nbytes", "memory_bandwidth", "link_bandwidth", "matmul", "attention", "ring")
-_DEVICE += ("float8", "reserved")
+_DEVICE += ("float8", "reserved", "host_link", "host_memory")
 _UNITS = {
     "ranks": "devices in all",
     "ranks_per_host": "of them in one host",
@@ -126,6 +129,8 @@ _UNITS = {
     "ring": "share of link_bandwidth that a collective uses",
     "float8": "matmuls in 8 bits over those in bfloat16",
     "reserved": "bytes that the allocator takes, for each byte in use",
+    "host_link": "bytes/s to the memory of its host, in one direction",
+    "host_memory": "bytes/s of the host's memory that one rank has",
 }
 
 
@@ -147,7 +152,9 @@ def _check(given: dict[str, Any], known: tuple[str, ...], where: str) -> None:
 
 
 _A100 = DeviceSpec("A100-80GB", 312e12, 80 * GIB, 2.039e12, 300e9, matmul=0.869, attention=0.70, ring=0.78)
-_H100 = DeviceSpec("H100", 989e12, 80 * GIB, 3.35e12, 450e9, matmul=0.803, attention=0.35, float8=1.77)
+_H100 = DeviceSpec(
+    "H100", 989e12, 80 * GIB, 3.35e12, 450e9, matmul=0.803, attention=0.35, float8=1.77, host_link=50e9
+)
 
 DEVICES = {
     spec.name: spec
@@ -164,8 +171,27 @@ DEVICES = {
             matmul=0.803 * 0.894,
         ),
         replace(_H100, name="H200", memory_nbytes=141e9, memory_bandwidth=4.8e12),
-        DeviceSpec("B200", 2250e12, 180e9, 8.0e12, 900e9, matmul=0.776, attention=0.35, float8=1.97),
-        DeviceSpec("MI300X", 1300e12, 192 * GIB, 5.3e12, 448e9, matmul=0.514, attention=0.25, reserved=1.1),
+        replace(
+            _H100,
+            name="B200",
+            peak_flops=2250e12,
+            memory_nbytes=180e9,
+            memory_bandwidth=8.0e12,
+            link_bandwidth=900e9,
+            matmul=0.776,
+            float8=1.97,
+        ),
+        DeviceSpec(
+            "MI300X",
+            1300e12,
+            192 * GIB,
+            5.3e12,
+            448e9,
+            matmul=0.514,
+            attention=0.25,
+            reserved=1.1,
+            host_link=50e9,
+        ),
     )
 }
 """Devices by name. ``H100-96GB-500W`` is limited in power, and so in the clock that it can keep up."""

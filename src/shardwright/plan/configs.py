@@ -11,12 +11,17 @@ _TIED = {"llama": False, "mistral": False, "qwen2": False, "qwen3": False}
 _TIED |= {"gemma": True, "gemma2": True, "gemma3_text": True}
 """Type of a model -> whether its head is its embedding where the file doesn't say so."""
 
-_FIELDS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
+_NUMBERS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
 
 
 def is_config(path: str | Path) -> bool:
     """Whether it is a ``config.json``, or a folder with one."""
     return Path(path).suffix == ".json" or (Path(path) / "config.json").is_file()
+
+
+def has_numbers(path: str | Path) -> bool:
+    """Whether ``architecture`` knows its type; else the model itself is to be traced. Raises: ConfigError."""
+    return _fields(path)[1] in _TIED
 
 
 def architecture(path: str | Path) -> Architecture:
@@ -25,13 +30,7 @@ def architecture(path: str | Path) -> Architecture:
     Of Llama, Mistral, Qwen 2 and 3 and Gemma 1 to 3. Attention counts whole, also where it is to a window.
     Raises: ConfigError for a file that can't be read, another type of model, or a field that isn't there.
     """
-    path = Path(path)
-    file = path if path.suffix == ".json" else path / "config.json"
-    try:
-        fields: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        kind = fields.get("model_type")
-    except (OSError, ValueError, AttributeError) as error:
-        raise ConfigError(f"can't read {file} as the config of a model of Hugging Face: {error}") from None
+    fields, kind, file = _fields(path)
     if kind not in _TIED:
         raise ConfigError(
             f"{file}: model_type {kind!r} isn't supported, expected one of {', '.join(_TIED)}; "
@@ -39,14 +38,14 @@ def architecture(path: str | Path) -> Architecture:
         )
     if kind == "llama":  # the first ones had no such field
         fields.setdefault("num_key_value_heads", fields.get("num_attention_heads"))
-    wanted = (*_FIELDS, "num_key_value_heads")
+    wanted = (*_NUMBERS, "num_key_value_heads")
     wrong = [name for name in wanted if type(fields.get(name)) is not int or fields[name] < 1]
     if wrong:
         raise ConfigError(
             f"{file}: {wrong[0]} is {fields.get(wrong[0], 'missing')}, expected a whole number above 0; "
             f"a {kind} needs {', '.join(wanted)}"
         )
-    layers, width, heads, ffn, vocabulary = (fields[name] for name in _FIELDS)
+    layers, width, heads, ffn, vocabulary = (fields[name] for name in _NUMBERS)
     return Architecture(
         layers,
         width,
@@ -57,3 +56,13 @@ def architecture(path: str | Path) -> Architecture:
         vocabulary,
         tied=bool(fields.get("tie_word_embeddings", _TIED[kind])),
     )
+
+
+def _fields(path: str | Path) -> tuple[dict[str, Any], Any, Path]:
+    """What the file says, the type of its model, and where it is. Raises: ConfigError."""
+    file = Path(path) if Path(path).suffix == ".json" else Path(path) / "config.json"
+    try:
+        fields: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return fields, fields.get("model_type"), file
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"can't read {file} as the config of a model of Hugging Face: {error}") from None

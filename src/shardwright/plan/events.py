@@ -13,33 +13,52 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwright.engine.deferred import Deferred
+from shardwright.params.param import ParamSite
 from shardwright.schedule.schedule import Event, EventKind
-from shardwright.torch_private import current_graph_task, queue_callback, tree_flatten, tree_map
+from shardwright.torch_private import (
+    current_graph_task,
+    parameters_of,
+    queue_callback,
+    tree_flatten,
+    tree_map,
+)
 
 
 @dataclass(frozen=True)
 class TracedGroup:
     """Modules whose parameters are one group, by their names in the model. parameters: by theirs. lookup: its
-    backward reads no parameters, so that none has to be there."""
+    backward reads no parameters, so that none has to be there. deferred: the second of two groups that the
+    modules' parameters are cut into, which is unsharded when one of it is first read."""
 
     modules: tuple[str, ...]
     parameters: tuple[str, ...]
     lookup: bool = False
+    deferred: bool = False
+
+
+@dataclass(frozen=True)
+class _Sites:
+    """Places that show parameters, as ``Deferred`` takes them."""
+
+    sites: tuple[ParamSite, ...]
 
 
 @dataclass(eq=False)
 class _Call:
-    """One forward of a module; ``left``: gradients of its inputs that are still to come in the backward."""
+    """One forward of a module; ``left``: gradients of its inputs that are still to come in the backward.
+    read: the groups whose parameters it has read."""
 
     recomputed: bool
     num_inputs: int = 0
     left: int = 0
+    read: tuple[int, ...] = ()
 
 
 @dataclass(eq=False)
 class _Unit:
-    """Modules that run together, and the groups that they need: their own first, then those of parameters
-    that they share with other modules."""
+    """Modules that run together, and the groups that they need: their own first, then what is cut off it,
+    then those of parameters that they share with other modules."""
 
     modules: tuple[nn.Module, ...]
     owners: tuple[int, ...]
@@ -71,6 +90,11 @@ class StepEvents:
         self.inside: list[int] = []
         self._dtype, self._note = dtype, note
         self._units = _units(model, groups)
+        self._deferred = {
+            number: Deferred([_sites(model, group.parameters)])
+            for number, group in enumerate(groups)
+            if group.deferred
+        }
         self._params = [[params[name] for name in group.parameters] for group in groups]
         self._users: Counter[int] = Counter()
         self._arrived: Counter[int] = Counter()
@@ -94,6 +118,8 @@ class StepEvents:
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
+        for deferred in self._deferred.values():
+            deferred.leave()
 
     # ---- forward
 
@@ -108,8 +134,11 @@ class StepEvents:
             if not unit.awaited:
                 unit.awaited = set(unit.modules)
                 if unit.running == 1:
-                    self._users.update(unit.owners)
-                    self._tell(EventKind.FORWARD_BEGIN, unit.owners)
+                    for owner in unit.owners:
+                        if owner in self._deferred:
+                            self._deferred[owner].wait(partial(self._use, owner))
+                        else:
+                            self._use(owner)
         self.inside += unit.owners[:1]
         leaves = (args, kwargs)
         if self._dtype is not None:
@@ -117,6 +146,10 @@ class StepEvents:
         if not unit.owners or not torch.is_grad_enabled():
             return leaves
         return tree_map(partial(self._watch_input, unit, call), leaves)
+
+    def _use(self, owner: int) -> None:
+        self._users[owner] += 1
+        self._tell(EventKind.FORWARD_BEGIN, [owner])
 
     def _cast(self, leaf: Any) -> Any:
         floating = isinstance(leaf, Tensor) and leaf.is_floating_point()
@@ -138,15 +171,27 @@ class StepEvents:
             unit.running -= 1
             unit.awaited.discard(module)
             if not unit.running and not unit.awaited:
-                self._users.subtract(unit.owners)
-                self._tell(EventKind.FORWARD_END, [each for each in unit.owners if not self._users[each]])
+                for owner in unit.owners:
+                    self._leave(owner)
         if unit.owners and torch.is_grad_enabled():
+            call.read = tuple(each for each in unit.owners if self._was_read(each))
             hooked = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
             hooked = [leaf for leaf in hooked if leaf.requires_grad and not leaf.is_leaf]
             for leaf in hooked:
                 leaf.register_hook(lambda _: self._enter(unit, call))
             if hooked and len(unit.modules) > 1:
                 unit.ended.append(call)
+
+    def _leave(self, owner: int) -> None:
+        if owner in self._deferred and self._deferred[owner].waits:
+            self._deferred[owner].stop()
+            return
+        self._users[owner] -= 1
+        if not self._users[owner]:
+            self._tell(EventKind.FORWARD_END, [owner])
+
+    def _was_read(self, owner: int) -> bool:
+        return owner not in self._deferred or self._deferred[owner].was_read
 
     # ---- backward
 
@@ -164,7 +209,8 @@ class StepEvents:
             each.left = each.num_inputs
         unit.active.update(together)
         if not unit.lookup:
-            self._tell(EventKind.BACKWARD_BEGIN, unit.owners)
+            read = [owner for owner in unit.owners if any(owner in each.read for each in together)]
+            self._tell(EventKind.BACKWARD_BEGIN, read)
 
     def _input_done(self, unit: _Unit, call: _Call) -> None:
         call.left -= 1
@@ -209,6 +255,8 @@ def _units(model: nn.Module, groups: Sequence[TracedGroup]) -> list[_Unit]:
     owner = {name: index for index, group in enumerate(groups) for name in group.parameters}
     units = []
     for index, group in enumerate(groups):
+        if group.deferred:
+            continue
         modules = [model.get_submodule(name) for name in group.modules]
         shown = [names[id(param)] for module in modules for param in module.parameters()]
         inside = {
@@ -217,10 +265,19 @@ def _units(model: nn.Module, groups: Sequence[TracedGroup]) -> list[_Unit]:
             if all(any(_is_inside(name, mine) for mine in group.modules) for name in each.modules)
         }
         shared = [owner[name] for name in shown if name in owner and owner[name] not in inside]
-        units.append(_Unit(tuple(modules), (index, *dict.fromkeys(shared)), group.lookup))
+        parts = [other for other, e in enumerate(groups) if e.deferred and e.modules == group.modules]
+        units.append(_Unit(tuple(modules), (index, *parts, *dict.fromkeys(shared)), group.lookup))
     if not any("" in group.modules for group in groups):
         units.append(_Unit((model,), (), False))
     return units
+
+
+def _sites(model: nn.Module, parameters: Sequence[str]) -> _Sites:
+    shown = {id(model.get_parameter(name)) for name in parameters}
+    tables = (
+        (module, name, param) for module in model.modules() for name, param in parameters_of(module).items()
+    )
+    return _Sites(tuple(ParamSite(module, name) for module, name, param in tables if id(param) in shown))
 
 
 def _is_inside(name: str, outer: str) -> bool:

@@ -3,7 +3,7 @@
 What ``search`` tries, without going through the model again.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from shardwright.plan.workload import GroupSize, Stretch, Workload
@@ -28,7 +28,7 @@ def merged(workload: Workload, parts: Sequence[Collection[int]]) -> Workload:
 
     A merged group begins where the first of its members does and ends where the last one does. Its backward
     has no end where that of a member has none, as of an embedding, whose inputs have no gradient. Every group
-    is in one part.
+    is in one part; one that is cut off another stays so where both are alone in theirs.
     """
     number = {group: place for place, part in enumerate(parts) for group in part}
     groups = tuple(
@@ -37,12 +37,30 @@ def merged(workload: Workload, parts: Sequence[Collection[int]]) -> Workload:
             sum(workload.groups[group].numel for group in part),
             sum(workload.groups[group].trained for group in part),
             max(workload.groups[group].entry_nbytes for group in part),
+            part_of=_part_of(workload, part, number),
+            frozen=_added(workload.groups[group].frozen for group in part),
+            coded=_added(workload.groups[group].coded for group in part),
         )
         for part in parts
     )
     phases = {phase: _merged(entries, number) for phase, entries in workload.phases.items()}
     root = None if workload.root is None else number[workload.root]
     return replace(workload, groups=groups, phases=phases, root=root)
+
+
+def _added(pairs: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    firsts, seconds = zip(*pairs, strict=True)
+    return sum(firsts), sum(seconds)
+
+
+def coded(workload: Workload) -> Workload:
+    """The workload whose frozen weights are codes of NF4, which a group decodes as it is unsharded."""
+    return replace(workload, groups=tuple(group._replace(coded=group.frozen) for group in workload.groups))
+
+
+def _part_of(workload: Workload, part: Collection[int], number: dict[int, int]) -> int | None:
+    whole = workload.groups[next(iter(part))].part_of
+    return None if whole is None else number[whole]
 
 
 def _merged(entries: Entries, number: dict[int, int]) -> Entries:
@@ -66,20 +84,39 @@ def _merged(entries: Entries, number: dict[int, int]) -> Entries:
     return tuple(found)
 
 
+def whole_groups(workload: Workload) -> list[int]:
+    """The groups that a forward begins, in that order, without those that are cut off others."""
+    return [group for group in workload.ran if workload.groups[group].part_of is None]
+
+
+def cut_off(workload: Workload, group: int) -> list[int]:
+    """The groups that are cut off it."""
+    return [number for number, each in enumerate(workload.groups) if each.part_of == group]
+
+
+def numel_of(workload: Workload, group: int) -> int:
+    """Parameters of it, and of what is cut off it."""
+    return sum(workload.groups[each].numel for each in (group, *cut_off(workload, group)))
+
+
 def neighbours(workload: Workload, count: int) -> list[list[int]]:
     """About ``count`` parts for ``merged``: groups that a forward begins one after another, together about
-    as large as every other part. The root's group stays by itself."""
-    order = [group for group in workload.ran if group != workload.root]
-    least = sum(workload.groups[group].numel for group in order) / max(count, 1)
-    parts: list[list[int]] = []
+    as large as every other part. The root's group stays by itself. What is cut off a group is in its part,
+    where that has other groups as well: the runtime cuts no group of several modules."""
+    order = [group for group in whole_groups(workload) if group != workload.root]
+    least = sum(numel_of(workload, group) for group in order) / max(count, 1)
+    together: list[list[int]] = []
     filled = 0.0
     for group in order:
-        if not parts or filled >= least * len(parts) * (1 - 1e-9):
-            parts.append([])
-        parts[-1].append(group)
-        filled += workload.groups[group].numel
-    absent = set(range(len(workload.groups))) - {group for part in parts for group in part}
-    return parts + [[group] for group in sorted(absent)]
+        if not together or filled >= least * len(together) * (1 - 1e-9):
+            together.append([])
+        together[-1].append(group)
+        filled += numel_of(workload, group)
+    for part in together:
+        if len(part) > 1:
+            part += [each for group in part for each in cut_off(workload, group)]
+    absent = set(range(len(workload.groups))) - {group for part in together for group in part}
+    return together + [[group] for group in sorted(absent)]
 
 
 def recomputed(workload: Workload, groups: Collection[int]) -> Workload:
@@ -96,8 +133,8 @@ def recomputed(workload: Workload, groups: Collection[int]) -> Workload:
     def changed(event: Event, stretch: Stretch) -> Stretch:
         if event.group not in groups or event.kind not in BEGINS:
             return stretch
-        forward = ahead[event.group]
-        entry = workload.groups[event.group].entry_nbytes
+        forward, size = ahead[event.group], workload.groups[event.group]
+        entry = size.entry_nbytes if size.part_of is None else 0  # the inputs of the whole are enough
         dropped = max(forward.saved_nbytes - entry, 0)
         if event.kind is EventKind.FORWARD_BEGIN:
             return forward._replace(

@@ -7,7 +7,8 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from statistics import median
 from typing import Any, NamedTuple, TypeVar
@@ -32,6 +33,18 @@ _LINK_LONG_S = 3.0  # after one that took as long no larger one is measured
 
 
 _T = TypeVar("_T")
+
+
+@contextmanager
+def measured_briefly() -> Iterator[None]:
+    """Measure a tenth as long within the block, and less exactly. Every rank enters."""
+    global _LONG_US, _LINK_LONG_S
+    before = _LONG_US, _LINK_LONG_S
+    _LONG_US, _LINK_LONG_S = _LONG_US // 10, _LINK_LONG_S / 10
+    try:
+        yield
+    finally:
+        _LONG_US, _LINK_LONG_S = before
 
 
 class Fit(NamedTuple):

@@ -6,31 +6,16 @@ The order is the host's: an allocator counts a block from the call that takes it
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import NamedTuple
 
+from shardwright.observe.memory import Category
 from shardwright.plan.cluster import DeviceSpec
 from shardwright.plan.presets import Preset
 from shardwright.plan.workload import Stretch, Workload
-from shardwright.schedule.schedule import Action, ActionKind, EventKind, Phase, Schedule
+from shardwright.policy import DEFAULT_OFFLOAD, CPUOffloadPolicy, OffloadPolicy
+from shardwright.schedule.schedule import RESHARDS, Action, ActionKind, EventKind, Phase, Schedule
 
 _MASTER, _ADAM = 4, 8
-
-
-class Category(StrEnum):
-    """What bytes are for.
-
-    STATES: shards and the optimizer's. UNSHARDED: gathered parameters. GRADIENTS: unsharded, and of shards.
-    ACTIVATIONS: kept for the backward, and what a stretch needs besides. HEAD: those of the loss. TRANSPORT:
-    buffers of collectives.
-    """
-
-    STATES = "states"
-    UNSHARDED = "unsharded"
-    GRADIENTS = "gradients"
-    ACTIVATIONS = "activations"
-    HEAD = "head"
-    TRANSPORT = "transport"
 
 
 class HeldBytes(NamedTuple):
@@ -45,14 +30,42 @@ class HeldBytes(NamedTuple):
         return sum(self.nbytes.values())
 
 
+class AtRest(NamedTuple):
+    """Bytes at rest on one rank: on its device of parameters, of the optimizer's state and of reduced
+    gradients, and on its host of all. lent: of the state, on the device while that steps."""
+
+    params: int
+    state: int
+    grads: int
+    on_host: int = 0
+    lent: int = 0
+
+
 @dataclass(frozen=True)
 class Sharding:
     """What bytes on a rank depend on: ranks that share a parameter, bytes of an element of gradients on the
-    wire, and whether gradients of earlier microbatches are there already."""
+    wire, whether gradients of earlier microbatches are there already, what is on the host at rest, and over
+    how many ranks shards are kept from a forward to its backward."""
 
     shards: int
     reduce_itemsize: int = 4
     accumulates: bool = False
+    offload: OffloadPolicy = DEFAULT_OFFLOAD
+    smaller_world: int | None = None
+
+    def keeps(self, workload: Workload) -> "AtRest":
+        """Bytes at rest."""
+        trained = workload.trained // self.shards
+        at_rest = sum(group.at(_MASTER) for group in workload.groups) // self.shards
+        offload = self.offload if isinstance(self.offload, CPUOffloadPolicy) else None
+        device = AtRest(at_rest, trained * _ADAM, trained * _MASTER)
+        if offload is None:
+            return device
+        copies = sum(group.at(workload.itemsize) for group in workload.groups) // self.shards
+        params = (0 if offload.params else copies) if offload.shards_on_host else at_rest
+        grads = 0 if offload.grads else trained * _MASTER
+        on_host = sum(device) - (0 if offload.shards_on_host else at_rest) - grads
+        return AtRest(params, 0, grads, on_host, 0 if offload.shards_on_host else trained * _ADAM)
 
 
 def memory(schedule: Schedule, workload: Workload, preset: Preset, sharding: Sharding) -> list[HeldBytes]:
@@ -105,25 +118,31 @@ class _Ledger:
     held: Counter[Category] = field(default_factory=Counter)
     unreduced: dict[int, int] = field(default_factory=dict)
     freed: list[int] = field(default_factory=list)
+    kept: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        shard = self.workload.numel // self.sharding.shards
-        self.held[Category.STATES] = shard * (_MASTER + _ADAM)
-        self.held[Category.GRADIENTS] = shard * _MASTER if self.sharding.accumulates else 0
+        kept = self.sharding.keeps(self.workload)
+        self.held[Category.STATES] = kept.params + kept.state
+        self.held[Category.GRADIENTS] = kept.grads if self.sharding.accumulates else 0
 
     def act(self, action: Action) -> None:
         """One action of the schedule."""
         held, kind = self.held, action.kind
         for group in action.groups:
-            nbytes = self.workload.groups[group].numel * self.workload.itemsize
+            size, itemsize = self.workload.groups[group], self.workload.itemsize
+            nbytes, decoded = size.at(itemsize), size.coded[0] * itemsize
             staged = nbytes + nbytes // self.sharding.shards if self.preset.gather_copies else 0
             if kind is ActionKind.UNSHARD:
+                held[Category.UNSHARDED] -= self.kept.pop(group, 0)
                 held[Category.TRANSPORT if staged else Category.UNSHARDED] += staged or nbytes
-            elif kind is ActionKind.WAIT and staged:
+            elif kind is ActionKind.WAIT:
                 held[Category.TRANSPORT] -= staged
-                held[Category.UNSHARDED] += nbytes
-            elif kind is ActionKind.RESHARD:
-                self._reshard(nbytes)
+                held[Category.UNSHARDED] += decoded + (nbytes if staged else 0)
+            elif kind in RESHARDS:
+                self._reshard(nbytes + decoded)
+                if kind is ActionKind.RESHARD_POST_FORWARD:
+                    self.kept[group] = nbytes // (self.sharding.smaller_world or self.sharding.shards)
+                    held[Category.UNSHARDED] += self.kept[group]
             elif kind in (ActionKind.HOLD, ActionKind.REDUCE):
                 self._reduce(group)
             elif kind is ActionKind.WAIT_REDUCE:
@@ -152,7 +171,8 @@ class _Ledger:
     def _reduced(self, group: int) -> None:
         trained, size = self.workload.groups[group].trained, self.sharding.reduce_itemsize
         self.held[Category.TRANSPORT] -= trained * size + trained * size // self.sharding.shards
-        if not self.sharding.accumulates:
+        offload = self.sharding.offload
+        if not (self.sharding.accumulates or (isinstance(offload, CPUOffloadPolicy) and offload.grads)):
             self.held[Category.GRADIENTS] += trained * _MASTER // self.sharding.shards
 
     def compute(self, label: str, stretch: Stretch) -> HeldBytes:

@@ -8,19 +8,24 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.errors import InputError
-from shardwright.grouped import Groups, shard_groups
+from shardwright.grouped import Groups
 from shardwright.observe.drawing import Drawing
+from shardwright.params.quantized.module import encodings
 from shardwright.plan.cluster import GIB, Cluster
 from shardwright.plan.constants import Constants
-from shardwright.plan.memory import Category, HeldBytes, Sharding, fits, memory, peak
+from shardwright.plan.events import TracedGroup
+from shardwright.plan.groups import traced_groups
+from shardwright.plan.levers import coded
+from shardwright.plan.memory import AtRest, HeldBytes, Sharding, fits, memory, peak
 from shardwright.plan.picture import drawing_of
 from shardwright.plan.presets import preset, schedule
 from shardwright.plan.prices import Prices
 from shardwright.plan.simulate import Timeline, simulate
-from shardwright.plan.trace import TracedGroup, trace
+from shardwright.plan.trace import trace
 from shardwright.plan.workload import OpKind, Workload
-from shardwright.policy import MixedPrecisionPolicy, SchedulePolicy
-from shardwright.schedule.schedule import ActionKind, Phase, Schedule
+from shardwright.planned import BASES
+from shardwright.policy import DEFAULT_OFFLOAD, MixedPrecisionPolicy, OffloadPolicy, SchedulePolicy
+from shardwright.schedule.schedule import RESHARDS, ActionKind, Phase, Schedule
 
 _BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 _TABLE = "{:22} {}"
@@ -31,25 +36,34 @@ class Choice:
     """How a model is to be trained: what ``estimate`` is asked of.
 
     runtime: "shardwright", "fsdp1" or "fsdp2". groups: as ``fully_shard(groups=...)`` takes them.
-    reshard_after_forward: False keeps every group unsharded until its backward. shards: ranks that a
-    parameter is sharded over; None: all of them, else the others have copies. microbatches: samples that
-    gradients are accumulated over in a step. policy: of the schedule, in place of the runtime's.
+    reshard_after_forward: False keeps every group unsharded until its backward; a number of ranks keeps
+    shards over so many of them (a smaller world) until then. shards: ranks that a parameter is sharded over;
+    None: all of them, else the others have copies. microbatches: samples that gradients are accumulated over
+    in a step. policy: of the schedule, in place of the runtime's. offload: as
+    ``fully_shard(offload_policy=...)`` takes it. base: "nf4" where frozen weights are to be quantised (those
+    of the model that is estimated aren't yet), else "plain".
     """
 
     runtime: str = "shardwright"
     groups: Groups = "auto"
     mp_policy: MixedPrecisionPolicy = field(default=_BF16)
-    reshard_after_forward: bool = True
+    reshard_after_forward: bool | int = True
     shards: int | None = None
     microbatches: int = 1
     policy: SchedulePolicy | None = None
+    offload: OffloadPolicy = DEFAULT_OFFLOAD
+    base: str = "plain"
+
+    def __post_init__(self) -> None:
+        if self.base not in BASES:
+            raise InputError(f"Choice.base must be one of {', '.join(BASES)}, got {self.base!r}")
 
 
 @dataclass(frozen=True)
 class Estimate:
     """What a step takes and holds on one rank. ``print`` shows it as a table.
 
-    held: what is held after each action, and at most inside of each stretch of compute.
+    held: what is held after each action, and at most inside of each stretch of compute. kept: at rest.
     """
 
     cluster: Cluster
@@ -58,6 +72,7 @@ class Estimate:
     schedule: Schedule
     timeline: Timeline
     held: tuple[HeldBytes, ...]
+    kept: AtRest
 
     @property
     def tokens(self) -> int:
@@ -84,8 +99,9 @@ class Estimate:
     def phases(self) -> dict[str, int]:
         """Bytes held at most while a model and its optimizer are loaded, in the first step (whose optimizer
         has no state until its end), in a steady one, in an evaluation of a microbatch, and in a save."""
-        states, work = self.peak.nbytes[Category.STATES], self.workload
-        shard = states // 3  # in float32, beside two states of Adam
+        kept, work = self.kept, self.workload
+        states, most = kept.params + kept.state, self.peak.total
+        stepped = states + kept.lent + kept.grads
         evaluated, unsharded = 0, set[int]()
         for entry, (_, stretch) in zip(
             self.schedule.phases[Phase.FORWARD], work.phases[Phase.FORWARD], strict=True
@@ -93,18 +109,24 @@ class Estimate:
             for action in entry.actions:
                 if action.kind is ActionKind.UNSHARD:
                     unsharded.update(action.groups)
-                elif action.kind is ActionKind.RESHARD:
+                elif action.kind in RESHARDS:
                     unsharded.difference_update(action.groups)
-            gathered = sum(work.groups[group].numel for group in unsharded) * work.itemsize
+            sizes = [work.groups[group] for group in unsharded]
+            gathered = sum(size.at(work.itemsize) + size.coded[0] * work.itemsize for size in sizes)
             computed = max(stretch.saved_nbytes, 0) + stretch.transient_nbytes
             evaluated = max(evaluated, gathered + computed)
         return {
             "load": states,
-            "first step": max(self.peak.total - 2 * shard, states + shard),
-            "step": max(self.peak.total, states + shard),
+            "first step": max(most - kept.state, stepped),
+            "step": max(most, stepped),
             "evaluation": states + evaluated,
             "save": states,
         }
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes of a rank's host that shards, gradients and the optimizer's state take; 0 without offload."""
+        return self.kept.on_host
 
     @property
     def tokens_per_s(self) -> float:
@@ -152,13 +174,15 @@ class Estimate:
             for category, nbytes in sorted(held.nbytes.items(), key=lambda item: -item[1])
             if nbytes >= 0.05 * GIB
         )
-        total = self.tokens_per_s
+        total, phases = self.tokens_per_s, dict(self.phases)
+        if self.host_nbytes:
+            phases["on the host"] = self.host_nbytes
         exposed = float(self.timeline.exposed_s) / self.step_s
         rows = [
             ("cluster", f"{self.cluster.ranks} x {device.name}, {self.choice.runtime}"),
             ("fits", f"{self._fits_in_words()}: {held.total / GIB:.1f} (+- 5%) of "
              f"{device.memory_nbytes / GIB:.1f} GiB at {held.at.strip()} ({by_category})"),
-            ("GiB at most", ", ".join(f"{name} {nbytes / GIB:.1f}" for name, nbytes in self.phases.items())),
+            ("GiB at most", ", ".join(f"{name} {nbytes / GIB:.1f}" for name, nbytes in phases.items())),
             ("step", f"{self.step_s:.3f} s (+- 10%)"),
             ("tokens/s", f"{total:,.0f}, {total / self.cluster.ranks:,.0f} per device (+- 10%)"),
             ("MFU", f"{self.mfu:.1%} (3 x forward's matmuls and attention, half where causal)"),
@@ -201,7 +225,13 @@ def workload_of(
 ) -> Workload:
     """The model and one microbatch, in the groups of ``choice``. Raises: InputError as ``estimate``."""
     args, named = _arguments(sample)
-    groups = traced_groups(model, choice.groups)
+    groups = chosen_groups(model, choice)
+    quantised = next((name for name, module in model.named_modules() if encodings(module)), None)
+    if quantised is not None:
+        raise InputError(
+            f"{type(model).__name__} has quantised weights ({quantised!r}), which can't be traced without "
+            'data; pass the model as it was before quantize_, and Choice(base="nf4")'
+        )
     found = trace(model, args, named, groups, choice.mp_policy.param_dtype, loss)
     return replace(found, tokens=_tokens([*args, *named.values()]))
 
@@ -214,50 +244,40 @@ def price(
     Raises: InputError where the ranks can't be divided as asked.
     """
     runs = preset(choice.runtime)
+    workload = coded(workload) if choice.base != "plain" else workload
     if choice.policy is not None:
         runs = replace(runs, policy=choice.policy)
     planned = schedule(workload, runs, choice.reshard_after_forward)
     shards = choice.shards or cluster.ranks
     if cluster.ranks % shards:
         raise InputError(f"Choice.shards must divide the cluster's {cluster.ranks} ranks, got {shards}")
+    smaller = _smaller_world(choice.reshard_after_forward, shards)
     sizes = _itemsizes(choice.mp_policy)
-    prices = Prices(cluster, constants or cluster.constants, runs, shards, *sizes)
+    prices = Prices(
+        cluster, constants or cluster.constants, runs, shards, *sizes, 1.0, choice.offload, smaller
+    )
     timeline = simulate(planned, workload, prices, choice.microbatches, keeps=True)
-    held = memory(planned, workload, runs, Sharding(shards, sizes[1], choice.microbatches > 1))
-    return Estimate(cluster, choice, workload, planned, timeline, tuple(held))
+    sharding = Sharding(shards, sizes[1], choice.microbatches > 1, choice.offload, smaller)
+    held = memory(planned, workload, runs, sharding)
+    return Estimate(cluster, choice, workload, planned, timeline, tuple(held), sharding.keeps(workload))
 
 
-def traced_groups(model: nn.Module, groups: Groups) -> list[TracedGroup]:
-    """The groups that ``fully_shard(model, groups=groups)`` would make, by its numbers. Changes nothing."""
-    names = {id(module): name for name, module in model.named_modules()}
-    params = {id(param): name for name, param in model.named_parameters()}
-    found: list[TracedGroup] = []
-    owner: dict[int, int] = {}
-    units: dict[int, int] = {}
-    numbered: list[list[int]] = []  # by unit, what it and those that it has taken in are numbered by
+def chosen_groups(model: nn.Module, choice: Choice) -> list[TracedGroup]:
+    """The groups that a choice asks for. Raises: InputError."""
+    ours = choice.runtime.startswith("shardwright")
+    return traced_groups(model, choice.groups, choice.mp_policy, cuts=ours)
 
-    def note(modules: list[nn.Module], ignored: set[int]) -> None:
-        unit, shown = len(numbered), dict.fromkeys(id(p) for module in modules for p in module.parameters())
-        nested = [units[id(part)] for module in modules for part in module.modules() if id(part) in units]
-        shared = [owner[key] for key in shown if key in owner and owner[key] not in nested]
-        own: list[int] = []
-        for inner in (*nested, *shared):
-            if numbered[inner] is not own:
-                taken = numbered[inner]
-                own += taken
-                numbered[:] = [own if each is taken else each for each in numbered]
-        numbered.append(own)
-        units.update({id(module): unit for module in modules})
-        mine = [key for key in shown if key not in owner and key not in ignored]
-        owner.update(dict.fromkeys(mine, unit))
-        if mine:
-            own.append(len(found))
-            lookup = all(isinstance(module, nn.Embedding) for module in modules)
-            parts = tuple(names[id(module)] for module in modules)
-            found.append(TracedGroup(parts, tuple(params[key] for key in mine), lookup))
 
-    shard_groups(model, groups, set(), note)
-    return [found[group] for group in numbered[-1]]
+def _smaller_world(reshard: bool | int, shards: int) -> int | None:
+    """Raises: InputError."""
+    if isinstance(reshard, bool):
+        return None
+    if not 1 <= reshard <= shards or shards % reshard:
+        raise InputError(
+            f"Choice.reshard_after_forward must be True, False or a factor of the {shards} ranks that a "
+            f"parameter is sharded over, got {reshard}"
+        )
+    return reshard
 
 
 def _itemsizes(policy: MixedPrecisionPolicy) -> tuple[int, int]:

@@ -83,26 +83,33 @@ def preset(name: str) -> Preset:
     return PRESETS[name]
 
 
-def specs(workload: Workload, preset: Preset, reshard_after_forward: bool = True) -> tuple[GroupSpec, ...]:
+def specs(
+    workload: Workload, preset: Preset, reshard_after_forward: bool | int = True
+) -> tuple[GroupSpec, ...]:
     """What the planner knows of each group."""
+    is_smaller = not isinstance(reshard_after_forward, bool)
     return tuple(
         GroupSpec(
-            reshard_after_forward=_reshards(preset, reshard_after_forward, index == workload.root),
-            nbytes=group.numel * workload.itemsize,
+            reshard_after_forward=_reshards(preset, reshard_after_forward, index in workload.of_root),
+            nbytes=group.at(workload.itemsize),
             grad_nbytes=group.trained * workload.itemsize,
             bucket_key=0,
+            part_of=group.part_of,
+            smaller_world=is_smaller and index not in workload.of_root,
         )
         for index, group in enumerate(workload.groups)
     )
 
 
-def _reshards(preset: Preset, reshard_after_forward: bool, is_root: bool) -> bool | None:
+def _reshards(preset: Preset, reshard_after_forward: bool | int, is_root: bool) -> bool | None:
     if not reshard_after_forward or (is_root and preset.root_stays):
         return False
+    if not isinstance(reshard_after_forward, bool):
+        return True
     return preset.reshards
 
 
-def schedule(workload: Workload, preset: Preset, reshard_after_forward: bool = True) -> Schedule:
+def schedule(workload: Workload, preset: Preset, reshard_after_forward: bool | int = True) -> Schedule:
     """The schedule of a step, by the planner that the runtime itself uses.
 
     Raises: ScheduleError never: what the planner makes is sound.

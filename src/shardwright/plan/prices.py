@@ -3,7 +3,7 @@
 A constant may be an array, one element for each variant: then so is every price made with it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ from shardwright.plan.cluster import Cluster
 from shardwright.plan.constants import Constants
 from shardwright.plan.presets import Preset
 from shardwright.plan.workload import Op, OpKind, Stretch
+from shardwright.policy import DEFAULT_OFFLOAD, CPUOffloadPolicy, OffloadPolicy
 
 Seconds = Any
 """A number, or an array of numbers."""
@@ -46,7 +47,8 @@ class Prices:
     """What a thing takes on a cluster, as ``preset`` runs it.
 
     shards: ranks that a parameter is sharded over, neighbours first. gather_itemsize, reduce_itemsize: bytes
-    of an element of parameters, and of gradients, on the wire. software: factor of all compute.
+    of an element of parameters, and of gradients, on the wire. software: factor of all compute. offload: what
+    is on the host at rest. smaller_world: ranks over which shards are kept from a forward to its backward.
     """
 
     cluster: Cluster
@@ -56,6 +58,8 @@ class Prices:
     gather_itemsize: int = 2
     reduce_itemsize: int = 2
     software: Seconds = 1.0
+    offload: OffloadPolicy = DEFAULT_OFFLOAD
+    smaller_world: int | None = None
 
     # ---- compute
 
@@ -84,8 +88,14 @@ class Prices:
         return nbytes / (self.cluster.device.memory_bandwidth * self.constants.memory)
 
     def optimizer(self, numel: int) -> Seconds:
-        """Seconds of a step of the parameters of a shard."""
-        return self.constants.optimizer * numel / self.cluster.device.memory_bandwidth
+        """Seconds of a step of the parameters of a shard, on the device or where they are, on its host."""
+        device = self.cluster.device
+        host = isinstance(self.offload, CPUOffloadPolicy) and self.offload.shards_on_host
+        return self.constants.optimizer * numel / (device.host_memory if host else device.memory_bandwidth)
+
+    def host_copy(self, nbytes: float) -> Seconds:
+        """Seconds of a copy from the device to its host, or back."""
+        return nbytes / self.cluster.device.host_link
 
     # ---- collectives
 
@@ -104,6 +114,11 @@ class Prices:
         within = self.cluster.device.link_bandwidth * self.cluster.device.ring
         between = self.cluster.host_bandwidth * self.constants.wire
         return self._ring(self.shards, hosts, within if hosts == 1 else 1 / (1 / within + 1 / between), 1)
+
+    @cached_property
+    def gathering_kept(self) -> CollectiveCost:
+        """Of all-gathers in a backward from the smaller world."""
+        return replace(self, shards=self.smaller_world or self.shards).gathering
 
     @cached_property
     def copying(self) -> CollectiveCost:

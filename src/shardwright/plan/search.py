@@ -15,18 +15,20 @@ from torch import Tensor, nn
 
 from shardwright.errors import InputError
 from shardwright.plan.cluster import GIB, Cluster
-from shardwright.plan.levers import merged, neighbours, recomputed
+from shardwright.plan.levers import cut_off, merged, neighbours, recomputed, whole_groups
 from shardwright.plan.memory import CONTEXT_NBYTES
 from shardwright.plan.predict import Choice, Estimate, price
 from shardwright.plan.presets import preset
 from shardwright.plan.subject import Subject, of_model
 from shardwright.plan.workload import Workload
-from shardwright.planned import Plan, PlannedGroup
+from shardwright.planned import BASES, OFFLOADS, Plan, PlannedGroup
 from shardwright.torch_private import tree_leaves
 
 _SPLITS = (1, 2, 4, 8)
 _RECOMPUTED = (0.0, 0.25, 0.5, 0.75, 1.0)
-_DEPTHS = (1, 2)
+_AHEAD = (1, 2)
+_GROUPS_AHEAD = 2.25
+"""Bytes that two groups ahead may take, in largest groups: a runtime pads them to the ranks."""
 _NEAR = 0.01
 
 
@@ -34,16 +36,20 @@ class Candidate(NamedTuple):
     """A value for each lever.
 
     groups: parts that the model is in. recomputed: share of them that is computed again in the backward.
-    shards: ranks that a parameter is sharded over. reshards: after a forward. depth: groups gathered ahead.
-    split: microbatches in the place of each one of the sample's.
+    shards: ranks that a parameter is sharded over. reshards: after a forward. ahead: 1, the next group is
+    gathered ahead; 2, what takes the bytes of the two largest. split: microbatches in the place of each one
+    of the sample's. offload: what is on the host at rest, by its name in ``planned.OFFLOADS``. base: frozen
+    weights are as they are ("plain"), or in 4 bits ("nf4"), which changes results.
     """
 
     groups: int
     recomputed: float
     shards: int
     reshards: bool
-    depth: int
+    ahead: int
     split: int
+    offload: str
+    base: str
 
 
 class Tried(NamedTuple):
@@ -141,7 +147,7 @@ class Space:
     def values(self) -> dict[str, tuple[Any, ...]]:
         """Of each lever, by its name in ``Candidate``."""
         ranks, host = self.cluster.ranks, min(self.cluster.ranks_per_host, self.cluster.ranks)
-        count = len(self.workloads[1].groups)
+        count = sum(group.part_of is None for group in self.workloads[1].groups)
         return {
             "groups": tuple(dict.fromkeys(max(1, count // size) for size in (1, 2, 4, 8, 16, 32))),
             "recomputed": _RECOMPUTED,
@@ -149,8 +155,10 @@ class Space:
                 dict.fromkeys(s for s in (ranks, 8 * host, host) if ranks % s == 0 and s <= ranks)
             ),
             "reshards": (True, False),
-            "depth": _DEPTHS,
+            "ahead": _AHEAD,
             "split": tuple(self.workloads),
+            "offload": tuple(OFFLOADS),
+            "base": BASES if any(group.frozen[0] for group in self.workloads[1].groups) else ("plain",),
         }
 
     def all(self) -> Iterable[Candidate]:
@@ -159,25 +167,35 @@ class Space:
 
     def prepare(self, candidate: Candidate) -> tuple[Workload, tuple[int, ...], list[list[int]]]:
         """Its workload, which of its groups are computed again, and which traced groups each is made of."""
-        whole = self.workloads[candidate.split]
-        parts = neighbours(whole, candidate.groups)
-        work = merged(whole, parts)
+        traced = self.workloads[candidate.split]
+        parts = neighbours(traced, candidate.groups)
+        work = merged(traced, parts)
         # What runs last is needed first in the backward: to drop it would win nothing.
-        blocks = [group for group in work.ran if group != work.root and work.groups[group].entry_nbytes][:-1]
-        chosen = tuple(blocks[: round(candidate.recomputed * len(blocks))])
-        return recomputed(work, chosen), chosen, parts
+        whole = [
+            group for group in whole_groups(work) if group != work.root and work.groups[group].entry_nbytes
+        ]
+        blocks = whole[:-1]
+        chosen = blocks[: round(candidate.recomputed * len(blocks))]
+        again = tuple(each for group in chosen for each in (group, *cut_off(work, group)))
+        return recomputed(work, again), again, parts
 
     def price(self, candidate: Candidate) -> Tried:
         """Simulate it, once."""
         if candidate not in self.seen:
             work, _, _ = self.prepare(candidate)
-            policy = replace(self.choice.policy or preset(self.choice.runtime).policy, depth=candidate.depth)
+            policy = replace(self.choice.policy or preset(self.choice.runtime).policy, depth=1)
+            if candidate.ahead > 1:
+                sizes = [group.numel for index, group in enumerate(work.groups) if index not in work.of_root]
+                largest = max(sizes, default=0) * work.itemsize
+                policy = replace(policy, depth=len(work.groups), budget_nbytes=int(_GROUPS_AHEAD * largest))
             choice = replace(
                 self.choice,
                 shards=candidate.shards,
                 reshard_after_forward=candidate.reshards,
                 microbatches=self.choice.microbatches * candidate.split,
                 policy=policy,
+                offload=OFFLOADS[candidate.offload],
+                base=candidate.base,
             )
             found = price(work, self.cluster, choice)
             self.seen[candidate] = Tried(candidate, found.step_s, found.peak.total), found
@@ -196,8 +214,9 @@ def search(
     """Find the fastest way to train ``model`` on ``cluster`` within ``budget`` bytes of each device.
 
     Searched: how many groups, which of them are computed again, over how many ranks a parameter is sharded,
-    whether groups are resharded after the forward, how many are gathered ahead, and smaller microbatches. A
-    step takes the same samples in all of them. choice: what stays as it is.
+    whether groups are resharded after the forward, how much is gathered ahead, smaller microbatches, what is
+    on the host at rest, and, only where nothing else fits, frozen weights in 4 bits. A step takes the same
+    samples in all of them. choice: what stays as it is.
     budget: None takes what the device has. The rest is as ``estimate`` takes it.
     Raises: InputError as ``estimate``, and for a budget that isn't positive.
     """
@@ -215,7 +234,7 @@ def fastest(subject: Subject, cluster: Cluster, choice: Choice, budget: float | 
     _, again, parts = space.prepare(best.candidate)
     listed = [tuple(name for group in part for name in subject.modules[group]) for part in parts]
     found = space.seen[best.candidate][1]
-    named = [list(names) for names in listed if names != ("",)]
+    named = [list(names) for names in listed if names not in ((), ("",))]
     found = replace(found, choice=replace(found.choice, groups=named))
     plan = planned(found, listed, again)
     return FoundPlan(
@@ -233,7 +252,7 @@ def grouped(model: nn.Module, sample: Any, cluster: Cluster, choice: Choice) -> 
 
     ``sample`` as ``estimate`` takes it; what the model returns needn't be a loss. Raises: InputError.
     """
-    subject = of_model(model, sample, choice, _any_loss)
+    subject = of_model(model, sample, choice, any_loss)
     space = Space(cluster, choice, {1: subject.workload})
     most = cluster.device.memory_nbytes - CONTEXT_NBYTES
     plain = Candidate(*(each[0] for each in space.values.values()))
@@ -242,10 +261,10 @@ def grouped(model: nn.Module, sample: Any, cluster: Cluster, choice: Choice) -> 
     best = thriftiest(space, min(tried, key=lambda one: _rank(one, most)), most)
     _, _, parts = space.prepare(best.candidate)
     names = [[name for group in part for name in subject.modules[group]] for part in parts]
-    return [listed for listed in names if listed != [""]]
+    return [listed for listed in names if listed not in ([], [""])]
 
 
-def _any_loss(out: Any) -> Tensor:
+def any_loss(out: Any) -> Tensor:
     """Of what a model returns, something that a backward can begin at."""
     leaves = [leaf for leaf in tree_leaves(getattr(out, "loss", None)) if isinstance(leaf, Tensor)]
     leaves = leaves or [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.requires_grad]
@@ -267,13 +286,15 @@ def planned(found: Estimate, listed: Sequence[tuple[str, ...]], again: Collectio
         ranks=found.cluster.ranks,
         shards=choice.shards or found.cluster.ranks,
         groups=tuple(
-            PlannedGroup(names, choice.reshard_after_forward and index != root)
+            PlannedGroup(names, bool(choice.reshard_after_forward) and index != root)
             for index, names in enumerate(listed)
-            if names != ("",)
+            if names not in ((), ("",))
         ),
         microbatches=choice.microbatches,
         microbatch_tokens=found.tokens,
         modules_to_recompute=tuple(name for group in again for name in listed[group]),
+        base=choice.base,
+        offload=next(name for name, policy in OFFLOADS.items() if policy == choice.offload),
         policy=choice.policy or preset(choice.runtime).policy,
         mp_policy=choice.mp_policy,
         step_s=found.step_s,
@@ -288,16 +309,23 @@ def greedy(space: Space, budget: float) -> Tried:
     values = space.values
     plain = Candidate(*(each[0] for each in values.values()))
     least = plain._replace(recomputed=1.0, split=values["split"][-1])
-    return min((_climb(space, start, budget) for start in (plain, least)), key=lambda one: _rank(one, budget))
+    starts = [plain, least]
+    if space.price(least).nbytes > budget:
+        starts.append(least._replace(offload=values["offload"][-1]))
+    if space.price(starts[-1]).nbytes > budget:
+        starts.append(starts[-1]._replace(base=values["base"][-1]))
+    return min((_climb(space, start, budget) for start in starts), key=lambda one: _rank(one, budget))
 
 
 def thriftiest(space: Space, best: Tried, budget: float) -> Tried:
     """Of what was tried and takes hardly longer than the best, that which holds least: a hundredth is far
-    less than the error of a prediction."""
+    less than the error of a prediction. What is offloaded or quantised stays as the best has it."""
     near = [
         one
         for one, _ in space.seen.values()
-        if one.nbytes <= max(budget, best.nbytes) and one.step_s <= best.step_s * (1 + _NEAR)
+        if one.nbytes <= max(budget, best.nbytes)
+        and one.step_s <= best.step_s * (1 + _NEAR)
+        and one.candidate[-2:] == best.candidate[-2:]
     ]
     return min(near, key=lambda one: one.nbytes)
 
@@ -309,7 +337,7 @@ def _climb(space: Space, start: Candidate, budget: float) -> Tried:
             best.candidate._replace(**{lever: value})
             for lever, values in space.values.items()
             for value in values
-            if value != getattr(best.candidate, lever)
+            if value != getattr(best.candidate, lever) and (lever != "base" or value == values[0])
         ]
         found = min(map(space.price, changes), key=lambda one: _rank(one, budget))
         if _rank(found, budget) >= _rank(best, budget):

@@ -15,10 +15,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwright.plan.prices import Prices, Seconds
+from shardwright.plan.presets import Preset
+from shardwright.plan.prices import CollectiveCost, Prices, Seconds
 from shardwright.plan.workload import Stretch, Workload
-from shardwright.schedule.schedule import Action, ActionKind, Phase, Schedule
+from shardwright.policy import CPUOffloadPolicy
+from shardwright.schedule.schedule import RESHARDS, Action, ActionKind, Phase, Schedule
 
+_AT_REST, _ADAM = 4, 8
+"""Bytes of an element of a shard and its gradient, and of its state in the optimizer."""
 LANES = ("host", "compute", "gather", "reduce", "all-reduce", "copies")
 
 
@@ -90,14 +94,20 @@ def simulate(
 class _Step:
     def __init__(self, workload: Workload, prices: Prices, lanes: _Lanes) -> None:
         self.workload, self.prices, self.lanes = workload, prices, lanes
-        self.preset = prices.preset
+        self.offload = prices.offload if isinstance(prices.offload, CPUOffloadPolicy) else None
         self.gathered: dict[int, Seconds] = {}
         self.reduced: dict[int, Seconds] = {}
         self.freed: list[Seconds] = []
+        self.kept: set[int] = set()
         self.released: Seconds = 0.0
         self.computed: Seconds = 0.0
         self._priced: dict[int, tuple[Seconds, Seconds]] = {}
-        self._collectives: dict[tuple[str, int], Seconds] = {}
+        self._collectives: dict[tuple[int, int], Seconds] = {}
+
+    @property
+    def preset(self) -> Preset:
+        """Who runs the step."""
+        return self.prices.preset
 
     def compute(self, label: str, stretch: Stretch) -> None:
         """Launch the kernels of a stretch, and run them."""
@@ -136,10 +146,14 @@ class _Step:
         elif kind is ActionKind.WAIT:
             for group in action.groups:
                 lanes.free["compute"] = np.maximum(lanes.free["compute"], self.gathered[group])
-                self._copy(action, self.workload.groups[group].numel * self.preset.gather_copies)
+                size = self.workload.groups[group]
+                decoded = size.coded[0] * self.workload.itemsize + size.coded[1]
+                self._copy(action, size.numel * self.preset.gather_copies + decoded)
             if self.preset.releases == "wait":
                 self.released = lanes.free["compute"]
-        elif kind is ActionKind.RESHARD:
+        elif kind in RESHARDS:
+            if kind is ActionKind.RESHARD_POST_FORWARD:
+                self.kept.update(action.groups)
             self.freed.append(lanes.free["compute"])
             if self.preset.releases == "reshard":
                 self.released = lanes.free["compute"]
@@ -155,9 +169,15 @@ class _Step:
             after = 0.0
             if len(self.freed) >= self.preset.limit:
                 lanes.run("host", "limit", 0.0, self.freed.pop(0))
-        numel = sum(self.workload.groups[group].numel for group in action.groups)
-        nbytes = numel * self.prices.gather_itemsize
-        end = self._collective("gather", str(action), nbytes, np.maximum(after, lanes.free["host"]))
+        kept, sizes = self.kept.intersection(action.groups), self.workload.groups
+        self.kept -= kept
+        nbytes = sum(sizes[group].at(self.prices.gather_itemsize) for group in action.groups)
+        if self.offload is not None and self.offload.params:
+            after = self._host_copy(
+                action, nbytes // self.prices.shards, np.maximum(after, lanes.free["host"])
+            )
+        cost = self.prices.gathering_kept if kept else self.prices.gathering
+        end = self._collective("gather", str(action), nbytes, np.maximum(after, lanes.free["host"]), cost)
         self.gathered |= dict.fromkeys(action.groups, end)
 
     def _reduce(self, action: Action) -> None:
@@ -166,12 +186,19 @@ class _Step:
         per_element = self.preset.reduce_nbytes(self.workload.itemsize, self.prices.reduce_itemsize)
         self._copy(action, numel * per_element)
         after = np.maximum(lanes.free["compute"], lanes.free["host"])
-        end = self._collective("reduce", str(action), numel * self.prices.reduce_itemsize, after)
         prices = self.prices
+        nbytes = numel * prices.reduce_itemsize
+        end = self._collective("reduce", str(action), nbytes, after, prices.gathering)
         if prices.cluster.ranks > prices.shards:
             seconds = prices.all_reduce(numel // prices.shards * prices.reduce_itemsize)
             end = lanes.run("all-reduce", str(action), seconds, end)
+        if self.offload is not None and self.offload.grads:
+            self._host_copy(action, numel // prices.shards * _AT_REST, end)
         self.reduced |= dict.fromkeys(action.groups, end)
+
+    def _host_copy(self, action: Action, nbytes: int, after: Seconds) -> Seconds:
+        """Between the device and its host, beside compute and collectives."""
+        return self.lanes.run("copies", str(action), self.prices.host_copy(nbytes), after)
 
     def _copy(self, action: Action, nbytes: int) -> None:
         if nbytes:
@@ -179,14 +206,29 @@ class _Step:
             self.computed += seconds
             self.lanes.run("compute", str(action), seconds, 0.0)
 
-    def _collective(self, lane: str, label: str, nbytes: int, after: Seconds) -> Seconds:
-        key = (lane, nbytes)
+    def _collective(
+        self, lane: str, label: str, nbytes: int, after: Seconds, cost: CollectiveCost
+    ) -> Seconds:
+        key = (id(cost), nbytes)
         if key not in self._collectives:
-            self._collectives[key] = self.prices.gather(nbytes)
+            self._collectives[key] = cost.seconds(nbytes)
         lane = "gather" if self.preset.one_communicator else lane
         end = self.lanes.run(lane, label, self._collectives[key], after)
         self.lanes.busy.append((end - self._collectives[key], end))
         return end
+
+    def _optimizer_beside_host(self, numel: int, seconds: Seconds) -> Seconds:
+        """The host steps, and the device is given what it keeps of that; or the device, which is lent the
+        state."""
+        assert self.offload is not None
+        run, copy = self.lanes.run, self.prices.host_copy
+        if not self.offload.shards_on_host:
+            here = run("copies", "state", copy(numel * _ADAM), self.now())
+            return run("copies", "state", copy(numel * _ADAM), run("compute", "optimizer", seconds, here))
+        stepped = run("host", "optimizer", seconds, self.now())
+        if self.offload.params:
+            return stepped
+        return run("copies", "parameters", copy(numel * self.prices.gather_itemsize), stepped)
 
     def now(self) -> Seconds:
         """When all that was launched has ended."""
@@ -194,11 +236,15 @@ class _Step:
 
     def end(self, ends: list[tuple[Seconds, Seconds]], microbatches: int) -> Timeline:
         """Step when all gradients are there; what more microbatches take is what the last one took."""
-        seconds = self.prices.optimizer(self.workload.numel // self.prices.shards)
-        step_s, computed = (
-            self.lanes.run("compute", "optimizer", seconds, self.now()),
-            self.computed + seconds,
-        )
+        prices, numel = self.prices, self.workload.trained // self.prices.shards
+        seconds = prices.optimizer(numel)
+        if self.offload is None:
+            step_s, computed = (
+                self.lanes.run("compute", "optimizer", seconds, self.now()),
+                self.computed + seconds,
+            )
+        else:
+            step_s, computed = self._optimizer_beside_host(numel, seconds), self.computed
         for _ in range(microbatches - len(ends)):
             step_s, computed = (
                 a + b - c for a, b, c in zip((step_s, computed), *reversed(ends), strict=True)

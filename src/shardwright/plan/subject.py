@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwright.plan.predict import Choice, traced_groups, workload_of
+from shardwright.plan.predict import Choice, chosen_groups, workload_of
 from shardwright.plan.transformer import Architecture, Microbatch, workload
 from shardwright.plan.workload import Workload
 from shardwright.torch_private import tree_map
@@ -21,8 +21,9 @@ class Subject:
     """A model and how it is asked for.
 
     modules: names of those of each group, in the order of the workload's groups; ("",): what lies right in
-    the model. rows: of a microbatch on one rank. sequence: tokens of a row; None: the sample has no such dim.
-    at: rows and tokens of a row in, the workload of such a microbatch out.
+    the model; (): a group that is cut off another one. rows: of a microbatch on one rank. sequence: tokens of
+    a row; None: the sample has no such dim. at: rows and tokens of a row in, the workload of such a
+    microbatch out.
     """
 
     modules: tuple[tuple[str, ...], ...]
@@ -55,7 +56,8 @@ def of_model(
     def at(rows: int, sequence: int | None) -> Workload:
         return workload_of(model, _resized(sample, rows, sequence), choice, loss)
 
-    return Subject(tuple(group.modules for group in traced_groups(model, choice.groups)), rows, sequence, at)
+    names = [() if group.deferred else group.modules for group in chosen_groups(model, choice)]
+    return Subject(tuple(names), rows, sequence, at)
 
 
 def of_architecture(arch: Architecture, batch: Microbatch) -> Subject:

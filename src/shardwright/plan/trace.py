@@ -17,6 +17,8 @@ from torch.func import functional_call
 from torch.utils.flop_counter import flop_registry
 
 from shardwright.errors import InputError
+from shardwright.params.quantized.codec import NF4
+from shardwright.params.quantized.module import is_base
 from shardwright.plan.events import StepEvents, TracedGroup
 from shardwright.plan.workload import GroupSize, Op, OpKind, ParamSize, Stretch, Workload
 from shardwright.schedule.schedule import Event, EventKind, Phase
@@ -95,7 +97,7 @@ def trace(
             backward.insert(1, _Noted(each.group, True, each.op))
             each.op = None
     return Workload(
-        tuple(_size(model, group, _entry(forward, index)) for index, group in enumerate(groups)),
+        tuple(_size(model, groups, index, _entry(forward, index)) for index in range(len(groups))),
         {Phase.FORWARD: _entries(forward, kept), Phase.BACKWARD: _entries(backward, kept)},
         next((index for index, group in enumerate(groups) if "" in group.modules), None),
         max((param.itemsize for param in params.values()), default=2),
@@ -140,12 +142,28 @@ def _entry(forward: Sequence[_Noted], group: int) -> int:
     return sum(nbytes for noted in forward for key, nbytes in noted.taken if key in read)
 
 
-def _size(model: nn.Module, group: TracedGroup, entry_nbytes: int) -> GroupSize:
+def _size(model: nn.Module, groups: Sequence[TracedGroup], index: int, entry_nbytes: int) -> GroupSize:
+    group, part_of = groups[index], None
     params = [model.get_parameter(name) for name in group.parameters]
     trained = sum(param.numel() for param in params if param.requires_grad)
     name = "+".join(group.modules) or "root"
+    if group.deferred:
+        part_of = next(
+            n for n, other in enumerate(groups) if other.modules == group.modules and not other.deferred
+        )
+        name = "+".join(dict.fromkeys(parameter.rpartition(".")[0] for parameter in group.parameters))
     sizes = [ParamSize(tuple(p.shape), p.itemsize, p.requires_grad, p.is_floating_point()) for p in params]
-    return GroupSize(name, sum(param.numel() for param in params), trained, entry_nbytes, tuple(sizes))
+    numel = sum(param.numel() for param in params)
+    frozen = [param for param in params if not param.requires_grad and is_base(param, *_shown(model, param))]
+    codes = sum(part.nbytes for p in frozen for part in NF4.encode(p.to("meta")))
+    quantised = (sum(param.numel() for param in frozen), codes)
+    return GroupSize(name, numel, trained, entry_nbytes, tuple(sizes), part_of, quantised)
+
+
+def _shown(model: nn.Module, param: nn.Parameter) -> tuple[list[str], list[nn.Module]]:
+    """The names of a parameter, and the modules that show it."""
+    names = [name for name, each in model.named_parameters(remove_duplicate=False) if each is param]
+    return names, [model.get_submodule(name.rpartition(".")[0]) for name in names]
 
 
 def _key(tensor: Tensor) -> int:
@@ -219,12 +237,21 @@ def _op(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
     nbytes = float(sum(tensor.numel() * tensor.itemsize for tensor in (*inputs, *outputs)))
     if "scaled_dot_product" in base or "_attention_" in base:
         return Op(OpKind.ATTENTION, _attention_flops(base, args), nbytes)
+    if base == "_grouped_mm":
+        return Op(OpKind.MATMUL, _grouped_flops(args[0], args[1], out), nbytes, _narrowest(inputs, outputs))
     if function.overloadpacket in flop_registry:
         flops = float(flop_registry[function.overloadpacket](*args, **kwargs, out_val=out))
         return Op(OpKind.MATMUL, flops, nbytes, _narrowest(inputs, outputs))
     if base == "embedding":  # it reads the rows that it looks up
         nbytes = 2.0 * sum(tensor.numel() * tensor.itemsize for tensor in outputs)
     return Op(OpKind.MEMORY, 0.0, nbytes)
+
+
+def _grouped_flops(a: Tensor, b: Tensor, out: Tensor) -> float:
+    """Of matmuls of the rows of each group: with a matrix of its own, or (for the gradients of these, which
+    have three dims) with other rows of it."""
+    of_rows = a.dim() == 2 and out.dim() == 3
+    return 2.0 * (a.numel() * b.shape[-1] if of_rows else out.numel() * a.shape[-1])
 
 
 def _attention_flops(base: str, args: tuple[Any, ...]) -> float:

@@ -58,7 +58,10 @@ class ParamSize(NamedTuple):
 class GroupSize(NamedTuple):
     """What a group holds. numel: elements of its parameters. trained: of those that have a gradient.
     entry_nbytes: activations that its forward begins from, which is all it has to keep to be computed again.
-    params: each by itself, where that is known.
+    params: each by itself, where that is known. part_of: the group whose modules it runs with, of a group
+    that is cut off that one and gathered when it is first read. frozen: elements of frozen weights that
+    ``quantize_`` takes, and bytes of their codes in NF4; coded: the same of those that are codes at rest and
+    on the wire.
     """
 
     name: str
@@ -66,6 +69,13 @@ class GroupSize(NamedTuple):
     trained: int
     entry_nbytes: int = 0
     params: tuple[ParamSize, ...] = ()
+    part_of: int | None = None
+    frozen: tuple[int, int] = (0, 0)
+    coded: tuple[int, int] = (0, 0)
+
+    def at(self, itemsize: int) -> int:
+        """Bytes of its parameters with so many for each element, but for those that are codes."""
+        return (self.numel - self.coded[0]) * itemsize + self.coded[1]
 
 
 @dataclass(frozen=True)
@@ -98,6 +108,18 @@ class Workload:
         return tuple(dict.fromkeys(begun))
 
     @property
+    def of_root(self) -> tuple[int, ...]:
+        """The root's group, and what is cut off it."""
+        if self.root is None:
+            return ()
+        return (self.root, *(n for n, group in enumerate(self.groups) if group.part_of == self.root))
+
+    @property
     def numel(self) -> int:
         """Parameters of all groups."""
         return sum(group.numel for group in self.groups)
+
+    @property
+    def trained(self) -> int:
+        """Those of them that have a gradient."""
+        return sum(group.trained for group in self.groups)

@@ -1,0 +1,187 @@
+"""Which changes would have fitted, where a rank ran out of memory: priced as ``search`` prices them."""
+
+import copy
+import inspect
+import os
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwright.engine.memory import group_names
+from shardwright.engine.methods import methods_run_as_forward
+from shardwright.engine.out_of_memory import Exhausted, TensorShape
+from shardwright.engine.unit import Unit, unit_of, units_in
+from shardwright.errors import ConfigError, InputError
+from shardwright.module import original_class
+from shardwright.observe.memory import Category
+from shardwright.plan.cluster import Cluster, DeviceSpec, device
+from shardwright.plan.predict import Choice
+from shardwright.plan.search import Candidate, Space, Tried, any_loss, space_of
+from shardwright.plan.subject import of_model
+from shardwright.planned import OFFLOADS
+from shardwright.torch_private import STATE_KEY, tree_map
+
+_SHOWN = 3
+
+
+def changes_that_fit(case: Exhausted) -> list[str]:
+    """Lines for people: the changes of one lever that would fit, or of two where fewer than three do, by the
+    seconds of a step.
+
+    The step is traced on the meta device and nothing is computed. Adam's states are counted where the
+    optimizer has none yet. Raises: InputError for a model that can't be traced.
+    """
+    space, plain = _space(case)
+    base, measured = space.price(plain), case.report.by_category
+    planned = space.seen[plain][1].peak.nbytes[Category.STATES]
+    shards = sum(param.local.nbytes for group in group_names(case.model) for param in group.params)
+    has_stepped = measured[Category.STATES] > shards
+    more = measured[Category.OTHER] + (measured[Category.STATES] - planned) * has_stepped
+    room = case.capacity_nbytes - more
+    is_host = space.cluster.device.name == "cpu"  # nothing is offloaded from there
+    changes = [
+        plain._replace(**{lever: value})
+        for lever, values in space.values.items()
+        for value in values
+        if value != getattr(plain, lever) and (lever != "offload" or not is_host)
+    ]
+    found = _fastest(space, changes, base, room)
+    if len(found) < _SHOWN:
+        both = [
+            plain._replace(recomputed=r, split=s)
+            for r in space.values["recomputed"][1:]
+            for s in space.values["split"][1:]
+        ]
+        found = sorted(found + _fastest(space, both, base, room), key=lambda one: one.step_s)
+    head = f"As it is, a step takes {_mib(base.nbytes + more)} at most, of {_mib(case.capacity_nbytes)}"
+    if not found:
+        least = min(map(space.price, changes), key=lambda one: one.nbytes)
+        return [
+            f"{head}. Of {len(space.seen) - 1} changes that were priced none fits; least holds: "
+            f"{_in_words(space, plain, least, base, more)}. Take more ranks, or a smaller model"
+        ]
+    lines = [f"  {_in_words(space, plain, one, base, more)}" for one in found[:_SHOWN]]
+    return [f"{head}. By the plan's prices (+- 5% of memory) these fit, the fastest first:", *lines]
+
+
+def _fastest(space: Space, changes: list[Candidate], base: Tried, room: int) -> list[Tried]:
+    """Of each kind of change the fastest that fits."""
+    best: dict[tuple[str, ...], Tried] = {}
+    for one in sorted(map(space.price, changes), key=lambda one: one.step_s):
+        kind = tuple(k for k in Candidate._fields if getattr(one.candidate, k) != getattr(base.candidate, k))
+        if one.nbytes <= room and one.nbytes < base.nbytes:
+            best.setdefault(kind, one)
+    return sorted(best.values(), key=lambda one: one.step_s)
+
+
+def _in_words(space: Space, plain: Candidate, one: Tried, base: Tried, more: int) -> str:
+    new, words = one.candidate, []
+    if new.recomputed != plain.recomputed:
+        again, blocks = len(space.prepare(new)[1]), len(space.prepare(new._replace(recomputed=1.0))[1])
+        words.append(f"compute {again} of {blocks} blocks again in the backward (torch.utils.checkpoint)")
+    if new.split != plain.split:
+        words.append(f"1/{new.split} of the rows in a microbatch, {new.split} microbatches for each one now")
+    if new.groups != plain.groups:
+        words.append(f"{new.groups} groups in the place of {plain.groups}")
+    if new.shards != plain.shards:
+        words.append(f"shard each parameter over {new.shards} ranks in the place of {plain.shards}")
+    if new.reshards != plain.reshards:
+        words.append(f"reshard_after_forward={new.reshards}")
+    if new.ahead != plain.ahead:
+        words.append("gather less ahead (SchedulePolicy.depth, budget_nbytes)")
+    if new.offload != plain.offload:
+        words.append(f"keep {new.offload} on the host (offload_policy)")
+    if new.base != plain.base:
+        words.append("quantise the frozen weights (quantize_)")
+    longer = one.step_s / base.step_s - 1
+    return f"{' and '.join(words)}: {_mib(one.nbytes + more)}, a step takes {longer:+.1%}"
+
+
+def _mib(nbytes: float) -> str:
+    return f"{nbytes / 2**20:,.1f} MiB"
+
+
+def _space(case: Exhausted) -> tuple[Space, Candidate]:
+    """What can be changed, and the candidate that the model is now."""
+    runtime, names = unit_of(case.model).runtime, group_names(case.model)
+    first = runtime.groups[0]
+    parts = [name.split("+") for name in names.values() if name != "(root)"]
+    reshards = any(runtime.requested(group).reshard_after_forward is not False for group in names)
+    world = first.axis.world
+    choice = Choice(
+        groups=parts,
+        mp_policy=first.policy,
+        reshard_after_forward=reshards,
+        shards=world,
+        policy=runtime.policy,
+    )
+    ranks = world * first.axis.num_copies
+    here = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
+    cluster = Cluster(_device(first.axis.device, case.capacity_nbytes), ranks, here)
+    twin = twin_of(case.model)
+    space = space_of(of_model(twin, _sample(twin, case.inputs), choice, any_loss), cluster, choice)
+    count = space.values["groups"][0]
+    ahead = space.values["ahead"][runtime.policy.depth > 1]
+    offload = first.params[0].split.offload
+    named = next((name for name, policy in OFFLOADS.items() if policy == offload), next(iter(OFFLOADS)))
+    return space, Candidate(count, 0.0, world, reshards, ahead, 1, named, "plain")
+
+
+def _device(where: torch.device, nbytes: int) -> DeviceSpec:
+    """As the library knows it; of any other only the order of changes by seconds depends on its numbers."""
+    if where.type == "cpu":
+        return DeviceSpec("cpu", 1e11, nbytes, 2e10, 1e10)
+    try:
+        return device(torch.get_device_module(where).get_device_name(where).removeprefix("NVIDIA "))
+    except ConfigError:
+        return DeviceSpec("accelerator", 3e14, nbytes, 2e12, 1e11)
+
+
+def _sample(model: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+    args, kwargs = tree_map(_on_meta, inputs)
+    return args if not kwargs else inspect.signature(model.forward).bind(*args, **kwargs).arguments
+
+
+def _on_meta(leaf: Any) -> Any:
+    if isinstance(leaf, TensorShape):
+        made = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+        return made.requires_grad_(leaf.requires_grad)
+    if isinstance(leaf, type):
+        raise InputError(f"the forward takes a {leaf.__name__}, of which no shape is known")
+    return leaf
+
+
+def twin_of(model: nn.Module) -> nn.Module:
+    """The model as it was before it was sharded, on the meta device; without hooks. Nothing is changed, and
+    no other rank is needed, so that it can be made in the middle of a step.
+
+    Raises: InputError for flat or quantised parameters.
+    """
+    memo: dict[int, Any] = {}
+    for unit in units_in(model):
+        for group in unit.groups:
+            for param in group.params:
+                if param.members or param.extended or group.gatherer.decoding.frozen:
+                    raise InputError(f"{param.fqn!r} is flat or quantised, which has no price here")
+                whole = torch.empty(param.spec.shape, dtype=param.local.dtype, device="meta")
+                made = nn.Parameter(whole, requires_grad=param.trainable)
+                memo[id(param.sharded)] = made
+                if param.bound is not None:
+                    memo[id(param.bound.param)] = made
+    for tensor in (*model.parameters(), *model.buffers()):
+        plain = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        is_param = isinstance(tensor, nn.Parameter)
+        memo.setdefault(id(tensor), nn.Parameter(plain, tensor.requires_grad) if is_param else plain)
+    modules = list(model.modules())
+    for module in modules:
+        memo[id(module)] = object.__new__(original_class(type(module)))
+    for module in modules:
+        left_out = {STATE_KEY, *methods_run_as_forward(module)}
+        memo[id(module)].__dict__ = {
+            key: OrderedDict() if "hooks" in key and isinstance(value, dict) else copy.deepcopy(value, memo)
+            for key, value in module.__dict__.items()
+            if key not in left_out and not isinstance(value, Unit)
+        }
+    return memo[id(model)]

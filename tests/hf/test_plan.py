@@ -1,0 +1,78 @@
+"""``shardwright plan`` of models of transformers: traced as they are, on the meta device."""
+
+import pytest
+
+pytest.importorskip("transformers", reason="needs the extra: pip install 'shardwright[hf]' (make test-hf)")
+
+import torch
+import transformers
+
+from shardwright.cli import main
+from shardwright.plan import Choice, estimate
+from shardwright.plan.cluster import DEVICES, Cluster
+from shardwright.plan.configs import architecture
+from shardwright.plan.subject import of_architecture
+from shardwright.plan.transformer import Microbatch
+from shardwright.plan.workload import OpKind
+from shardwright.schedule.schedule import Phase
+from tests.hf.models import SIZES
+
+EIGHT = Cluster(DEVICES["H100"], 8)
+CONFIGS = {
+    "llama": transformers.LlamaConfig(**SIZES),
+    "qwen2": transformers.Qwen2Config(**SIZES),
+    "gemma": transformers.GemmaConfig(**SIZES, head_dim=8),
+    "mistral": transformers.MistralConfig(**SIZES),
+    "phi": transformers.PhiConfig(**SIZES),
+    "mixtral": transformers.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
+}
+
+
+def matmuls(work):
+    return sum(op.flops for _, s in work.phases[Phase.FORWARD] for op in s.ops if op.kind is OpKind.MATMUL)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_model_of_transformers_is_planned_as_it_is(kind, tmp_path, capsys):
+    CONFIGS[kind].save_pretrained(tmp_path)
+    words = (str(tmp_path), "--device", "H100", "--ranks", "8", "--sequence", "16", "--batch", "2", "--trace")
+    assert main(["plan", *words]) == 0
+    out = capsys.readouterr().out
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(CONFIGS[kind])
+    assert f"{sum(param.numel() for param in model.parameters()):,} parameters" in out
+    assert "2 x" not in out.splitlines()[0] and "1 x 32 tokens" in out
+    tokens = torch.empty(2, 16, dtype=torch.int64)
+    found = estimate(model, {"input_ids": tokens, "labels": tokens, "use_cache": False}, EIGHT, Choice())
+    names = [group.name for group in found.workload.groups]
+    assert {"model.layers.0", "model.layers.1"} <= set(names)
+    assert sum(group.numel for group in found.workload.groups) == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma"])
+def test_what_is_traced_are_the_matmuls_of_the_numbers_in_the_config(kind, tmp_path):
+    CONFIGS[kind].save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(CONFIGS[kind])
+    tokens = torch.empty(2, 16, dtype=torch.int64)
+    found = estimate(model, {"input_ids": tokens, "labels": tokens, "use_cache": False}, EIGHT)
+    row = of_architecture(architecture(tmp_path), Microbatch(16, 2)).workload
+    assert matmuls(found.workload) == matmuls(row)
+
+
+def test_the_experts_of_a_mixture_count_for_the_tokens_that_they_see():
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(CONFIGS["mixtral"])
+    tokens = torch.empty(2, 16, dtype=torch.int64)
+    found = estimate(model, {"input_ids": tokens, "labels": tokens, "use_cache": False}, EIGHT)
+    width, inner, layers, heads = 32, 48, 2, 4
+    experts = 2 * 32 * 2 * 3 * width * inner * layers  # two for each of 32 tokens
+    attention = 2 * 32 * (2 * width * width + 2 * width * width * 2 // heads) * layers
+    rest = 2 * 32 * (width * 96 + layers * width * 4)  # head, and routers
+    assert matmuls(found.workload) == experts + attention + rest
+
+
+def test_a_type_that_has_no_numbers_is_traced_without_being_asked(tmp_path, capsys):
+    CONFIGS["phi"].save_pretrained(tmp_path)
+    assert main(["plan", str(tmp_path), "--device", "H100", "--ranks", "8", "--sequence", "16"]) == 0
+    assert "fits                   yes" in capsys.readouterr().out
