@@ -202,10 +202,12 @@ def test_all_weights_are_trained_and_exported_as_transformers_saves_them(place, 
         data={"path": str(place / "text")},
         training={"epochs": 1, "activation_checkpointing": True},
         optimizer={"lr": 1e-3},
+        track={"peak_tflops": 0.01},
     )
     run_ranks(2, tune, recipe)
     heldout = losses(tmp_path / "run", "heldout_loss")
     assert heldout[max(heldout)] < heldout[0]
+    assert all(0 < mfu < 1 for mfu in losses(tmp_path / "run", "mfu").values())
     (folder,) = (tmp_path / "run" / "exported").iterdir()
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     job = FineTuning(recipe, alone())
@@ -327,12 +329,12 @@ def test_the_padding_changes_no_loss(place):
     assert len(losses) == 1
 
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
-REAL = re.search(r"`(shardwright train recipes/finetune-qlora-real.toml[^`]*)`", README)[1].split()
+START = (Path(__file__).parents[2] / "docs" / "start.md").read_text()
+REAL = re.search(r"`(shardwright train recipes/finetune-qlora-real.toml[^`]*)`", START)[1].split()
 
 
 @pytest.mark.parametrize("count", [9, 2500])  # less than a step takes; 200 KB
-def test_readmes_line_for_real_models_trains_on_any_chats(place, tmp_path, count):
+def test_the_line_for_real_models_trains_on_any_chats(place, tmp_path, count):
     (tmp_path / "recipes").symlink_to(Path(__file__).parents[2] / "recipes")
     shutil.copytree(place / "llama", tmp_path / "models" / "llama")
     without_pad_token(tmp_path / "models" / "llama")

@@ -6,18 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from shardwright import hf
+from shardwright.api import stats
 from shardwright.checkpoint import Restored, load, save
 from shardwright.errors import InputError
-from shardwright.finetune.windows import IGNORED, Batch, Windows
+from shardwright.finetune.head import HeadLoss
+from shardwright.finetune.windows import Batch, Windows
 from shardwright.hf import library
 from shardwright.loss import loss_weights
 from shardwright.train.config import Recipe
 from shardwright.train.data import Order
 from shardwright.train.eager import RankEngine, precision_of, set_up
+from shardwright.train.flops import flops_per_token
 from shardwright.train.lora import Lora, add_lora, trained_part
 from shardwright.train.ranks import RankPlace
 
@@ -60,7 +62,7 @@ class TunedEngine(RankEngine):
 
     def __init__(self, recipe: Recipe, place: RankPlace, feed: Feed) -> None:
         super().__init__(recipe, place, build_model(recipe, place))
-        self.feed = feed
+        self.feed, self.head_loss = feed, HeadLoss(self.model)
         size = self.model.get_input_embeddings().num_embeddings
         largest = max(int(windows.tokens.max()) for windows in (feed.train, feed.heldout))
         if largest >= size:
@@ -69,12 +71,28 @@ class TunedEngine(RankEngine):
                 "the tokenizer is another model's"
             )
 
+    @property
+    def flops_per_token(self) -> float:
+        """See ``Engine``; a packed sequence counts as one text."""
+        model, config = self.model, self.model.config
+        table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
+        unread = [table] if head is None or head.weight is not table else []
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        width *= config.num_attention_heads
+        return flops_per_token(
+            stats(model).param_numel - sum(p.numel() for p in unread),
+            trained - sum(p.numel() for p in unread if p.requires_grad),
+            config.num_hidden_layers * width * self.recipe.training.sequence_length,
+        )
+
     def gradients(self, position: int) -> Tensor:
         """See ``RankEngine``."""
         count, order = self.recipe.training.accumulation, self.feed.order
-        batches = [
-            self.feed.train.batch(order.at(position + i * order.share.num_windows)) for i in range(count)
-        ]
+        with self.getting_data():
+            batches = [
+                self.feed.train.batch(order.at(position + i * order.share.num_windows)) for i in range(count)
+            ]
         shares = loss_weights(self.model, [batch.num_targets for batch in batches])
         total = torch.zeros((), device=self.place.device)
         for i, (batch, share) in enumerate(zip(batches, shares, strict=True)):
@@ -88,9 +106,7 @@ class TunedEngine(RankEngine):
         """Sum of the cross-entropies, nats, in fp32."""
         device = self.place.device
         positions = {} if batch.positions is None else {"position_ids": batch.positions.to(device)}
-        logits = self.model(input_ids=batch.inputs.to(device), use_cache=False, **positions).logits
-        targets = batch.targets.to(device).flatten()
-        return F.cross_entropy(logits.float().flatten(0, 1), targets, ignore_index=IGNORED, reduction="sum")
+        return self.head_loss(batch.inputs.to(device), batch.targets.to(device), **positions)
 
     @torch.no_grad()
     def heldout_loss(self) -> float:

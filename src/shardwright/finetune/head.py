@@ -1,0 +1,81 @@
+"""The loss at a model's head, in place of its logits, which take more memory than a model of many words."""
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shardwright.finetune.windows import IGNORED
+from shardwright.linear_loss import linear_cross_entropy
+
+_log = logging.getLogger(__name__)
+_PROBE = 8  # tokens of the first batch that both ways are tried on
+_EQUAL = 0.01  # of the loss: compute may be in bf16
+
+
+class HeadLoss:
+    """What calls ``model`` (of transformers) for the loss of its tokens.
+
+    The head is a ``nn.Linear`` whose forward is given the targets, and returns the loss where the model
+    expects logits: it is unsharded there, as for any forward. A model that does more to its logits (scales
+    or caps them), or has another head, makes all of them; so does one whose loss differs on the first tokens.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model, self._targets = model, None
+        head: Any = model.get_output_embeddings()
+        plain = type(head).forward is nn.Linear.forward and "forward" not in vars(head)
+        self._head: Any = head if plain else None
+        self._is_tried = False
+        if plain:
+            self._whole = head.forward
+            head.forward = self._forward
+
+    def __call__(self, inputs: Tensor, targets: Tensor, **arguments: Any) -> Tensor:
+        """Sum of the cross-entropies, nats, fp32 (). inputs, targets: int64 [b, t], ``IGNORED`` where a token
+        isn't learned. Every rank calls it, the first time for a short forward more."""
+        if self._head is not None and not self._is_tried:
+            self._try(inputs, targets)
+        if self._head is None:
+            return self._of_logits(inputs, targets, **arguments)
+        return self._at_head(inputs, targets, **arguments)
+
+    def _forward(self, hidden: Tensor) -> Tensor:
+        if self._targets is None:
+            return self._whole(hidden)
+        head = self._head
+        loss = linear_cross_entropy(hidden.flatten(0, 1), head.weight, self._targets, head.bias, IGNORED)
+        return loss.view(1, 1, 1)
+
+    def _at_head(self, inputs: Tensor, targets: Tensor, **arguments: Any) -> Tensor:
+        self._targets = targets.flatten()
+        try:
+            return self._model(input_ids=inputs, use_cache=False, **arguments).logits.sum()
+        finally:
+            self._targets = None
+
+    def _of_logits(self, inputs: Tensor, targets: Tensor, **arguments: Any) -> Tensor:
+        logits = self._model(input_ids=inputs, use_cache=False, **arguments).logits
+        return F.cross_entropy(
+            logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+        )
+
+    @torch.no_grad()
+    def _try(self, inputs: Tensor, targets: Tensor) -> None:
+        """Whether what the head returns is the model's loss: of the first tokens, as if all were learned."""
+        self._is_tried = True
+        first = inputs[:1, :_PROBE]
+        trains = self._model.training
+        self._model.eval()
+        ours = self._at_head(first, first)
+        theirs = self._of_logits(first, first)
+        self._model.train(trains)
+        if not torch.allclose(ours, theirs, rtol=_EQUAL):
+            self._head = None
+            _log.warning(
+                "%s changes what its head returns: the loss is made of all logits at once, %d KB a token",
+                type(self._model).__name__,
+                4 * self._model.config.vocab_size // 1000,
+            )

@@ -1,0 +1,86 @@
+"""The loss over head and vocabulary in chunks, beside the plain one."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from shardwright import linear_cross_entropy
+from shardwright.errors import InputError, StageError
+
+
+def made(rows=300, width=24, words=500, dtype=torch.float32, bias=True):
+    torch.manual_seed(0)
+    hidden = torch.randn(rows, width).to(dtype).requires_grad_()
+    weight = (0.2 * torch.randn(words, width)).to(dtype).requires_grad_()
+    own = (0.1 * torch.randn(words)).to(dtype).requires_grad_() if bias else None
+    targets = torch.randint(words, (rows,))
+    targets[::5] = -100
+    return hidden, weight, own, targets
+
+
+def plain(hidden, weight, bias, targets):
+    logits = F.linear(hidden, weight, bias).float()
+    return F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
+
+
+def grads(loss, *tensors):
+    (0.01 * loss).backward()
+    found = [None if each is None else each.grad for each in tensors]
+    for each in tensors:
+        if each is not None:
+            each.grad = None
+    return found
+
+
+def off(ours, theirs):
+    return ((ours.double() - theirs.double()).norm() / theirs.double().norm()).item()
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("dtype", "rel"), [(torch.float32, 1e-6), (torch.bfloat16, 5e-3)])
+def test_loss_and_gradients_are_those_of_all_logits_at_once(dtype, rel, bias):
+    hidden, weight, own, targets = made(dtype=dtype, bias=bias)
+    theirs, ours = plain(hidden, weight, own, targets), linear_cross_entropy(hidden, weight, targets, own)
+    assert ours.dtype == torch.float32
+    assert ours.item() == pytest.approx(theirs.item(), rel=1e-6)  # in bf16, too
+    expected = grads(theirs, hidden, weight, own)
+    for got, want in zip(grads(ours, hidden, weight, own), expected, strict=True):
+        if want is not None:
+            assert got.dtype == want.dtype
+            assert off(got, want) < rel
+
+
+def test_a_frozen_head_gets_no_gradient_and_an_evaluation_makes_none():
+    hidden, weight, own, targets = made()
+    weight.requires_grad_(False)
+    (of_hidden, of_weight, _) = grads(linear_cross_entropy(hidden, weight, targets, own), hidden, weight, own)
+    assert of_hidden is not None and of_weight is None
+    with torch.no_grad():
+        assert linear_cross_entropy(hidden, weight, targets).grad_fn is None
+
+
+def test_there_are_never_more_logits_than_a_32nd_of_all(monkeypatch):
+    hidden, weight, _, targets = made(rows=640)
+    seen = []
+    linear = F.linear
+    monkeypatch.setattr(F, "linear", lambda *a: seen.append(linear(*a)) or seen[-1])
+    linear_cross_entropy(hidden, weight, targets)
+    assert sum(each.numel() for each in seen) == 640 * 500
+    assert max(each.numel() for each in seen) * 32 <= 640 * 500
+
+
+def test_rows_without_a_target_learn_nothing():
+    hidden, weight, own, targets = made()
+    loss = linear_cross_entropy(hidden, weight, torch.full_like(targets, -100), own)
+    assert loss.item() == 0
+    assert not any(grad.any() for grad in grads(loss, hidden, weight, own))
+
+
+def test_other_shapes_and_a_second_backward_are_refused_by_name():
+    hidden, weight, own, targets = made()
+    with pytest.raises(InputError, match=r"got hidden \[1, 300, 24\]"):
+        linear_cross_entropy(hidden[None], weight, targets)
+    loss = linear_cross_entropy(hidden, weight, targets, own)
+    loss.backward(retain_graph=True)
+    with pytest.raises(StageError, match="second time"):
+        loss.backward()
