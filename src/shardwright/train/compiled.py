@@ -1,6 +1,7 @@
 """The engine of XLA: one compiled step over all devices, on the same batches and weights as the eager one."""
 # pyright: reportMissingImports=false
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from shardwright.train.data import TrainBatches, split_targets
 from shardwright.train.devices import DevicePlace
 from shardwright.train.engine import Reading, Sizes
 from shardwright.train.loop import learning_rate
-from shardwright.train.models import Transformer, loss_of
+from shardwright.train.models import Transformer, flops_of, loss_of
 from shardwright.xla.step import TrainStep
 
 
@@ -76,15 +77,23 @@ class CompiledEngine:
         self.train_step = build_step(recipe, self.model)
         self._batches = batches
         self._windows = windows
+        self.data_s = 0.0
+
+    @property
+    def flops_per_token(self) -> float:
+        """See ``Engine``."""
+        return flops_of(self.recipe.model, self.recipe.training.sequence_length)
 
     def step(self, number: int, position: int) -> Reading:
         """See ``Engine``. A device's rows are its microbatches, one after another."""
+        began = time.perf_counter()
         parts = [
             batches.at(position + microbatch * batches.share.num_windows)
             for batches in self._batches
             for microbatch in range(self.recipe.training.accumulation)
         ]
         inputs, targets = (torch.cat(rows) for rows in zip(*parts, strict=True))
+        self.data_s += time.perf_counter() - began
         loss, step = self.train_step(inputs, targets), self.train_step
         return lambda: (float(loss), float(step.grad_norm))
 

@@ -306,6 +306,20 @@ class WatchConfig(Section):
         return WatchPolicy(**_unbounded(self.model_dump(), "stall_s", "collective_s"))
 
 
+class TrackConfig(Section):
+    """Where the rows of metrics.jsonl go besides; each needs its library (shardwright[track])."""
+
+    to: Annotated[
+        tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...], BeforeValidator(_list_is_a_tuple)
+    ] = Field(default=(), description="any of tensorboard, wandb, mlflow, trackio")
+    project: str = Field(default="shardwright", description="what they file the run under")
+    peak_tflops: float = Field(
+        default=0.0,
+        ge=0.0,
+        description="of one device, for the MFU; 0: of its data sheet, where the planner knows it",
+    )
+
+
 class SampleConfig(Section):
     """The text that the model writes at the end."""
 
@@ -329,6 +343,7 @@ class Recipe(Section):
     launch: LaunchConfig = LaunchConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     watch: WatchConfig = WatchConfig()
+    track: TrackConfig = TrackConfig()
     sample: SampleConfig = SampleConfig()
 
     @model_validator(mode="after")

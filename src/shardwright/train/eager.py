@@ -3,8 +3,10 @@
 step:  [microbatch: forward, backward] x accumulation -> clip -> AdamW -> zero
 """
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,10 @@ from shardwright.train.config import OptimizerConfig, Recipe
 from shardwright.train.data import TrainBatches, split_targets
 from shardwright.train.engine import Reading, Sizes
 from shardwright.train.loop import learning_rate
-from shardwright.train.models import Transformer, loss_of
+from shardwright.train.models import Transformer, flops_of, loss_of
 from shardwright.train.ranks import RankPlace
 from shardwright.transport.mesh import set_transport
+from shardwright.transport.recorder import recorder
 
 
 def build_model(recipe: Recipe, place: RankPlace) -> Transformer:
@@ -130,6 +133,20 @@ class RankEngine(ABC):
         self.place = place
         self.model: Any = model
         self.optimizer = build_optimizer(recipe.optimizer, model)
+        self.data_s = 0.0
+
+    @contextmanager
+    def getting_data(self) -> Iterator[None]:
+        """Around what gets a batch ready: its seconds count in ``data_s``."""
+        began = time.perf_counter()
+        with recorder.span("data"):
+            yield
+        self.data_s += time.perf_counter() - began
+
+    @property
+    @abstractmethod
+    def flops_per_token(self) -> float:
+        """See ``Engine``."""
 
     @property
     def exposed_s(self) -> float:
@@ -177,6 +194,11 @@ class EagerEngine(RankEngine):
         (self._batches,) = batches
         self._windows = windows
 
+    @property
+    def flops_per_token(self) -> float:
+        """See ``Engine``."""
+        return flops_of(self.recipe.model, self.recipe.training.sequence_length)
+
     def gradients(self, position: int) -> Tensor:
         """See ``RankEngine``."""
         training, device = self.recipe.training, self.place.device
@@ -184,7 +206,8 @@ class EagerEngine(RankEngine):
         for microbatch in range(training.accumulation):
             self.model.set_requires_gradient_sync(microbatch == training.accumulation - 1)
             first = position + microbatch * self._batches.share.num_windows
-            inputs, targets = (part.to(device) for part in self._batches.at(first))
+            with self.getting_data():
+                inputs, targets = (part.to(device) for part in self._batches.at(first))
             loss = loss_of(self.model(inputs), targets) / training.accumulation
             loss.backward()
             total += loss.detach()

@@ -85,6 +85,16 @@ class Engine(Protocol):
         """Seconds so far that the host has waited for collectives; 0 where it never does."""
         ...
 
+    @property
+    def data_s(self) -> float:
+        """Seconds so far in which this process got its batches ready."""
+        ...
+
+    @property
+    def flops_per_token(self) -> float:
+        """FLOPs of a trained token, as ``train.flops`` counts them."""
+        ...
+
     def step(self, number: int, position: int) -> Reading:
         """Train by optimizer step ``number`` (from 1) on the windows from ``position`` on."""
         ...

@@ -6,16 +6,17 @@
                     checkpoint/         resumable, sharded
                     exported/step-N/    with [base]: the model or adapter, after epochs and at the end
                     model.safetensors   else: the whole model, plain names   } written at the end
+                    trace/rank-N.ring   the last steps of each rank, for `shardwright trace`: at its end
                     job.json            where the job's store is, for `shardwright top`: while it trains
                     summary.json        what the run came to, one key each   }
 
-Each is written whole or not at all, by rank 0.
+Each is written whole or not at all, by rank 0; rings by their ranks.
 """
 
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ import torch
 from shardwright.checkpoint.lock import LOCK, FolderLock
 from shardwright.errors import ConfigError, InputError
 from shardwright.extras import from_extra
+from shardwright.observe.recording import Ring, write
 
 with from_extra("checkpoint"):
     from safetensors.torch import load_file, save_file
@@ -137,6 +139,17 @@ class RunFolder:
         finally:
             if store:
                 file.unlink(missing_ok=True)
+
+    @property
+    def trace(self) -> Path:
+        """The folder of rings."""
+        return self.root / "trace"
+
+    def leave_ring(self, own: Ring) -> None:
+        """What this rank did in its last steps; nothing where nothing is on record or can be written."""
+        if own.records:
+            with suppress(OSError):
+                write(self.trace, own)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write ``summary.json``."""

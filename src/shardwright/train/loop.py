@@ -13,10 +13,15 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
 
 from shardwright.checkpoint import StopRequest
+from shardwright.observe.host_memory import resident_nbytes
 from shardwright.train.config import OptimizerConfig, Recipe
 from shardwright.train.engine import Engine
+from shardwright.train.flops import peak_flops
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
@@ -43,24 +48,54 @@ class Progress:
 
 @dataclass(frozen=True)
 class StepReport:
-    """One step, over all ranks: ``loss`` in nats per byte (mean), ``tokens_per_s`` since the last report."""
+    """One step: a row of ``metrics.jsonl``. What has no value is None.
+
+    time: seconds since 1970. loss: nats per byte, or token, the mean over ranks; grad_norm: before clipping.
+    tokens: that all ranks have seen since the run began. Since the last report: tokens_per_s of all ranks;
+    mfu (``train.flops``); and of this rank, by step, data_s: seconds in which it got its batches ready, and
+    exposed_s: in which its host waited for collectives (None on accelerators, where a stream waits).
+    Of the largest rank: host_nbytes, which its process has now, and device_nbytes, which its tensors took
+    there at most.
+    """
 
     step: int
+    time: float
     loss: float
     lr: float
     grad_norm: float
+    tokens: int
     tokens_per_s: float
+    mfu: float | None
+    data_s: float
+    exposed_s: float | None
+    host_nbytes: int
+    device_nbytes: int | None
+
+
+class _Clock(NamedTuple):
+    """What this process had done by the last report: steps, tokens of all ranks, and seconds."""
+
+    steps: int = 0
+    tokens: int = 0
+    trained_s: float = 0.0
+    data_s: float = 0.0
+    exposed_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class Listener:
-    """Whom the loop tells: a logged step, an evaluation (step, loss), that a checkpoint is due, and that an
-    epoch has ended, whose checkpoint is saved."""
+    """Whom the loop tells: a logged step, an evaluation (step, loss), that a checkpoint is due, that an
+    epoch has ended, whose checkpoint is saved, and that one step was made which didn't warm up."""
 
     stepped: Callable[[StepReport], None]
     evaluated: Callable[[int, float], None]
     save: Callable[[Progress], None]
     epoch_ended: Callable[[int], None]
+    warm: Callable[[Progress], None]
+
+
+WARM_UP_STEPS = 2
+"""Steps that plan what later ones follow, and touch memory for the first time."""
 
 
 class Loop:
@@ -72,7 +107,8 @@ class Loop:
         self.engine = engine
         self._epoch_steps = epoch_steps if recipe.training.epochs else 0
         self.progress = Progress()
-        self._since_report = (0, 0.0)  # tokens and trained_s at the last report
+        self._since_report = _Clock()
+        self._peak_flops = peak_flops(engine.place.device_type, recipe.track.peak_tflops)
 
     def run(self, listener: Listener, stop: StopRequest) -> bool:
         """Train to the end or until a stop is asked for, and save. Returns whether it is the end."""
@@ -84,6 +120,8 @@ class Loop:
             step, last = progress.step, progress.step == training.steps
             if report is not None:
                 listener.stepped(report)
+            if len(progress.step_s) == WARM_UP_STEPS + 1:
+                listener.warm(progress)
             epoch = bool(self._epoch_steps) and step % self._epoch_steps == 0
             if last or epoch or step % heldout.every == 0:
                 listener.evaluated(step, self.engine.heldout_loss())
@@ -120,8 +158,35 @@ class Loop:
         progress.exposed_s.append(self.engine.exposed_s - exposed_s)
         if not due:
             return None
-        tokens, seconds = self._since_report
-        self._since_report = (progress.tokens, progress.trained_s)
-        speed = (progress.tokens - tokens) / (progress.trained_s - seconds)
-        lr = learning_rate(self.recipe.optimizer, step, training.steps)
-        return StepReport(step, loss, lr, grad_norm, speed)
+        return self._report(loss, grad_norm)
+
+    def _report(self, loss: float, grad_norm: float) -> StepReport:
+        """The row of the step that was made."""
+        recipe, progress, engine = self.recipe, self.progress, self.engine
+        now = _Clock(
+            len(progress.step_s), progress.tokens, progress.trained_s, engine.data_s, engine.exposed_s
+        )
+        last, self._since_report = self._since_report, now
+        steps = now.steps - last.steps
+        speed = (now.tokens - last.tokens) / (now.trained_s - last.trained_s)
+        could = None if self._peak_flops is None else self._peak_flops * engine.place.world
+        on_host = engine.place.device_type == "cpu"
+        accelerator = torch.accelerator.current_accelerator()
+        # Beside XLA torch has an accelerator, too: torchax's, which counts no memory.
+        counts = accelerator is not None and accelerator.type == engine.place.device_type
+        device = torch.accelerator.max_memory_allocated() if counts else 0
+        host_nbytes, device_nbytes = engine.place.largest(resident_nbytes(), device)
+        return StepReport(
+            step=progress.step,
+            time=time.time(),
+            loss=loss,
+            lr=learning_rate(recipe.optimizer, progress.step, recipe.training.steps),
+            grad_norm=grad_norm,
+            tokens=progress.position * recipe.training.sequence_length,
+            tokens_per_s=speed,
+            mfu=None if could is None else speed * engine.flops_per_token / could,
+            data_s=(now.data_s - last.data_s) / steps,
+            exposed_s=(now.exposed_s - last.exposed_s) / steps if on_host else None,
+            host_nbytes=int(host_nbytes),
+            device_nbytes=int(device_nbytes) or None,
+        )

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from shardwright.train.config import ModelConfig
+from shardwright.train.flops import flops_per_token
 
 VOCABULARY = 256
 
@@ -144,3 +145,11 @@ class Transformer(nn.Module):
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy in nats per byte, in fp32: logits (b, t, 256), targets int64 (b, t) -> scalar."""
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+def flops_of(config: ModelConfig, sequence_length: int) -> float:
+    """FLOPs of a trained token, as ``train.flops`` counts them."""
+    with torch.device("meta"):
+        numel = sum(param.numel() for param in Transformer(config).parameters())
+    read = numel - (0 if config.tied_embedding else VOCABULARY * config.dim)
+    return flops_per_token(read, read, config.num_layers * config.dim * sequence_length)

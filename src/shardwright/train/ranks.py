@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwright.checkpoint import StopRequest
 from shardwright.errors import CheckpointError, ConfigError, DataError, InputError
-from shardwright.observe.lifecycle import keep_watch, leave, set_watch, store_address
+from shardwright.observe.lifecycle import amendments, keep_watch, leave, set_watch, store_address
 from shardwright.train.config import LaunchConfig, Recipe
 from shardwright.train.data import Share
 from shardwright.train.launch import CPU_RANKS, FAILURE_VARIABLE, STOP_SIGNALS, STORE_VARIABLE, Failure
@@ -165,6 +165,8 @@ def joined(recipe: Recipe) -> Iterator[RankPlace]:
     try:
         yield RankPlace(rank, world, device, init_device_mesh(kind, (world,), mesh_dim_names=("shard",)))
     except BaseException as error:
+        for amend in amendments:
+            amend(error)
         leave(error)  # while the store is there for a note
         raise
     else:
@@ -190,6 +192,7 @@ def life_of_a_rank() -> Iterator[None]:
         rank = int(os.environ.get("RANK", "0"))
         wrong_input = isinstance(error, (InputError, ConfigError, DataError, CheckpointError))
         message = str(error) if wrong_input else f"{type(error).__name__}: {error}"
+        message = "\n".join([message, *getattr(error, "__notes__", ())])
         text = traceback.format_exc()
         if FAILURE_VARIABLE in os.environ:
             failure = Failure(rank, time.time(), message, text, wrong_input)

@@ -120,21 +120,24 @@ def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
             if hidden is None
             else f"{hidden:.0%}; exposed: {summary['communication_share_of_step']:.1%} of a step",
         ),
-        *_beside_prediction(summary.get("predicted")),
+        *beside_prediction(summary.get("predicted")),
         ("held-out loss", f"{summary['heldout_loss']:.3f} nats per {unit}"),
         ("corpus's unigram entropy", f"{summary['unigram_entropy']:.3f} nats per {unit}"),
     ]
 
 
-def _beside_prediction(given: Mapping[str, float] | None) -> list[tuple[str, str]]:
+def beside_prediction(given: Mapping[str, Any] | None) -> list[tuple[str, str]]:
     """What the plan said of a step, what it was, and which of its two terms is further off."""
     if given is None:
         return []
     step, exposed = given["step_s"], given["exposed_s"]
     measured, waited = given["measured_step_s"], given["measured_exposed_s"]
+    found = [("predicted step", f"{step:.4g} s; measured {measured:.4g} s")]
+    if waited is None:
+        return [
+            *found,
+            ("difference", f"{measured - step:+.4g} s; no host waits here, so of which term isn't known"),
+        ]
     off = {"compute": measured - waited - (step - exposed), "exposed communication": waited - exposed}
     term = max(off, key=lambda name: abs(off[name]))
-    return [
-        ("predicted step", f"{step:.4g} s; measured {measured:.4g} s"),
-        ("most of the difference", f"{term}, {off[term]:+.4g} s"),
-    ]
+    return [*found, ("most of the difference", f"{term}, {off[term]:+.4g} s")]

@@ -12,6 +12,7 @@ is near 0 and small all the same), communication_share_of_step (exposed_s over t
 and unigram_entropy (nats per unit: "byte" or "token"), corpus_sha256, trained_s, sample.
 """
 
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict
@@ -25,15 +26,17 @@ from shardwright.checkpoint import StopRequest
 from shardwright.checkpoint.folder import step_folder
 from shardwright.checkpoint.lock import Held, holder
 from shardwright.errors import ConfigError
+from shardwright.observe.recording import ring
 from shardwright.planned import Plan
 from shardwright.train.config import Recipe
 from shardwright.train.engine import Job, TrainingProcess
 from shardwright.train.folder import RunFolder
-from shardwright.train.loop import Listener, Loop, Progress, StepReport
+from shardwright.train.loop import WARM_UP_STEPS, Listener, Loop, Progress, StepReport
 from shardwright.train.ranks import LaunchedStop, life_of_a_rank
-from shardwright.train.report import Screen, figures
+from shardwright.train.report import Screen, beside_prediction, figures
 from shardwright.train.resolve import Resolved
 from shardwright.train.resume import batch_of, choose, restore, with_saved_batch
+from shardwright.train.trackers import Row, TrackedRun, check_installed, tracking
 from shardwright.transport.launches import process_state
 
 Prepare = Callable[[Recipe, TrainingProcess], Job]
@@ -66,6 +69,7 @@ def _joined(recipe: Recipe) -> AbstractContextManager[TrainingProcess]:
 def _train(
     resolved: Resolved, place: TrainingProcess, screen: Screen, stop: StopRequest, prepare: Prepare
 ) -> None:
+    check_installed(resolved.recipe.track.to)
     folder = RunFolder(resolved.folder)
     _claim(folder, place, make=False)
     recipe, start = resolved.recipe, choose(folder, place, resolved.recipe.run.resume)
@@ -95,8 +99,14 @@ def _train(
         folder.write_config(resolved.to_toml())
     place.wait_for_all()
     screen.start(loop.progress.step, training.steps)
-    with folder.open_to_top(place.store_address if place.is_first else ""):
-        finished = loop.run(_listener(folder, job, loop, screen, kept), stop)
+    to = resolved.recipe.track.to if place.is_first else ()
+    settings = job.recipe.model_dump(mode="json")
+    run = TrackedRun(folder.root, resolved.recipe.track.project, settings, step=loop.progress.step)
+    try:
+        with folder.open_to_top(place.store_address if place.is_first else ""), tracking(to, run) as track:
+            finished = loop.run(_listener(folder, job, loop, (screen, track), kept), stop)
+    finally:
+        folder.leave_ring(ring())
     screen.stop()
     if not finished:
         screen.say(
@@ -133,12 +143,19 @@ def _announce(screen: Screen, job: Job, place: TrainingProcess) -> None:
     )
 
 
-def _listener(folder: RunFolder, job: Job, loop: Loop, screen: Screen, kept: dict[str, Any]) -> Listener:
-    first = loop.engine.place.is_first
+def _listener(
+    folder: RunFolder,
+    job: Job,
+    loop: Loop,
+    shown: tuple[Screen, Callable[[Row], None]],
+    kept: dict[str, Any],
+) -> Listener:
+    first, (screen, track) = loop.engine.place.is_first, shown
 
     def log(row: dict[str, Any]) -> None:
         folder.log(row)
         screen.row(row)
+        track(row)
 
     def stepped(report: StepReport) -> None:
         steps = loop.recipe.training.steps
@@ -151,7 +168,7 @@ def _listener(folder: RunFolder, job: Job, loop: Loop, screen: Screen, kept: dic
 
     def evaluated(step: int, loss: float) -> None:
         if first:
-            log({"step": step, "heldout_loss": loss})
+            log({"step": step, "time": time.time(), "heldout_loss": loss})
             screen.say(f"step {step}  held-out loss {loss:.3f} nats per {job.unit}")
 
     def save_progress(progress: Progress) -> None:
@@ -161,7 +178,12 @@ def _listener(folder: RunFolder, job: Job, loop: Loop, screen: Screen, kept: dic
     def epoch_ended(step: int) -> None:
         job.export(loop.engine, folder, step=step, last=False)
 
-    return Listener(stepped, evaluated, save_progress, epoch_ended)
+    def warm(progress: Progress) -> None:
+        beside = beside_prediction(_beside_the_plan(loop, progress)) if first else []
+        if beside:
+            screen.say(f"step {progress.step}  " + "; ".join(f"{name}: {value}" for name, value in beside))
+
+    return Listener(stepped, evaluated, save_progress, epoch_ended, warm)
 
 
 def _finish(folder: RunFolder, job: Job, loop: Loop, screen: Screen) -> None:
@@ -187,7 +209,7 @@ def _finish(folder: RunFolder, job: Job, loop: Loop, screen: Screen) -> None:
         "exposed_s": exposed_s if sizes.exposed_is_known else None,
         "communication_hidden_share": min(1.0, max(0.0, 1 - exposed_s / known)) if known else None,
         "communication_share_of_step": exposed_s / median(progress.step_s) if known else None,
-        "predicted": _beside_the_plan(job.recipe, progress),
+        "predicted": _beside_the_plan(loop, progress),
         "unit": job.unit,
         "heldout_loss": loss,
         "unigram_entropy": job.unigram_entropy,
@@ -200,15 +222,17 @@ def _finish(folder: RunFolder, job: Job, loop: Loop, screen: Screen) -> None:
     screen.say(f"in {folder.root}: {', '.join(sorted(p.name for p in folder.root.iterdir()))}")
 
 
-def _beside_the_plan(recipe: Recipe, progress: Progress) -> dict[str, float] | None:
+def _beside_the_plan(loop: Loop, progress: Progress) -> dict[str, float | None] | None:
     """Seconds of a step that the plan has, and what was measured on this rank: the median after the first two
-    steps, which plan and warm up. None without a plan, or where no other step was made."""
-    if not recipe.training.plan or not progress.step_s[2:]:
+    steps, which plan and warm up; what was exposed only where the host is what waits. None without a plan, or
+    where no other step was made."""
+    path, step_s = loop.recipe.training.plan, progress.step_s[WARM_UP_STEPS:]
+    if not path or not step_s:
         return None
-    plan = Plan.load(recipe.training.plan)
+    plan, waits = Plan.load(path), loop.engine.place.device_type == "cpu"
     return {
         "step_s": plan.step_s,
         "exposed_s": plan.exposed_s,
-        "measured_step_s": median(progress.step_s[2:]),
-        "measured_exposed_s": median(progress.exposed_s[2:]),
+        "measured_step_s": median(step_s),
+        "measured_exposed_s": median(progress.exposed_s[WARM_UP_STEPS:]) if waits else None,
     }
