@@ -46,6 +46,7 @@ from bench import rankzero
 from bench.counting import KernelCount, Seen, count_calls
 from bench.model import Size, build
 from bench.toy import add_toy
+from shardwright.transport.recorder import CALL, clock, recorder
 
 WARM_UP_STEPS = 3
 
@@ -91,7 +92,7 @@ class Cost(NamedTuple):
 
     num_groups: that the package has made; the root of ours is two where both its ends are large.
     exchanges: of control words, in the whole step. seen: calls of the package, and frames to a collective.
-    counted: kernels and collectives of the whole step.
+    counted: kernels and collectives of the whole step. records: that the recorder wrote in it.
     """
 
     case: Case
@@ -99,6 +100,7 @@ class Cost(NamedTuple):
     exchanges: int
     seen: Seen
     counted: KernelCount
+    records: int
 
     @property
     def calls(self) -> float:
@@ -163,7 +165,8 @@ def cost(name: str, case: Case) -> Cost:
         with KernelCount(folder) as counted:
             step()
         num_groups = len(shardwright.explain(model).groups) if name == "shardwright" else case.num_groups
-    return Cost(case, num_groups, seen.calls[rankzero.EXCHANGE], seen, counted)
+        records = len(recorder.steps()[-1][-1]) if name == "shardwright" else 0
+    return Cost(case, num_groups, seen.calls[rankzero.EXCHANGE], seen, counted, records)
 
 
 def times_ms(case: Case, pairs: int) -> dict[str, list[float]]:
@@ -258,6 +261,25 @@ def print_profile(case: Case) -> None:
         print(f"{number / found.num_groups:9.2f} {operation} {site}")
 
 
+def print_recorder(options: argparse.Namespace) -> None:
+    """What the recorder costs: records of a step, and nanoseconds of one."""
+    found = cost("shardwright", Case(8, options.width, options.layers))
+    number, labels = 50_000, ()
+    times = []
+    for _ in range(9):
+        start = clock()
+        for _ in range(number):
+            recorder.write((CALL, labels, options, labels, start, clock(), number))
+        times.append((clock() - start) / number)
+        recorder.turn()
+    groups, record_s = 34, min(times)  # what other work adds is none of it
+    share = groups * found.records / found.num_groups * record_s / 0.2
+    print(
+        f"\nrecorder: {found.records / found.num_groups:.1f} records per group and step, "
+        f"{record_s * 1e9:.0f} ns each: {100 * share:.3f} % of a step of 200 ms with {groups} groups"
+    )
+
+
 def main() -> None:
     """Parse, then count and time."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -274,6 +296,7 @@ def main() -> None:
         print_profile(Case(options.profile, options.width, options.layers))
         return
     print_counts(options)
+    print_recorder(options)
     print_times(options)
 
 

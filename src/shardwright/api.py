@@ -22,6 +22,7 @@ from shardwright.engine.build import (
 from shardwright.engine.costs import Stats
 from shardwright.engine.group import ParamGroup
 from shardwright.engine.hooks import guard_optimizers
+from shardwright.engine.out_of_memory import price_changes_by
 from shardwright.engine.unit import unit_of, units_in
 from shardwright.errors import InputError, StageError
 from shardwright.grouped import Groups, shard_groups
@@ -29,8 +30,9 @@ from shardwright.module import FSDPModule, become_fsdp_module
 from shardwright.params.gather_full import stream_full
 from shardwright.plan.cluster import Cluster
 from shardwright.plan.predict import Choice
+from shardwright.plan.remedies import changes_that_fit
 from shardwright.plan.search import grouped
-from shardwright.planned import Plan
+from shardwright.planned import OFFLOADS, Plan
 from shardwright.policy import (
     DEFAULT_OFFLOAD,
     DEFAULT_PRECISION,
@@ -38,6 +40,7 @@ from shardwright.policy import (
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
+from shardwright.quantize import quantisable, quantize_
 from shardwright.transport.mesh import default_mesh
 
 M = TypeVar("M", bound=nn.Module)
@@ -120,9 +123,10 @@ def fully_shard(
     shard_over_all: of a 2-D mesh (nodes, ranks of a node) shard over both axes: no copies at rest. A forward
         gathers over all ranks, between nodes first; then shards over the node are kept for the backward.
     plan: of one model, what ``shardwright.plan.search`` found, or the path of its file: all its groups, what
-        is resharded, the dtypes, copies of shards, the policy of the schedule, and the modules that are
-        computed again in the backward. ``mesh``, ``ignored_params``, ``shard_placement_fn`` and
-        ``offload_policy`` go with it, the others don't.
+        is resharded, the dtypes, copies of shards, the policy of the schedule, what is on the host at rest,
+        whether frozen weights are quantised, and the modules that are computed again in the backward.
+        ``mesh``, ``ignored_params`` and ``shard_placement_fn`` go with it, ``offload_policy`` where it has
+        none, the others don't.
     cluster: with ``groups="auto"``, what it runs on, or the path of its file: those blocks share a group that
         make the shortest step by ``shardwright.plan``. Its ranks are those of the mesh.
     sample: one microbatch of one rank, with ``cluster``: a tensor, a sequence of arguments or a mapping of
@@ -235,18 +239,27 @@ def _shard_as_planned(
         )
     mesh = default_mesh(plan.shards) if mesh is None else mesh
     plan.check(model, mesh.size())
+    if plan.offload != "none" and options.offload != DEFAULT_OFFLOAD:
+        raise InputError(
+            f"fully_shard got plan= and offload_policy=, and the plan's offload is {plan.offload!r}: leave "
+            "offload_policy out, or write none into the plan"
+        )
     if mesh.shape[-1] != plan.shards:
         raise InputError(
             f"the plan shards over {plan.shards} of {plan.ranks} ranks, got a mesh of {tuple(mesh.shape)}; "
             f"pass one of {(plan.ranks // plan.shards, plan.shards)}, or leave it to the plan"
         )
+    if plan.base != "plain":
+        frozen = [name for name in quantisable(model) if not model.get_parameter(name).requires_grad]
+        quantize_(model, plan.base, frozen)
     kept = {
         model.get_submodule(name) for g in plan.groups if not g.reshard_after_forward for name in g.modules
     }
 
     def shard(modules: list[nn.Module], ignored: set[int]) -> None:
         reshards = False if kept.intersection(modules) else None
-        of_group = replace(options, reshard_after_forward=reshards, precision=plan.mp_policy)
+        offload = options.offload if plan.offload == "none" else OFFLOADS[plan.offload]
+        of_group = replace(options, reshard_after_forward=reshards, precision=plan.mp_policy, offload=offload)
         _shard(mesh, of_group, modules, ignored)
 
     shard_groups(model, [group.modules for group in plan.groups], ignored, shard)
@@ -262,6 +275,7 @@ def _shard(
         if not isinstance(m, FSDPModule):
             become_fsdp_module(m)
     guard_optimizers()
+    price_changes_by(changes_that_fit)
 
 
 def stats(model: nn.Module) -> Stats:

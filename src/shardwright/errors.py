@@ -9,6 +9,7 @@
     |-- DataError (ValueError)         a corpus that is missing, empty or too small
     |-- ScheduleError (AssertionError) a schedule that isn't sound
     |-- StageError (RuntimeError)      a call that is illegal in the stage that a group is in
+    |-- OutOfMemory (MemoryError)      a rank that holds more host memory than its budget
     |-- CommError (RuntimeError)       ranks in different collectives, or a rank that ended or never came
     |   |-- Diverged                   ranks wait for each other in different places: proven, not timed
     |   |-- RankFailed                 a rank raised an exception, or left, while others needed it
@@ -57,6 +58,10 @@ class ScheduleError(ShardwrightError, AssertionError):
 
 class StageError(ShardwrightError, RuntimeError):
     """A call that is illegal in the stage that a group is in."""
+
+
+class OutOfMemory(ShardwrightError, MemoryError):
+    """A rank that holds, or is about to hold, more host memory than ``SHARDWRIGHT_MEMORY_BUDGET`` says."""
 
 
 class CommError(ShardwrightError, RuntimeError):

@@ -9,11 +9,13 @@ from torch import nn
 from shardwright.engine.clone import deep_copy, rebuild
 from shardwright.engine.edits import unsharded_versions, write_back
 from shardwright.engine.hooks import reset_step
+from shardwright.engine.memory import memory_of, recorded
 from shardwright.engine.methods import run_as_forward
 from shardwright.engine.setters import GradientSetters, ScheduleSetters
 from shardwright.engine.torch_state import TorchState, show_state
 from shardwright.engine.unit import Unit
 from shardwright.errors import InputError, StageError
+from shardwright.observe.memory import MemoryLog, MemoryReport
 from shardwright.observe.trace import Trace
 from shardwright.params.param import keep_attributes
 from shardwright.schedule.schedule import ActionKind, Schedule
@@ -97,6 +99,29 @@ class FSDPModule(GradientSetters, ScheduleSetters, TorchFSDPModule):
         mesh calls it, between steps.
         """
         self._unit().runtime.join_evaluations()
+
+    # ---- what is held
+
+    def memory(self) -> MemoryReport:
+        """What is alive on this rank now, by category and by group, in bytes: ``print(model.memory())``.
+
+        Bytes are those on the kind of device that the groups are sharded for. Shards, optimizer states (of
+        optimizers that have made a step), unsharded parameters, gradients and collectives in flight are
+        counted tensor by tensor; activations are what was allocated besides, since the forward began, and
+        ``other`` what the process held before. Any rank may call it, at any time; no communication.
+        """
+        return memory_of(cast(nn.Module, self))
+
+    @contextmanager
+    def record_memory(self) -> Iterator[MemoryLog]:
+        """``with model.record_memory() as log:`` a step is made; then ``log.save("memory.html")``.
+
+        A report is taken before and after the actions of each event of a forward and backward, with
+        activations by group and those of the loss apart; inside of it a step takes longer. Any rank may enter
+        it, between steps; no communication. Raises: StageError inside of a forward or backward.
+        """
+        with recorded(cast(nn.Module, self)) as log:
+            yield log
 
     # ---- what is planned, what did happen
 

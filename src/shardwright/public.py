@@ -18,6 +18,7 @@ from shardwright.engine.optimizer_in_backward import StepInBackward
 from shardwright.explanation import Explanation, explain
 from shardwright.gather import gathered, scattered
 from shardwright.installed import install, uninstall
+from shardwright.linear_loss import linear_cross_entropy
 from shardwright.loss import loss_weights
 from shardwright.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from shardwright.observe.lifecycle import set_watch
@@ -37,6 +38,7 @@ from shardwright.policy import (
 from shardwright.quantize import quantize_
 from shardwright.transport.mesh import set_transport
 from shardwright.transport.process import set_process
+from shardwright.transport.recorder import record_function
 from shardwright.uneven import lockstep
 from shardwright.wrapper import FullyShardedDataParallel
 
@@ -67,12 +69,14 @@ __all__ = [
     "fully_shard",
     "gathered",
     "install",
+    "linear_cross_entropy",
     "lockstep",
     "loss_weights",
     "nf4",
     "offload_states",
     "pickle_shards",
     "quantize_",
+    "record_function",
     "register_fsdp_forward_method",
     "reload_states",
     "scattered",

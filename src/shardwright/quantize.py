@@ -16,7 +16,7 @@ from shardwright.module import FSDPModule, become_fsdp_module, original_class
 from shardwright.params.param import ShardedParam
 from shardwright.params.quantized.codec import NF4, Encoding, codec_of
 from shardwright.params.quantized.group import encode_sharded
-from shardwright.params.quantized.module import encodings, set_encoded
+from shardwright.params.quantized.module import encodings, is_base, set_encoded
 from shardwright.torch_private import parameters_of
 
 Where = str | Sequence[str] | Callable[[str, nn.Parameter], bool]
@@ -134,12 +134,7 @@ def _shown(model: nn.Module) -> Shown:
 
 def _matches(where: Any, param: nn.Parameter, places: list[tuple[str, nn.Module, str]]) -> bool:
     if where is None:
-        linear = param.ndim == 2 and all(isinstance(module, nn.Linear) for _, module, _ in places)
-        experts = param.ndim == 3 and not any(
-            isinstance(module, nn.Conv1d | nn.ConvTranspose1d) for _, module, _ in places
-        )
-        adapter = any(".lora_" in name for name, _, _ in places)
-        return param.is_floating_point() and (linear or experts) and not adapter
+        return is_base(param, [name for name, _, _ in places], [module for _, module, _ in places])
     if callable(where):
         return any(where(name, param) for name, _, _ in places)
     patterns = [where] if isinstance(where, str) else where

@@ -11,6 +11,10 @@ import pytest
 from bench import links, plan_machine, report, step
 from bench.model import Size, build, tokens
 from bench.systems import GROUPINGS, OPTIONAL, SYSTEMS
+from shardwright.plan.cluster import DEVICES, Cluster
+from shardwright.plan.constants import Constants
+from shardwright.plan.presets import preset
+from shardwright.plan.prices import Prices
 
 
 def paired(step_s, local_s, exposed_s=None):
@@ -49,6 +53,17 @@ def test_the_order_of_configurations_counts_where_their_times_can_be_told_apart(
         for name, predicted, measured in (("a", 10, 20), ("b", 12, 21), ("c", 30, 40), ("d", 11, 60))
     ]
     assert plan_machine.tau(found) == pytest.approx((3 - 2) / 5)  # a and b overlap; d is faster than b and c
+
+
+def test_compute_is_scaled_to_the_local_step_that_is_measured_beside_it():
+    found = plan_machine.workload(plan_machine.SIZE, "blocks")
+    constants = Constants(launch_s=1e-5, contention=0.5)
+    prices = Prices(Cluster(DEVICES["H100"], 2, 1), constants, preset("shardwright-cpu"), 2, 4, 4)
+    factor = plan_machine.compute_factor(found, prices, 0.2)
+    scaled = replace(prices, software=factor)
+    alone = replace(scaled, cluster=replace(prices.cluster, ranks=1), shards=1)
+    assert plan_machine.predicted_s(found, alone) == pytest.approx(0.2)
+    assert plan_machine.predicted_s(found, scaled) > 0.2
 
 
 def test_a_model_that_a_plan_is_measured_with_has_the_groups_of_each_grouping():

@@ -2,8 +2,6 @@
 
 import json
 import re
-import shutil
-import subprocess
 
 import pytest
 import torch
@@ -13,6 +11,7 @@ from shardwright.errors import InputError
 from shardwright.observe.drawing import Bar, Drawing, Level
 from shardwright.plan import Choice, estimate
 from shardwright.plan.cluster import DEVICES, Cluster
+from tests.browser import needs_chromium, opened
 
 DRAWING = Drawing(
     "a < b",
@@ -83,20 +82,9 @@ def test_a_plan_is_drawn_whole_by_the_names_of_modules():
     assert not [label for label in labels if re.search(r"(?<![.\w])\d", label)]
 
 
-@pytest.mark.skipif(not shutil.which("chromium"), reason="needs Debian's package chromium")
+@needs_chromium
 def test_the_page_draws_in_a_browser(tmp_path):
     found = planned()
     found.drawing().save(tmp_path / "step.html")
-    command = [
-        "chromium",
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        f"--user-data-dir={tmp_path}/profile",
-    ]
-    done = subprocess.run(
-        [*command, "--dump-dom", f"file://{tmp_path}/step.html"], capture_output=True, text=True, timeout=60
-    )
-    drawn = re.search(r'data-drawn="(\S+) (\S+)"', done.stdout)
-    assert drawn, done.stderr[-2000:]
-    assert float(drawn[2]) == pytest.approx(found.step_s)
+    drawn = opened(tmp_path / "step.html")["drawn"]
+    assert float(drawn.split()[1]) == pytest.approx(found.step_s)

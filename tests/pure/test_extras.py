@@ -32,7 +32,7 @@ def test_the_core_needs_torch_and_numpy_and_trains_and_saves_without_any_extra(t
     assert [name_of(each) for each in PROJECT["dependencies"]] == ["torch", "numpy"]
     blocked = {name_of(each) for extra in EXTRAS.values() for each in extra} - {"shardwright"}
     assert blocked >= {"safetensors", "isal", "rich", "pydantic", "tomli_w"}
-    scripts = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[:2]
+    scripts = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "start.md").read_text(), re.DOTALL)[:2]
     code = f"import runpy, sys; sys.modules.update(dict.fromkeys({sorted(blocked)}))"
     for number, script in enumerate(scripts):
         (tmp_path / f"{number}.py").write_text(script)
@@ -48,6 +48,7 @@ NEEDS = [
     ("train", "tomli_w", ["train", "recipes/quickstart.toml"]),
     ("train", "rich", ["checkpoint", "inspect", "x"]),
     ("train", "rich", ["top", "x"]),
+    ("track", "wandb", ["train", "recipes/quickstart.toml", "--track.to", '["wandb"]']),
     ("hf", "transformers", ["train", "recipes/finetune-qlora.toml"]),
     ("hf", "transformers", "shardwright.hf:"),
     ("fabric", "lightning_fabric", "shardwright.fabric:"),

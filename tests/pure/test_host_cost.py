@@ -10,7 +10,7 @@ import torch
 from bench.counting import KernelCount, count_calls
 from bench.host import Case, Cost, cost, interval
 
-MOST_FRAMES, MOST_CALLS, MOST_KERNELS = 8, 600, 8
+MOST_FRAMES, MOST_CALLS, MOST_KERNELS, MOST_RECORDS = 8, 600, 8, 24
 HERE = __file__.rpartition("/")[0]
 
 
@@ -48,6 +48,11 @@ def test_python_calls_do_not_grow_with_the_world():
 @pytest.mark.parametrize("world", [8, 64, 512])
 def test_ranks_exchange_control_words_at_most_four_times_a_step(world):
     assert 0 < counted(world).exchanges <= 4
+
+
+def test_a_group_writes_few_records_a_step():
+    found = counted(8)
+    assert 0 < found.records / found.num_groups <= MOST_RECORDS
 
 
 @pytest.mark.parametrize(

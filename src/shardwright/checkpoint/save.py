@@ -28,8 +28,10 @@ from shardwright.checkpoint.shardfile import DTYPE_NAME, Item, bits_of, chunks_o
 from shardwright.checkpoint.tree import Tensors, encode
 from shardwright.crc import crc32
 from shardwright.errors import CheckpointError, InputError
+from shardwright.transport.recorder import recorder
 
 
+@recorder.span("save")
 def save(
     path: str | Path,
     *,
@@ -63,6 +65,7 @@ def save(
     return _write(group, _snapshot(group, model, optimizer, extra), options)
 
 
+@recorder.span("save")
 def async_save(
     path: str | Path,
     *,

@@ -22,7 +22,9 @@ _VERBS = {
     "checkpoint": ("checkpoint", "inspect, verify, compare or export checkpoints"),
     "plan": ("plan", "predict step times and memory of runs, before anything is rented"),
     "bench": ("bench", "measure this cluster for plans: its devices, its links"),
+    "preflight": ("preflight", "whether a job can train on these hosts, in ten seconds"),
     "top": ("top", "what the ranks of a running job wait for, or do"),
+    "trace": ("trace", "the last steps of all ranks as a page: who waited for whom, and why"),
 }
 """Verb -> the file here that has it, and what ``--help`` says of it."""
 

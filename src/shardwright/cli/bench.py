@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from shardwright.errors import ConfigError
 from shardwright.plan.cluster import Cluster
-from shardwright.plan.measure import measured_device, measured_links, of_first_rank
+from shardwright.plan.measure import measured_briefly, measured_device, measured_links, of_first_rank
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def add_commands(commands: Any) -> None:
@@ -29,7 +29,7 @@ def add_commands(commands: Any) -> None:
         allow_abbrev=False,
     )
     bench.add_argument("what", choices=("compute", "links"), help="of the devices, or of what joins them")
-    bench.add_argument("--dtype", choices=tuple(_DTYPES), default="bfloat16", help="of compute")
+    bench.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16", help="of compute")
     bench.add_argument("--out", required=True, metavar="FILE", help="the cluster, TOML; rank 0 writes")
     bench.set_defaults(call=run)
 
@@ -39,7 +39,7 @@ def run(known: argparse.Namespace) -> int:
     path = Path(known.out)
     before = of_first_rank(lambda: _before(path, known.what))
     if known.what == "compute":
-        device, constants = measured_device(_DTYPES[known.dtype])
+        device, constants = measured_device(DTYPES[known.dtype])
         ranks = dist.get_world_size()
         found = (
             Cluster(device, ranks, ranks, constants=constants)
@@ -57,7 +57,7 @@ def run(known: argparse.Namespace) -> int:
         found = measured_links(before.device, before.constants)
     if dist.get_rank() == 0:
         found.save(path)
-        print(_told(found))
+        print(told(found))
         print(f"written: {path}")
     return 0
 
@@ -68,7 +68,17 @@ def _before(path: Path, what: str) -> Cluster | None:
     return Cluster.load(path) if path.exists() else None
 
 
-def _told(cluster: Cluster) -> str:
+def measured_cluster(path: Path, dtype: torch.dtype) -> Cluster:
+    """This job's ranks, briefly: links, and devices as the file has them, else measured. Every rank calls."""
+    before = of_first_rank(lambda: _before(path, "compute"))
+    with measured_briefly():
+        device, constants = measured_device(dtype) if before is None else (before.device, before.constants)
+        alone = dist.get_world_size() == 1
+        return Cluster(device, 1, 1, constants=constants) if alone else measured_links(device, constants)
+
+
+def told(cluster: Cluster) -> str:
+    """A cluster in lines for people."""
     device, constants = cluster.device, cluster.constants
     rows = [
         f"{cluster.ranks} x {device.name}, {cluster.ranks_per_host} in a host",

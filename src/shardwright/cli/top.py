@@ -15,7 +15,10 @@ from typing import Any
 
 from shardwright.errors import CommError, ConfigError
 from shardwright.extras import from_extra
+from shardwright.observe.clocks import on_one_clock
 from shardwright.observe.diagnosis import Findings, diagnose
+from shardwright.observe.ledger import Ledger, booked, summary
+from shardwright.observe.recording import Ring
 from shardwright.observe.status import status
 from shardwright.observe.status_exchange import StatusExchange, find_exchange, store_at
 from shardwright.policy import WatchPolicy
@@ -28,6 +31,10 @@ with from_extra("train"):
 
 _ANSWER_S = 1.0
 _PAUSE_S = 1.0
+_BOOK_S, _STEPS = (
+    10.0,
+    10,
+)  # so often what so many last steps lost is asked for: ranks read their rings for it
 CONNECT = timedelta(seconds=5.0)
 """For an answer from the job's store, at most."""
 
@@ -57,19 +64,23 @@ def run_top(known: argparse.Namespace) -> int:
     Raises:
         ConfigError: nothing is at JOB. CommError: no job is watched there.
     """
-    address = _address(known.job)
-    exchange, console = _exchange(address), open_console()
+    address = store_of(known.job)
+    exchange, console = exchange_at(address), open_console()
+    ledger, booked_s = None, -_BOOK_S
     live = console.is_terminal and not (known.json or known.once)
     try:
         with Live(console=console, auto_refresh=False) if live else nullcontext() as screen:
             while ":" in address or Path(address).exists():  # else the launcher has ended
                 found = exchange.call(_ANSWER_S)
+                if time.monotonic() > booked_s + _BOOK_S:
+                    ledger, booked_s = ledger_of(exchange), time.monotonic()
+                text = f"{status(found, WatchPolicy())}\n\n{_lost(ledger, exchange.late())}".rstrip()
                 if known.json:
-                    print(_object(found), flush=True)
+                    print(_object(found, ledger), flush=True)
                 elif screen is not None:
-                    screen.update(Text(status(found, WatchPolicy())), refresh=True)
+                    screen.update(Text(text), refresh=True)
                 else:
-                    console.print(status(found, WatchPolicy()), markup=False)
+                    console.print(text, markup=False)
                 if known.once:
                     return 0
                 if (
@@ -86,13 +97,34 @@ def run_top(known: argparse.Namespace) -> int:
     return 0
 
 
-def _object(found: Findings) -> str:
-    """What each rank answers, what the ended ones left, the diagnosis as "verdict" (null: all is well)."""
+def ledger_of(exchange: StatusExchange) -> Ledger | None:
+    """What the last steps of a job lost, and to whom; None where no step is on record on all ranks."""
+    rings = [Ring.from_bytes(data) for data in exchange.rings(_STEPS, _ANSWER_S)]
+    whole = [ring for ring in rings if len(ring.steps) > 1]
+    return booked(on_one_clock(whole)) if len(whole) > 1 else None
+
+
+def _lost(ledger: Ledger | None, late: dict[int, int]) -> str:
+    """What the last steps lost; and how often over the run which rank was named as late."""
+    if ledger is None:
+        return ""
+    names = [
+        f"rank {rank} ({ledger.hosts.get(rank, '?')}) {times} time(s)"
+        for rank, times in sorted(late.items(), key=lambda each: -each[1])
+    ]
+    return "\n".join([summary(ledger), *([f"late over the run: {', '.join(names)}"] if names else [])])
+
+
+def _object(found: Findings, ledger: Ledger | None) -> str:
+    """What each rank answers, what the ended ones left, the diagnosis as "verdict" (null: all is well), and
+    what the last steps lost, seconds of all ranks together."""
     diagnosis = diagnose(found, WatchPolicy())
-    return as_json({**asdict(found), "verdict": diagnosis and asdict(diagnosis)})
+    lost = [] if ledger is None else [loss._asdict() for loss in ledger.losses()]
+    return as_json({**asdict(found), "verdict": diagnosis and asdict(diagnosis), "lost": lost})
 
 
-def _address(job: str) -> str:
+def store_of(job: str) -> str:
+    """The address of a job's store, from what people give. Raises: ConfigError for a folder without one."""
     if not Path(job).is_dir():
         return job
     file = Path(job, JOB_FILE)
@@ -103,7 +135,8 @@ def _address(job: str) -> str:
     return json.loads(file.read_text(encoding="utf-8"))["store"]
 
 
-def _exchange(address: str) -> StatusExchange:
+def exchange_at(address: str) -> StatusExchange:
+    """The status exchange of the job whose store is there. Raises: ConfigError, CommError."""
     if ":" not in address and not Path(address).exists():
         raise ConfigError(f"no store is at {address}: the job has ended, or runs on another host")
     exchange = _find(address)

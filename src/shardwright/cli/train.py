@@ -23,6 +23,7 @@ from shardwright.train.resolve import resolve
 from shardwright.train.run import train_rank
 from shardwright.train.sample import generate, load_run, readable
 from shardwright.train.tasks import is_rank, take_part
+from shardwright.train.trackers import check_installed
 
 
 def run_train(known: argparse.Namespace) -> int:
@@ -33,6 +34,7 @@ def run_train(known: argparse.Namespace) -> int:
     config = resolved.recipe.launch
     if resolved.recipe.base.folder:
         require("hf", "transformers")
+    check_installed(resolved.recipe.track.to)
     take_part()
     if is_rank():
         train_rank(resolved, _kind_of(resolved.recipe), in_json=known.json)

@@ -126,8 +126,10 @@ def reduce(reducers: Sequence[Reducer]) -> None:
 
 
 def rehearse(reducers: Sequence[Reducer]) -> Callable[[], None]:
-    """Issue the reduce-scatters that ``reduce`` would, of zeros; what it returns waits and drops the sums."""
+    """Issue the reduce-scatters that ``reduce`` would, of ones; what it returns waits and drops the sums."""
     grads = {reducer: zeros for reducer in reducers if (zeros := reducer.zeros())}
+    for _, grad in (pair for pairs in grads.values() for pair in pairs):
+        grad.fill_(1)  # zeros aren't sent over a network
     flying = _issued(grads)
 
     def wait() -> None:

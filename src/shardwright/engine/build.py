@@ -9,10 +9,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from shardwright.engine.deferred import Deferred, ends, halves, shown_by
+from shardwright.engine.deferred import Deferred, ends, halves, hardly_computes, shown_by
 from shardwright.engine.foreign import check_foreign
 from shardwright.engine.found import check_shared_flat, find_params, flatten, numbered_without, shard_params
-from shardwright.engine.gatherer import GatherOptions, has_lookup
+from shardwright.engine.gatherer import GatherOptions
 from shardwright.engine.group import ParamGroup
 from shardwright.engine.hooks import ModuleHooks
 from shardwright.engine.optimizer_guard import leave_out
@@ -188,9 +188,10 @@ def shard_modules(
 
 
 def _cut_first_block(nested: Sequence[Unit]) -> None:
-    """Hold the parameters of the first of ``nested`` that isn't a lookup in two groups (see ``halves``), if
-    nothing was asked of it since it was sharded, and no other unit is cut."""
-    unit = next((each for each in nested if each.group and not has_lookup(each.group.params)), None)
+    """Hold the parameters of the first of ``nested`` that does more than look up in two groups (see
+    ``halves``), if it is one module, nothing was asked of it, and no other unit is cut."""
+    groups = ((unit, unit.group) for unit in nested if unit.group)
+    unit = next((unit for unit, g in groups if not hardly_computes(g.params, g.policy)), None)
     if unit is None or unit.group is None or len(unit.modules) != 1:
         return
     (block,) = unit.modules

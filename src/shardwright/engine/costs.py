@@ -84,7 +84,7 @@ def _one_by_one(table: GroupTable) -> Schedule:
 
 
 def _rehearse(executor: Executor, phases: dict[Phase, tuple[ScheduleEntry, ...]]) -> float:
-    """Follow the schedule of a step without its compute, with gradients of zeros that nobody gets."""
+    """Follow the schedule of a step without its compute, with gradients of ones that nobody gets."""
     start = time.perf_counter()
     flying: dict[tuple[int, ...], Callable[[], None]] = {}
     stops = [stop for phase in (Phase.FORWARD, Phase.BACKWARD) for stop in phases.get(phase, ())]

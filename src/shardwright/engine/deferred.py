@@ -9,14 +9,39 @@ recorded as any other group's.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import nn
 
-from shardwright.params.param import ShardedParam
+from shardwright.engine.gatherer import looks_up
+from shardwright.params.param import ParamSite
 from shardwright.params.quantized.module import encodings
 from shardwright.policy import MixedPrecisionPolicy, SchedulePolicy
+from shardwright.schedule.layout import ParamLayout
 from shardwright.torch_private import parameters_of, replace_parameters_of
+
+
+class _Placed(Protocol):
+    """A parameter, known by the places that show it."""
+
+    @property
+    def sites(self) -> Sequence[ParamSite]: ...
+
+
+class _Cuttable(_Placed, Protocol):
+    """What is asked of a parameter of a group that is cut: a ``ShardedParam``, or one that a plan shards."""
+
+    @property
+    def layout(self) -> ParamLayout: ...
+    @property
+    def extended(self) -> bool: ...
+    @property
+    def members(self) -> Sequence[Any]: ...
+    def compute_dtype(self, policy: MixedPrecisionPolicy) -> torch.dtype: ...
+
+
+Param = TypeVar("Param", bound=_Cuttable)
 
 
 class Reads(dict[str, nn.Parameter | None]):
@@ -51,11 +76,11 @@ class Deferred:
     was_read: whether one was since it last began to wait.
     """
 
-    def __init__(self, params: Iterable[ShardedParam]) -> None:
+    def __init__(self, params: Iterable[_Placed]) -> None:
         self.was_read = False
-        modules = {id(site.module): site.module for param in params for site in param.sites}
+        self._places = tuple(dict.fromkeys(site.module for param in params for site in param.sites))
         self._reads: list[Reads] = []
-        for module in modules.values():
+        for module in self._places:
             reads = parameters_of(module)
             if not isinstance(reads, Reads):
                 reads = Reads(reads)
@@ -84,17 +109,22 @@ class Deferred:
         for reads in self._reads:
             reads.on_read = None
 
+    def leave(self) -> None:
+        """Give the modules tables of their own again."""
+        for module in self._places:
+            replace_parameters_of(module, dict(parameters_of(module)))
+
 
 def ends(
-    params: Sequence[ShardedParam], root: nn.Module, inner: Iterable[nn.Module], policy: MixedPrecisionPolicy
-) -> tuple[list[ShardedParam], list[ShardedParam]]:
+    params: Sequence[Param], root: nn.Module, inner: Iterable[nn.Module], policy: MixedPrecisionPolicy
+) -> tuple[list[Param], list[Param]]:
     """``params`` of ``root`` in two groups: those to gather at its begin, and those that only modules show
     which come after the last of ``inner``, in the order of ``root.modules()``. The second is empty where
     nothing is to be won (see ``_unless_small``).
     """
     place = {id(module): number for number, module in enumerate(root.modules())}
     inside = [place[id(module)] for each in inner for module in each.modules() if id(module) in place]
-    parts: tuple[list[ShardedParam], list[ShardedParam]] = [], []
+    parts: tuple[list[Param], list[Param]] = [], []
     for param in params:
         modules = [site.module for site in param.sites]
         behind = bool(inside) and all(place.get(id(module), 0) > max(inside) for module in modules)
@@ -103,14 +133,14 @@ def ends(
 
 
 def halves(
-    params: Sequence[ShardedParam], block: nn.Module, policy: MixedPrecisionPolicy
-) -> tuple[list[ShardedParam], list[ShardedParam]]:
+    params: Sequence[Param], block: nn.Module, policy: MixedPrecisionPolicy
+) -> tuple[list[Param], list[Param]]:
     """``params`` of ``block`` in two groups of about as many bytes, in the order of ``block.modules()``, a
     module's own together. The second is empty where one is shown by modules outside of ``block`` too, and
     where nothing is to be won (see ``_unless_small``).
     """
     place = {id(module): number for number, module in enumerate(block.modules())}
-    first_at: dict[ShardedParam, int] = {}
+    first_at: dict[Param, int] = {}
     for param in params:
         places = [place.get(id(site.module), -1) for site in param.sites]
         if min(places) < 0 or not _is_plain(param):
@@ -123,27 +153,35 @@ def halves(
     return _unless_small(params, max(cuts, key=lambda cut: min(_sizes(cut, policy))), policy)
 
 
-def _is_plain(param: ShardedParam) -> bool:
+def hardly_computes(params: Sequence[_Cuttable], policy: MixedPrecisionPolicy) -> bool:
+    """Whether ``params`` are the weights of lookups, and no more besides than may share a collective: their
+    modules are no first block, whose computation would hide one."""
+    looked_up = [any(looks_up(site.module) and site.name == "weight" for site in p.sites) for p in params]
+    rest = [param for param, looks in zip(params, looked_up, strict=True) if not looks]
+    return any(looked_up) and _sizes([rest], policy)[0] <= SchedulePolicy().bucket_cap_nbytes
+
+
+def _is_plain(param: _Cuttable) -> bool:
     """Whether every reading of it is one of its module's table of parameters."""
     return not (param.extended or param.members or any(encodings(site.module) for site in param.sites))
 
 
-def _sizes(parts: Iterable[Sequence[ShardedParam]], policy: MixedPrecisionPolicy) -> list[int]:
+def _sizes(parts: Iterable[Sequence[_Cuttable]], policy: MixedPrecisionPolicy) -> list[int]:
     """Bytes of each, gathered."""
     return [sum(p.layout.numel * p.compute_dtype(policy).itemsize for p in part) for part in parts]
 
 
 def _unless_small(
-    params: Sequence[ShardedParam],
-    parts: tuple[list[ShardedParam], list[ShardedParam]],
+    params: Sequence[Param],
+    parts: tuple[list[Param], list[Param]],
     policy: MixedPrecisionPolicy,
-) -> tuple[list[ShardedParam], list[ShardedParam]]:
+) -> tuple[list[Param], list[Param]]:
     """``parts``, if each is larger than what may share a collective with others
     (``SchedulePolicy.bucket_cap_mb`` by default); else all in the first."""
     return parts if min(_sizes(parts, policy)) > SchedulePolicy().bucket_cap_nbytes else (list(params), [])
 
 
-def shown_by(params: Iterable[ShardedParam], root: nn.Module) -> str:
+def shown_by(params: Iterable[_Placed], root: nn.Module) -> str:
     """The modules that show ``params``, by their names in ``root``."""
     names = {id(module): name for name, module in root.named_modules()}
     return "+".join(dict.fromkeys(names[id(param.sites[0].module)] for param in params))

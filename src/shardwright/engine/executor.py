@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
 from itertools import zip_longest
 
 import torch
@@ -10,6 +9,7 @@ import torch
 from shardwright.engine import batches, edits
 from shardwright.engine.group import ParamGroup, Stage, follow_freezing, keeps_grads
 from shardwright.engine.group_table import GroupTable
+from shardwright.engine.held_memory import Memory
 from shardwright.engine.reducer import Reducer
 from shardwright.errors import Diverged
 from shardwright.params.param import ShardedParam
@@ -20,31 +20,6 @@ from shardwright.schedule.sync import Local
 from shardwright.transport.base import Comm
 from shardwright.transport.channel import compare
 from shardwright.transport.streams import Streams
-
-
-@dataclass
-class Memory:
-    """Bytes of unsharded buffers, now and at most since the start; ``counted``: now, by group."""
-
-    now_nbytes: int = 0
-    peak_nbytes: int = 0
-    counted: dict[ParamGroup, int] = field(default_factory=dict)
-
-    def touch(self, nbytes: int) -> None:
-        """Count ``nbytes`` more that were held for a moment."""
-        self.peak_nbytes = max(self.peak_nbytes, self.now_nbytes + nbytes)
-
-    def count(self, groups: Iterable[ParamGroup], freed_nbytes: int = 0) -> None:
-        """Count what ``groups`` hold now, instead of what they held when they were counted before.
-
-        freed_nbytes: what they gave back only once they held the rest.
-        """
-        before_nbytes = self.now_nbytes
-        for group in groups:
-            held_nbytes = group.held_nbytes
-            self.now_nbytes += held_nbytes - self.counted.get(group, 0)
-            self.counted[group] = held_nbytes
-        self.peak_nbytes = max(self.peak_nbytes, before_nbytes, self.now_nbytes + freed_nbytes)
 
 
 class Executor:
@@ -92,6 +67,8 @@ class Executor:
     def _unshard(self, action: Action, kept: AbstractSet[ParamGroup] = frozenset()) -> None:
         """Issue the all-gather of groups together; those that aren't at rest participate for other ranks."""
         groups = [self.table.groups[index] for index in action.groups]
+        if self.memory.budget is not None:
+            self.memory.check_unshard(groups)
         self._compare(group.axis.comm for group in groups)
         kept_nbytes = _kept_nbytes(groups)
         try:

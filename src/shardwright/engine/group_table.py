@@ -16,6 +16,7 @@ from shardwright.schedule.schedule import Event, EventKind, GroupSpec
 from shardwright.transport.base import Comm
 from shardwright.transport.kept import WHOLE, Sends
 from shardwright.transport.link import measured, what_pays
+from shardwright.transport.recorder import Label
 
 tables: "WeakSet[GroupTable]" = WeakSet()
 """Of every sharded model that is alive."""
@@ -27,7 +28,7 @@ class GroupTable:
     root: the groups of the outermost module, which stay unsharded after a forward by default.
     chosen: whether it is up to date which groups move rows in use only.
     listed: what the policy has gathered ahead of a group: field of ``GroupSpec`` -> group -> groups.
-    events: the events of each group, ready-made.
+    events: the events of each group, ready-made. labels: what records call the groups; () before ``label``.
     """
 
     def __init__(self) -> None:
@@ -38,6 +39,7 @@ class GroupTable:
         self.events: dict[tuple[EventKind, ParamGroup | None], Event] = {
             (EventKind.STEP_END, None): Event(EventKind.STEP_END)
         }
+        self.labels: tuple[Label, ...] = ()
         self._requested: list[GroupSpec] = []
         self._index: dict[ParamGroup, int] = {}
         tables.add(self)
@@ -57,6 +59,11 @@ class GroupTable:
         shift = len(self.groups)
         for group, requested in zip(other.groups, other._requested, strict=True):
             self.add(group, requested.shifted(shift))
+
+    def label(self) -> None:
+        """Have records name the groups as they are called now."""
+        groups = self.groups
+        self.labels = tuple(Label(each.name, gathered_nbytes(each), each.grad_nbytes) for each in groups)
 
     def regroup(self, group: ParamGroup, params: Sequence[ShardedParam]) -> None:
         """Give ``group`` other parameters; all at rest."""

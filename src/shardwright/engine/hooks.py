@@ -12,6 +12,7 @@ Inputs that need a gradient are passed on as aliases (``view_as``), so that the 
 own share of the gradient is done, however else the caller uses the tensor.
 """
 
+import gc
 import sys
 import threading
 import warnings
@@ -33,6 +34,7 @@ from shardwright.engine.factored import show_grads
 from shardwright.engine.group import ParamGroup
 from shardwright.engine.lookups import is_lookup, wanted_rows
 from shardwright.engine.optimizer_guard import OptimizerGuard
+from shardwright.engine.out_of_memory import explain_out_of_memory, note_forward
 from shardwright.engine.paging import page_out
 from shardwright.engine.runtime import Runtime
 from shardwright.engine.transforms import beneath_transforms
@@ -50,6 +52,8 @@ from shardwright.torch_private import (
     tree_flatten,
     tree_unflatten,
 )
+from shardwright.transport.process import process_is_ours
+from shardwright.transport.recorder import recorder
 
 
 class _GradWatch:
@@ -205,6 +209,7 @@ class ModuleHooks:
         else:
             if runtime.depth == 0:
                 _root_left_out.enter(unit, module, (args, kwargs))
+                note_forward(module, args, kwargs)
             if unit.group is None or unit.group.gatherer.rows is None:
                 self._enter(call, runtime, owners)
             else:
@@ -291,6 +296,8 @@ class ModuleHooks:
         call, unit = self._calls.pop(), self.unit
         runtime, owners = unit.runtime, unit.owners
         failed = output is None and sys.exc_info()[1] is not None
+        if failed:
+            explain_out_of_memory(sys.exc_info()[1])
         if not call.recomputed:
             self._leave(module, runtime, failed)
         if failed:
@@ -368,14 +375,19 @@ def watch_sharded_grad(param: torch.Tensor, call: Callable[[torch.Tensor], None]
 def guard_optimizers() -> None:
     """From now on refuse to step an optimizer that holds parameters which sharding has replaced.
 
-    And have every elementwise optimizer of ``torch.optim`` work on those that it has made.
+    And have every elementwise optimizer of ``torch.optim`` work on those that it has made, and the recorder
+    told when one steps and when garbage is collected.
     """
     if _guard.handle is None:
         register_optimizer_kernels()
-        amendments.add(name_remedy)
+        amendments.update((name_remedy, explain_out_of_memory))
         _guard.handle = register_optimizer_step_pre_hook(_guard)
+        register_optimizer_step_pre_hook(recorder.begin_optimizer)
         register_optimizer_step_post_hook(show_grads)
         register_optimizer_step_post_hook(page_out)
+        register_optimizer_step_post_hook(recorder.end_optimizer)
+        if process_is_ours():
+            gc.callbacks.append(recorder.collected)
 
 
 _guard = OptimizerGuard()

@@ -4,7 +4,7 @@ one that it holds shards and steps them fast."""
 import warnings
 from collections.abc import Iterable
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -21,6 +21,9 @@ from shardwright.errors import StageError
 from shardwright.torch_private import current_graph_task
 
 _LEFT_OUT = "_left_out_of_sharding"
+
+stepped: "WeakSet[Optimizer]" = WeakSet()
+"""Optimizers that have made a step in this process."""
 
 
 class OptimizerGuard:
@@ -53,6 +56,7 @@ class OptimizerGuard:
             )
         _check_sharded(optimizer, params)
         self._checked[optimizer] = len(params)
+        stepped.add(optimizer)
         _choose_foreach(optimizer)
         warn_of_roundings(optimizer, params)
         _warn_of_left_out(optimizer, params)

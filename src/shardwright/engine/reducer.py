@@ -208,6 +208,11 @@ class Reducer:
         """Whether no gradient is kept or in flight."""
         return not (self._held or self._reduction or self._all_reduce or self._partial)
 
+    @property
+    def held(self) -> tuple[list[Any], list[Any]]:
+        """What has tensors of gradients now, besides the parameters: what is kept, and what is in flight."""
+        return [self._held, self._partial, vars(self.unresolved)], [self._reduction, self._all_reduce]
+
     def hold(self, participates: bool = False, promote: bool = False) -> None:
         """Take the gradients that this backward has brought, for ``release``.
 

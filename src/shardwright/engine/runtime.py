@@ -7,10 +7,9 @@ turns together: an event from another thread waits for its turn.
 
 import sys
 import threading
-import time
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -23,7 +22,7 @@ from shardwright.engine.group_table import GroupTable
 from shardwright.engine.transforms import beneath_transforms
 from shardwright.errors import StageError
 from shardwright.extras import require
-from shardwright.observe.trace import Trace, TraceEntry
+from shardwright.observe.trace import Trace, last_trace
 from shardwright.params.param import ShardedParam
 from shardwright.policy import Agreement, SchedulePolicy, Wire
 from shardwright.schedule.follower import Follower, Mode
@@ -31,6 +30,7 @@ from shardwright.schedule.schedule import BEGINS, Action, ActionKind, EventKind,
 from shardwright.schedule.sync import Step
 from shardwright.transport.base import Comm
 from shardwright.transport.launches import process_state
+from shardwright.transport.recorder import ACTION, CALL, PHASE, clock, recorder
 
 unsettled: "WeakSet[Runtime]" = WeakSet()
 """Models whose last backward has not ended on all ranks: their gradients may not be stepped with."""
@@ -64,8 +64,6 @@ class PhaseRun:
 
     phase: Phase
     nested: bool
-    trace: list[TraceEntry] = field(default_factory=list)
-    began_s: float = field(default_factory=time.perf_counter)
 
 
 class Runtime:
@@ -90,7 +88,6 @@ class Runtime:
         self._consensus = Consensus(self.executor, None)
         self._entry = 0
         self._abandoned = False
-        self._traces: dict[Phase, tuple[TraceEntry, ...]] = {}
         self._turn = _Turn()
 
     # ---- groups
@@ -176,12 +173,15 @@ class Runtime:
     @property
     def schedule(self) -> Schedule:
         """Planned from the last recorded step of the last outermost module; empty before one."""
-        return Schedule() if self._follower is None else self._follower.recorded.schedule(self._entry)
+        if self._follower is None:
+            return Schedule()
+        planned = self._follower.recorded.schedule(self._entry)
+        return replace(planned, names=tuple(group.name for group in self.groups))
 
     @property
     def trace(self) -> Trace:
         """What did happen in the last run of each phase."""
-        return Trace(dict(self._traces))
+        return last_trace(self.table.labels)
 
     def comms(self) -> list[Comm]:
         """The transports in use, each once."""
@@ -206,7 +206,7 @@ class Runtime:
 
     def _forget(self) -> None:
         self._follower = None
-        self._traces = {}
+        self.table.labels = ()
 
     # ---- phases
 
@@ -223,13 +223,17 @@ class Runtime:
         called something else.
         """
         refuse_phase(self.groups, phase)
+        start = clock()
         with self._turn:
             self.pass_number += phase is not Phase.BACKWARD
             nested = bool(self._runs)
+            if phase is Phase.FORWARD and not nested:
+                recorder.turn()
             if self._abandoned and not nested:
                 self._drop()
             if not nested and phase is not Phase.BACKWARD:
                 self._start_afresh()
+                self.executor.memory.in_step = True
             follower = self._ready_follower()
             held = False
             if phase is not Phase.BACKWARD:
@@ -254,13 +258,14 @@ class Runtime:
                 raise
             if phase is not Phase.BACKWARD and not held:
                 unsettled.discard(self)
+            recorder.write((PHASE, self.table.labels, phase, True, nested, start, clock()))
 
     def at(self, kind: EventKind, group: ParamGroup | None = None) -> None:
         """Take the actions of an event. After a begin event the group is unsharded, whatever was planned.
 
         Raises: StageError for an event from inside of an action: a hook that runs in one runs the model.
         """
-        event, follower, start = self.table.events[kind, group], self._follower, time.perf_counter()
+        event, follower, start = self.table.events[kind, group], self._follower, clock()
         with self._turn:
             self._turn.inside = kind
             if follower is None or not follower.cursors:
@@ -270,20 +275,25 @@ class Runtime:
                 )
             if kind is EventKind.STEP_END:
                 follower.settles = self._consensus.settles = self.step.is_last_backward
+            for watcher in self.executor.memory.watchers:
+                watcher(event, group, False)
             with beneath_transforms():
                 step = self._follow(follower.on(event))
+            for watcher in self.executor.memory.watchers:
+                watcher(event, group, True)
             if kind is EventKind.FORWARD_END:
                 # What the caller sees between forward and backward doesn't depend on what the planner keeps.
                 if follower.recorded.specs[event.group].reshard_after_forward is None:
                     self.groups[event.group].show_sharded()
             elif kind in BEGINS:
                 self.groups[event.group].show_unsharded()
-            run = self._runs[-1]
             if len(step.taken) == 1:
-                took_s = time.perf_counter() - start
-                run.trace.append(TraceEntry(event, step.taken[0].actions, start - run.began_s, took_s))
+                held_nbytes = self.executor.memory.now_nbytes
+                recorder.write(
+                    (CALL, self.table.labels, event, step.taken[0].actions, start, clock(), held_nbytes)
+                )
             else:
-                self._write_down(run, step, start)
+                self._write_down(step, start)
 
     def end(self, failed: bool = False) -> None:
         """Leave the phase.
@@ -294,21 +304,25 @@ class Runtime:
         with self._turn:
             run = self._runs.pop()
             self._say_where()
-            start = time.perf_counter()
+            start = clock()
             if failed:
                 process_state.failed(sys.exc_info()[1])
             follower = self._ready_follower()
             with beneath_transforms():
                 step = self._follow(follower.end(failed) if follower.cursors else Step(()))
                 self.executor.end_phase(run.phase, run.nested)
+            if run.phase is not Phase.FORWARD and not run.nested and not failed:
+                self.executor.memory.in_step = False
             if run.phase is Phase.BACKWARD and not run.nested:
                 unsettled.discard(self)
             if failed:
                 if not self._runs:
                     self.executor.reshard_unsharded()
             elif not run.nested:
-                self._write_down(run, step, start)
-                self._traces[run.phase] = tuple(run.trace)
+                self._write_down(step, start)
+                if run.phase is Phase.BACKWARD and self.step.is_last_backward:
+                    recorder.end_backward()
+            recorder.write((PHASE, self.table.labels, run.phase, False, run.nested or failed, start, clock()))
 
     def join_evaluations(self) -> None:
         """Take part in the evaluations of other ranks until all ranks have called it."""
@@ -338,15 +352,21 @@ class Runtime:
     def _follow(self, step: Step) -> Step:
         """The loop; returns its last step. What fails abandons all phases: the next outermost one starts
         clean."""
-        do = self.executor.do
+        do, labels, start = self.executor.do, self.table.labels, clock()
         try:
             while True:
                 for action in step.actions:
                     do[action.kind](action)
+                    end = clock()
+                    recorder.write((ACTION, labels, action, start, end))
+                    start = end
                 if step.sync is None:
                     return step
                 assert self._follower is not None
                 step = self._follower.resume(self._consensus.exchange(step.sync))
+                end = clock()
+                recorder.write((ACTION, labels, None, start, end))
+                start = end
         except BaseException:
             self._abandoned = True
             if self._follower is not None:
@@ -361,6 +381,7 @@ class Runtime:
             mode = Mode.LOCAL if channel is None else Mode.AGREED
             self.executor.participates = mode is Mode.AGREED
             self._follower = Follower(self.policy, self.table.specs(), mode)
+            self.table.label()
             self._consensus = Consensus(self.executor, channel)
         return self._follower
 
@@ -382,12 +403,12 @@ class Runtime:
         self.depth = 0
         self.executor.drop()
 
-    def _write_down(self, run: PhaseRun, step: Step, start: float) -> None:
-        """Into the trace; events that this rank left out were passed in no time of their own."""
-        took_s, taken = time.perf_counter() - start, step.taken
+    def _write_down(self, step: Step, start: float) -> None:
+        """Into the recorder; events that this rank left out were passed in no time of their own."""
+        held_nbytes, taken = self.executor.memory.now_nbytes, step.taken
         for entry in taken:
-            own_s = took_s if entry is taken[-1] else 0.0
-            run.trace.append(TraceEntry(entry.event, entry.actions, start - run.began_s, own_s))
+            end = clock() if entry is taken[-1] else start
+            recorder.write((CALL, self.table.labels, entry.event, entry.actions, start, end, held_nbytes))
 
     def _say_where(self) -> None:
         """Say which phase is running, to the launch log too."""

@@ -10,11 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shardwright.errors import InputError
+from shardwright.extras import from_extra
 
 COLOURS = {
+    "plan": "#4c5b8c",
     "compute": "#1f77b4",
     "gather": "#2a9d5c",
     "reduce": "#d9822b",
@@ -27,18 +29,46 @@ COLOURS = {
     "activations": "#1f77b4",
     "head": "#6baed6",
     "transport": "#c0567a",
+    "wait": "#c0392b",
+    "optimizer": "#8e5bb5",
+    "data": "#b8860b",
+    "save": "#5f8f8f",
+    "loss": "#6baed6",
+    "user": "#9a9a9a",
+    "gc": "#d65f9e",
 }
 """By row, and by category of memory: what a lane fills has its colour."""
 OTHER = "#7f7f7f"
+_EXPOSED = "#f7d9d9"
 _SQUASHED = 2.0  # a device so many times larger than what is held isn't drawn: one would see nothing else
 
 
 class Bar(NamedTuple):
-    """What a row did from ``start`` to ``end``, in seconds. Rows named as lanes of a step have their colours,
-    others are grey."""
+    """What a row did from ``start`` to ``end``, in seconds. Rows named as lanes of a step ("compute", "rank 3
+    gather") have their colours, others are grey. kind: whose colour the bar has, where not its row's."""
 
     row: str
     label: str
+    start: float
+    end: float
+    kind: str = ""
+
+
+class Arrow(NamedTuple):
+    """From ``start`` seconds in one row to ``end`` seconds in another."""
+
+    label: str
+    row: str
+    start: float
+    to_row: str
+    end: float
+
+
+class Shade(NamedTuple):
+    """``start`` to ``end`` seconds, in all rows from the first to the last."""
+
+    first: str
+    last: str
     start: float
     end: float
 
@@ -55,16 +85,23 @@ class Level(NamedTuple):
 class Drawing:
     """``save`` writes it. bars: rows of known lanes stand first, others in the order in which they come.
     levels: in the order of time; none: no memory is drawn. capacity_nbytes: of the device, a line above them.
+    lanes: all rows in their order, where they have another. notes: lines of text below the title.
     """
 
     title: str
     bars: tuple[Bar, ...]
     levels: tuple[Level, ...] = ()
     capacity_nbytes: int | None = None
+    lanes: tuple[str, ...] = ()
+    arrows: tuple[Arrow, ...] = ()
+    shades: tuple[Shade, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def rows(self) -> list[str]:
         """Names of the rows, in their order."""
+        if self.lanes:
+            return [*self.lanes]
         named = dict.fromkeys(bar.row for bar in self.bars)
         return [row for row in COLOURS if row in named] + [row for row in named if row not in COLOURS]
 
@@ -72,6 +109,20 @@ class Drawing:
     def categories(self) -> list[str]:
         """What levels are made of, in the order in which they are stacked."""
         return list(dict.fromkeys(str(name) for level in self.levels for name in level.nbytes))
+
+    @property
+    def kinds(self) -> list[str]:
+        """Those of bars that haven't their row's colour."""
+        return list(dict.fromkeys(bar.kind for bar in self.bars if bar.kind))
+
+    @property
+    def coloured(self) -> list[tuple[str, str]]:
+        """The categories, each with its colour; of what has none of its own neighbours differ."""
+        palette = list(dict.fromkeys(COLOURS.values()))
+        return [
+            (name, COLOURS.get(name, palette[place % len(palette)]))
+            for place, name in enumerate(self.categories)
+        ]
 
     @property
     def line_nbytes(self) -> int | None:
@@ -83,22 +134,32 @@ class Drawing:
     def save(self, path: str | Path) -> None:
         """Write ``.html`` (one file that opens from disk and zooms, without a network), ``.png`` or ``.svg``.
 
-        Raises: InputError for another ending, or for a picture where matplotlib isn't installed.
+        Raises: InputError for another ending; MissingExtra for a picture where matplotlib isn't installed.
         """
         path = Path(path)
         if path.suffix == ".html":
             path.write_text(self._html(), encoding="utf-8")
         elif path.suffix in (".png", ".svg"):
-            importlib.import_module("shardwright.observe.plot").draw(self, path)
+            _plot(self, path)
         else:
             raise InputError(f"a drawing is saved as .html, .png or .svg, got {str(path)!r}")
 
     def _html(self) -> str:
         number = {row: place for place, row in enumerate(self.rows)}
         data = {
-            "rows": [[row, COLOURS.get(row, OTHER)] for row in self.rows],
-            "bars": [[number[bar.row], bar.label, float(bar.start), float(bar.end)] for bar in self.bars],
-            "categories": [[name, COLOURS.get(name, OTHER)] for name in self.categories],
+            "rows": [[row, colour_of(row)] for row in self.rows],
+            "bars": [
+                [number[bar.row], bar.label, float(bar.start), float(bar.end), *_own_colour(bar)]
+                for bar in self.bars
+            ],
+            "arrows": [
+                [each.label, number[each.row], each.start, number[each.to_row], each.end]
+                for each in self.arrows
+            ],
+            "shades": [[number[each.first], number[each.last], each.start, each.end] for each in self.shades],
+            "notes": self.notes,
+            "kinds": [[kind, colour_of(kind)] for kind in self.kinds],
+            "categories": [list(pair) for pair in self.coloured],
             "levels": [[float(x.at), self.amounts(x), x.label] for x in self.levels],
             "line_nbytes": self.line_nbytes,
         }
@@ -109,3 +170,63 @@ class Drawing:
     def amounts(self, level: Level) -> list[int]:
         """Its bytes in the order of ``categories``."""
         return [int(level.nbytes.get(name, 0)) for name in self.categories]
+
+
+def colour_of(name: str) -> str:
+    """Of a kind, or of a row by its last word."""
+    return COLOURS.get(name.rpartition(" ")[2], OTHER)
+
+
+def _own_colour(bar: Bar) -> list[str]:
+    return [colour_of(bar.kind)] if bar.kind else []
+
+
+def _plot(drawing: Drawing, path: Path) -> None:
+    """Write it as the ending of ``path`` says, by matplotlib."""
+    with from_extra("plots"):
+        figures, patches = (importlib.import_module(f"matplotlib.{name}") for name in ("figure", "patches"))
+    heights = [0.45 * len(drawing.rows) + 0.2, 3.0] if drawing.levels else [0.45 * len(drawing.rows) + 0.2]
+    figure = figures.Figure(figsize=(11, sum(heights) + 1.0), layout="constrained")
+    axes = figure.subplots(
+        len(heights), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights}
+    )[:, 0]
+    places = {row: place for place, row in enumerate(drawing.rows)}
+    for shade in drawing.shades:
+        top, bottom = places[shade.first] - 0.5, places[shade.last] + 0.5
+        axes[0].broken_barh([(shade.start, shade.end - shade.start)], (top, bottom - top), color=_EXPOSED)
+    for row, place in places.items():
+        bars = [bar for bar in drawing.bars if bar.row == row]
+        spans = [(bar.start, bar.end - bar.start) for bar in bars]
+        colours = [colour_of(bar.kind or row) for bar in bars]
+        axes[0].broken_barh(spans, (place - 0.38, 0.76), color=colours, ec="white", lw=0.2)
+    for arrow in drawing.arrows:
+        ends = (arrow.end, places[arrow.to_row]), (arrow.start, places[arrow.row])
+        axes[0].annotate("", *ends, arrowprops={"arrowstyle": "-|>", "lw": 0.8, "shrinkA": 0, "shrinkB": 0})
+    axes[0].set_yticks(range(len(drawing.rows)), drawing.rows)
+    axes[0].invert_yaxis()
+    axes[0].set_title("\n".join((drawing.title, *drawing.notes)), loc="left", fontsize="medium")
+    if drawing.kinds:
+        keys = [patches.Patch(color=colour_of(kind), label=kind) for kind in drawing.kinds]
+        keys.append(patches.Patch(color=_EXPOSED, label="exposed communication"))
+        axes[0].legend(handles=keys, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    if drawing.levels:
+        _plot_memory(drawing, axes[1])
+    axes[-1].set_xlabel("seconds")
+    figure.savefig(path, dpi=120)
+
+
+def _plot_memory(drawing: Drawing, axes: Any) -> None:
+    end = max([bar.end for bar in drawing.bars], default=drawing.levels[-1].at)
+    times = [level.at for level in drawing.levels] + [end]
+    stacked = list(zip(*(drawing.amounts(level) for level in drawing.levels), strict=True))
+    below = [0.0] * len(drawing.levels)
+    most = max(sum(drawing.amounts(level)) for level in drawing.levels)
+    scale, unit = (2**30, "GiB") if most >= 2**30 else (2**20, "MiB")
+    for (name, colour), amounts in zip(drawing.coloured, stacked, strict=True):
+        above = [low + nbytes / scale for low, nbytes in zip(below, amounts, strict=True)]
+        axes.stairs(above, times, baseline=below, fill=True, color=colour, label=name)
+        below = above
+    if drawing.line_nbytes is not None:
+        axes.axhline(drawing.line_nbytes / scale, color="#d62728", linestyle="--", label="device")
+    axes.set_ylabel(unit)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)

@@ -1,7 +1,6 @@
 """What this process does, as its watch thread sees it: where the training thread is, and if anything runs."""
 
 import gc
-import mmap
 import os
 import sys
 import sysconfig
@@ -15,7 +14,9 @@ from types import FrameType
 import torch
 
 from shardwright.observe.diagnosis import Answer, Launched, Status, Waits
+from shardwright.observe.host_memory import resident_nbytes
 from shardwright.transport.launches import Wait, process_state
+from shardwright.transport.recorder import LINE, clock, recorder
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _OURS = str(Path(__file__).parents[1]) + os.sep
@@ -112,6 +113,7 @@ class ProcessStatus:
         name, call = "", None
         if self.wait is None:
             with frame_of(process_state.thread) as frame:
+                recorder.write((LINE, user_line(frame), clock()))
                 name, caller = foreign_call(frame)
                 call = (id(caller), getattr(caller, "f_lasti", 0))
         if (name, call) != self._foreign[:2]:
@@ -143,7 +145,7 @@ class ProcessStatus:
             foreign=foreign,
             foreign_s=(now - since_s) if foreign else 0.0,
             caught=caught if caught_step >= process_state.step - 1 else "",
-            status=Status(progress, _resident_nbytes(), _device_nbytes()),
+            status=Status(progress, resident_nbytes(), _device_nbytes()),
             logs=logs,
         )
 
@@ -151,15 +153,6 @@ class ProcessStatus:
 def _others_cpu_s() -> float:
     """CPU time of this process, without what the calling thread has used."""
     return time.process_time() - time.thread_time()
-
-
-def _resident_nbytes() -> int:
-    """Memory that this process has now; 0 where nothing tells."""
-    try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * mmap.PAGESIZE
-    except OSError:
-        return 0
 
 
 def _device_nbytes() -> int:

@@ -5,6 +5,10 @@ While all goes well nothing is written.
     latest          number of the last call: its caller writes, everyone looks a few times a second
     answer/<rank>   the number it answers, and what the rank says of itself
     came/<call>     how many have answered
+    wants/<call>    how many steps of its ring each rank is to leave, where the caller wants rings
+    ring/<call>/<r> they
+    looked/<step>   whether a rank has asked who was late then
+    late/<rank>     how often the rank was found late
     who/<rank>      the rank's process, to see from the same host whether it has ended
     note/<n>        what a rank left behind as it ended
     dismissed/<r>   the rank was told to end, by SIGTERM
@@ -57,9 +61,11 @@ class StatusExchange:
         """The number of the last call; 0 before the first."""
         return int(self._store.get("latest"))
 
-    def request(self) -> int:
-        """Ask all ranks for their status; returns the number of this call."""
+    def request(self, steps: int = 0) -> int:
+        """Ask all ranks for their status, and for so many steps of their rings; returns the call's number."""
         call = self._store.add("calls", 1)
+        if steps:
+            self._store.set(f"wants/{call}", str(steps))
         self._store.set("latest", str(call))
         if call > 8:
             self._store.delete_key(f"came/{call - 8}")
@@ -109,6 +115,39 @@ class StatusExchange:
 
     def _came(self, call: int) -> int:
         return int(self._store.get(f"came/{call}")) if self._store.check([f"came/{call}"]) else 0
+
+    def rings(self, steps: int, wait_s: float, meanwhile: Callable[[], None] = lambda: None) -> list[bytes]:
+        """Ask all ranks for what they did in their last ``steps``: the bytes of the rings that come within
+        ``wait_s``, by rank. meanwhile: as of ``call``."""
+        call = self.request(steps)
+        meanwhile()
+        self.collect(call, wait_s, meanwhile, self.ended(range(self.world)))
+        keys = [f"ring/{call}/{rank}" for rank in range(self.world)]
+        found = [self._store.get(key) for key in keys if self._store.check([key])]
+        for key in (f"wants/{call}", *keys):
+            self._store.delete_key(key)
+        return found
+
+    def wanted(self, call: int) -> int:
+        """Steps of its ring that a rank is to leave before it answers; 0: none."""
+        return int(self._store.get(f"wants/{call}")) if self._store.check([f"wants/{call}"]) else 0
+
+    def leave_ring(self, call: int, rank: int, data: bytes) -> None:
+        """Leave it for who has called."""
+        self._store.set(f"ring/{call}/{rank}", data)  # pyright: ignore[reportArgumentType]
+
+    def asks_first(self, step: int) -> bool:
+        """Whether nobody has asked before who was late in the steps up to about this one."""
+        return self._store.add(f"looked/{step}", 1) == 1
+
+    def count_late(self, rank: int) -> None:
+        """Remember over the run that this rank was found late."""
+        self._store.add(f"late/{rank}", 1)
+
+    def late(self) -> dict[int, int]:
+        """How often each rank was found late over the run; those that never were left out."""
+        keys = {rank: f"late/{rank}" for rank in range(self.world)}
+        return {rank: int(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
 
     # ---- who ended, and what they left
 

@@ -2,9 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
+from shardwright.observe.collection import save_together
+from shardwright.observe.recording import last_passes, ring
+from shardwright.observe.step_page import Predicted
 from shardwright.schedule.schedule import Action, Event, Phase, Schedule, ScheduleEntry
+from shardwright.transport.recorder import Label
 
 
 class TraceEntry(NamedTuple):
@@ -15,16 +20,21 @@ class TraceEntry(NamedTuple):
     at_s: float
     took_s: float
 
-    def __str__(self) -> str:
-        stop = str(ScheduleEntry(self.event, self.actions))
+    def text(self, names: tuple[str, ...] = ()) -> str:
+        """A line, with the names of groups where they are given."""
+        stop = ScheduleEntry(self.event, self.actions).text(names)
         return f"{self.at_s * 1e3:9.2f} ms  +{self.took_s * 1e3:7.2f} ms  {stop}"
 
 
 @dataclass(frozen=True)
 class Trace:
-    """The last pass of each phase. ``print`` it; ``schedule()`` is the same without the times."""
+    """The last pass of each phase. ``print`` it; ``schedule()`` is the same without the times.
+
+    names: of the groups, by number.
+    """
 
     phases: Mapping[Phase, tuple[TraceEntry, ...]] = field(default_factory=dict)
+    names: tuple[str, ...] = ()
 
     def schedule(self) -> Schedule:
         """What happened as a schedule: equal to the planned one where the step followed it."""
@@ -32,12 +42,37 @@ class Trace:
             {
                 phase: tuple(ScheduleEntry(e.event, e.actions) for e in entries)
                 for phase, entries in self.phases.items()
-            }
+            },
+            self.names,
         )
+
+    def save(self, folder: str | Path, *, steps: int = 1, predicted: Predicted | None = None) -> list[Path]:
+        """Write what all ranks did in their last ``steps`` whole steps, on one clock: ``trace.html`` (a page
+        that opens from disk and zooms), ``trace.png`` and ``trace.json`` (for ui.perfetto.dev).
+
+        Every rank calls it, between steps; it needs the job's store and no collective. The first rank writes
+        into ``folder``, and returns the files. predicted: what a plan expects, drawn above: a ``Plan``, or
+        ``estimate(...).drawing()``. ``trace.png`` is left out where matplotlib isn't installed
+        (``shardwright[plots]``). Where ranks can't reach the store any more, each leaves what it has as
+        ``rank-N.ring`` in ``folder``: ``shardwright trace FOLDER --out PAGE`` makes a page of those.
+        Raises: InputError where no step is on record, or ``steps`` is below 1.
+        """
+        return save_together(ring(), folder, steps, predicted)
 
     def __str__(self) -> str:
         lines = []
         for phase, entries in self.phases.items():
             lines.append(str(phase))
-            lines.extend(f"  {entry}" for entry in entries)
+            lines.extend(f"  {entry.text(self.names)}" for entry in entries)
         return "\n".join(lines)
+
+
+def last_trace(labels: tuple[Label, ...]) -> Trace:
+    """Of the model whose groups have these labels, as far as the recorder remembers."""
+    phases = {
+        phase: tuple(
+            TraceEntry(event, actions, start - began, end - start) for event, actions, start, end in calls
+        )
+        for phase, (began, calls) in last_passes(labels).items()
+    }
+    return Trace(phases, tuple(label.name for label in labels))

@@ -3,6 +3,7 @@
     every 0.25 s    has a rank asked for the status of all? then answer; is there a diagnosis? then raise it
     a long wait     (the rank has waited suspect_s, or a transport has met an error): ask all ranks, diagnose
     slow            one line in the log; ask again after 1, 2, 4, 5, 5 s
+    late            20 steps of which 5% were waits: ask for all rings; one line, where it was for one rank
     an error        written to the store, where all ranks find it. Each closes its own process groups, and its
                     training thread raises the diagnosis from its wait, or at its next collective
 
@@ -22,7 +23,9 @@ from torch.distributed import DistError
 
 from shardwright.observe.backoff import Backoff
 from shardwright.observe.diagnosis import ERRORS, Fault, Findings, Note, diagnose, tell
+from shardwright.observe.lateness import STEPS, Lateness, late_rank
 from shardwright.observe.process_status import ProcessStatus
+from shardwright.observe.recording import Ring, ring
 from shardwright.observe.requests import Requests
 from shardwright.observe.status import status
 from shardwright.observe.status_exchange import SharedDiagnosis, StatusExchange
@@ -31,6 +34,7 @@ from shardwright.torch_private import process_groups
 from shardwright.transport.abort import close, is_closed
 from shardwright.transport.attempt import Attempt
 from shardwright.transport.launches import process_state
+from shardwright.transport.recorder import recorder
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +67,7 @@ class Watch:
         self._status = ProcessStatus(rank)
         self._requests = Requests(policy.signal, self.last_word)
         self._backoff = Backoff(policy.suspect_s)
+        self._lateness = Lateness()
         self._known = _Known(exchange.latest())
         self._stop = threading.Event()
         self._wake = threading.Event()
@@ -122,6 +127,8 @@ class Watch:
             self._deliver(shared)
         elif self._backoff.is_due(self._status.wait):
             self._ask()
+        elif self._lateness.is_due() and self.exchange.asks_first(recorder.number // STEPS):
+            self._name_late()
 
     def _answer(self) -> None:
         self._attempt.meet()  # a rank that comes later than this one needs the token
@@ -129,6 +136,8 @@ class Watch:
         if latest > self._known.answered:
             self._known.answered = latest
             self._known.notes = self.exchange.notes()  # kept: who left a note may have held the store as well
+            if steps := self.exchange.wanted(latest):
+                self.exchange.leave_ring(latest, self.rank, ring(steps + 1).to_bytes())
             self.exchange.answer(latest, self._status.answer())
 
     def call(self) -> Findings:
@@ -159,6 +168,14 @@ class Watch:
         line = self._backoff.back_off(diagnosis)
         if line:
             logger.warning("rank %d: %s: %s", self.rank, diagnosis.fault, line)
+
+    def _name_late(self) -> None:
+        """Say which rank costs the others much, if one does."""
+        said = self.exchange.rings(STEPS + 1, self.policy.answer_s, self._answer)
+        found = late_rank([Ring.from_bytes(data) for data in said])
+        if found is not None:
+            self.exchange.count_late(found[0])
+            logger.warning("%s", found[1])
 
     def _diagnose_alone(self) -> None:
         """Nobody can be asked any more: an error only once this rank needs others, which then won't come."""

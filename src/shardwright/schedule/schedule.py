@@ -19,7 +19,7 @@ runtime takes there, in order. The text form is what ``print`` shows, and it par
 
 Events: ``F+``/``F-`` forward of a group begins/ends, ``B+``/``B-`` its backward begins/ends, ``R+`` a
 recomputation (activation checkpointing) enters it, ``G`` all its gradients of this backward are there,
-``E`` the backward has ended.
+``E`` the backward has ended. Where a schedule knows the names of its groups they stand in place of numbers.
 
 Small groups share collectives: ``unshard 1+2+3`` is one all-gather for three groups, each waited for at its
 own event. ``hold 3`` puts gradients aside, and ``reduce 3+2+1`` reduces them with those of groups 2 and 1.
@@ -91,8 +91,12 @@ class Event(NamedTuple):
     kind: EventKind
     group: int = -1
 
+    def text(self, names: tuple[str, ...] = ()) -> str:
+        """With the group's name, where names are given."""
+        return f"{self.kind:<2}" if self.group < 0 else f"{self.kind:<2} {_called(self.group, names)}"
+
     def __str__(self) -> str:
-        return f"{self.kind:<2}" if self.group < 0 else f"{self.kind:<2} {self.group}"
+        return self.text()
 
 
 class Action(NamedTuple):
@@ -112,11 +116,15 @@ class Action(NamedTuple):
         """The first of its groups."""
         return self.groups[0]
 
-    def __str__(self) -> str:
-        groups = "+".join(map(str, self.groups))
+    def text(self, names: tuple[str, ...] = ()) -> str:
+        """With the groups' names, where names are given."""
+        groups = (" + " if names else "+").join(_called(group, names) for group in self.groups)
         return " ".join(filter(None, (str(self.kind), groups))) + (
             "" if self.part is None else f"/{self.part}"
         )
+
+    def __str__(self) -> str:
+        return self.text()
 
 
 class ScheduleEntry(NamedTuple):
@@ -125,8 +133,18 @@ class ScheduleEntry(NamedTuple):
     event: Event
     actions: tuple[Action, ...]
 
+    def text(self, names: tuple[str, ...] = ()) -> str:
+        """With the groups' names, where names are given."""
+        actions = ", ".join(each.text(names) for each in self.actions)
+        return f"{self.event.text(names)} : {actions}".rstrip(" :")
+
     def __str__(self) -> str:
-        return f"{self.event} : {', '.join(map(str, self.actions))}".rstrip(" :")
+        return self.text()
+
+
+def _called(group: int, names: tuple[str, ...]) -> str:
+    """The name of a group; its number where it has none."""
+    return names[group] if group < len(names) else str(group)
 
 
 @dataclass(frozen=True)
@@ -171,20 +189,25 @@ class GroupSpec:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The stops of each phase, in order. Compare, print, ``parse`` or ``check`` it; it holds no tensors."""
+    """The stops of each phase, in order. Compare, print, ``parse`` or ``check`` it; it holds no tensors.
+
+    names: of the groups, by number: the text has them in place of numbers. Schedules compare without them.
+    """
 
     phases: dict[Phase, tuple[ScheduleEntry, ...]] = field(default_factory=dict)
+    names: tuple[str, ...] = field(default=(), compare=False)
 
     def __str__(self) -> str:
         lines = []
         for phase, stops in self.phases.items():
             lines.append(str(phase))
-            lines.extend(f"  {stop}" for stop in stops)
+            lines.extend(f"  {stop.text(self.names)}" for stop in stops)
         return "\n".join(lines)
 
     @staticmethod
-    def parse(text: str) -> "Schedule":
-        """The schedule that prints as ``text``. Raises: InputError naming the line that doesn't parse."""
+    def parse(text: str, names: tuple[str, ...] = ()) -> "Schedule":
+        """The schedule that prints as ``text``; names: of its groups, where it has them. Raises: InputError
+        naming the line that doesn't parse."""
         phases: dict[Phase, list[ScheduleEntry]] = {}
         stops: list[ScheduleEntry] | None = None
         for number, line in enumerate(text.splitlines(), 1):
@@ -194,26 +217,32 @@ class Schedule:
                 elif line.strip():
                     if stops is None:
                         raise ValueError(f"a stop before its phase; first a line with one of {[*Phase]}")
-                    stops.append(_parse_stop(line))
+                    stops.append(_parse_stop(line, names))
             except ValueError as error:
                 raise InputError(
                     f"line {number} of the schedule doesn't parse: {line!r} ({error}); a line is a phase, "
                     "or a stop as str(schedule) prints it"
                 ) from error
-        return Schedule({phase: tuple(stops) for phase, stops in phases.items()})
+        return Schedule({phase: tuple(stops) for phase, stops in phases.items()}, names)
 
 
-def _parse_stop(line: str) -> ScheduleEntry:
+def _parse_stop(line: str, names: tuple[str, ...]) -> ScheduleEntry:
+    numbers = {name: number for number, name in enumerate(names)}
+
+    def number_of(word: str) -> int:
+        return numbers[word] if word in numbers else int(word)
+
     head, _, tail = line.partition(":")
-    kind, *number = head.split()
-    event = Event(EventKind(kind), int(number[0]) if number else -1)
+    kind, *group = head.split()
+    event = Event(EventKind(kind), number_of(group[0]) if group else -1)
     actions = []
     for part in filter(None, (part.strip() for part in tail.split(","))):
         text, _, which = part.partition("/")
         verb, *targets = text.split()
-        if len(targets) != (ActionKind(verb) is not ActionKind.FINALIZE):
+        if (not targets) != (ActionKind(verb) is ActionKind.FINALIZE):
             raise ValueError(f"{part!r} is not a kind of action and its groups")
-        groups = tuple(int(group) for target in targets for group in target.split("+"))
+        joined = targets[::2] if names else [each for target in targets for each in target.split("+")]
+        groups = tuple(map(number_of, joined))
         actions.append(Action(ActionKind(verb), groups, int(which) if which else None))
     return ScheduleEntry(event, tuple(actions))
 

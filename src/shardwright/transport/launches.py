@@ -16,6 +16,7 @@ from weakref import ref
 from torch.distributed import ProcessGroup
 
 from shardwright.errors import CheckpointError
+from shardwright.transport.recorder import LAUNCH, WAIT, clock, recorder
 
 RING = 64
 """Launches of a transport that are remembered: more than any schedule has between two waits."""
@@ -134,6 +135,7 @@ class LaunchLog:
         self.launched += 1
         launch = Launch(self.launched, key, process_state.phase, process_state.step)
         self.ring.append(launch)
+        recorder.write((LAUNCH, self.name, launch, clock()))
         return launch
 
     def waiting(self, launch: Launch) -> "_Waiting":
@@ -148,7 +150,7 @@ class LaunchLog:
 class _Waiting:
     """See ``LaunchLog.waiting``. Waits don't nest within a thread."""
 
-    __slots__ = ("_thread", "_wait")
+    __slots__ = ("_start", "_thread", "_wait")
 
     def __init__(self, wait: Wait) -> None:
         self._wait = wait
@@ -156,8 +158,11 @@ class _Waiting:
 
     def __enter__(self) -> None:
         process_state.waits[self._thread] = self._wait
+        self._start = clock()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        wait = self._wait
+        recorder.write((WAIT, wait.log.name, wait.launch, self._thread, self._start, clock()))
         try:
             explained = isinstance(error, CheckpointError) or error is process_state.diagnosis
             if isinstance(error, RuntimeError) and not explained:

@@ -29,6 +29,7 @@ from shardwright.torch_private import foreach_copy_, foreach_zero_
 from shardwright.transport.base import Comm, Reduction, Segment
 from shardwright.transport.collect import collect
 from shardwright.transport.launches import Launch, LaunchLog
+from shardwright.transport.recorder import DONE, clock, recorder
 from shardwright.transport.streams import Due, Streams
 
 
@@ -184,6 +185,7 @@ class _Flight(NamedTuple):
                 work.wait()
         if self.comm.exposed_s is not None:
             self.comm.exposed_s += time.perf_counter() - start
+            recorder.write((DONE, self.comm.log.name, self.launch.number, clock(), bool(self.works)))
 
 
 class _NcclGather:

@@ -7,7 +7,7 @@
 The module's class becomes a subclass with a property for each such weight; its forward is its own.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -97,6 +97,13 @@ def own_class(cls: type) -> type:
 def encodings(module: nn.Module) -> dict[str, Encoding]:
     """How weights of this very module are encoded, by name; empty for any other module."""
     return module.__dict__.get(_ENCODINGS, {})
+
+
+def is_base(param: nn.Parameter, names: Sequence[str], modules: Sequence[nn.Module]) -> bool:
+    """Whether a parameter is quantised where nothing else is said. names, modules: all that show it."""
+    linear = param.ndim == 2 and all(isinstance(module, nn.Linear) for module in modules)
+    experts = param.ndim == 3 and not any(isinstance(m, nn.Conv1d | nn.ConvTranspose1d) for m in modules)
+    return param.is_floating_point() and (linear or experts) and not any(".lora_" in name for name in names)
 
 
 def scales_name(name: str, codec: Codec) -> str:

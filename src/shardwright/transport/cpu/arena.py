@@ -33,6 +33,7 @@ from shardwright.errors import CommError
 from shardwright.schedule.layout import align
 from shardwright.transport.cpu import futex
 from shardwright.transport.launches import Launch, LaunchLog, process_state
+from shardwright.transport.recorder import DONE, clock, recorder
 
 RESERVED_NBYTES = 64 << 30
 NUM_RECORDS = 256  # operations that may be issued and not yet read by all; a schedule keeps below ten
@@ -179,6 +180,7 @@ class Arena:
                 self.done(peer, number)
             else:
                 rows.append(list(words))
+        recorder.write((DONE, self.log.name, number, clock(), True))
         return rows
 
     def reserve(self, nbytes: int) -> tuple[int, torch.Tensor]:

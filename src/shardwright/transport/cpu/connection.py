@@ -134,6 +134,7 @@ class Connection:
         key = text_of(transfer.launch.key).decode(errors="replace")
         expected = Incoming(transfer.launch.number, nbytes, key, places, kept=kept)
         with self.endpoint.changed:
+            transfer.sources += 1
             if not self._early:
                 expected.transfer = transfer
                 transfer.receiving.add(self)
@@ -149,6 +150,8 @@ class Connection:
             else:
                 assert early.memory is not None
                 transfer.received[self.peer] = early.memory
+                if not transfer.receiving:
+                    transfer.arrived()
 
     # ---- called by the event loop's thread
 
@@ -323,6 +326,8 @@ class Connection:
                 if arrived.memory is not None:
                     arrived.transfer.received[self.peer] = arrived.memory
                 arrived.transfer.receiving.discard(self)
+                if not arrived.transfer.receiving:
+                    arrived.transfer.arrived()
                 self.endpoint.changed.notify_all()
 
     def _break(self, trouble: str) -> None:

@@ -21,6 +21,7 @@ from shardwright.transport.base import Comm, Segment, join, pieces, spread, sums
 from shardwright.transport.cpu.arena import RESERVED_NBYTES, Arena, Host, MemorySegment, this_host
 from shardwright.transport.launches import Launch
 from shardwright.transport.meeting import Meeting
+from shardwright.transport.recorder import DONE, clock, recorder
 from shardwright.transport.streams import Streams
 
 _GATHERED_NBYTES = 64 << 20  # at most so many of all ranks together lie in shared memory for a ``gather``
@@ -229,6 +230,7 @@ class _ShmGather(_Reads):
                 spread(self._read(peer), [segment.part_bytes(peer) for segment in self._segments])
                 self._done(peer)
         self._comm.spent(start)
+        recorder.write((DONE, self._comm.log.name, self._launch.number, clock(), True))
 
     complete = wait
 
@@ -270,6 +272,7 @@ class _ShmReduction(_Reads):
             self._done(peer)
         self._segments = ()
         comm.spent(start)
+        recorder.write((DONE, comm.log.name, self._launch.number, clock(), True))
         return sums
 
     def _received(self, peer: int) -> list[torch.Tensor]:

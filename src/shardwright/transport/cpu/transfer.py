@@ -11,6 +11,7 @@ import torch
 from shardwright.errors import CommError
 from shardwright.transport.cpu.worker import Worker
 from shardwright.transport.launches import Launch, LaunchLog, process_state
+from shardwright.transport.recorder import DONE, clock, recorder
 
 _LOOK_S = 0.1  # how often who waits looks whether the watch has found something
 
@@ -92,6 +93,7 @@ class Transfer:
 
     keep: what is sent from and received into, and must live so long: also where the wait for it was given
         up, since a peer may come later. received: what arrived, by peer, on connections that take memory.
+    sources: from how many peers something is to arrive.
     """
 
     endpoint: Endpoint
@@ -100,6 +102,12 @@ class Transfer:
     receiving: set[Link] = field(default_factory=set)
     sending: set[Link] = field(default_factory=set)
     received: dict[int, torch.Tensor] = field(default_factory=dict)
+    sources: int = 0
+
+    def arrived(self) -> None:
+        """Everything has arrived, of what is expected by now."""
+        log = self.endpoint.log
+        recorder.write((DONE, log.name, self.launch.number, clock(), self.sources == len(log.ranks) - 1))
 
     def wait_received(self) -> None:
         """Return when everything has arrived. Raises: CommError naming a rank that ended, is in another

@@ -1,0 +1,71 @@
+"""What a model's groups hold in unsharded buffers, and what is checked and noted of memory as a step runs."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+from shardwright.engine.group import ParamGroup
+from shardwright.errors import OutOfMemory
+from shardwright.observe.host_memory import Budget, stated_budget
+from shardwright.observe.lifecycle import amendments
+from shardwright.observe.memory import in_words
+from shardwright.schedule.schedule import Event
+
+Watcher = Callable[[Event, ParamGroup | None, bool], None]
+
+
+@dataclass
+class Memory:
+    """Bytes of unsharded buffers, now and at most since the start; ``counted``: now, by group.
+
+    other_nbytes: what the process was seen to hold besides, as a forward began; None: not seen, or not known.
+    in_step: a forward has begun, and its backward not ended. budget: of host memory, if there is one.
+    watchers: called with each event and its group, before its actions (False) and after them (True).
+    """
+
+    now_nbytes: int = 0
+    peak_nbytes: int = 0
+    counted: dict[ParamGroup, int] = field(default_factory=dict)
+    other_nbytes: int | None = None
+    in_step: bool = False
+    budget: Budget | None = field(default_factory=stated_budget)
+    watchers: list[Watcher] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.budget is not None:
+            self.watchers.append(self._check_event)
+
+    def touch(self, nbytes: int) -> None:
+        """Count ``nbytes`` more that were held for a moment."""
+        self.peak_nbytes = max(self.peak_nbytes, self.now_nbytes + nbytes)
+
+    def count(self, groups: Iterable[ParamGroup], freed_nbytes: int = 0) -> None:
+        """Count what ``groups`` hold now, instead of what they held when they were counted before.
+
+        freed_nbytes: what they gave back only once they held the rest.
+        """
+        before_nbytes = self.now_nbytes
+        for group in groups:
+            held_nbytes = group.held_nbytes
+            self.now_nbytes += held_nbytes - self.counted.get(group, 0)
+            self.counted[group] = held_nbytes
+        self.peak_nbytes = max(self.peak_nbytes, before_nbytes, self.now_nbytes + freed_nbytes)
+
+    def check_unshard(self, groups: Sequence[ParamGroup]) -> None:
+        """Raises: OutOfMemory where the budget has no room for the buffers of ``groups``."""
+        more_nbytes = sum(group.unsharded_nbytes - group.held_nbytes for group in groups)
+        self._check(more_nbytes, f"unsharding {', '.join(group.name for group in groups)}")
+
+    def _check_event(self, event: Event, group: ParamGroup | None, has_acted: bool) -> None:
+        if not has_acted:
+            self._check(0, in_words(event.kind, "" if group is None else group.name))
+
+    def _check(self, more_nbytes: int, doing: str) -> None:
+        assert self.budget is not None
+        try:
+            self.budget.check(more_nbytes, dist.get_rank() if dist.is_initialized() else 0, doing)
+        except OutOfMemory as error:
+            for amend in amendments:  # in a backward nobody else sees it on its way
+                amend(error)
+            raise

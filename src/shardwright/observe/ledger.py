@@ -1,0 +1,362 @@
+"""The ledger of waits: every millisecond of a rank's step booked to a cause. Pure: from records to a table.
+
+What a rank does by itself is measured: compute, data, optimizer, checkpoint, garbage collection, user code,
+and the runtime's own copies and launches ("own schedule"). A wait is taken apart:
+
+    |-- until the last rank has launched it --|-- until its bytes are there --|
+      late rank: what it did more than I did    link; own schedule, where it was launched only when needed
+
+What a late rank did more: both ranks' time is compared from the last collective that both launched at the
+same time up to this one. Where the late rank itself waited there, the causes of that wait are the causes of
+this one, so the rank at the end of a chain of waits is named. What nobody has recorded is "rest".
+"""
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from shardwright.observe.recording import Record, Ring
+
+COMPUTE, OPTIMIZER, SCHEDULE, LINK, REST = "compute", "optimizer", "own schedule", "link", "rest"
+DATA, CHECKPOINT, GARBAGE, USER = "data", "checkpoint", "garbage collection", "user code"
+CAUSES = (COMPUTE, DATA, USER, GARBAGE, CHECKPOINT, LINK, SCHEDULE, OPTIMIZER, REST)
+"""In the order of a table."""
+WORK = (COMPUTE, OPTIMIZER, SCHEDULE)
+"""What a step is for: no loss, unless others wait for it."""
+NOBODY = -1
+"""Whose doing a link is."""
+_SPANS = {"optimizer": OPTIMIZER, "data": DATA, "save": CHECKPOINT}
+_IN_STEP = 0.1  # of the lateness: ranks that launched nearer to each other than that were in step
+_FAR_BACK = 400  # collectives
+_NOTED_S = 50e-6  # lateness below it is the clocks'
+_ON_DEMAND = 0.1  # of a transfer: launched so shortly before it was needed, it hides behind nothing
+_SLOWER = 1.5  # than the link usually is
+
+
+class Line(NamedTuple):
+    """``seconds`` of a step of ``rank`` went to ``cause``. whose: doing that is: its own, or a late rank's.
+
+    detail: where: a module, a line of the user's, a transport.
+    """
+
+    rank: int
+    step: int
+    cause: str
+    whose: int
+    seconds: float
+    detail: str = ""
+
+
+class Loss(NamedTuple):
+    """What a cause at a rank has cost all ranks together, in seconds."""
+
+    cause: str
+    whose: int
+    seconds: float
+    detail: str = ""
+
+
+class _Stretch(NamedTuple):
+    start: float
+    end: float
+    cause: str
+    detail: str
+    wait: Record | None = None
+
+
+class Ledger(NamedTuple):
+    """lines: of all ranks and steps. seconds: how long each (rank, step) took. hosts: by rank."""
+
+    lines: list[Line]
+    seconds: Mapping[tuple[int, int], float]
+    hosts: Mapping[int, str]
+
+    def of(self, rank: int, step: int) -> list[Line]:
+        """The lines of one step of one rank, the largest first. Their sum is the step."""
+        found = [line for line in self.lines if (line.rank, line.step) == (rank, step)]
+        return sorted(found, key=lambda line: -line.seconds)
+
+    def losses(self, steps: Iterable[int] | None = None) -> list[Loss]:
+        """What the steps lost, and to whom, the largest first: all but a rank's own work."""
+        wanted = None if steps is None else set(steps)
+        cost: dict[tuple[str, int], dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        waited: dict[int, float] = defaultdict(float)
+        for line in self.lines:
+            own_work = line.whose == line.rank and line.cause in WORK
+            if line.cause != REST and not own_work and (wanted is None or line.step in wanted):
+                cost[line.cause, line.whose][line.detail] += line.seconds
+                waited[line.rank] += line.seconds if line.cause == LINK else 0.0
+        found = [
+            Loss(cause, whose, sum(parts.values()), _where(parts)) for (cause, whose), parts in cost.items()
+        ]
+        found = [each._replace(detail=self._which(waited)) if each.cause == LINK else each for each in found]
+        return sorted(found, key=lambda loss: -loss.seconds)
+
+    def _which(self, waited: Mapping[int, float]) -> str:
+        """Of more than two ranks whose link it is, told from who waited for it: all but its sender, or its
+        receiver alone."""
+        slow = [rank for rank in self.hosts if waited.get(rank, 0.0) > max(waited.values()) / 2]
+        fast = [rank for rank in self.hosts if rank not in slow]
+        if len(self.hosts) > 2 and len(slow) == 1:
+            return f"what rank {slow[0]} receives"
+        return f"what rank {fast[0]} sends" if len(self.hosts) > 2 and len(fast) == 1 else ""
+
+    def late(self) -> dict[int, float]:
+        """Seconds that each rank made the others wait, per other rank: what steps would be shorter by."""
+        world = len({line.rank for line in self.lines})
+        waited: dict[int, float] = defaultdict(float)
+        for line in self.lines:
+            if line.whose not in (line.rank, NOBODY) and line.cause != REST:
+                waited[line.whose] += line.seconds / max(world - 1, 1)
+        return dict(waited)
+
+
+def booked(rings: Sequence[Ring], steps: Iterable[int] | None = None) -> Ledger:
+    """The ledger of the steps that all ``rings`` (on one clock) have whole, or of those of ``steps``.
+
+    Of itself without the first step, which began as the process did.
+    """
+    books = _Books(rings)
+    common = set.intersection(*({step.number for step in ring.steps[:-1]} for ring in rings))
+    wanted = common - {1} if steps is None else common & set(steps)
+    lines, seconds = [], {}
+    for ring in rings:
+        for step in ring.steps:
+            if step.number in wanted:
+                seconds[ring.rank, step.number] = step.end - step.start
+                lines += books.step(ring.rank, step.number, step.start, step.end)
+    return Ledger(lines, seconds, {ring.rank: ring.host for ring in rings})
+
+
+class _Books:
+    """Slices of each rank's time, and what each wait was for."""
+
+    def __init__(self, rings: Sequence[Ring]) -> None:
+        self._issues: dict[tuple[str, int], dict[int, float]] = defaultdict(dict)
+        self._order: dict[int, list[tuple[float, tuple[str, int]]]] = {}
+        self._members = {name: ranks for ring in rings for name, ranks in ring.transports.items()}
+        self._slices = {ring.rank: _slices(ring) for ring in rings}
+        self._starts = {rank: [each.start for each in own] for rank, own in self._slices.items()}
+        for ring in rings:
+            own = [each for each in ring.records if each.kind == "collective"]
+            for each in own:
+                self._issues[each.transport, each.number][ring.rank] = each.issue
+            self._order[ring.rank] = [(each.issue, (each.transport, each.number)) for each in own]
+            self._order[ring.rank].sort()
+        self._usual = _usual_rates(rings, self._issues)
+        self._waits: dict[tuple[int, float], list[Line]] = {}
+        waits = [(each.end, rank, each) for rank, own in self._slices.items() for each in own if each.wait]
+        for _, rank, each in sorted(waits, key=lambda found: found[:2]):
+            self._waits[rank, each.start] = self._wait(rank, each)
+
+    def step(self, rank: int, number: int, start: float, end: float) -> list[Line]:
+        """All of one step; what no slice covers is the rest."""
+        profile = self._profile(rank, start, end)
+        lines = [Line(rank, number, *key, seconds, detail) for key, (seconds, detail) in profile.items()]
+        rest = end - start - sum(line.seconds for line in lines)
+        return [*lines, Line(rank, number, REST, rank, max(rest, 0.0))]
+
+    def _profile(self, rank: int, start: float, end: float) -> dict[tuple[str, int], tuple[float, str]]:
+        """Seconds by (cause, whose) between two times, with the detail that most of them have."""
+        own, starts = self._slices[rank], self._starts[rank]
+        spent: dict[tuple[str, int], dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        for each in own[max(bisect_right(starts, start) - 1, 0) : bisect_left(starts, end)]:
+            seconds = min(each.end, end) - max(each.start, start)
+            if seconds <= 0:
+                continue
+            if each.wait is None:
+                spent[each.cause, rank][each.detail] += seconds
+                continue
+            lines = self._waits.get((rank, each.start), ())
+            total = sum(line.seconds for line in lines) or 1.0
+            for line in lines:
+                spent[line.cause, line.whose][line.detail] += seconds * line.seconds / total
+        return {key: (sum(parts.values()), _where(parts)) for key, parts in spent.items()}
+
+    def _wait(self, rank: int, each: _Stretch) -> list[Line]:
+        wait = each.wait
+        assert wait is not None
+        key = wait.transport, wait.number
+        issues = self._issues.get(key, {})
+        came, last = max(((at, other) for other, at in issues.items()), default=(each.start, rank))
+        total_s, took_s = each.end - each.start, each.end - min(max(came, wait.issue), each.end)
+        # Had all come when this rank did, its bytes would have been there so much after the wait began.
+        left_s = min(max(wait.issue + took_s - each.start, 0.0), total_s)
+        late_s = total_s - left_s
+        if last == rank or late_s < _NOTED_S:
+            return self._transfer(rank, each.start - wait.issue, wait, took_s, total_s)
+        shares = self._more(rank, last, key, late_s)
+        lines = [Line(rank, 0, *who, late_s * share, detail) for who, (share, detail) in shares.items()]
+        return lines + self._transfer(rank, each.start - wait.issue, wait, took_s, left_s)
+
+    def _transfer(self, rank: int, ahead_s: float, wait: Record, took_s: float, left_s: float) -> list[Line]:
+        """The part of a wait that isn't for a rank: the link's, or of a schedule that hides nothing.
+
+        ahead_s: how long before the wait it was launched. took_s: from when all ranks had launched it.
+        """
+        if left_s <= 0:
+            return []
+        took_s = max(took_s, left_s)
+        usual_s = _SLOWER * self._usual.get((wait.transport, wait.action, wait.nbytes), took_s)
+        slower_s = min(max(took_s - usual_s, 0.0), left_s)
+        lines = [Line(rank, 0, LINK, NOBODY, left_s - slower_s, wait.transport)]
+        if ahead_s < _ON_DEMAND * took_s:
+            lines = [Line(rank, 0, SCHEDULE, rank, left_s - slower_s, f"{wait.action} on demand")]
+        return [*lines, Line(rank, 0, LINK, NOBODY, slower_s, wait.transport)] if slower_s else lines
+
+    def _more(
+        self, rank: int, late: int, key: tuple[str, int], late_s: float
+    ) -> dict[tuple[str, int], tuple[float, str]]:
+        """What a late rank did more than this one before a collective: shares of it, by (cause, whose)."""
+        own_from, late_from = self._in_step(rank, late, key, late_s)
+        theirs = self._profile(late, late_from, self._issues[key][late])
+        ours = self._profile(rank, own_from, self._issues[key][rank])
+        more = {}
+        for (cause, whose), (seconds, detail) in theirs.items():
+            same = (cause, rank if whose == late else whose)
+            extra = seconds - ours.get(same, (0.0, ""))[0]
+            if extra > 0.05 * late_s:
+                more[cause, whose] = (extra, detail)
+        if not more:  # it did nothing longer: what it did when this rank waited
+            waited_from = self._issues[key][late] - late_s
+            more = self._profile(late, waited_from, self._issues[key][late]) or {(REST, late): (1.0, "")}
+        total = sum(extra for extra, _ in more.values())
+        return {who: (extra / total, detail) for who, (extra, detail) in more.items()}
+
+    def _in_step(self, rank: int, late: int, key: tuple[str, int], late_s: float) -> tuple[float, float]:
+        """When both launched the last collective before this one at which the late rank wasn't late yet."""
+        order = self._order[rank]
+        place = bisect_left(order, (self._issues[key][rank], key))
+        best: tuple[float, float, float] | None = None
+        for issue, before in reversed(order[max(place - _FAR_BACK, 0) : place]):
+            theirs = self._issues[before].get(late)
+            if theirs is None or theirs >= self._issues[key][late]:
+                continue
+            lag = theirs - issue
+            if best is None or lag < best[0]:
+                best = (lag, issue, theirs)
+            if lag <= _IN_STEP * late_s:
+                break
+        if best is None:
+            return self._starts[rank][0], self._starts[late][0]
+        return best[1], best[2]
+
+
+def _where(parts: Mapping[str, float]) -> str:
+    """The detail that most seconds have, of those that say anything."""
+    return max(parts, key=lambda each: (bool(each), parts[each]))
+
+
+def _slices(ring: Ring) -> list[_Stretch]:
+    """A rank's time in slices that don't overlap: garbage collections before waits before what is around."""
+    tiles, inner = [], []
+    for each in ring.records:
+        if each.kind == "gc":
+            inner.append(_Stretch(each.start, each.end, GARBAGE, ""))
+        elif each.kind == "wait":
+            inner.append(_Stretch(each.start, each.end, "", "", each))
+        elif each.kind in ("compute", "outside", "span", "runtime"):
+            tiles.append(_Stretch(each.start, each.end, *_cause(each)))
+    found, at = [], 0
+    tiles.sort()
+    inner.sort(key=lambda each: each[:2])
+    clear: list[_Stretch] = []
+    for each in inner:  # a collection inside of a wait, or the other way round: the first that began
+        if clear and each.start < clear[-1].end:
+            each = each._replace(start=clear[-1].end)
+        if each.end > each.start:
+            clear.append(each)
+    for tile in tiles:
+        start = max(tile.start, found[-1].end if found else tile.start)
+        while at < len(clear) and clear[at].end <= start:
+            at += 1
+        place = at
+        while place < len(clear) and clear[place].start < tile.end:
+            cut = clear[place]
+            if cut.start > start:
+                found.append(tile._replace(start=start, end=cut.start))
+            found.append(cut._replace(start=max(cut.start, start)) if cut.start < start else cut)
+            start = max(start, cut.end)
+            place += 1
+        if tile.end > start:
+            found.append(tile._replace(start=start))
+    return found
+
+
+def _cause(each: Record) -> tuple[str, str]:
+    of = f" of {', '.join(each.groups)}" if each.groups else ""
+    if each.kind == "compute" or (each.kind == "outside" and each.action == "loss"):
+        return COMPUTE, f"{each.phase or 'loss'}{of}"
+    if each.kind == "outside":
+        return USER, each.note
+    if each.kind == "runtime":
+        return SCHEDULE, f"{each.action}{of}"
+    return _SPANS.get(each.action, each.action), each.note
+
+
+def _usual_rates(
+    rings: Sequence[Ring], issues: Mapping[tuple[str, int], Mapping[int, float]]
+) -> dict[tuple[str, str, int], float]:
+    """Seconds of transfers by transport, verb and bytes, all ranks having come: of the fastest tenth."""
+    seen: dict[tuple[str, str, int], list[float]] = defaultdict(list)
+    for ring in rings:
+        for each in ring.records:
+            if each.kind == "collective" and each.met:
+                came = max(issues[each.transport, each.number].values())
+                seen[each.transport, each.action, each.nbytes].append(max(each.end - came, 0.0))
+    return {key: sorted(times)[len(times) // 10] for key, times in seen.items()}
+
+
+def table(ledger: Ledger, step: int, ranks: Sequence[int] | None = None) -> str:
+    """One step for people: a row for each cause, a column of milliseconds for each of ``ranks`` (default: the
+    first eight); then whom the step lost most to."""
+    shown = list(ledger.hosts if ranks is None else ranks)[:8]
+    rows: dict[str, dict[int, float]] = {}
+    for rank in shown:
+        for line in ledger.of(rank, step):
+            rows.setdefault(_name(line, rank), {})[rank] = line.seconds + rows.get(_name(line, rank), {}).get(
+                rank, 0.0
+            )
+    order = sorted(rows, key=lambda name: (name == REST, -sum(rows[name].values())))
+    lines = [["ms of step " + str(step), *(f"rank {rank}" for rank in shown)]]
+    lines += [[name, *(_ms(rows[name].get(rank, 0.0)) for rank in shown)] for name in order]
+    lines.append(["the step", *(_ms(ledger.seconds[rank, step]) for rank in shown)])
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    said = [
+        "  ".join(
+            [line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))]
+        )
+        for line in lines
+    ]
+    return "\n".join(said)
+
+
+def _name(line: Line, rank: int) -> str:
+    late = line.whose not in (rank, NOBODY)
+    return f"late: rank {line.whose}, {line.cause}" if late else line.cause
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f}" if seconds >= 5e-5 else "-"
+
+
+def summary(ledger: Ledger) -> str:
+    """What the steps of a ledger lost, and to whom: the five largest, and which rank the others wait for."""
+    steps, world = len({step for _, step in ledger.seconds}), len(ledger.hosts)
+    total = sum(ledger.seconds.values())
+    if not total:
+        return ""
+    lines = [f"of the last {steps} step(s), {1e3 * total / len(ledger.seconds):.1f} ms each, the ranks lost:"]
+    for loss in ledger.losses()[:5]:
+        whose = "" if loss.whose == NOBODY else f"  rank {loss.whose} ({ledger.hosts[loss.whose]})"
+        detail = f"  {loss.detail}" if loss.detail else ""
+        lines.append(f"  {100 * loss.seconds / total:5.1f}%  {loss.cause}{whose}{detail}")
+    late = ledger.late()
+    if late and world > 1:
+        rank = max(late, key=late.__getitem__)
+        share = late[rank] * world / total
+        lines.append(
+            f"most waited for: rank {rank} ({ledger.hosts[rank]}), {100 * share:.1f}% of the others' time"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,399 @@
+"""What the recorder of this process holds, as records that people, pages and other ranks read.
+
+kind        action                              what it is
+compute     ""                                  the training thread in the model's own forward or backward:
+                                                from the end of one call of the runtime to the next
+outside     "loss", "user"                      the training thread between phases, in none of the spans
+span        "optimizer", "data", "save", ...    what somebody has said that it does
+gc          ""                                  Python collects garbage, inside of any of the others
+runtime     an event ("F+"), "begin", "end"     a call of the runtime; what is done there lies inside:
+action      an action ("unshard"), "words"      one action, on the host; "words": ranks agree
+wait        a verb ("all-gather")               the training thread is blocked until others come
+background  a verb                              the same of another thread
+collective  a verb                              from its launch until all that it brings is there; it may lie
+                                                beside compute
+
+The first five tile the time of the training thread, apart from gc. Verbs: "all-gather", "reduce-scatter",
+"all-reduce" and "words". Groups are named by their modules.
+"""
+
+import gzip
+import json
+import socket
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from shardwright.errors import InputError
+from shardwright.schedule.schedule import Action, ActionKind, Event, EventKind, Phase
+from shardwright.transport.launches import Launch, process_state
+from shardwright.transport.recorder import (
+    ACTION,
+    CALL,
+    DONE,
+    LAUNCH,
+    LINE,
+    PHASE,
+    SPAN,
+    STEPS,
+    WAIT,
+    Label,
+    clock,
+    recorder,
+)
+
+VERBS = ("all-gather", "reduce-scatter", "all-reduce")
+_HALVES = ("reduce", "spread")  # of an all-reduce
+_OF_GRADS = {ActionKind.REDUCE, ActionKind.ACCUMULATE, ActionKind.WAIT_REDUCE, ActionKind.ALL_REDUCE}
+_SEEN = ("compute", "outside", "span")
+_FORMAT = 1
+
+
+class Record(NamedTuple):
+    """kind, action: see above. groups: names. step: number of the step in which it began.
+
+    phase: "forward", "backward", "evaluation"; "" between phases. nbytes: of the groups' unsharded
+    parameters, of their gradients where these are reduced, else 0. issue: when it was launched; of all but
+    waits, start. start, end: seconds of this rank's clock. transport, number: of a collective, alike on all
+    its ranks. note: its key, or what a span says besides; of what the training thread does the line of the
+    user's program where it was seen, if it was (a few times a second). met: whether all ranks of the
+    transport had launched it by ``end``.
+    """
+
+    kind: str
+    action: str
+    groups: tuple[str, ...]
+    step: int
+    phase: str
+    nbytes: int
+    issue: float
+    start: float
+    end: float
+    transport: str = ""
+    number: int = 0
+    note: str = ""
+    met: bool = False
+
+
+class RecordedStep(NamedTuple):
+    """A step of the ring: its number, and from when to when it went, in seconds."""
+
+    number: int
+    start: float
+    end: float
+
+
+class Ring(NamedTuple):
+    """What one rank did in its last steps.
+
+    transports: by name, the ranks of the job that each has. steps: the last of them is the running one.
+    records: by start. memory: seconds, and bytes of unsharded buffers from then on.
+    """
+
+    rank: int
+    world: int
+    host: str
+    transports: dict[str, tuple[int, ...]]
+    steps: list[RecordedStep]
+    records: list[Record]
+    memory: list[tuple[float, int]]
+
+    def to_bytes(self) -> bytes:
+        """Compressed JSON."""
+        text = json.dumps([_FORMAT, *self], separators=(",", ":"))
+        return gzip.compress(text.encode(), 5)
+
+    def shifted(self, by: float) -> "Ring":
+        """The same, by a clock that shows ``by`` seconds less."""
+        return self._replace(
+            steps=[each._replace(start=each.start - by, end=each.end - by) for each in self.steps],
+            records=[
+                each._replace(issue=each.issue - by, start=each.start - by, end=each.end - by)
+                for each in self.records
+            ],
+            memory=[(at - by, nbytes) for at, nbytes in self.memory],
+        )
+
+    @staticmethod
+    def from_bytes(data: bytes) -> "Ring":
+        """The ring that ``to_bytes`` wrote. Raises: InputError for anything else."""
+        try:
+            version, rank, world, host, transports, steps, records, memory = json.loads(gzip.decompress(data))
+            if version != _FORMAT:
+                raise ValueError(f"format {version}")
+            return Ring(
+                rank,
+                world,
+                host,
+                {name: tuple(ranks) for name, ranks in transports.items()},
+                [RecordedStep(*step) for step in steps],
+                [Record(*each)._replace(groups=tuple(each[2])) for each in records],
+                [(at, nbytes) for at, nbytes in memory],
+            )
+        except (OSError, ValueError, TypeError, EOFError) as error:
+            raise InputError(
+                f"these bytes are no ring of a rank that this version wrote ({error}); give a file "
+                "rank-N.ring of a run, or of model.trace().save"
+            ) from error
+
+
+def ring(last: int = STEPS) -> Ring:
+    """The last steps of this process, the running one among them. Any thread may ask."""
+    kept, ended_s = recorder.steps(), recorder.ended_s
+    starts = [(number, at) for number, at, _ in kept]
+    if ended_s is not None:
+        starts.append((starts[-1][0] + 1, ended_s))
+    ends = [at for _, at in starts[1:]] + [clock()]
+    steps = [RecordedStep(*start, end) for start, end in zip(starts, ends, strict=True)][-last:]
+    reader = _Reader(steps)
+    for _, _, written in kept[-last - 1 :]:
+        for each in written:
+            reader.read[each[0]](*each[1:])
+    joined = dist.is_initialized()
+    return Ring(
+        dist.get_rank() if joined else 0,
+        dist.get_world_size() if joined else 1,
+        socket.gethostname(),
+        {log.name: log.ranks for log in process_state.logs},
+        steps,
+        reader.records(),
+        [each for each in reader.memory if each[0] >= steps[0].start],
+    )
+
+
+def load(folder: str | Path) -> list[Ring]:
+    """The rings of all ranks that are in ``folder``, by rank. Raises: InputError where there is none."""
+    files = sorted(Path(folder).glob("rank-*.ring"))
+    if not files:
+        raise InputError(f"{folder} holds no rings (rank-N.ring): a run leaves them there when it ends")
+    return sorted((Ring.from_bytes(file.read_bytes()) for file in files), key=lambda each: each.rank)
+
+
+def write(folder: str | Path, own: Ring) -> Path:
+    """Leave a ring in ``folder``, which is made; returns its file, written whole or not at all."""
+    file = Path(folder) / f"rank-{own.rank}.ring"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(".part")
+    part.write_bytes(own.to_bytes())
+    part.replace(file)
+    return file
+
+
+def last_passes(
+    labels: tuple[Label, ...],
+) -> Mapping[Phase, tuple[float, list[tuple[Event, tuple[Action, ...], float, float]]]]:
+    """Of the last whole pass of each phase of the model whose groups have these labels: when it began, and
+    its events with what was done there, from when to when. Other models, and passes inside of it, are left
+    out."""
+    found: dict[Phase, tuple[float, list[Any]]] = {}
+    began, depth, calls = 0.0, 0, []
+    for kind, *rest in (each for _, _, written in recorder.steps() for each in written):
+        if kind not in (CALL, PHASE) or rest[0] is not labels or not labels:
+            continue
+        if kind == CALL:
+            if depth == 1:
+                calls.append(tuple(rest[1:5]))
+            continue
+        _, phase, begins, inner, start, _ = rest
+        if begins and not inner:
+            began, depth, calls = start, 1, []
+        elif depth:
+            depth += 1 if begins else -1
+            if not depth and not inner:
+                found.pop(phase, None)
+                found[phase] = (began, calls)
+    return found
+
+
+@dataclass
+class _Collective:
+    launch: Launch
+    at: float
+    phase: str
+    end: float = 0.0
+    met: bool = False
+    groups: tuple[str, ...] = ()
+    nbytes: int = 0
+
+
+@dataclass
+class _Reader:
+    """Reads tuples in the order in which they were written."""
+
+    steps: Sequence[RecordedStep]
+    memory: list[tuple[float, int]] = field(default_factory=list)
+    _found: list[Record] = field(default_factory=list)
+    _calls: list[tuple[float, float, tuple[Any, ...]]] = field(default_factory=list)
+    _spans: list[tuple[float, float]] = field(default_factory=list)
+    _collectives: dict[tuple[str, int], _Collective] = field(default_factory=dict)
+    _fresh: list[_Collective] = field(default_factory=list)
+    _lines: list[tuple[float, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.read = {
+            CALL: self._call,
+            PHASE: self._phase,
+            ACTION: self._action,
+            LAUNCH: self._launch,
+            WAIT: self._wait,
+            DONE: self._done,
+            SPAN: self._span,
+            LINE: self._line,
+        }
+
+    def _call(self, labels: Any, event: Event, _: Any, start: float, end: float, held_nbytes: int) -> None:
+        names = _names(labels, (event.group,))
+        self._calls.append((start, end, (str(event.kind), names)))
+        self.memory.append((end, held_nbytes))
+        self._fresh.clear()
+
+    def _phase(self, _: Any, phase: str, begins: bool, inner: bool, start: float, end: float) -> None:
+        self._calls.append((start, end, (str(phase), begins, inner)))
+        self._fresh.clear()
+
+    def _action(self, labels: Any, action: Action | None, start: float, end: float) -> None:
+        if action is None:
+            self._add("action", "words", (), start, end)
+            return
+        names = _names(labels, action.groups)
+        field_name = "grad_nbytes" if action.kind in _OF_GRADS else "nbytes"
+        nbytes = sum(getattr(labels[index], field_name) for index in action.groups if index < len(labels))
+        self._add("action", str(action.kind), names, start, end, nbytes=nbytes)
+        inside = [each for each in self._fresh if start <= each.at <= end and _verb(each.launch.key) in VERBS]
+        for each in inside:
+            named = [place for place, name in enumerate(names) if name and name in each.launch.key.split()]
+            one = len(inside) > 1 and bool(named)  # groups of several transports: the first one is in the key
+            each.groups = (names[named[0]],) if one else names
+            each.nbytes = getattr(labels[action.groups[named[0]]], field_name) if one else nbytes
+        self._fresh.clear()
+
+    def _launch(self, transport: str, launch: Launch, at: float) -> None:
+        made = self._collectives[transport, launch.number] = _Collective(launch, at, str(launch.phase), at)
+        self._fresh.append(made)
+
+    def _wait(self, transport: str, launch: Launch, thread: int, start: float, end: float) -> None:
+        kind = "wait" if thread == process_state.thread else "background"
+        known = self._collectives.get((transport, launch.number))
+        issue = start if known is None else known.at
+        groups, nbytes = ((), 0) if known is None else (known.groups, known.nbytes)
+        step, phase = self._step(start), str(process_state.phase) if known is None else known.phase
+        self._found.append(
+            Record(
+                kind, _verb(launch.key), groups, step, phase, nbytes, issue, start, end, transport,
+                launch.number, launch.key,
+            )
+        )  # fmt: skip
+        if known is not None and not known.met:
+            known.end = max(known.end, end)
+
+    def _done(self, transport: str, number: int, at: float, met: bool) -> None:
+        known = self._collectives.get((transport, number))
+        if known is not None:
+            known.end, known.met = at, met or known.met
+
+    def _span(self, what: str, note: str, start: float, end: float) -> None:
+        if what != "gc":
+            self._spans.append((start, end))
+        self._add(*(("gc", "") if what == "gc" else ("span", what)), (), start, end, note=note)
+
+    def _line(self, line: str, at: float) -> None:
+        self._lines.append((at, line))
+
+    def _say_lines(self) -> None:
+        """What was seen of the training thread, into the records of what it did then."""
+        own = [(each.start, place) for place, each in enumerate(self._found) if each.kind in _SEEN]
+        own.sort()
+        for at, line in self._lines:
+            before = bisect_right(own, (at, len(self._found))) - 1
+            if before >= 0 and (each := self._found[own[before][1]]).end >= at and not each.note:
+                self._found[own[before][1]] = each._replace(note=line)
+
+    def records(self) -> list[Record]:
+        """All of them from the begin of the first step on, by start."""
+        for (transport, number), each in self._collectives.items():
+            self._found.append(
+                Record(
+                    "collective", _verb(each.launch.key), each.groups, self._step(each.at), each.phase,
+                    each.nbytes, each.at, each.at, each.end, transport, number, each.launch.key, each.met,
+                )
+            )  # fmt: skip
+        self._stretches()
+        self._say_lines()
+        first = self.steps[0].start
+        return sorted((each for each in self._found if each.end >= first), key=lambda each: each.start)
+
+    def _stretches(self) -> None:
+        """What lies between calls of the runtime, and the calls themselves."""
+        phases: list[str] = []
+        groups: list[tuple[str, ...]] = []
+        before, ended = self.steps[0].start, ""
+        for start, end, call in sorted(self._calls, key=lambda each: each[:2]):
+            begins_backward = call[:2] == (str(Phase.BACKWARD), True)
+            if start > before:
+                if phases:
+                    self._add("compute", "", groups[-1] if groups else (), before, start, phase=phases[-1])
+                else:
+                    loss = begins_backward and ended == Phase.FORWARD
+                    self._outside("loss" if loss else "user", before, start)
+            before = max(before, end)
+            if len(call) == 2:
+                event, names = call
+                self._add("runtime", event, names, start, end, phase=phases[-1] if phases else "")
+                _follow(groups, event, names)
+                continue
+            phase, begins, inner = call
+            self._add("runtime", "begin" if begins else "end", (), start, end, phase=phase)
+            if begins:
+                if not inner:
+                    phases.clear()
+                    groups.clear()
+                phases.append(phase)
+            elif phases:
+                ended = phases.pop()
+                if not phases:
+                    groups.clear()
+        end = self.steps[-1].end
+        if not phases and end > before:
+            self._outside("user", before, end)
+
+    def _outside(self, what: str, start: float, end: float) -> None:
+        """Less what somebody has said of it."""
+        for first, last in sorted(each for each in self._spans if each[0] < end and each[1] > start):
+            if first > start:
+                self._add("outside", what, (), start, first)
+            start = max(start, last)
+        if end > start:
+            self._add("outside", what, (), start, end)
+
+    def _add(
+        self, kind: str, action: str, groups: tuple[str, ...], start: float, end: float, **more: Any
+    ) -> None:
+        fields: dict[str, Any] = {"phase": "", "nbytes": 0} | more
+        step = self._step(start)
+        self._found.append(Record(kind, action, groups, step, issue=start, start=start, end=end, **fields))
+
+    def _step(self, at: float) -> int:
+        return next((each.number for each in reversed(self.steps) if each.start <= at), self.steps[0].number)
+
+
+def _follow(groups: list[tuple[str, ...]], event: str, names: tuple[str, ...]) -> None:
+    """Whose forward or backward runs, the innermost last."""
+    if event in (EventKind.FORWARD_BEGIN, EventKind.BACKWARD_BEGIN, EventKind.RECOMPUTE):
+        if names not in groups:
+            groups.append(names)
+    elif event in (EventKind.FORWARD_END, EventKind.BACKWARD_END) and names in groups:
+        groups.remove(names)
+
+
+def _names(labels: Sequence[Label], groups: Sequence[int]) -> tuple[str, ...]:
+    """Empty for the end of a step, and for groups that were asked for before the first step."""
+    return tuple(labels[index].name for index in groups if 0 <= index < len(labels))
+
+
+def _verb(key: str) -> str:
+    first = key.partition(" ")[0]
+    return "all-reduce" if first in _HALVES else first if first in VERBS else "words"

@@ -1,0 +1,190 @@
+"""The page of a step: what every rank did in it, on one clock; as a page, a picture and a trace for Perfetto.
+
+Lanes of each rank: compute (what its training thread does: the model, the loss, the optimizer, data, ...),
+gather and reduce (collectives, from their launch until what they bring is there) and wait (the thread is
+blocked until others come). Behind them exposed communication is shaded: the thread launches, moves bytes or
+waits. An arrow leads from each wait to the rank that came last, and to what that did then.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from shardwright.errors import InputError, MissingExtra
+from shardwright.observe.clocks import offsets, on_one_clock
+from shardwright.observe.drawing import Arrow, Bar, Drawing, Level, Shade
+from shardwright.observe.late import LateRank, called, collective, doing, late_ranks
+from shardwright.observe.recording import Record, Ring
+from shardwright.observe.status import in_words
+from shardwright.observe.trace_events import trace_events
+from shardwright.planned import Plan
+
+_LANES = {"all-gather": "gather", "reduce-scatter": "reduce", "all-reduce": "reduce"}
+_MOVES = ("unshard", "participate", "wait", "reduce", "wait-reduce", "all-reduce", "finalize", "words")
+_SHOWN = 0.004  # of the step: shorter waits have no arrow
+_MOST_ARROWS = 60
+_NOTES = 6
+
+Predicted = Drawing | Plan
+"""What a plan expects of a step: its drawing (``estimate(...).drawing()``), or the plan."""
+
+
+def save_page(
+    rings: Sequence[Ring], folder: str | Path, steps: int = 1, predicted: Predicted | None = None
+) -> list[Path]:
+    """Write ``trace.json``, ``trace.html`` and ``trace.png`` of the last whole steps; returns their paths.
+
+    rings: of all ranks. ``trace.png`` takes matplotlib (``shardwright[plots]``) and is left out without it.
+    Raises: InputError where nothing is on record, or ``steps`` is below 1.
+    """
+    if steps < 1:
+        raise InputError(f"steps must be at least 1, got {steps}")
+    chosen = _chosen(on_one_clock(rings), steps)
+    place, error_s = Path(folder), max(each.error_s for each in offsets(rings).values())
+    drawing = draw(chosen, predicted, error_s)
+    place.mkdir(parents=True, exist_ok=True)
+    written = [place / f"trace.{ending}" for ending in ("json", "html", "png")]
+    written[0].write_text(json.dumps(trace_events(chosen), separators=(",", ":")), encoding="utf-8")
+    drawing.save(written[1])
+    try:
+        drawing.save(written[2])
+    except MissingExtra:
+        del written[2]
+    return written
+
+
+def _chosen(rings: Sequence[Ring], count: int) -> list[Ring]:
+    """With the last ``count`` steps that all of them have whole, and nothing else; the running one, where
+    none is whole. Seconds begin with the first of them."""
+    if not any(ring.records for ring in rings):
+        raise InputError("nothing is on record: no forward of a sharded model has run in these processes")
+    last = min((ring.steps[-2] if ring.steps[1:] else ring.steps[-1]).number for ring in rings)
+    kept = []
+    for ring in rings:
+        steps = [each for each in ring.steps if last - count < each.number <= last] or ring.steps[-1:]
+        start, end = steps[0].start, steps[-1].end
+        records = [each for each in ring.records if each.start < end and each.end > start]
+        memory = [each for each in ring.memory if start <= each[0] <= end]
+        kept.append(ring._replace(steps=steps, records=records, memory=memory))
+    first = min(ring.steps[0].start for ring in kept)
+    return [ring.shifted(first) for ring in kept]
+
+
+def draw(rings: Sequence[Ring], predicted: Predicted | None = None, error_s: float = 0.0) -> Drawing:
+    """The lanes of rings that are on one clock, above the memory of the rank that holds most.
+
+    error_s: by which their clocks may differ.
+    """
+    start, end = min(r.steps[0].start for r in rings), max(r.steps[-1].end for r in rings)
+    bars, lanes, notes = _predicted_bars(predicted, start)
+    shades: list[Shade] = []
+    for ring in rings:
+        name = f"rank {ring.rank}"
+        lanes += [f"{name} {lane}" for lane in ("compute", "gather", "reduce", "wait")]
+        bars += [bar for each in ring.records if (bar := _bar(name, each)) is not None]
+        moved = ((r.start, r.end) for r in ring.records if r.kind == "action" and r.action in _MOVES)
+        shades += [Shade(f"{name} compute", f"{name} wait", *each) for each in _joined(moved)]
+        notes.append(_shares(ring))
+    found = sorted(late_ranks(rings), key=lambda each: each.wait.start - each.wait.end)
+    bars += [Bar(f"rank {each.rank} wait", each.text(), each.wait.start, each.wait.end) for each in found]
+    long = [each for each in found if each.fault_s > _SHOWN * (end - start)]
+    notes = [*notes[: 2 * _NOTES], *(each.text() for each in long[:_NOTES])]
+    if len(rings) > 1:
+        notes.append(f"clocks of ranks are the same within {1e6 * error_s:.0f} us")
+    numbers = [step.number for step in rings[0].steps]
+    which = f"Step {numbers[0]}" if len(numbers) == 1 else f"Steps {numbers[0]} to {numbers[-1]}"
+    ranks = f"{len(rings)} rank{'s' if len(rings) > 1 else ''}"
+    return Drawing(
+        f"{which} on {ranks}: {1e3 * (end - start):.1f} ms",
+        tuple(bars),
+        tuple(_levels(max(rings, key=lambda ring: max((n for _, n in ring.memory), default=0)))),
+        lanes=tuple(lanes),
+        arrows=tuple(_arrow(each) for each in long[:_MOST_ARROWS]),
+        shades=tuple(shades),
+        notes=tuple(notes),
+    )
+
+
+def _predicted_bars(predicted: Predicted | None, start: float) -> tuple[list[Bar], list[str], list[str]]:
+    """Above what was measured."""
+    if predicted is None:
+        return [], [], []
+    if isinstance(predicted, Plan):
+        computes_s = predicted.step_s - predicted.exposed_s
+        bars = [
+            Bar("plan", f"computes {1e3 * computes_s:.1f} ms", 0.0, computes_s, "compute"),
+            Bar("plan", f"exposed {1e3 * predicted.exposed_s:.1f} ms", computes_s, predicted.step_s, "wait"),
+        ]
+        step_s, rows = predicted.step_s, ["plan"]
+    else:
+        bars = [bar._replace(row=f"plan {bar.row}") for bar in predicted.bars]
+        step_s, rows = max(bar.end for bar in bars), [f"plan {row}" for row in predicted.rows]
+    moved = [bar._replace(start=bar.start + start, end=bar.end + start) for bar in bars]
+    return moved, rows, [f"planned: {1e3 * step_s:.1f} ms"]
+
+
+def _bar(name: str, record: Record) -> Bar | None:
+    times = record.start, record.end
+    if record.kind == "compute":
+        of = called(record.groups) or "what is around groups"
+        return Bar(f"{name} compute", f"{record.phase} of {of}", *times, "compute")
+    if record.kind in ("outside", "span", "gc"):
+        return Bar(f"{name} compute", doing(record), *times, record.action or "gc")
+    if record.kind == "collective" and record.action in _LANES:
+        size = f" ({in_words(record.nbytes)})" if record.nbytes else ""
+        return Bar(f"{name} {_LANES[record.action]}", f"{collective(record)}{size}", *times)
+    return None
+
+
+def _arrow(late: LateRank) -> Arrow:
+    own = f"rank {late.late} {'wait' if late.did is not None and late.did.kind == 'wait' else 'compute'}"
+    return Arrow(late.text(), f"rank {late.rank} wait", late.wait.end, own, late.came_s)
+
+
+def _shares(ring: Ring) -> str:
+    """What became of the rank's time."""
+    whole = ring.steps[-1].end - ring.steps[0].start
+    seconds = {"compute": 0.0, "exposed communication": 0.0, "optimizer": 0.0}
+    for each in ring.records:
+        took = min(each.end, ring.steps[-1].end) - max(each.start, ring.steps[0].start)
+        if each.kind == "compute":
+            seconds["compute"] += took
+        elif each.kind in ("outside", "span"):
+            seconds[each.action] = seconds.get(each.action, 0.0) + took
+    moved = [(r.start, r.end) for r in ring.records if r.kind == "action" and r.action in _MOVES]
+    seconds["exposed communication"] = sum(end - start for start, end in _joined(moved))
+    shown = ", ".join(
+        f"{name} {100 * each / whole:.1f}%" for name, each in seconds.items() if each > 5e-4 * whole
+    )
+    return f"rank {ring.rank}: {shown}"
+
+
+def _joined(times: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The same, where they overlap or touch as one."""
+    found: list[tuple[float, float]] = []
+    for start, end in sorted(times):
+        if found and start <= found[-1][1] + 1e-6:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((start, end))
+    return found
+
+
+def _levels(ring: Ring) -> list[Level]:
+    """Unsharded parameters, and gradients from a group's backward on to the end of its reduction."""
+    began: dict[str, float] = {}
+    changes: list[tuple[float, int]] = []
+    for each in ring.records:
+        if each.kind == "runtime" and each.action == "B+":
+            began.update(dict.fromkeys(each.groups, each.start))
+        elif each.kind == "collective" and each.action == "reduce-scatter":
+            start = min((began.get(name, each.start) for name in each.groups), default=each.start)
+            changes += [(start, each.nbytes), (each.end, -each.nbytes)]
+    levels, unsharded, grads = [], 0, 0
+    moments = [(at, 0, nbytes, True) for at, nbytes in ring.memory]
+    moments += [(at, nbytes, 0, False) for at, nbytes in changes]
+    for at, more, held, is_held in sorted(moments):
+        unsharded = held if is_held else unsharded
+        grads += more
+        levels.append(Level(at, {"unsharded": unsharded, "gradients": grads}, f"rank {ring.rank}"))
+    return levels

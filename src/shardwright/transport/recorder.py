@@ -1,0 +1,139 @@
+"""The recorder: what this process did in its last steps, and when. Written always, read when somebody looks.
+
+One ring per process, of plain tuples, filled where things happen: the runtime's calls and their actions, the
+launches, waits and ends of collectives, and what else the training thread is known to do (``span``). All
+times are seconds of one clock of this host (``time.perf_counter``). ``observe/recording.py`` makes records of
+them that people and pages read; nothing else reads these tuples:
+
+    CALL     labels, event, actions, start, end, unsharded bytes    of the runtime, at an event
+    PHASE    labels, phase, begins, nested, start, end              of the runtime, as a phase begins or ends
+    ACTION   labels, action, start, end                             inside of a call; None: words of all ranks
+    LAUNCH   name of the transport, launch, at
+    WAIT     name of the transport, launch, thread, start, end      the thread was blocked
+    DONE     name of the transport, number, at, all came            what a launch brings is there
+    SPAN     what, note, start, end
+    LINE     line of the user's program, at                         where the training thread was seen
+
+A record costs below a microsecond (``bench/recorder.py``), and keeps nothing alive but tuples and names.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
+
+STEPS = 64
+"""Steps that are remembered."""
+MOST = 100_000
+"""Records of all of them: where steps have more, fewer steps are remembered."""
+CALL, PHASE, ACTION, LAUNCH, WAIT, DONE, SPAN, LINE = range(8)
+_COLLECTION_S = 200e-6  # a collection of garbage that takes less isn't worth a record
+
+clock = time.perf_counter
+
+_Written = tuple[int, float, list[tuple[Any, ...]]]  # number and begin of a step, and its records
+_NO_STEP: _Written = (0, 0.0, [])
+
+
+class Label(NamedTuple):
+    """A group as records name it: its modules, and bytes of its parameters and gradients as they travel."""
+
+    name: str
+    nbytes: int
+    grad_nbytes: int
+
+
+class Recorder:
+    """``write`` appends a tuple (above). It is another bound method after each ``turn``.
+
+    A step begins where an optimizer's step ends; where no optimizer of torch's steps, after each backward
+    that is the last of its step. The outermost forward that follows turns the ring, so a step's first records
+    may stand at the end of the list before: readers go by time.
+    """
+
+    write: Callable[[tuple[Any, ...]], None]
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.ended_s: float | None = None
+        self.optimizers = False
+        self._steps = deque([_NO_STEP] * STEPS)  # always so many, so that all steps cost the same
+        self._began_s = clock()
+        self._collecting_s = 0.0
+        self._past = 0  # records of all steps but this one
+        self._now: list[tuple[Any, ...]] = []
+        self._open(self._began_s)
+
+    def _open(self, at: float) -> None:
+        self.number += 1
+        self._past += len(self._now) - len(self._steps.popleft()[2])
+        while self._past > MOST:
+            self._past -= len(self._steps.popleft()[2])
+        self._now = []
+        self._steps.append((self.number, at, self._now))
+        self._steps.extendleft([_NO_STEP] * (STEPS - len(self._steps)))
+        self.write = self._now.append
+
+    def turn(self) -> None:
+        """Begin the next step, where the last one has ended, or has come to be half of the ring."""
+        if self.ended_s is not None or len(self._now) > MOST // 2:
+            self._open(clock() if self.ended_s is None else self.ended_s)
+            self.ended_s = None
+
+    def steps(self) -> list[_Written]:
+        """Number and begin of each step that is remembered, with what was written since: copies."""
+        return [(number, at, list(written)) for number, at, written in tuple(self._steps) if number]
+
+    # ---- what the training thread does besides the model
+
+    @contextmanager
+    def span(self, what: str, note: str = "") -> Iterator[None]:
+        """The block is ``what``: "data", "save", ... note: more of it, for people."""
+        start = clock()
+        try:
+            yield
+        finally:
+            self.write((SPAN, what, note, start, clock()))
+
+    def begin_optimizer(self, *_: Any) -> None:
+        """Before the step of an optimizer."""
+        self._began_s = clock()
+
+    def end_optimizer(self, *_: Any) -> None:
+        """After it: the training step has ended, unless another optimizer follows."""
+        if not self.optimizers:  # what seemed to be steps were microbatches of the first one
+            before = self.steps()
+            self._now[:0] = [each for *_, written in before[:-1] for each in written]
+            self._steps = deque([_NO_STEP] * (STEPS - 1) + [(1, before[0][1], self._now)])
+            self._past, self.number = 0, 1
+        self.ended_s = clock()
+        self.optimizers = True
+        self.write((SPAN, "optimizer", "", self._began_s, self.ended_s))
+
+    def end_backward(self) -> None:
+        """The last backward of a step has ended; so has the step, where its optimizer stepped in there."""
+        if not self.optimizers or self.ended_s is not None:
+            self.ended_s = clock()
+
+    def collected(self, phase: str, _: dict[str, int]) -> None:
+        """Python collects garbage (one of ``gc.callbacks``)."""
+        if phase == "start":
+            self._collecting_s = clock()
+        elif (now := clock()) - self._collecting_s > _COLLECTION_S:
+            self.write((SPAN, "gc", "", self._collecting_s, now))
+
+
+recorder = Recorder()
+
+
+def record_function(name: str) -> AbstractContextManager[None]:
+    """A block of the training loop that traces and the ledger call ``name``, as torch's profiler does.
+
+        with shardwright.record_function("data"):
+            batch = next(batches)
+
+    Of this rank's training thread, outside of forward and backward; costs a microsecond, and no rank needs to
+    call it. "data" is also what the ledger of waits knows as a cause.
+    """
+    return recorder.span(name)

@@ -1,0 +1,141 @@
+"""The recorder: what it keeps, what readers make of it, and one clock for all ranks."""
+
+import random
+
+import pytest
+
+from shardwright import record_function
+from shardwright.errors import InputError
+from shardwright.observe import recording
+from shardwright.observe.clocks import offsets, on_one_clock
+from shardwright.observe.drawing import Bar, Drawing
+from shardwright.observe.recording import Record, RecordedStep, Ring, load, write
+from shardwright.observe.step_page import draw
+from shardwright.transport.recorder import MOST, SPAN, STEPS, Recorder
+
+
+def filled(steps: int, records: int) -> Recorder:
+    recorder = Recorder()
+    for step in range(steps):
+        for number in range(records):
+            recorder.write((SPAN, f"{step}", "", number, number))
+        recorder.begin_optimizer()
+        recorder.end_optimizer()
+        recorder.turn()
+    return recorder
+
+
+def test_the_last_64_steps_are_kept_and_no_other():
+    kept = filled(100, 3).steps()
+    assert len(kept) == STEPS
+    assert [number for number, *_ in kept] == list(range(101 - STEPS + 1, 102))
+    assert {len(written) for *_, written in kept[:-1]} == {4}
+
+
+def test_steps_of_many_records_leave_room_for_fewer_steps():
+    kept = filled(10, MOST // 4).steps()
+    assert sum(len(written) for *_, written in kept) <= MOST
+    assert 1 < len(kept) < 10
+
+
+def test_a_step_begins_where_the_optimizer_ended_and_microbatches_make_none():
+    recorder = Recorder()
+    for _ in range(3):
+        recorder.turn()
+        recorder.end_backward()  # no optimizer is known yet: each backward is a step's last
+    assert len(recorder.steps()) == 3
+    recorder.end_optimizer()  # so they were microbatches
+    assert [number for number, *_ in recorder.steps()] == [1]
+    ended_s = recorder.ended_s
+    for _ in range(3):
+        recorder.turn()
+        recorder.end_backward()
+    assert [number for number, *_ in recorder.steps()] == [1, 2]
+    assert recorder.steps()[-1][1] == ended_s
+
+
+def collective(number: int, issue: float, end: float, transport: str = "all") -> Record:
+    return Record("collective", "words", (), 1, "", 0, issue, issue, end, transport, number, "", True)
+
+
+def rings_of(skew: list[float], transports: dict[str, list[int]], seed: int) -> list[Ring]:
+    """Of ranks whose clocks are ahead by ``skew``, each entering and leaving at random times."""
+    draw, found = random.Random(seed), [[] for _ in skew]
+    for number in range(50):
+        for name, ranks in transports.items():
+            entries = {rank: number + draw.uniform(0, 0.5) for rank in ranks}
+            for rank in ranks:
+                end = max(entries.values()) + draw.expovariate(1000)
+                times = entries[rank] + skew[rank], end + skew[rank]
+                found[rank].append(collective(number, *times, name))
+    named = {name: tuple(ranks) for name, ranks in transports.items()}
+    steps = [RecordedStep(1, 0.0, 50.0)]
+    return [
+        Ring(rank, len(skew), "", named, steps, records, [(1.0, 5)]) for rank, records in enumerate(found)
+    ]
+
+
+@pytest.mark.parametrize(
+    "transports", [{"all": [0, 1, 2, 3]}, {"01": [0, 1], "23": [2, 3], "13": [1, 3]}], ids=["one", "a chain"]
+)
+def test_offsets_of_clocks_are_right_within_their_error(transports):
+    for seed in range(50):
+        draw = random.Random(seed)
+        skew = [draw.uniform(-1e4, 1e4) for _ in range(4)]
+        found = offsets(rings_of(skew, transports, seed))
+        for rank, ahead in found.items():
+            assert abs(ahead.offset_s - (skew[rank] - skew[0])) <= ahead.error_s + 1e-9
+            assert ahead.error_s < 0.02
+
+
+def test_a_rank_that_met_nobody_has_an_offset_that_nobody_knows():
+    first, second = rings_of([0.0, 5.0], {"all": [0, 1]}, 0)
+    found = offsets([first, second._replace(records=[])])
+    assert found[1].error_s == float("inf")
+
+
+def test_on_one_clock_nobody_leaves_a_collective_before_all_have_entered_it():
+    rings = on_one_clock(rings_of([0.0, 100.0, -40.0], {"all": [0, 1, 2]}, 3))
+    for found in zip(*(ring.records for ring in rings), strict=True):
+        assert min(each.end for each in found) >= max(each.issue for each in found) - 0.02
+    assert rings[1].memory == [(pytest.approx(-99.0, abs=0.02), 5)]
+
+
+def test_a_ring_is_written_and_read_back_whole(tmp_path):
+    rings = rings_of([0.0, 1.0], {"all": [0, 1]}, 0)
+    for ring in reversed(rings):
+        write(tmp_path, ring)
+    assert load(tmp_path) == rings
+
+
+def test_what_is_no_ring_is_refused_with_the_remedy(tmp_path):
+    with pytest.raises(InputError, match="holds no rings"):
+        load(tmp_path)
+    (tmp_path / "rank-0.ring").write_bytes(b"nothing")
+    with pytest.raises(InputError, match=r"no ring of a rank.*rank-N\.ring"):
+        load(tmp_path)
+
+
+def test_a_plans_drawing_stands_above_what_was_measured_and_begins_with_the_step():
+    def ring(rank: int, compute: Record) -> Ring:
+        steps = [RecordedStep(4, 10.0, 12.0), RecordedStep(5, 12.0, 12.5)]
+        return Ring(rank, 2, "", {"all": (0, 1)}, steps, [compute, collective(1, 11.0, 11.5)], [(11.0, 5)])
+
+    forward = Record("compute", "", ("blocks.0",), 4, "forward", 0, 10.0, 10.0, 11.0)
+    rings = [ring(0, forward), ring(1, forward._replace(end=10.5))]
+    planned = Drawing("", (Bar("compute", "forward of blocks.0", 0.0, 0.4), Bar("gather", "g", 0.0, 0.2)))
+    drawing = draw(rings, planned)
+    assert drawing.rows[:3] == ["plan compute", "plan gather", "rank 0 compute"]
+    own = [(bar.row, bar.start, bar.end) for bar in drawing.bars if bar.label == "forward of blocks.0"]
+    assert own == [
+        ("plan compute", 10.0, 10.4),
+        ("rank 0 compute", 10.0, 11.0),
+        ("rank 1 compute", 10.0, 10.5),
+    ]
+    assert "planned: 400.0 ms" in drawing.notes
+
+
+def test_a_block_of_the_users_loop_is_on_record_by_its_name():
+    with record_function("augment"):
+        pass
+    assert ("span", "augment") in [(each.kind, each.action) for each in recording.ring().records]

@@ -1,0 +1,139 @@
+"""The ledger of real steps, with what was made slow on purpose: each is found, at the right rank."""
+
+import gc
+import io
+import json
+import logging
+import time
+from contextlib import redirect_stdout
+from datetime import timedelta
+
+import pytest
+import torch
+
+from shardwright import fully_shard, set_transport
+from shardwright.cli import main
+from shardwright.observe.clocks import on_one_clock
+from shardwright.observe.ledger import REST, booked, summary, table
+from shardwright.observe.lifecycle import store_address
+from shardwright.observe.recording import ring
+from shardwright.observe.status_exchange import find_exchange, store_at
+from shardwright.transport.recorder import recorder
+from tests.ranks.models import Run, batches, build, loss_of, shard_decoder
+from tests.ranks.pool import run_ranks
+
+SLOW_S, WARM, STEPS = 0.1, 3, 9
+
+
+def computes(seconds):
+    matrix = torch.ones(256, 256)
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        matrix @ matrix
+
+
+def collects(seconds):
+    """Garbage that takes about so long to look through."""
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        gc.collect()
+
+
+def trained(rank, world, transport, causes):
+    """causes: what is slow at which rank, in every step after the first ones."""
+    set_transport(transport)
+    run = Run.of(shard_decoder(build(), fully_shard))
+    mine = {cause: seconds for cause, (slow, seconds) in causes.items() if slow == rank}
+    run.model.register_forward_hook(lambda *_: computes(mine.get("compute", 0) * (step >= WARM)))
+    gc.collect()
+    gc.freeze()  # so that a collection takes about a millisecond
+    kept = [[i] for i in range(20_000)]
+    for step in range(STEPS):
+        slow = step >= WARM
+        with recorder.span("data"):
+            tokens = batches(step, world)[rank]
+            time.sleep(mine.get("data", 0) * slow)
+        loss_of(run.model, tokens).backward()
+        collects(mine.get("garbage collection", 0) * slow)
+        time.sleep(mine.get("user code", 0) * slow)
+        run.step()
+        with recorder.span("save"):
+            time.sleep(mine.get("checkpoint", 0) * slow)
+    gc.unfreeze()
+    assert kept
+    return ring()
+
+
+@pytest.mark.parametrize(
+    ("transport", "causes"),
+    [
+        ("sockets", {"data": (1, SLOW_S)}),
+        ("auto", {"garbage collection": (0, SLOW_S)}),
+        ("auto", {"compute": (1, SLOW_S), "data": (2, SLOW_S / 2)}),
+        ("auto", {"user code": (1, SLOW_S)}),
+        ("sockets", {"checkpoint": (0, SLOW_S), "compute": (2, SLOW_S / 2)}),
+    ],
+)
+def test_what_is_slow_on_purpose_is_first_in_the_ledger_and_the_rest_is_small(transport, causes):
+    rings = run_ranks(3, trained, transport, causes)
+    ledger = booked(on_one_clock(rings), range(WARM + 2, STEPS + 1))
+    wanted = [(cause, rank) for cause, (rank, _) in causes.items()]
+    found = {step: ledger.losses([step]) for _, step in ledger.seconds}
+    right = [step for step, losses in found.items() if [loss[:2] for loss in losses[: len(wanted)]] == wanted]
+    assert len(right) > (STEPS - WARM - 1) / 2, found  # a busy machine makes ranks slow by itself
+    rest = sum(line.seconds for line in ledger.lines if line.cause == REST)
+    assert rest < 0.02 * sum(ledger.seconds.values())
+    assert f"{wanted[0][0]}  rank {wanted[0][1]}" in summary(ledger)
+    assert f"late: rank {wanted[0][1]}, {wanted[0][0]}" in table(ledger, right[0])
+
+
+def shown(rank, world):
+    trained(rank, world, "auto", {"data": (0, SLOW_S)})
+    torch.distributed.barrier()
+    printed = io.StringIO()
+    if rank == 1:
+        with redirect_stdout(printed):
+            assert main(["top", store_address(), "--once", "--json"]) == 0
+    torch.distributed.barrier()
+    return printed.getvalue()
+
+
+def test_top_says_what_the_last_steps_lost_and_to_whom():
+    said = json.loads(run_ranks(2, shown)[1])
+    first = max(said["lost"], key=lambda loss: loss["seconds"])
+    assert (first["cause"], first["whose"]) == ("data", 0) and said["lost"][0] == first
+
+
+def told(rank, world):
+    """Trains until some rank's log says who is late, at most ten seconds."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("shardwright.observe.watchdog").addHandler(handler)
+    run = Run.of(shard_decoder(build(), fully_shard))
+    agreed, step, late = torch.zeros(1), 0, []
+    while not agreed.item() and step < 400:
+        with recorder.span("data"):
+            tokens = batches(step, world)[rank]
+            time.sleep(0.03 if rank == 1 else 0.0)
+        loss_of(run.model, tokens).backward()
+        run.step()
+        late = [line for line in lines if "costs the others" in line]
+        agreed = torch.tensor([float(bool(late))])
+        torch.distributed.all_reduce(agreed)
+        step += 1
+    counted = find_exchange(store_at(store_address(), timedelta(seconds=5))).late()
+    torch.distributed.barrier()
+    return late, counted
+
+
+def test_a_line_of_the_log_says_who_costs_the_others_much_and_the_run_remembers_it():
+    said = run_ranks(2, told)
+    (line,) = [line for late, _ in said for line in late]
+    assert (
+        line.startswith("rank 1 on ")
+        and "% of the last " in line
+        and ": data (" in line
+        and "test_ledger.py:" in line
+    ), line
+    assert said[0][1] == {1: 1}

@@ -1,0 +1,135 @@
+"""``model.trace().save`` and ``shardwright trace``: one page of all ranks, on which a late rank is named."""
+
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from shardwright import fully_shard
+from shardwright.cli import main
+from shardwright.observe import collection
+from shardwright.observe.lifecycle import store_address
+from shardwright.planned import Plan, PlannedGroup
+from shardwright.transport.recorder import recorder
+from tests import trace_format
+from tests.browser import needs_chromium, opened
+from tests.ranks.models import Run, batches, build, loss_of, shard_decoder
+from tests.ranks.pool import run_ranks
+
+LATE_S = 0.6
+PLAN = Plan(2, 2, (PlannedGroup(("blocks",)),), step_s=0.05, exposed_s=0.01)
+
+
+def train(rank, world, steps=3, late=1):
+    run = Run.of(shard_decoder(build(), fully_shard))
+    for step in range(steps):
+        with recorder.span("data", "shuffled"):
+            tokens = batches(step, world)[rank]
+            time.sleep(LATE_S if rank == late else 0)
+        loss_of(run.model, tokens).backward()
+        run.step()
+    return run.model
+
+
+def saved(rank, world, folder, steps):
+    model = train(rank, world)
+    written = model.trace().save(folder, steps=steps, predicted=PLAN)
+    return [path.name for path in written]
+
+
+def data_of(page):
+    return json.loads(re.search(r'<script id="data"[^>]*>(.*?)</script>', page.read_text(), re.DOTALL)[1])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("page")
+    assert run_ranks(2, saved, str(folder), 1) == [["trace.json", "trace.html", "trace.png"], []]
+    return folder
+
+
+def test_a_page_names_the_late_rank_and_what_it_did(folder):
+    data = data_of(folder / "trace.html")
+    lanes = ("compute", "gather", "reduce", "wait")
+    rows = [f"rank {rank} {lane}" for rank in (0, 1) for lane in lanes]
+    assert [row for row, _ in data["rows"]] == ["plan", *rows]
+    said = "for rank 1, which was in data (shuffled)"
+    label, row, _, to_row, came_s = next(each for each in data["arrows"] if said in each[0])
+    assert label.startswith("rank 0 waits")
+    assert (data["rows"][row][0], data["rows"][to_row][0]) == ("rank 0 wait", "rank 1 compute")
+    busy = next(bar for bar in data["bars"] if bar[1] == "data (shuffled)" and bar[0] == to_row)
+    assert busy[3] - busy[2] >= LATE_S and busy[2] < came_s
+    labels = {bar[1] for bar in data["bars"]}
+    assert {"forward of blocks.1", "backward of blocks.1", "optimizer"} <= labels
+    assert any(re.match(r"all-gather .*blocks\.1.* \(\d.* KiB\)", label) for label in labels)
+    assert any(re.match(r"rank 0: compute .*exposed communication", note) for note in data["notes"])
+    assert "planned: 50.0 ms" in data["notes"]
+    assert data["shades"] and max(sum(level[1]) for level in data["levels"]) > 0
+    assert data["categories"][0][0] == "unsharded"
+
+
+def test_a_trace_is_what_the_published_format_says(folder):
+    kinds = trace_format.read(json.loads((folder / "trace.json").read_text()))
+    assert {event["pid"] for event in kinds["X"]} == {0, 1}
+    named = [event["args"]["name"] for event in kinds["M"] if event["name"] == "process_name"]
+    assert [name.split(" on ")[0] for name in named] == ["rank 0", "rank 1"]
+    assert any(re.match(r"all-gather .*blocks\.1", event["name"]) for event in kinds["b"])
+    assert kinds["s"] and kinds["C"]
+
+
+def test_a_picture_is_one(folder):
+    assert (folder / "trace.png").read_bytes().startswith(b"\x89PNG")
+
+
+@needs_chromium
+def test_the_page_opens_from_disk_zooms_and_tells_what_an_arrow_is(folder):
+    script = """
+      const before = document.body.dataset.drawn, box = canvas.getBoundingClientRect();
+      const [ax, ay, bx, by] = ends(data.arrows.find(each => each[0].includes("data (shuffled)")));
+      document.body.dataset.arrow = textAt((ax + bx) / 2, (ay + by) / 2);
+      const place = {clientX: box.left + LEFT + 50, clientY: box.top + 60};
+      canvas.dispatchEvent(new WheelEvent("wheel", {deltaY: -100, ...place}));
+      document.body.dataset.before = before;
+    """
+    found = opened(folder / "trace.html", script)
+    whole, zoomed = ([float(end) for end in found[key].split()] for key in ("before", "drawn"))
+    assert zoomed[0] >= 0 and zoomed[1] - zoomed[0] < whole[1] - whole[0]
+    assert "for rank 1, which was in data" in found["arrow"]
+
+
+def apart(rank, world, folder):
+    model = train(rank, world)
+    if rank == 0:
+        return []  # never calls it
+    collection._WRITE_S = 0.2
+    return [path.name for path in model.trace().save(folder)]
+
+
+def test_ranks_that_do_not_hear_from_the_first_leave_their_own_which_makes_a_page(tmp_path, capsys):
+    assert run_ranks(3, apart, str(tmp_path)) == [[], ["rank-1.ring"], ["rank-2.ring"]]
+    assert main(["trace", str(tmp_path), "--out", str(tmp_path / "page"), "--steps", "2"]) == 0
+    assert "trace.html" in capsys.readouterr().out
+    assert data_of(tmp_path / "page" / "trace.html")["rows"][0][0] == "rank 1 compute"
+
+
+def live(rank, world, folder):
+    train(rank, world)
+    if rank == 0:
+        assert main(["trace", store_address(), "--out", folder]) == 0
+        Path(folder, "done").touch()
+    while not Path(folder, "done").exists():
+        time.sleep(0.05)
+
+
+def test_the_ranks_of_a_running_job_are_asked_through_its_store(tmp_path):
+    run_ranks(2, live, str(tmp_path / "page"))
+    rows = [row for row, _ in data_of(tmp_path / "page" / "trace.html")["rows"]]
+    assert "rank 0 wait" in rows and "rank 1 wait" in rows
+
+
+def test_a_folder_without_a_run_is_refused_and_nothing_written(tmp_path, capsys):
+    assert main(["trace", str(tmp_path), "--out", str(tmp_path / "page")]) == 1
+    assert "holds no rings" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
