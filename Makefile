@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup train test test-all test-torch check bench dist setup-xla test-xla setup-hf test-hf finetune setup-bnb test-bnb setup-clients clients clients-short prove-gpu
+.PHONY: setup train test test-all test-torch check bench dist setup-xla test-xla setup-hf test-hf finetune setup-bnb test-bnb setup-clients clients clients-short setup-track test-track prove-gpu pictures
 
 setup: .venv/.installed
 
@@ -47,6 +47,10 @@ check: setup
 
 bench: setup
 	$(BIN)/python bench/step.py --short
+
+# The pictures of docs/ again, each of a run of this machine. The step beside FSDP2's takes root, for its link.
+pictures: setup
+	$(BIN)/python -m bench.pictures
 
 # What only accelerators can show, on one page (docs/gpu.md); DEVICE=sim runs it at toy size on the CPU.
 # PROVE_PYTHON=python3 takes another Python than this one's, whose torch has been built for the accelerator.
@@ -106,6 +110,19 @@ clients: setup-clients
 
 clients-short: setup-clients
 	HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=error .venv-clients/bin/python -m tests.clients.table --short
+
+# The libraries of shardwright[track], in an environment of their own: 280 MiB beside torch, and trackio needs pillow below 13.
+setup-track: .venv-track/.installed
+
+.venv-track/.installed: requirements.lock pyproject.toml
+	$(PYTHON) -m venv .venv-track
+	grep -v '^pillow==' requirements.lock > .venv-track/requirements.txt
+	.venv-track/bin/python -m pip install --quiet --disable-pip-version-check --requirement .venv-track/requirements.txt "tensorboard==2.21.0" "wandb==0.31.0" "mlflow-skinny==3.17.2" "trackio==0.43.0"
+	.venv-track/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@touch $@
+
+test-track: setup-track
+	.venv-track/bin/python -m pytest tests/ranks/test_trackers.py
 
 # QLoRA on a base that is trained here: the quickstart's model, exported as a Llama, then torch's own source.
 # CORPUS=folder or file for another text, or .jsonl.

@@ -2,8 +2,8 @@
 
 .venv/bin/python bench/links_figure.py 100mbit.json 1gbit.json 10gbit.json --out docs/pictures/links.svg
 
-Each file is what ``step.py --link ... --out FILE`` wrote, of one link; all of the same model, ranks and
-precision. A point is the median of the pairs' ratios, its bar the 90% interval. Both axes are logarithmic.
+Each file is what ``step.py --link ... --out FILE`` wrote; all of the same model, ranks and precision. A point
+is the median of the pairs' ratios, its bar the 90% interval. Both axes are logarithmic.
 """
 
 import argparse
@@ -23,13 +23,15 @@ matplotlib.use("agg")
 from matplotlib import pyplot
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
+matplotlib.rcParams["svg.hashsalt"] = "links"  # the same file of the same results
+
 SYSTEMS = {
-    "fsdp2": ("PyTorch FSDP2", "#d62728", "s"),
-    "ddp": ("PyTorch DDP (not sharded)", "#7f7f7f", "^"),
-    "shardwright": ("Shardwright", "#1f77b4", "o"),
-    "shardwright-difference": ('Shardwright, wire="difference"', "#2ca02c", "D"),
+    "fsdp2": ("PyTorch FSDP2", "#d62728", "s", (6, 5)),
+    "ddp": ("PyTorch DDP (not sharded)", "#7f7f7f", "^", (-28, -3)),
+    "shardwright": ("Shardwright", "#1f77b4", "o", (6, 6)),
+    "shardwright-auto": ('Shardwright, wire="auto"', "#2ca02c", "D", (6, -12)),
 }
-"""System of step.py -> label, colour and marker; in the order of the legend."""
+"""System of step.py -> label, colour, marker and where its figures stand; in the order of the legend."""
 NOT_EQUAL = ("world", "precision", "size")
 Points = dict[str, list[tuple[float, Row]]]
 
@@ -85,7 +87,7 @@ def draw(machine: dict[str, Any], options: dict[str, Any], points: Points, out: 
     """Write the picture."""
     figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
     for system, found in points.items():
-        label, colour, marker = SYSTEMS[system]
+        label, colour, marker, beside = SYSTEMS[system]
         speeds, ratios = [bits_per_s for bits_per_s, _ in found], [row.ratio for _, row in found]
         bounds = [interval(row.block_ratios) for _, row in found]
         below = [max(0.0, ratio - low) for ratio, (low, _) in zip(ratios, bounds, strict=True)]
@@ -99,12 +101,12 @@ def draw(machine: dict[str, Any], options: dict[str, Any], points: Points, out: 
         }
         axes.errorbar(speeds, ratios, yerr=(below, above), **style)
         for speed, ratio in zip(speeds, ratios, strict=True):
-            axes.annotate(
-                f"{ratio:.2f}", (speed, ratio), (6, 5), textcoords="offset points", fontsize=8, color=colour
-            )
+            written: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8, "color": colour}
+            axes.annotate(f"{ratio:.2f}", (speed, ratio), beside, **written)
     axes.axhline(1.0, color="black", linewidth=0.8, linestyle=":")
     axes.set_xscale("log")
     axes.set_yscale("log")
+    axes.margins(x=0.09)
     highest = max(row.ratio for found in points.values() for _, row in found)
     axes.yaxis.set_major_locator(
         FixedLocator([tick for tick in (1, 1.5, 2, 3, 5, 8, 12, 20) if tick <= 1.3 * highest])

@@ -60,12 +60,12 @@ def test_the_wheel_has_the_package_and_its_recipes_and_is_the_one_of_the_sources
 
 
 @pytest.mark.slow  # installs torch
-def test_readmes_script_runs_where_only_the_wheel_is_installed(dist, tmp_path):
+def test_the_first_scripts_run_where_only_the_wheel_is_installed(dist, tmp_path):
     venv.create(tmp_path / "venv", with_pip=True)
     python, bin_ = str(tmp_path / "venv" / "bin" / "python"), tmp_path / "venv" / "bin"
     install = ("-m", "pip", "install", "--quiet", "--constraint", str(ROOT / "requirements.lock"))
     run(python, *install, dist[0], cwd=tmp_path, limit_s=900.0)
-    first, *others = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    first, *others = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "start.md").read_text(), re.DOTALL)
     (tmp_path / "train.py").write_text(first)
     run(python, "train.py", cwd=tmp_path)
     refused = subprocess.run((bin_ / "shardwright", "train", "x"), capture_output=True, text=True, timeout=60)

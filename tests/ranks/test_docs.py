@@ -21,11 +21,13 @@ ELSEWHERE = ("huggingface.md", "xla.md")
 FENCES = [fence for fence in fences() if fence.document not in ELSEWHERE]
 FILES = [fence for fence in FENCES if fence.is_file]
 COMMANDS = [(fence, command) for fence in FENCES for command in fence.commands]
-FIRST = next(fence for fence in FILES if fence.document == "README.md")
+README = next(fence for fence in FILES if fence.document == "README.md")
+FIRST = next(fence for fence in FILES if fence.document == "start.md")
+CHANGES = [fence for fence in FENCES if re.search(r"^\+from shardwright\b", fence.text, re.MULTILINE)]
 
 # Commands that don't run here, and why. A pattern is searched for in the whole command.
 EXCUSED = [
-    (r"--link \d+gbit", "root: links are made of network namespaces"),
+    (r"--link \d+[gm]bit| 1gbit\.json", "root: links are made of network namespaces"),
     (r"\.venv-bnb/|^make setup-bnb$", "another environment: make test-bnb"),
     (r"\.venv-hf/|^make finetune|/finetune-[\w-]+\.toml|finetune-\*", "another environment: make test-hf"),
     (r"^make test(-torch .*)?$", "it would run itself"),
@@ -75,19 +77,13 @@ def test_the_files_of_a_document_run_one_after_another(document, tmp_path):
 @pytest.mark.each_case
 @pytest.mark.parametrize("start", [["python"], ["torchrun", "--nproc-per-node", "2"]])
 def test_the_first_file_of_the_readme_trains_in_one_process_and_in_two(start, tmp_path):
-    path = written(FIRST, tmp_path)
-    words = [str(Path(sys.executable).parent / start[0]), *start[1:], path.name]
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    done = subprocess.run(
-        words,
-        cwd=tmp_path,
-        env=environment | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=90,
-    )
-    assert done.returncode == 0, done.stderr
-    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", done.stdout)]
+    losses = losses_of(run_by(start, README, tmp_path))
+    assert len(losses) == 5 * int(start[-1] if len(start) > 1 else 1)
+    assert losses[-1] < losses[0]
+
+
+def test_the_first_script_leaves_plain_weights_of_the_whole_model(tmp_path):
+    losses = losses_of(run_by(["torchrun", "--nproc-per-node", "2"], FIRST, tmp_path))
     assert len(losses) == 6
     assert losses[-1] < losses[0] - 1
     weights = torch.load(tmp_path / "weights.pt")
@@ -96,7 +92,46 @@ def test_the_first_file_of_the_readme_trains_in_one_process_and_in_two(start, tm
 
 
 def test_the_first_file_of_the_readme_is_as_short_as_a_face_must_be():
-    assert len([line for line in FIRST.text.splitlines() if line]) <= 25
+    assert len([line for line in README.text.splitlines() if line]) <= 16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: f"{change.document}-{change.line}")
+def test_a_change_of_a_script_trains_as_the_script_did_before_and_goes_on_where_it_did(change, tmp_path):
+    told = {}
+    for side, left_out in (("-", "+"), ("+", "-")):
+        lines = [line for line in change.text.splitlines() if not line.startswith(left_out)]
+        folder = tmp_path / side
+        folder.mkdir()
+        script = "\n".join(line[1:] for line in lines)
+        told[side] = []
+        for text in (script, script.replace("start, steps = 0, 10", "start, steps = 0, 20")):  # on and on
+            wrote = run_by(["torchrun", "--nproc-per-node", "2"], change._replace(text=text), folder)
+            told[side].append(losses_of(wrote))
+    for before, after in zip(told["-"], told["+"], strict=True):
+        assert len(after) == 10
+        assert after == pytest.approx(before, rel=0.02)  # compute is in bfloat16
+
+
+def run_by(start: list[str], fence: Fence, folder: Path) -> str:
+    """What a file writes that is run by ``start`` in a process of its own."""
+    path = written(fence, folder)
+    words = [str(Path(sys.executable).parent / start[0]), *start[1:], path.name]
+    done = subprocess.run(
+        words,
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def losses_of(wrote: str) -> list[float]:
+    """The losses that a script has printed."""
+    return [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", wrote)]
 
 
 @pytest.fixture(scope="module")

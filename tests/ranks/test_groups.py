@@ -150,7 +150,7 @@ def schedule_is_followed(rank, world):
         loss_of(model, batches(step, world)[rank]).backward()
     schedule = model.schedule()
     check(schedule)
-    assert Schedule.parse(str(schedule)) == schedule
+    assert Schedule.parse(str(schedule), schedule.names) == schedule
     assert model.trace().schedule() == schedule
     # One ahead in both directions: block 1 is being gathered when block 0 (or 2) begins.
     stops = {(phase, stop.event): stop.actions for phase in Phase for stop in schedule.phases.get(phase, ())}

@@ -15,6 +15,7 @@ from shardwright import (
     communication_s,
     full_state_dict,
     fully_shard,
+    set_transport,
     stats,
 )
 from shardwright.engine.unit import unit_of
@@ -184,6 +185,20 @@ def measured(rank, world):
 
 def test_measuring_communication_launches_the_steps_collectives_and_changes_nothing():
     run_ranks(2, measured)
+
+
+def measured_bytes(rank, world):
+    set_transport("sockets")
+    model = fully_shard(nn.Linear(512, 512, bias=False))
+    sent = [stats(model).sent_nbytes]
+    for what in (lambda: model(torch.ones(1, 512)).sum().backward(), lambda: communication_s(model)):
+        what()
+        sent.append(stats(model).sent_nbytes)
+    assert sent[2] - sent[1] == 3 * (sent[1] - sent[0]) == 3 * 512 * 512 * 4
+
+
+def test_measuring_communication_over_a_network_sends_all_bytes_of_a_step():
+    run_ranks(2, measured_bytes)
 
 
 def test_without_a_launcher_a_world_of_one_is_made():

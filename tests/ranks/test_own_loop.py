@@ -1,4 +1,4 @@
-"""README's loop that goes on, as it stands: a file that is run twice."""
+"""The loop of docs/start.md that goes on, as it stands: a file that is run twice."""
 
 import contextlib
 import io
@@ -19,8 +19,8 @@ from shardwright.checkpoint import latest, load, save
 from shardwright.errors import DamagedError
 from tests.ranks.pool import run_ranks
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
-(FILE,) = [block for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "latest(" in block]
+START = (Path(__file__).parents[2] / "docs" / "start.md").read_text()
+(FILE,) = [block for block in re.findall(r"```python\n(.*?)```", START, re.DOTALL) if "latest(" in block]
 
 
 def run_twice(rank, world, folder, ports):

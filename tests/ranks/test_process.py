@@ -142,7 +142,7 @@ def test_top_gives_up_where_no_store_answers(monkeypatch, listens):
         if not listens:
             server.close()
         with pytest.raises(CommError, match=r"no job's store answers at 127\.0\.0\.1:\d+ within 0\.5 s"):
-            top._exchange(f"127.0.0.1:{port}")
+            top.exchange_at(f"127.0.0.1:{port}")
 
 
 CALLS = """

@@ -258,7 +258,7 @@ def test_a_lookup_that_must_move_whole_says_why_once():
 def schedule_of(rank, world):
     model = shard(Scores(), ROWS)
     train(model, Run.of(model), rank, steps=2)
-    return str(model.schedule())
+    return str(replace(model.schedule(), names=()))
 
 
 def test_rows_in_use_are_never_gathered_ahead():

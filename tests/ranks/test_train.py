@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from shardwright.cli import main
 from shardwright.errors import DataError
+from shardwright.observe.recording import load
 from shardwright.planned import Plan, PlannedGroup
 from shardwright.policy import SchedulePolicy
 from shardwright.train.data import heldout_windows, read_corpus
@@ -128,6 +129,14 @@ def whole(place):
     return place / "runs" / "tiny", out
 
 
+def test_a_run_that_has_ended_left_the_last_steps_of_its_ranks(whole, tmp_path):
+    assert main(["trace", str(whole[0]), "--out", str(tmp_path), "--steps", "3"]) == 0
+    assert {"trace.html", "trace.json"} <= {path.name for path in tmp_path.iterdir()}
+    text = (tmp_path / "trace.html").read_text()
+    assert "Steps 38 to 40 on 2 ranks" in text
+    assert all(name in text for name in ('"data"', '"optimizer"', "forward of blocks.1"))
+
+
 @pytest.fixture(scope="module")
 def undropped(place):
     """The folder of a run on two ranks without dropout: its numbers don't depend on who takes which rows."""
@@ -138,7 +147,15 @@ def undropped(place):
 
 def check_files(folder, ranks):
     """Every file is there with its keys, and the model file alone gives the held-out loss of the run."""
-    names = {".lock", "config.toml", "metrics.jsonl", "summary.json", "model.safetensors", "checkpoint"}
+    names = {
+        ".lock",
+        "config.toml",
+        "metrics.jsonl",
+        "summary.json",
+        "model.safetensors",
+        "checkpoint",
+        "trace",
+    }
     assert {path.name for path in folder.iterdir()} == names
     assert [step for step, loss in rows(folder, "step", "loss") if loss is not None] == list(range(1, 41))
     assert all(None not in row for row in rows(folder, "step", "lr", "grad_norm", "tokens_per_s") if row[1])
@@ -219,7 +236,9 @@ def test_a_recipe_with_a_plan_gives_the_same_numbers_and_shows_what_was_predicte
     assert (predicted["step_s"], predicted["exposed_s"]) == (1000.0, 999.9)
     assert 0 <= predicted["measured_exposed_s"] < predicted["measured_step_s"] < 10
     assert f"1000 s; measured {predicted['measured_step_s']:.4g} s" in out
-    assert re.search(r"most of the difference.*exposed communication, -[\d.]+ s", out)
+    flat, off = " ".join(out.split()), r"most of the difference\W+exposed communication, -[\d.]+ s"
+    assert re.search(rf"step 3 predicted step: 1000 s; measured [\d.e-]+ s; {off}", flat)
+    assert len(re.findall(off, flat)) == 2  # there and in the summary
 
 
 @pytest.mark.slow
@@ -335,6 +354,7 @@ def test_a_rank_that_raises_is_shown_first_and_once_and_ends_all(place, tmp_path
     assert err.count("Traceback") == 1
     assert "RuntimeError: broken on purpose\n" in err
     assert err.rstrip().endswith("all ranks have ended")
+    assert [ring.rank for ring in load(place / "broken" / "trace")] == [0, 1]
 
 
 def test_a_rank_that_is_killed_ends_all_within_seconds(place):
