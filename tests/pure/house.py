@@ -67,37 +67,20 @@ EXCEPTIONS: dict[tuple[str, str, str], tuple[int, str]] = {
         "torch's signature, so that calls carry over; a plan, and what one is made for",
     ),
     ("schedule/follower.py", "file lines", "schedule/follower.py"): (
-        610,
+        530,
         "one state machine, read as a whole",
     ),
-    ("schedule/follower.py", "class lines", "Follower"): (490, "one state machine, read as a whole"),
+    ("schedule/follower.py", "class lines", "Follower"): (435, "one state machine, read as a whole"),
     ("schedule/follower.py", "attributes", "Follower"): (15, "the state of the machine, and nothing else"),
-    ("engine/runtime.py", "file lines", "engine/runtime.py"): (
-        456,
-        "the loop, its lock, the model's face, and what is recorded of all that",
-    ),
     ("engine/runtime.py", "class lines", "Runtime"): (
-        348,
+        300,
         "the loop, what a model is asked from outside, and what is recorded",
     ),
     ("engine/runtime.py", "attributes", "Runtime"): (16, "what the loop works with, and where it stands"),
-    ("engine/executor.py", "class lines", "Executor"): (260, "one method for each kind of action"),
-    ("engine/reducer.py", "file lines", "engine/reducer.py"): (419, "what becomes of a group's gradients"),
-    ("engine/group.py", "class lines", "ParamGroup"): (
-        300,
-        "the stages of one group, whatever it is gathered by",
-    ),
-    ("transport/cpu/connection.py", "class lines", "Connection"): (300, "both ways of one connection"),
+    ("transport/cpu/connection.py", "class lines", "Connection"): (270, "both ways of one connection"),
     ("observe/recording.py", "attributes", "Record"): (13, "a row of what a rank did, with all that it says"),
     ("params/param.py", "attributes", "ShardedParam"): (13, "its two faces, where it lies, what lies in it"),
-    ("params/param.py", "class lines", "ShardedParam"): (290, "whatever is asked of a parameter of any kind"),
-    ("engine/reducer.py", "class lines", "Reducer"): (260, "what becomes of a group's gradients"),
     ("engine/reducer.py", "attributes", "Reducer"): (15, "what it reduces, how, and where that stands"),
-    ("observe/diagnosis.py", "file lines", "observe/diagnosis.py"): (
-        410,
-        "what ranks say, and the one judgement of it",
-    ),
-    ("policy.py", "file lines", "policy.py"): (460, "every option, each with what it means"),
     ("schedule/schedule.py", "attributes", "GroupSpec"): (13, "all that a planner knows of a group"),
     ("planned.py", "attributes", "Plan"): (14, "what one call applies, and what was predicted"),
     ("policy.py", "attributes", "SchedulePolicy"): (15, "every choice of when a collective is issued"),
@@ -107,10 +90,6 @@ EXCEPTIONS: dict[tuple[str, str, str], tuple[int, str]] = {
     ),
     ("train/config.py", "attributes", "Recipe"): (14, "one for each section of a recipe"),
     ("wrapper/fsdp1.py", "parameters", "__init__"): (16, "torch's signature, so that calls carry over"),
-    ("wrapper/fsdp1.py", "class lines", "FullyShardedDataParallel"): (
-        265,
-        "torch's methods and attributes, each by its name",
-    ),
     ("wrapper/fsdp1.py", "function lines", "__init__"): (75, "sixteen arguments, each named once"),
     ("xla/shard.py", "parameters", "fully_shard"): (13, "options of XlaFullyShardedDataParallel, by name"),
 }
@@ -469,19 +448,25 @@ def over_budget(
 
 
 def _sizes(path: str, source: str) -> Iterator[tuple[str, str, int]]:
-    """(name, budget, size) of everything in a file that has a budget. A function's docstring is free."""
-    yield path, "file lines", len(source.splitlines())
+    """(name, budget, size) of everything in a file that has a budget. Docstrings are free."""
     tree = ast.parse(source)
+    yield path, "file lines", len(source.splitlines()) - _doc_lines(tree)
     for function in _functions(tree):
-        first = function.body[0]
-        doc = ast.get_docstring(function) is not None
-        doc_lines = (first.end_lineno or 0) - first.lineno + 1 if doc else 0
-        yield function.name, "function lines", _lines(function) - doc_lines
+        yield function.name, "function lines", _lines(function) - _doc_lines(function)
         yield function.name, "parameters", len(_parameters(function))
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
-            yield node.name, "class lines", _lines(node)
+            yield node.name, "class lines", _lines(node) - _doc_lines(node)
             yield node.name, "attributes", len(_attributes(node))
+
+
+def _doc_lines(tree: ast.AST) -> int:
+    """Lines of the docstrings of a tree: of its functions and classes, and its own."""
+    lines = 0
+    for node in ast.walk(tree):
+        if isinstance(node, AnyFunction | ast.ClassDef | ast.Module) and ast.get_docstring(node) is not None:
+            lines += (node.body[0].end_lineno or 0) - node.body[0].lineno + 1
+    return lines
 
 
 def _functions(tree: ast.AST) -> Iterator[AnyFunction]:
