@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup train test test-all test-torch check bench dist setup-xla test-xla setup-hf test-hf finetune setup-bnb test-bnb setup-clients clients clients-short setup-track test-track prove-gpu pictures
+.PHONY: setup train test test-all test-torch check bench dist setup-xla test-xla setup-hf test-hf finetune setup-bnb test-bnb setup-clients clients clients-short setup-track test-track prove-gpu pictures setup-docs docs
 
 setup: .venv/.installed
 
@@ -51,6 +51,19 @@ bench: setup
 # The pictures of docs/ again, each of a run of this machine. The step beside FSDP2's takes root, for its link.
 pictures: setup
 	$(BIN)/python -m bench.pictures
+
+# The site, into build/site: fails on a broken link or anchor, and looks at what was built. Setting up needs a network, building none.
+setup-docs: .venv-docs/.installed
+
+.venv-docs/.installed: requirements.lock
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check --constraint requirements.lock "mkdocs==1.6.1" "mkdocs-material==9.8.1" "mkdocstrings==1.0.8" "mkdocstrings-python==2.0.11" ruff
+	@touch $@
+
+docs: setup setup-docs
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet
+	$(BIN)/python -m pytest --quiet tests/site
+	@echo "open build/site/index.html, or with search: $(BIN)/python -m http.server --directory build/site"
 
 # What only accelerators can show, on one page (docs/gpu.md); DEVICE=sim runs it at toy size on the CPU.
 # PROVE_PYTHON=python3 takes another Python than this one's, whose torch has been built for the accelerator.

@@ -189,5 +189,5 @@ def test_a_fence_is_found_whatever_its_label_and_commands_lose_what_is_said_of_t
 def test_ci_runs_every_suite():
     """Also those that excuse a command here: each has an environment of its own."""
     script = (Path(__file__).parents[2] / ".ci" / "run").read_text()
-    for target in ("check", "test-all", "test-hf", "test-xla", "clients-short"):
+    for target in ("check", "test-all", "docs", "test-hf", "test-xla", "clients-short"):
         assert re.search(rf"^ *timed {target}$", script, re.MULTILINE), target

@@ -1,0 +1,32 @@
+"""Print the page of the command: the `--help` of each verb, and of each verb's verbs, by the command itself."""
+
+import contextlib
+import io
+import os
+import re
+
+os.environ["COLUMNS"] = "100"
+
+from shardwright.cli import main
+
+
+def help_of(*verbs: str) -> str:
+    """What ``shardwright VERBS --help`` prints."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        main([*verbs, "--help"])
+    if not out.getvalue().startswith("usage: "):
+        raise SystemExit(f"shardwright {' '.join(verbs)} --help printed no help: {out.getvalue()!r}")
+    return out.getvalue().strip()
+
+
+def section(*verbs: str) -> str:
+    """One command's heading and help, and those of its verbs."""
+    text = help_of(*verbs)
+    parts = [f"{'#' * (1 + len(verbs))} {' '.join(('shardwright', *verbs))}\n\n```text\n{text}\n```\n"]
+    verbs_of = re.search(r"^usage: [^{]*\{([\w,]+)\} \.\.\.$", text.split("\n\n")[0], re.MULTILINE)
+    found = verbs_of[1].split(",") if verbs_of else re.findall(r"^    (\w+)\b", text, re.MULTILINE) if not verbs else []
+    return "\n".join([*parts, *(section(*verbs, verb) for verb in found)])
+
+
+print(section())
