@@ -1,4 +1,4 @@
-"""Print the page of the command: the `--help` of each verb, and of each verb's verbs, by the command itself."""
+"""Print the page of the command: the `--help` of each verb and of each verb's verbs, by the command."""
 
 import contextlib
 import io
@@ -25,7 +25,9 @@ def section(*verbs: str) -> str:
     text = help_of(*verbs)
     parts = [f"{'#' * (1 + len(verbs))} {' '.join(('shardwright', *verbs))}\n\n```text\n{text}\n```\n"]
     verbs_of = re.search(r"^usage: [^{]*\{([\w,]+)\} \.\.\.$", text.split("\n\n")[0], re.MULTILINE)
-    found = verbs_of[1].split(",") if verbs_of else re.findall(r"^    (\w+)\b", text, re.MULTILINE) if not verbs else []
+    found = verbs_of[1].split(",") if verbs_of else []
+    if not verbs:  # the first list is one of lines
+        found = re.findall(r"^    (\w+)\b", text, re.MULTILINE)
     return "\n".join([*parts, *(section(*verbs, verb) for verb in found)])
 
 

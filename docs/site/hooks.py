@@ -1,5 +1,5 @@
-"""What `make docs` adds to the pages of docs/: README, CONTRIBUTING and CHANGELOG as pages, the page of the command
-out of the command itself, and drawings that take the colours of the page.
+"""What `make docs` adds to the pages of docs/: README, CONTRIBUTING and CHANGELOG as pages, the page of the
+command out of the command itself, and drawings that take the colours of the page.
 """
 
 import posixpath
@@ -33,7 +33,7 @@ def moved(target: str) -> str:
 
 
 def command_page() -> str:
-    """Every command's ``--help``, as the command itself prints it. Raises: CalledProcessError where it fails."""
+    """Every command's ``--help``, as the command prints it. Raises: CalledProcessError where it fails."""
     python, script = ROOT / ".venv" / "bin" / "python", ROOT / "docs" / "site" / "commands.py"
     return subprocess.run([python, script], capture_output=True, text=True, check=True).stdout
 
@@ -59,4 +59,5 @@ def drawn(found: re.Match, folder: Path) -> str:
     if root.get("class") != "drawing":
         return found[0]
     text = re.sub(r"<\?xml.*?\?>|<style>.*?</style>|<!--.*?-->", "", text, flags=re.DOTALL)
-    return re.sub(r"\n\s*", "\n", text.replace("<svg ", f'<svg role="img" aria-label="{found[1]}" ', 1)).strip()
+    text = text.replace("<svg ", f'<svg role="img" aria-label="{found[1]}" ', 1)
+    return re.sub(r"\n\s*", "\n", text).strip()

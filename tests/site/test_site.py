@@ -1,4 +1,4 @@
-"""The site as `make docs` has built it into build/site: what a browser gets of it, and what makes a build fail."""
+"""The site as `make docs` has built it into build/site: what a browser gets, and what makes a build fail."""
 
 import html
 import os
