@@ -23,7 +23,6 @@ def on_files(files, config):
     for source, page in PAGES.items():
         text = LINK.sub(lambda found: found[1] + moved(found[2]) + found[3], (ROOT / source).read_text())
         files.append(File.generated(config, page, content=text))
-    files.append(File.generated(config, COMMAND, content=command_page()))
     return files
 
 
@@ -41,6 +40,8 @@ def command_page() -> str:
 def on_page_markdown(markdown, page, **_):
     """Put drawings of class ``drawing`` into the page itself, where its style reaches them; on a page that
     came from beside docs/, links of pages to these are followed, too."""
+    if page.file.src_uri == COMMAND:
+        return command_page()
     folder = posixpath.dirname(page.file.src_uri)
     markdown = LINK.sub(lambda found: found[1] + inside(found[2], folder) + found[3], markdown)
     return DRAWING.sub(lambda found: drawn(found, ROOT / "docs" / folder), markdown)
