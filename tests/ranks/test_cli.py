@@ -1,8 +1,6 @@
 """``shardwright checkpoint`` shows what it finds and says so by its exit code."""
 
-import io
 import json
-from contextlib import redirect_stdout
 
 import pytest
 import torch
@@ -12,8 +10,8 @@ from torch import nn
 from shardwright import fully_shard
 from shardwright.checkpoint import save
 from shardwright.cli import main
-from shardwright.observe.lifecycle import store_address
 from tests.ranks.pool import run_ranks
+from tests.ranks.top import said_by_top
 
 
 def write(rank, world, folder, step, value):
@@ -81,13 +79,7 @@ def test_a_table_in_a_pipe_is_never_cut(tmp_path, capsys):
 
 def ask(rank, world):
     fully_shard(nn.Linear(2, 2))
-    torch.distributed.barrier()
-    printed = io.StringIO()
-    if rank == 1:
-        with redirect_stdout(printed):
-            assert main(["top", store_address(), "--once", "--json"]) == 0
-    torch.distributed.barrier()
-    return printed.getvalue()
+    return said_by_top(rank)
 
 
 def test_top_prints_what_each_rank_says_as_an_object():

@@ -1,18 +1,15 @@
 """The ledger of real steps, with what was made slow on purpose: each is found, at the right rank."""
 
 import gc
-import io
 import json
 import logging
 import time
-from contextlib import redirect_stdout
 from datetime import timedelta
 
 import pytest
 import torch
 
 from shardwright import fully_shard, set_transport
-from shardwright.cli import main
 from shardwright.observe.clocks import on_one_clock
 from shardwright.observe.ledger import REST, booked, summary, table
 from shardwright.observe.lifecycle import store_address
@@ -21,6 +18,7 @@ from shardwright.observe.status_exchange import find_exchange, store_at
 from shardwright.transport.recorder import recorder
 from tests.ranks.models import Run, batches, build, loss_of, shard_decoder
 from tests.ranks.pool import run_ranks
+from tests.ranks.top import said_by_top
 
 SLOW_S, WARM, STEPS = 0.1, 3, 9
 
@@ -89,13 +87,7 @@ def test_what_is_slow_on_purpose_is_first_in_the_ledger_and_the_rest_is_small(tr
 
 def shown(rank, world):
     trained(rank, world, "auto", {"data": (0, SLOW_S)})
-    torch.distributed.barrier()
-    printed = io.StringIO()
-    if rank == 1:
-        with redirect_stdout(printed):
-            assert main(["top", store_address(), "--once", "--json"]) == 0
-    torch.distributed.barrier()
-    return printed.getvalue()
+    return said_by_top(rank)
 
 
 def test_top_says_what_the_last_steps_lost_and_to_whom():

@@ -31,10 +31,8 @@ with from_extra("train"):
 
 _ANSWER_S = 1.0
 _PAUSE_S = 1.0
-_BOOK_S, _STEPS = (
-    10.0,
-    10,
-)  # so often what so many last steps lost is asked for: ranks read their rings for it
+_BOOK_S = 10.0  # between two looks at what steps lost: ranks read their rings for it
+_STEPS = 10  # the last ones, which are looked at
 CONNECT = timedelta(seconds=5.0)
 """For an answer from the job's store, at most."""
 

@@ -9,7 +9,7 @@ from shardwright.engine.group import ParamGroup
 from shardwright.errors import OutOfMemory
 from shardwright.observe.host_memory import Budget, stated_budget
 from shardwright.observe.lifecycle import amendments
-from shardwright.observe.memory import in_words
+from shardwright.observe.memory import event_in_words
 from shardwright.schedule.schedule import Event
 
 Watcher = Callable[[Event, ParamGroup | None, bool], None]
@@ -59,7 +59,7 @@ class Memory:
 
     def _check_event(self, event: Event, group: ParamGroup | None, has_acted: bool) -> None:
         if not has_acted:
-            self._check(0, in_words(event.kind, "" if group is None else group.name))
+            self._check(0, event_in_words(event.kind, "" if group is None else group.name))
 
     def _check(self, more_nbytes: int, doing: str) -> None:
         assert self.budget is not None

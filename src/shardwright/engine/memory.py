@@ -18,7 +18,15 @@ from shardwright.engine.optimizer_guard import stepped
 from shardwright.engine.unit import unit_of, units_in
 from shardwright.errors import StageError
 from shardwright.observe.host_memory import allocated_nbytes
-from shardwright.observe.memory import NO_GROUP, Amount, Category, MemoryLog, MemoryReport, in_words, merged
+from shardwright.observe.memory import (
+    NO_GROUP,
+    Amount,
+    Category,
+    MemoryLog,
+    MemoryReport,
+    event_in_words,
+    merged,
+)
 from shardwright.schedule.schedule import Event, EventKind
 
 
@@ -176,7 +184,7 @@ class _StepRecorder:
             other = max(0, rest - sum(self._accounts.values()))
             amounts.append(Amount(Category.OTHER, NO_GROUP, other))
         name = "" if group is None else self._names.get(group, group.name)
-        when = f"{'after' if has_acted else 'before'} {in_words(event.kind, name)}"
+        when = f"{'after' if has_acted else 'before'} {event_in_words(event.kind, name)}"
         self.log.moments.append((at_s, MemoryReport(when, merged(amounts), rest is not None)))
 
     def _owner(self, event: Event) -> tuple[Category, str]:

@@ -144,7 +144,7 @@ _WORDS = {
 }
 
 
-def in_words(kind: EventKind, name: str) -> str:
+def event_in_words(kind: EventKind, name: str) -> str:
     """An event of the group that is called ``name``; "": of none."""
     return f"{_WORDS[kind]} {name}".strip()
 
