@@ -4,19 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from shardwright.observe.preflight import (
-    Flow,
-    HostReport,
-    LinkReport,
-    RankCall,
-    Readiness,
-    can_measure,
-    in_short,
-    judge,
-)
-from shardwright.observe.preflight_host import Interface, nccl_interfaces
-from shardwright.observe.preflight_links import MOST_PEERS, flow_seconds, rounds, spread
-from shardwright.observe.preflight_table import page
+from shardwright.observe.preflight.findings import Flow, HostReport, LinkReport, RankCall, Readiness, in_short
+from shardwright.observe.preflight.host import Interface, nccl_interfaces
+from shardwright.observe.preflight.judge import can_measure, judge
+from shardwright.observe.preflight.links import MOST_PEERS, flow_seconds, rounds, spread
+from shardwright.observe.preflight.page import page
 
 GOOD_RATE = 1.2e9
 

@@ -127,9 +127,7 @@ def reduce(reducers: Sequence[Reducer]) -> None:
 
 def rehearse(reducers: Sequence[Reducer]) -> Callable[[], None]:
     """Issue the reduce-scatters that ``reduce`` would, of ones; what it returns waits and drops the sums."""
-    grads = {reducer: zeros for reducer in reducers if (zeros := reducer.zeros())}
-    for _, grad in (pair for pairs in grads.values() for pair in pairs):
-        grad.fill_(1)  # zeros aren't sent over a network
+    grads = {reducer: ones for reducer in reducers if (ones := reducer.ones())}
     flying = _issued(grads)
 
     def wait() -> None:

@@ -377,10 +377,11 @@ class Reducer:
         used = {param for place, param in enumerate(self.params) if brought >> place & 1}
         self.unresolved.resolve(used, again=bool(self._partial))
 
-    def zeros(self) -> Grads:
-        """Gradients of zeros, of what is trained: to time the collectives alone."""
+    def ones(self) -> Grads:
+        """Gradients of ones, of what is trained, to time the collectives alone: zeros aren't sent."""
         params = [param for param in self.params if param.trainable]
-        return list(zip(params, zero_grads(params, self._precision), strict=True))
+        grads = zero_grads(params, self._precision)
+        return [(param, grad.fill_(1)) for param, grad in zip(params, grads, strict=True)]
 
     def drop(self) -> None:
         """Forget the gradients of a backward that failed; what is in flight ends unseen."""

@@ -22,9 +22,8 @@ def identity(pid: int | None = None) -> str | None:
     (Ids are used again, pairs with a time are not.)
     """
     pid = os.getpid() if pid is None else pid
+    boot = boot_id()
     try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            boot = file.read().strip()
         namespace = os.stat("/proc/self/ns/pid").st_ino
         with open(f"/proc/{pid}/stat") as file:
             fields = file.read().rpartition(")")[2].split()  # the name before may hold spaces
@@ -32,3 +31,12 @@ def identity(pid: int | None = None) -> str | None:
         return None
     state, started = fields[0], fields[19]
     return None if state in "ZX" else f"{boot} {namespace} {pid} {started}"
+
+
+def boot_id() -> str:
+    """The same for all that runs on one machine until it starts anew; "" where there is no /proc."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return ""

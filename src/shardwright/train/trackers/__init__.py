@@ -35,6 +35,13 @@ class TrackedRun:
     run_id: str = ""
     step: int = 0
 
+    @property
+    def flat_settings(self) -> dict[str, Any]:
+        """The recipe as ``section.key``, for those that know no sections."""
+        return {
+            f"{section}.{key}": value for section, of in self.settings.items() for key, value in of.items()
+        }
+
 
 class Tracker(Protocol):
     """An adapter. run_id: what its library calls the run."""

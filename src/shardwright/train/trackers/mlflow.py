@@ -29,7 +29,7 @@ class MLflow:
         experiment = self._client.get_experiment_by_name(run.project)
         number = experiment.experiment_id if experiment else self._client.create_experiment(run.project)
         self.run_id = self._client.create_run(number, run_name=run.folder.name).info.run_id
-        params = [Param(f"{s}.{k}", str(v)) for s, each in run.settings.items() for k, v in each.items()]
+        params = [Param(key, str(value)) for key, value in run.flat_settings.items()]
         self._client.log_batch(self.run_id, params=params)
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:

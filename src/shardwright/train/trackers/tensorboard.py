@@ -18,9 +18,7 @@ class TensorBoard:
         self.run_id = str(folder)
         self._writer = SummaryWriter(str(folder), purge_step=run.step + 1 if run.step else None)
         if not run.step:
-            text = "\n".join(
-                f"    {s}.{k} = {v!r}" for s, each in run.settings.items() for k, v in each.items()
-            )
+            text = "\n".join(f"    {key} = {value!r}" for key, value in run.flat_settings.items())
             self._writer.add_text("recipe", text)
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:

@@ -14,11 +14,10 @@ class Trackio:
     """See ``Tracker``. A run is known by its name there."""
 
     def __init__(self, run: TrackedRun) -> None:
-        settings = {f"{s}.{k}": v for s, each in run.settings.items() for k, v in each.items()}
         self._run = trackio.init(
             project=run.project,
             name=run.run_id or None,
-            config=settings,
+            config=run.flat_settings,
             resume="must" if run.run_id else "never",
             embed=False,
         )

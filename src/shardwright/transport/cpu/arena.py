@@ -33,6 +33,7 @@ from shardwright.errors import CommError
 from shardwright.schedule.layout import align
 from shardwright.transport.cpu import futex
 from shardwright.transport.launches import Launch, LaunchLog, process_state
+from shardwright.transport.liveness import boot_id
 from shardwright.transport.recorder import DONE, clock, recorder
 
 RESERVED_NBYTES = 64 << 30
@@ -129,10 +130,8 @@ def header_nbytes(world: int) -> int:
 
 def this_host(fd: int) -> Host:
     """This process' ``Host``, for the ranks to compare. Raises: OSError, where there is no /proc."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        boot = file.read().strip()
     pids, network = (os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("pid", "net"))
-    return Host(platform.machine(), boot, pids, network, os.getpid(), fd)
+    return Host(platform.machine(), boot_id(), pids, network, os.getpid(), fd)
 
 
 class Operation(Protocol):

@@ -66,13 +66,18 @@ def listen(world: int) -> tuple[socket.socket, Place] | str:
         return "Python has no sendmsg here"
     for host in _hosts():
         try:
-            family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-            listener = socket.create_server((host, 0), family=family, backlog=KINDS * world)
+            return listen_at(host, KINDS * world)
         except OSError:  # a name of another machine, or one that nobody knows
             continue
-        address, port = listener.getsockname()[:2]
-        return listener, Place(address, port, secrets.token_hex(16))
     return "it has no address of its own to listen at"
+
+
+def listen_at(host: str, backlog: int) -> tuple[socket.socket, Place]:
+    """A socket that listens at a name or address of this host. Raises: OSError where there is none."""
+    family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+    listener = socket.create_server((host, 0), family=family, backlog=backlog)
+    address, port = listener.getsockname()[:2]
+    return listener, Place(address, port, secrets.token_hex(16))
 
 
 def _hosts() -> list[str]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from threading import Lock, Thread
 
-from shardwright.observe.preflight import Flow, RankCall
+from shardwright.observe.preflight.findings import Flow, RankCall
 from shardwright.transport.cpu.handshake import Caller, Place, call
 
 PING, FLOW = 0, 1  # kinds of connections

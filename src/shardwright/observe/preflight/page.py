@@ -3,7 +3,14 @@
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 
-from shardwright.observe.preflight import HostReport, Readiness, Trouble, clocks, in_short, is_loopback
+from shardwright.observe.preflight.findings import (
+    HostReport,
+    Readiness,
+    Trouble,
+    clocks,
+    in_short,
+    is_loopback,
+)
 from shardwright.observe.status import in_words
 
 _MOST_IN_GRID = 12

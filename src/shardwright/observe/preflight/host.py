@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.cuda import nccl
 
-from shardwright.observe.preflight import HostReport, Trouble, is_loopback
+from shardwright.observe.preflight.findings import HostReport, Trouble, is_loopback
+from shardwright.transport.liveness import boot_id
 
 try:
     import fcntl
@@ -283,7 +284,7 @@ def host_report(rank: int, master: str, file: OwnFile | None, folder: Path) -> H
         troubles.append(Trouble("disk", (), text, remedy))
     return HostReport(
         host=socket.gethostname(),
-        boot=_boot(),
+        boot=boot_id() or platform.node(),
         address=address,
         link=(link.name, link.mtu, link.mbits),
         route=route,
@@ -294,10 +295,3 @@ def host_report(rank: int, master: str, file: OwnFile | None, folder: Path) -> H
         disk=file.rates if file else (0.0, 0.0),
         troubles=tuple(trouble._replace(ranks=(rank,)) for trouble in troubles),
     )
-
-
-def _boot() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return platform.node()
