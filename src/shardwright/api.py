@@ -94,47 +94,70 @@ def fully_shard(
 ) -> Any:
     """Shard the parameters of a module (or of several, as one group) over the ranks of a mesh.
 
-    Call it bottom-up: on each block, then on the whole model; every rank of the mesh must make the same
+    Call it bottom-up, on each block and then on the whole model. Every rank of the mesh must make the same
     calls in the same order. Parameters that a nested call has taken are left out; where none are left, the
-    call makes no group. Build the optimizer afterwards. In place: the module keeps its identity and names,
-    and its class becomes a subclass that is also an ``FSDPModule``.
+    call makes no group. Build the optimizer afterwards. The module is changed in place: it keeps its identity
+    and its names, and its class becomes a subclass that is also an ``FSDPModule``.
 
     At rest each parameter is a DTensor of its logical shape, of which this rank stores the rows that
-    ``torch.chunk`` gives it (scalars are kept whole). The original parameter's memory is freed. Around a
+    ``torch.chunk`` gives it (scalars are kept whole). The memory of the original parameter is freed. Around a
     module's forward and backward its group's parameters are plain tensors, unsharded in ``param_dtype``.
     Gradients are averaged over ranks.
 
-    module: a module, or a list of modules that become one group. Of an ``nn.ModuleList`` or ``ModuleDict``,
-        which has no forward, each child is sharded.
-    mesh: a 1-D DeviceMesh to shard over, or a 2-D one: copies along its first axis, shards along its
-        second; None: all ranks. Parameters and buffers are moved to its device.
-    reshard_after_forward: free the unsharded parameters after forward and gather them again for backward;
-        False keeps them in between; None means True for nested modules and False for the root; an int, a
-        divisor of the world, keeps shards over that many neighbours in between.
-    shard_placement_fn: called with each parameter; returns the ``Shard(dim)`` to cut it on (sizes need not
-        divide), None for dim 0, or a ``ShardPlacementResult`` to shard it on another mesh.
-    mp_policy: see ``MixedPrecisionPolicy``. offload_policy: see ``CPUOffloadPolicy``.
-    ignored_params: left as they are: neither sharded nor moved, their gradients not reduced.
-    dp_mesh_dims: names the data-parallel axes of a larger ``mesh``, on which the parameters are DTensors
-        already, replicated along those axes.
-    groups: of one model, make all its groups at once: lists of names or modules inside it, a group each, or
-        "auto" or a ``Grouping`` to choose them. What they leave becomes groups of neighbours, in the order
-        of definition, so that the model itself owns nothing that another module can hold.
-    shard_over_all: of a 2-D mesh (nodes, ranks of a node) shard over both axes: no copies at rest. A forward
-        gathers over all ranks, between nodes first; then shards over the node are kept for the backward.
-    plan: of one model, what ``shardwright.plan.search`` found, or the path of its file: all its groups, what
-        is resharded, the dtypes, copies of shards, the policy of the schedule, what is on the host at rest,
-        whether frozen weights are quantised, and the modules that are computed again in the backward.
-        ``mesh``, ``ignored_params`` and ``shard_placement_fn`` go with it, ``offload_policy`` where it has
-        none, the others don't.
-    cluster: with ``groups="auto"``, what it runs on, or the path of its file: those blocks share a group that
-        make the shortest step by ``shardwright.plan``. Its ranks are those of the mesh.
-    sample: one microbatch of one rank, with ``cluster``: a tensor, a sequence of arguments or a mapping of
-        named ones, of the same shapes on all ranks; the model is traced with it, once, without data.
-    Returns the argument.
-    Raises: InputError for a module that is sharded already, a mesh of the wrong shape or without this rank,
-        or an option that doesn't fit; for a plan for another model or number of ranks. ConfigError for a
-        file that is no plan. Nothing is changed then.
+    Args:
+        module: a module, or a list of modules that become one group. Of an ``nn.ModuleList`` or
+            ``ModuleDict``, which has no forward, each child is sharded.
+        mesh: a 1-D DeviceMesh to shard over, or a 2-D one that holds copies along its first axis and shards
+            along its second; None: all ranks. Without a launcher that is a world of one. Parameters and
+            buffers are moved to its device.
+        reshard_after_forward: free the unsharded parameters after the forward and gather them again for the
+            backward. False keeps them in between. None means True for nested modules and False for the root.
+            An int, a divisor of the number of ranks, keeps shards over so many neighbouring ranks in between.
+        shard_placement_fn: called with each parameter. It returns the ``Shard(dim)`` to cut it on (sizes need
+            not divide), None for dim 0, or a ``ShardPlacementResult`` to shard it on another mesh.
+        mp_policy: mixed precision; see ``MixedPrecisionPolicy``.
+        offload_policy: what is on the host at rest; see ``CPUOffloadPolicy``.
+        ignored_params: left as they are: neither sharded nor moved, and their gradients aren't reduced.
+        dp_mesh_dims: the data-parallel axes of a larger ``mesh``, by name. The parameters are DTensors on it
+            already, replicated along those axes.
+        groups: make all groups of one model at once: a list of lists of names or modules inside it, one for
+            each group, or "auto" or a ``Grouping`` to choose them. What they leave becomes groups of
+            neighbours, in the order of definition, so that the model itself owns nothing that another module
+            can hold.
+        shard_over_all: shard over both axes of a 2-D mesh (nodes, ranks of a node), so that nothing is stored
+            twice. A forward gathers over all ranks, between nodes first; shards over the node are kept for
+            the backward.
+        plan: what ``shardwright.plan.search`` found for this model, or the path of its file. It sets all
+            groups, what is resharded, the dtypes, copies of shards, the schedule's policy, what is on the
+            host at rest, whether frozen weights are quantised, and the modules that are computed again in the
+            backward. ``mesh``, ``ignored_params`` and ``shard_placement_fn`` go with it, and
+            ``offload_policy`` where the plan has none; the others don't.
+        cluster: with ``groups="auto"``, the cluster that the model runs on, or the path of its file. Blocks
+            share a group where that makes the shortest step by ``shardwright.plan``. The number of ranks is
+            that of the mesh.
+        sample: with ``cluster``, one microbatch of one rank: a tensor, a sequence of arguments or a mapping
+            of named ones, of the same shapes on all ranks. The model is traced with it once, without data.
+
+    Returns:
+        The argument ``module``.
+
+    Raises:
+        InputError: a module is sharded already, the mesh has the wrong shape or lacks this rank, options
+            don't fit each other, or the plan is for another model or number of ranks. Nothing is changed
+            then.
+        ConfigError: the file of ``plan`` or ``cluster`` isn't one. Nothing is changed then.
+        StageError: the plan quantises weights, and the call was made inside a step.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+        >>> for block in (model[0], model[2]):
+        ...     _ = shardwright.fully_shard(block)
+        >>> _ = shardwright.fully_shard(model)
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        >>> model(torch.ones(2, 8)).sum().backward()
+        >>> optimizer.step()
+        >>> model[0].weight.shape, model[0].weight.placements
+        (torch.Size([8, 8]), (Shard(dim=0),))
     """
     options = GroupOptions(
         reshard_after_forward,
@@ -279,20 +302,48 @@ def _shard(
 
 
 def stats(model: nn.Module) -> Stats:
-    """Bytes and seconds of a sharded model on this rank; no communication.
+    """Bytes and seconds of a sharded model on this rank. Any rank may call it, at any time; no communication.
 
-    Raises: InputError for a module that isn't sharded.
+    Args:
+        model: a module that ``fully_shard`` was called on; what is counted is the whole model that it is part
+            of.
+
+    Returns:
+        The ``Stats``.
+
+    Raises:
+        InputError: the module isn't sharded.
+
+    Examples:
+        >>> model = shardwright.fully_shard(nn.Linear(8, 4))
+        >>> shardwright.stats(model).at_rest_nbytes  # 8 * 4 + 4 elements of 4 bytes, on one rank
+        144
     """
     return unit_of(model).runtime.stats()
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The whole model as plain CPU tensors: every entry of ``model.state_dict()`` on rank 0, {} elsewhere.
+    """Every entry of ``model.state_dict()`` as a whole, plain CPU tensor: on rank 0, while other ranks get
+    ``{}``.
 
     Every rank of the model's mesh calls it, between steps. Parameters are collected in the dtype at rest, by
-    all-gathers of at most 128 MiB: so much memory of each device. Names that share a parameter share a
-    tensor.
-    Raises: InputError for a model without a sharded module.
+    all-gathers that take at most 128 MiB of each device's memory. Names that share a parameter share a
+    tensor. The model is at rest afterwards: unsharded parameters are freed.
+
+    Args:
+        model: a model with at least one sharded module.
+
+    Returns:
+        The names and tensors, on the mesh's first rank.
+
+    Raises:
+        InputError: the model has no sharded module.
+        StageError: its parameters are on the host by ``offload_states``.
+
+    Examples:
+        >>> model = shardwright.fully_shard(nn.Linear(8, 4))
+        >>> {name: tuple(tensor.shape) for name, tensor in shardwright.full_state_dict(model).items()}
+        {'weight': (4, 8), 'bias': (4,)}
     """
     return dict(_whole(model, None, shared=True))
 
@@ -300,15 +351,30 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 def stream_state_dict(
     model: nn.Module, decoded: torch.dtype | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """``(name, tensor)`` of the whole model, one after another on the CPU of rank 0; nothing elsewhere.
+    """The whole model one tensor after another, on the CPU of rank 0, for models that don't fit into one
+    host.
 
-    Every rank of the model's mesh iterates to the end, between steps. One parameter is made whole at a time
-    (of smaller ones on an accelerator 128 MiB), and ranks wait until rank 0 comes for the next; so a model
-    that fits nowhere can be written to a file. Host memory: what the caller keeps (a ``for`` loop its last
-    tensor, until it has the next one), what is made whole, and at most 128 MiB on the way. A tied weight is
+    Every rank of the model's mesh iterates to the end, between steps; other ranks than 0 get nothing. One
+    parameter is made whole at a time (of smaller ones 128 MiB on an accelerator), and ranks wait until rank 0
+    asks for the next one. The host's memory holds what the caller keeps (a ``for`` loop keeps its last tensor
+    until it has the next one), what is being made whole, and at most 128 MiB on the way. A tied weight is
     collected under each of its names.
-    decoded: give quantised weights in this dtype, under their own names, instead of codes and scales.
-    Raises: InputError for a model without a sharded module.
+
+    Args:
+        model: a model with at least one sharded module.
+        decoded: give quantised weights in this dtype under their own names, instead of codes and scales.
+
+    Returns:
+        An iterator of ``(name, tensor)``, with tensors in the dtype at rest.
+
+    Raises:
+        InputError: the model has no sharded module.
+        StageError: its parameters are on the host by ``offload_states``.
+
+    Examples:
+        >>> model = shardwright.fully_shard(nn.Linear(8, 4))
+        >>> [name for name, tensor in shardwright.stream_state_dict(model)]
+        ['weight', 'bias']
     """
     return _whole(model, decoded, shared=False)
 
@@ -332,22 +398,37 @@ def offload_states(
     params: bool = True,
     grads: bool = True,
 ) -> None:
-    """Give the device's memory of a sharded model's states back, until ``reload_states``.
+    """Free the device memory of a sharded model's parameters, gradients and optimizer, until
+    ``reload_states``.
 
-    For what comes between steps and wants that memory: generation, another model. Any rank may call it by
-    itself, between steps; no communication. Shards are copied to pinned memory of the host, in their dtypes;
-    it returns once all are there, after one wait. Unsharded parameters are freed as well. Parameters,
+    For what comes between steps and needs that memory: generation, another model. Any rank may call it by
+    itself, between steps; no communication. Shards are copied to pinned memory of the host in their dtypes,
+    and the call returns when all copies have ended. Unsharded parameters are freed as well. Parameters,
     gradients and state keep their identity, shape and placements; only the local tensor is on the host.
-    ``torch.accelerator.empty_cache()`` then has torch give the memory to other processes. What is there
-    already, or lies on the host by ``offload_policy``, is left as it is; on CPU ranks nothing is copied.
+    ``torch.accelerator.empty_cache()`` then has torch give the memory to other processes. What is on the host
+    already, by an earlier call or by ``offload_policy``, is left as it is; CPU ranks copy nothing.
 
-    optimizer: its state of the model's sharded parameters is moved, whatever has a dimension; call again for
-        a second optimizer. params, grads: False leaves these on the device.
-    Until they are back whatever would use them raises StageError: of parameters every forward, backward and
-    ``unshard``, and what saves, loads, moves or casts the model; of gradients a forward that records a graph,
-    a backward and clipping; of any of them an optimizer's step. The state of an optimizer can be saved.
-    Raises: InputError for a model without a sharded module; StageError inside of a forward or backward, and
-        between the microbatches of a step.
+    Until they are back, whatever would use them raises StageError. For parameters that is every forward,
+    backward and ``unshard``, and what saves, loads, moves or casts the model; for gradients a forward that
+    records a graph, a backward and clipping; for any of them an optimizer's step. The state of an optimizer
+    can be saved.
+
+    Args:
+        model: a model with at least one sharded module.
+        optimizer: move its state of the model's sharded parameters, every tensor that has a dimension. Call
+            again for a second optimizer.
+        params: False leaves the parameters on the device.
+        grads: False leaves the gradients on the device.
+
+    Raises:
+        InputError: the model has no sharded module.
+        StageError: it was called inside a forward or backward, or between the microbatches of a step.
+
+    Examples:
+        >>> model = shardwright.fully_shard(nn.Linear(8, 4))
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> shardwright.offload_states(model, optimizer)
+        >>> shardwright.reload_states(model)
     """
     groups = _between_steps(model, "offload_states")
     check_reduced(groups)
@@ -361,11 +442,20 @@ def offload_states(
 def reload_states(
     model: nn.Module, *, params: bool = True, grads: bool = True, optimizer_state: bool = True
 ) -> None:
-    """Bring back to the device what ``offload_states`` has put on the host; all of it, or what is asked for.
+    """Copy back to the device what ``offload_states`` has put on the host: all of it, or what is asked for.
 
     Any rank may call it by itself, between steps; no communication. Copies are queued on the current stream
-    and the host doesn't wait. Without something to bring it does nothing.
-    Raises: InputError for a model without a sharded module; StageError inside of a forward or backward.
+    and the host doesn't wait. Where nothing is on the host it does nothing.
+
+    Args:
+        model: a model with at least one sharded module.
+        params: bring back the parameters.
+        grads: bring back the gradients.
+        optimizer_state: bring back the state of optimizers.
+
+    Raises:
+        InputError: the model has no sharded module.
+        StageError: it was called inside a forward or backward.
     """
     wanted = {State.PARAMS: params, State.GRADS: grads, State.OPTIMIZER: optimizer_state}
     bring_back(_between_steps(model, "reload_states"), [state for state in State if wanted[state]])
@@ -390,9 +480,20 @@ def _between_steps(model: nn.Module, caller: str) -> list[ParamGroup]:
 def communication_s(model: nn.Module) -> float:
     """Seconds that one step's all-gathers and reduce-scatters take alone, as the schedule launches them.
 
-    Every rank of the model's mesh calls it, between steps; no compute runs beside them, so this is what a
-    step would wait without overlap. Before there is a schedule each group's are taken one after another.
-    Groups that move rows in use move all of them. Gradients and parameters are left as they are.
-    Raises: InputError for a module that isn't sharded; StageError inside a step.
+    Every rank of the model's mesh calls it, between steps. No compute runs beside them, so this is what a
+    step would wait without overlap; it is the median of three times. Before there is a schedule, each group's
+    collectives are taken one after another. Groups that move rows in use move all of them. Gradients and
+    parameters are left as they are, and unsharded parameters are freed.
+
+    Args:
+        model: a module that ``fully_shard`` was called on; what is measured is the whole model that it is
+            part of.
+
+    Returns:
+        Seconds, on this rank.
+
+    Raises:
+        InputError: the module isn't sharded.
+        StageError: it was called inside a step, or the parameters are on the host by ``offload_states``.
     """
     return unit_of(model).runtime.communication_s()

@@ -22,15 +22,33 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """``torch.nn.utils.clip_grad_norm_`` for gradients that are shards on one mesh or on several, or plain.
+    """``torch.nn.utils.clip_grad_norm_`` for gradients that are sharded, on one mesh or several, or plain.
 
     Every rank calls it with the same parameters. The norm is that of all gradients whole, as one process
-    would compute it (any ``norm_type``, infinity included). Gradients are scaled in place so that it is at
-    most ``max_norm``. Plain gradients must be equal on all ranks.
-    Returns the norm before clipping: 0-d, plain, the same on every rank.
-    Raises: InputError for a norm_type below 0; StageError for parameters that ``StepInBackward`` steps, or
-        whose gradients are on the host (``offload_states``);
-        RuntimeError where the norm isn't finite and ``error_if_nonfinite`` asks for it.
+    would compute it. Gradients are scaled in place so that it is at most ``max_norm``. Plain gradients must
+    be equal on all ranks.
+
+    Args:
+        parameters: a parameter or several; those without a gradient are left out.
+        max_norm: the largest norm that is left as it is.
+        norm_type: the order of the norm, above 0; ``math.inf`` is one.
+        error_if_nonfinite: raise where the norm is infinite or NaN, before anything is scaled.
+        foreach: as in torch: True or False chooses the implementation, None leaves the choice to torch.
+
+    Returns:
+        The norm before clipping, a plain 0-d tensor with the same value on every rank.
+
+    Raises:
+        InputError: ``norm_type`` isn't above 0.
+        StageError: ``StepInBackward`` steps the parameters, or their gradients are on the host
+            (``offload_states``).
+        RuntimeError: the norm isn't finite and ``error_if_nonfinite`` is True.
+
+    Examples:
+        >>> model = shardwright.fully_shard(nn.Linear(8, 4, bias=False))
+        >>> model(torch.ones(1, 8)).sum().backward()
+        >>> float(shardwright.clip_grad_norm_(model.parameters(), max_norm=1.0))  # sqrt(32), of 32 ones
+        5.656854152679443
     """
     if norm_type <= 0:
         raise InputError(f"clip_grad_norm_: norm_type must be above 0, got {norm_type}")

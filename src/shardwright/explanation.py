@@ -62,7 +62,12 @@ class GroupRow:
 
 @dataclass(frozen=True)
 class Explanation:
-    """How a model is sharded. ``print`` it, or read its rows. unmanaged: parameters that no group has."""
+    """How a model is sharded, as data. ``print`` it for a table.
+
+    Attributes:
+        groups: one row for each group, with its mesh, its parameters with shapes and dtypes, and its bytes.
+        unmanaged: names of the parameters that no group has.
+    """
 
     groups: tuple[GroupRow, ...]
     unmanaged: tuple[str, ...]
@@ -103,7 +108,21 @@ class Explanation:
 def explain(model: nn.Module) -> Explanation:
     """How a model is sharded on this rank: its groups in the order in which they were made. No communication.
 
-    Raises: InputError for a model without a sharded module.
+    Args:
+        model: a model with at least one sharded module.
+
+    Returns:
+        An ``Explanation``; print it.
+
+    Raises:
+        InputError: the model has no sharded module.
+
+    Examples:
+        >>> model = shardwright.fully_shard(nn.Linear(8, 4))
+        >>> print(shardwright.explain(model))  # doctest: +ELLIPSIS
+        group 0: (root)  on ...
+        >>> [param.name for param in shardwright.explain(model).groups[0].params]
+        ['weight', 'bias']
     """
     units = units_in(model)
     if not units:

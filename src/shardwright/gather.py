@@ -16,22 +16,45 @@ from shardwright.schedule.layout import ParamLayout
 
 
 def gathered(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Each tensor whole, as a plain tensor of its logical shape and dtype, on the device of its shards.
+    """Each tensor whole: a plain tensor of its logical shape and dtype, on the device of its shards.
 
-    tensors: sharded parameters, their gradients or optimizer state; plain ones are returned as they are,
-        detached. Every rank of their mesh calls it with the same ones in the same order.
-    All that are returned are held at once: pass a few at a time where memory counts.
+    Every rank of their mesh calls it with the same tensors in the same order. All that are returned are held
+    at once, so pass a few at a time where memory counts.
+
+    Args:
+        tensors: sharded parameters, their gradients or optimizer state. Plain tensors are returned as they
+            are, detached.
+
+    Returns:
+        One tensor for each, detached.
+
+    Examples:
+        >>> model = shardwright.fully_shard(nn.Linear(8, 4))
+        >>> weight, = shardwright.gathered([model.weight])
+        >>> update = shardwright.scattered(model.weight, weight.sign())
+        >>> update.placements
+        (Shard(dim=0),)
     """
     with torch.no_grad():
         return [t.full_tensor() if isinstance(t, DTensor) else t.detach() for t in tensors]
 
 
 def scattered(like: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """``whole`` placed as ``like`` is: a DTensor of which this rank has its rows, or ``whole`` itself where
-    ``like`` is plain. No communication: every rank passes the same ``whole``.
+    """``whole``, sharded as ``like`` is; the way back from ``gathered``. No communication.
 
-    The shard is a copy, so that the memory of ``whole`` can go; dtype of ``whole``.
-    Raises: InputError where the shapes differ.
+    Every rank passes the same ``whole`` and keeps its own rows of it. The shard is a copy, so that the memory
+    of ``whole`` can be freed.
+
+    Args:
+        like: a sharded tensor, such as a parameter or its gradient, or a plain one.
+        whole: a plain tensor of the logical shape of ``like``, of any dtype.
+
+    Returns:
+        A DTensor placed like ``like``, in the dtype of ``whole`` and on the device of ``like``; ``whole``
+            itself where ``like`` is plain.
+
+    Raises:
+        InputError: the shapes differ.
     """
     if whole.shape != like.shape:
         raise InputError(

@@ -24,11 +24,13 @@ _replaced: list[tuple[ModuleType, str]] = []
 def install() -> None:
     """Put our names in the place of torch's in ``torch.distributed.fsdp`` and its public submodules.
 
-    For this process, until ``uninstall``; call it before what is to use them is imported (accelerate,
-    transformers, Lightning, torchtitan), in every process of the job. Both APIs: ``fully_shard`` with its
-    policies, and ``FullyShardedDataParallel`` with its options and wrapping policies. ``ShardedGradScaler``
-    stays torch's. A second call does nothing.
-    Warns: of each library that was imported before, and so keeps torch's own.
+    For frameworks that import torch's (accelerate, transformers, Lightning, torchtitan). Call it before they
+    are imported, in every process of the job; it holds for this process, until ``uninstall``. Both interfaces
+    are replaced: ``fully_shard`` with its policies, and ``FullyShardedDataParallel`` with its options and
+    wrapping policies. ``ShardedGradScaler`` stays torch's. A second call does nothing.
+
+    Warns:
+        UserWarning: a library was imported before and so keeps torch's own; it is named.
     """
     if _replaced:
         return
@@ -48,7 +50,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Put torch's own names back. Libraries that were imported in between keep ours."""
+    """Put torch's own names back, in this process. Libraries that were imported in between keep ours."""
     for place, name in _replaced:
         setattr(place, name, _TORCHS[name])
     _replaced.clear()

@@ -16,23 +16,37 @@ _LEAST_CHUNKS = 32
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None, ignore_index: int = -100
 ) -> Tensor:
-    """Sum of the cross-entropies, nats, of ``F.linear(hidden, weight, bias)`` to ``targets``; fp32 (), with
-    gradients.
+    """The summed cross-entropy of a linear head over a large vocabulary, without all of its logits at once.
 
-        loss = linear_cross_entropy(hidden, head.weight, targets) / num_targets
+    Equal to ``F.cross_entropy(F.linear(hidden, weight, bias).float(), targets, reduction="sum")``, but only
+    some rows' logits exist at a time: at most 256 MiB of them, and at most a 32nd of all. The gradients are
+    made in the forward, with each chunk's logits, so nothing is computed twice (as Liger Kernel does it,
+    arXiv:2410.10989). Torch's ``F.linear_cross_entropy`` does the same, but its loss is in bf16 where the
+    weights are, 1% off.
 
-    Equal to ``F.cross_entropy(F.linear(hidden, weight, bias).float(), targets, reduction="sum")``, but that
-    logits are there for some rows at a time: at most 256 MiB of them, and at most a 32nd of all. The
-    gradients are made in the forward, with each chunk's logits, so nothing is computed twice (as Liger
-    Kernel does it, arXiv:2410.10989). Torch's ``F.linear_cross_entropy`` does the same, but its loss is in
-    bf16 where the weights are, 1% off.
+    Call it where ``weight`` is unsharded: in the forward of the module that has it. No communication. Until
+    the backward it holds the gradient of ``hidden`` in its dtype, and those of ``weight`` and ``bias`` in
+    fp32, as far as they require gradients. The loss has a gradient; that gradient has none.
 
-    hidden: [n, width]; weight: [vocabulary, width], of the same dtype; bias: [vocabulary]; targets: int64
-        [n], ``ignore_index`` where there is none. Call it where ``weight`` is unsharded: in the forward of
-        the module that has it.
-    Held until the backward: gradients of hidden in its dtype, and of weight and bias in fp32, where they want
-    any. The loss has a gradient, that gradient has none. No communication.
-    Raises: InputError for other shapes; StageError for a second backward.
+    Args:
+        hidden: [n, width], floating point.
+        weight: [vocabulary, width], of the same dtype.
+        targets: int64 [n], each below ``vocabulary``, or ``ignore_index``.
+        bias: [vocabulary], or None.
+        ignore_index: rows with this target don't count.
+
+    Returns:
+        The sum over rows in nats, fp32 of shape (). Divide it by the number of targets for the mean.
+
+    Raises:
+        InputError: the shapes don't fit each other.
+        StageError: raised by its backward, where that runs a second time.
+
+    Examples:
+        >>> head = nn.Linear(16, 1000, bias=False)
+        >>> hidden, targets = torch.randn(6, 16), torch.randint(1000, (6,))
+        >>> loss = shardwright.linear_cross_entropy(hidden, head.weight, targets) / len(targets)
+        >>> torch.testing.assert_close(loss, F.cross_entropy(head(hidden), targets))
     """
     if hidden.ndim != 2 or targets.shape != hidden.shape[:1] or weight.shape[1:] != hidden.shape[1:]:
         raise InputError(

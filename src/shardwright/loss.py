@@ -12,20 +12,34 @@ from shardwright.errors import InputError
 
 
 def loss_weights(model: nn.Module, weights: Sequence[float]) -> list[float]:
-    """What to multiply each of this rank's mean losses by in the coming step: its share of the whole.
+    """What to multiply each of this rank's mean losses by in the coming step: its share of the whole step.
 
-        shares = loss_weights(model, [batch.num_targets for batch in microbatches])
-        for batch, share in zip(microbatches, shares):
-            (mean_loss(model, batch) * share).backward()
+    The step's gradient is then that of the mean over all targets of all ranks and microbatches, however
+    unevenly these are spread. Averaging over ranks would weigh a rank's few targets as much as another rank's
+    many. From here on the model's gradients are sums over ranks; ``set_gradient_averaging("average")`` undoes
+    that. Every rank of the model's mesh calls it once before the step; 8 bytes are exchanged.
 
-    The gradient is then that of the mean over all targets of all ranks and microbatches, however unevenly
-    these are spread; averaging over ranks would weigh a rank's few targets as much as another's many. From
-    here on the model's gradients are sums over ranks (``set_gradient_averaging("average")`` goes back).
+    Args:
+        model: a model with at least one sharded parameter.
+        weights: for each backward of the step on this rank, the number of targets that its mean loss is over.
+            One of 0 still takes part in the step's collectives; give it a loss of 0, since a mean over
+            nothing is NaN.
 
-    weights: of each backward of the step on this rank, what its mean is over: numbers of targets. One of 0
-        still takes part in the step's collectives: give it a loss of 0, since a mean over nothing is none.
-    Every rank of the model's mesh calls it once before the step; 8 bytes travel.
-    Raises: InputError for a model that isn't sharded, weights below 0, or where those of all ranks are 0.
+    Returns:
+        One factor for each of ``weights``. Those of all ranks together add up to 1.
+
+    Raises:
+        InputError: the model isn't sharded, a weight is below 0 or not finite, or all weights of all ranks
+            are 0.
+
+    Examples:
+        >>> model = shardwright.fully_shard(nn.Linear(8, 1))
+        >>> microbatches = [torch.ones(3, 8), torch.ones(1, 8)]
+        >>> shares = shardwright.loss_weights(model, [len(batch) for batch in microbatches])
+        >>> shares
+        [0.75, 0.25]
+        >>> for batch, share in zip(microbatches, shares):
+        ...     (model(batch).mean() * share).backward()
     """
     groups = [group for unit in units_in(model) for group in unit.groups]
     if not groups:

@@ -23,9 +23,10 @@ from shardwright.torch_fsdp import TorchFSDPModule
 
 
 class FSDPModule(GradientSetters, ScheduleSetters, TorchFSDPModule):
-    """What a module is besides its own class once ``fully_shard`` was called on it.
+    """What a module is besides its own class once ``fully_shard`` was called on it: these methods.
 
-    Of torch's class of that name nothing is inherited but the name: frameworks ask for it by ``isinstance``.
+    Nothing is inherited from torch's class of that name but the name: frameworks ask for it by
+    ``isinstance``.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -36,10 +37,20 @@ class FSDPModule(GradientSetters, ScheduleSetters, TorchFSDPModule):
     # ---- unsharding by hand
 
     def unshard(self, async_op: bool = False) -> "UnshardHandle | None":
-        """All-gather this module's own parameters now (not its children's); every rank of the mesh calls it.
+        """All-gather this module's own parameters now (not those of nested sharded modules).
 
-        async_op: return a handle whose ``wait`` makes them readable, instead of waiting here. The module's
-            forward waits for it in any case.
+        Every rank of the mesh calls it. The unsharded parameters take memory until ``reshard``, or until the
+        schedule frees them after the module's next forward or backward.
+
+        Args:
+            async_op: return at once; the ``wait`` of the handle makes the parameters readable. The module's
+                forward waits for it in any case.
+
+        Returns:
+            The handle with ``async_op``, else None.
+
+        Raises:
+            StageError: the parameters are on the host by ``offload_states``.
         """
         handle = _UnitHandle(self._unit())
         for group in self._unit().groups:
@@ -50,17 +61,36 @@ class FSDPModule(GradientSetters, ScheduleSetters, TorchFSDPModule):
         return None
 
     def reshard(self) -> None:
-        """Free this module's own unsharded parameters (not its children's) and show the shards."""
+        """Free this module's own unsharded parameters (not those of nested sharded modules) and show the
+        shards.
+
+        No communication; a rank may call it by itself.
+        """
         for group in self._unit().groups:
             self._unit().runtime.do(ActionKind.RESHARD, group)
 
     @contextmanager
     def unsharded(self, recurse: bool = True) -> Iterator[None]:
-        """``with model.unsharded():`` the parameters are plain and whole; what was edited is written back.
+        """A context in which the parameters are plain and whole, for reading or editing weights outside of a
+        forward.
 
-        For reading or editing weights outside of a forward. Every rank of the mesh enters and leaves it,
-        between steps; all must make the same edits, since each rank keeps its own rows of its own copy.
-        Parameters are in ``param_dtype`` here; those that nobody edited keep their full precision.
+        Every rank of the mesh enters and leaves it, between steps. What was edited is written back when it
+        ends: all ranks must make the same edits, since each rank keeps its own rows of its own copy.
+        Parameters are in ``param_dtype`` here; those that nobody edited keep their full precision. The
+        unsharded parameters are freed at the end.
+
+        Args:
+            recurse: also those of nested sharded modules.
+
+        Raises:
+            StageError: it was entered inside a forward or backward, or the parameters are on the host.
+
+        Examples:
+            >>> model = shardwright.fully_shard(nn.Linear(8, 4))
+            >>> with model.unsharded(), torch.no_grad():
+            ...     model.bias.zero_()
+            Parameter containing:
+            tensor([0., 0., 0., 0.], requires_grad=True)
         """
         pairs = [(unit.runtime, group) for unit in self._units(recurse) for group in unit.groups]
         if any(runtime.phase is not None for runtime, _ in pairs):
@@ -77,11 +107,13 @@ class FSDPModule(GradientSetters, ScheduleSetters, TorchFSDPModule):
                 runtime.do(ActionKind.RESHARD, group)
 
     def reset_iter_state(self) -> None:
-        """Forget a step that an exception ended; on the root only.
+        """Forget a step that an exception ended; call it on the root.
 
-        The next forward does the same by itself. Waits for what is in flight, reshards every group and
+        The next forward does the same by itself. It waits for what is in flight, reshards every group and
         drops the step's gradients, those of earlier microbatches included.
-        Raises: StageError on a module that isn't the model's root.
+
+        Raises:
+            StageError: the module isn't the model's root.
         """
         unit = self._unit()
         inside = {group for other in self._units(True) for group in other.groups}
@@ -103,22 +135,31 @@ class FSDPModule(GradientSetters, ScheduleSetters, TorchFSDPModule):
     # ---- what is held
 
     def memory(self) -> MemoryReport:
-        """What is alive on this rank now, by category and by group, in bytes: ``print(model.memory())``.
+        """What is alive on this rank now, by category and by group. Any rank may call it, at any time.
 
-        Bytes are those on the kind of device that the groups are sharded for. Shards, optimizer states (of
-        optimizers that have made a step), unsharded parameters, gradients and collectives in flight are
-        counted tensor by tensor; activations are what was allocated besides, since the forward began, and
-        ``other`` what the process held before. Any rank may call it, at any time; no communication.
+        Shards, optimizer states (of optimizers that have made a step), unsharded parameters, gradients and
+        collectives in flight are counted tensor by tensor. Activations are what was allocated besides since
+        the forward began, and ``other`` is what the process held before. No communication.
+
+        Returns:
+            The report, in bytes on the kind of device that the groups are sharded for; print it.
         """
         return memory_of(cast(nn.Module, self))
 
     @contextmanager
     def record_memory(self) -> Iterator[MemoryLog]:
-        """``with model.record_memory() as log:`` a step is made; then ``log.save("memory.html")``.
+        """A context that records the memory of one step: ``with model.record_memory() as log:``, then
+        ``log.save(path)``.
 
         A report is taken before and after the actions of each event of a forward and backward, with
         activations by group and those of the loss apart; inside of it a step takes longer. Any rank may enter
-        it, between steps; no communication. Raises: StageError inside of a forward or backward.
+        it, between steps; no communication.
+
+        Yields:
+            The log, filled while the step runs; ``log.save("memory.html")`` draws it.
+
+        Raises:
+            StageError: it was entered inside a forward or backward.
         """
         with recorded(cast(nn.Module, self)) as log:
             yield log
@@ -126,15 +167,27 @@ class FSDPModule(GradientSetters, ScheduleSetters, TorchFSDPModule):
     # ---- what is planned, what did happen
 
     def trace(self) -> Trace:
-        """What did happen in the last forward, evaluation and backward, with times of the host."""
+        """What happened in the last forward, evaluation and backward on this rank. No communication.
+
+        Returns:
+            The events with their actions, and when they happened by the host's clock.
+        """
         return self._unit().runtime.trace
 
     def schedule(self) -> Schedule:
-        """The schedule planned from the last recorded step: print it, compare it. Empty before one."""
+        """The schedule that was planned from the last recorded step. No communication.
+
+        Returns:
+            A value that can be printed and compared; empty before the first step.
+        """
         return self._unit().runtime.schedule
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As ``nn.Module.zero_grad``, also where parameters are unsharded now: shards have the gradients."""
+        """As ``nn.Module.zero_grad``, also where parameters are unsharded now: the shards have the gradients.
+
+        Args:
+            set_to_none: free the gradients; False fills them with zeros instead.
+        """
         super().zero_grad(set_to_none)  # type: ignore[misc]
         params = [param.sharded for unit in self._units(True) for param in unit.params]
         nn.ParameterList(params).zero_grad(set_to_none)
@@ -197,10 +250,26 @@ class _UnitHandle(UnshardHandle):
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Unshard ``module`` around another of its methods too, as around its forward.
+    """Unshard a module around another of its methods too, as around its forward.
 
-    For modules with several entries (``encode``, ``generate``). No-op for a module that isn't sharded.
-    Raises: InputError for a method that it doesn't have.
+    For modules with several entries (``encode``, ``generate``). It does nothing for a module that isn't
+    sharded. Every rank calls it; the method is then a forward like any other, so ranks call it alike.
+
+    Args:
+        module: a module, sharded or not.
+        method_name: the method's name.
+
+    Raises:
+        InputError: the sharded module doesn't have such a method.
+
+    Examples:
+        >>> class Model(nn.Linear):
+        ...     def encode(self, x):
+        ...         return self.weight @ x
+        >>> model = shardwright.fully_shard(Model(8, 4))
+        >>> shardwright.register_fsdp_forward_method(model, "encode")
+        >>> model.encode(torch.ones(8)).shape
+        torch.Size([4])
     """
     if not isinstance(module, FSDPModule):
         return
@@ -210,8 +279,15 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Accepted and true already: models on one mesh share its process groups, and no model has streams of
-    its own. Raises: InputError for a module that isn't sharded."""
+    """Accepted, and true already: models on one mesh share its process groups, and no model has streams of
+    its own.
+
+    Args:
+        modules: sharded modules.
+
+    Raises:
+        InputError: one of them isn't sharded.
+    """
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise InputError(f"Expects list of FSDPModules but got {module}")

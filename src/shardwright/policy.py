@@ -31,16 +31,28 @@ def _check_dtype(owner: str, field: str, dtype: torch.dtype | None) -> None:
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """Which dtype is used where (all ``None``: the dtype that the parameter has at rest).
+    """Which dtype is used where. None stands for the dtype that the parameter has at rest.
 
-    param_dtype: dtype of the all-gather and of the parameters that the forward and backward see.
-    reduce_dtype: dtype in which gradients are summed over ranks (``None``: ``param_dtype``). Gradients
-        whose own dtype converts to it exactly travel in their own dtype and are converted on arrival.
-    output_dtype: floating-point outputs of the module's forward are cast to it.
-    cast_forward_inputs: floating-point inputs of the module's forward are cast to ``param_dtype``.
+    At rest, parameters and gradients keep the dtype that the module was built with, and so does the
+    optimizer's state.
 
-    At rest, parameters, gradients and so the optimizer keep the dtype that the module was built with.
-    Raises: InputError for a dtype that isn't floating point.
+    Args:
+        param_dtype: dtype of the all-gather, and of the parameters that forward and backward see.
+        reduce_dtype: dtype in which gradients are summed over ranks; None stands for ``param_dtype``.
+            Gradients whose own dtype converts to it exactly are sent in their own dtype and converted on
+            arrival.
+        output_dtype: floating-point outputs of the module's forward are cast to it.
+        cast_forward_inputs: whether floating-point inputs of the module's forward are cast to
+            ``param_dtype``.
+
+    Raises:
+        InputError: a dtype isn't a floating-point ``torch.dtype``.
+
+    Examples:
+        >>> bf16 = shardwright.MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+        >>> model = shardwright.fully_shard(nn.Linear(8, 4), mp_policy=bf16)
+        >>> model.weight.dtype, model(torch.ones(2, 8)).dtype  # at rest, in compute
+        (torch.float32, torch.bfloat16)
     """
 
     param_dtype: torch.dtype | None = None
@@ -57,11 +69,12 @@ DEFAULT_PRECISION = MixedPrecisionPolicy()
 
 
 class BackwardPrefetch(StrEnum):
-    """When the next group's all-gather is issued in backward.
+    """When the next group's all-gather is issued in the backward.
 
-    PRE: before this group's backward, so that both its compute and the gather run at once.
-    POST: after it, beside its reduce-scatter: one unsharded group less at the peak, less overlap.
-    NONE: when the next group is needed.
+    - ``PRE``: before this group's backward, so that its compute and the all-gather run at the same time.
+    - ``POST``: after it, beside its reduce-scatter. The peak has one unsharded group less; less is
+      overlapped.
+    - ``NONE``: when the next group is needed.
     """
 
     PRE = "pre"
@@ -70,15 +83,16 @@ class BackwardPrefetch(StrEnum):
 
 
 class Wire(StrEnum):
-    """What a group's collectives send over a network.
+    """What a group's collectives send over a network. The result has the same bits with each.
 
-    PLAIN: every rank's shards; gradients, but for zeros.
-    DIFFERENCE: what has changed since the last all-gather of the same group, coded without loss; each rank
-        keeps a copy of the whole model in the dtype of the wire, on the host. Gradients are coded without
-        loss, too. It takes the extra ``wire``.
-    AUTO: of these what pays on the link that is measured before the first step: on a slow one all of it, on a
-        faster one no code, but no second all-gather of what hasn't changed; within ``wire_nbytes``, or a
-        quarter of the host's free memory. It takes the extra, too.
+    - ``PLAIN``: every rank's shards, and gradients without their zeros.
+    - ``DIFFERENCE``: what has changed since the last all-gather of the same group, compressed without loss.
+      Each rank keeps a copy of the whole model on the host, in the dtype that is sent. Gradients are
+      compressed without loss, too. This needs ``pip install 'shardwright[wire]'``.
+    - ``AUTO``: whichever pays on the link, which is measured before the first step. On a slow link that is
+      all of ``DIFFERENCE``; on a faster one nothing is compressed, and what hasn't changed isn't gathered a
+      second time. The copies take at most ``wire_nbytes``, or a quarter of the host's free memory. It needs
+      the same extra.
     """
 
     PLAIN = "plain"
@@ -87,12 +101,12 @@ class Wire(StrEnum):
 
 
 class Agreement(StrEnum):
-    """Whether ranks agree on what they launch.
+    """Whether ranks agree on which collectives they launch.
 
-    STRICT: every rank launches the same collectives in the same order, whichever groups it uses; they
-        exchange a few words at the begin and the end of each forward, evaluation and backward.
-    OFF: a rank launches what its own modules need, so all must run the same modules in the same order; no
-        words are exchanged.
+    - ``STRICT``: every rank launches the same collectives in the same order, whichever groups it uses itself.
+      Ranks exchange a few words at the begin and at the end of each forward, evaluation and backward.
+    - ``OFF``: a rank launches what its own modules need. All ranks must run the same modules in the same
+      order, and no words are exchanged.
     """
 
     STRICT = "strict"
@@ -123,39 +137,53 @@ class _WithoutRemoved:
 
 @dataclass(frozen=True)
 class SchedulePolicy(_WithoutRemoved):
-    """When collectives are issued, and how many may be outstanding. Counts are groups.
+    """When collectives are issued, and how many may be outstanding. Counts are numbers of groups.
 
-    backward_prefetch: see ``BackwardPrefetch``; its value or its name.
-    forward_prefetch: False issues each forward all-gather when its group is needed.
-    depth: how many groups ahead of the one in use are gathered.
-    budget_nbytes: bytes that gathered groups not yet in use may hold; None: no bound but ``depth``.
-    max_gathers: all-gathers in flight, the needed one included; None: no bound but ``depth``.
-    max_reductions: reduce-scatters in flight; the oldest is waited for before one more is issued, so that
-        at most this many groups hold an unsharded gradient besides the one being computed.
-    keep_last: of the groups that the backward needs first, how many stay unsharded from the forward, where
-        the caller left ``reshard_after_forward`` open. Costs no more than the prefetch would hold there.
-    keep_nbytes: more of them stay, while all that stay take no more than these bytes of unsharded parameters.
-    bucket_cap_mb: MiB of small groups that share a collective with another one: all-gathers ahead of their
-        use, and gradients, which are held back until then. What shares one counts as one group above. 0: each
-        group has collectives of its own.
-    ahead: phase ("forward", "backward") -> group -> the groups to gather when it begins there, in order,
-        instead of the next ``depth`` ones; by the paths of their modules ("blocks.0", "norm+head"). What
-        ``set_modules_to_forward_prefetch`` and ``set_modules_to_backward_prefetch`` list goes before it.
-    row_wise: a group that is one ``nn.Embedding`` moves only rows in use: the all-gather those that any rank
-        looks up, the reduce-scatter those that any has a gradient of. Same bits; hooks of others make it move
-        whole. None: between CPU ranks over a network, with ``wire`` plain, if larger than ``bucket_cap_mb``.
-    forget_after: where ranks agree: backwards after which a group that no rank has used since leaves the
-        schedule of forwards and backwards, so that its bytes no longer move. Its next use is agreed on as a
-        first one is.
-    wire: see ``Wire``; its value or its name. Same bits.
-    wire_nbytes: bytes of host memory that the copies of ``wire`` may take on a rank: the first groups that
-        fit have one. None: no bound, or that of "auto". ``explain`` says how many they are.
-    agreement: see ``Agreement``; its value or its name. Left out: that of the environment variable
-        ``SHARDWRIGHT_AGREEMENT``, else strict. Ranks that differ in it are told so before their first
-        all-gather.
+    The defaults gave the shortest step for the memory of two groups (docs/performance.md). Pass it to
+    ``FSDPModule.set_schedule_policy``, the same on all ranks.
 
-    The defaults are those that gave the shortest step for the memory of two groups (docs/performance.md).
-    Raises: InputError for a value outside of these.
+    Args:
+        backward_prefetch: a ``BackwardPrefetch``, or its value or name as text.
+        forward_prefetch: False issues each forward all-gather only when its group is needed.
+        depth: how many groups ahead of the one in use are gathered.
+        budget_nbytes: bytes that gathered groups which are not in use yet may hold; None: ``depth`` is the
+            only bound.
+        max_gathers: all-gathers in flight, the needed one included; None: ``depth`` is the only bound.
+        max_reductions: reduce-scatters in flight. The oldest is waited for before one more is issued, so at
+            most this many groups hold an unsharded gradient besides the one that is being computed.
+        keep_last: how many of the groups that the backward needs first stay unsharded from the forward on,
+            where the caller left ``reshard_after_forward`` open. This costs no more memory than the prefetch
+            would hold there.
+        keep_nbytes: more groups stay unsharded, as long as all that stay take at most so many bytes.
+        bucket_cap_mb: MiB of small groups that share a collective with another group: all-gathers ahead of
+            their use, and gradients, which are held back until then. Groups that share one count as one group
+            in the other fields. 0 gives each group collectives of its own.
+        ahead: phase ("forward" or "backward") -> group -> the groups to gather when it begins there, in
+            order, instead of the next ``depth`` ones. Groups are named by the paths of their modules
+            ("blocks.0", "norm+head"). What ``set_modules_to_forward_prefetch`` and
+            ``set_modules_to_backward_prefetch`` list takes precedence.
+        row_wise: a group that is one ``nn.Embedding`` moves only the rows in use: the all-gather moves those
+            that any rank looks up, the reduce-scatter those that any rank has a gradient of. The result has
+            the same bits. Hooks of other code make it move whole. None: between CPU ranks over a network,
+            with ``wire`` plain, for an embedding larger than ``bucket_cap_mb``.
+        forget_after: with ``agreement="strict"``, the number of backwards after which a group that no rank
+            has used since leaves the schedule, so that its bytes are no longer moved. Its next use is agreed
+            on like a first one.
+        wire: a ``Wire``, or its value or name as text.
+        wire_nbytes: bytes of host memory that the copies for ``wire`` may take on a rank; the first groups
+            that fit have one. None: no bound, or that of ``Wire.AUTO``. ``explain`` says how many bytes they
+            are.
+        agreement: an ``Agreement``, or its value or name as text. The default is the environment variable
+            ``SHARDWRIGHT_AGREEMENT``, else strict. Ranks that differ in it get an error before their first
+            all-gather.
+
+    Raises:
+        InputError: a value is outside of these.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+        >>> model = shardwright.fully_shard(model, groups=[["0"], ["2"]])
+        >>> model.set_schedule_policy(shardwright.SchedulePolicy(depth=2, bucket_cap_mb=0))
     """
 
     backward_prefetch: BackwardPrefetch = BackwardPrefetch.PRE
@@ -222,13 +250,16 @@ def _lists(ahead: Any) -> dict[str, dict[str, tuple[str, ...]]]:
 
 @dataclass(frozen=True)
 class Grouping:
-    """How ``fully_shard(model, groups=...)`` chooses groups by itself.
+    """How ``fully_shard(model, groups=Grouping(...))`` chooses groups by itself.
 
-    classes: every module of one of these classes is a group, subclasses included. Empty: what the model says
-        of itself (``_fsdp_plan`` and ``_no_split_modules`` of transformers); where it says nothing, the
-        members of every list of at least two modules of one class.
-    least_nbytes: neighbours that hold less than this, unsharded, share a group.
-    Raises: InputError for anything else.
+    Args:
+        classes: every module of one of these classes, or of a subclass, is a group. Empty: what the model
+            says of itself (``_fsdp_plan`` and ``_no_split_modules`` of transformers); where it says nothing,
+            the members of every list of at least two modules of one class.
+        least_nbytes: neighbouring groups that hold fewer unsharded bytes than this become one group.
+
+    Raises:
+        InputError: ``classes`` holds anything but classes, or ``least_nbytes`` is no int of at least 0.
     """
 
     classes: tuple[type, ...] = ()
@@ -277,17 +308,29 @@ class OffloadPolicy:
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Which of parameters, gradients and the optimizer's state are on the host at rest; by default all.
+    """Which of parameters, gradients and the optimizer's state are on the host at rest; by default all are.
 
-    params: shards; they are copied to the device as they are unsharded. False: the device keeps them, too, in
-        the dtype that they are gathered in.
-    grads: reduced gradients are copied to the host in the backward. False: they stay and add up on the device
-        until the last backward of a step (``set_is_last_backward``) has ended, and are copied once.
-    optimizer_state: always on the host. Where the shards or gradients are too, the step runs there; with
-        ``params=False, grads=False`` it runs on the device, which has the state for the length of it.
-    pin_memory: page-locked host memory, so that copies both ways run beside the host and compute.
+    Where shards or gradients are on the host, the optimizer's step runs there. With ``params=False,
+    grads=False`` it runs on the device, which holds the state only for the length of the step.
+    docs/design/streams.md says where the host waits.
 
-    docs/design/streams.md says where the host waits. Raises: InputError for a combination that can't be.
+    Args:
+        pin_memory: page-locked host memory, so that copies in both directions run beside the host's work and
+            the device's compute.
+        params: shards are on the host, and are copied to the device when they are unsharded. False: the
+            device keeps a copy of them, in the dtype that they are gathered in.
+        grads: reduced gradients are copied to the host in the backward. False: they are added up on the
+            device until the last backward of a step (``set_is_last_backward``) has ended, and are copied
+            once.
+        optimizer_state: always True, since the state is on the host in any case.
+
+    Raises:
+        InputError: ``optimizer_state=False``, or ``grads=False`` without pinned memory.
+
+    Examples:
+        >>> model = shardwright.fully_shard(nn.Linear(8, 4), offload_policy=shardwright.CPUOffloadPolicy())
+        >>> model.weight.device
+        device(type='cpu')
     """
 
     pin_memory: bool = True
@@ -297,7 +340,7 @@ class CPUOffloadPolicy(OffloadPolicy):
 
     @property
     def shards_on_host(self) -> bool:
-        """Whether the host has the shards that an optimizer steps, and steps them."""
+        """Whether the host has the shards that the optimizer steps, so that the step runs on the host."""
         return self.params or self.grads
 
     def __post_init__(self) -> None:
@@ -317,8 +360,18 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 @dataclass(frozen=True)
 class OptimizerOffloadPolicy(CPUOffloadPolicy):
-    """``CPUOffloadPolicy(params=False)``: the optimizer's part on the host. The device keeps the shards in
-    the dtype that they are gathered in: one is copied to it once a step and not at every all-gather."""
+    """The optimizer's state and step on the host, the parameters on the device:
+    ``CPUOffloadPolicy(params=False)``.
+
+    The device keeps the shards in the dtype that they are gathered in, so each shard is copied to it once a
+    step instead of at every all-gather.
+
+    Args:
+        params: False, which is what makes it this policy.
+
+    Raises:
+        InputError: as ``CPUOffloadPolicy``.
+    """
 
     params: bool = dataclasses.field(default=False, kw_only=True)
 
@@ -327,8 +380,14 @@ class OptimizerOffloadPolicy(CPUOffloadPolicy):
 class DiskOffloadPolicy(CPUOffloadPolicy):
     """As ``CPUOffloadPolicy``, with this rank's shards in files that the host maps and may drop from memory.
 
-    folder: an existing folder on a local disk. The files have no names there and end with the process.
-    Gradients and the optimizer's state are in the host's memory. Raises: InputError without such a folder.
+    Gradients and the optimizer's state are in the host's memory.
+
+    Args:
+        folder: an existing folder on a local disk. The files have no names there and vanish with the process.
+
+    Raises:
+        InputError: there is no such folder, ``params=False`` and ``grads=False`` leave nothing for the files,
+            or as ``CPUOffloadPolicy``.
     """
 
     folder: str | Path = ""
@@ -354,10 +413,14 @@ def adopt(policy: Any) -> Any:
 
 @dataclass(frozen=True)
 class DataParallelMeshDims:
-    """Which axes of a larger mesh are data parallel, by name; a tuple of names is flattened into one axis.
+    """Which axes of a larger mesh are data parallel, by name. A tuple of names is flattened into one axis.
 
-    shard: axes that parameters are sharded over. replicate: axes that hold copies of the shards.
-    Raises: InputError where both are None.
+    Args:
+        shard: axes that parameters are sharded over.
+        replicate: axes that hold copies of the shards.
+
+    Raises:
+        InputError: both are None.
     """
 
     shard: str | tuple[str, ...] | None = None
@@ -369,12 +432,12 @@ class DataParallelMeshDims:
 
     @property
     def shard_names(self) -> tuple[str, ...]:
-        """The axes of ``shard`` as a tuple."""
+        """The axes of ``shard`` as a tuple; empty for None."""
         return _as_names(self.shard)
 
     @property
     def replicate_names(self) -> tuple[str, ...]:
-        """The axes of ``replicate`` as a tuple."""
+        """The axes of ``replicate`` as a tuple; empty for None."""
         return _as_names(self.replicate)
 
 
@@ -394,19 +457,26 @@ _WATCH_SECONDS = ("suspect_s", "answer_s", "lost_s", "stall_s", "collective_s")
 
 @dataclass(frozen=True)
 class WatchPolicy:
-    """When a rank that waits becomes suspicious, and what is an error then. Alike on all ranks; seconds.
+    """When the watchdog of a rank that waits asks the other ranks, and what it treats as an error then.
 
-    on: False starts no thread and sends nothing; a rank that never comes is then found by the time limit.
-    suspect_s: a rank that has waited so long asks all others what they do.
-    answer_s: how long it waits for their answers.
-    lost_s: a rank that hasn't answered for so long, though its process or connection seems alive, is lost.
-    stall_s: a rank that others wait for, and that has neither computed nor waited for so long, is an error;
-        None: it is reported and waited for, since a program may sleep. 600 suits most jobs.
-    collective_s: a collective that all its ranks have launched, and that hasn't ended for so long, is an
-        error; None: the network is called slow, and waited for.
-    signal: SIGUSR1 prints the table of all ranks, SIGTERM who is lost before it ends; False: both are left.
+    Pass the same policy on all ranks, to ``set_watch``. Times are in seconds.
 
-    Raises: InputError for a value that isn't positive.
+    Args:
+        on: False starts no watchdog thread and sends nothing. A rank that never comes is then found by the
+            time limit of the process group.
+        suspect_s: a rank that has waited so long asks all others what they do.
+        answer_s: how long it waits for their answers.
+        lost_s: a rank that hasn't answered for so long counts as lost, though its process or its connection
+            seems alive.
+        stall_s: a rank that others wait for, and that has neither computed nor waited for so long, is an
+            error. None: it is reported and waited for, since a program may sleep. 600 suits most jobs.
+        collective_s: a collective that all its ranks have launched, and that hasn't ended for so long, is an
+            error. None: the network is reported as slow, and waited for.
+        signal: the signal SIGUSR1 prints the table of all ranks, and SIGTERM prints who is lost before the
+            process ends. False leaves both signals alone.
+
+    Raises:
+        InputError: a time isn't positive, or ``on`` or ``signal`` isn't a bool.
     """
 
     on: bool = True
@@ -430,9 +500,17 @@ class WatchPolicy:
 
     @classmethod
     def from_text(cls, text: str) -> "WatchPolicy":
-        """``"off"``, or fields as ``"suspect_s=2,stall_s=600,signal=off"``; "" is the default.
+        """A policy from text, as the environment variable ``SHARDWRIGHT_WATCH`` holds it.
 
-        Raises: InputError for anything else.
+        Args:
+            text: ``"off"``, or fields as in ``"suspect_s=2,stall_s=600,signal=off"``; ``""`` and ``"on"`` are
+                the default.
+
+        Returns:
+            The policy.
+
+        Raises:
+            InputError: the text is neither.
         """
         if text.strip() in ("", "on"):
             return cls()

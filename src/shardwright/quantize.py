@@ -27,9 +27,9 @@ Owners = dict[nn.Parameter, tuple[Unit, ParamGroup, ShardedParam]]
 def quantize_(
     model: nn.Module, codec: str = "nf4", where: Where | None = None, dequantise: str = "group"
 ) -> list[str]:
-    """Replace weights of ``model`` by codes and scales, in place; returns the names of those weights.
+    """Replace weights of a model by codes and scales of 4 or 8 bits, in place; they are frozen from then on.
 
-    Before ``fully_shard`` or after it (then between steps, every rank), on a model that may be on the meta
+    Call it before ``fully_shard``, or after it on every rank, between steps. The model may be on the meta
     device. A weight ``[..., rows, cols]`` is then two frozen parameters, which state dicts and checkpoints
     show under these names::
 
@@ -38,21 +38,36 @@ def quantize_(
         int8         weight int8 [..., rows, cols]             weight_scale float32 [..., rows, 1]
 
     with ``blocks = ceil(cols / 64)``. ``load_state_dict`` takes the plain weight too, and quantises it. Every
-    rank's rows are those of the whole, to the bit, without communication, unless a weight is sharded on its
-    last dim, along which blocks run: then it is collected first, one weight at a time. The memory of the
-    plain weights is freed; an optimizer that holds one must be built anew. Of a weight that is torchao's
-    ``NF4Tensor`` the codes are taken over as they are.
+    rank's rows have the same bits as those of the whole weight, without communication. The exception is a
+    weight that is sharded on its last dim, along which blocks run: it is collected first, one weight at a
+    time. The memory of the plain weights is freed; an optimizer that holds one must be built anew. The codes
+    of a weight that is torchao's ``NF4Tensor`` are taken over as they are. Reading ``module.weight`` of a
+    model that isn't sharded decodes it; what is written into the result is lost.
 
-    Reading ``module.weight`` of a model that isn't sharded decodes it; what is written into that is lost.
+    Args:
+        model: a model that is plain or sharded, with weights of any floating-point dtype.
+        codec: "nf4" (4 bits), "nf4-double" (4 bits and smaller scales) or "int8" (8 bits, a scale for each
+            row).
+        where: which parameters: a pattern of their names (``"*.mlp.*"``), several patterns, or ``f(name,
+            parameter)``. None: weights of ``nn.Linear`` that no other kind of module shares, and 3-D ones
+            (experts), without adapters.
+        dequantise: "group" decodes a group's weights when it is unsharded. "layer" decodes each where it is
+            read, so that only one is whole at a time, at the price of decoding it for each use.
 
-    codec: "nf4" (4 bits), "nf4-double" (4 bits and smaller scales) or "int8" (8 bits, a scale for each row).
-    where: which parameters: a pattern of their names (``"*.mlp.*"``; or several), or ``f(name, parameter)``;
-        None: weights of ``nn.Linear`` that no other kind of module shares, and 3-D ones (experts), but for
-        adapters.
-    dequantise: "group" decodes a group's weights when it is unsharded; "layer" decodes each where it is
-        read, so that no more than one is whole, at the price of decoding it for each use.
-    Raises: InputError for a pattern that matches nothing, a parameter that isn't a floating-point matrix, or
-        one that tensor parallelism splits; StageError inside a step. Nothing is changed then.
+    Returns:
+        The names of the weights that were replaced.
+
+    Raises:
+        InputError: ``codec`` or ``dequantise`` is another one, a pattern matches nothing, or a parameter
+            isn't a floating-point matrix or is split by tensor parallelism. Nothing is changed then.
+        StageError: it was called inside a step, or the parameters are on the host by ``offload_states``.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 4))
+        >>> shardwright.quantize_(model, "nf4", where="0.weight")
+        ['0.weight']
+        >>> model.state_dict()["0.weight"].shape  # two elements to a byte
+        torch.Size([128, 64])
     """
     chosen, per_use = codec_of(codec), _per_use(dequantise)
     owners = _owners(model)

@@ -73,17 +73,30 @@ class Lockstep(Generic[T]):
 
 
 def lockstep(loader: Iterable[T], mode: str = "stop", mesh: DeviceMesh | None = None) -> Lockstep[T]:
-    """``loader``, so that all ranks take the same number of batches however many each of them has.
+    """``loader``, such that all ranks take the same number of batches, however many each of them has.
 
-    Every rank of the mesh calls it, and iterates over it; before each batch the ranks exchange one word,
+    Every rank of the mesh calls it and iterates over it. Before each batch the ranks exchange one word, from
     host to host. Without it a rank whose data end early leaves the others waiting.
 
-    mode: ``"stop"``: all end with the shortest, and what others had left of this epoch isn't seen.
-        ``"pad"``: all go on to the end of the longest; a rank that has run out repeats its last batch, which
-        then weighs more in the average.
-    mesh: the ranks that go together, as for ``fully_shard``; None: all.
-    Raises: InputError for another mode. While iterating, on every rank: DataError where a rank has no batch
-        to repeat or its data raised (that rank raises its own exception).
+    Args:
+        loader: what gives this rank's batches; it is iterated anew for each epoch.
+        mode: ``"stop"``: all ranks end with the shortest, and what others had left of this epoch isn't seen.
+            ``"pad"``: all go on to the end of the longest; a rank that has run out repeats its last batch,
+            which then weighs more in the average.
+        mesh: the ranks that go together, as for ``fully_shard``; None: all.
+
+    Returns:
+        An iterable over the batches; iterate once per epoch, on every rank. While iterating, DataError is
+            raised on every rank where a rank has no batch to repeat or its data raised; that rank raises its
+            own exception.
+
+    Raises:
+        InputError: ``mode`` is another one, or the mesh lacks this rank.
+
+    Examples:
+        >>> loader = [torch.ones(2), torch.ones(2)]
+        >>> sum(1 for batch in shardwright.lockstep(loader, mode="pad"))
+        2
     """
     if mode not in MODES:
         raise InputError(f'lockstep\'s mode must be "pad" or "stop", got {mode!r}')

@@ -41,8 +41,9 @@ PlacementFunction = Callable[[nn.Parameter], Any]
 class ShardPlacementResult:
     """What ``shard_placement_fn`` returns for a parameter that is sharded on a mesh of its own.
 
-    placement: ``Shard(dim)``, or None for dim 0. mesh_info: the DeviceMesh, 1-D or 2-D, or an object that
-    has it as ``.mesh``.
+    Args:
+        placement: ``Shard(dim)``, or None for dim 0.
+        mesh_info: the DeviceMesh, 1-D or 2-D, or an object that has it as ``.mesh``.
     """
 
     placement: Shard | None

@@ -20,11 +20,16 @@ from shardwright.schedule.schedule import ActionKind, Event, EventKind, Phase, S
 class Stats:
     """Bytes and seconds of a sharded model on this rank.
 
-    param_numel: logical elements of all sharded parameters. full_nbytes: their bytes unsharded, at rest's
-    dtype. at_rest_nbytes: bytes of this rank's shards. unsharded_nbytes, peak_unsharded_nbytes: buffers of
-    unsharded parameters held now, and at most since the start. sent_nbytes: sent by this rank since the
-    start. exposed_s: seconds that the host was blocked in waits since the start (None on CUDA, where a
-    stream waits and not the host).
+    Attributes:
+        num_groups: how many groups it has.
+        param_numel: logical elements of all sharded parameters.
+        full_nbytes: bytes of these, in the dtype at rest.
+        at_rest_nbytes: bytes of this rank's shards.
+        unsharded_nbytes: bytes of the buffers of unsharded parameters that are held now.
+        peak_unsharded_nbytes: the most that these have been since the start.
+        sent_nbytes: bytes that this rank has sent since the start.
+        exposed_s: seconds that the host was blocked in waits since the start; None on CUDA, where a stream
+            waits and not the host.
     """
 
     num_groups: int

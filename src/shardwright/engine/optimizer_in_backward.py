@@ -24,11 +24,7 @@ _steppers = WeakTensorKeyDictionary()
 
 
 class StepInBackward:
-    """Steps a sharded model's parameters in the backward, and frees each gradient there.
-
-    model: what ``fully_shard`` was last called on. make_optimizer: called with a list of one parameter, for
-        each that is trainable now: ``lambda params: torch.optim.AdamW(params, lr=1e-3)``.
-    optimizers: one for each parameter, by its name in the model: for schedulers, and to save their state.
+    """An optimizer that steps a sharded model's parameters in the backward, and frees each gradient there.
 
     Equal bit for bit to ``step`` and ``zero_grad`` of one such optimizer after the backward, for every
     optimizer that treats parameters one by one. All ranks make it alike. A backward is a step, but:
@@ -38,8 +34,25 @@ class StepInBackward:
     - gradients can't be clipped by their total norm, which isn't known then: ``clip_grad_norm_`` raises;
     - parameters that aren't sharded are left to the caller.
 
-    Raises: InputError where nothing is trainable, or another object steps a parameter already. The backward
-        raises StageError where a parameter's gradient comes in several reductions.
+    Its attribute ``optimizers`` maps the names of parameters to their optimizers: for schedulers, and to save
+    their state.
+
+    Args:
+        model: what ``fully_shard`` was last called on.
+        make_optimizer: called with a list of one parameter, for each that is trainable now.
+
+    Raises:
+        InputError: the model isn't sharded, nothing is trainable, or another object steps a parameter
+            already.
+        StageError: raised by the backward, where a parameter's gradient comes in several reductions.
+
+    Examples:
+        >>> model = shardwright.fully_shard(nn.Linear(8, 4))
+        >>> before = model.weight.to_local().clone()
+        >>> step = shardwright.StepInBackward(model, lambda params: torch.optim.SGD(params, lr=0.1))
+        >>> model(torch.ones(2, 8)).sum().backward()
+        >>> model.weight.grad is None, torch.equal(model.weight.to_local(), before)
+        (True, False)
     """
 
     def __init__(self, model: nn.Module, make_optimizer: Callable[[list[torch.Tensor]], Optimizer]) -> None:
@@ -63,7 +76,7 @@ class StepInBackward:
         self._plan(True)
 
     def remove(self) -> None:
-        """Step nothing from now on; the optimizers stay as they are."""
+        """Step nothing from now on; the optimizers stay as they are. All ranks call it."""
         self._plan(False)
         for handle in self._handles:
             handle.remove()

@@ -39,30 +39,62 @@ class Owner:
 
 
 class GradientSetters(Owner):
-    """How gradients are reduced."""
+    """How gradients are reduced. Call these setters alike on all ranks; they communicate nothing."""
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces gradients over ranks. False keeps them unsharded and adds them up.
+        """Whether the backward reduces gradients over ranks. False keeps them unsharded and adds them up.
 
-        For gradient accumulation: False for all microbatches but the last. ``recurse=False``: only this
-        module's own group. Gradients that are kept take the memory of the unsharded parameters.
+        For gradient accumulation: False for all microbatches but the last. Gradients that are kept take the
+        memory of the unsharded parameters.
+
+        Args:
+            requires_gradient_sync: False to accumulate, True before the last microbatch.
+            recurse: also for nested sharded modules.
+
+        Examples:
+            >>> model = shardwright.fully_shard(nn.Linear(8, 4))
+            >>> microbatches = torch.ones(4, 2, 8)
+            >>> for number, batch in enumerate(microbatches):
+            ...     model.set_requires_gradient_sync(number == len(microbatches) - 1)
+            ...     (model(batch).mean() / len(microbatches)).backward()
         """
         self._set_reduction(recurse, reduce=requires_gradient_sync, all_reduce=requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether backward all-reduces over the copies of a 2-D mesh. False keeps what was reduced over the
-        sharded axis, and adds it up: accumulation in the memory of the shards."""
+        """Whether the backward all-reduces gradients over the copies of a 2-D mesh.
+
+        False keeps what was reduced over the sharded axis and adds it up: accumulation in the memory of the
+        shards.
+
+        Args:
+            requires_all_reduce: False to accumulate, True before the last microbatch.
+            recurse: also for nested sharded modules.
+        """
         self._set_reduction(recurse, all_reduce=requires_all_reduce)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """False: the next backwards don't wait for their reductions at the end; the last one does for all."""
+        """Whether the coming backward is the last one of its step, for the whole model.
+
+        False: the backward doesn't wait at its end for the reductions that it started. The last backward
+        waits for all of them, and only then ``.grad`` is complete.
+
+        Args:
+            is_last_backward: False before all backwards of a step but the last.
+        """
         runtime = self._unit().runtime
         runtime.step = replace(runtime.step, is_last_backward=is_last_backward)
 
     def set_gradient_averaging(self, averaging: str, *, recurse: bool = True) -> None:
-        """``"average"``: gradients are the mean over ranks, as by default; ``"sum"``: their sum.
+        """Whether gradients are the mean over ranks or their sum.
 
-        The third way, by the weight of each loss, is ``shardwright.loss_weights``. Raises: InputError.
+        The third way, by the weight of each loss, is ``shardwright.loss_weights``.
+
+        Args:
+            averaging: ``"average"``, the default, or ``"sum"``.
+            recurse: also for nested sharded modules.
+
+        Raises:
+            InputError: ``averaging`` is neither.
         """
         factors = {"average": None, "sum": 1.0}
         if averaging not in factors:
@@ -70,26 +102,54 @@ class GradientSetters(Owner):
         self._set_reduction(recurse, divide_factor=factors[averaging], weighted=False)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide this module's summed gradients by ``factor`` instead of the number of ranks."""
+        """Divide this module's summed gradients by a number of your own instead of the number of ranks.
+
+        Args:
+            factor: above 0; 1.0 leaves the sum.
+
+        Raises:
+            InputError: ``factor`` isn't above 0.
+        """
         self._set_reduction(False, divide_factor=float(factor), weighted=False)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """Deprecated name of ``set_gradient_divide_factor``."""
+        """Deprecated name of ``set_gradient_divide_factor``.
+
+        Args:
+            factor: as there.
+
+        Raises:
+            InputError: as there.
+
+        Warns:
+            FutureWarning: always.
+        """
         warnings.warn("Use `set_gradient_divide_factor` instead", FutureWarning, stacklevel=2)
         self.set_gradient_divide_factor(factor)
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Whether parameters without a gradient take part in reductions with zeros: for models in which
-        different ranks use different parameters."""
+        """Whether parameters that got no gradient on this rank take part in reductions with zeros.
+
+        For models in which different ranks use different parameters.
+
+        Args:
+            reduce_scatter_unused_params: True to have them take part.
+            recurse: also for nested sharded modules.
+        """
         self._set_reduction(recurse, unused_params=reduce_scatter_unused_params)
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
-        """Call ``hook(flat)`` with this module's reduced gradients, divided, before they are added to the
-        shards'; what it changes in place is what is added. ``flat``: 1-D, in the reduce dtype, padding-free.
+        """Call a hook with this module's reduced gradients, before they are added to those of the shards.
 
-        stream: CUDA stream to run it in; not with a 2-D mesh. Raises: InputError.
+        Args:
+            hook: called with one tensor, 1-D, in the reduce dtype, divided and without padding; what it
+                changes in place is what is added.
+            stream: a CUDA stream to run it in, on a 1-D mesh only; None: the stream of the reductions.
+
+        Raises:
+            InputError: ``stream`` was given on a 2-D mesh, or the module's parameters are on several meshes.
         """
         groups = self._groups_on_one_mesh("set_all_reduce_hook")
         if stream is not None and any(group.axis.replicate is not None for group in groups):
@@ -98,7 +158,11 @@ class GradientSetters(Owner):
             group.reducer.hook, group.reducer.stream = hook, stream
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Accepted and true already: every reduction here sums, and divides afterwards."""
+        """Accepted, and true already: every reduction here sums, and divides afterwards.
+
+        Args:
+            enable: without effect.
+        """
 
     def _set_reduction(self, recurse: bool, **changes: Any) -> None:
         for unit in self._units(recurse):
@@ -107,10 +171,21 @@ class GradientSetters(Owner):
 
 
 class ScheduleSetters(Owner):
-    """When parameters are unsharded, and how bytes are moved."""
+    """When parameters are unsharded, and how bytes are moved. Call these setters alike on all ranks, between
+    steps; they communicate nothing.
+    """
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether groups are resharded between forward and backward, from the next step on."""
+        """Whether groups are resharded between forward and backward, from the next step on.
+
+        Args:
+            reshard_after_forward: False keeps the unsharded parameters, which takes memory and saves an
+                all-gather.
+            recurse: also for nested sharded modules.
+
+        Raises:
+            InputError: it isn't a bool; an int is given to ``fully_shard``.
+        """
         if not isinstance(reshard_after_forward, bool):
             raise InputError(
                 f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}; an int world "
@@ -122,35 +197,75 @@ class ScheduleSetters(Owner):
         self._request(recurse, reshard_after_forward=reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether groups are resharded after backward. False saves the next forward's all-gather where the
-        parameters weren't changed in between: for accumulation, at the memory of unsharded parameters."""
+        """Whether groups are resharded after the backward.
+
+        False saves the next forward's all-gather where the parameters weren't changed in between. It is meant
+        for gradient accumulation, and takes the memory of the unsharded parameters.
+
+        Args:
+            reshard_after_backward: True is the default.
+            recurse: also for nested sharded modules.
+        """
         self._request(recurse, reshard_after_backward=reshard_after_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """False: this module's backward doesn't read its parameters (an embedding), so don't gather them."""
+        """Whether this module's parameters are gathered for its backward.
+
+        Args:
+            unshard_in_backward: False for a module whose backward doesn't read its parameters, as an
+                embedding's.
+        """
         self._request(False, unshard_in_backward=unshard_in_backward)
 
     def set_modules_to_forward_prefetch(self, modules: list[Any]) -> None:
-        """All-gather these modules' groups when this one's forward begins, in order, instead of the next.
+        """When this module's forward begins, all-gather the groups of these modules, in order, instead of the
+        next ones.
 
-        An empty list goes back to the next ones in the recorded order.
+        Args:
+            modules: sharded modules of the same model; an empty list goes back to the next ones in the
+                recorded order.
+
+        Raises:
+            InputError: one of them isn't a sharded module.
         """
         self._set_ahead(Phase.FORWARD, modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[Any]) -> None:
-        """The same for this module's backward."""
+        """When this module's backward begins, all-gather the groups of these modules, in order, instead of
+        the next ones.
+
+        Args:
+            modules: sharded modules of the same model; an empty list goes back to the next ones in the
+                recorded order.
+
+        Raises:
+            InputError: one of them isn't a sharded module.
+        """
         self._set_ahead(Phase.BACKWARD, modules)
 
     def set_schedule_policy(self, policy: SchedulePolicy) -> None:
-        """How far ahead collectives are issued, for the whole model, from the next forward or backward on.
+        """When collectives are issued, for the whole model, from the next forward or backward on.
 
-        Raises: InputError where it names a group that the model hasn't; MissingExtra for a ``wire`` that
-        takes ``pip install 'shardwright[wire]'``.
+        Args:
+            policy: the same on all ranks; see ``SchedulePolicy``.
+
+        Raises:
+            InputError: the policy names a group that the model doesn't have.
+            MissingExtra: its ``wire`` needs ``pip install 'shardwright[wire]'``.
         """
         self._unit().runtime.set_policy(policy)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """How many reduce-scatters of the whole model may be in flight at once."""
+        """How many reduce-scatters of the whole model may be in flight at once.
+
+        Args:
+            max_input_buffers: at least 1; as ``SchedulePolicy.max_reductions``.
+            recurse: without effect.
+
+        Raises:
+            TypeError: it isn't an int.
+            InputError: it is below 1.
+        """
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
         if max_input_buffers < 1:
@@ -159,28 +274,63 @@ class ScheduleSetters(Owner):
         runtime.set_policy(replace(runtime.policy, max_reductions=max_input_buffers))
 
     def set_post_optim_event(self, event: Any) -> None:
-        """The next forward's all-gathers wait for ``event`` (recorded after the optimizer's step), once."""
+        """Have the next forward's all-gathers wait for an event, once.
+
+        Args:
+            event: a ``torch.Event`` that was recorded after the optimizer's step.
+        """
         runtime = self._unit().runtime
         runtime.step = replace(runtime.step, optimizer_event=event)
 
     def set_custom_all_gather(self, comm: Any) -> None:
-        """Move this module's all-gathers with ``comm``: ``allocate(size, *, dtype, device)`` and
-        ``__call__(output_tensor, input_tensor, group, async_op)``. Raises: InputError with several groups."""
+        """Move this module's all-gathers with a collective of your own.
+
+        Args:
+            comm: an object with ``allocate(size, *, dtype, device)`` and ``__call__(output_tensor,
+                input_tensor, group, async_op)``.
+
+        Raises:
+            InputError: the module's parameters are on several meshes.
+        """
         self._set_custom("set_custom_all_gather", all_gather=comm)
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """The same for reduce-scatters, whose call also takes ``op`` (always a sum; divided afterwards)."""
+        """Move this module's reduce-scatters with a collective of your own.
+
+        Args:
+            comm: as for ``set_custom_all_gather``; its call also takes ``op``, which is always a sum.
+                Division comes afterwards.
+
+        Raises:
+            InputError: the module's parameters are on several meshes.
+        """
         self._set_custom("set_custom_reduce_scatter", reduce_scatter=comm)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Accepted and true already: reductions have process groups of their own here, always."""
+        """Accepted, and true already: reductions always have process groups of their own here.
+
+        Args:
+            enable: without effect.
+            recurse: without effect.
+        """
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Accepted, without effect: collectives here move straight between the places of use, so there is no
-        staging memory that a process group could allocate."""
+        """Accepted, without effect: collectives move bytes straight between the places of use, so there is no
+        staging memory that a process group could allocate.
+
+        Args:
+            enable: without effect.
+        """
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Symmetric memory isn't supported. Raises: NotImplementedError, always."""
+        """Symmetric memory isn't supported.
+
+        Args:
+            backend: without effect.
+
+        Raises:
+            NotImplementedError: always.
+        """
         raise NotImplementedError(
             f"symmetric memory ({backend}) needs buffers at the same address on every rank, which regrown "
             "buffers are not; leave this call out: results are the same without it"

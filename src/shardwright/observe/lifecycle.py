@@ -59,10 +59,16 @@ _lifecycle = _Lifecycle()
 
 def set_watch(policy: WatchPolicy) -> None:
     """Choose after which wait a rank asks the others, and what is an error then; the same on all ranks.
+    Local.
 
-    Best called before the first ``fully_shard``. Later, ``on=False`` ends the watch, and other policies are
-    followed from then on; a watch that is off begins with the next ``fully_shard``.
-    Raises: InputError for anything but a WatchPolicy.
+    Best called before the first ``fully_shard``. Later, ``on=False`` ends the watchdog, and other policies
+    are followed from then on; a watchdog that is off begins with the next ``fully_shard``.
+
+    Args:
+        policy: see ``WatchPolicy``.
+
+    Raises:
+        InputError: ``policy`` isn't a WatchPolicy.
     """
     if not isinstance(policy, WatchPolicy):
         raise InputError(f"set_watch expects a WatchPolicy, got {policy!r}")

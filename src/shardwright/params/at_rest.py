@@ -40,11 +40,12 @@ def guard(mesh: DeviceMesh) -> None:
 
 @contextmanager
 def pickle_shards() -> Iterator[None]:
-    """Inside of it, in this thread, sharded tensors may be pickled: each rank its own rows, in its own file.
+    """A context in which this thread may pickle sharded tensors: each rank its own rows, into its own file.
 
-    ``with pickle_shards(): torch.save(model.state_dict(), f"rank-{rank}.pt")`` for files that are loaded on
-    as many ranks, each its own. Else pickling raises, since a file of one rank lacks the others' numbers and
-    doesn't look so: every shape is the whole one. Any rank may call it; no communication.
+    ``with pickle_shards(): torch.save(model.state_dict(), f"rank-{rank}.pt")`` is for files that are loaded
+    on as many ranks, each its own. Outside of it pickling a sharded tensor raises InputError: one rank's file
+    lacks the other ranks' numbers and doesn't look so, since every shape is the whole one. Any rank may enter
+    it; no communication.
     """
     before = _allowed.set(True)
     try:

@@ -116,9 +116,13 @@ _told: set[str] = set()
 
 
 def set_transport(transport: Transport | str) -> None:
-    """Choose the transport of meshes that are sharded over from now on; alike on all ranks.
+    """Choose the transport of meshes that are sharded over from now on; the same on all ranks. Local.
 
-    Raises: InputError for a name that isn't a ``Transport``, such as "gloo", which was one once.
+    Args:
+        transport: a ``Transport`` or its value; see docs/design/transport.md.
+
+    Raises:
+        InputError: there is no such transport ("gloo" was one once).
     """
     global _transport
     try:

@@ -11,12 +11,19 @@ _chosen: bool | None = None
 
 
 def set_process(on: bool) -> None:
-    """Choose whether the package may change anything of this process beside its models; alike on all ranks.
+    """Choose whether the package may change anything of this process besides its models; the same on all
+    ranks.
 
-    False: no watch thread, no handlers of signals, no ``excepthook``, nothing at exit, malloc as it is; no
-    rank is then ended, and a rank that never comes is found by the time limit of the process groups. Called
-    before the first ``fully_shard``. Local; without a call the variable ``SHARDWRIGHT_PROCESS`` decides.
-    Raises: InputError for anything but a bool.
+    Call it before the first ``fully_shard``. Local. Without a call the environment variable
+    ``SHARDWRIGHT_PROCESS`` decides. docs/process.md lists what is changed.
+
+    Args:
+        on: False means no watchdog thread, no signal handlers, no ``excepthook``, nothing at exit, and malloc
+            as it is. Then no rank is ended by another one's failure, and a rank that never comes is found by
+            the time limit of the process groups.
+
+    Raises:
+        InputError: ``on`` isn't a bool.
     """
     global _chosen
     if not isinstance(on, bool):

@@ -128,12 +128,19 @@ recorder = Recorder()
 
 
 def record_function(name: str) -> AbstractContextManager[None]:
-    """A block of the training loop that traces and the ledger call ``name``, as torch's profiler does.
+    """Name a block of the training loop in traces and in the ledger of lost time, as torch's profiler does.
 
-        with shardwright.record_function("data"):
-            batch = next(batches)
+    Used on this rank's training thread, outside of forward and backward. It costs a microsecond, and no rank
+    needs to call it. "data" is also a cause that the ledger of waits knows.
 
-    Of this rank's training thread, outside of forward and backward; costs a microsecond, and no rank needs to
-    call it. "data" is also what the ledger of waits knows as a cause.
+    Args:
+        name: what the block is called.
+
+    Returns:
+        A context manager around the block.
+
+    Examples:
+        >>> with shardwright.record_function("data"):
+        ...     batch = torch.ones(2, 8)
     """
     return recorder.span(name)
