@@ -12,7 +12,10 @@ from tests.fences import copy_repository, excuse_for, fences, run_command
 from tests.ranks.pool import free_port, run_ranks
 from tests.ranks.test_docs import run_file
 
-EXCUSED = [(r"\.venv-bnb/|^make setup-bnb$", "another environment: make test-bnb")]
+EXCUSED = [
+    (r"\.venv-bnb/|^make setup-bnb$", "another environment: make test-bnb"),
+    (r"^vllm |llama\.cpp/", "another tool, which the page says was not run"),
+]
 # Commands that take minutes, and what runs instead: less text, fewer steps.
 SHORTER = [
     (r"^make finetune$", "make finetune CORPUS=notes.txt"),
@@ -44,7 +47,7 @@ def test_the_files_of_the_document_run_one_after_another(repository):
 
 
 def test_the_commands_of_fine_tuning_run_one_after_another(repository):
-    found = [command for fence in fences("finetuning.md") for command in fence.commands]
+    found = [c for page in ("finetuning.md", "serving.md") for fence in fences(page) for c in fence.commands]
     for command in found:
         if excuse_for(command, EXCUSED):
             continue

@@ -17,7 +17,9 @@ from shardwright.errors import ConfigError, MissingExtra, ShardwrightError
 _VERBS = {
     "train": ("train", "train the model of a recipe"),
     "sample": ("train", "let a trained model write"),
-    "export": ("train", "write a trained model as a Llama for transformers"),
+    "export": ("train", "write a trained model, or adapter, for transformers and peft"),
+    "merge": ("tuned", "add a run's adapter to its base, as a whole model"),
+    "chat": ("tuned", "talk with a fine-tuned model"),
     "recipe": ("recipe", "list the recipes that come with the package, or print one"),
     "checkpoint": ("checkpoint", "inspect, verify, compare or export checkpoints"),
     "plan": ("plan", "predict step times and memory of runs, before anything is rented"),

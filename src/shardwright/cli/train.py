@@ -54,13 +54,28 @@ def _kind_of(recipe: Recipe) -> Callable[[Recipe, Any], Job]:
 
 def run_export(known: argparse.Namespace) -> int:
     """Write a trained model as a folder of Hugging Face."""
+    if _is_tuned(known.run):
+        return _tuned().run_export(known)
     export_llama(Path(known.run), Path(known.folder))
     print(f"{known.folder}: {', '.join(sorted(path.name for path in Path(known.folder).iterdir()))}")
     return 0
 
 
+def _is_tuned(run: str) -> bool:
+    """Whether it is a run of fine-tuning, or what one has left."""
+    return any(Path(run, name).exists() for name in ("exported", "adapter_config.json", "config.json"))
+
+
+def _tuned() -> Any:
+    """The commands for those. They need an extra."""
+    require("hf", "transformers")
+    return importlib.import_module("shardwright.cli.tuned")
+
+
 def run_sample(known: argparse.Namespace) -> int:
     """Print what a trained model writes."""
+    if _is_tuned(known.run):
+        return _tuned().run_sample(known)
     resolved, model = load_run(Path(known.run))
     given = {key: getattr(known, key) for key in ("num_bytes", "temperature", "prompt")}
     wanted = resolved.recipe.sample.model_copy(update={key: v for key, v in given.items() if v is not None})
@@ -119,8 +134,10 @@ def add_commands(commands: Any) -> None:
     sample = commands.add_parser("sample", allow_abbrev=False)
     sample.add_argument("run", metavar="RUN", help="the folder of a finished run, as runs/quickstart")
     sample.add_argument("--prompt", help="text to continue (default: the recipe's)")
-    sample.add_argument("--num-bytes", type=_count, help="bytes to write (default: the recipe's)")
-    sample.add_argument("--temperature", type=_temperature, help="0: the likeliest (default: the recipe's)")
+    sample.add_argument(
+        "--num-bytes", "--num-tokens", type=count, help="bytes, or tokens, to write (default: the recipe's)"
+    )
+    sample.add_argument("--temperature", type=temperature, help="0: the likeliest (default: the recipe's)")
     sample.add_argument("--seed", type=int, default=1, help="another seed, another text (default: 1)")
     sample.set_defaults(call=run_sample)
     export = commands.add_parser("export", allow_abbrev=False)
@@ -135,13 +152,15 @@ def _resume(text: str) -> str:
     return text
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
+    """A number of at least 1, for argparse."""
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"got {text}, expected at least 1")
     return int(text)
 
 
-def _temperature(text: str) -> float:
+def temperature(text: str) -> float:
+    """A number of at least 0, for argparse."""
     if not float(text) >= 0:
         raise argparse.ArgumentTypeError(f"got {text}, expected 0 or more")
     return float(text)

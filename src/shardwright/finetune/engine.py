@@ -12,6 +12,7 @@ from shardwright import hf
 from shardwright.api import stats
 from shardwright.checkpoint import Restored, load, save
 from shardwright.errors import InputError
+from shardwright.finetune.generate import Wanted, generate, tokens_of
 from shardwright.finetune.head import HeadLoss
 from shardwright.finetune.windows import Batch, Windows
 from shardwright.hf import library
@@ -23,7 +24,7 @@ from shardwright.train.flops import flops_per_token
 from shardwright.train.lora import Lora, add_lora, trained_part
 from shardwright.train.ranks import RankPlace
 
-_DTYPES = {"files": None, "fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"files": None, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def build_model(recipe: Recipe, place: RankPlace) -> Any:
     """
     base, adapter = recipe.base, recipe.adapter
     set_up(recipe)
-    model: Any = library.build(Path(base.folder), _DTYPES[base.dtype])
+    model: Any = library.build(Path(base.folder), DTYPES[base.dtype])
     if adapter.rank:
         lora = Lora(adapter.targets, adapter.rank, adapter.alpha, adapter.dropout, adapter.rslora)
         add_lora(model, lora, torch.float32)
@@ -140,19 +141,9 @@ class TunedEngine(RankEngine):
     def sample(self, tokenizer: Any) -> str:
         """What the model writes after the recipe's prompt, the same on every rank; every rank calls."""
         config = self.recipe.sample
-        prompt = tokenizer(config.prompt, add_special_tokens=False)["input_ids"]
-        begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-        tokens = torch.tensor([[*begin, *prompt] or self.feed.heldout.tokens[0, :1].tolist()])
         torch.manual_seed(self.recipe.run.seed)
-        how = {"temperature": config.temperature} if config.temperature else {}
         self.model.eval()
-        written = self.model.generate(
-            tokens.to(self.place.device),
-            attention_mask=torch.ones_like(tokens).to(self.place.device),
-            max_new_tokens=config.num_bytes,
-            pad_token_id=tokenizer.pad_token_id or 0,
-            do_sample=config.temperature > 0,
-            synced_gpus=True,
-            **how,
-        )
-        return tokenizer.decode(written[0, tokens.shape[1] :], skip_special_tokens=True)
+        wanted = Wanted(config.num_bytes, config.temperature)
+        tokens = tokens_of(config.prompt, tokenizer, self.feed.heldout.tokens[0, :1].tolist())
+        written = generate(self.model, tokenizer, tokens.to(self.place.device), wanted, synced_gpus=True)
+        return tokenizer.decode(written, skip_special_tokens=True)

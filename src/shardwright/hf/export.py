@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from shardwright.checkpoint.agree import ranks
+from shardwright.checkpoint.folder import published, sync_folder
 from shardwright.checkpoint.shardfile import DTYPE_NAME, bits_of, header_of
 from shardwright.checkpoint.sink import write_all
 from shardwright.engine.unit import units_in
@@ -54,6 +55,10 @@ class _ExportedTensor:
     stored: tuple[_Stored, ...]
 
 
+Collect = Callable[[Sequence[_ExportedTensor]], Iterator[torch.Tensor | None]]
+"""Each of some tensors whole, in their order; None on a rank that doesn't write."""
+
+
 def save_pretrained(
     model: nn.Module,
     folder: str | Path,
@@ -91,7 +96,8 @@ def save_pretrained(
             torn.mkdir(parents=True)
 
     group.together(what, begin)
-    fault = _write_weights(model, sources, torn, max_file_nbytes, group.rank == 0)
+    files = _files(sources, max_file_nbytes)
+    fault = _write_weights(model, files, torn, lambda members: _wholes(model, members), group.rank == 0)
 
     def finish() -> None:
         if group.rank:
@@ -100,7 +106,7 @@ def save_pretrained(
             if fault:
                 raise CheckpointError(fault)
             library.save_config(model, original_class(type(model)), torn, _dtype(sources))
-            _copy_tokenizer(tokenizer_from, torn)
+            copy_tokenizer(tokenizer_from, torn)
             os.rename(torn, path)
         finally:
             shutil.rmtree(torn, ignore_errors=True)
@@ -136,20 +142,52 @@ def _files(sources: Sequence[_ExportedTensor], max_nbytes: int) -> list[list[_Ex
     return files
 
 
+def write_pretrained(
+    model: nn.Module,
+    folder: str | Path,
+    read: Callable[[str], torch.Tensor],
+    *,
+    tokenizer_from: str | Path | None = None,
+    max_file_nbytes: int = MAX_FILE_NBYTES,
+) -> None:
+    """What ``save_pretrained`` writes, of a model without weights and with each tensor from elsewhere; one
+    process.
+
+    model: of transformers, its parameters may be on the meta device; their shapes and dtypes are those of the
+        files. read: the tensor of that name in the model, asked for once each. Host memory: one of them.
+    Raises: CheckpointError where ``folder`` exists or can't be written, or from ``read``; nothing is left
+        there then.
+    """
+    sources = _plan(model)
+    files = _files(sources, max_file_nbytes)
+    with published(Path(folder)) as torn:
+        torn.mkdir()
+        fault = _write_weights(model, files, torn, lambda members: (read(m.name) for m in members), True)
+        if fault:
+            raise CheckpointError(fault)
+        library.save_config(model, type(model), torn, _dtype(sources))
+        copy_tokenizer(tokenizer_from, torn)
+        for path in torn.iterdir():
+            sync_folder(path)
+
+
 def _write_weights(
-    model: nn.Module, sources: Sequence[_ExportedTensor], folder: Path, max_nbytes: int, writes: bool
+    model: nn.Module,
+    files: Sequence[Sequence[_ExportedTensor]],
+    folder: Path,
+    collect: Collect,
+    writes: bool,
 ) -> str:
     """Collect every tensor and, on the rank that ``writes``, write it. Returns why that failed, or "".
 
     After a failure the others are collected all the same, so that no rank waits for one that gave up.
     """
-    files = _files(sources, max_nbytes)
     width = len(files)
     fault, weight_map = "", {}
     for number, members in enumerate(files, 1):
         name = "model.safetensors" if width == 1 else f"model-{number:05d}-of-{width:05d}.safetensors"
         weight_map |= {stored.name: name for source in members for stored in source.stored}
-        wholes = _wholes(model, members)
+        wholes = collect(members)
         if writes and not fault:
             try:
                 _write_file(model, folder / name, members, wholes)
@@ -158,7 +196,7 @@ def _write_weights(
         for _ in wholes:  # the collectives that are left
             pass
     if writes and not fault and width > 1:
-        total = sum(stored.nbytes for source in sources for stored in source.stored)
+        total = sum(stored.nbytes for members in files for source in members for stored in source.stored)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True))
     return fault
@@ -193,7 +231,8 @@ def _dtype(sources: Sequence[_ExportedTensor]) -> torch.dtype:
     return max(numels, key=numels.__getitem__)
 
 
-def _copy_tokenizer(origin: str | Path | None, folder: Path) -> None:
+def copy_tokenizer(origin: str | Path | None, folder: Path) -> None:
+    """Copy the tokenizer's files from the one folder to the other."""
     if origin is None:
         return
     for pattern in _TOKENIZER:

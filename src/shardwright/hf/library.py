@@ -88,6 +88,11 @@ def tokenizer(folder: Path) -> Any:
         ) from error
 
 
+def streamer(tokenizer: Any) -> Any:
+    """What prints the text of ``generate`` while it is written, without the prompt."""
+    return transformers.TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+
+
 def places(model: Any, names: list[str]) -> Mapping[str, TensorTarget]:
     """Where the tensors ``names`` of its files go; those that its class says it has no use for are left out.
 

@@ -116,8 +116,7 @@ def read_weights(model: nn.Module, folder: str | Path, *, quantise: str | None =
 
     group.together(what, prepare)
     source_folder, todo = prepared[0]
-    head = f"{hints_of(model).head}.weight"
-    chosen = frozenset(quantisable(model)) - {head} if quantise else frozenset()
+    chosen = encoded_names(model) if quantise else frozenset()
     with Reader(source_folder) as reader:
         group.together(what, lambda: _fill_and_encode(todo, reader, quantise, chosen))
         nbytes = reader.nbytes
@@ -125,6 +124,11 @@ def read_weights(model: nn.Module, folder: str | Path, *, quantise: str | None =
     for param in model.parameters():
         param._is_hf_initialized = True  # type: ignore[attr-defined]
     return WeightsRead(nbytes, len(todo.targets), tuple(t.key for t in todo.targets if t.casts))
+
+
+def encoded_names(model: nn.Module) -> frozenset[str]:
+    """Names of the weights that ``quantise`` encodes: matrices, but for the head's. Local."""
+    return frozenset(quantisable(model)) - {f"{hints_of(model).head}.weight"}
 
 
 def _fill_and_encode(todo: LoadPlan, reader: Reader, codec: str | None, chosen: frozenset[str]) -> None:

@@ -14,7 +14,8 @@ as before and a base that ``quantize_`` has encoded works the same. Files are pe
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -35,10 +36,12 @@ from shardwright.params.quantized.module import encoded_class, encodings, own_cl
 from shardwright.torch_private import look_up_again, parameters_of
 
 with from_extra("checkpoint"):
+    from safetensors import SafetensorError
     from safetensors.torch import load_file, save_file
 
 _PREFIX = "base_model.model."
-_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""The two files of an adapter in peft's form."""
 
 
 @dataclass(frozen=True)
@@ -212,19 +215,18 @@ def save_adapter(folder: str | Path, model: nn.Module, base: str | None = None) 
     for unit in units:
         unit.runtime.rest()
     tensors = {_PREFIX + name: _whole(param) for name, param in _parts(layers).items()}
+    config = _config_of(model, next(iter(layers.values())).lora, list(layers), base)
     writes = not dist.is_initialized() or dist.get_rank() == 0
     if units:
         ranks().arrive("save_adapter")
-        ranks().together("save_adapter", lambda: _write(folder, layers, tensors, base) if writes else None)
+        ranks().together("save_adapter", lambda: _write(folder, config, tensors) if writes else None)
     elif writes:
-        _write(folder, layers, tensors, base)
+        _write(folder, config, tensors)
 
 
-def _write(
-    folder: str | Path, layers: dict[str, LoraLinear], tensors: dict[str, torch.Tensor], base: str | None
-) -> None:
-    lora = next(iter(layers.values())).lora
-    config = {
+def _config_of(model: nn.Module, lora: Lora, targets: list[str], base: str | None) -> dict[str, Any]:
+    """adapter_config.json. A model that generates has a task, by which peft finds the class to load it."""
+    return {
         "peft_type": "LORA",
         "base_model_name_or_path": base,
         "r": lora.rank,
@@ -232,15 +234,18 @@ def _write(
         "lora_dropout": lora.dropout,
         "use_rslora": lora.rslora,
         "use_dora": lora.dora,
-        "target_modules": sorted(layers),
+        "target_modules": sorted(targets),
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
-        "task_type": None,
+        "task_type": "CAUSAL_LM" if hasattr(model, "prepare_inputs_for_generation") else None,
     }
+
+
+def _write(folder: str | Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
     Path(folder).mkdir(parents=True, exist_ok=True)
     save_file(tensors, Path(folder, _WEIGHTS), metadata={"format": "pt"})
-    Path(folder, _CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    Path(folder, ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
 def read_lora(folder: str | Path) -> Lora:
@@ -248,7 +253,7 @@ def read_lora(folder: str | Path) -> Lora:
 
     Raises: CheckpointError where they can't be read, or are of a kind that isn't supported.
     """
-    path = Path(folder, _CONFIG)
+    path = Path(folder, ADAPTER_CONFIG)
     try:
         config: dict[str, Any] = json.loads(path.read_text())
         targets: Sequence[str] = config["target_modules"]
@@ -264,6 +269,17 @@ def read_lora(folder: str | Path) -> Lora:
     return Lora(tuple(targets), rank, alpha, dropout, rslora, bool(config.get("use_dora", False)))
 
 
+def base_of_adapter(folder: str | Path) -> str:
+    """Name or path of the base that an adapter in peft's form is for, "" where it doesn't say.
+
+    Raises: CheckpointError where it can't be read."""
+    path = Path(folder, ADAPTER_CONFIG)
+    try:
+        return json.loads(path.read_text()).get("base_model_name_or_path") or ""
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: not a readable adapter ({error})") from error
+
+
 def load_adapter(folder: str | Path, model: nn.Module) -> None:
     """Fill the adapters of ``model``, sharded or not, from files in peft's form; on any number of ranks.
 
@@ -272,7 +288,7 @@ def load_adapter(folder: str | Path, model: nn.Module) -> None:
     """
     path, layers, saved = Path(folder, _WEIGHTS), adapters_in(model), read_lora(folder)
     if not path.is_file():
-        raise CheckpointError(f"{path}: no such file; an adapter is {_CONFIG} and {_WEIGHTS}")
+        raise CheckpointError(f"{path}: no such file; an adapter is {ADAPTER_CONFIG} and {_WEIGHTS}")
     tensors = {name.removeprefix(_PREFIX): tensor for name, tensor in load_file(path).items()}
     expected = {name: tuple(param.shape) for name, param in _parts(layers).items()}
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -298,17 +314,47 @@ def _parts(layers: dict[str, LoraLinear]) -> dict[str, nn.Parameter]:
     return found
 
 
-def _sum(layer: LoraLinear) -> torch.Tensor:
+def merged_weight(weight: torch.Tensor, lora: Lora, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """``weight`` [out, in] with its adapter added, float32. parts: the adapter's tensors, by the ends of
+    their names in files (``lora_A.weight`` and so on). Method: as peft's ``merge``, before it rounds."""
+    merged = _sum(weight, parts["lora_A.weight"], parts["lora_B.weight"], lora.scaling)
+    if lora.dora:
+        merged *= (parts["lora_magnitude_vector"].float() / merged.norm(dim=1)).unsqueeze(1)
+    return merged
+
+
+def adapter_parts(folder: str | Path) -> dict[str, dict[str, torch.Tensor]]:
+    """The tensors of an adapter in peft's form, by the layer's name and the ends of their own (as
+    ``merged_weight`` takes them). Raises: CheckpointError where they can't be read."""
+    path = Path(folder, _WEIGHTS)
+    try:
+        tensors = load_file(path)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{path}: not readable ({error}); an adapter is {ADAPTER_CONFIG} and {_WEIGHTS}"
+        ) from error
+    layers: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        found = re.fullmatch(rf"{re.escape(_PREFIX)}(.+)\.(lora_[AB]\.weight|lora_magnitude_vector)", name)
+        if found is None:
+            raise CheckpointError(f"{path}: {name!r} is no part of a LoRA adapter on linear layers")
+        layers.setdefault(found[1], {})[found[2]] = tensor
+    for name, parts in layers.items():
+        if not {"lora_A.weight", "lora_B.weight"} <= parts.keys():
+            raise CheckpointError(f"{path}: the adapter of {name!r} has only {', '.join(parts)}")
+    return layers
+
+
+def _sum(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
     """Weight and product, float32 [out, in]."""
-    return (
-        layer.weight.float() + layer.lora_B.weight.float() @ layer.lora_A.weight.float() * layer.lora.scaling
-    )
+    return weight.float() + b.float() @ a.float() * scaling
 
 
 def _lengths(layer: LoraLinear) -> torch.Tensor:
     """Of the rows of that sum, float32 [out]; constants to the gradient."""
     with torch.no_grad():
-        return _sum(layer).norm(dim=1)
+        a, b = layer.lora_A.weight, layer.lora_B.weight
+        return _sum(layer.weight, a, b, layer.lora.scaling).norm(dim=1)
 
 
 def _linears(model: nn.Module) -> dict[str, nn.Module]:
@@ -342,9 +388,8 @@ def _adapt(layer: Any, lora: Lora, dtype: torch.dtype | None) -> None:
 
 def _merge(layer: LoraLinear) -> None:
     with torch.no_grad():
-        merged = _sum(layer)
-        if layer.lora.dora:
-            merged *= (layer.lora_magnitude_vector.float() / merged.norm(dim=1)).unsqueeze(1)
+        parts = {name.removeprefix("."): param for name, param in _parts({"": layer}).items()}
+        merged = merged_weight(layer.weight, layer.lora, parts)
         encoding, stored = encodings(layer).get("weight"), _stored(layer)
         if encoding is None:
             stored.copy_(merged)

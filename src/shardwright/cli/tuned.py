@@ -1,0 +1,97 @@
+"""``shardwright merge`` and ``shardwright chat``: what becomes of a fine-tuned run; and what ``sample`` and
+``export`` do with one.
+
+shardwright merge RUN OUT [--base FOLDER]
+shardwright chat RUN [--system TEXT] [--num-tokens N] [--temperature T] [--seed S] [--base FOLDER]
+
+RUN is the folder of a run, of one that it has exported (RUN/exported/step-N), or of an adapter of peft's.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from shardwright.cli.train import count, temperature
+from shardwright.finetune import afterwards
+from shardwright.finetune.generate import Wanted, tokens_of
+from shardwright.finetune.talk import Speaker
+from shardwright.finetune.tuned import Tuned, find_tuned
+
+_RUN = "the folder of a run, one of its exported/step-N, or an adapter in peft's form"
+
+
+def run_merge(known: argparse.Namespace) -> int:
+    """Write the base with its adapter added."""
+    tuned = find_tuned(Path(known.run), known.base)
+    afterwards.merge(tuned, Path(known.out))
+    how = "" if tuned.quantise == "none" else f", decoded from {tuned.quantise}"
+    print(f"{known.out}: {tuned.base}{how}, with the adapter of {tuned.folder}")
+    return 0
+
+
+def run_export(known: argparse.Namespace) -> int:
+    """Copy what a run has trained."""
+    tuned = find_tuned(Path(known.run))
+    afterwards.export(tuned, Path(known.folder))
+    what = f"the adapter of {tuned.base}, for peft" if tuned.is_adapter else "the whole model"
+    print(f"{known.folder}: {tuned.folder}, {what}")
+    return 0
+
+
+def run_sample(known: argparse.Namespace) -> int:
+    """Print what the model writes after a prompt."""
+    tuned = find_tuned(Path(known.run))
+    speaker = Speaker(tuned)
+    prompt = tuned.recipe.sample.prompt if known.prompt is None else known.prompt
+    print(prompt + speaker.write(tokens_of(prompt, speaker.tokenizer), _wanted(known, tuned)))
+    return 0
+
+
+def run_chat(known: argparse.Namespace) -> int:
+    """Answer lines of stdin until it ends."""
+    tuned = find_tuned(Path(known.run), known.base)
+    speaker = Speaker(tuned)
+    if sys.stdin.isatty():
+        print("Ctrl-D ends it, /new begins a new conversation, Ctrl-C drops an answer")
+    speaker.chat(_wanted(known, tuned), known.system, _ask, lambda line: print(line, file=sys.stderr))
+    return 0
+
+
+def _ask() -> str | None:
+    try:
+        return input("> " if sys.stdin.isatty() else "")
+    except (EOFError, KeyboardInterrupt):
+        return None
+
+
+def _wanted(known: argparse.Namespace, tuned: Tuned) -> Wanted:
+    sample = tuned.recipe.sample
+    number = sample.num_bytes if known.num_bytes is None else known.num_bytes
+    heat = sample.temperature if known.temperature is None else known.temperature
+    return Wanted(number, heat, known.seed)
+
+
+def add_commands(commands: Any) -> None:
+    """Add the two to the subparsers of the command."""
+    merge = commands.add_parser(
+        "merge",
+        description="Add a run's adapter to its base, and write the whole model as transformers saves it.",
+        allow_abbrev=False,
+    )
+    merge.add_argument("run", metavar="RUN", help=_RUN)
+    merge.add_argument("out", metavar="OUT", help="where to; must not exist yet")
+    merge.set_defaults(call=run_merge)
+    chat = commands.add_parser(
+        "chat", description="Talk with a fine-tuned model in the terminal.", allow_abbrev=False
+    )
+    chat.add_argument("run", metavar="RUN", help=_RUN)
+    chat.add_argument("--system", default="", help="what the model is told first")
+    chat.add_argument(
+        "--num-tokens", dest="num_bytes", type=count, default=512, help="of an answer, at most (512)"
+    )
+    chat.add_argument("--temperature", type=temperature, help="0: the likeliest (default: the recipe's)")
+    chat.add_argument("--seed", type=int, default=1, help="another seed, other answers (default: 1)")
+    chat.set_defaults(call=run_chat)
+    for verb in (merge, chat):
+        verb.add_argument("--base", metavar="FOLDER", type=Path, help="of its base, where that has moved")
