@@ -33,7 +33,7 @@ HOST_NBYTES = 2 << 20
 
 
 class ReduceScatterHandle:
-    """One input list on its way through ``ReduceScatterBucketer``; made by ``reduce_scatter_async``."""
+    """One input list on its way through a ``ReduceScatterBucketer``; made by ``reduce_scatter_async``."""
 
     __slots__ = ("_bucket", "_callback", "_flight", "_offset", "_result", "_shape", "_total")
 
@@ -48,15 +48,20 @@ class ReduceScatterHandle:
 
     @property
     def done(self) -> bool:
-        """Whether the sum is here (its callback has run, or is about to)."""
+        """Whether the sum is here. Its callback has run then, or is about to."""
         return self._total is not None
 
     def wait(self) -> torch.Tensor:
-        """The sum over ranks of this rank's input, in the inputs' shape and dtype; runs what callbacks came
-        with it.
+        """Wait for the sum, and run the callbacks of all inputs that were sent together with it.
 
         Where the input still lies in a bucket, the bucket is issued: then every rank must wait here.
-        Raises: CommError where a rank is in another collective, ended or never came.
+
+        Returns:
+            The sum over ranks of this rank's input, in the shape and dtype of the inputs.
+
+        Raises:
+            CommError: a rank is in another collective, ended or never came.
+            StageError: the collective failed earlier, with an error that was raised then.
         """
         if self._total is None:
             if self._bucket is not None:
@@ -87,15 +92,27 @@ class ReduceScatterHandle:
 
 
 class ReduceScatterBucketer:
-    """Sums lists of tensors over ranks, each rank getting its part, small lists together in one collective.
-
-    bucket_cap_mb: MiB of one rank's inputs that travel together at most; 0 or less: each list by itself. An
-        input that brings what is under way above it waits for the oldest, whose callbacks run then.
+    """Sums lists of tensors over ranks, each rank getting its part; small lists share one collective.
 
     Ranks call the same methods in the same order with the same shapes. It takes any process group that
     ``torch.distributed`` made, and moves bytes as ``set_transport`` says. Lists with equal dtype, device and
-    ranks share a bucket. Memory is held from the first small list until ``teardown``: at most the cap three
-    times for each bucket (one fills, one travels, one was just issued), and what is received.
+    ranks share a bucket. Memory is held from the first small list until ``teardown``: at most three times the
+    cap for each bucket (one fills, one is sent, one was just issued), and what is received.
+
+    Args:
+        bucket_cap_mb: MiB of one rank's inputs that are sent together at most; 0 or less sends each list by
+            itself. An input that brings what is under way above the cap waits for the oldest, whose callbacks
+            run then.
+
+    Raises:
+        InputError: ``bucket_cap_mb`` is no finite number.
+
+    Examples:
+        >>> bucketer = shardwright.ReduceScatterBucketer()
+        >>> handle = bucketer.reduce_scatter_async([torch.ones(3)])  # one tensor for each rank
+        >>> bucketer.flush()
+        >>> handle.wait()
+        tensor([1., 1., 1.])
     """
 
     def __init__(self, bucket_cap_mb: float = 25) -> None:
@@ -106,8 +123,17 @@ class ReduceScatterBucketer:
         self._flights: list[_BucketInFlight] = []
 
     def shard_numel(self, dtype: torch.dtype, world: int) -> int:
-        """Elements of each tensor of a list that a bucket takes: the cap's bytes over ``world`` ranks,
-        rounded down. Longer ones are large; 0 where nothing is bucketed."""
+        """How long the tensors of a list may be for the list to share a bucket. Longer ones are sent by
+        themselves.
+
+        Args:
+            dtype: of the tensors.
+            world: number of ranks of the group.
+
+        Returns:
+            Elements of each tensor, the cap's bytes over ``world`` ranks rounded down; 0 where nothing shares
+                a bucket.
+        """
         return max(0, int(self._cap_nbytes / dtype.itemsize / world))
 
     @property
@@ -116,12 +142,12 @@ class ReduceScatterBucketer:
 
     @property
     def num_buckets(self) -> int:
-        """Buckets in use: one per dtype, device and set of ranks."""
+        """Number of buckets in use: one for each dtype, device and set of ranks."""
         return len(self._buckets)
 
     @property
     def held_nbytes(self) -> int:
-        """Bytes that buckets hold now, filled, free for reuse or being sent (without what is received)."""
+        """Bytes that buckets hold now, filled, free for reuse or being sent, without what is received."""
         return sum(bucket.held_nbytes for bucket in self._buckets.values()) + sum(
             flight.rows.nbytes for flight in self._flights if flight.rows is not None
         )
@@ -132,17 +158,25 @@ class ReduceScatterBucketer:
         group: ProcessGroup | None = None,
         callback_fn: Callback | None = None,
     ) -> ReduceScatterHandle:
-        """Start summing over ``group``: rank r gets the sum of every rank's ``input_list[r]``.
+        """Start summing over the ranks of a group: rank r gets the sum of every rank's ``input_list[r]``.
 
-        input_list: as many tensors as the group has ranks, equal in shape, dtype and device. Small ones are
-            copied before this returns; large ones must stay unchanged until the handle is done.
-        group: None: all ranks. callback_fn: called with this rank's sum, in the inputs' shape, in
-            ``torch.no_grad``; a caller can rely on it only after ``flush`` or the handle's ``wait``.
+        Every rank of the group calls it; the first call for a group makes a process group. What a callback
+        raises is raised where it runs, after the other callbacks of its collective.
 
-        Every rank of the group calls it; the first call for a group makes a process group.
-        Raises: InputError, before anything was started, for a list of another length, or tensors that differ.
-            CommError where ranks have other sizes or dtypes: here, or when the sum is waited for.
-            What a callback raises is raised where it runs, after the other callbacks of its collective.
+        Args:
+            input_list: as many tensors as the group has ranks, equal in shape, dtype and device. Small ones
+                are copied before this returns; large ones must stay unchanged until the handle is done.
+            group: the ranks; None: all.
+            callback_fn: called with this rank's sum, in the shape of the inputs and in ``torch.no_grad``. It
+                has certainly run only after ``flush``, or the handle's ``wait``.
+
+        Returns:
+            A handle; its ``wait`` gives this rank's sum.
+
+        Raises:
+            InputError: the list has another length, its tensors differ, or this rank isn't in the group.
+                Nothing was started then.
+            CommError: ranks have other sizes or dtypes; raised here, or when the sum is waited for.
         """
         inputs, ranks = list(input_list), _ranks_of(group)
         _check(inputs, len(ranks))
@@ -165,8 +199,14 @@ class ReduceScatterBucketer:
             self._flights[0].land()
 
     def flush(self) -> None:
-        """Issue every bucket that has inputs, wait for all collectives, and run all callbacks. No-op where
-        nothing is pending. Every rank calls it; again, for the rest, after an error of a callback."""
+        """Issue every bucket that has inputs, wait for all collectives, and run all callbacks.
+
+        Every rank calls it; call it again, for the rest, after an error of a callback. It does nothing where
+        nothing is pending.
+
+        Raises:
+            CommError: a rank is in another collective, ended or never came.
+        """
         while True:
             for bucket in tuple(self._buckets.values()):
                 bucket.issue()
@@ -176,9 +216,10 @@ class ReduceScatterBucketer:
                 self._flights[0].land()
 
     def teardown(self) -> None:
-        """Free the buckets. Sums stay valid, and the bucketer can be used again.
+        """Free the buckets. Sums stay valid, and the bucketer can be used again. Local.
 
-        Raises: StageError where inputs are pending; ``flush`` first.
+        Raises:
+            StageError: inputs are pending; call ``flush`` first.
         """
         pending = sum(len(bucket.handles) for bucket in self._buckets.values())
         pending += sum(len(flight.handles) for flight in self._flights)

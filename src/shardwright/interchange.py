@@ -28,11 +28,21 @@ _PARTS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", _STATE
 
 
 def from_bitsandbytes(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A state dict for a model that ``quantize_(model, "nf4")`` has encoded; other entries as they are.
+    """Turn a state dict with weights of bitsandbytes into one for a model that ``quantize_(model, "nf4")``
+    encoded.
 
-    Scales are rounded to bfloat16; the codes stay what they are.
-    Raises: InputError for a weight with other levels, rows that blocks cross, or blocks that aren't a
-        multiple of 64 elements; named.
+    Codes keep their bits; scales are rounded to bfloat16. Local, on the device of the tensors.
+
+    Args:
+        state: a state dict with the keys of ``Linear4bit`` (see the top of this module); other entries are
+            passed on.
+
+    Returns:
+        A new state dict, with ``weight`` and ``weight_absmax`` for each encoded weight.
+
+    Raises:
+        InputError: a weight has other levels than NF4's, rows that blocks cross, or blocks that aren't a
+            multiple of 64 elements; it is named.
     """
     names = [key.removesuffix(_STATE) for key in state if key.endswith(_STATE)]
     parts = {name + part for name in names for part in ("", *_PARTS)}
@@ -53,9 +63,17 @@ def from_bitsandbytes(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tens
 def to_bitsandbytes(
     state: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.bfloat16
 ) -> dict[str, torch.Tensor]:
-    """The reverse: a whole state dict with NF4 weights as bitsandbytes keeps it. dtype: what it decodes to.
+    """The reverse of ``from_bitsandbytes``: a whole state dict with NF4 weights as bitsandbytes keeps it.
 
-    Raises: InputError for a weight whose rows are no multiple of 64 elements, or codes without scales.
+    Args:
+        state: a state dict of whole tensors, as ``full_state_dict`` gives it.
+        dtype: what bitsandbytes is to decode the weights to.
+
+    Returns:
+        A new state dict, with the keys of ``Linear4bit``.
+
+    Raises:
+        InputError: a weight's rows are no multiple of 64 elements.
     """
     theirs = dict(state)
     for name in [key for key in state if f"{key}_absmax" in state]:
@@ -81,14 +99,30 @@ NF4_ROWS = ("quantized_data", "quantized_scalers", "quantization_factor")
 
 
 def is_nf4_tensor(weight: Any) -> bool:
-    """Whether a tensor is torchao's ``NF4Tensor``, wherever the class lives in its version."""
+    """Whether a tensor is torchao's ``NF4Tensor``, wherever the class lives in its version.
+
+    Args:
+        weight: anything.
+
+    Returns:
+        True for an ``NF4Tensor``.
+    """
     return all(hasattr(weight, name) for name in (*NF4_ROWS, "scaler_mean"))
 
 
 def from_nf4_tensor(weight: Any, name: str = "weight") -> tuple[torch.Tensor, torch.Tensor]:
-    """``(codes, absmax)`` of torchao's ``NF4Tensor``; its codes, and its scales rounded to bfloat16.
+    """Codes and scales of torchao's ``NF4Tensor``: its codes as they are, its scales rounded to bfloat16.
 
-    Raises: InputError as ``from_bitsandbytes``; ``name`` is for that.
+    Args:
+        weight: an ``NF4Tensor`` of shape [..., cols].
+        name: what to call it in an error.
+
+    Returns:
+        ``(codes, absmax)``, uint8 [..., cols / 2] and bfloat16 [..., cols / 64].
+
+    Raises:
+        InputError: it has other levels than NF4's, rows that blocks cross, or blocks that aren't a multiple
+            of 64 elements.
     """
     _check(name, tuple(weight.shape), weight.block_size, weight.nf4)
     scalers = weight.quantized_scalers.float().view(-1, weight.scaler_block_size)

@@ -42,11 +42,31 @@ _CHUNK_NUMEL = 1 << 19
 def quantize(
     weight: torch.Tensor, block: int = BLOCK, scale_dtype: torch.dtype = torch.bfloat16
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(codes, absmax)`` of a floating-point weight ``[..., cols]`` of at least one dim; see the module.
+    """Encode a weight in NF4: two elements to a byte, and one scale for each block.
 
-    block: elements that share a scale; even. scale_dtype: ``torch.float32`` gives the codes of bitsandbytes.
-    A block of zeros has scale 0. On the meta device only the shapes are right.
-    Raises: InputError for a weight that isn't floating point or has no dims, or an odd block.
+    A block of zeros has scale 0. On the meta device only the shapes of the result are right. Pure arithmetic
+    on the weight's device, of all rows or of some with the same bits.
+
+    Args:
+        weight: floating point, [..., cols], with at least one dim.
+        block: elements that share a scale; even.
+        scale_dtype: dtype of the scales; ``torch.float32`` gives the codes of bitsandbytes.
+
+    Returns:
+        ``(codes, absmax)``, uint8 [..., ceil(cols / 2)] with the earlier element in the high half of a byte,
+            and ``scale_dtype`` [..., ceil(cols / block)].
+
+    Raises:
+        InputError: the weight isn't floating point or has no dims, or ``block`` is odd or below 2.
+
+    Examples:
+        >>> weight = torch.randn(4, 128)
+        >>> codes, absmax = shardwright.nf4.quantize(weight)
+        >>> codes.shape, absmax.shape
+        (torch.Size([4, 64]), torch.Size([4, 2]))
+        >>> decoded = shardwright.nf4.dequantize(codes, absmax, weight.shape, torch.float32)
+        >>> bool((decoded - weight).norm() < 0.15 * weight.norm())
+        True
     """
     if block < 2 or block % 2:
         raise InputError(f"block must be an even number of elements, at least 2, got {block}")
@@ -61,9 +81,17 @@ def quantize(
 
 
 def quantize_double(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(codes, scales)``: as ``quantize``, in blocks of 64, with scales in one byte; see the module.
+    """As ``quantize`` in blocks of 64, with the scales themselves in one byte each.
 
-    Raises: InputError as ``quantize`` does.
+    Args:
+        weight: floating point, [..., cols], with at least one dim.
+
+    Returns:
+        ``(codes, scales)``, uint8 [..., ceil(cols / 2)] and uint8 [..., ceil(cols / 64) + 2]. The last two
+            bytes of a row's scales are its largest scale, as a bfloat16.
+
+    Raises:
+        InputError: the weight isn't floating point or has no dims.
     """
     if weight.is_meta:
         codes, absmax = quantize(weight)
@@ -81,7 +109,21 @@ def dequantize_double(
     dtype: torch.dtype = torch.bfloat16,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What ``quantize_double`` took; see ``dequantize``."""
+    """Decode what ``quantize_double`` gave.
+
+    Args:
+        codes: uint8 [..., ceil(cols / 2)].
+        scales: uint8 [..., ceil(cols / 64) + 2].
+        shape: that of the weight, [..., cols].
+        dtype: of the result.
+        out: a contiguous tensor of ``shape`` and ``dtype`` to fill; None: a fresh one.
+
+    Returns:
+        The weight, on the device of the codes; ``out`` where it was given.
+
+    Raises:
+        InputError: the shapes don't belong together.
+    """
     return dequantize(codes, _expand(scales), shape, dtype, out=out)
 
 
@@ -93,13 +135,24 @@ def dequantize(
     block: int = BLOCK,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The weight ``[..., cols]`` of ``shape`` in ``dtype``: what ``quantize`` took, to about 9%.
+    """Decode what ``quantize`` gave; of normally distributed weights the error is about 9%.
 
-    block: the one it was quantised with. out: a contiguous tensor of ``shape`` and ``dtype`` to fill, else a
-    fresh one.
     Method: pairs of codes index a table of two (or four) finished values; then one multiplication in place.
-    On CUDA bitsandbytes' kernel, where that is installed (see ``bnb``).
-    Raises: InputError for shapes that don't belong together.
+    On CUDA it is bitsandbytes' kernel, where that is installed (see ``bnb``).
+
+    Args:
+        codes: uint8 [..., ceil(cols / 2)].
+        absmax: the scales, [..., ceil(cols / block)].
+        shape: that of the weight, [..., cols].
+        dtype: of the result.
+        block: the one that the weight was quantised with.
+        out: a contiguous tensor of ``shape`` and ``dtype`` to fill; None: a fresh one.
+
+    Returns:
+        The weight, on the device of the codes; ``out`` where it was given.
+
+    Raises:
+        InputError: the shapes don't belong together.
     """
     cols = shape[-1]
     _check(tuple(codes.shape), tuple(absmax.shape), tuple(shape), block)

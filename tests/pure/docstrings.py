@@ -47,6 +47,18 @@ CANNOT_RAISE = {
 }
 """Function or method -> why what it raises can't be raised where public functions call it."""
 
+NEVER_RAISES = {
+    (
+        "FullyShardedDataParallel.apply",
+        "InputError",
+    ): "for arguments that it leaves out",
+    ("FullyShardedDataParallel.clip_grad_norm_", "RuntimeError"): "error_if_nonfinite is left out",
+}
+"""(public function, exception) -> why it isn't raised, though something that is called can raise it."""
+
+MADE_BY = {"ReduceScatterHandle": "reduce_scatter_async", "TrainStep": "make_train_step"}
+"""Class -> the public function that makes its instances; the docstring names it in place of Args."""
+
 SECTIONS = ("Args", "Attributes", "Returns", "Yields", "Raises", "Examples", "Warns")
 HEADER = re.compile(rf"^({'|'.join(SECTIONS)}):$")
 ITEM = re.compile(r"^    (\*{0,2}[\w.]+): \S")
@@ -67,23 +79,36 @@ class Package:
 
     def __init__(self, sources: dict[str, str]) -> None:
         self.trees = {_module_name(path): ast.parse(source) for path, source in sources.items()}
+        self._found: dict[tuple[str, str], tuple[str, ast.stmt] | None] = {}
+        self._imports: dict[str, dict[str, tuple[str, str]]] = {}
 
     def find(self, module: str, name: str) -> tuple[str, ast.stmt] | None:
         """The module that defines a function or class which ``module`` calls so, and its definition."""
+        if (module, name) not in self._found:
+            self._found[module, name] = self._find(module, name)
+        return self._found[module, name]
+
+    def _find(self, module: str, name: str) -> tuple[str, ast.stmt] | None:
         for node in reversed(self.trees[module].body):
             if isinstance(node, AnyFunction | ast.ClassDef) and node.name == name:
                 return module, node
-        for node in ast.walk(self.trees[module]):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PACKAGE):
-                for alias in node.names:
-                    source = (node.module or "")[len(PACKAGE) + 1 :]
-                    if (alias.asname or alias.name) == name and source in self.trees:
-                        return self.find(source, alias.name)
             if (
                 isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name
             ):  # FSDP = FullySharded...
-                return self.find(module, ast.unparse(node.value))
-        return None
+                return self.find(module, node.value.id) if isinstance(node.value, ast.Name) else None
+        source, theirs = self._imported(module).get(name, ("", ""))
+        return self.find(source, theirs) if source in self.trees and theirs else None
+
+    def _imported(self, module: str) -> dict[str, tuple[str, str]]:
+        """Name in a module -> the module of this package that it is imported from, and its name there."""
+        if module not in self._imports:
+            self._imports[module] = {
+                alias.asname or alias.name: ((node.module or "")[len(PACKAGE) + 1 :], alias.name)
+                for node in ast.walk(self.trees[module])
+                if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PACKAGE)
+                for alias in node.names
+            }
+        return self._imports[module]
 
     def exported(self, module: str) -> list[str]:
         """What ``__all__`` lists; without one, every function and class without an underscore."""
@@ -162,10 +187,9 @@ class Package:
     def _of_function(
         self, module: str, function: AnyFunction, owner: ast.ClassDef | None, seen: set[int]
     ) -> set[str]:
-        if id(function) in seen:
+        if id(function) in seen:  # it calls itself
             return set()
-        seen.add(id(function))
-        return self._in_block(function.body, module, owner, seen)
+        return self._in_block(function.body, module, owner, seen | {id(function)})
 
     def _in_block(
         self, nodes: list[ast.stmt], module: str, owner: ast.ClassDef | None, seen: set[int]
@@ -199,21 +223,34 @@ class Package:
         if ast.unparse(called).rpartition(".")[2] in CANNOT_RAISE:
             return set()
         if isinstance(called, ast.Attribute):
-            if owner is not None and ast.unparse(called.value) in ("self", "cls"):
-                for where, cls in self.lineage(module, owner):
-                    for method in methods_of(cls):
-                        if method.name == called.attr:
-                            return self._of_function(where, method, owner, seen)
-            return set()
+            return self._by_attribute(called, module, owner, seen)
         place = self.find(module, called.id) if isinstance(called, ast.Name) else None
         if place is None:
             return set()
         where, node = place
         if where != module:
-            return {name for name in told_to_raise(node) if self.is_kind_of(name, {"BaseException"})}
+            return self._told(node)
         if isinstance(node, ast.ClassDef):
             return self._of_class(where, node, seen)
         return self._of_function(where, node, None, seen) if isinstance(node, AnyFunction) else set()
+
+    def _by_attribute(
+        self, called: ast.Attribute, module: str, owner: ast.ClassDef | None, seen: set[int]
+    ) -> set[str]:
+        """Of ``self.method``, ``Class.method``, ``file.function``; of other objects the class isn't known."""
+        named = ast.unparse(called.value)
+        place = (module, owner) if named in ("self", "cls") else self.find(module, named)
+        if place is not None and isinstance(place[1], ast.ClassDef):
+            for where, cls in self.lineage(*place):
+                for method in methods_of(cls):
+                    if method.name == called.attr:
+                        return self._of_function(where, method, cls, seen)
+        file = ".".join(part for part in self._imported(module).get(named, ()) if part)
+        found = self.find(file, called.attr) if file in self.trees else None
+        return self._told(found[1]) if found is not None else set()
+
+    def _told(self, node: ast.AST) -> set[str]:
+        return {name for name in told_to_raise(node) if self.is_kind_of(name, {"BaseException"})}
 
     # ---- what is missing
 
@@ -229,7 +266,8 @@ class Package:
             found.append(f"{place}: Args are {given}, expected {wanted}")
         if returns_something(item.node) and not {"Returns", "Yields"} & said.keys():
             found.append(f"{place}: has no Returns")
-        missing = {e for e in self.raised(item) if not self.is_kind_of(e, set(raises_of(said)))}
+        told = set(raises_of(said)) | {error for name, error in NEVER_RAISES if name == item.name}
+        missing = {error for error in self.raised(item) if not self.is_kind_of(error, told)}
         if missing:
             found.append(f"{place}: Raises lacks {sorted(missing)}")
         if "Raises" not in said and re.search(r"\bRaises: ", ast.get_docstring(item.node) or ""):
@@ -240,6 +278,8 @@ class Package:
         """The names that Args has to list; none of a class without fields and ``__init__``, as an enum is."""
         node = item.node
         if isinstance(node, ast.ClassDef):
+            if f"``{MADE_BY.get(node.name)}``" in (ast.get_docstring(node) or ""):
+                return []
             for _, owner in self.lineage(item.module, node):
                 fields = [
                     statement.target.id

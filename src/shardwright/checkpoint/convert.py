@@ -34,7 +34,7 @@ from shardwright.errors import CheckpointError, InputError
 
 
 class Format(StrEnum):
-    """What ``convert`` writes."""
+    """What ``convert`` writes; see the top of this module."""
 
     SHARDWRIGHT = "shardwright"
     SAFETENSORS = "safetensors"
@@ -50,17 +50,25 @@ PER_RANK = (Format.FAIRSCALE, Format.XLA)
 def convert(
     src: str | Path, dst: str | Path, to: Format, *, ranks: int = 1, progress: Progress | None = None
 ) -> Path:
-    """Write the model's weights in ``src`` (whatever ``load`` takes) as ``to``; returns what was written.
+    """Write a model's weights in another format. One process.
 
-    ``dst`` must not exist yet; it appears when it is complete, and its weights were read again and equal
-    those of ``src`` bit by bit. Names and dtypes stay. Tied weights are stored once in ``shardwright``,
-    ``safetensors``, ``torch`` and ``fairscale``, under each name in ``dcp`` and ``xla``. ``ranks``: how many
-    files there are, where each is one rank's. Temporary files beside ``dst`` take as much
-    disk as the model. ``progress`` counts the bytes read.
+    The result was read again and equals the source bit by bit before it appears. Names and dtypes stay. Tied
+    weights are stored once in ``shardwright``, ``safetensors``, ``torch`` and ``fairscale``, and under each
+    name in ``dcp`` and ``xla``. Temporary files beside ``dst`` take as much disk as the model.
+
+    Args:
+        src: whatever ``load`` takes.
+        dst: a folder or file that must not exist yet.
+        to: the format.
+        ranks: how many files to write in a format where each is one rank's.
+        progress: called with the bytes read and the bytes in all.
+
+    Returns:
+        What was written.
 
     Raises:
-        CheckpointError: damaged, no weights, ``dst`` exists or can't be written.
-        InputError: less than one rank, or more in a format that has no files per rank.
+        CheckpointError: the source is damaged or has no weights, or ``dst`` exists or can't be written.
+        InputError: ``ranks`` is below 1, or above 1 in a format that has no files per rank.
     """
     if ranks < 1 or (ranks > 1 and to not in PER_RANK):
         raise InputError(f"ranks is {ranks}, expected 1, or more with {' or '.join(PER_RANK)}")

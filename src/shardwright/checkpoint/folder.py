@@ -31,8 +31,15 @@ _STEP = re.compile(r"step-(\d+)")
 
 @dataclass(frozen=True)
 class Keep:
-    """Which checkpoints outlive a save: the ``last`` N, and besides every one whose step is a multiple of
-    ``every``."""
+    """Which checkpoints outlive a save.
+
+    Args:
+        last: how many of the newest ones, at least 1.
+        every: besides these, every one whose step is a multiple of this number; None: no others.
+
+    Raises:
+        InputError: a number is below 1.
+    """
 
     last: int
     every: int | None = None

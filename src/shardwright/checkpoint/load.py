@@ -51,11 +51,18 @@ STEP_NBYTES = 512 << 10
 class Restored:
     """What ``load`` restored, and from where.
 
-    ``path`` is the checkpoint, ``step`` its number of optimizer steps, ``extra`` what was given to ``save``
-    (tensors on the host, whole) and was not restored into an object already. ``num_tensors`` and ``nbytes``
-    count all tensors of the model and the optimizer, verified bit by bit; ``read_nbytes`` is what this rank
-    read. ``skipped`` says why newer checkpoints were passed over, ``cast`` names tensors whose dtype was
-    converted.
+    Attributes:
+        path: the folder or file of the checkpoint.
+        step: number of optimizer steps done at the save.
+        extra: what was given to ``save`` and was not restored into an object already; tensors are whole, on
+            the host.
+        num_tensors: how many tensors of the model and the optimizer were restored, each verified bit by bit.
+        nbytes: bytes of all of these.
+        read_nbytes: bytes that this rank read.
+        skipped: why newer checkpoints were passed over.
+        cast: names of tensors whose dtype was converted.
+        rng: this rank's random state at the save; None where the checkpoint has none for this number of
+            ranks.
     """
 
     path: Path
@@ -69,8 +76,11 @@ class Restored:
     rng: Any = None
 
     def restore_rng(self) -> bool:
-        """Set this process's random state as it was at the save. False, and nothing is done, if the
-        checkpoint has none for this world size."""
+        """Set this process's random state as it was at the save. Local.
+
+        Returns:
+            False, and nothing is done, where the checkpoint has none for this number of ranks.
+        """
         if self.rng is None:
             return False
         set_rng_state(self.rng)
@@ -84,22 +94,35 @@ def load(
     optimizer: Optimizer | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> Restored:
-    """Restore ``model`` (and ``optimizer``) from a checkpoint; any world size. Every rank must call it.
+    """Restore a model, and an optimizer, from a checkpoint of any number of ranks. Every rank must call it.
 
-    ``path`` is one checkpoint, or a folder of them: then its newest complete one. Weights are also read
-    from a folder or file of safetensors, a ``torch.distributed.checkpoint`` folder, a ``torch.save`` file.
-    Each rank reads only the byte ranges of its own parts. Live tensors are filled in place; parameters on
-    the meta device, and the optimizer's state if it has none yet, are allocated, sharded, without running a
-    step. Every checksum is verified on read, and the live state afterwards.
+    Weights are also read from a folder or file of safetensors, a ``torch.distributed.checkpoint`` folder, or
+    a ``torch.save`` file. Each rank reads only the byte ranges of its own parts. Live tensors are filled in
+    place. Parameters on the meta device, and the optimizer's state if it has none yet, are allocated,
+    sharded, without running a step. Every checksum is verified on read, and the live state afterwards.
 
     Args:
+        path: one checkpoint, or a folder of them: then its newest complete one.
+        model: sharded or plain, of the saved names and shapes; dtypes are converted.
+        optimizer: of the model's parameters; None leaves the saved state alone.
         extra: live objects with ``load_state_dict``, by their keys in what was given to ``save``; they are
             restored.
 
+    Returns:
+        What was restored, with the step and ``extra``.
+
     Raises:
-        DamagedError: on all ranks, a CheckpointError: names file and tensor, and the older checkpoints.
-        CheckpointError: on all ranks: incomplete, or not fitting (listing every missing, unexpected and
-            misshapen tensor). Model and optimizer are then as they were.
+        DamagedError: raised on all ranks, and a CheckpointError. It names file and tensor, and the older
+            checkpoints.
+        CheckpointError: raised on all ranks: the checkpoint is incomplete, or doesn't fit; every missing,
+            unexpected and misshapen tensor is listed. Model and optimizer are then as they were.
+
+    Examples:
+        >>> model = shardwright.fully_shard(nn.Linear(8, 4))
+        >>> _ = shardwright.checkpoint.save("run", model=model, step=7, extra={"epoch": 2})
+        >>> restored = shardwright.checkpoint.load("run", model=model)
+        >>> restored.step, restored.extra
+        (7, {'epoch': 2})
     """
     background.finish()
     group = ranks()
@@ -144,10 +167,18 @@ def load(
 
 
 def latest(path: str | Path) -> Path | None:
-    """The newest complete checkpoint in the folder ``path``, which ``load(path)`` would take; None if there
-    is none, or no such folder. Every rank must call it, and all get what rank 0 sees.
+    """The newest complete checkpoint in a folder, which ``load(path)`` would take.
 
-    Raises: CheckpointError, on all ranks, if the ranks can't agree (one is missing).
+    Every rank must call it, and all get what rank 0 sees.
+
+    Args:
+        path: a folder of checkpoints.
+
+    Returns:
+        The checkpoint's folder; None where there is none, or no such folder.
+
+    Raises:
+        CheckpointError: raised on all ranks, where the ranks can't agree, since one is missing.
     """
     background.finish()
     group, path = ranks(), Path(path)

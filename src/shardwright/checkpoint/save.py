@@ -41,22 +41,36 @@ def save(
     step: int,
     keep: int | Keep | None = None,
 ) -> Path:
-    """Publish the state of training as ``path/step-000123``; returns that folder. Every rank must call it.
+    """Save the state of training as ``path/step-000123``. Every rank must call it, between steps.
 
     Saved are the parameters and persistent buffers of ``model``, the state and groups of ``optimizer`` (by
-    the names of the parameters), ``extra`` (numbers, strings, lists, dicts, tensors, and objects with
-    ``state_dict()``; equal on all ranks), and the random state of every rank. Nothing is pickled. Each rank
-    writes its own pieces; no tensor is sent, and host memory grows by 2 MiB. When it returns, the
-    checkpoint is on the disk and ``path/latest`` names it; until then the previous one is untouched.
+    the names of the parameters), ``extra``, and the random state of every rank. Nothing is pickled. Each rank
+    writes its own pieces; no tensor is sent, and host memory grows by 2 MiB. When it returns, the checkpoint
+    is on the disk and ``path/latest`` names it; until then the previous one is untouched.
 
     Args:
+        path: the folder of checkpoints, which all ranks see; it is made where it is missing.
+        model: a sharded model, or a plain one that is equal on all ranks.
+        optimizer: of the model's parameters; None saves none.
+        extra: numbers, strings, lists, dicts, tensors, and objects with ``state_dict()``, by name; equal on
+            all ranks.
         step: number of optimizer steps done, 0 or more; names the folder.
         keep: how many of the newest checkpoints to keep (or a ``Keep``); None keeps all.
 
+    Returns:
+        The folder of this checkpoint.
+
     Raises:
-        CheckpointError: on all ranks, naming rank, file and tensor; nothing is published, and the previous
-            checkpoint stays the latest.
-        InputError: ``step`` or ``keep`` out of range.
+        CheckpointError: raised on all ranks, naming rank, file and tensor. Nothing is published, and the
+            previous checkpoint stays the latest.
+        InputError: ``step`` or ``keep`` is out of range.
+
+    Examples:
+        >>> model = shardwright.fully_shard(nn.Linear(8, 4))
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> folder = shardwright.checkpoint.save("run", model=model, optimizer=optimizer, step=100, keep=3)
+        >>> str(folder)
+        'run/step-000100'
     """
     background.finish()
     options = _Options(Path(path), step, Keep(keep) if isinstance(keep, int) else keep)
@@ -75,19 +89,37 @@ def async_save(
     step: int,
     keep: int | Keep | None = None,
 ) -> background.Pending:
-    """``save`` in the background: returns as soon as the state is copied to the host. Every rank must call
+    """``save`` in the background: it returns as soon as the state is copied to the host. Every rank must call
     it.
 
     The copy is this rank's pieces, held on the host until the process ends and used again by the next call
     (fresh memory costs several times the copy itself). It is written past the page cache. One save runs at a
-    time: a second call first waits for the first. Call ``wait()`` on what it returns before the process group
-    is destroyed.
+    time: a second call first waits for the first. Call ``wait()`` on the result before the process group is
+    destroyed.
+
+    Args:
+        path: as ``save``.
+        model: as ``save``.
+        optimizer: as ``save``.
+        extra: as ``save``.
+        step: as ``save``.
+        keep: as ``save``.
+
+    Returns:
+        An object whose ``wait()`` returns the checkpoint's folder when it is on the disk, or raises what went
+            wrong.
 
     Raises:
         CheckpointError: the save *before* this one failed (this one was not started, call again), or the
             state can't be saved. An error of this one is raised by ``wait()``, by the next save or load, or
             shown at exit.
-        InputError: as ``save``.
+        InputError: ``step`` or ``keep`` is out of range.
+
+    Examples:
+        >>> model = shardwright.fully_shard(nn.Linear(8, 4))
+        >>> pending = shardwright.checkpoint.async_save("run", model=model, step=1)
+        >>> str(pending.wait())  # after more training steps
+        'run/step-000001'
     """
     background.finish()
     options = _Options(Path(path), step, Keep(keep) if isinstance(keep, int) else keep)

@@ -15,16 +15,30 @@ from shardwright.transport.mesh import TIMEOUT
 
 
 class StopRequest:
-    """From now on ``signals`` are remembered instead of ending this process; ``agreed`` tells the loop.
+    """Remembers signals instead of ending this process, so that all ranks can stop at the same step.
 
     A scheduler may tell one rank, or all, at any moment of a step; a save needs all ranks at the same step.
     So each rank asks once a step, and all get the same answer: the step in which the signal arrived is the
     one that all save. The checkpoint is there at most one step and one save after the signal, in a loop as
     docs/checkpoint.md shows. Every rank makes one, in the main thread of its process, before or after
-    ``init_process_group``. A second signal changes nothing: torchrun and the scheduler may both send one,
-    and what ends a loop that doesn't ask is SIGKILL. Also a context manager: it calls ``close``.
+    ``init_process_group``. A second signal changes nothing: torchrun and the scheduler may both send one, and
+    what ends a loop that doesn't ask is SIGKILL. As a context manager it calls ``close`` at the end.
 
-    Raises: InputError outside of the main thread, where Python takes no signal handlers.
+    Args:
+        signals: which signals, such as ``signal.SIGTERM``.
+
+    Raises:
+        InputError: it was made outside of the main thread, where Python takes no signal handlers.
+
+    Examples:
+        >>> with shardwright.checkpoint.StopRequest() as stop:
+        ...     for step in range(1000):
+        ...         if step == 2:
+        ...             stop.ask("a time limit")
+        ...         if stop.agreed():
+        ...             break  # after shardwright.checkpoint.save(...)
+        >>> step, stop.reason
+        (2, 'a time limit')
     """
 
     def __init__(self, signals: Sequence[signal.Signals] = (signal.SIGTERM,)) -> None:
@@ -39,10 +53,17 @@ class StopRequest:
         self._group: dist.ProcessGroup | None = None
 
     def agreed(self) -> bool:
-        """Whether any rank was asked to stop, the same answer on every rank. Every rank calls, once a step.
+        """Whether any rank was asked to stop, with the same answer on every rank. Every rank calls it, once a
+        step.
 
-        Sends one integer, over a Gloo group of its own that the first call makes: it waits for no GPU, and
+        It sends one integer, over a Gloo group of its own that the first call makes: it waits for no GPU, and
         queues behind no gradient. Without a process group it answers for this process.
+
+        Returns:
+            True from the step on in which a rank was asked.
+
+        Raises:
+            CommError: the first call's group can't be made, since a rank ended or never came.
         """
         if not dist.is_initialized():
             return bool(self.reason)
@@ -53,11 +74,15 @@ class StopRequest:
         return bool(asked.item())
 
     def ask(self, reason: str) -> None:
-        """Ask for a stop from this process' own code, as a signal does. Local; any thread may call it."""
+        """Ask for a stop from this process' own code, as a signal does. Local; any thread may call it.
+
+        Args:
+            reason: kept as ``reason``, unless there is one already.
+        """
         self.reason = self.reason or reason
 
     def close(self) -> None:
-        """Signals do again what they did before. Local."""
+        """Give the signals back to whatever handled them before. Local."""
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._before.clear()

@@ -40,8 +40,18 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor: ``num_nan`` counts NaNs (None: not a floating dtype, or values not read), ``constant`` is
-    the one value of all elements as text, or empty."""
+    """One tensor of a checkpoint.
+
+    Attributes:
+        key: its name, such as "model/weight".
+        shape: the logical shape.
+        dtype: its name in the file format, such as "BF16".
+        nbytes: bytes of the whole tensor.
+        num_pieces: how many pieces it is stored in.
+        aliases: other names of a tied tensor.
+        num_nan: number of NaNs; None where the dtype isn't floating point, or values were not read.
+        constant: the one value of all elements as text; empty where they differ.
+    """
 
     key: str
     shape: tuple[int, ...]
@@ -55,8 +65,17 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a checkpoint is. Opening it has proved the coverage. ``suspicious`` names tensors of the model
-    that have NaNs, or matrices of one value only."""
+    """What is in a checkpoint. Opening it has proved that the pieces cover every tensor.
+
+    Attributes:
+        path: the checkpoint's folder.
+        step: number of optimizer steps done.
+        tensors: one entry for each tensor, by name.
+        files: name -> bytes.
+        written_by: versions and number of ranks of the run that wrote it.
+        skipped: why newer checkpoints were passed over.
+        suspicious: tensors of the model that have NaNs, and matrices of which all elements are equal.
+    """
 
     path: Path
     step: int
@@ -68,12 +87,21 @@ class Inspection:
 
     @property
     def exit_code(self) -> int:
+        """For scripts: 1 where a tensor is suspicious, else 0."""
         return int(bool(self.suspicious))
 
 
 @dataclass(frozen=True)
 class Verification:
-    """``faults`` names every damaged piece; ``num_unchecked`` pieces have no checksum (formats of others)."""
+    """What ``verify`` found.
+
+    Attributes:
+        path: the checkpoint's folder.
+        num_tensors: how many tensors it has.
+        nbytes: their bytes.
+        num_unchecked: pieces that have no checksum, as in formats of others.
+        faults: every damaged piece, with file, tensor and bytes.
+    """
 
     path: Path
     num_tensors: int
@@ -83,13 +111,21 @@ class Verification:
 
     @property
     def exit_code(self) -> int:
+        """For scripts: 1 where a piece is damaged, else 0."""
         return int(bool(self.faults))
 
 
 @dataclass(frozen=True)
 class Difference:
-    """``changed`` says of each tensor whose bits differ by how much, ``state`` names the small state that
-    differs."""
+    """In what two checkpoints differ.
+
+    Attributes:
+        only_a: tensors that only the first one has.
+        only_b: tensors that only the second one has.
+        changed: tensor whose bits differ -> by how much.
+        state: small state that differs, by name.
+        num_equal: number of tensors with the same bits.
+    """
 
     only_a: tuple[str, ...]
     only_b: tuple[str, ...]
@@ -99,11 +135,24 @@ class Difference:
 
     @property
     def exit_code(self) -> int:
+        """For scripts: 1 where anything differs, else 0."""
         return int(bool(self.only_a or self.only_b or self.changed or self.state))
 
 
 def inspect(path: str | Path, *, values: bool = True) -> Inspection:
-    """List what is in a checkpoint. ``values``: read them, to find NaNs and constant tensors."""
+    """List what is in a checkpoint. One process; host memory: one tensor.
+
+    Args:
+        path: whatever ``load`` takes.
+        values: read all values, to find NaNs and constant tensors.
+
+    Returns:
+        The list, with what is suspicious in it.
+
+    Raises:
+        CheckpointError: it can't be opened, its pieces don't cover a tensor, or (with ``values``) a piece is
+            damaged.
+    """
     source = open_checkpoint(path)
     with Reader(source.folder) as reader:
         tensors = tuple(_info(reader, k, e, values) for k, e in sorted(source.manifest.tensors.items()))
@@ -119,7 +168,18 @@ def inspect(path: str | Path, *, values: bool = True) -> Inspection:
 
 
 def verify(path: str | Path, *, progress: Progress | None = None) -> Verification:
-    """Read every byte and compare every checksum; finds all damage, not only the first."""
+    """Read every byte and compare every checksum; it finds all damage, not only the first. One process.
+
+    Args:
+        path: whatever ``load`` takes.
+        progress: called with the bytes done and the bytes in all.
+
+    Returns:
+        What is damaged.
+
+    Raises:
+        CheckpointError: it can't be opened, or its pieces don't cover a tensor.
+    """
     source = open_checkpoint(path)
     manifest, faults = source.manifest, []
     num_unchecked = done = 0
@@ -145,7 +205,19 @@ def verify(path: str | Path, *, progress: Progress | None = None) -> Verificatio
 
 
 def diff(a: str | Path, b: str | Path) -> Difference:
-    """Compare two checkpoints bit by bit, whatever their pieces; random state is left out."""
+    """Compare two checkpoints bit by bit, whatever their pieces; random state is left out. One process; host
+    memory: two tensors.
+
+    Args:
+        a: whatever ``load`` takes.
+        b: the same.
+
+    Returns:
+        In what they differ.
+
+    Raises:
+        CheckpointError: one can't be opened, or is damaged.
+    """
     left, right = open_checkpoint(a), open_checkpoint(b)
     keys = [{k for k in s.manifest.tensors if not k.startswith("rng/")} for s in (left, right)]
     changed, both = {}, sorted(keys[0] & keys[1])
@@ -178,18 +250,29 @@ def consolidate(
     tied_copies: bool = False,
     progress: Progress | None = None,
 ) -> tuple[Path, ...]:
-    """Write the model's weights as plain safetensors, in the model's own names; returns the files.
+    """Write the model's weights as plain safetensors, in the model's own names. One process; host memory: one
+    tensor.
 
-    ``out`` (a folder that must not exist yet) gets ``model.safetensors``, or several files with
-    ``model.safetensors.index.json`` where one would be larger than ``max_file_nbytes``. Tied weights are
-    stored once, their other names in the file's metadata (as ``safetensors.torch.save_model`` does, and
-    ``load_model`` understands); ``tied_copies`` stores them under each name, for ``load_state_dict`` with
-    ``strict=True``. ``dtype``: floating weights are converted to it. Memory: one tensor. ``out`` appears
-    when it is complete.
+    Tied weights are stored once, with their other names in the file's metadata (as
+    ``safetensors.torch.save_model`` does, and ``load_model`` understands). ``out`` appears when it is
+    complete.
+
+    Args:
+        path: whatever ``load`` takes.
+        out: a folder that must not exist yet. It gets ``model.safetensors``, or several files with
+            ``model.safetensors.index.json``.
+        dtype: convert floating-point weights to it.
+        max_file_nbytes: bytes above which there are several files.
+        tied_copies: store tied weights under each of their names, for ``load_state_dict`` with
+            ``strict=True``.
+        progress: called with the bytes done and the bytes in all.
+
+    Returns:
+        The files.
 
     Raises:
-        CheckpointError: damaged, ``out`` exists, or can't be written. InputError: ``dtype`` isn't a
-            floating one.
+        CheckpointError: the checkpoint is damaged or has no weights, ``out`` exists, or it can't be written.
+        InputError: ``dtype`` isn't a floating-point one.
     """
     if dtype is not None and not dtype.is_floating_point:
         raise InputError(f"dtype is {dtype}, expected a floating one")
@@ -218,10 +301,18 @@ def consolidate(
 
 
 def read_tensor(reader: Reader, key: str, entry: TensorEntry) -> torch.Tensor:
-    """One whole tensor, on the host, its checksums verified.
+    """One whole tensor, on the host, with its checksums verified.
+
+    Args:
+        reader: reads the checkpoint's files.
+        key: the tensor's name.
+        entry: what the manifest says of it.
+
+    Returns:
+        The tensor.
 
     Raises:
-        CheckpointError: damaged, naming file and tensor.
+        CheckpointError: it is damaged; file and tensor are named.
     """
     tensor = torch.empty(entry.shape, dtype=TORCH_DTYPE[entry.dtype])
     whole = Box.whole(entry.shape)
@@ -237,7 +328,17 @@ def read_tensor(reader: Reader, key: str, entry: TensorEntry) -> torch.Tensor:
 
 
 def open_checkpoint(path: str | Path) -> Source:
-    """Open what ``load`` takes, and prove its coverage."""
+    """Open a checkpoint, and prove that its pieces cover every tensor. One process; no tensor is read.
+
+    Args:
+        path: whatever ``load`` takes.
+
+    Returns:
+        Its folder and manifest.
+
+    Raises:
+        CheckpointError: it can't be opened, or its pieces don't cover a tensor.
+    """
     folder, skipped = locate(Path(path))
     source = open_source(folder)
     return Source(source.folder, source.manifest, skipped)

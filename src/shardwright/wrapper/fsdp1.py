@@ -41,25 +41,55 @@ from shardwright.wrapper.saving import StatefulWrapper
 
 
 class FullyShardedDataParallel(StatefulWrapper):
-    """Shard a module's parameters over ranks: ``torch.distributed.fsdp.FullyShardedDataParallel``'s arguments
-    and methods, with their meanings; docs/from-fsdp1.md lists each.
+    """Shards a module's parameters over ranks, with the interface of torch's class of this name (FSDP1).
 
-    Wrap bottom-up, or name what is nested with ``auto_wrap_policy``; every rank of the mesh wraps the same
-    modules in the same order. Build the optimizer afterwards. ``.module`` is the module that was given, and
-    attributes that the wrapper doesn't have are looked up in it. Names of parameters and buffers are those
-    that the model had before.
+    docs/from-fsdp1.md lists each argument and method. Wrap bottom-up, or name what is nested with
+    ``auto_wrap_policy``; every rank of the mesh wraps the same modules in the same order. Build the optimizer
+    afterwards. ``.module`` is the module that was given, and attributes that the wrapper doesn't have are
+    looked up in it. Names of parameters and buffers are those that the model had before. The memory of the
+    original parameters is freed; at rest each parameter is a DTensor of its logical shape.
 
-    process_group: ranks to shard over (one rank alone: not sharded, not reduced, not divided); for hybrid
-        strategies (shard, replicate). device_mesh: instead of it.
-    ignored_modules, ignored_states: modules, or parameters, left as they are.
-    forward_prefetch: accepted; the next group is always gathered ahead in forward here.
-    limit_all_gathers: at most two all-gathers in flight. device_id: only its type is read; a CUDA process
-        uses its current device.
-    use_orig_params: False: the parameters of this wrapper lie in one flat DTensor, ``_flat_param``, cut
-        evenly over ranks whatever their borders (``_flat_param_1``, ... for other dtypes, and frozen ones).
-        It is what ``parameters()`` gives; modules show views of it in forward and backward. State dicts have
-        the original names either way. Not for parameters that several wrappers share.
-    Raises: InputError for arguments that don't fit.
+    Args:
+        module: the module to wrap.
+        process_group: ranks to shard over; for hybrid strategies ``(shard, replicate)``. None: all ranks;
+            hybrid strategies shard over the ranks of a host then. With a group of one rank parameters are
+            neither sharded nor reduced.
+        sharding_strategy: what is sharded, and when; None: ``FULL_SHARD``.
+        cpu_offload: whether shards, their gradients and the optimizer's step are on the host; None: they
+            aren't.
+        auto_wrap_policy: which modules inside are wrapped first, with the same options; see
+            ``ModuleWrapPolicy``.
+        backward_prefetch: when the next group's all-gather is issued in the backward; None: when it is
+            needed.
+        mixed_precision: dtypes of parameters, gradients and buffers; None: those of the model.
+        ignored_modules: modules that are left as they are, with all inside of them.
+        param_init_fn: called with each module that is on the meta device, to give it memory and values; None:
+            its ``reset_parameters()`` is called.
+        device_id: only its type is read; a CUDA process uses its current device.
+        sync_module_states: give every rank the parameters and buffers of the mesh's first rank.
+        forward_prefetch: accepted; the next group is always gathered ahead in the forward here.
+        limit_all_gathers: at most two all-gathers in flight.
+        use_orig_params: False puts the parameters of this wrapper into one flat DTensor, ``_flat_param``, cut
+            evenly over ranks whatever their borders (``_flat_param_1``, ... for other dtypes, and frozen
+            ones). It is what ``parameters()`` gives; modules show views of it in forward and backward. State
+            dicts have the original names either way. Not for parameters that several wrappers share.
+        ignored_states: parameters, or modules, that are left as they are.
+        device_mesh: a 1-D mesh, or a 2-D one (copies, shards), instead of ``process_group``.
+
+    Raises:
+        InputError: arguments don't fit each other or the model, or ``param_init_fn`` left a module on the
+            meta device.
+
+    Examples:
+        >>> from shardwright.wrapper import FullyShardedDataParallel as FSDP, ModuleWrapPolicy
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+        >>> model = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        >>> model(torch.ones(2, 8)).sum().backward()
+        >>> _ = model.clip_grad_norm_(1.0)
+        >>> optimizer.step()
+        >>> list(model.state_dict())
+        ['0.weight', '0.bias', '2.weight', '2.bias']
     """
 
     def __init__(
@@ -158,7 +188,16 @@ class FullyShardedDataParallel(StatefulWrapper):
         return cast(Any, self.module)[key]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped module's forward, its floating-point inputs in ``param_dtype`` where asked for."""
+        """The wrapped module's forward. Every rank calls it.
+
+        Args:
+            *args: for the module; floating-point tensors in them are cast to ``param_dtype`` where mixed
+                precision says so.
+            **kwargs: the same.
+
+        Returns:
+            What the module returns.
+        """
         precision = self.mixed_precision
         casts = precision.cast_root_forward_inputs if self._is_root else precision.cast_forward_inputs
         dtype = precision.param_dtype
@@ -167,35 +206,76 @@ class FullyShardedDataParallel(StatefulWrapper):
         return self._fsdp_wrapped_module(*args, **kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of the model before it was wrapped: clean names, original shapes."""
+        """As of the model before it was wrapped, with its names and logical shapes.
+
+        Args:
+            *args: as of ``nn.Module``.
+            **kwargs: as of ``nn.Module``.
+
+        Returns:
+            An iterator of names and parameters.
+        """
         for name, param in super().named_parameters(*args, **kwargs):
             yield key_of(name), param
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """As of the model before it was wrapped."""
+        """As of the model before it was wrapped, with its names.
+
+        Args:
+            *args: as of ``nn.Module``.
+            **kwargs: as of ``nn.Module``.
+
+        Returns:
+            An iterator of names and buffers.
+        """
         for name, buffer in super().named_buffers(*args, **kwargs):
             yield key_of(name), buffer
 
     def apply(self, fn: Callable[[nn.Module], None]) -> "FullyShardedDataParallel":
-        """Call ``fn`` on every module while its parameters are whole, and keep what it changed. Every rank
-        calls it, between steps, with a function that does the same on each."""
+        """Call a function on every module while its parameters are whole, and keep what it changed.
+
+        Every rank calls it, between steps, with a function that does the same on each.
+
+        Args:
+            fn: called with each module, the innermost first.
+
+        Returns:
+            The wrapper itself.
+
+        Raises:
+            StageError: it was called inside a step, or inside ``summon_full_params``.
+        """
         with self.summon_full_params(self, recurse=False):
             super().apply(fn)
         return self
 
     def check_is_root(self) -> bool:
-        """Whether no other wrapper is around this one."""
+        """Whether no other wrapper is around this one.
+
+        Returns:
+            True for the outermost wrapper.
+        """
         return self._is_root
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list["FullyShardedDataParallel"]:
-        """The wrappers in a tree, the module itself included."""
+        """The wrappers in a tree of modules, the module itself included.
+
+        Args:
+            module: the top of the tree.
+            root_only: only wrappers that have none around them.
+
+        Returns:
+            The wrappers, outer ones first.
+        """
         found = [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
         return [m for m in found if m._is_root] if root_only else found
 
     @property
     def training_state(self) -> TrainingState:
-        """IDLE between steps."""
+        """Whether the model is in a forward or backward, in ``summon_full_params``, or between steps
+        (``IDLE``).
+        """
         if self._summoned:
             return TrainingState.SUMMON_FULL_PARAMS
         running = self._unit.runtime.phase is not None
@@ -231,7 +311,12 @@ class FullyShardedDataParallel(StatefulWrapper):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside of it add up unsharded gradients; the first one outside reduces them all."""
+        """A context for gradient accumulation: backwards inside of it add up unsharded gradients and reduce
+        nothing.
+
+        The first backward outside reduces them all. Every rank enters it. Gradients that are kept take the
+        memory of the unsharded parameters.
+        """
         groups = [group for unit in units_in(self) for group in unit.groups]
         before = [group.reducer.policy for group in groups]
         for group in groups:
@@ -243,15 +328,33 @@ class FullyShardedDataParallel(StatefulWrapper):
                 group.reducer.policy = policy
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """``shardwright.clip_grad_norm_`` of all parameters, on whatever meshes. Every rank calls it."""
+        """Clip the gradients of all parameters, on whatever meshes. Every rank calls it.
+
+        Args:
+            max_norm: the largest norm that is left as it is.
+            norm_type: the order of the norm, above 0; ``math.inf`` is one.
+
+        Returns:
+            The norm before clipping, a plain 0-d tensor with the same value on every rank.
+
+        Raises:
+            InputError: ``norm_type`` isn't above 0.
+            StageError: as ``shardwright.clip_grad_norm_``.
+        """
         return clip_grad_norm_(self.parameters(), max_norm, norm_type)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Reduce gradients by ``hook(state, whole, shard)``, in this wrapper and those inside of it.
+        """Reduce gradients by a function of your own, in this wrapper and those inside of it. Every rank
+        calls it.
 
-        whole: this rank's flat gradient of a group, one part per rank, padded to equal ones. shard: to be
-        filled with this rank's part, divided as it should be: nothing is divided afterwards.
-        Raises: InputError where parameters are copied (hybrid strategies, ``NO_SHARD``).
+        Args:
+            state: passed to the hook as it is.
+            hook: called as ``hook(state, whole, shard)``. ``whole`` is this rank's flat gradient of a group,
+                1-D, one part for each rank, padded to equal ones. It must fill ``shard`` with this rank's
+                part, divided as it should be: nothing is divided afterwards.
+
+        Raises:
+            InputError: parameters are copied (hybrid strategies, ``NO_SHARD``).
         """
         units = [unit for unit in units_in(self) if unit.group is not None]
         if any(group.axis.replicate is not None for unit in units for group in unit.groups):
@@ -276,11 +379,21 @@ class FullyShardedDataParallel(StatefulWrapper):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> Iterator[None]:
-        """Inside of it parameters are plain and whole, in the dtype at rest. Every rank enters it, between
-        steps; all make the same edits, which are kept where ``writeback``.
+        """A context in which parameters are plain and whole, in the dtype at rest.
 
-        recurse: of wrappers inside too. rank0_only: other ranks see their shards and hold no more.
-        with_grads: gradients are whole too. Raises: InputError, StageError.
+        Every rank enters it, between steps, and all make the same edits. What is whole is freed at its end.
+
+        Args:
+            module: a wrapper, or a module that has some inside.
+            recurse: also the parameters of wrappers inside.
+            writeback: keep the edits.
+            rank0_only: other ranks than the mesh's first see their shards, and hold no more.
+            offload_to_cpu: whole parameters are on the host.
+            with_grads: gradients are whole too.
+
+        Raises:
+            InputError: ``rank0_only`` with ``writeback``.
+            StageError: it was entered inside a step, or inside of itself.
         """
         if rank0_only and writeback:
             raise InputError("writeback=True with rank0_only=True would leave the ranks with different edits")

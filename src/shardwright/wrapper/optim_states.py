@@ -21,7 +21,7 @@ def optim_state(
     model: nn.Module, state: Mapping[str, Any], optim: Any, settings: StateDictSettings
 ) -> dict[str, Any]:
     """The optimizer's state dict by parameter names. Every rank calls it where it is a full one, or of flat
-    parameters."""
+    parameters. Raises: InputError for an optimizer with parameters that aren't the model's."""
     on_host, kind = settings.optim_state_dict_config.offload_to_cpu, settings.state_dict_type
     listed = _listed(model, optim)
     as_they_lie = kind is StateDictType.LOCAL_STATE_DICT

@@ -16,7 +16,18 @@ from shardwright.torch_private import BatchNorm
 
 
 class ShardingStrategy(Enum):
-    """What is sharded, and when. ``NO_SHARD`` keeps parameters whole and all-reduces their gradients."""
+    """What is sharded, and when.
+
+    - ``FULL_SHARD``: parameters, gradients and the optimizer's state; parameters are gathered for the forward
+      and again for the backward (ZeRO-3).
+    - ``SHARD_GRAD_OP``: the same at rest, but parameters stay unsharded from the forward to the backward
+      (ZeRO-2).
+    - ``NO_SHARD``: parameters are kept whole and their gradients are all-reduced, as
+      ``DistributedDataParallel`` does.
+    - ``HYBRID_SHARD``: ``FULL_SHARD`` over a second axis' worth of ranks, such as those of a host, and copies
+      over the others.
+    - ``_HYBRID_SHARD_ZERO2``: the same with ``SHARD_GRAD_OP``.
+    """
 
     FULL_SHARD = auto()
     SHARD_GRAD_OP = auto()
@@ -26,18 +37,24 @@ class ShardingStrategy(Enum):
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether shards are copied over a second axis."""
+        """Whether shards are copied over a second axis of the mesh."""
         return self in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
     @property
     def reshard_after_forward(self) -> bool | None:
-        """What ``fully_shard`` is told: False keeps parameters unsharded for the backward."""
+        """What ``fully_shard`` is told: False keeps parameters unsharded for the backward, None is its
+        default.
+        """
         resharded = self in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
         return None if resharded else False
 
 
 class BackwardPrefetch(Enum):
-    """When the next group's all-gather is issued in backward; ``None`` in its place: when it is needed."""
+    """When the next group's all-gather is issued in the backward; ``None`` in its place: when it is needed.
+
+    - ``BACKWARD_PRE``: before this group's backward.
+    - ``BACKWARD_POST``: after it, with one unsharded group less at the peak.
+    """
 
     BACKWARD_PRE = auto()
     BACKWARD_POST = auto()
@@ -68,21 +85,31 @@ class OptimStateKeyType(Enum):
 
 @dataclass(frozen=True)
 class CPUOffload:
-    """``offload_params``: shards, their gradients and so the optimizer's step are on the host."""
+    """Whether shards, their gradients and so the optimizer's step are on the host.
+
+    Args:
+        offload_params: True puts them there.
+    """
 
     offload_params: bool = False
 
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """Dtypes, as in torch. Floating-point tensors only; at rest parameters keep the dtype they were made in.
+    """Dtypes, as in torch. Only floating-point tensors are cast; at rest parameters keep the dtype they were
+    made in.
 
-    param_dtype: of unsharded parameters. reduce_dtype: in which gradients are summed; None: ``param_dtype``.
-    buffer_dtype: to which buffers are cast when wrapped; state dicts have them in their own dtype.
-    cast_forward_inputs, cast_root_forward_inputs: whether a nested, or the outermost, wrapper casts the
-        inputs of its forward to ``param_dtype``.
-    Raises: InputError for ``keep_low_precision_grads``: torch refuses a ``.grad`` of another dtype than its
-        parameter, so the gradients of shards always have the dtype at rest.
+    Args:
+        param_dtype: of unsharded parameters; None: the dtype at rest.
+        reduce_dtype: in which gradients are summed; None: ``param_dtype``.
+        buffer_dtype: to which buffers are cast when wrapped; state dicts have them in their own dtype.
+        keep_low_precision_grads: not supported. Torch refuses a ``.grad`` of another dtype than its
+            parameter, so the gradients of shards always have the dtype at rest.
+        cast_forward_inputs: whether a nested wrapper casts the inputs of its forward to ``param_dtype``.
+        cast_root_forward_inputs: whether the outermost wrapper does.
+
+    Raises:
+        InputError: ``keep_low_precision_grads=True``.
     """
 
     param_dtype: torch.dtype | None = None
@@ -102,7 +129,11 @@ class MixedPrecision:
 
     @property
     def policy(self) -> MixedPrecisionPolicy:
-        """What the runtime is told; inputs are cast by the wrapper."""
+        """What the runtime is told; inputs are cast by the wrapper.
+
+        Raises:
+            InputError: ``param_dtype`` or ``reduce_dtype`` isn't a floating-point dtype.
+        """
         return MixedPrecisionPolicy(self.param_dtype, self.reduce_dtype, None, cast_forward_inputs=False)
 
 
@@ -134,52 +165,72 @@ def schedule_policy(prefetch: BackwardPrefetch | None, limit_all_gathers: bool) 
 
 @dataclass(frozen=True)
 class StateDictConfig:
-    """``offload_to_cpu``: tensors of the state dict are on the host."""
+    """How ``state_dict`` gives tensors.
+
+    Args:
+        offload_to_cpu: they are on the host.
+    """
 
     offload_to_cpu: bool = False
 
 
 @dataclass(frozen=True)
 class FullStateDictConfig(StateDictConfig):
-    """``rank0_only``: other ranks get an empty dict, and hold no whole parameter."""
+    """How ``state_dict`` gives whole tensors.
+
+    Args:
+        rank0_only: other ranks than the mesh's first get an empty dict, and hold no whole parameter.
+    """
 
     rank0_only: bool = False
 
 
 @dataclass(frozen=True)
 class LocalStateDictConfig(StateDictConfig):
-    """Of this rank's plain shards."""
+    """How ``state_dict`` gives this rank's plain shards."""
 
 
 @dataclass(frozen=True)
 class ShardedStateDictConfig(StateDictConfig):
-    """Of DTensors."""
+    """How ``state_dict`` gives DTensors."""
 
 
 @dataclass(frozen=True)
 class OptimStateDictConfig:
-    """``offload_to_cpu``: tensors of the optimizer's state dict are on the host."""
+    """How ``optim_state_dict`` gives tensors.
+
+    Args:
+        offload_to_cpu: they are on the host.
+    """
 
     offload_to_cpu: bool = True
 
 
 @dataclass(frozen=True)
 class FullOptimStateDictConfig(OptimStateDictConfig):
-    """``rank0_only``: other ranks get an empty dict."""
+    """How ``optim_state_dict`` gives whole tensors.
+
+    Args:
+        rank0_only: other ranks than the mesh's first get an empty dict.
+    """
 
     rank0_only: bool = False
 
 
 @dataclass(frozen=True)
 class LocalOptimStateDictConfig(OptimStateDictConfig):
-    """Of this rank's plain shards."""
+    """How ``optim_state_dict`` gives this rank's plain shards.
+
+    Args:
+        offload_to_cpu: they are on the host.
+    """
 
     offload_to_cpu: bool = False
 
 
 @dataclass(frozen=True)
 class ShardedOptimStateDictConfig(OptimStateDictConfig):
-    """Of DTensors."""
+    """How ``optim_state_dict`` gives DTensors."""
 
 
 _CONFIGS = {
@@ -191,7 +242,13 @@ _CONFIGS = {
 
 @dataclass(frozen=True)
 class StateDictSettings:
-    """What ``state_dict`` and ``optim_state_dict`` of a wrapped module return."""
+    """What ``state_dict`` and ``optim_state_dict`` of a wrapped module return.
+
+    Args:
+        state_dict_type: whole tensors, DTensors, or this rank's plain shards.
+        state_dict_config: the config of that type for ``state_dict``.
+        optim_state_dict_config: the config of that type for ``optim_state_dict``.
+    """
 
     state_dict_type: StateDictType = StateDictType.FULL_STATE_DICT
     state_dict_config: StateDictConfig = field(default_factory=FullStateDictConfig)
@@ -204,7 +261,19 @@ class StateDictSettings:
         config: StateDictConfig | None = None,
         optim_config: OptimStateDictConfig | None = None,
     ) -> "StateDictSettings":
-        """Settings of a kind, its default configs in place of None. Raises: InputError for another's."""
+        """Settings of one type.
+
+        Args:
+            kind: the type.
+            config: for ``state_dict``; None: the defaults of the type.
+            optim_config: for ``optim_state_dict``; None: the defaults of the type.
+
+        Returns:
+            The settings.
+
+        Raises:
+            InputError: a config is of another type.
+        """
         kind, config, optim_config = adopt(kind), adopt(config), adopt(optim_config)
         wanted, optim_wanted = _CONFIGS[kind]
         config = wanted() if config is None else config

@@ -20,13 +20,25 @@ Chosen = dict[nn.Module, dict[str, Any]]
 
 
 class ModuleWrapPolicy:
-    """Wrap every module of these classes."""
+    """Wrap every module of some classes.
+
+    Args:
+        module_classes: the classes; their subclasses count, too.
+    """
 
     def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
         self.module_classes = tuple(module_classes)
 
     def chosen(self, root: nn.Module, ignored: set[nn.Module]) -> Chosen:
-        """The modules to wrap, and what differs from the root's options."""
+        """The modules to wrap, and in which options each differs from the root.
+
+        Args:
+            root: the model.
+            ignored: modules that are left as they are.
+
+        Returns:
+            Module -> options; here always none.
+        """
         return {m: {} for m in root.modules() if m not in ignored and isinstance(m, self.module_classes)}
 
     def __call__(self, module: nn.Module, recurse: bool, *_: Any, **__: Any) -> bool:
@@ -34,13 +46,29 @@ class ModuleWrapPolicy:
 
 
 class CustomPolicy:
-    """Wrap the modules for which ``lambda_fn`` returns True, or a dict of options other than the root's."""
+    """Wrap the modules that a function picks, each with options of its own if it likes.
+
+    Args:
+        lambda_fn: called with each module; returns whether to wrap it, or a dict of options other than the
+            root's.
+    """
 
     def __init__(self, lambda_fn: Callable[[nn.Module], bool | dict[str, Any]]) -> None:
         self.lambda_fn = lambda_fn
 
     def chosen(self, root: nn.Module, ignored: set[nn.Module]) -> Chosen:
-        """The modules to wrap, and what differs from the root's options. Raises: InputError."""
+        """The modules to wrap, and in which options each differs from the root.
+
+        Args:
+            root: the model.
+            ignored: modules that are left as they are.
+
+        Returns:
+            Module -> options.
+
+        Raises:
+            InputError: ``lambda_fn`` returned something else than a bool or a dict.
+        """
         found: Chosen = {}
         for module in root.modules():
             answer = False if module in ignored else self.lambda_fn(module)
@@ -55,21 +83,49 @@ class CustomPolicy:
 
 
 def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
-    """Wrap every module."""
+    """Wrap every module.
+
+    Args:
+        *args: without effect.
+        **kwargs: without effect.
+
+    Returns:
+        True.
+    """
     return True
 
 
 def lambda_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]
 ) -> bool:
-    """Wrap the modules for which ``lambda_fn`` is true."""
+    """Wrap the modules that a function picks; give it with ``functools.partial``.
+
+    Args:
+        module: the module that is asked about.
+        recurse: whether the question is to look into it, or to wrap it.
+        nonwrapped_numel: elements in it that aren't wrapped yet.
+        lambda_fn: called with the module; True wraps it.
+
+    Returns:
+        The answer; modules are always looked into.
+    """
     return recurse or lambda_fn(module)
 
 
 def transformer_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, transformer_layer_cls: set[type[nn.Module]]
 ) -> bool:
-    """Wrap the layers of a transformer, by class."""
+    """Wrap the layers of a transformer, by class; give it with ``functools.partial``.
+
+    Args:
+        module: the module that is asked about.
+        recurse: whether the question is to look into it, or to wrap it.
+        nonwrapped_numel: elements in it that aren't wrapped yet.
+        transformer_layer_cls: the classes of layers.
+
+    Returns:
+        The answer; modules are always looked into.
+    """
     return recurse or isinstance(module, tuple(transformer_layer_cls))
 
 
@@ -81,10 +137,21 @@ def size_based_auto_wrap_policy(
     force_leaf_modules: set[type[nn.Module]] | None = None,
     exclude_wrap_modules: set[type[nn.Module]] | None = None,
 ) -> bool:
-    """Wrap a module once ``min_num_params`` elements of its tree aren't wrapped yet.
+    """Wrap a module once so many elements inside of it aren't wrapped yet.
 
-    force_leaf_modules: classes whose children are never wrapped. exclude_wrap_modules: never wrapped.
-    Their defaults stand on this function, as ``FORCE_LEAF_MODULES`` and ``EXCLUDE_WRAP_MODULES``.
+    The defaults of its last two arguments stand on this function, as ``FORCE_LEAF_MODULES`` and
+    ``EXCLUDE_WRAP_MODULES``.
+
+    Args:
+        module: the module that is asked about.
+        recurse: whether the question is to look into it, or to wrap it.
+        nonwrapped_numel: elements in it that aren't wrapped yet.
+        min_num_params: how many elements are enough.
+        force_leaf_modules: classes whose children are never wrapped; None: the default.
+        exclude_wrap_modules: classes that are never wrapped; None: the default.
+
+    Returns:
+        The answer.
     """
     defaults: Any = size_based_auto_wrap_policy
     leaves = defaults.FORCE_LEAF_MODULES if force_leaf_modules is None else force_leaf_modules
@@ -147,7 +214,12 @@ _enabled: ContextVar[tuple[Wrap, dict[str, Any]] | None] = ContextVar("enabled",
 
 @contextmanager
 def enable_wrap(*, wrapper_cls: Wrap, **wrapper_kwargs: Any) -> Iterator[None]:
-    """``wrap`` inside of it wraps with this class and these options. In this thread only."""
+    """A context in which ``wrap`` wraps with one class and these options. In this thread only.
+
+    Args:
+        wrapper_cls: the class, such as ``FullyShardedDataParallel``.
+        **wrapper_kwargs: its options.
+    """
     token = _enabled.set((wrapper_cls, wrapper_kwargs))
     try:
         yield
@@ -156,7 +228,15 @@ def enable_wrap(*, wrapper_cls: Wrap, **wrapper_kwargs: Any) -> Iterator[None]:
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """Wrap the module, inside of ``enable_wrap``; else return it as it is."""
+    """Wrap a module, inside of ``enable_wrap``; outside of it nothing happens.
+
+    Args:
+        module: the module.
+        **wrap_overrides: options other than those of ``enable_wrap``.
+
+    Returns:
+        The wrapped module; outside of ``enable_wrap`` the module itself.
+    """
     enabled = _enabled.get()
     if enabled is None:
         return module

@@ -53,7 +53,20 @@ class StatefulWrapper(nn.Module):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> StateDictSettings:
-        """What state dicts of every wrapper in the tree are from now on; returns what they were."""
+        """Choose what state dicts of every wrapper in a tree are from now on. Local; the same on all ranks.
+
+        Args:
+            module: the top of the tree.
+            state_dict_type: whole tensors, DTensors, or this rank's plain shards.
+            state_dict_config: of that type; None: its defaults.
+            optim_state_dict_config: of that type; None: its defaults.
+
+        Returns:
+            What they were before.
+
+        Raises:
+            InputError: a config is of another type, or the wrappers differed before.
+        """
         settings = StateDictSettings.of(state_dict_type, state_dict_config, optim_state_dict_config)
         before = StatefulWrapper.get_state_dict_type(module)
         for wrapper in wrappers_in(module):
@@ -62,7 +75,17 @@ class StatefulWrapper(nn.Module):
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-        """What state dicts of the wrappers in the tree are. Raises: InputError where they differ."""
+        """What state dicts of the wrappers in a tree are.
+
+        Args:
+            module: the top of the tree.
+
+        Returns:
+            The type and its configs.
+
+        Raises:
+            InputError: the wrappers differ.
+        """
         found = [wrapper._settings for wrapper in wrappers_in(module)]
         if any(settings != found[0] for settings in found):
             raise InputError(
@@ -78,7 +101,17 @@ class StatefulWrapper(nn.Module):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> Iterator[None]:
-        """``set_state_dict_type``, for a while."""
+        """A context with ``set_state_dict_type`` in it; at its end each wrapper has its former settings.
+
+        Args:
+            module: the top of the tree.
+            state_dict_type: as there.
+            state_dict_config: as there.
+            optim_state_dict_config: as there.
+
+        Raises:
+            InputError: as there.
+        """
         before = {wrapper: wrapper._settings for wrapper in wrappers_in(module)}
         StatefulWrapper.set_state_dict_type(
             module, state_dict_type, state_dict_config, optim_state_dict_config
@@ -92,9 +125,18 @@ class StatefulWrapper(nn.Module):
     def state_dict(
         self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> Any:
-        """The model's state under its own names, as ``state_dict_type`` says (whole tensors by default).
+        """The model's state under its own names, as ``state_dict_type`` says: whole tensors by default.
 
-        Every rank calls it for whole tensors. keep_vars: the live tensors instead, sharded.
+        Every rank calls it, between steps.
+
+        Args:
+            *args: as of ``nn.Module``.
+            destination: a mapping to fill; None: a new one.
+            prefix: what the names begin with.
+            keep_vars: give the live tensors, sharded.
+
+        Returns:
+            Names and tensors; with ``rank0_only`` none on other ranks than the mesh's first.
         """
         if keep_vars:
             return self.module.state_dict(*args, destination=destination, prefix=prefix, keep_vars=True)
@@ -146,8 +188,24 @@ class StatefulWrapper(nn.Module):
     def optim_state_dict(
         model: nn.Module, optim: torch.optim.Optimizer, optim_state_dict: Any = None, group: Any = None
     ) -> dict[str, Any]:
-        """The optimizer's state by parameter names, as ``state_dict_type`` says. Every rank calls it for a
-        full one; ``rank0_only``: {} on the others. group: accepted; the parameters know their mesh."""
+        """An optimizer's state by the names of parameters, as ``state_dict_type`` says.
+
+        Every rank calls it for a full one, between steps, and for one of flat parameters.
+
+        Args:
+            model: the wrapped model.
+            optim: an optimizer of its parameters.
+            optim_state_dict: what ``optim.state_dict()`` gave; None: it is called.
+            group: accepted; the parameters know their mesh.
+
+        Returns:
+            A dict of ``state`` and ``param_groups``; with ``rank0_only`` empty on other ranks than the mesh's
+                first.
+
+        Raises:
+            InputError: the optimizer has parameters that aren't the model's, or the wrappers differ in their
+                type.
+        """
         settings = StatefulWrapper.get_state_dict_type(model)
         given = optim.state_dict() if optim_state_dict is None else optim_state_dict
         state = optim_states.optim_state(model, given, optim, settings)
@@ -165,7 +223,22 @@ class StatefulWrapper(nn.Module):
     ) -> dict[str, Any]:
         """What ``optim.load_state_dict`` takes, from what ``optim_state_dict`` gave on any number of ranks.
 
-        Every rank has the whole or its shards; no communication. load_directly: load it too.
+        Every rank has the whole state, or its shards. No communication, except for sharded tensors of flat
+        parameters, for which every rank calls it.
+
+        Args:
+            model: the wrapped model.
+            optim: an optimizer of its parameters.
+            optim_state_dict: by the names of parameters.
+            is_named_optimizer: accepted, without effect.
+            load_directly: load it into ``optim``, too.
+            group: accepted; the parameters know their mesh.
+
+        Returns:
+            A state dict by the numbers of parameters, sharded as they are.
+
+        Raises:
+            InputError: the optimizer has parameters that aren't the model's, or that the state lacks.
         """
         ready = optim_states.optim_state_to_load(model, optim, optim_state_dict)
         if load_directly:
@@ -180,7 +253,21 @@ class StatefulWrapper(nn.Module):
         rank0_only: bool = True,
         group: Any = None,
     ) -> dict[str, Any]:
-        """``optim_state_dict`` with whole tensors on the host, on rank 0 or on all. Every rank calls it."""
+        """``optim_state_dict`` with whole tensors on the host. Every rank calls it, between steps.
+
+        Args:
+            model: the wrapped model.
+            optim: an optimizer of its parameters.
+            optim_input: accepted, without effect.
+            rank0_only: other ranks than the mesh's first get ``{}``.
+            group: accepted; the parameters know their mesh.
+
+        Returns:
+            A dict of ``state`` and ``param_groups``, by the names of parameters.
+
+        Raises:
+            InputError: the optimizer has parameters that aren't the model's.
+        """
         state = optim_states.optim_state(model, optim.state_dict(), optim, StateDictSettings())
         return {} if rank0_only and not all(p.is_first for p in states.params_in(model)) else state
 
@@ -188,14 +275,37 @@ class StatefulWrapper(nn.Module):
     def shard_full_optim_state_dict(
         full_optim_state_dict: Any, model: nn.Module, optim_input: Any = None, optim: Any = None
     ) -> dict[str, Any]:
-        """What ``optim.load_state_dict`` takes, from a full one that every rank has."""
+        """What ``optim.load_state_dict`` takes, from a full state dict that every rank has. No communication.
+
+        Args:
+            full_optim_state_dict: by the names of parameters.
+            model: the wrapped model.
+            optim_input: accepted, without effect.
+            optim: an optimizer of its parameters.
+
+        Returns:
+            A state dict by the numbers of parameters, sharded as they are.
+
+        Raises:
+            InputError: the optimizer has parameters that aren't the model's, or that the state lacks.
+        """
         return optim_states.optim_state_to_load(model, optim, full_optim_state_dict)
 
     @staticmethod
     def rekey_optim_state_dict(
         optim_state_dict: Any, optim_state_key_type: OptimStateKeyType, model: nn.Module
     ) -> dict[str, Any]:
-        """The same state with names in place of numbers, or back: between a wrapped run and a plain one."""
+        """The same state with names in place of numbers, or back: between a wrapped run and a plain one.
+        Local.
+
+        Args:
+            optim_state_dict: by names or numbers of parameters.
+            optim_state_key_type: what it is to be by.
+            model: the model whose names they are.
+
+        Returns:
+            A new state dict with the same tensors.
+        """
         return optim_states.rekey(optim_state_dict, optim_state_key_type, model)
 
 

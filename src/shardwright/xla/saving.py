@@ -34,12 +34,24 @@ def save_xla(
     step: int,
     keep: int | Keep | None = None,
 ) -> Path:
-    """Publish an XLA model as ``path/step-000123``; returns that folder. Every process must call it.
+    """Publish an XLA model as ``path/step-000123``. Every process must call it; the first one writes.
 
-    train_step: saves its optimizer's state too, under the names of ``torch.optim``, so that an eager run
-    can go on from it. extra (its key ``xla`` is taken), step, keep: as ``shardwright.checkpoint.save``.
-    Raises: CheckpointError, on every process; InputError for a model that isn't sharded, or an optimizer
-        that isn't ``xla.SGD`` or ``xla.AdamW``; StageError if the model has no values.
+    Args:
+        path: the folder of checkpoints.
+        model: a model of ``xla.fully_shard``.
+        train_step: save its optimizer's state too, under the names of ``torch.optim``, so that an eager run
+            can go on from it.
+        extra: as ``shardwright.checkpoint.save``; its key ``xla`` is taken.
+        step: as ``shardwright.checkpoint.save``.
+        keep: as ``shardwright.checkpoint.save``.
+
+    Returns:
+        The folder of this checkpoint.
+
+    Raises:
+        CheckpointError: raised on every process; the previous checkpoint stays the latest.
+        InputError: the model isn't sharded, or the optimizer isn't ``xla.SGD`` or ``xla.AdamW``.
+        StageError: the model has no values yet.
     """
     whole = Whole(full_state_dict(model))
     optimizer = None if train_step is None else _torch_optimizer(train_step, whole)
@@ -54,12 +66,23 @@ def save_xla(
 
 
 def load_xla(path: str | Path, *, model: nn.Module, train_step: TrainStep | None = None) -> Restored:
-    """Restore an XLA model, on any number of devices, from all that ``load`` reads.
+    """Restore an XLA model, on any number of devices, from all that ``load`` reads. Every process must call
+    it.
 
-    Every process must call it; every checksum is verified. ``train_step``: restores its optimizer's state,
-    not its hyper-parameters. The random key is restored if an XLA run saved it.
-    Raises: CheckpointError: damaged, or not fitting (listing what); InputError as ``save_xla``. Every process
-        raises if one does, and the model is then as it was.
+    Every checksum is verified. The random key is restored if an XLA run saved it.
+
+    Args:
+        path: as ``shardwright.checkpoint.load``.
+        model: a model of ``xla.fully_shard``.
+        train_step: restore its optimizer's state, without its hyper-parameters.
+
+    Returns:
+        What was restored, with the step and ``extra``.
+
+    Raises:
+        CheckpointError: it is damaged, or doesn't fit; what doesn't fit is listed. Every process raises if
+            one does, and the model is then as it was.
+        InputError: as ``save_xla``.
     """
     spmd = spmd_model_of(model)
     expected = {k: v for k, v in model.state_dict(keep_vars=True).items() if isinstance(v, torch.Tensor)}
