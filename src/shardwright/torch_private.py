@@ -9,6 +9,7 @@ What is read in every step is an alias or an ``operator.attrgetter``, so that it
 What torch reads of our modules, the other way round, stands in engine/torch_state.py.
 """
 
+import pickle
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -175,6 +176,15 @@ with _known():
 
     _backend_of, _devices_of = dist.ProcessGroup._get_backend, attrgetter("_device_types")
     _devices_of(dist.ProcessGroup)
+    # Torch's flight recorders: what each collective of a process group was, and how far it has come. One has
+    # NCCL's, in builds with NCCL, one Gloo's and others'.
+    from torch._C import _distributed_c10d
+
+    _flight_recorders: list[Callable[..., bytes]] = [
+        getattr(_distributed_c10d, name)
+        for name in ("_dump_nccl_trace", "_dump_fr_trace")
+        if hasattr(_distributed_c10d, name)
+    ]
 
 
 COMM_DEBUG_MODE = "torch.distributed.tensor.debug._comm_mode"
@@ -278,6 +288,18 @@ def default_store_is(store: Store) -> Generator[None]:
         yield
     finally:
         _world.pg_map[default] = (kind, before)
+
+
+def flight_records(entries: bool) -> list[dict[str, Any]]:
+    """What each of torch's flight recorders holds of this process, in torch's own format (version 2.10).
+
+    "pg_status": by group how many collectives were launched, begun and ended; 30 us. entries: also "entries",
+    one for each collective that is remembered; 35 ms for the 2,000 of ``TORCH_FR_BUFFER_SIZE``'s default.
+    """
+    return [
+        pickle.loads(dump(includeCollectives=entries, includeStackTraces=False, onlyActive=False))
+        for dump in _flight_recorders
+    ]
 
 
 def backend_names(group: dist.ProcessGroup) -> dict[str, str]:

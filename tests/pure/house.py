@@ -81,6 +81,10 @@ EXCEPTIONS: dict[tuple[str, str, str], tuple[int, str]] = {
     ("observe/recording.py", "attributes", "Record"): (13, "a row of what a rank did, with all that it says"),
     ("params/param.py", "attributes", "ShardedParam"): (13, "its two faces, where it lies, what lies in it"),
     ("engine/reducer.py", "attributes", "Reducer"): (15, "what it reduces, how, and where that stands"),
+    ("observe/diagnosis.py", "file lines", "observe/diagnosis.py"): (
+        425,
+        "what ranks say, and the one judgement of it",
+    ),
     ("schedule/schedule.py", "attributes", "GroupSpec"): (13, "all that a planner knows of a group"),
     ("planned.py", "attributes", "Plan"): (14, "what one call applies, and what was predicted"),
     ("policy.py", "attributes", "SchedulePolicy"): (15, "every choice of when a collective is issued"),

@@ -218,6 +218,26 @@ def barrier_alone(rank: int, world: int) -> None:
     rest(model)
 
 
+def in_flight_alone(rank: int, world: int) -> None:
+    """Rank 1 alone launches an all-reduce, and waits for it where only torch's recorder sees that."""
+    model = until_fault()
+    if rank == 1:
+        dist.all_reduce(torch.ones(2), async_op=True).wait()
+    rest(model)
+
+
+def in_flight_on_two_groups(rank: int, world: int) -> None:
+    """Each rank waits so for an all-reduce on another group of the caller's."""
+    groups = [dist.new_group(list(range(world)), group_desc=f"group {index}") for index in range(2)]
+    model = built()
+    for _ in range(STEP):
+        step(model)
+        for group in groups:
+            dist.all_reduce(torch.ones(2), group=group)
+    fault()
+    dist.all_reduce(torch.ones(2), group=groups[rank], async_op=True).wait()
+
+
 def other_shapes(rank: int, world: int) -> None:
     fault()
     model = built(8 if rank == 0 else 16)
@@ -389,6 +409,14 @@ def comes_late_to_a_barrier(rank: int, world: int) -> None:
     rest(model)
 
 
+def comes_late_to_what_is_in_flight(rank: int, world: int) -> None:
+    model = until_fault()
+    if rank == 1:
+        time.sleep(LONG_S)
+    dist.all_reduce(torch.ones(2), async_op=True).wait()
+    rest(model)
+
+
 def sleeps(rank: int, world: int) -> None:
     _once(rank, lambda: time.sleep(LONG_S))
 
@@ -504,6 +532,10 @@ CASES = {
     ),
     "one microbatch more": Case(accumulates, "Diverged", PLACES, culprits=()),
     "barrier on rank 1 alone": Case(barrier_alone, "Diverged", (*PLACES, "torch.distributed.barrier")),
+    "waits for its own all-reduce alone": Case(
+        in_flight_alone, "Diverged", (*PLACES, "gloo:all_reduce in group default_pg")
+    ),
+    "all-reduces on two groups": Case(in_flight_on_two_groups, "RuntimeError", culprits=()),
     "other order, agreement off": Case(
         other_order, "Diverged", ("ranks 0, 2 launched", "rank 1 launched"), culprits=(), world=3
     ),
@@ -520,6 +552,7 @@ CASES = {
     "loads data for 3 s": Case(loads, world=3),
     "sleeps 3 s in backward": Case(slow_backward, world=3),
     "comes 3 s late to a barrier": Case(comes_late_to_a_barrier, world=3),
+    "comes 3 s late to an all-reduce in flight": Case(comes_late_to_what_is_in_flight, world=3),
     "holds the GIL 3 s": Case(holds_the_gil),
     "stopped 3 s": Case(stopped),
     "stopped 3 s, collectives": Case(stopped, transport="collectives"),

@@ -92,6 +92,26 @@ def test_a_rank_that_is_let_go_from_its_own_barrier_is_told_why(outcomes, name):
     assert "torch.distributed.barrier" in culprit.stderr
 
 
+IN_FLIGHT = ["waits for its own all-reduce alone", "all-reduces on two groups"]
+
+
+@pytest.mark.parametrize("name", IN_FLIGHT)
+def test_a_rank_that_waits_where_only_torch_s_recorder_sees_it_is_let_go_and_told_why(outcomes, name):
+    culprit = outcomes[name].result()[1]
+    assert culprit.error == "RuntimeError"
+    assert "diverged: ranks wait for each other in different places" in culprit.stderr
+    assert "gloo:all_reduce in group" in culprit.stderr
+    assert culprit.took_s < 5, culprit
+
+
+@pytest.mark.parametrize("name", ["comes 3 s late to an all-reduce in flight"])
+def test_who_is_late_to_a_collective_in_flight_is_named(outcomes, name):
+    assert re.search(
+        r"rank \d has waited .* in gloo:all_reduce in group default_pg for rank 1 \(rank 1: .*faults.py:\d+",
+        outcomes[name].result()[0].stderr,
+    )
+
+
 @pytest.mark.parametrize("name", ["sleeps 3 s"])
 def test_a_slow_rank_is_one_line_of_the_log_with_its_place(outcomes, name):
     lines = [line for line in outcomes[name].result()[0].stderr.splitlines() if "slow: " in line]

@@ -4,6 +4,7 @@ import threading
 import time
 
 from shardwright.observe.diagnosis import Diagnosis
+from shardwright.observe.flight_recorder import InFlight
 from shardwright.transport.launches import Wait
 
 _LONGEST_PAUSE_S = 5.0
@@ -20,7 +21,7 @@ class Backoff:
         self.error = ""
         self.suspect_s = suspect_s
         self._urgent_calls = 0
-        self._wait: Wait | None = None
+        self._wait: Wait | InFlight | None = None
         self._next_s = self._pause_s = 0.0
         self._logged = (-_QUIET_S, 0.0)  # when, and how long a wait that was
 
@@ -30,7 +31,7 @@ class Backoff:
         self._urgent_calls, self._next_s = _URGENT_CALLS, 0.0
         self.error = error
 
-    def is_due(self, wait: Wait | None) -> bool:
+    def is_due(self, wait: Wait | InFlight | None) -> bool:
         """Whether to ask now, seen what the rank waits for."""
         now = time.monotonic()
         if not self.error:

@@ -49,21 +49,33 @@ ERRORS: dict[Fault, type[CommError]] = {
 
 @dataclass(frozen=True)
 class Waits:
-    """What a rank waits for: number ``number`` of the transport ``log``, ``key``, for ``since_s`` seconds."""
+    """What a rank waits for: number ``number`` of the transport ``log``, ``key``, for ``since_s`` seconds.
+
+    in_flight: its thread isn't known to wait: it stands in one call while the collective, which it has
+        launched, has not ended. On an accelerator that is how ranks wait.
+    """
 
     log: str
     number: int
     key: str
     since_s: float
+    in_flight: bool = False
 
 
 @dataclass(frozen=True)
 class Launched:
-    """A transport's launches on one rank: its ranks, how many there were, the keys of the last ones."""
+    """A transport's launches on one rank: its ranks, how many there were, the keys of the last ones.
+
+    begun, ended: how many the device has begun and ended; None where that isn't known. of_torch: of one of
+        the caller's process groups, as torch's flight recorder has them.
+    """
 
     ranks: tuple[int, ...]
     count: int
     keys: tuple[str, ...]
+    begun: int | None = None
+    ended: int | None = None
+    of_torch: bool = False
 
     def key(self, number: int) -> str | None:
         """What was launched under ``number``; None where that is not known (any more, or yet)."""
@@ -245,20 +257,60 @@ def _missing(found: Findings, answer: Answer) -> list[int]:
     for rank in answer.logs[waits.log].ranks:
         other = found.answers.get(rank)
         log = other.logs.get(waits.log) if other is not None else None
-        if other is not None and (log.count if log is not None else 0) < waits.number:
+        if other is None or (log is None and answer.logs[waits.log].of_torch):
+            continue  # what torch doesn't remember may have been launched all the same
+        if (log.count if log is not None else 0) < waits.number:
             missing.append(rank)
     return missing
 
 
+def _behind(found: Findings, answer: Answer) -> list[int]:
+    """The ranks that have launched what ``answer``'s rank waits for, and whose devices haven't begun it."""
+    waits = answer.waits
+    if waits is None or waits.log not in answer.logs:
+        return []
+    logs = {rank: other.logs.get(waits.log) for rank, other in found.answers.items()}
+    return [r for r, log in logs.items() if log and log.begun is not None and log.begun < waits.number]
+
+
+def _unknown(found: Findings, answer: Answer) -> list[int]:
+    """The ranks that don't say whether they have launched what ``answer``'s rank waits for."""
+    log = answer.logs.get(answer.waits.log) if answer.waits is not None else None
+    if answer.waits is None or log is None or not log.of_torch:
+        return []
+    return [r for r in log.ranks if r in found.answers and answer.waits.log not in found.answers[r].logs]
+
+
 def _is_steady(found: Findings, answer: Answer) -> bool:
-    """Whether the rank was in its wait when the exchange began, so that answers describe one moment."""
-    return answer.waits is not None and answer.waits.since_s > found.took_s
+    """Whether the rank was in its wait when the exchange began, so that answers describe one moment.
+
+    A thread that stands in one call for ``FOREIGN_S`` counts as waiting for what is in flight.
+    """
+    waits = answer.waits
+    return waits is not None and waits.since_s > max(found.took_s, FOREIGN_S if waits.in_flight else 0.0)
+
+
+def _elsewhere(found: Findings, answer: Answer) -> list[int]:
+    """The ranks that wait, themselves, for what they launched before what ``answer``'s rank waits for."""
+    waits, ranks = answer.waits, []
+    for rank, other in found.answers.items():
+        log = other.logs.get(waits.log) if waits is not None else None
+        if waits is None or log is None or log.ended is None or not log.ended < waits.number <= log.count:
+            continue
+        own = other.waits if _is_steady(found, other) else None
+        if own is not None and own.in_flight and (own.log, own.number) != (waits.log, waits.number):
+            ranks.append(rank)
+    return ranks
 
 
 def _circle(found: Findings) -> Diagnosis | None:
-    """Ranks of which each waits for one that waits, in the end, for the first: none can go on."""
+    """Ranks of which each waits for one that waits, in the end, for the first: none can go on.
+
+    Where all make the same calls in the same order that can't be, however long one of them computes: who is
+    waited for, here, waits itself for a call that comes earlier in that order.
+    """
     needs = {
-        rank: [peer for peer in _missing(found, answer) if peer != rank]
+        rank: [peer for peer in _missing(found, answer) + _elsewhere(found, answer) if peer != rank]
         for rank, answer in found.answers.items()
         if _is_steady(found, answer)
     }
@@ -310,7 +362,9 @@ def _stalled(found: Findings, policy: WatchPolicy) -> Diagnosis | None:
     stalled = [
         answer
         for answer in found.answers.values()
-        if answer.waits is None and not answer.foreign and answer.idle_s > policy.stall_s
+        if (answer.waits is None or (answer.waits.in_flight and not _missing(found, answer)))
+        and not answer.foreign
+        and answer.idle_s > policy.stall_s
     ]
     if not stalled or not any(answer.waits for answer in found.answers.values()):
         return None
@@ -325,6 +379,9 @@ def _stalled(found: Findings, policy: WatchPolicy) -> Diagnosis | None:
     )
 
 
+_NOT_ENTERED = "has not entered it: the device is still busy with what was queued before"
+
+
 def _stuck(found: Findings, policy: WatchPolicy) -> Diagnosis | None:
     """All wait, and what one waits for all have launched: what moves the bytes has stopped, or crawls."""
     for answer in found.answers.values():
@@ -334,19 +391,34 @@ def _stuck(found: Findings, policy: WatchPolicy) -> Diagnosis | None:
         waits = [found.answers[rank].waits for rank in log.ranks if rank in found.answers]
         if len(waits) == len(log.ranks) and all(w and w.since_s > policy.collective_s for w in waits):
             said = f"{activity(answer)} has not ended for {policy.collective_s:g} s; all have launched it"
-            remedy = f"Look at the network between {spans(log.ranks)}, or raise collective_s."
-            return Diagnosis(Fault.STALLED, log.ranks, said, remedy)
+            behind = _behind(found, answer)
+            if not behind:
+                remedy = f"Look at the network between {spans(log.ranks)}, or raise collective_s."
+                return Diagnosis(Fault.STALLED, log.ranks, said, remedy)
+            remedy = f"Look at what the device of {spans(behind)} does before it, or raise collective_s."
+            said = f"{said}, and {spans(behind)} {_NOT_ENTERED}"
+            return Diagnosis(Fault.STALLED, tuple(behind), said, remedy)
     return None
+
+
+_MEANT = "Nothing is wrong if that is meant to take so long."
 
 
 def _slow(found: Findings) -> Diagnosis:
     waiting = [answer for answer in found.answers.values() if answer.waits]
-    late = sorted({rank for answer in waiting for rank in _missing(found, answer)} | found.silent.keys())
     if not waiting:
-        return Diagnosis(Fault.SLOW, (), "no rank waits for another", "Nothing is wrong.")
+        return _in_calls_of_their_own(found)
     longest = max(waiting, key=lambda answer: answer.waits.since_s if answer.waits else 0.0)
     assert longest.waits is not None
+    late = sorted({*_missing(found, longest), *found.silent})
+    late = late or sorted({rank for answer in waiting for rank in _missing(found, answer)})
     waited = f"rank {longest.rank} has waited {longest.waits.since_s:.1f} s in {activity(longest)}"
+    if not late and (behind := _behind(found, longest)):
+        said = f"{waited}, which all ranks have launched; {spans(behind)} {_NOT_ENTERED}"
+        return Diagnosis(Fault.SLOW, tuple(behind), said, _MEANT)
+    if not late and (unknown := _unknown(found, longest)):
+        said = f"{waited}; whether {spans(unknown)} launched it, torch's flight recorder doesn't say"
+        return Diagnosis(Fault.SLOW, tuple(unknown), said, _MEANT)
     if not late:
         return Diagnosis(Fault.SLOW, (), f"{waited}, which all ranks have launched", "The network is slow.")
     said = []
@@ -358,8 +430,21 @@ def _slow(found: Findings) -> Diagnosis:
         Fault.SLOW,
         tuple(late),
         f"{waited} for {spans(late)} ({'; '.join(said[:4])}{'; ...' if len(said) > 4 else ''})",
-        "Nothing is wrong if that is meant to take so long.",
+        _MEANT,
     )
+
+
+def _in_calls_of_their_own(found: Findings) -> Diagnosis:
+    """No rank waits in a collective of ours."""
+    calling = [answer for answer in found.answers.values() if answer.foreign]
+    others = [answer for answer in found.answers.values() if not answer.foreign]
+    if not calling:
+        return Diagnosis(Fault.SLOW, (), "no rank waits for another", "Nothing is wrong.")
+    longest = max(calling, key=lambda answer: answer.foreign_s)
+    said = [f"rank {answer.rank}: {activity(answer)} at {answer.line}" for answer in others[:4]]
+    at = f"rank {longest.rank} has been {longest.foreign_s:.1f} s in {activity(longest)} at {longest.line}"
+    late = tuple(answer.rank for answer in others)
+    return Diagnosis(Fault.SLOW, late, f"{at} ({'; '.join(said) or 'as all ranks'})", _MEANT)
 
 
 def activity(answer: Answer) -> str:

@@ -14,6 +14,7 @@ from types import FrameType
 import torch
 
 from shardwright.observe.diagnosis import Answer, Launched, Status, Waits
+from shardwright.observe.flight_recorder import FlightRecorder, InFlight
 from shardwright.observe.host_memory import resident_nbytes
 from shardwright.transport.launches import Wait, process_state
 from shardwright.transport.recorder import LINE, clock, recorder
@@ -93,11 +94,25 @@ class ProcessStatus:
         self._sampled_s = self._ran_s = time.monotonic()
         self._cpu_s = _others_cpu_s()
         self._foreign: tuple[str, object, float] = ("", None, 0.0)
+        self._call: InFlight | None = None
+        self._stands: tuple[object, float] = (None, self._ran_s)
+        self._recorder = FlightRecorder()
 
     @property
     def wait(self) -> Wait | None:
         """What the training thread waits for."""
         return process_state.waits.get(process_state.thread)
+
+    @property
+    def in_flight(self) -> InFlight | None:
+        """What it may wait for, where it is in no wait that is known, but stands in one call."""
+        known = self.wait is not None or bool(self._foreign[0])
+        return None if known else self._recorder.in_flight(self._stands[1])
+
+    @property
+    def stands_in(self) -> Wait | InFlight | None:
+        """A wait of ours, a collective that is in flight, or a call of the caller's to torch.distributed."""
+        return self.wait or self._call or self.in_flight
 
     def sample(self) -> None:
         """Note whether anything ran since the last sample, and the foreign call that is running."""
@@ -110,35 +125,45 @@ class ProcessStatus:
         # CPU time is no sign of life on a busy machine: a thread that waits for a core counts as running.
         if self.wait is not None or share > _BUSY_SHARE or _runnable():
             self._ran_s = now
-        name, call = "", None
+        self._recorder.look()
+        name, call, stands = "", None, None
         if self.wait is None:
             with frame_of(process_state.thread) as frame:
                 recorder.write((LINE, user_line(frame), clock()))
                 name, caller = foreign_call(frame)
                 call = (id(caller), getattr(caller, "f_lasti", 0))
+                stands = (process_state.thread, id(frame), getattr(frame, "f_lasti", 0))
         if (name, call) != self._foreign[:2]:
             self._foreign = (name, call, now)
+            self._call = InFlight("", 0, name, now) if name else None
+        if stands is None or stands != self._stands[0]:
+            self._stands = (stands, now)
 
     def answer(self) -> Answer:
         """What this rank says of itself now."""
         self.sample()
-        now, wait = time.monotonic(), self.wait
+        now, wait, in_flight = time.monotonic(), self.wait, self.in_flight
         idle_s = now - self._ran_s
         with frame_of(process_state.thread) as frame:
             line = user_line(frame)
         foreign, _, since_s = self._foreign
         caught, caught_step = process_state.caught
         progress = process_state.progress or (f"pass {process_state.step}" if process_state.step else "")
-        logs = {
-            log.name: Launched(log.ranks, log.launched, tuple(launch.key for launch in tuple(log.ring)))
-            for log in process_state.logs
-            if log.launched
-        }
+        waits = None
+        if wait is not None:
+            waits = Waits(wait.log.name, wait.launch.number, wait.launch.key, now - wait.since_s)
+        elif in_flight is not None:
+            waits = Waits(in_flight.log, in_flight.number, in_flight.key, now - in_flight.since_s, True)
+        logs = self._recorder.launched()
+        for log in process_state.logs:
+            if log.launched:
+                keys = tuple(launch.key for launch in tuple(log.ring))
+                logs[log.name] = Launched(log.ranks, log.launched, keys, *self._recorder.progress(log))
         return Answer(
             rank=self._rank,
             place=f"{process_state.phase} of pass {process_state.step}" if process_state.phase else "",
             line=line,
-            waits=wait and Waits(wait.log.name, wait.launch.number, wait.launch.key, now - wait.since_s),
+            waits=waits,
             does="idle" if idle_s > 0.5 else "computes",
             since_s=(now - since_s) if foreign else idle_s if idle_s > 0.5 else now - process_state.moved_s,
             idle_s=idle_s,

@@ -231,7 +231,7 @@ def _shared(data: bytes) -> SharedDiagnosis:
 def _answer(said: dict) -> Answer:
     waits, status = said.pop("waits"), Status(*said.pop("status"))
     logs = {
-        name: Launched(tuple(log["ranks"]), log["count"], tuple(log["keys"]))
+        name: Launched(**log | {"ranks": tuple(log["ranks"]), "keys": tuple(log["keys"])})
         for name, log in said.pop("logs").items()
     }
     return Answer(**said, waits=waits and Waits(**waits), status=status, logs=logs)

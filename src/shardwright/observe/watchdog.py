@@ -125,7 +125,7 @@ class Watch:
         shared = self.exchange.published()
         if shared is not None:
             self._deliver(shared)
-        elif self._backoff.is_due(self._status.wait):
+        elif self._backoff.is_due(self._status.stands_in):
             self._ask()
         elif self._lateness.is_due() and self.exchange.asks_first(recorder.number // STEPS):
             self._name_late()
@@ -179,7 +179,7 @@ class Watch:
 
     def _diagnose_alone(self) -> None:
         """Nobody can be asked any more: an error only once this rank needs others, which then won't come."""
-        wait = self._status.wait
+        wait = self._status.wait or self._status.in_flight
         met = self._backoff.error
         if not met and (wait is None or time.monotonic() - wait.since_s < self.policy.suspect_s):
             return
@@ -208,14 +208,15 @@ class Watch:
         if not self.is_deaf:
             with suppress(RuntimeError):
                 self.exchange.acknowledge(self.rank)
-        if not self._is_raised_within(_GRACE_S):
+        # A thread that stands in a call of torch's won't come to hear of it.
+        if not self._is_raised_within(_GRACE_S if self._status.in_flight is None else 0.0):
             self._free(shared)
         self._stop.set()
 
     def _free(self, shared: SharedDiagnosis) -> None:
         """The training thread doesn't wait in a collective of ours. One that computes raises at its next."""
         stalled = shared.fault is Fault.STALLED and self.rank in shared.ranks
-        if self._status.answer().foreign:
+        if self._status.answer().foreign or self._status.in_flight is not None:
             for group in process_groups():  # the caller's own, too: what it raises is told by the hook
                 close(group)
         elif stalled:

@@ -101,6 +101,7 @@ class LaunchLog:
     """The launches of one transport.
 
     name: alike on all its ranks. ranks: of the default process group, in the transport's order.
+    operations: of c10d that launches became, where the transport says so (``became``).
     ended: places on the transport of those whose connection to this one is closed.
     """
 
@@ -113,6 +114,8 @@ class LaunchLog:
         self.name = f"{kind}{_made[self.ranks, kind]} of {','.join(map(str, self.ranks))}"
         self.launched = 0
         self.ring: deque[Launch] = deque(maxlen=RING)
+        self.operations = 0
+        self._of_operations: deque[Launch] = deque(maxlen=2 * RING)
         process_state.add(self)
 
     def travels_on(self, group: ProcessGroup) -> None:
@@ -137,6 +140,18 @@ class LaunchLog:
         self.ring.append(launch)
         recorder.write((LAUNCH, self.name, launch, clock()))
         return launch
+
+    def became(self, launch: Launch) -> None:
+        """``launch`` has become one more operation of c10d, on the transport's one process group. That has no
+        others, so torch's flight recorder has given it the number ``operations``."""
+        self.operations += 1
+        self._of_operations.append(launch)
+
+    def launch_of(self, operation: int) -> Launch | None:
+        """What became the operation of that number, from 1; None where that isn't known any more, or yet."""
+        of = tuple(self._of_operations)
+        index = operation - 1 - (self.operations - len(of))
+        return of[index] if 0 <= index < len(of) else None
 
     def waiting(self, launch: Launch) -> "_Waiting":
         """A block in which this thread waits for the others in ``launch``.

@@ -90,8 +90,7 @@ class NcclComm(Comm):
             if self._coalesce:
                 options = AllgatherOptions()
                 options.asyncOp = True
-                work = self._gather_group.all_gather_single_coalesced(outputs, inputs, options)
-                flight.works.append(work)
+                flight.add(self._gather_group.all_gather_single_coalesced(outputs, inputs, options))
             else:
                 whole, parts = ([each.view(torch.uint8) for each in side] for side in (outputs, inputs))
                 flight.works.extend(  # as bytes: Gloo refuses float8 and int16
@@ -128,7 +127,7 @@ class NcclComm(Comm):
                 options = ReduceScatterOptions()
                 options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
                 options.asyncOp = True
-                flight.works.append(
+                flight.add(
                     self._reduce_group.reduce_scatter_single_coalesced(
                         [outputs[i] for i in members], [inputs[i] for i in members], options
                     )
@@ -156,7 +155,7 @@ class NcclComm(Comm):
             options = AllreduceCoalescedOptions()
             options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
             options.asyncOp = True
-            flight.works.append(self._reduce_group.allreduce_coalesced(sums, options))
+            flight.add(self._reduce_group.allreduce_coalesced(sums, options))
         return _NcclReduction(flight, ([], list(values), [each.numel() for each in values]), None, None)
 
     def gather(self, shard: torch.Tensor, spans: Sequence[tuple[int, int]], dst: int) -> torch.Tensor | None:
@@ -177,6 +176,11 @@ class _Flight(NamedTuple):
     comm: NcclComm
     launch: Launch
     works: list[Any]
+
+    def add(self, work: Any) -> None:
+        """An operation of the device's, which are all on one process group."""
+        self.works.append(work)
+        self.comm.log.became(self.launch)
 
     def wait(self) -> None:
         start = time.perf_counter()
