@@ -4,6 +4,7 @@ import gc
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -44,15 +45,13 @@ def count_calls(step: Callable[[], None], folder: str, collectives: Mapping[str,
         if code in names:
             seen.ways[names[code]] = max(seen.ways[names[code]], _way(frame), key=lambda way: len(way.frames))
 
-    before, collects = sys.getprofile(), gc.isenabled()
-    gc.disable()  # when it comes, and calls what it calls, is chance
-    sys.setprofile(notice)
-    try:
-        step()
-    finally:
-        sys.setprofile(before)
-        if collects:
-            gc.enable()
+    before = sys.getprofile()
+    with _no_collection():
+        sys.setprofile(notice)
+        try:
+            step()
+        finally:
+            sys.setprofile(before)
     return seen
 
 
@@ -73,12 +72,25 @@ def count_instructions(step: Callable[[], None], folder: str) -> Counter[str]:
         return inside
 
     before = sys.gettrace()
-    sys.settrace(notice)
-    try:
-        step()
-    finally:
-        sys.settrace(before)
+    with _no_collection():
+        sys.settrace(notice)
+        try:
+            step()
+        finally:
+            sys.settrace(before)
     return seen
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage collection in the block: when it comes, and calls the recorder, is chance."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _way(frame: FrameType) -> Way:
