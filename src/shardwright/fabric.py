@@ -47,18 +47,19 @@ _DDP: Any = [strategies.DDPStrategy for strategies in _STRATEGIES]
 
 
 class ShardwrightStrategy(*_DDP):
-    """Shards what ``Fabric.setup`` is given, unless it is sharded already; one process per device.
+    """Shards what ``Fabric.setup`` is given, unless it is sharded already; one process for each device.
 
     A strategy for the Fabric of ``lightning`` and that of ``lightning_fabric``, whichever are installed.
-
-    groups: as for ``fully_shard``; "auto", and nothing in the model says how to group it: one group, with a
-        warning. None: the model is one group. shard: instead, a function that shards the
-    model in place. mp_policy: as for ``fully_shard``; Fabric's ``precision`` is left at "32-true".
-    options: of ``DDPStrategy``, as ``process_group_backend`` and ``timeout``.
-
     ``Fabric.save`` writes a checkpoint of Shardwright's (a folder; ``state`` has one model, at most one
-    optimizer, and values of any other kind that JSON has, or tensors), ``Fabric.load`` restores it on any
-    number of ranks.
+    optimizer, and values of any other kind that JSON has, or tensors), and ``Fabric.load`` restores it on any
+    number of ranks. Fabric's ``precision`` is left at "32-true".
+
+    Args:
+        groups: as for ``fully_shard``. With "auto", where nothing in the model says how to group it, it is
+            one group, with a warning. None: the model is one group.
+        shard: in place of ``groups``, a function that shards the model in place.
+        mp_policy: as for ``fully_shard``.
+        **options: of ``DDPStrategy``, such as ``process_group_backend`` and ``timeout``.
     """
 
     def __init__(
@@ -75,7 +76,18 @@ class ShardwrightStrategy(*_DDP):
         self._backward_sync_control = _Reducing()
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Shard it in place; every rank calls. An optimizer is built after this, or given to ``setup``."""
+        """Shard a module in place. Every rank calls it; an optimizer is built after this, or given to
+        ``setup``.
+
+        Args:
+            module: sharded already, or not.
+
+        Returns:
+            The argument ``module``.
+
+        Raises:
+            InputError: as ``fully_shard``.
+        """
         if not isinstance(module, FSDPModule):
             if self._shard is not None:
                 self._shard(module)
@@ -96,8 +108,20 @@ class ShardwrightStrategy(*_DDP):
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[nn.Module, list[Optimizer], Any]:
-        """Shard the module; the optimizers step its shards from here on. Raises: InputError for an optimizer
-        that has stepped, or has parameters that aren't the module's."""
+        """Shard a module; the optimizers step its shards from here on. Every rank calls it.
+
+        Args:
+            module: sharded already, or not.
+            optimizers: new ones over the module's parameters.
+            scheduler: returned as it is.
+
+        Returns:
+            The module, the optimizers as Fabric wraps them, and the scheduler.
+
+        Raises:
+            InputError: an optimizer has stepped, or has parameters that aren't the module's; or as
+                ``fully_shard``.
+        """
         names = {id(param): name for name, param in module.named_parameters()}
         for optimizer in optimizers:
             given = [param for group in optimizer.param_groups for param in group["params"]]
@@ -121,16 +145,40 @@ class ShardwrightStrategy(*_DDP):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> torch.Tensor:
-        """See ``clip_grad_norm_``; every rank calls."""
+        """Clip the gradients of an optimizer's parameters; see ``clip_grad_norm_``. Every rank calls it.
+
+        Args:
+            module: without effect.
+            optimizer: whose parameters.
+            max_norm: the largest norm that is left as it is.
+            norm_type: the order of the norm, above 0.
+            error_if_nonfinite: raise where the norm is infinite or NaN.
+
+        Returns:
+            The norm before clipping, a plain 0-d tensor with the same value on every rank.
+
+        Raises:
+            InputError: ``norm_type`` isn't above 0.
+            StageError: as ``clip_grad_norm_``.
+            RuntimeError: the norm isn't finite and ``error_if_nonfinite`` is True.
+        """
         params = [param for group in optimizer.param_groups for param in group["params"]]
         return clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
 
     def save_checkpoint(
         self, path: Any, state: Mapping[str, Any], storage_options: Any = None, filter: Any = None
     ) -> None:
-        """Publish ``path/step-N``, where N is ``state["step"]``, or 0; every rank calls.
+        """Publish a checkpoint as ``path/step-N``, where N is ``state["step"]``, or 0. Every rank calls it.
 
-        Raises: InputError for a state without one model, a filter, or storage options.
+        Args:
+            path: the folder of checkpoints.
+            state: one model, at most one optimizer, and other values, by name.
+            storage_options: refused.
+            filter: refused.
+
+        Raises:
+            InputError: the state hasn't one model, or a filter or storage options were given.
+            CheckpointError: as ``shardwright.checkpoint.save``.
         """
         if storage_options is not None or filter:
             raise InputError(
@@ -143,10 +191,22 @@ class ShardwrightStrategy(*_DDP):
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Fill model and optimizer of ``state`` in place, and set its other values; every rank calls.
+        """Fill model and optimizer of a state in place, and set its other values. Every rank calls it.
 
-        Returns what the checkpoint has besides. Raises: InputError for a state without one model;
-        CheckpointError, nothing changed then, where tensors don't fit or, if ``strict``, a value isn't there.
+        Args:
+            path: a checkpoint, or a folder of them.
+            state: a model, or one model, at most one optimizer, and other values, by name.
+            strict: whether each of the other values must be in the checkpoint.
+            weights_only: without effect; nothing is ever pickled.
+
+        Returns:
+            What the checkpoint has besides.
+
+        Raises:
+            InputError: the state hasn't one model.
+            CheckpointError: tensors don't fit or, if ``strict``, a value isn't there. With tensors that don't
+                fit nothing is changed.
+            DamagedError: as ``shardwright.checkpoint.load``.
         """
         given = {"model": state} if isinstance(state, nn.Module) else state or {}
         model, optimizer, rest = _sorted(given)

@@ -110,7 +110,8 @@ class FSDPModule(GradientSetters, ScheduleSetters, TorchFSDPModule):
         """Forget a step that an exception ended; call it on the root.
 
         The next forward does the same by itself. It waits for what is in flight, reshards every group and
-        drops the step's gradients, those of earlier microbatches included.
+        drops the step's gradients, those of earlier microbatches included. It launches no collective; call it
+        on each rank on which the step has ended so.
 
         Raises:
             StageError: the module isn't the model's root.
@@ -185,6 +186,8 @@ class FSDPModule(GradientSetters, ScheduleSetters, TorchFSDPModule):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As ``nn.Module.zero_grad``, also where parameters are unsharded now: the shards have the gradients.
 
+        Local; no communication.
+
         Args:
             set_to_none: free the gradients; False fills them with zeros instead.
         """
@@ -233,7 +236,10 @@ class UnshardHandle:
     """What ``FSDPModule.unshard(async_op=True)`` returns."""
 
     def wait(self) -> None:
-        """Return when the module shows its unsharded parameters. A second call does nothing."""
+        """Return when the module shows its unsharded parameters. A second call does nothing.
+
+        Every rank that called ``unshard`` calls it, or runs the module's forward.
+        """
 
 
 class _UnitHandle(UnshardHandle):

@@ -55,17 +55,30 @@ class PlannedGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """How a model is trained on so many ranks, and what that was predicted to take.
+    """How a model is trained on a number of ranks, and what that was predicted to take.
 
-    ranks: in all. groups: in the order in which a forward runs them; what they leave is the model's own.
-    shards: ranks that a parameter is sharded over; the others hold copies. microbatches: of a step.
-    microbatch_tokens: of one of them, on one rank. modules_to_recompute: names of modules whose forward is
-    computed again in the backward. offload: what is on the host at rest, a name of ``OFFLOADS``. base: "nf4"
-    quantises frozen weights (``quantize_``), before they are sharded. policy: of the
-    schedule. mp_policy: of all groups. step_s: predicted
-    seconds of a step. exposed_s: of them, in which nothing is computed. peak_nbytes: predicted bytes of a
-    device, at most. devices: what it was predicted for.
-    Raises: InputError for ranks that can't be divided, a module that two groups name, or an unknown offload.
+    ``fully_shard(model, plan=...)`` applies it.
+
+    Args:
+        ranks: how many ranks there are in all.
+        shards: ranks that a parameter is sharded over; the others hold copies.
+        groups: in the order in which a forward runs them; what they leave is the model's own.
+        microbatches: of a step.
+        microbatch_tokens: tokens of one microbatch on one rank.
+        modules_to_recompute: names of modules whose forward is computed again in the backward (activation
+            checkpointing).
+        policy: when collectives are issued.
+        mp_policy: dtypes of all groups.
+        step_s: predicted seconds of a step.
+        exposed_s: those of them in which nothing is computed.
+        peak_nbytes: predicted bytes of a device, at most.
+        devices: what it was predicted for.
+        offload: what is on the host at rest, "none", "optimizer" or "all".
+        base: "nf4" quantises frozen weights (``quantize_``) before they are sharded; else "plain".
+
+    Raises:
+        InputError: the ranks can't be divided, two groups name a module, or ``offload`` or ``base`` is
+            unknown.
     """
 
     ranks: int
@@ -103,14 +116,28 @@ class Plan:
             )
 
     def save(self, path: str | Path) -> None:
-        """Write it as TOML, whole or not at all: several ranks may."""
+        """Write it as TOML, whole or not at all, so that several ranks may.
+
+        Args:
+            path: of the file; what is there is replaced.
+        """
         part = Path(f"{path}.{os.getpid()}")
         part.write_text(_text(self), encoding="utf-8")
         part.replace(path)
 
     @staticmethod
     def load(path: str | Path) -> "Plan":
-        """The plan in a file that ``save`` wrote. Raises: ConfigError for what can't be read as one."""
+        """Read a plan from the file that ``save`` wrote.
+
+        Args:
+            path: of the file.
+
+        Returns:
+            The plan.
+
+        Raises:
+            ConfigError: the file can't be read as one.
+        """
         remedy = "give the path of a file that Plan.save wrote"
         try:
             return _plan(tomllib.loads(Path(path).read_text(encoding="utf-8")))
@@ -120,8 +147,16 @@ class Plan:
             raise ConfigError(f"{path} is not a plan: {error}; {remedy}, or correct it there") from error
 
     def check(self, model: nn.Module, ranks: int) -> None:
-        """Raises: InputError where it isn't for this model or this number of ranks; MissingExtra for a
-        ``wire`` whose coder isn't installed. Nothing is changed."""
+        """Check that it is for this model and this number of ranks. Local; nothing is changed.
+
+        Args:
+            model: the model, not sharded yet.
+            ranks: how many there are.
+
+        Raises:
+            InputError: it isn't for them.
+            MissingExtra: its ``wire`` needs ``pip install 'shardwright[wire]'``.
+        """
         if self.policy.wire is not Wire.PLAIN:
             require("wire", "zstandard")
         if ranks != self.ranks:
@@ -152,8 +187,14 @@ class Plan:
             )
 
     def recompute(self, model: nn.Module) -> None:
-        """Have the modules that it names compute their forward again in the backward, and keep its inputs
-        alone. In place; names stay as they are."""
+        """Have the modules that it names compute their forward again in the backward, and keep only its
+        inputs.
+
+        In place; names stay as they are. Every rank calls it.
+
+        Args:
+            model: the model.
+        """
         for name in self.modules_to_recompute:
             module = model.get_submodule(name)
             module.forward = partial(checkpoint, module.forward, use_reentrant=False)

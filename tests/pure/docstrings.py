@@ -6,6 +6,8 @@ from classes of this package. The rules:
 - ``Args:`` names each parameter, in the order of the signature, and no other. Of a class that is a dataclass
   or has an ``__init__`` these are its fields or parameters; ``Attributes:`` may stand in its place.
 - ``Returns:`` or ``Yields:`` stands where the annotation isn't ``None``; a property needs its sentence only.
+- A function that is given a model, and each method of one, says who must call it: which ranks, or that it is
+  local. Plans are left out, for which no ranks are needed.
 - ``Raises:`` names each exception that the function raises itself, or by a function or constructor that it
   calls by name: one of its own file is followed, of one of another file the docstring is believed. What an
   ``except`` around the call takes doesn't count. A base class stands for its subclasses.
@@ -48,16 +50,29 @@ CANNOT_RAISE = {
 """Function or method -> why what it raises can't be raised where public functions call it."""
 
 NEVER_RAISES = {
-    (
-        "FullyShardedDataParallel.apply",
+    "wrapper.fsdp1: FullyShardedDataParallel.apply": ("InputError", "for arguments that it leaves out"),
+    "wrapper.fsdp1: FullyShardedDataParallel.clip_grad_norm_": ("RuntimeError", "leaves the option out"),
+    "hf.load: load": ("ConfigError StageError", "of a plan, and of a model that is running"),
+    "hf.load: shard": ("ConfigError StageError", "of a plan"),
+    "hf.load: read_weights": ("StageError", "of a model that is running"),
+    "hf.trainer: ShardedTrainer.save_model": (
         "InputError",
-    ): "for arguments that it leaves out",
-    ("FullyShardedDataParallel.clip_grad_norm_", "RuntimeError"): "error_if_nonfinite is left out",
+        "of a model without shards or adapters",
+    ),
+    "fabric: ShardwrightStrategy.setup_module": ("ConfigError StageError", "of a plan"),
+    "fabric: ShardwrightStrategy.setup_module_and_optimizers": ("ConfigError StageError", "of a plan"),
 }
-"""(public function, exception) -> why it isn't raised, though something that is called can raise it."""
+"""Public function -> exceptions that what it calls can raise, and why not here."""
 
-MADE_BY = {"ReduceScatterHandle": "reduce_scatter_async", "TrainStep": "make_train_step"}
+MADE_BY = {
+    "ReduceScatterHandle": "reduce_scatter_async",
+    "TrainStep": "make_train_step",
+}
 """Class -> the public function that makes its instances; the docstring names it in place of Args."""
+
+SAYS_WHO = re.compile(r"\b(ranks?|process(es)?|thread|Local|Trainer calls)\b|[Nn]o communication")
+HAS_NO_EFFECT = re.compile(r"^(Accepted|Symmetric memory isn't supported)")
+MODELS = ("FSDPModule", "FullyShardedDataParallel")
 
 SECTIONS = ("Args", "Attributes", "Returns", "Yields", "Raises", "Examples", "Warns")
 HEADER = re.compile(rf"^({'|'.join(SECTIONS)}):$")
@@ -256,7 +271,7 @@ class Package:
 
     def complaints(self, item: Documented) -> list[str]:
         """What the docstring of a public function or class lacks, or says too much."""
-        said = sections(item.node)
+        said, doc = sections(item.node), ast.get_docstring(item.node) or ""
         place = f"{item.module or PACKAGE}: {item.name}"
         if said is None:
             return [f"{place}: has no docstring"]
@@ -266,13 +281,21 @@ class Package:
             found.append(f"{place}: Args are {given}, expected {wanted}")
         if returns_something(item.node) and not {"Returns", "Yields"} & said.keys():
             found.append(f"{place}: has no Returns")
-        told = set(raises_of(said)) | {error for name, error in NEVER_RAISES if name == item.name}
+        told = {*raises_of(said), *NEVER_RAISES.get(place, ("", ""))[0].split()}
         missing = {error for error in self.raised(item) if not self.is_kind_of(error, told)}
         if missing:
             found.append(f"{place}: Raises lacks {sorted(missing)}")
-        if "Raises" not in said and re.search(r"\bRaises: ", ast.get_docstring(item.node) or ""):
+        if self.is_given_a_model(item) and not SAYS_WHO.search(doc) and not HAS_NO_EFFECT.match(doc):
+            found.append(f"{place}: doesn't say who must call it")
+        if "Raises" not in said and re.search(r"\bRaises: ", doc):
             found.append(f"{place}: Raises is no section")
         return found
+
+    def is_given_a_model(self, item: Documented) -> bool:
+        """Whether it is a method of a sharded model, or a function with a parameter of that name."""
+        if isinstance(item.node, ast.ClassDef) or is_property(item.node) or item.module.startswith("plan"):
+            return False
+        return item.name.partition(".")[0] in MODELS or "model" in _parameters(item.node)
 
     def parameters(self, item: Documented) -> list[str]:
         """The names that Args has to list; none of a class without fields and ``__init__``, as an enum is."""

@@ -26,8 +26,10 @@ MOST_USED = {
     "SchedulePolicy",
     "StepInBackward",
     "StopRequest",
+    "add_lora",
     "async_save",
     "clip_grad_norm_",
+    "estimate",
     "explain",
     "full_state_dict",
     "fully_shard",
@@ -41,6 +43,7 @@ MOST_USED = {
     "quantize_",
     "register_fsdp_forward_method",
     "save",
+    "search",
     "stats",
     "stream_state_dict",
 }

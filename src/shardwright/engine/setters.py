@@ -45,7 +45,7 @@ class GradientSetters(Owner):
         """Whether the backward reduces gradients over ranks. False keeps them unsharded and adds them up.
 
         For gradient accumulation: False for all microbatches but the last. Gradients that are kept take the
-        memory of the unsharded parameters.
+        memory of the unsharded parameters. Call it alike on all ranks; it communicates nothing.
 
         Args:
             requires_gradient_sync: False to accumulate, True before the last microbatch.
@@ -64,7 +64,7 @@ class GradientSetters(Owner):
         """Whether the backward all-reduces gradients over the copies of a 2-D mesh.
 
         False keeps what was reduced over the sharded axis and adds it up: accumulation in the memory of the
-        shards.
+        shards. Call it alike on all ranks; it communicates nothing.
 
         Args:
             requires_all_reduce: False to accumulate, True before the last microbatch.
@@ -76,7 +76,8 @@ class GradientSetters(Owner):
         """Whether the coming backward is the last one of its step, for the whole model.
 
         False: the backward doesn't wait at its end for the reductions that it started. The last backward
-        waits for all of them, and only then ``.grad`` is complete.
+        waits for all of them, and only then ``.grad`` is complete. Call it alike on all ranks; it
+        communicates nothing.
 
         Args:
             is_last_backward: False before all backwards of a step but the last.
@@ -87,7 +88,8 @@ class GradientSetters(Owner):
     def set_gradient_averaging(self, averaging: str, *, recurse: bool = True) -> None:
         """Whether gradients are the mean over ranks or their sum.
 
-        The third way, by the weight of each loss, is ``shardwright.loss_weights``.
+        The third way, by the weight of each loss, is ``shardwright.loss_weights``. Call it alike on all
+        ranks; it communicates nothing.
 
         Args:
             averaging: ``"average"``, the default, or ``"sum"``.
@@ -104,6 +106,8 @@ class GradientSetters(Owner):
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide this module's summed gradients by a number of your own instead of the number of ranks.
 
+        Call it alike on all ranks; it communicates nothing.
+
         Args:
             factor: above 0; 1.0 leaves the sum.
 
@@ -114,6 +118,8 @@ class GradientSetters(Owner):
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """Deprecated name of ``set_gradient_divide_factor``.
+
+        Call it alike on all ranks.
 
         Args:
             factor: as there.
@@ -132,7 +138,8 @@ class GradientSetters(Owner):
     ) -> None:
         """Whether parameters that got no gradient on this rank take part in reductions with zeros.
 
-        For models in which different ranks use different parameters.
+        For models in which different ranks use different parameters. Call it alike on all ranks; it
+        communicates nothing.
 
         Args:
             reduce_scatter_unused_params: True to have them take part.
@@ -142,6 +149,8 @@ class GradientSetters(Owner):
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
         """Call a hook with this module's reduced gradients, before they are added to those of the shards.
+
+        Call it alike on all ranks; it communicates nothing.
 
         Args:
             hook: called with one tensor, 1-D, in the reduce dtype, divided and without padding; what it
@@ -178,6 +187,8 @@ class ScheduleSetters(Owner):
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether groups are resharded between forward and backward, from the next step on.
 
+        Call it alike on all ranks; it communicates nothing.
+
         Args:
             reshard_after_forward: False keeps the unsharded parameters, which takes memory and saves an
                 all-gather.
@@ -200,7 +211,8 @@ class ScheduleSetters(Owner):
         """Whether groups are resharded after the backward.
 
         False saves the next forward's all-gather where the parameters weren't changed in between. It is meant
-        for gradient accumulation, and takes the memory of the unsharded parameters.
+        for gradient accumulation, and takes the memory of the unsharded parameters. Call it alike on all
+        ranks; it communicates nothing.
 
         Args:
             reshard_after_backward: True is the default.
@@ -211,6 +223,8 @@ class ScheduleSetters(Owner):
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether this module's parameters are gathered for its backward.
 
+        Call it alike on all ranks; it communicates nothing.
+
         Args:
             unshard_in_backward: False for a module whose backward doesn't read its parameters, as an
                 embedding's.
@@ -220,6 +234,8 @@ class ScheduleSetters(Owner):
     def set_modules_to_forward_prefetch(self, modules: list[Any]) -> None:
         """When this module's forward begins, all-gather the groups of these modules, in order, instead of the
         next ones.
+
+        Call it alike on all ranks; it communicates nothing.
 
         Args:
             modules: sharded modules of the same model; an empty list goes back to the next ones in the
@@ -234,6 +250,8 @@ class ScheduleSetters(Owner):
         """When this module's backward begins, all-gather the groups of these modules, in order, instead of
         the next ones.
 
+        Call it alike on all ranks; it communicates nothing.
+
         Args:
             modules: sharded modules of the same model; an empty list goes back to the next ones in the
                 recorded order.
@@ -246,6 +264,8 @@ class ScheduleSetters(Owner):
     def set_schedule_policy(self, policy: SchedulePolicy) -> None:
         """When collectives are issued, for the whole model, from the next forward or backward on.
 
+        Call it alike on all ranks; it communicates nothing.
+
         Args:
             policy: the same on all ranks; see ``SchedulePolicy``.
 
@@ -257,6 +277,8 @@ class ScheduleSetters(Owner):
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """How many reduce-scatters of the whole model may be in flight at once.
+
+        Call it alike on all ranks; it communicates nothing.
 
         Args:
             max_input_buffers: at least 1; as ``SchedulePolicy.max_reductions``.
@@ -276,6 +298,8 @@ class ScheduleSetters(Owner):
     def set_post_optim_event(self, event: Any) -> None:
         """Have the next forward's all-gathers wait for an event, once.
 
+        Local; any rank may call it.
+
         Args:
             event: a ``torch.Event`` that was recorded after the optimizer's step.
         """
@@ -284,6 +308,8 @@ class ScheduleSetters(Owner):
 
     def set_custom_all_gather(self, comm: Any) -> None:
         """Move this module's all-gathers with a collective of your own.
+
+        Call it alike on all ranks; it communicates nothing.
 
         Args:
             comm: an object with ``allocate(size, *, dtype, device)`` and ``__call__(output_tensor,
@@ -296,6 +322,8 @@ class ScheduleSetters(Owner):
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Move this module's reduce-scatters with a collective of your own.
+
+        Call it alike on all ranks; it communicates nothing.
 
         Args:
             comm: as for ``set_custom_all_gather``; its call also takes ``op``, which is always a sum.

@@ -69,13 +69,19 @@ def save_pretrained(
     """Write a sharded model of transformers so that ``from_pretrained`` loads it without us.
 
     Every rank of the model's mesh calls it, between steps; rank 0 writes safetensors (with an index where
-    they are several), ``config.json`` and ``generation_config.json``, in the names and layout of the
-    model's own files, tied weights once. ``folder`` must not exist yet and appears when it is complete.
+    they are several), ``config.json`` and ``generation_config.json``, in the names and layout of the model's
+    own files, tied weights once. Host memory: one whole tensor, on rank 0.
 
-    tokenizer_from: a folder whose tokenizer files are copied. max_file_nbytes: a file is begun where the next
-        tensor would exceed it. Host memory: one whole tensor, on rank 0.
-    Raises: InputError for a model that isn't sharded; CheckpointError, on every rank, where ``folder`` exists
-        or can't be written; nothing is left there then.
+    Args:
+        model: a model with at least one sharded module.
+        folder: must not exist yet, and appears when it is complete.
+        tokenizer_from: a folder whose tokenizer files are copied; None: none are.
+        max_file_nbytes: bytes; the next file is begun where a tensor would exceed it.
+
+    Raises:
+        InputError: the model isn't sharded.
+        CheckpointError: ``folder`` exists or can't be written; raised on every rank, and nothing is left
+            there.
     """
     units = units_in(model)
     if not units:

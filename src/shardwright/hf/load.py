@@ -29,7 +29,13 @@ from shardwright.train.lora import Lora, adapter_names, add_lora, reset_adapters
 
 @dataclass(frozen=True)
 class WeightsRead:
-    """What one rank read: bytes of the files, and tensors whose dtype was converted."""
+    """What one rank read.
+
+    Attributes:
+        nbytes: bytes of the files that this rank read.
+        num_tensors: how many tensors were filled.
+        cast: names of tensors whose dtype was converted.
+    """
 
     nbytes: int
     num_tensors: int
@@ -45,21 +51,28 @@ def load(
     quantise: str | None = None,
     lora: Lora | None = None,
 ) -> Any:
-    """The model of a local folder, sharded over ``mesh``; every rank of the job must call it.
+    """The model of a local folder of Hugging Face, sharded. Every rank of the job must call it.
 
-    Built on the meta device from ``config.json``, sharded by ``shard``, filled by ``read_weights``; buffers
-    that files don't have are computed anew. In evaluation mode, as from ``from_pretrained``.
-
-    folder: as ``save_pretrained`` writes it, or ``hf download`` fetches it; nothing is downloaded here.
-    mesh: as for ``fully_shard``; None: all ranks. dtype: of the parameters at rest; None: what the
-        configuration says.
-    quantise: codec of its matrices, as for ``quantize_``: each is encoded as soon as it is read. The head and
-        what isn't a matrix stay as they are; what is encoded is frozen.
-    lora: adapters; the base is then frozen. Their A is drawn from the layer's name, B is zeros.
+    It is built on the meta device from ``config.json``, sharded by ``shard`` and filled by ``read_weights``;
+    buffers that files don't have are computed anew. It is in evaluation mode, as from ``from_pretrained``.
     Host memory: this rank's shards and a buffer of 2 MiB (seen: 167 MiB for shards of 154, two ranks); with
-        ``quantise`` one matrix's shard besides.
-    Raises: InputError for a folder without a model, or targets that match nothing; CheckpointError, on every
-        rank, for weights that are missing, damaged or of another shape.
+    ``quantise`` one matrix's shard besides.
+
+    Args:
+        folder: as ``save_pretrained`` writes it, or ``hf download`` fetches it; nothing is downloaded here.
+        mesh: as for ``fully_shard``; None: all ranks.
+        dtype: of the parameters at rest; None: what the configuration says.
+        mp_policy: as for ``fully_shard``.
+        quantise: codec of its matrices, as for ``quantize_``: each is encoded as soon as it is read. The head
+            and what isn't a matrix stay as they are; what is encoded is frozen.
+        lora: adapters; the base is then frozen. Their A is drawn from the layer's name, B is zeros.
+
+    Returns:
+        The sharded model.
+
+    Raises:
+        InputError: the folder has no model, or targets or ``quantise`` match nothing.
+        CheckpointError: weights are missing, damaged or of another shape; raised on every rank.
     """
     path = Path(folder)
     if not (path / library.CONFIG).is_file():
@@ -78,11 +91,22 @@ def load(
 def shard(
     model: nn.Module, *, mesh: DeviceMesh | None = None, mp_policy: MixedPrecisionPolicy = DEFAULT_PRECISION
 ) -> nn.Module:
-    """Shard a model of transformers in groups from its own hints; in place, returns it.
+    """Shard a model of transformers in groups from its own hints, in place. Every rank of the mesh calls it.
 
-    A group per block (``_no_split_modules`` or, where these mean no module, the members of its lists) and per
-    module that ``_fsdp_plan`` would free, one for the embedding, one for the last norm and the head, and the
-    rest. Every rank of the mesh calls it.
+    There is a group for each block (``_no_split_modules`` or, where these mean no module, the members of its
+    lists) and for each module that ``_fsdp_plan`` would free, one for the embedding, one for the last norm
+    and the head, and one for the rest. The memory of the plain parameters is freed.
+
+    Args:
+        model: a model of transformers, on the meta device or any.
+        mesh: as for ``fully_shard``; None: all ranks.
+        mp_policy: as for ``fully_shard``.
+
+    Returns:
+        The argument ``model``.
+
+    Raises:
+        InputError: it is sharded already, or the mesh has the wrong shape or lacks this rank.
     """
     groups = suggested(model)
     for name in groups.apart:
@@ -93,14 +117,25 @@ def shard(
 
 
 def read_weights(model: nn.Module, folder: str | Path, *, quantise: str | None = None) -> WeightsRead:
-    """Fill a sharded model from the safetensors files of ``folder``; every rank of the job must call it.
+    """Fill a sharded model from the safetensors files of a folder. Every rank of the job must call it.
 
     Each rank reads the byte ranges of its own slices, once. Names and layouts of files that the model's class
-    converts (experts stored one by one) are followed where they are stacked or concatenated.
-    Parameters on the meta device are allocated, and so are buffers that no file has; these are computed from
-    the configuration. Adapters (``add_lora``) are in no file, and initialised. quantise: as for ``load``.
-    Raises: CheckpointError on every rank, listing all that is missing, unexpected, misshapen or unreadable.
-        Before anything is written, unless a file can't be read to its end.
+    converts (experts stored one by one) are followed where they are stacked or concatenated. Parameters on
+    the meta device are allocated, and so are buffers that no file has; these are computed from the
+    configuration. Adapters (``add_lora``) are in no file, and are initialised.
+
+    Args:
+        model: a model that ``shard`` was called on.
+        folder: with safetensors files, as for ``load``.
+        quantise: as for ``load``.
+
+    Returns:
+        What this rank read.
+
+    Raises:
+        CheckpointError: something is missing, unexpected, misshapen or unreadable; all of it is listed, on
+            every rank. Nothing was written then, unless a file can't be read to its end.
+        InputError: the model isn't sharded, or ``quantise`` is no codec.
     """
     path, group = Path(folder), ranks()
     what = f"reading {path}"

@@ -33,14 +33,21 @@ _STATE = "shardwright"
 
 
 class ShardedTrainer:
-    """Mixin, before ``transformers.Trainer`` among the bases; every rank makes one, with a sharded model.
+    """``transformers.Trainer`` for a sharded model: a mixin, put before ``Trainer`` among the bases.
 
-    Losses, accumulation (reduced once a step), clipping, evaluation, saving and resuming are those of Trainer
-    on one process with the whole batch. ``save_model`` writes what ``from_pretrained`` loads or, for a model
-    with adapters, peft's files. A checkpoint has besides, in ``shardwright/``, every rank's shards of what is
-    trained and of the optimizer: it resumes at any number of ranks.
-    Raises: InputError for another version of transformers, a model that isn't sharded, one that carries
-    peft's own adapters, or arguments that are refused (``shardwright.hf.arguments.REFUSED``).
+    Every rank makes one. Losses, accumulation (reduced once a step), clipping, evaluation, saving and
+    resuming are those of Trainer on one process with the whole batch. ``save_model`` writes what
+    ``from_pretrained`` loads or, for a model with adapters, peft's files. A checkpoint also has every rank's
+    shards of what is trained and of the optimizer, in ``shardwright/``, and resumes at any number of ranks.
+
+    Args:
+        model: a sharded model, as ``hf.load`` or ``hf.shard`` make it.
+        *args: as of ``Trainer``.
+        **kwargs: as of ``Trainer``.
+
+    Raises:
+        InputError: another version of transformers, a model that isn't sharded or carries peft's own
+            adapters, or arguments that are refused (``shardwright.hf.arguments.REFUSED``).
     """
 
     model: Any
@@ -71,7 +78,12 @@ class ShardedTrainer:
         super().__init__(model, *args, **kwargs)  # type: ignore[call-arg]  # transformers.Trainer is the next base
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Accelerate adds autocast and ``torch.compile`` to the model as ever, and no data parallelism."""
+        """Let Accelerate add autocast and ``torch.compile`` to the model, and no data parallelism. Trainer
+        calls it.
+
+        Raises:
+            InputError: an argument is refused (``shardwright.hf.arguments.REFUSED``).
+        """
         check_arguments(self.args)
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         accelerator = self.accelerator
@@ -84,7 +96,17 @@ class ShardedTrainer:
             accelerator.scaler = torch.amp.GradScaler(accelerator.device.type)
 
     def training_step(self, model: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Of the microbatches of a step the last one reduces the gradients."""
+        """Forward and backward of one microbatch; the last one of a step reduces the gradients. Trainer calls
+        it.
+
+        Args:
+            model: as of ``Trainer``.
+            *args: as of ``Trainer``.
+            **kwargs: as of ``Trainer``.
+
+        Returns:
+            The loss, as of ``Trainer``.
+        """
         self.model.set_requires_gradient_sync(self.accelerator.sync_gradients)
         return super().training_step(model, *args, **kwargs)  # type: ignore[misc]
 
@@ -99,7 +121,15 @@ class ShardedTrainer:
         return clip_grad_norm_(model.parameters(), float("inf"))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model, or its adapters, with tokenizer and arguments; every rank calls, rank 0 writes."""
+        """Write the model, or its adapters, with tokenizer and arguments. Every rank calls it; rank 0 writes.
+
+        Args:
+            output_dir: the folder; None: that of the arguments.
+            _internal_call: as of ``Trainer``.
+
+        Raises:
+            CheckpointError: it can't be written; raised on every rank.
+        """
         folder = Path(output_dir or self.args.output_dir)
         group, new = ranks(), folder / ".torn-model"
         writes = group.rank == 0

@@ -15,16 +15,22 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """One device, by its data sheet unless it says otherwise.
+    """One device, by its data sheet where nothing else is said.
 
-    peak_flops: dense FLOP/s in bfloat16. matmul: share of it that the best matmul was measured to reach, of
-        any shape. attention: share of it that the usual fused attention reaches (see docs/plan.md).
-    memory_nbytes: of the device. memory_bandwidth: bytes/s of that memory.
-    link_bandwidth: bytes/s, in one direction, of all its links to the other devices of its host.
-    ring: share of those that the rings of a collective use. float8: FLOP/s of matmuls in 8 bits over those
-    in bfloat16; 1: it has none. reserved: bytes that torch's caching allocator was seen to take for each byte
-    in use, where there was enough. host_link: bytes/s, in one direction, between it and its host's memory.
-    host_memory: bytes/s of that memory which one of the host's ranks has.
+    Args:
+        name: what it is called.
+        peak_flops: dense FLOP/s in bfloat16.
+        memory_nbytes: bytes of its memory.
+        memory_bandwidth: bytes/s of that memory.
+        link_bandwidth: bytes/s, in one direction, of all its links to the other devices of its host.
+        matmul: share of ``peak_flops`` that the best matmul was measured to reach, of any shape.
+        attention: share of it that the usual fused attention reaches (see docs/plan.md).
+        ring: share of ``link_bandwidth`` that the rings of a collective use.
+        float8: FLOP/s of matmuls in 8 bits over those in bfloat16; 1 where it has none.
+        reserved: bytes that torch's caching allocator was seen to take for each byte in use, where there was
+            enough.
+        host_link: bytes/s, in one direction, between it and its host's memory.
+        host_memory: bytes/s of that memory which one of the host's ranks has.
     """
 
     name: str
@@ -45,9 +51,13 @@ class DeviceSpec:
 class Cluster:
     """Hosts of equal devices.
 
-    ranks: devices in all. ranks_per_host: of them in one host. host_bandwidth: bytes/s, in one direction,
-    between one host and the others; the default is a network card of 400 Gbit/s for each device.
-    constants: what no data sheet says; others than the fitted ones where the cluster was measured.
+    Args:
+        device: one of them; ``device("H100")`` has those of the library.
+        ranks: devices in all.
+        ranks_per_host: of them in one host.
+        host_bandwidth: bytes/s, in one direction, between one host and the others; the default is a network
+            card of 400 Gbit/s for each of eight devices.
+        constants: what no data sheet says; others than the fitted ones where the cluster was measured.
     """
 
     device: DeviceSpec
@@ -62,7 +72,11 @@ class Cluster:
         return -(-self.ranks // self.ranks_per_host)
 
     def save(self, path: str | Path) -> None:
-        """Write it as TOML: a device of the library by its name, any other by all of its fields."""
+        """Write it as TOML: a device of the library by its name, any other by all of its fields.
+
+        Args:
+            path: of the file; what is there is replaced.
+        """
         known = DEVICES.get(self.device.name) == self.device
         lines = [
             f"# {self.hosts} host(s) of equal devices, for shardwright plan --cluster.",
@@ -79,11 +93,19 @@ class Cluster:
 
     @staticmethod
     def load(path: str | Path) -> "Cluster":
-        """The cluster in a file of TOML, as ``save`` writes it.
+        """Read a cluster from a file of TOML, as ``save`` writes it.
 
         Its ``device`` is a name of the library, or a table: with the fields of ``DeviceSpec``, or with the
-        ``name`` of a device of the library and what is otherwise, as it was measured.
-        Raises: ConfigError for a file that can't be read as one.
+        ``name`` of a device of the library and what differs from it, as it was measured.
+
+        Args:
+            path: of the file.
+
+        Returns:
+            The cluster.
+
+        Raises:
+            ConfigError: the file can't be read as one.
         """
         try:
             fields: dict[str, Any] = tomllib.loads(Path(path).read_text(encoding="utf-8"))
@@ -198,9 +220,16 @@ DEVICES = {
 
 
 def device(name: str) -> DeviceSpec:
-    """The device of the library whose name is ``name``, or the longest beginning of it.
+    """A device of the library.
 
-    Raises: ConfigError for a device that isn't in the library.
+    Args:
+        name: its name, or one that begins with it, as "H100 80GB HBM3" does; the longest match counts.
+
+    Returns:
+        The device, by its data sheet and what was measured.
+
+    Raises:
+        ConfigError: no device of the library matches.
     """
     known = [known for known in DEVICES if name.upper().startswith(known.upper())]
     if not known:

@@ -33,15 +33,23 @@ _TABLE = "{:22} {}"
 
 @dataclass(frozen=True)
 class Choice:
-    """How a model is to be trained: what ``estimate`` is asked of.
+    """How a model is to be trained: what ``estimate`` is asked about.
 
-    runtime: "shardwright", "fsdp1" or "fsdp2". groups: as ``fully_shard(groups=...)`` takes them.
-    reshard_after_forward: False keeps every group unsharded until its backward; a number of ranks keeps
-    shards over so many of them (a smaller world) until then. shards: ranks that a parameter is sharded over;
-    None: all of them, else the others have copies. microbatches: samples that gradients are accumulated over
-    in a step. policy: of the schedule, in place of the runtime's. offload: as
-    ``fully_shard(offload_policy=...)`` takes it. base: "nf4" where frozen weights are to be quantised (those
-    of the model that is estimated aren't yet), else "plain".
+    Args:
+        runtime: "shardwright", "fsdp1" or "fsdp2".
+        groups: as ``fully_shard(groups=...)`` takes them.
+        mp_policy: dtypes; by default parameters in bfloat16 and gradients summed in float32.
+        reshard_after_forward: False keeps every group unsharded until its backward. A number of ranks keeps
+            shards over so many of them until then.
+        shards: ranks that a parameter is sharded over, while the others have copies; None: all of them.
+        microbatches: samples that gradients are accumulated over in a step.
+        policy: when collectives are issued, in place of the runtime's own.
+        offload: as ``fully_shard(offload_policy=...)`` takes it.
+        base: "nf4" where frozen weights are to be quantised (those of the model that is estimated aren't
+            yet), else "plain".
+
+    Raises:
+        InputError: ``base`` is another one.
     """
 
     runtime: str = "shardwright"
@@ -63,7 +71,14 @@ class Choice:
 class Estimate:
     """What a step takes and holds on one rank. ``print`` shows it as a table.
 
-    held: what is held after each action, and at most inside of each stretch of compute. kept: at rest.
+    Attributes:
+        cluster: what it was estimated for.
+        choice: how the model is trained.
+        workload: the traced model and one microbatch of it.
+        schedule: when collectives are issued.
+        timeline: what the simulation did, and when.
+        held: the bytes that are held after each action, and at most inside of each stretch of compute.
+        kept: the bytes at rest.
     """
 
     cluster: Cluster
@@ -76,8 +91,9 @@ class Estimate:
 
     @property
     def tokens(self) -> int:
-        """Of one microbatch on one rank: elements of the sample's first tensor where those are integers, else
-        its first dim."""
+        """Tokens of one microbatch on one rank: elements of the sample's first tensor where those are
+        integers, else its first dim.
+        """
         return self.workload.tokens
 
     @property
@@ -87,18 +103,20 @@ class Estimate:
 
     @property
     def peak(self) -> HeldBytes:
-        """The moment at which most bytes are held."""
+        """The moment at which most bytes are held, with the bytes by category."""
         return peak(self.held)
 
     @property
     def fits(self) -> bool:
-        """Whether the peak has a place on the device."""
+        """Whether the bytes at the peak fit on the device."""
         return fits(self.peak.total, self.cluster.device)
 
     @property
     def phases(self) -> dict[str, int]:
-        """Bytes held at most while a model and its optimizer are loaded, in the first step (whose optimizer
-        has no state until its end), in a steady one, in an evaluation of a microbatch, and in a save."""
+        """Bytes held at most, by phase: while a model and its optimizer are loaded, in the first step (whose
+        optimizer has no state until its end), in a steady one, in an evaluation of a microbatch, and in a
+        save.
+        """
         kept, work = self.kept, self.workload
         states, most = kept.params + kept.state, self.peak.total
         stepped = states + kept.lent + kept.grads
@@ -130,28 +148,40 @@ class Estimate:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all ranks."""
+        """Tokens a second, of all ranks together."""
         return self.tokens * self.choice.microbatches * self.cluster.ranks / self.step_s
 
     @property
     def model_flops(self) -> float:
-        """Of a step on one rank: three times the matmuls and the attention of the forward, so that what is
-        computed again doesn't count."""
+        """FLOPs of a step on one rank: three times the matmuls and the attention of the forward, so that what
+        is computed again doesn't count.
+        """
         stretches = [stretch for _, stretch in self.workload.phases[Phase.FORWARD]]
         ops = [op for stretch in stretches for op in stretch.ops if op.kind is not OpKind.MEMORY]
         return 3.0 * self.choice.microbatches * sum(op.flops for op in ops)
 
     @property
     def mfu(self) -> float:
-        """``model_flops`` over what the device's data sheet says it could do in a step."""
+        """``model_flops`` over what the device's data sheet says that it could do in that time."""
         return self.model_flops / (self.step_s * self.cluster.device.peak_flops)
 
     def cost_per_billion_tokens(self, price_per_hour: float) -> float:
-        """In the unit of ``price_per_hour``, which is that of one device."""
+        """What a billion tokens cost.
+
+        Args:
+            price_per_hour: of one device, in any currency.
+
+        Returns:
+            The cost in that currency.
+        """
         return 1e9 / self.tokens_per_s * self.cluster.ranks * price_per_hour / 3600
 
     def drawing(self) -> Drawing:
-        """Its timeline above its memory, of at most two microbatches: ``drawing().save("step.html")``."""
+        """The timeline above the memory, of at most two microbatches.
+
+        Returns:
+            A drawing; ``drawing().save("step.html")`` writes it.
+        """
         title = (
             f"A step on {self.cluster.ranks} x {self.cluster.device.name}: {self.step_s:.3f} s, as planned"
         )
@@ -167,7 +197,14 @@ class Estimate:
         return self.table()
 
     def table(self, price_per_hour: float | None = None) -> str:
-        """What ``print`` shows; with the cost of a billion tokens where an hour of one device has a price."""
+        """What ``print`` shows.
+
+        Args:
+            price_per_hour: of one device; adds the cost of a billion tokens.
+
+        Returns:
+            Lines of text.
+        """
         device, held = self.cluster.device, self.peak
         by_category = ", ".join(
             f"{category} {nbytes / GIB:.1f}"
@@ -205,16 +242,40 @@ def estimate(
     loss: Callable[[Any], Tensor] | None = None,
     constants: Constants | None = None,
 ) -> Estimate:
-    """Price one training step: its seconds, and its bytes by category at every event.
+    """Predict one training step: its seconds, and its bytes by category at every event.
 
-    model: not sharded yet; on the meta device, so that it takes no memory, or on any. It isn't changed.
-    sample: one microbatch of one rank: a tensor, a sequence of arguments or a mapping of named ones; only
-        shapes and dtypes matter, so they may be on the meta device too.
-    loss: from what the model returns, a tensor of one element; left out where that is one, or has ``.loss``.
-    Adam with two states in float32 is counted, and parameters in float32 at rest.
-    No process group is needed, and nothing is computed.
-    Raises: InputError for a model that can't be traced without data, has no loss or can't be grouped;
-    ConfigError for a runtime that isn't known.
+    No process group is needed, nothing is computed, and the model isn't changed. Adam with two states in
+    float32 is counted, and parameters in float32 at rest.
+
+    Args:
+        model: not sharded yet; on the meta device, so that it takes no memory, or on any.
+        sample: one microbatch of one rank: a tensor, a sequence of arguments or a mapping of named ones. Only
+            shapes and dtypes matter, so they may be on the meta device too.
+        cluster: the devices and the links between them.
+        choice: how it is to be trained; None: the defaults of ``Choice``.
+        loss: makes a tensor of one element from what the model returns; None where that is one, or has
+            ``.loss``.
+        constants: what no data sheet says; None: those of the cluster.
+
+    Returns:
+        The estimate; print it.
+
+    Raises:
+        InputError: the model can't be traced without data, has no loss or can't be grouped, or the ranks
+            can't be divided as asked.
+        ConfigError: the runtime isn't known.
+
+    Examples:
+        >>> from shardwright.plan import Choice, estimate
+        >>> from shardwright.plan.cluster import Cluster, device
+        >>> with torch.device("meta"):
+        ...     model = nn.Sequential(*[nn.Linear(4096, 4096) for _ in range(8)])
+        ...     sample = torch.empty(1024, 4096)
+        >>> cluster = Cluster(device("H100"), ranks=8)
+        >>> choice = Choice(groups=[[str(n)] for n in range(8)])
+        >>> step = estimate(model, sample, cluster, choice, loss=torch.sum)
+        >>> step.fits, step.step_s < 1
+        (True, True)
     """
     choice = choice or Choice()
     return price(workload_of(model, sample, choice, loss), cluster, choice, constants)

@@ -110,10 +110,7 @@ def _reshards(preset: Preset, reshard_after_forward: bool | int, is_root: bool) 
 
 
 def schedule(workload: Workload, preset: Preset, reshard_after_forward: bool | int = True) -> Schedule:
-    """The schedule of a step, by the planner that the runtime itself uses.
-
-    Raises: ScheduleError never: what the planner makes is sound.
-    """
+    """The schedule of a step, by the planner that the runtime itself uses."""
     return plan(
         workload.orders, preset.policy, cache(specs(workload, preset, reshard_after_forward).__getitem__)
     )

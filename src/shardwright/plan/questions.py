@@ -37,9 +37,20 @@ class Saving(NamedTuple):
 def largest_batch(
     subject: Subject, cluster: Cluster, choice: Choice | None = None, *, budget: float | None = None
 ) -> Fitting:
-    """The most rows of a microbatch on one rank that fit into ``budget`` bytes of each device (None: all).
+    """The most rows of a microbatch on one rank that fit on the devices.
 
-    Raises: InputError where one row is too much already.
+    Args:
+        subject: the model and a sample; see ``of_model``.
+        cluster: the devices.
+        choice: how it is to be trained; None: the defaults of ``Choice``.
+        budget: bytes of each device that may be held; None: all of them.
+
+    Returns:
+        The number of rows, its estimate, and that of one row more.
+
+    Raises:
+        InputError: one row is too much already, or the ranks can't be divided as asked.
+        ConfigError: the runtime isn't known.
     """
 
     def at(rows: int) -> Estimate:
@@ -56,9 +67,22 @@ def longest_sequence(
     budget: float | None = None,
     multiple: int = 128,
 ) -> Fitting:
-    """The most tokens of a row, a multiple of ``multiple``, that fit; else as ``largest_batch``.
+    """The most tokens of a row that fit on the devices.
 
-    Raises: InputError where so few are too much already, or a sample has no tokens.
+    Args:
+        subject: the model and a sample of shape [rows, tokens]; see ``of_model``.
+        cluster: the devices.
+        choice: how it is to be trained; None: the defaults of ``Choice``.
+        budget: bytes of each device that may be held; None: all of them.
+        multiple: the number of tokens is a multiple of this.
+
+    Returns:
+        The number of tokens, its estimate, and that of ``multiple`` tokens more.
+
+    Raises:
+        InputError: ``multiple`` tokens are too much already, the sample has no tokens, or the ranks can't be
+            divided as asked.
+        ConfigError: the runtime isn't known.
     """
     if subject.sequence is None:
         raise InputError(
@@ -74,9 +98,20 @@ def longest_sequence(
 def fewest_ranks(
     subject: Subject, cluster: Cluster, choice: Choice | None = None, *, budget: float | None = None
 ) -> Fitting:
-    """The fewest devices on which the microbatch that is asked for fits: of one host, or whole hosts.
+    """The fewest devices on which the microbatch fits: some of one host, or whole hosts.
 
-    ``beyond`` is of the next fewer. Raises: InputError where no number of them is enough.
+    Args:
+        subject: the model and a sample; see ``of_model``.
+        cluster: the kind of device and host; its number of ranks has no part in it.
+        choice: how it is to be trained; None: the defaults of ``Choice``.
+        budget: bytes of each device that may be held; None: all of them.
+
+    Returns:
+        The number of devices, its estimate, and that of the next fewer.
+
+    Raises:
+        InputError: no number of devices is enough, or the ranks can't be divided as asked.
+        ConfigError: the runtime isn't known.
     """
     host = cluster.ranks_per_host
 
@@ -96,7 +131,20 @@ def fewest_ranks(
 
 
 def savings(subject: Subject, cluster: Cluster, choice: Choice | None = None) -> list[Saving]:
-    """What each lever of ``search`` frees by itself, and what it costs; what frees most comes first."""
+    """What each lever of ``search`` frees by itself, and what it costs.
+
+    Args:
+        subject: the model and a sample; see ``of_model``.
+        cluster: the devices.
+        choice: how it is to be trained; None: the defaults of ``Choice``.
+
+    Returns:
+        For each lever the value that holds least, with bytes and seconds; what frees most comes first.
+
+    Raises:
+        InputError: the ranks can't be divided as asked.
+        ConfigError: the runtime isn't known.
+    """
     space = space_of(subject, cluster, choice or Choice())
     values = space.values
     plain = Candidate(*(each[0] for each in values.values()))

@@ -70,11 +70,20 @@ class Tried(NamedTuple):
 
 @dataclass(frozen=True)
 class FoundPlan(Plan):
-    """A ``Plan``, and how it was found. ``print`` shows the front of time against memory, and why each loser
-    lost; ``fully_shard(model, plan=...)`` applies it, ``save`` writes what that needs.
+    """A ``Plan``, and how it was found.
 
-    estimate: of the fastest that fits (of the one that holds least, where none does), or of one that takes at
-    most a hundredth longer and holds less. tried: every candidate that was simulated.
+    ``print`` shows the candidates that no other beats in both time and memory, and why each other one lost.
+    ``fully_shard(model, plan=...)`` applies it, and ``save`` writes what that needs.
+
+    Attributes:
+        estimate: of the fastest candidate that fits (of the one that holds least, where none does), or of one
+            that takes at most a hundredth longer and holds less.
+        candidate: the value of each lever.
+        budget_nbytes: bytes of a device that it was searched within.
+        tried: every candidate that was simulated, with its seconds and bytes.
+
+    Raises:
+        InputError: as ``Plan``.
     """
 
     estimate: Estimate = field(kw_only=True)
@@ -84,17 +93,21 @@ class FoundPlan(Plan):
 
     @property
     def choice(self) -> Choice:
-        """What ``estimate`` was asked of."""
+        """How the model is trained by this plan, as ``estimate`` takes it."""
         return self.estimate.choice
 
     @property
     def front(self) -> tuple[Tried, ...]:
-        """The candidates that no other beats, the fastest first."""
+        """The candidates that no other one beats, the fastest first."""
         found = [one for one in self.tried if not any(other.beats(one) for other in self.tried)]
         return tuple(sorted(found, key=lambda one: one.step_s))
 
     def lost(self) -> dict[Candidate, str]:
-        """Why each of the others isn't the plan."""
+        """Why each of the other candidates isn't the plan.
+
+        Returns:
+            Candidate -> reason.
+        """
         best = next(one for one in self.tried if one.candidate == self.candidate)
         return {one.candidate: self._why(one, best) for one in self.tried if one is not best}
 
@@ -211,14 +224,40 @@ def search(
     budget: float | None = None,
     loss: Callable[[Any], Tensor] | None = None,
 ) -> FoundPlan:
-    """Find the fastest way to train ``model`` on ``cluster`` within ``budget`` bytes of each device.
+    """Find the fastest way to train a model on a cluster within the memory of its devices.
 
-    Searched: how many groups, which of them are computed again, over how many ranks a parameter is sharded,
-    whether groups are resharded after the forward, how much is gathered ahead, smaller microbatches, what is
-    on the host at rest, and, only where nothing else fits, frozen weights in 4 bits. A step takes the same
-    samples in all of them. choice: what stays as it is.
-    budget: None takes what the device has. The rest is as ``estimate`` takes it.
-    Raises: InputError as ``estimate``, and for a budget that isn't positive.
+    Searched are: how many groups, which of them are computed again, over how many ranks a parameter is
+    sharded, whether groups are resharded after the forward, how much is gathered ahead, smaller microbatches,
+    what is on the host at rest, and, only where nothing else fits, frozen weights in 4 bits. A step takes the
+    same samples in all of them. No process group is needed, and nothing is computed.
+
+    Args:
+        model: as ``estimate``.
+        sample: as ``estimate``.
+        cluster: as ``estimate``.
+        choice: what stays as it is; None: the defaults of ``Choice``.
+        budget: bytes of each device that may be held; None: what the device has.
+        loss: as ``estimate``.
+
+    Returns:
+        The plan; where nothing fits, that which holds least.
+
+    Raises:
+        InputError: as ``estimate``, or the budget isn't positive.
+        ConfigError: the runtime isn't known.
+
+    Examples:
+        >>> from shardwright.plan import Choice, search
+        >>> from shardwright.plan.cluster import Cluster, device
+        >>> with torch.device("meta"):
+        ...     model = nn.Sequential(*[nn.Linear(4096, 4096) for _ in range(8)])
+        ...     sample = torch.empty(1024, 4096)
+        >>> cluster = Cluster(device("H100"), ranks=8)
+        >>> choice = Choice(groups=[[str(n)] for n in range(8)])
+        >>> found = search(model, sample, cluster, choice, budget=2e9, loss=torch.sum)
+        >>> found.save("plan.toml")  # for shardwright.fully_shard(model, plan="plan.toml")
+        >>> found.estimate.fits
+        True
     """
     choice = choice or Choice()
     return fastest(of_model(model, sample, choice, loss), cluster, choice, budget)

@@ -18,12 +18,14 @@ from shardwright.torch_private import tree_map
 
 @dataclass(frozen=True)
 class Subject:
-    """A model and how it is asked for.
+    """A model, and the microbatch that it is asked about with.
 
-    modules: names of those of each group, in the order of the workload's groups; ("",): what lies right in
-    the model; (): a group that is cut off another one. rows: of a microbatch on one rank. sequence: tokens of
-    a row; None: the sample has no such dim. at: rows and tokens of a row in, the workload of such a
-    microbatch out.
+    Attributes:
+        modules: names of the modules of each group, in the order of the workload's groups; ``("",)`` is what
+            lies right in the model, ``()`` a group that is cut off another one.
+        rows: of a microbatch on one rank.
+        sequence: tokens of a row; None where the sample has no such dim.
+        at: takes rows and tokens of a row, and returns the workload of such a microbatch.
     """
 
     modules: tuple[tuple[str, ...], ...]
@@ -33,7 +35,7 @@ class Subject:
 
     @property
     def workload(self) -> Workload:
-        """Of the microbatch that was asked for."""
+        """The workload of the microbatch that was asked about."""
         return self.at(self.rows, self.sequence)
 
 
@@ -43,9 +45,20 @@ def of_model(
     choice: Choice | None = None,
     loss: Callable[[Any], Tensor] | None = None,
 ) -> Subject:
-    """A module and a sample, as ``estimate`` takes them; every size is traced once, when it is asked for.
+    """A model and a sample, for ``largest_batch`` and its kin; each size is traced once, when it is asked
+    for.
 
-    Raises: InputError as ``estimate``.
+    Args:
+        model: as ``estimate``.
+        sample: as ``estimate``; a tensor's first dim is its rows, its second its tokens.
+        choice: as ``estimate``.
+        loss: as ``estimate``.
+
+    Returns:
+        What the questions take.
+
+    Raises:
+        InputError: as ``estimate``.
     """
     choice = choice or Choice()
     first = _first_tensor(sample)

@@ -39,6 +39,8 @@ with from_extra("checkpoint"):
     from safetensors import SafetensorError
     from safetensors.torch import load_file, save_file
 
+__all__ = ["Lora", "LoraLinear", "adapters_in", "add_lora", "load_adapter", "merge_lora", "save_adapter"]
+
 _PREFIX = "base_model.model."
 ADAPTER_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """The two files of an adapter in peft's form."""
@@ -48,11 +50,17 @@ ADAPTER_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 class Lora:
     """What adapters are like.
 
-    targets: which layers get one: their name, its last parts (``"q_proj"``), or a pattern (``"*.mlp.*"``).
-    rank: columns of A and B. alpha: the product is scaled by ``alpha / rank``, or by ``alpha / sqrt(rank)``
-        with ``rslora`` (Kalajdzievski, arXiv:2312.03732). dropout: probability, of the adapter's input.
-    dora: train the lengths of the rows too.
-    Raises: InputError for values out of range.
+    Args:
+        targets: which layers get one: their name, its last parts (``"q_proj"``), or a pattern
+            (``"*.mlp.*"``).
+        rank: rows of A and columns of B, at least 1.
+        alpha: the product is scaled by ``alpha / rank``, or by ``alpha / sqrt(rank)`` with ``rslora``.
+        dropout: probability, of the adapter's input; at least 0 and below 1.
+        rslora: the other scaling (Kalajdzievski, arXiv:2312.03732).
+        dora: train the lengths of the rows too (Liu et al., arXiv:2402.09353).
+
+    Raises:
+        InputError: a value is out of range, or there are no targets.
     """
 
     targets: tuple[str, ...]
@@ -78,7 +86,14 @@ class Lora:
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def matches(self, name: str) -> bool:
-        """Whether the layer of that name gets an adapter."""
+        """Whether a layer gets an adapter.
+
+        Args:
+            name: of the layer in the model.
+
+        Returns:
+            The answer.
+        """
         return any(
             name == target or name.endswith("." + target) or fnmatchcase(name, target)
             for target in self.targets
@@ -86,7 +101,9 @@ class Lora:
 
 
 class LoraLinear(nn.Linear):
-    """A frozen ``nn.Linear`` with an adapter; made by ``add_lora``."""
+    """A frozen ``nn.Linear`` with an adapter: ``lora_A`` [rank, in] and ``lora_B`` [out, rank]. Made by
+    ``add_lora``.
+    """
 
     lora: Lora
     lora_A: nn.Linear
@@ -94,7 +111,14 @@ class LoraLinear(nn.Linear):
     lora_magnitude_vector: nn.Parameter  # [out], with ``dora``
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """``[..., in] -> [..., out]``, in the dtype of the layer; the adapter computes in its own."""
+        """The layer's output and the adapter's; the adapter computes in its own dtype.
+
+        Args:
+            input: [..., in].
+
+        Returns:
+            [..., out], in the dtype of the layer's output.
+        """
         output = super().forward(input)
         dropped = F.dropout(input, self.lora.dropout, self.training)
         product = self.lora_B(self.lora_A(dropped.to(self.lora_A.weight.dtype))) * self.lora.scaling
@@ -107,12 +131,30 @@ class LoraLinear(nn.Linear):
 
 
 def add_lora(model: nn.Module, lora: Lora, dtype: torch.dtype | None = None) -> list[str]:
-    """Freeze ``model`` and give each ``nn.Linear`` that ``lora`` names an adapter, in place; their names.
+    """Freeze a model and give each ``nn.Linear`` that ``lora`` names an adapter, in place.
 
-    Before ``fully_shard``; before or after ``quantize_``. dtype: of the adapters; None: of a layer's bias or
-    weight before it was quantised. A is drawn as ``nn.Linear`` is, B is zeros: at first nothing changes.
-    Raises: InputError where a target matches nothing, the model is sharded, or ``dora`` is asked of weights
-        on the meta device, whose lengths aren't known. Nothing is changed then.
+    Call it before ``fully_shard``, and before or after ``quantize_``. A is drawn as ``nn.Linear`` is, B is
+    zeros: at first nothing changes.
+
+    Args:
+        model: a model that isn't sharded, on the meta device or any.
+        lora: which layers, and what adapters are like.
+        dtype: of the adapters; None: of a layer's weight, before it was quantised.
+
+    Returns:
+        The names of the layers with an adapter.
+
+    Raises:
+        InputError: a target matches nothing, the model is sharded, or ``dora`` is asked for with weights on
+            the meta device, whose lengths aren't known. Nothing is changed then.
+
+    Examples:
+        >>> from shardwright.train.lora import Lora, add_lora
+        >>> model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+        >>> add_lora(model, Lora(targets=("0",), rank=2))
+        ['0']
+        >>> [name for name, param in model.named_parameters() if param.requires_grad]
+        ['0.lora_A.weight', '0.lora_B.weight']
     """
     if units_in(model):
         raise InputError("the model is sharded already; call add_lora before fully_shard")
@@ -138,9 +180,16 @@ def add_lora(model: nn.Module, lora: Lora, dtype: torch.dtype | None = None) -> 
 def merge_lora(model: nn.Module, requantise: bool = False) -> None:
     """Add every adapter into its layer's weight, in place; the layers are plain ``nn.Linear`` again.
 
-    In float32, rounded once to the weight's dtype. requantise: do it to quantised weights too, which
-    rounds them to their levels anew. Raises: InputError for those otherwise, for a model that is sharded,
-    and for one without adapters. Nothing is changed then.
+    It is computed in float32 and rounded once to the weight's dtype. The adapters' memory is freed. One
+    process.
+
+    Args:
+        model: a model with adapters that isn't sharded.
+        requantise: do it to quantised weights too, which rounds them to their levels anew.
+
+    Raises:
+        InputError: the model is sharded or has no adapters, or weights are quantised and ``requantise`` is
+            False. Nothing is changed then.
     """
     if units_in(model):
         raise InputError(
@@ -160,7 +209,14 @@ def merge_lora(model: nn.Module, requantise: bool = False) -> None:
 
 
 def adapters_in(model: nn.Module) -> dict[str, LoraLinear]:
-    """The layers with an adapter, by name."""
+    """The layers with an adapter. Local.
+
+    Args:
+        model: sharded or not.
+
+    Returns:
+        Name -> layer.
+    """
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
 
 
@@ -202,11 +258,18 @@ def reset_adapters(model: nn.Module) -> None:
 
 
 def save_adapter(folder: str | Path, model: nn.Module, base: str | None = None) -> None:
-    """Write the adapters in peft's form: adapter_model.safetensors and adapter_config.json.
+    """Write the adapters in peft's form: ``adapter_model.safetensors`` and ``adapter_config.json``.
 
-    Every rank calls it, between steps; rank 0 writes, and the files are there when it returns on any. base:
-    name or path of the base, for the reader.
-    Raises: InputError for a model without adapters; CheckpointError, on all ranks, where writing failed.
+    Every rank calls it, between steps; rank 0 writes, and the files are there when it returns on any rank.
+
+    Args:
+        folder: where to; it is made where it is missing.
+        model: a model with adapters, sharded or not.
+        base: name or path of the base model, for the reader.
+
+    Raises:
+        InputError: the model has no adapters.
+        CheckpointError: writing failed; raised on all ranks.
     """
     layers = adapters_in(model)
     if not layers:
@@ -281,10 +344,18 @@ def base_of_adapter(folder: str | Path) -> str:
 
 
 def load_adapter(folder: str | Path, model: nn.Module) -> None:
-    """Fill the adapters of ``model``, sharded or not, from files in peft's form; on any number of ranks.
+    """Fill the adapters of a model from files in peft's form, on any number of ranks.
 
-    Every rank reads the file; no communication. Raises: CheckpointError where names or shapes differ, or the
-    scaling does; nothing is changed then.
+    Every rank calls it and reads the file; no communication.
+
+    Args:
+        folder: with ``adapter_model.safetensors`` and ``adapter_config.json``.
+        model: a model with adapters, sharded or not.
+
+    Raises:
+        CheckpointError: the files can't be read, or names, shapes or the scaling differ. Nothing is changed
+            then.
+        InputError: the file describes adapters with values out of range.
     """
     path, layers, saved = Path(folder, _WEIGHTS), adapters_in(model), read_lora(folder)
     if not path.is_file():

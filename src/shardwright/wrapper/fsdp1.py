@@ -208,6 +208,8 @@ class FullyShardedDataParallel(StatefulWrapper):
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As of the model before it was wrapped, with its names and logical shapes.
 
+        Local.
+
         Args:
             *args: as of ``nn.Module``.
             **kwargs: as of ``nn.Module``.
@@ -220,6 +222,8 @@ class FullyShardedDataParallel(StatefulWrapper):
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """As of the model before it was wrapped, with its names.
+
+        Local.
 
         Args:
             *args: as of ``nn.Module``.
@@ -252,6 +256,8 @@ class FullyShardedDataParallel(StatefulWrapper):
     def check_is_root(self) -> bool:
         """Whether no other wrapper is around this one.
 
+        Local.
+
         Returns:
             True for the outermost wrapper.
         """
@@ -260,6 +266,8 @@ class FullyShardedDataParallel(StatefulWrapper):
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list["FullyShardedDataParallel"]:
         """The wrappers in a tree of modules, the module itself included.
+
+        Local.
 
         Args:
             module: the top of the tree.

@@ -77,6 +77,8 @@ class StatefulWrapper(nn.Module):
     def get_state_dict_type(module: nn.Module) -> StateDictSettings:
         """What state dicts of the wrappers in a tree are.
 
+        Local; the same on all ranks.
+
         Args:
             module: the top of the tree.
 
@@ -102,6 +104,8 @@ class StatefulWrapper(nn.Module):
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> Iterator[None]:
         """A context with ``set_state_dict_type`` in it; at its end each wrapper has its former settings.
+
+        Local; the same on all ranks.
 
         Args:
             module: the top of the tree.

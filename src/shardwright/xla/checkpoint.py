@@ -21,15 +21,28 @@ from shardwright.xla.step import TrainStep
 from shardwright.xla.torch_bridge import from_numpy
 from shardwright.xla.unit import Leaf, Stored, XlaUnit
 
+__all__ = ["load_rank_files", "save_rank_files"]
+
 
 def save_rank_files(ckpt_prefix: str, model: nn.Module, step: TrainStep | None = None) -> list[Path]:
-    """Write ``<ckpt_prefix>_rank-00000000-of-00000004.pth`` and so on, one for each sharding device, as a
-    model wrapped in XlaFullyShardedDataParallel in the same places would be saved.
+    """Write a file for each sharding device, as a model wrapped in XlaFullyShardedDataParallel would be
+    saved.
 
-    step: saves its optimizer's state too, as ``torch.optim``'s. Every process must call it; each writes the
-    files of its own devices, and they are returned.
-    Raises: InputError for a model that isn't sharded; StageError if it has no values; CheckpointError, on
-        every process, if a file can't be written.
+    Every process must call it; each writes ``<ckpt_prefix>_rank-00000000-of-00000004.pth`` and so on for its
+    own devices.
+
+    Args:
+        ckpt_prefix: what the paths of the files begin with.
+        model: the outermost module given to ``fully_shard``.
+        step: saves its optimizer's state too, as ``torch.optim``'s.
+
+    Returns:
+        The files that this process wrote.
+
+    Raises:
+        InputError: the model isn't sharded, or the optimizer isn't ``xla.SGD`` or ``xla.AdamW``.
+        StageError: the model has no values yet.
+        CheckpointError: a file can't be written; raised on every process.
     """
     spmd = spmd_model_of(model)
     spmd.require_values()
@@ -62,10 +75,18 @@ def load_rank_files(
 ) -> None:
     """Load what XlaFullyShardedDataParallel or ``save_rank_files`` saved, from any number of ranks.
 
-    Every process must call it and reads all files; host memory: the whole model. ``step``: restores its
-    optimizer's state too.
-    Raises: CheckpointError as ``files.read``, on every process if one can't read, or if there is no such
-        optimizer state; InputError if names or shapes differ. The model is then as it was.
+    Every process must call it and reads all files; host memory: the whole model.
+
+    Args:
+        ckpt_prefix: what the paths of the files begin with.
+        model: the outermost module given to ``fully_shard``.
+        step: restores its optimizer's state, too.
+        ckpt_suffix: a pattern for the rest of the paths.
+
+    Raises:
+        CheckpointError: as ``files.read``, or there is no such optimizer state; raised on every process. The
+            model is then as it was.
+        InputError: the model isn't sharded, or names or shapes differ. The model is then as it was.
     """
     found = together(f"load_rank_files({ckpt_prefix})", lambda: read(ckpt_prefix, ckpt_suffix))
     state = optimizer_state(step, found.optimizer) if step is not None else None

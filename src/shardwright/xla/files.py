@@ -27,6 +27,8 @@ import torch
 
 from shardwright.errors import CheckpointError
 
+__all__ = ["Consolidated", "consolidate", "read"]
+
 SEPARATOR = "_FSDP_SHARD_SEPARATOR_"
 SHARD = "_fsdp_shard"
 WRAPPED = "_fsdp_wrapped_module"
@@ -37,8 +39,14 @@ Names = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Consolidated:
-    """Whole tensors under the names of the unwrapped model. ``optimizer``: by parameter, then by key (as
-    ``exp_avg``), empty if the files have none; ``groups`` its hyper-parameters."""
+    """Whole tensors under the names of the unwrapped model.
+
+    Attributes:
+        model: parameters and buffers by name.
+        optimizer: by parameter, then by key (as ``exp_avg``); empty if the files have none.
+        groups: hyper-parameters of the optimizer, with the names of their parameters.
+        paths: the files that were read, one for each rank.
+    """
 
     model: Names
     optimizer: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -47,11 +55,21 @@ class Consolidated:
 
 
 def consolidate(ckpt_prefix: str, ckpt_suffix: str = "*.pth", save_path: str = "") -> Path:
-    """Join the files ``ckpt_prefix + ckpt_suffix`` into one, ``{"model": ..., "optimizer": ...}``.
+    """Join the files of all ranks into one, with whole tensors under the names of the unwrapped model.
 
-    save_path: where to; empty: ``ckpt_prefix + "_consolidated.pth"``. ``optimizer`` is only there if the
-    files have it: ``{"state": {parameter name: {key: tensor}}, "param_groups": [...]}``. Returns the path.
-    Raises: CheckpointError as ``read``, or if the file can't be written.
+    The file has the keys ``model`` and, if the files have it, ``optimizer``: ``{"state": {parameter name:
+    {key: tensor}}, "param_groups": [...]}``. One process; host memory: the whole model.
+
+    Args:
+        ckpt_prefix: what the paths of the files begin with.
+        ckpt_suffix: a pattern for the rest of the paths.
+        save_path: where to; empty: ``ckpt_prefix + "_consolidated.pth"``.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        CheckpointError: as ``read``, or the file can't be written.
     """
     found = read(ckpt_prefix, ckpt_suffix)
     target = Path(save_path or ckpt_prefix + CONSOLIDATED)
@@ -69,10 +87,18 @@ def consolidate(ckpt_prefix: str, ckpt_suffix: str = "*.pth", save_path: str = "
 
 
 def read(ckpt_prefix: str, ckpt_suffix: str = "*.pth") -> Consolidated:
-    """Whole tensors from the files of all ranks.
+    """Whole tensors from the files of all ranks. One process; host memory: the whole model.
 
-    Raises: CheckpointError naming the pattern that matches nothing, files that aren't such, ranks that are
-        missing, there twice or of another world size, and tensors that don't fit together.
+    Args:
+        ckpt_prefix: what the paths of the files begin with.
+        ckpt_suffix: a pattern for the rest of the paths.
+
+    Returns:
+        The tensors by name.
+
+    Raises:
+        CheckpointError: no file matches the pattern, a file isn't such, a rank is missing, there twice or of
+            another number of ranks, or tensors don't fit together.
     """
     pattern = ckpt_prefix + ckpt_suffix
     paths = sorted(Path(path) for path in glob(pattern) if not path.endswith(CONSOLIDATED))

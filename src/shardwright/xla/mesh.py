@@ -63,10 +63,18 @@ class Axes:
 
 
 def make_mesh(*shape: int) -> Mesh:
-    """A mesh over the first devices: ``make_mesh(4)`` shards over 4, ``make_mesh(2, 4)`` keeps 2 copies, each
-    over 4 devices. Devices of one process (or host) lie next to each other, so the shard axis stays inside.
+    """A mesh over the first devices. Those of one process (or host) lie next to each other, so that the axis
+    that is sharded over stays inside of one.
 
-    Raises: InputError if there are fewer devices, or for a shape that isn't 1-D or 2-D.
+    Args:
+        *shape: the number of devices to shard over, as in ``make_mesh(4)``, or the number of copies and the
+            devices of each, as in ``make_mesh(2, 4)``.
+
+    Returns:
+        A jax Mesh with one or two axes.
+
+    Raises:
+        InputError: there are fewer devices, or the shape isn't 1-D or 2-D.
     """
     if len(shape) not in (1, 2) or min(shape) < 1:
         raise InputError(f"a mesh has one or two axes of at least 1 device, got the shape {list(shape)}")

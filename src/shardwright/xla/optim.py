@@ -29,9 +29,19 @@ def _check(owner: str, **numbers: Any) -> None:
 
 @dataclass(frozen=True)
 class SGD:
-    """``torch.optim.SGD``: weight decay is added to the gradient, momentum is summed undamped.
+    """``torch.optim.SGD`` for XLA: weight decay is added to the gradient, momentum is summed undamped.
 
-    Raises: InputError for a negative number, or nesterov without momentum.
+    Args:
+        lr: a number, or a function from the count of steps done (a jax int32) to one, such as optax's
+            schedules.
+        momentum: share of the former update that is kept.
+        weight_decay: share of a parameter that is added to its gradient.
+        nesterov: look ahead by one momentum.
+        decayed: called with the name and shape of a parameter; returns whether the weight decay is for it.
+            None: for all.
+
+    Raises:
+        InputError: a number is negative, or ``nesterov`` comes without momentum.
     """
 
     lr: LearningRate = 1e-3
@@ -48,7 +58,14 @@ class SGD:
             raise InputError("SGD(nesterov=True) needs a momentum above 0")
 
     def transform(self, decayed: bool = True) -> optax.GradientTransformation:
-        """For one array, that is to be decayed or not."""
+        """What it does to one array.
+
+        Args:
+            decayed: whether the array is decayed.
+
+        Returns:
+            A transformation of optax.
+        """
         parts = []
         if self.weight_decay and decayed:
             parts.append(optax.add_decayed_weights(self.weight_decay))
@@ -59,9 +76,19 @@ class SGD:
 
 @dataclass(frozen=True)
 class AdamW:
-    """``torch.optim.AdamW``: decay apart from the gradient, bias-corrected moments.
+    """``torch.optim.AdamW`` for XLA: decay apart from the gradient, bias-corrected moments.
 
-    Raises: InputError for a negative number, or betas outside of 0 <= beta < 1.
+    Args:
+        lr: a number, or a function from the count of steps done (a jax int32) to one, such as optax's
+            schedules.
+        betas: decay of both moments, each at least 0 and below 1.
+        eps: added to the denominator.
+        weight_decay: share of a parameter that is subtracted, times the learning rate.
+        decayed: called with the name and shape of a parameter; returns whether the weight decay is for it.
+            None: for all.
+
+    Raises:
+        InputError: a number is negative, or a beta is outside of these bounds.
     """
 
     lr: LearningRate = 1e-3
@@ -78,7 +105,14 @@ class AdamW:
             raise InputError(f"AdamW(betas={self.betas}): each must be at least 0 and below 1")
 
     def transform(self, decayed: bool = True) -> optax.GradientTransformation:
-        """For one array, that is to be decayed or not."""
+        """What it does to one array.
+
+        Args:
+            decayed: whether the array is decayed.
+
+        Returns:
+            A transformation of optax.
+        """
         return optax.chain(
             optax.scale_by_adam(*self.betas, self.eps),
             optax.add_decayed_weights(self.weight_decay if decayed else 0.0),

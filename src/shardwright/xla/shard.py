@@ -39,36 +39,44 @@ def fully_shard(
     checkpoint_activations: bool = False,
     pin_layout_in_collective_ops: bool | None = None,
 ) -> M:
-    """Shard the parameters of ``module`` over XLA devices, as one unit; in place.
+    """Shard the parameters of a module over XLA devices, as one unit; in place.
 
-    Call it bottom-up: on each block, then on the whole model, or once with ``auto_wrap_policy``. Parameters
-    that a nested call has taken are left out. Afterwards modules show parameters of the same names, shapes
-    and dtypes on the meta device; the values are jax arrays, a shard on each device, and the original memory
-    is free. Set ``requires_grad`` before. Train with ``make_train_step``; calling the model runs its
-    forward. Every process must make the same calls with the same values.
-
-    mesh: a jax Mesh, a number of devices, ``(copies, devices per copy)``, or None for all devices.
-    auto_wrap_policy: classes of modules, or ``policy(module=, recurse=, unwrapped_params=) -> bool``, to make
-        units of their own below ``module``, with the same options.
-    reshard_after_forward: all-gather again in the backward instead of keeping unsharded parameters; False
-        keeps them. The outermost unit always keeps its own (they would be gathered again at once).
-    flatten_parameters: store all parameters of the unit as one array (frozen ones as another).
-    shard_param_on_dim_0: split parameters in rows, padded to the devices only; no effect with
-        ``flatten_parameters``. Otherwise they are stored as one row of numbers.
-    pad_multiple: the shard of a device is padded to a multiple of so many numbers (not with rows).
-    compute_dtype: dtype of the all-gather, of floating inputs and so of the arithmetic; None: as at rest.
-    buffer_dtype: dtype of floating buffers in the forward; None: as they are.
-    fp32_reduce_scatter: sum gradients in fp32 though ``compute_dtype`` is smaller.
-    sharding_groups: positions in the mesh, each group holding one copy; gradients are averaged over all.
-    checkpoint_activations: keep nothing but the unit's input for the backward and run its forward again; only
-        for units with none inside (around others it would run theirs a third time).
-    pin_layout_in_collective_ops: no counterpart (XLA chooses the layouts of a whole program); warned of once.
+    Call it bottom-up: on each block, then on the whole model, or once with ``auto_wrap_policy``. Every
+    process must make the same calls with the same values. Parameters that a nested call has taken are left
+    out. Afterwards modules show parameters of the same names, shapes and dtypes on the meta device; the
+    values are jax arrays, a shard on each device, and the original memory is freed. Set ``requires_grad``
+    before. Train with ``make_train_step``; calling the model runs its forward.
 
     Parameters that several units share are taken by the innermost unit around all of them. A module on the
     meta device stays without values until ``materialize`` or ``load_full_state_dict``.
 
-    Raises: InputError for a container without forward, a module that is sharded already, more devices than
-        there are, groups that don't cover them, or an option out of range. Nothing is changed then.
+    Args:
+        module: the module to shard.
+        mesh: a jax Mesh, a number of devices, ``(copies, devices per copy)``, or None for all devices.
+        auto_wrap_policy: classes of modules, or ``policy(module=, recurse=, unwrapped_params=) -> bool``, to
+            make units of their own below ``module``, with the same options.
+        reshard_after_forward: all-gather again in the backward instead of keeping unsharded parameters; False
+            keeps them. The outermost unit always keeps its own (they would be gathered again at once).
+        flatten_parameters: store all parameters of the unit as one array (frozen ones as another).
+        shard_param_on_dim_0: split parameters in rows, padded only to the number of devices; no effect with
+            ``flatten_parameters``. Otherwise they are stored as one row of numbers.
+        pad_multiple: the shard of a device is padded to a multiple of so many numbers (not with rows).
+        compute_dtype: dtype of the all-gather, of floating-point inputs and so of the arithmetic; None: as at
+            rest.
+        buffer_dtype: dtype of floating-point buffers in the forward; None: as they are.
+        fp32_reduce_scatter: sum gradients in fp32 though ``compute_dtype`` is smaller.
+        sharding_groups: positions in the mesh, each group holding one copy; gradients are averaged over all.
+        checkpoint_activations: keep nothing but the unit's input for the backward and run its forward again;
+            only for units with none inside (around others it would run theirs a third time).
+        pin_layout_in_collective_ops: has no counterpart (XLA chooses the layouts of a whole program); it is
+            warned of once.
+
+    Returns:
+        The argument ``module``.
+
+    Raises:
+        InputError: the module is a container without forward, or is sharded already; there are fewer devices,
+            groups don't cover them, or an option is out of range. Nothing is changed then.
     """
     options = UnitOptions(
         reshard_after_forward,

@@ -16,8 +16,14 @@ from shardwright.xla.torch_bridge import from_numpy, to_numpy
 
 @dataclass(frozen=True)
 class XlaStats:
-    """num_units: units with parameters. num_arrays: arrays at rest. param_numel: elements of all parameters.
-    at_rest_nbytes: their bytes on each device, padding included. padding_nbytes: padding, averaged over them.
+    """Sizes of a sharded model.
+
+    Attributes:
+        num_units: units with parameters.
+        num_arrays: arrays at rest.
+        param_numel: elements of all parameters.
+        at_rest_nbytes: bytes of the arrays on each device, padding included.
+        padding_nbytes: bytes of padding, averaged over the devices.
     """
 
     num_units: int
@@ -30,7 +36,14 @@ class XlaStats:
 def stats(model: nn.Module) -> XlaStats:
     """Sizes of a sharded model, with or without values; no communication.
 
-    Raises: InputError for a module that isn't sharded.
+    Args:
+        model: the outermost module given to ``fully_shard``.
+
+    Returns:
+        The ``XlaStats``.
+
+    Raises:
+        InputError: the module isn't sharded.
     """
     spmd = spmd_model_of(model)
     padding = sum(
@@ -50,9 +63,18 @@ def stats(model: nn.Module) -> XlaStats:
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """Whole parameters and persistent buffers as host tensors, under the names of the unsharded model.
 
-    Shared parameters are one tensor under each name. Buffers are those of the first device. Every process
-    must call it, and each gets all; one stored array at a time is unsharded on the devices.
-    Raises: InputError for a module that isn't sharded; StageError if it has no values yet.
+    Every process must call it, and each gets all. One stored array at a time is unsharded on the devices.
+    Shared parameters are one tensor under each name. Buffers are those of the first device.
+
+    Args:
+        model: the outermost module given to ``fully_shard``.
+
+    Returns:
+        Names and tensors, in the dtype at rest.
+
+    Raises:
+        InputError: the module isn't sharded.
+        StageError: it has no values yet.
     """
     spmd = spmd_model_of(model)
     spmd.require_values()
@@ -77,8 +99,13 @@ def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, torch.Tensor]) -> None:
     """Set all parameters and persistent buffers from whole host tensors; each process places its own shards.
 
-    Raises: InputError listing every name that is missing, unexpected or of another shape; the model is then
-        as it was.
+    Args:
+        model: the outermost module given to ``fully_shard``.
+        state_dict: by the names of the unsharded model, the same on every process; dtypes are converted.
+
+    Raises:
+        InputError: the module isn't sharded, or a name is missing, unexpected or of another shape; all are
+            listed, and the model is as it was.
     """
     spmd = spmd_model_of(model)
     expected = {
@@ -126,9 +153,15 @@ def set_random_state(model: nn.Module, key: torch.Tensor) -> None:
 def materialize(model: nn.Module) -> None:
     """Initialise a model that was built on the meta device, unit by unit, with ``reset_parameters``.
 
-    Every module that owns parameters or buffers must have a ``reset_parameters()`` (all of ``torch.nn`` do).
-    Host memory: one unit. Every process must call it, after the same ``torch.manual_seed``.
-    Raises: InputError naming the modules without ``reset_parameters``; nothing is changed then.
+    Every process must call it, after the same ``torch.manual_seed``. Host memory: one unit. Every module that
+    owns parameters or buffers must have a ``reset_parameters()`` (all of ``torch.nn`` do).
+
+    Args:
+        model: the outermost module given to ``fully_shard``.
+
+    Raises:
+        InputError: the module isn't sharded, or modules have no ``reset_parameters``; they are named, and
+            nothing is changed.
     """
     spmd = spmd_model_of(model)
     owners = [m for m in model.modules() if any(t.is_meta for t in (*m.parameters(False), *m.buffers(False)))]

@@ -31,17 +31,26 @@ def make_train_step(
     accumulation: int = 1,
     sync_buffers: bool = True,
 ) -> "TrainStep":
-    """A function of a batch that trains the model by one step of the optimizer; see ``TrainStep``.
+    """Compile forward, backward, reduction, clipping and the optimizer's update into one step of training.
 
-    model: the outermost module given to ``fully_shard``.
-    loss_fn: ``loss_fn(model, *batch)`` -> a scalar tensor, the mean over the rows it was given. It is traced:
-        it runs once for each shape of batch, on tensors without values.
-    optimizer: ``xla.SGD``, ``xla.AdamW``, or an optax transformation that works element by element.
-    clip_norm: largest global norm of the gradient, as ``torch.nn.utils.clip_grad_norm_``.
-    accumulation: microbatches that each device's rows are cut into; their gradients are averaged.
-    sync_buffers: average floating buffers (BatchNorm's statistics) over devices after each step. False: each
-        device keeps its own, and the first one's are saved.
-    Raises: InputError for a model that isn't sharded, or an option out of range.
+    Every process calls it alike.
+
+    Args:
+        model: the outermost module given to ``fully_shard``.
+        loss_fn: called as ``loss_fn(model, *batch)``; returns a scalar tensor, the mean over the rows it was
+            given. It is traced: it runs once for each shape of batch, on tensors without values.
+        optimizer: ``xla.SGD``, ``xla.AdamW``, or an optax transformation that works element by element.
+        clip_norm: largest global norm of the gradient, as of ``torch.nn.utils.clip_grad_norm_``; None: not
+            clipped.
+        accumulation: microbatches that each device's rows are cut into; their gradients are averaged.
+        sync_buffers: average floating-point buffers (BatchNorm's statistics) over devices after each step.
+            False: each device keeps its own, and the first one's are saved.
+
+    Returns:
+        A function of a batch; see ``TrainStep``.
+
+    Raises:
+        InputError: the model isn't sharded, or an option is out of range.
     """
     if isinstance(accumulation, bool) or not isinstance(accumulation, int) or accumulation < 1:
         raise InputError(f"accumulation must be an int of at least 1, got {accumulation!r}")
@@ -56,16 +65,17 @@ def make_train_step(
 
 
 class TrainStep:
-    """Call it with a batch: trains by one step and returns the loss before it.
+    """Call it with a batch: it trains by one step and returns the loss before it. Made by
+    ``make_train_step``.
 
     Every process calls it with its own rows, on dim 0 of each tensor, the same number on every process; they
     are split over its devices. The loss is a 0-d jax array, averaged over all devices; ``float(loss)`` waits
     for it. Parameters, buffers and the optimizer's state are updated in place (their memory is donated). A
-    unit that the loss doesn't depend on is left alone by the optimizer. Compiled once for each shape of batch
-    and each combination of ``module.training``.
+    unit that the loss doesn't depend on is left alone by the optimizer. It is compiled once for each shape of
+    batch and each combination of ``module.training``.
 
-    grad_norm: the gradient's global norm in the last step, before clipping; a 0-d jax array, None without
-    ``clip_norm``.
+    Its attribute ``grad_norm`` is the gradient's global norm in the last step, before clipping: a 0-d jax
+    array, None without ``clip_norm``.
     """
 
     def __init__(
@@ -95,9 +105,18 @@ class TrainStep:
         return loss
 
     def lower(self, *batch: Any) -> Any:
-        """The program for a batch, as ``jax.stages.Lowered``: ``.compile()`` it to see its text and memory.
+        """The program for a batch, to see its text and memory. No values are needed: the model may be on the
+        meta device.
 
-        Needs no values: the model may be on the meta device, and so may the tensors of the batch.
+        Args:
+            *batch: tensors of the right shapes and dtypes, on the meta device or any.
+
+        Returns:
+            A ``jax.stages.Lowered``; call its ``compile()``.
+
+        Raises:
+            InputError: an optimizer's ``decayed`` is true for some parameters of one array
+                (``flatten_parameters``) and false for others.
         """
         spmd = self.spmd
         leaves, spec = bridge.flatten(batch)
@@ -110,7 +129,14 @@ class TrainStep:
         return self._function(spec).lower(trained, spmd.abstract_buffers(), state, spmd.key, frozen, arrays)
 
     def initial_state(self) -> list[Any]:
-        """The optimizer's state before the first step: one tree for each trained array, sharded as it is."""
+        """The optimizer's state before the first step, placed on the devices. Every process calls it.
+
+        Returns:
+            One tree for each trained array, sharded as it is.
+
+        Raises:
+            InputError: as ``lower``.
+        """
         found = []
         for stored in self.spmd.trained:
             shardings = jax.tree.map(lambda leaf: leaf.sharding, self._abstract_state(stored))
@@ -118,7 +144,11 @@ class TrainStep:
         return found
 
     def count(self) -> int:
-        """Optimizer steps done, as its state counts them; 0 where it keeps no count."""
+        """Optimizer steps done, as its state counts them.
+
+        Returns:
+            The number; 0 where the state keeps no count.
+        """
         counts = [
             leaf
             for leaf in jax.tree.leaves(self.state)
@@ -129,7 +159,14 @@ class TrainStep:
     def is_decayed(self, stored: Stored) -> bool:
         """Whether the optimizer's weight decay is for an array.
 
-        Raises: InputError for one that holds parameters of both kinds (``flatten_parameters``).
+        Args:
+            stored: the array, with the parameters in it.
+
+        Returns:
+            The answer.
+
+        Raises:
+            InputError: it holds parameters of both kinds (``flatten_parameters``).
         """
         decayed = self.optimizer.decayed if isinstance(self.optimizer, Optimizer) else None
         if decayed is None:
@@ -144,7 +181,17 @@ class TrainStep:
         return found.pop()
 
     def transform(self, stored: Stored) -> optax.GradientTransformation:
-        """What the optimizer does to an array."""
+        """What the optimizer does to an array.
+
+        Args:
+            stored: the array, with the parameters in it.
+
+        Returns:
+            A transformation of optax.
+
+        Raises:
+            InputError: as ``is_decayed``.
+        """
         if isinstance(self.optimizer, Optimizer):
             return self.optimizer.transform(self.is_decayed(stored))
         return self.optimizer

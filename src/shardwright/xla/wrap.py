@@ -18,7 +18,14 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # no forward to unshard around
 
 
 def size_based_policy(min_num_params: int = 10**8) -> Policy:
-    """Wrap modules that hold at least ``min_num_params`` elements which no nested unit holds."""
+    """A policy for ``auto_wrap_policy``: shard modules that hold many elements which no nested unit holds.
+
+    Args:
+        min_num_params: how many elements are enough.
+
+    Returns:
+        The policy.
+    """
 
     def policy(module: nn.Module, recurse: bool, unwrapped_params: int) -> bool:
         large = unwrapped_params >= min_num_params
