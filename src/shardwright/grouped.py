@@ -121,17 +121,31 @@ def suggested(model: nn.Module, ignored: Collection[int] = ()) -> NamedGroups:
 
 
 def hints_of(model: nn.Module) -> Hints:
-    """What a model of transformers says of itself; of any other they are empty."""
-    no_split, plan = getattr(model, "_no_split_modules", None), getattr(model, "_fsdp_plan", None)
+    """What a model of transformers says of itself, or those inside of it (of a LightningModule, or beneath
+    peft's adapters): the embedding and head of the first of them. Of any other model they are empty."""
     names = {id(module): name for name, module in model.named_modules()}
-    ends = []
-    for getter in ("get_input_embeddings", "get_output_embeddings"):
-        try:
-            end = getattr(model, getter)() if hasattr(model, getter) else None
-        except NotImplementedError:  # of transformers, where a model has none: CLIP, wav2vec2
-            end = None
-        ends.append(names.get(id(end)) if end is not None else None)
-    return Hints(frozenset(no_split or ()), plan or {}, *ends)
+    no_split: set[str] = set()
+    plan: dict[str, str] = {}
+    ends: list[str | None] = []
+    for part in _that_say(model):
+        prefix = f"{names[id(part)]}." if part is not model else ""
+        no_split.update(part._no_split_modules or ())
+        said = getattr(part, "_fsdp_plan", None) or {}
+        plan |= {prefix + pattern: strategy for pattern, strategy in said.items()}
+        for getter in ("get_input_embeddings", "get_output_embeddings"):
+            try:
+                end = getattr(part, getter)() if hasattr(part, getter) else None
+            except NotImplementedError:  # of transformers, where a model has none: CLIP, wav2vec2
+                end = None
+            ends.append(names.get(id(end)) if end is not None else None)
+    return Hints(frozenset(no_split), plan, *(ends[:2] or (None, None)))
+
+
+def _that_say(module: nn.Module) -> list[Any]:
+    """The outermost modules with hints of their own (peft's models have those of what is inside)."""
+    if hasattr(type(module), "_no_split_modules") or "_no_split_modules" in vars(module):
+        return [module]
+    return [part for child in module.children() for part in _that_say(child)]
 
 
 def _named(model: nn.Module, entry: Any) -> str:

@@ -1,8 +1,10 @@
 """Tests of the extra shardwright[hf]; without it each file is one skip, which says so.
 
-Ranks are forked from a server that has imported transformers."""
+Ranks are forked from a server that has imported transformers, and what its Trainer needs."""
 
 from tests.ranks import pool
 
-pool._server.set_forkserver_preload([*pool._PRELOAD, "transformers", "transformers.modeling_utils"])
+pool._server.set_forkserver_preload(
+    [*pool._PRELOAD, "transformers", "transformers.modeling_utils", "transformers.trainer"]
+)
 pool.start_server()

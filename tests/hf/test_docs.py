@@ -7,6 +7,7 @@ import pytest
 
 pytest.importorskip("transformers", reason="needs the extra: pip install 'shardwright[hf]' (make test-hf)")
 pytest.importorskip("lightning_fabric", reason="docs/huggingface.md shows it (make test-hf)")
+pytest.importorskip("peft", reason="docs/huggingface.md shows it (make test-hf)")
 
 from tests.fences import copy_repository, excuse_for, fences, run_command
 from tests.ranks.pool import free_port, run_ranks
@@ -43,7 +44,7 @@ def test_the_files_of_the_document_run_one_after_another(repository):
             path.write_text(fence.text)
             run_ranks(2, run_file, str(path), free_port(), limit_s=120.0)
     made = {path.name for path in (repository / "models").iterdir()}
-    assert {"tuned", "adapter", "trained"} <= made
+    assert {"tuned", "adapter", "trained", "peft"} <= made
 
 
 def test_the_commands_of_fine_tuning_run_one_after_another(repository):

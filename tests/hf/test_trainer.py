@@ -9,8 +9,12 @@ import pytest
 pytest.importorskip("transformers", reason="needs the extra: pip install 'shardwright[hf]' (make test-hf)")
 pytest.importorskip("accelerate", reason="transformers.Trainer needs it (make test-hf)")
 
+pytest.importorskip("peft", reason="carried by some of the models (make test-hf)")
+
+import peft
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from shardwright import hf
 from shardwright.errors import CheckpointError, InputError
@@ -18,6 +22,8 @@ from shardwright.hf import library
 from shardwright.train.lora import Lora
 from tests.hf import models
 from tests.ranks.pool import run_ranks
+
+ADAPTER = "adapter_model.safetensors"
 
 
 class Sharded(hf.ShardedTrainer, transformers.Trainer):
@@ -119,6 +125,49 @@ def test_a_run_is_resumed_at_another_number_of_ranks(llama, tmp_path, lora):
         assert loss == pytest.approx(whole[1], rel=1e-4)
 
 
+def with_peft(folder, seed):
+    """Adapters, and a head that is trained whole; each rank draws them for itself."""
+    torch.manual_seed(seed)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"])
+    return peft.get_peft_model(models.whole(folder), config)
+
+
+def plain_peft(rank, world, folder, out):
+    trainer = Whole(with_peft(folder, 0), arguments(out, 4), train_dataset=data(), eval_dataset=heldout())
+    trainer.train()
+    trainer.save_model()
+    return figures(trainer), trainer.evaluate()["eval_loss"]
+
+
+def sharded_peft(rank, world, folder, out, resume=None):
+    as_torchrun(rank, world)
+    args = arguments(out, 4 // world, save_strategy="steps", save_steps=2)
+    trainer = Sharded(with_peft(folder, rank), args, train_dataset=data(), eval_dataset=heldout())
+    trainer.train(resume_from_checkpoint=resume)
+    trainer.save_model()
+    blocks = [group.name for group in trainer.model._unit().runtime.groups if ".layers." in group.name]
+    return figures(trainer), trainer.evaluate()["eval_loss"], len(blocks)
+
+
+def test_a_model_of_pefts_trains_as_in_one_process_resumes_and_is_saved_as_peft_saves_it(llama, tmp_path):
+    ((expected, loss),) = run_ranks(1, plain_peft, llama, tmp_path / "plain")
+    halfway = str(tmp_path / "out" / "checkpoint-2")
+    for world, out, resume in ((2, tmp_path / "out", None), (1, tmp_path / "more", halfway)):
+        for found, other, blocks in run_ranks(world, sharded_peft, llama, out, resume):
+            assert blocks == 2
+            assert other == pytest.approx(loss, rel=1e-4)
+            for ours, theirs in zip(found, expected, strict=True):
+                assert ours == pytest.approx(theirs, rel=2e-4)
+        for folder in (out, out / "checkpoint-4"):
+            made, theirs = load_file(folder / ADAPTER), load_file(tmp_path / "plain" / ADAPTER)
+            assert made.keys() == theirs.keys()
+            assert all(torch.allclose(made[name], value, atol=1e-5) for name, value in theirs.items())
+            read = peft.PeftModel.from_pretrained(models.whole(llama), folder)
+            with torch.no_grad():
+                rows = [{key: value[None] for key, value in row.items()} for row in heldout()]
+                assert sum(read(**row).loss.item() for row in rows) / 10 == pytest.approx(loss, rel=1e-3)
+
+
 def best(rank, world, folder, out):
     options = {
         "save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1,
@@ -140,9 +189,12 @@ def test_the_best_model_is_loaded_at_the_end(llama, tmp_path):
 
 def wrong(rank, world, folder, out):
     as_torchrun(rank, world)
-    with pytest.raises(InputError, match="takes a sharded model, got LlamaForCausalLM"):
-        Sharded(models.whole(folder), arguments(out, 2))
+    with pytest.raises(InputError, match="got no model; give it one, whole or sharded"):
+        Sharded(args=arguments(out, 2), model_init=lambda: models.whole(folder))
     model = hf.load(folder)
+    late = peft.get_peft_model(hf.load(folder), peft.LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(InputError, match="PeftModel got adapters after it was sharded"):
+        Sharded(late, arguments(out, 2))
     (out / "checkpoint-1").mkdir(parents=True, exist_ok=True)
     (out / "checkpoint-1" / "trainer_state.json").write_text(json.dumps({"global_step": 1}))
     with pytest.raises(CheckpointError, match="has no folder shardwright/"):

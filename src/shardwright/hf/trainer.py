@@ -1,4 +1,4 @@
-"""``transformers.Trainer`` over a model that is sharded already.
+"""``transformers.Trainer``, and what is made of it (trl's SFTTrainer, DPOTrainer), over a sharded model.
 
     class MyTrainer(ShardedTrainer, transformers.Trainer): ...
 
@@ -16,15 +16,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from shardwright.checkpoint import load, save
 from shardwright.checkpoint.agree import ranks
 from shardwright.clip import clip_grad_norm_
+from shardwright.engine.unit import units_in
 from shardwright.errors import CheckpointError, InputError
 from shardwright.hf import library
+from shardwright.hf.adapters import carries_peft, save_peft, take_adapters_of_rank_0
 from shardwright.hf.arguments import check_arguments
 from shardwright.hf.export import save_pretrained
-from shardwright.module import FSDPModule
+from shardwright.hf.load import shard
+from shardwright.module import FSDPModule, register_fsdp_forward_method
 from shardwright.train.lora import adapters_in, save_adapter, trained_part
 
 TESTED = ((5, 23), (5, 24))
@@ -33,7 +37,7 @@ _STATE = "shardwright"
 
 
 class ShardedTrainer:
-    """``transformers.Trainer`` for a sharded model: a mixin, put before ``Trainer`` among the bases.
+    """``transformers.Trainer`` for a sharded model: a mixin, before ``Trainer`` (or trl's) among the bases.
 
     Every rank makes one. Losses, accumulation (reduced once a step), clipping, evaluation, saving and
     resuming are those of Trainer on one process with the whole batch. ``save_model`` writes what
@@ -41,13 +45,15 @@ class ShardedTrainer:
     shards of what is trained and of the optimizer, in ``shardwright/``, and resumes at any number of ranks.
 
     Args:
-        model: a sharded model, as ``hf.load`` or ``hf.shard`` make it.
+        model: a sharded model, as ``hf.load`` or ``hf.shard`` make it. Or a whole one, on the host of every
+            rank: the constructor shards it at its end, and with it a reference model (``ref_model``). Of one
+            with peft's adapters (``get_peft_model``) every rank takes rank 0's values.
         *args: as of ``Trainer``.
         **kwargs: as of ``Trainer``.
 
     Raises:
-        InputError: another version of transformers, a model that isn't sharded or carries peft's own
-            adapters, or arguments that are refused (``shardwright.hf.arguments.REFUSED``).
+        InputError: another version of transformers, no model, peft's adapters in a model that was sharded
+            before, or arguments that are refused (``shardwright.hf.arguments.REFUSED``).
     """
 
     model: Any
@@ -66,16 +72,16 @@ class ShardedTrainer:
                 f"ShardedTrainer is tested with transformers from {shown[1]} up to before {shown[2]}, this "
                 f"is {shown[0]}: install one of those"
             )
-        if not isinstance(model, FSDPModule):
-            raise InputError(
-                f"ShardedTrainer takes a sharded model, got {type(model).__name__}: make it with hf.load, or "
-                "call hf.shard on it"
-            )
-        if hasattr(model, "peft_config"):
-            raise InputError(
-                "ShardedTrainer doesn't save peft's own adapters; use add_lora, which writes its files"
-            )
+        if model is None:
+            raise InputError("ShardedTrainer got no model; give it one, whole or sharded (no model_init)")
         super().__init__(model, *args, **kwargs)  # type: ignore[call-arg]  # transformers.Trainer is the next base
+        for each in (self.model, getattr(self, "ref_model", None)):
+            if each is not None:
+                _shard_whole(each, self.args.device)
+                _run_at_head(each)
+
+    def _move_model_to_device(self, model: Any, device: torch.device) -> None:
+        """Sharding moves it: of a whole model each rank's device gets its shards alone."""
 
     def create_accelerator_and_postprocess(self) -> None:
         """Let Accelerate add autocast and ``torch.compile`` to the model, and no data parallelism. Trainer
@@ -133,7 +139,9 @@ class ShardedTrainer:
         folder = Path(output_dir or self.args.output_dir)
         group, new = ranks(), folder / ".torn-model"
         writes = group.rank == 0
-        if adapters_in(self.model):
+        if carries_peft(self.model):
+            save_peft(self.model, folder)
+        elif adapters_in(self.model):
             save_adapter(folder, self.model, base=getattr(self.model.config, "_name_or_path", None))
         else:
             group.together(f"saving {folder}", lambda: shutil.rmtree(new, True) if writes else None)
@@ -178,6 +186,34 @@ class ShardedTrainer:
 
     def _load_best_model(self) -> None:
         load(Path(self.state.best_model_checkpoint, _STATE), model=trained_part(self.model))
+
+
+def _shard_whole(model: nn.Module, device: torch.device) -> None:
+    """Shard it, unless it is; group by group, so that a device never holds all of it."""
+    if isinstance(model, FSDPModule):
+        return
+    if units_in(model):
+        raise InputError(
+            f"{type(model).__name__} got adapters after it was sharded, which nothing would average: call "
+            "get_peft_model on the whole model and give that to the trainer, or hf.load(..., lora=Lora(...))"
+        )
+    if carries_peft(model):
+        take_adapters_of_rank_0(model, device)
+    shard(model)
+
+
+def _run_at_head(model: Any) -> None:
+    """Run a forward that was exchanged (trl's, which makes log-probabilities in chunks) as one of the head's.
+
+    It reads the head's weight without calling the head: which must be whole there, and in the backward. With
+    a weight tied to the embedding's it would else be the shards, whose gradients nothing averages.
+    """
+    whole = model.get_base_model() if carries_peft(model) else model
+    head = whole.get_output_embeddings() if "forward" in vars(whole) else None
+    if head is not None:
+        head.forward_of_model = whole.forward
+        register_fsdp_forward_method(head, "forward_of_model")
+        whole.forward = head.forward_of_model
 
 
 def _inner(optimizer: Any) -> torch.optim.Optimizer:

@@ -226,9 +226,9 @@ def adapter_names(model: nn.Module) -> set[str]:
 
 
 def trained_part(model: nn.Module) -> nn.Module:
-    """What a checkpoint of training holds, for ``save`` and ``load``: the model, or of one with adapters what
-    is trained, since the base is in files of its own. Every rank calls it, between steps."""
-    if not adapters_in(model):
+    """What a checkpoint of training holds, for ``save`` and ``load``: the model, or of one with adapters
+    (peft's too) what is trained: the base is in files of its own. Every rank calls it, between steps."""
+    if not adapters_in(model) and not hasattr(model, "peft_config"):
         return model
     for unit in units_in(model):
         unit.runtime.rest()
