@@ -34,6 +34,8 @@ def run_train(known: argparse.Namespace) -> int:
     config = resolved.recipe.launch
     if resolved.recipe.base.folder:
         require("hf", "transformers")
+    if resolved.recipe.optimizer.kind == "adamw-8bit":
+        require("bnb", "bitsandbytes")
     check_installed(resolved.recipe.track.to)
     take_part()
     if is_rank():

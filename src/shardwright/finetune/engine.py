@@ -19,7 +19,7 @@ from shardwright.hf import library
 from shardwright.loss import loss_weights
 from shardwright.train.config import Recipe
 from shardwright.train.data import Order
-from shardwright.train.eager import RankEngine, precision_of, set_up
+from shardwright.train.eager import RankEngine, opened, precision_of, set_up
 from shardwright.train.flops import flops_per_token
 from shardwright.train.lora import Lora, add_lora, trained_part
 from shardwright.train.ranks import RankPlace
@@ -129,13 +129,14 @@ class TunedEngine(RankEngine):
     def save(self, path: Path, extra: dict[str, Any], step: int) -> None:
         """See ``Engine``."""
         keep = self.recipe.checkpoint.keep
-        save(
-            path, model=trained_part(self.model), optimizer=self.optimizer, extra=extra, step=step, keep=keep
-        )
+        model = trained_part(self.model)
+        with opened(self.optimizer):
+            save(path, model=model, optimizer=self.optimizer, extra=extra, step=step, keep=keep)
 
     def restore(self, path: Path) -> Restored:
         """See ``Engine``."""
-        return load(path, model=trained_part(self.model), optimizer=self.optimizer)
+        with opened(self.optimizer):
+            return load(path, model=trained_part(self.model), optimizer=self.optimizer)
 
     @torch.no_grad()
     def sample(self, tokenizer: Any) -> str:

@@ -6,6 +6,7 @@
 One tensor at a time, so that a model can be merged which no memory holds twice.
 """
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -59,9 +60,9 @@ def find_tuned(path: Path, base: Path | None = None) -> Tuned:
     Raises: InputError where there is nothing exported, no base, or another one than the run has trained on.
     """
     if (path / "exported").is_dir():
-        exported = [p for _, p in step_folders(path / "exported")]
+        exported = dict(step_folders(path / "exported"))
         if exported:
-            return find_tuned(exported[-1], base)
+            return find_tuned(exported.get(_exported_step(path), exported[max(exported)]), base)
     is_adapter = (path / ADAPTER_CONFIG).is_file()
     if not is_adapter and not (path / library.CONFIG).is_file():
         raise InputError(
@@ -84,6 +85,15 @@ def find_tuned(path: Path, base: Path | None = None) -> Tuned:
     if recipe.base.folder:
         _check_base(run, base)
     return Tuned(path, base, True, recipe.base.quantise, DTYPES[recipe.base.dtype], recipe)
+
+
+def _exported_step(run: Path) -> int:
+    """Of the model that a finished run has left, which with ``heldout.keep_best`` may not be the "
+    "newest; or 0."""
+    try:
+        return json.loads(RunFolder(run).summary.read_text())["exported_step"]
+    except (OSError, ValueError, KeyError):
+        return 0
 
 
 def _check_base(run: RunFolder, base: Path) -> None:

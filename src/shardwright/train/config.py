@@ -171,10 +171,23 @@ class TrainingConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW, with a linear warm-up and a cosine down to a share of the peak rate."""
+    """AdamW, with a linear warm-up of the learning rate and a schedule."""
 
+    kind: Literal["adamw-fused", "adamw", "adamw-8bit"] = Field(
+        default="adamw-fused",
+        description="adamw-fused: one kernel for many tensors; adamw: without it; adamw-8bit: bitsandbytes', "
+        "whose state takes 2 bytes a parameter instead of 8",
+    )
+    schedule: Literal["cosine", "wsd", "constant"] = Field(
+        default="cosine",
+        description="after the warm-up: a cosine down to the end; wsd (warm-up, stable, decay): the peak, "
+        "and a line down over the last steps; or the peak",
+    )
     lr: float = Field(default=1e-3, gt=0.0, description="peak learning rate")
     warmup_steps: int = Field(default=20, ge=0, description="steps of the linear warm-up")
+    decay_share: float = Field(
+        default=0.2, gt=0.0, le=1.0, description="share of the steps in which wsd goes down"
+    )
     final_share: float = Field(
         default=0.1, ge=0.0, le=1.0, description="last learning rate as a share of the peak"
     )
@@ -190,6 +203,14 @@ class HeldoutConfig(Section):
     every: int = Field(default=100, ge=1, description="steps between two evaluations")
     at_start: bool = Field(default=False, description="evaluate before the first step, too")
     num_windows: int = Field(default=64, ge=1, description="sequences, spread evenly over the held-out bytes")
+    keep_best: bool = Field(
+        default=False,
+        description="keep a checkpoint of the lowest held-out loss in <folder>/best; at the end its model is "
+        "the one that is exported",
+    )
+    patience: int = Field(
+        default=0, ge=0, description="end after so many evaluations in a row without a lower loss; 0: never"
+    )
 
 
 class CheckpointConfig(Section):
@@ -358,6 +379,8 @@ class Recipe(Section):
                 wrong.append('launch.backend: a model of [base] trains on "eager" only; set it to that')
         elif self.adapter.rank or self.base.quantise != "none":
             wrong.append("adapter, base.quantise: they are for a model of [base]; set base.folder")
+        if self.optimizer.kind == "adamw-8bit" and self.launch.backend != "eager":
+            wrong.append('optimizer.kind: adamw-8bit steps on "eager" only; take another one')
         if self.training.plan:
             if self.base.folder or self.launch.backend != "eager":
                 wrong.append('training.plan: it is for a model of [model] on "eager"; leave it out')

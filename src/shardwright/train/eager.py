@@ -6,7 +6,8 @@ step:  [microbatch: forward, backward] x accumulation -> clip -> AdamW -> zero
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,7 @@ def set_up(recipe: Recipe) -> None:
     set_transport(recipe.schedule.transport)
 
 
-def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.AdamW:
+def build_optimizer(config: OptimizerConfig, model: nn.Module) -> Any:
     """AdamW over the (sharded) parameters that are trained; matrices are decayed, vectors are not."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
@@ -97,7 +98,15 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Ad
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
+    options: dict[str, Any] = {"lr": config.lr, "betas": (config.beta1, config.beta2)}
+    if config.kind == "adamw-8bit":
+        return import_module("shardwright.train.eight_bit").AdamW8bit(groups, **options)
+    return torch.optim.AdamW(groups, **options, fused=config.kind == "adamw-fused")
+
+
+def opened(optimizer: Any) -> AbstractContextManager[None]:
+    """Around what saves or loads the state of an optimizer of ``build_optimizer``; every rank enters."""
+    return optimizer.opened() if hasattr(optimizer, "opened") else nullcontext()
 
 
 @torch.no_grad()
@@ -220,11 +229,13 @@ class EagerEngine(RankEngine):
     def save(self, path: Path, extra: dict[str, Any], step: int) -> None:
         """See ``Engine``."""
         keep = self.recipe.checkpoint.keep
-        save(path, model=self.model, optimizer=self.optimizer, extra=extra, step=step, keep=keep)
+        with opened(self.optimizer):
+            save(path, model=self.model, optimizer=self.optimizer, extra=extra, step=step, keep=keep)
 
     def restore(self, path: Path) -> Restored:
         """See ``Engine``."""
-        return load(path, model=self.model, optimizer=self.optimizer)
+        with opened(self.optimizer):
+            return load(path, model=self.model, optimizer=self.optimizer)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """See ``Engine``."""

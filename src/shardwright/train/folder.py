@@ -4,6 +4,7 @@
                     .lock               held by the job that trains here, while it lives
                     metrics.jsonl       one object per logged step, and per evaluation
                     checkpoint/         resumable, sharded
+                    best/               the same, of the lowest held-out loss, with heldout.keep_best
                     exported/step-N/    with [base]: the model or adapter, after epochs and at the end
                     model.safetensors   else: the whole model, plain names   } written at the end
                     trace/rank-N.ring   the last steps of each rank, for `shardwright trace`: at its end
@@ -66,6 +67,11 @@ class RunFolder:
     def checkpoint(self) -> Path:
         """The folder of sharded checkpoints."""
         return self.root / "checkpoint"
+
+    @property
+    def best(self) -> Path:
+        """The folder of the checkpoint with the lowest held-out loss."""
+        return self.root / "best"
 
     def exported(self, step: int) -> Path:
         """A fine-tuned model, or its adapter, as it was after ``step``."""

@@ -25,20 +25,43 @@ from shardwright.train.flops import peak_flops
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
-    """The rate of step ``step`` (from 1) of ``steps``: linear up to the peak, then a cosine down."""
+    """The rate of step ``step`` (from 1) of ``steps``: linear up to the peak, then by the schedule.
+
+    Warm-up, stable, decay: Hu et al., arXiv:2404.06395, with a line for the decay.
+    """
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
-    progress = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)
-    share = config.final_share + (1 - config.final_share) * 0.5 * (1 + math.cos(math.pi * progress))
-    return config.lr * share
+    left = 1.0  # of the way from the last rate up to the peak
+    if config.schedule == "cosine":
+        progress = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)
+        left = 0.5 * (1 + math.cos(math.pi * progress))
+    elif config.schedule == "wsd":
+        decays = max(1.0, min(config.decay_share * steps, steps - config.warmup_steps))
+        left = min(1.0, (steps - step) / decays)
+    return config.lr * (config.final_share + (1 - config.final_share) * left)
+
+
+@dataclass(frozen=True)
+class Best:
+    """The lowest held-out loss so far, after which step it was, and how many evaluations came since."""
+
+    loss: float = math.inf
+    step: int = 0
+    since: int = 0
+
+    def after(self, loss: float, step: int) -> "Best":
+        """The same after one more evaluation. NaN is no lower loss."""
+        return Best(loss, step) if loss < self.loss else Best(self.loss, self.step, self.since + 1)
 
 
 @dataclass
 class Progress:
-    """Where a run is (``step`` and ``position`` are kept in checkpoints), and what this process measured."""
+    """Where a run is (``step``, ``position`` and ``best`` are kept in checkpoints), and what this process
+    measured."""
 
     step: int = 0
     position: int = 0
+    best: Best = Best()
     saved_step: int | None = None
     trained_s: float = 0.0
     tokens: int = 0
@@ -85,13 +108,15 @@ class _Clock(NamedTuple):
 @dataclass(frozen=True)
 class Listener:
     """Whom the loop tells: a logged step, an evaluation (step, loss), that a checkpoint is due, that an
-    epoch has ended, whose checkpoint is saved, and that one step was made which didn't warm up."""
+    epoch has ended, whose checkpoint is saved, that one step was made which didn't warm up, and that a
+    held-out loss was the lowest, of a model that is to be kept."""
 
     stepped: Callable[[StepReport], None]
     evaluated: Callable[[int, float], None]
     save: Callable[[Progress], None]
     epoch_ended: Callable[[int], None]
     warm: Callable[[Progress], None]
+    best: Callable[[Progress], None]
 
 
 WARM_UP_STEPS = 2
@@ -115,7 +140,7 @@ class Loop:
         training, progress, heldout = self.recipe.training, self.progress, self.recipe.heldout
         if heldout.at_start and progress.step == 0:
             listener.evaluated(0, self.engine.heldout_loss())
-        while progress.step < training.steps and not self._is_told_to(stop):
+        while not self.is_done and not self._is_told_to(stop):
             report = self._step()
             step, last = progress.step, progress.step == training.steps
             if report is not None:
@@ -124,14 +149,28 @@ class Loop:
                 listener.warm(progress)
             epoch = bool(self._epoch_steps) and step % self._epoch_steps == 0
             if last or epoch or step % heldout.every == 0:
-                listener.evaluated(step, self.engine.heldout_loss())
+                self._evaluate(listener)
             if last or epoch or step % self.recipe.checkpoint.every == 0:
                 self._save(listener)
             if epoch and not last:
                 listener.epoch_ended(step)
         if progress.saved_step != progress.step:
             self._save(listener)
-        return progress.step >= training.steps
+        return self.is_done
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all steps are made, or the held-out loss has not gone down for as long as ``patience``."""
+        patience = self.recipe.heldout.patience
+        ended = 0 < patience <= self.progress.best.since
+        return ended or self.progress.step >= self.recipe.training.steps
+
+    def _evaluate(self, listener: Listener) -> None:
+        progress, loss = self.progress, self.engine.heldout_loss()
+        progress.best = progress.best.after(loss, progress.step)
+        listener.evaluated(progress.step, loss)
+        if self.recipe.heldout.keep_best and progress.best.step == progress.step:
+            listener.best(progress)
 
     def _is_told_to(self, stop: StopRequest) -> bool:
         """Whether any process was asked to stop; the same answer on all."""

@@ -22,7 +22,7 @@ from shardwright.errors import CheckpointError, ConfigError, DamagedError
 from shardwright.train.config import Recipe
 from shardwright.train.engine import TrainingProcess
 from shardwright.train.folder import RunFolder
-from shardwright.train.loop import Loop
+from shardwright.train.loop import Best, Loop
 from shardwright.train.report import Screen
 from shardwright.train.restart import this_rank_restarted
 
@@ -123,10 +123,12 @@ def restore(folder: RunFolder, loop: Loop, screen: Screen, identity: dict[str, A
         )
     if loop.engine.place.is_first:
         why = "left" if start.resume.isdecimal() else "damaged"
-        for aside in set_aside_after(folder.checkpoint, restored.step, why):
-            screen.say(f"what was saved after step {restored.step} is now in {aside}")
+        for path in (folder.checkpoint, *([folder.best] if folder.best.is_dir() else [])):
+            for aside in set_aside_after(path, restored.step, why):
+                screen.say(f"what was saved after step {restored.step} is now in {aside}")
     loop.progress.step = loop.progress.saved_step = restored.step
     loop.progress.position = restored.extra["position"]
+    loop.progress.best = Best(**restored.extra.get("best", {}))
 
 
 def _load(folder: RunFolder, loop: Loop, screen: Screen, start: Start) -> Restored:

@@ -3,13 +3,14 @@
     join -> folder -> job: corpus, engine (sharded model, optimizer) -> (resume) -> loop -> model, summary,
     sample
 
-``summary.json``: parameters, ranks, steps, at_rest_nbytes (the largest rank's shards), full_nbytes (all
-parameters unsharded), peak_unsharded_nbytes (the largest rank's), tokens_per_s (all ranks, evaluation and
-saving left out), communication_s (of one step, alone), exposed_s (of the median step: spent waiting for it,
-or for a slower rank), communication_hidden_share (1 - exposed_s / communication_s, within 0 and 1; null on
-one rank, and on CUDA, where no host waits; ranks of one host copy each other's parts themselves, so there it
-is near 0 and small all the same), communication_share_of_step (exposed_s over the median step), heldout_loss
-and unigram_entropy (nats per unit: "byte" or "token"), corpus_sha256, trained_s, sample.
+``summary.json``: parameters, ranks, steps, exported_step (after which the model was as it is left),
+at_rest_nbytes (the largest rank's shards), full_nbytes (all parameters unsharded), peak_unsharded_nbytes
+(the largest rank's), tokens_per_s (all ranks, evaluation and saving left out), communication_s (of one
+step, alone), exposed_s (of the median step: spent waiting for it, or for a slower rank),
+communication_hidden_share (1 - exposed_s / communication_s, within 0 and 1; null on one rank, and on CUDA,
+where no host waits; ranks of one host copy each other's parts themselves, so there it is near 0 and small
+all the same), communication_share_of_step (exposed_s over the median step), heldout_loss and
+unigram_entropy (nats per unit: "byte" or "token"), corpus_sha256, trained_s, sample.
 """
 
 import time
@@ -17,13 +18,14 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from importlib import import_module
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
 from shardwright.checkpoint import StopRequest
-from shardwright.checkpoint.folder import step_folder
+from shardwright.checkpoint.folder import is_complete, step_folder
 from shardwright.checkpoint.lock import Held, holder
 from shardwright.errors import ConfigError
 from shardwright.observe.recording import ring
@@ -82,7 +84,7 @@ def _train(
     kept = {"identity": job.identity, "batch": batch_of(recipe, resolved.recipe, place.world)}
     if start:
         restore(folder, loop, screen, job.identity, start)
-        if loop.progress.step >= training.steps and folder.summary.exists():
+        if loop.is_done and folder.summary.exists():
             screen.say(
                 f"{folder.root} is at step {loop.progress.step} of {training.steps}: nothing is left to do"
             )
@@ -113,6 +115,11 @@ def _train(
             f"stopped after step {loop.progress.step}, which is saved in {folder.checkpoint}; go on: --resume"
         )
         return
+    if loop.progress.step < training.steps:
+        screen.say(
+            f"training ends: the held-out loss was lowest after step {loop.progress.best.step}, and none of "
+            f"{loop.progress.best.since} evaluation(s) since was lower (heldout.patience)"
+        )
     _finish(folder, job, loop, screen)
 
 
@@ -172,8 +179,12 @@ def _listener(
             screen.say(f"step {step}  held-out loss {loss:.3f} nats per {job.unit}")
 
     def save_progress(progress: Progress) -> None:
-        extra = {"position": progress.position, **kept}
-        loop.engine.save(folder.checkpoint, extra, progress.step)
+        save_in(folder.checkpoint, progress)
+
+    def save_in(path: Path, progress: Progress) -> None:
+        best = asdict(progress.best) if progress.best.step else {}
+        extra = {"position": progress.position, "best": best, **kept}
+        loop.engine.save(path, extra, progress.step)
 
     def epoch_ended(step: int) -> None:
         job.export(loop.engine, folder, step=step, last=False)
@@ -183,16 +194,22 @@ def _listener(
         if beside:
             screen.say(f"step {progress.step}  " + "; ".join(f"{name}: {value}" for name, value in beside))
 
-    return Listener(stepped, evaluated, save_progress, epoch_ended, warm)
+    def best(progress: Progress) -> None:
+        save_in(folder.best, progress)
+
+    return Listener(stepped, evaluated, save_progress, epoch_ended, warm, best)
 
 
 def _finish(folder: RunFolder, job: Job, loop: Loop, screen: Screen) -> None:
     """Leave the model and the summary; every process calls."""
     engine, progress = loop.engine, loop.progress
-    place = engine.place
+    place, step = engine.place, progress.step
+    if job.recipe.heldout.keep_best and is_complete(step_folder(folder.best, progress.best.step)):
+        step = engine.restore(step_folder(folder.best, progress.best.step)).step
+        screen.say(f"the lowest held-out loss was after step {step}: that model is exported")
     loss, sizes = engine.heldout_loss(), engine.sizes()
     exposed_s = place.total(median(progress.exposed_s or [0.0]))[0] / place.world
-    text = job.export(engine, folder, step=progress.step, last=True)
+    text = job.export(engine, folder, step=step, last=True)
     if not place.is_first:
         return
     alone_s = sizes.communication_s
@@ -201,6 +218,7 @@ def _finish(folder: RunFolder, job: Job, loop: Loop, screen: Screen) -> None:
         "parameters": sizes.parameters,
         "ranks": place.world,
         "steps": progress.step,
+        "exported_step": step,
         "at_rest_nbytes": sizes.at_rest_nbytes,
         "full_nbytes": sizes.full_nbytes,
         "peak_unsharded_nbytes": sizes.peak_unsharded_nbytes,
