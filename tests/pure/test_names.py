@@ -131,6 +131,12 @@ def test_every_link_between_pages_leads_to_a_file():
             assert (page.parent / link).exists(), f"{page.relative_to(ROOT)} links to {link}"
 
 
+def test_every_page_is_in_the_navigation_of_the_site():
+    listed = set(re.findall(r"[\w/-]+\.md$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert pages <= listed, f"give these a line under nav of mkdocs.yml: {sorted(pages - listed)}"
+
+
 def test_every_weakness_of_torchs_fully_shard_has_a_row():
     page = (ROOT / "docs" / "from-fsdp2.md").read_text().split("## What torch refuses or gets wrong")[1]
     numbers = set()

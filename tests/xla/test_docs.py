@@ -1,4 +1,4 @@
-"""What docs/xla.md shows runs as it stands (tests/fences.py)."""
+"""What docs/xla.md and the tutorial for TPUs show runs as it stands (tests/fences.py)."""
 
 import sys
 
@@ -9,9 +9,10 @@ pytest.importorskip("jax", reason="needs the extra: pip install 'shardwright[xla
 from tests.fences import copy_repository, fences, run_command
 
 
-def test_the_files_and_the_commands_of_the_document_run(tmp_path):
+@pytest.mark.parametrize("document", ["xla.md", "tutorial-tpu.md"])
+def test_the_files_and_the_commands_of_the_document_run(document, tmp_path):
     copied = copy_repository(tmp_path)
-    for fence in fences("xla.md"):
+    for fence in fences(document):
         if fence.is_file:
             path = copied / f"line{fence.line}.py"
             path.write_text(fence.text)
