@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 from xml.etree import ElementTree
 
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,9 +33,13 @@ def moved(target: str) -> str:
 
 
 def command_page() -> str:
-    """Every command's ``--help``, as the command prints it. Raises: CalledProcessError where it fails."""
-    python, script = ROOT / ".venv" / "bin" / "python", ROOT / "docs" / "site" / "commands.py"
-    return subprocess.run([python, script], capture_output=True, text=True, check=True).stdout
+    """Every command's ``--help``, as the command prints it in the environment that has most extras."""
+    pythons = [ROOT / name / "bin" / "python" for name in (".venv-hf", ".venv")]
+    python = next(path for path in pythons if path.exists())
+    done = subprocess.run([python, ROOT / "docs" / "site" / "commands.py"], capture_output=True, text=True)
+    if done.returncode:
+        raise PluginError(f"docs/site/commands.py failed: {done.stderr}")
+    return done.stdout
 
 
 def on_page_markdown(markdown, page, **_):
