@@ -1,6 +1,7 @@
 """Every setter and handle of ``FSDPModule`` does what its name says; none grows a flag nobody reads."""
 
 import inspect
+from collections import Counter
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from shardwright import (
 )
 from shardwright.engine.unit import unit_of
 from shardwright.errors import InputError, StageError
+from shardwright.observe.recording import ring
 from shardwright.schedule.schedule import Event, EventKind, Phase
 from tests.ranks.models import (
     Block,
@@ -264,6 +266,10 @@ def custom(rank, world):
         block.set_custom_reduce_scatter(scatter)
     train_beside(Run.of(model), Run.of(build()), rank, world, 2)
     assert scatter.calls == 2 * 3 and gather.calls >= 2 * 3
+    made = [r for r in ring().records if r.kind == "collective" and "blocks" in "".join(r.groups)]
+    counts = Counter(r.action for r in made)
+    assert counts == {"all-gather": gather.calls, "reduce-scatter": scatter.calls}
+    assert all(r.nbytes > 0 and r.met is (world > 1) and r.issue <= r.end for r in made)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])

@@ -13,7 +13,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from shardwright.transport.base import Comm, Gather, Reduction, Segment
+from shardwright.transport.launches import Launch, LaunchLog
 from shardwright.transport.nccl import padded
+from shardwright.transport.recorder import DONE, clock, recorder
 from shardwright.transport.streams import Streams
 
 
@@ -30,6 +32,7 @@ class CustomComm(Comm):
         self.custom_all_gather = all_gather
         self.custom_reduce_scatter = reduce_scatter
         self.world, self.rank, self.log = inner.world, inner.rank, inner.log
+        self._own_log = inner.log.of_caller
         # What the caller's collectives send and wait isn't known; the transport inside counts its own.
         self.sent_nbytes = 0
         self.exposed_s: float | None = None
@@ -52,8 +55,9 @@ class CustomComm(Comm):
         received = comm.allocate((size * self.world,), dtype=dtype, device=device)
         sent = received.view(self.world, -1)[self.rank]
         torch.cat([row[self.rank] for row in rows], out=sent)
-        work = comm(output_tensor=received, input_tensor=sent, group=self.group, async_op=True)
-        return _CustomGather(work, received.view(self.world, -1), rows)
+        flight = _CallersFlight(self._own_log, self._own_log.launch(key), device)
+        flight.begin(comm, output_tensor=received, input_tensor=sent, group=self.group, async_op=True)
+        return _CustomGather(flight, received.view(self.world, -1), rows)
 
     def reduce_scatter(
         self, segments: Sequence[Segment], dtypes: Sequence[torch.dtype], key: str
@@ -70,16 +74,12 @@ class CustomComm(Comm):
         received = comm.allocate((sum(longest),), dtype=dtype, device=device)
         rows = [flat.view(self.world, -1) for flat in padded(segments, [dtype] * len(segments))]
         torch.cat(rows, 1, out=sent.view(self.world, -1))
-        work = comm(
-            output_tensor=received,
-            input_tensor=sent,
-            group=self.group,
-            op=dist.ReduceOp.SUM,
-            async_op=True,
-        )
+        flight = _CallersFlight(self._own_log, self._own_log.launch(key), device)
+        tensors = {"output_tensor": received, "input_tensor": sent}
+        flight.begin(comm, **tensors, group=self.group, op=dist.ReduceOp.SUM, async_op=True)
         owned = [stop - start for start, stop in (segment.spans[self.rank] for segment in segments)]
         places = zip(received.split(longest), owned, dtypes, strict=True)
-        return _CustomReduction(work, sent, [(place[:numel], kind) for place, numel, kind in places])
+        return _CustomReduction(flight, sent, [(place[:numel], kind) for place, numel, kind in places])
 
     def gather(self, shard: torch.Tensor, spans: Sequence[tuple[int, int]], dst: int) -> torch.Tensor | None:
         """See ``Comm.gather``."""
@@ -92,32 +92,62 @@ class CustomComm(Comm):
         return self.inner.gather_many(shards, spans, dst)
 
 
+class _CallersFlight:
+    """A caller's collective, as the watch and the recorder see it: like one of the transport's own.
+
+    On an accelerator ``wait`` makes the current stream wait, so that nothing tells when it ends.
+    """
+
+    def __init__(self, log: LaunchLog, launch: Launch, device: torch.device) -> None:
+        self._log, self._launch, self._device = log, launch, device
+        self._work: Any = None
+
+    def begin(self, comm: Any, **arguments: Any) -> None:
+        """Call it; it may block, and return None."""
+        with self._log.waiting(self._launch):
+            self._work = comm(**arguments)
+        if self._work is None:
+            self._end()
+
+    def wait(self) -> None:
+        """Wait for what it returned."""
+        if self._work is not None:
+            with self._log.waiting(self._launch):
+                self._work.wait()
+            self._end()
+
+    def _end(self) -> None:
+        if self._device.type == "cpu":
+            all_came = len(self._log.ranks) > 1
+            recorder.write((DONE, self._log.name, self._launch.number, clock(), all_came))
+
+
 class _CustomGather:
     """A caller's all-gather in flight."""
 
-    def __init__(self, work: Any, received: torch.Tensor, rows: list[torch.Tensor]) -> None:
-        self._work = work
+    def __init__(self, flight: _CallersFlight, received: torch.Tensor, rows: list[torch.Tensor]) -> None:
+        self._flight = flight
         self._received = received
         self._rows = rows
 
     def wait(self) -> None:
         """Wait for it, then put every rank's part in its place."""
-        if self._work is not None:
-            self._work.wait()
+        self._flight.wait()
         torch.split_with_sizes_copy(self._received, [row.shape[1] for row in self._rows], 1, out=self._rows)
 
 
 class _CustomReduction:
     """A caller's reduce-scatter in flight."""
 
-    def __init__(self, work: Any, sent: torch.Tensor, sums: list[tuple[torch.Tensor, torch.dtype]]) -> None:
-        self._work = work
+    def __init__(
+        self, flight: _CallersFlight, sent: torch.Tensor, sums: list[tuple[torch.Tensor, torch.dtype]]
+    ) -> None:
+        self._flight = flight
         self._sent: torch.Tensor | None = sent
         self._sums = sums
 
     def wait(self) -> list[torch.Tensor]:
         """Wait for it; the sums in their reduce dtypes."""
-        if self._work is not None:
-            self._work.wait()
+        self._flight.wait()
         self._sent = None
         return [total.to(dtype) for total, dtype in self._sums]

@@ -115,8 +115,16 @@ class LaunchLog:
         self.launched = 0
         self.ring: deque[Launch] = deque(maxlen=RING)
         self.operations = 0
+        self._of_caller: LaunchLog | None = None
         self._of_operations: deque[Launch] = deque(maxlen=2 * RING)
         process_state.add(self)
+
+    @property
+    def of_caller(self) -> "LaunchLog":
+        """Of the caller's own collectives among the same ranks: transports count on the numbers of theirs."""
+        if self._of_caller is None:
+            self._of_caller = LaunchLog(self.ranks, "custom ")
+        return self._of_caller
 
     def travels_on(self, group: ProcessGroup) -> None:
         """From now on its messages go over ``group``, too."""
