@@ -49,7 +49,7 @@ def test_a_containers_bound_counts_all_that_is_in_it_but_files_that_the_kernel_c
     assert (budget.nbytes, budget.held_nbytes()) == (1000000, 600000)
     budget.check(400000, 0, "unsharding layers.3")
     with pytest.raises(
-        OutOfMemory, match=r"rank 3, unsharding layers\.3: its container holds 0.6 MiB and needs"
+        OutOfMemory, match=r"rank 3, unsharding layers\.3: its container holds 585.9 KiB and needs"
     ):
         budget.check(400001, 3, "unsharding layers.3")
 

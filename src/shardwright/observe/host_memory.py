@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from shardwright.errors import ConfigError, OutOfMemory
+from shardwright.observe.status import in_words
 from shardwright.transport.cpu.libc import LIBC
 from shardwright.transport.cpu.pages import POOL
 
@@ -87,10 +88,10 @@ class Budget:
         held = self.held_nbytes()
         if held + more_nbytes > self.nbytes:
             whose = "its container" if self.container else "this process"
-            more = f" and needs {_mib(more_nbytes)} more" if more_nbytes else ""
+            more = f" and needs {in_words(more_nbytes)} more" if more_nbytes else ""
             raise OutOfMemory(
-                f"rank {rank}, {doing}: {whose} holds {_mib(held)}{more}, expected at most "
-                f"{_mib(self.nbytes)} ({VARIABLE}={os.environ.get(VARIABLE, '')}). Raise that where the "
+                f"rank {rank}, {doing}: {whose} holds {in_words(held)}{more}, expected at most "
+                f"{in_words(self.nbytes)} ({VARIABLE}={os.environ.get(VARIABLE, '')}). Raise that where the "
                 "machine has more, or have the step hold less"
             )
 
@@ -142,7 +143,3 @@ def _container_nbytes(root: Path) -> int:
             'a number as "6GiB" where the container has no bound of its own, or no cgroup of version 2'
         )
     return int(text)
-
-
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / 2**20:,.1f} MiB"

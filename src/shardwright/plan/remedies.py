@@ -16,6 +16,7 @@ from shardwright.engine.unit import Unit, unit_of, units_in
 from shardwright.errors import ConfigError, InputError
 from shardwright.module import original_class
 from shardwright.observe.memory import Category
+from shardwright.observe.status import in_words
 from shardwright.plan.cluster import Cluster, DeviceSpec, device
 from shardwright.plan.predict import Choice
 from shardwright.plan.search import Candidate, Space, Tried, any_loss, space_of
@@ -55,7 +56,8 @@ def changes_that_fit(case: Exhausted) -> list[str]:
             for s in space.values["split"][1:]
         ]
         found = sorted(found + _fastest(space, both, base, room), key=lambda one: one.step_s)
-    head = f"As it is, a step takes {_mib(base.nbytes + more)} at most, of {_mib(case.capacity_nbytes)}"
+    most, there_is = in_words(base.nbytes + more), in_words(case.capacity_nbytes)
+    head = f"As it is, a step takes {most} at most, of {there_is}"
     if not found:
         least = min(map(space.price, changes), key=lambda one: one.nbytes)
         return [
@@ -96,11 +98,7 @@ def _in_words(space: Space, plain: Candidate, one: Tried, base: Tried, more: int
     if new.base != plain.base:
         words.append("quantise the frozen weights (quantize_)")
     longer = one.step_s / base.step_s - 1
-    return f"{' and '.join(words)}: {_mib(one.nbytes + more)}, a step takes {longer:+.1%}"
-
-
-def _mib(nbytes: float) -> str:
-    return f"{nbytes / 2**20:,.1f} MiB"
+    return f"{' and '.join(words)}: {in_words(one.nbytes + more)}, a step takes {longer:+.1%}"
 
 
 def _space(case: Exhausted) -> tuple[Space, Candidate]:
