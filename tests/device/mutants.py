@@ -84,6 +84,7 @@ KINDS_OF: dict[str, tuple[str, ...]] = {
 """By file the kinds of schedules that show what is left out of it; where a file isn't listed any may."""
 ELSEWHERE = {
     "transport/cpu/": "moves bytes of hosts",
+    "transport/device_times.py": "takes times, which nothing waits for",
     "transport/abort.py": "ends connections of hosts",
     "observe/": "threads of the host that look at other ranks",
     "train/": "processes of the host, and the agreement of ranks before files are written",

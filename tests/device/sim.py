@@ -39,6 +39,21 @@ class Event:
 
     def __init__(self, stream: "Stream") -> None:
         self.stream, self.number = stream, stream.queued
+        self.at = 0.0
+
+    def record(self, stream: "Stream") -> None:
+        """As torch.Event, of one that takes times: record it (again), with the time at which it is passed."""
+        stream.put(lambda: setattr(self, "at", stream.device.world.now_s))
+        self.stream, self.number = stream, stream.queued
+
+    def query(self) -> bool:
+        """As torch.Event."""
+        return self.done
+
+    def elapsed_time(self, other: "Event") -> float:
+        """As torch.Event: milliseconds, of two that are passed."""
+        assert self.done and other.done, "torch raises here"
+        return 1e3 * (other.at - self.at)
 
     @property
     def done(self) -> bool:
@@ -333,6 +348,8 @@ class World:
 
     def __init__(self, size: int, seed: int, swapped: list[tuple[Any, str]] | None = None) -> None:
         self.random = random.Random(seed)
+        self.now_s = 0.0
+        """Simulated time: each operation takes a millisecond, whatever runs beside it."""
         self.pace = self.random.choice((0.0, 0.2, 1.0, 3.0))  # kernels run for each that is launched
         self.candidates: dict[Stream, None] = {}
         """Streams that may be ready."""
@@ -364,6 +381,7 @@ class World:
             return False
         stream = self.random.choices(ready, [stream.weight for stream in ready])[0]
         self._running = True
+        self.now_s += 1e-3
         try:
             with torch._C._AutoDispatchBelowAutograd():
                 stream.run()

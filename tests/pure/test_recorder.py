@@ -10,8 +10,11 @@ from shardwright.observe import recording
 from shardwright.observe.clocks import offsets, on_one_clock
 from shardwright.observe.drawing import Bar, Drawing
 from shardwright.observe.recording import Record, RecordedStep, Ring, load, write
+from shardwright.observe.step_memory import levels
 from shardwright.observe.step_page import draw
-from shardwright.transport.recorder import MOST, SPAN, STEPS, Recorder
+from shardwright.schedule.schedule import Action, ActionKind
+from shardwright.transport.launches import Launch
+from shardwright.transport.recorder import ACTION, DEVICE, LAUNCH, MOST, SPAN, STALL, STEPS, Label, Recorder
 
 
 def filled(steps: int, records: int) -> Recorder:
@@ -139,3 +142,72 @@ def test_a_block_of_the_users_loop_is_on_record_by_its_name():
     with record_function("augment"):
         pass
     assert ("span", "augment") in [(each.kind, each.action) for each in recording.ring().records]
+
+
+def on_a_device() -> Ring:
+    """Two all-gathers of which the compute stream waits for the second one, and a reduction beside it."""
+    reader = recording._Reader([RecordedStep(1, 0.0, 10.0)])
+    labels = (Label("blocks.0", 100, 100), Label("blocks.1", 100, 100))
+    launches = [
+        (Launch(1, "all-gather blocks.0", "forward", 1), 0, 1.0),
+        (Launch(2, "all-gather blocks.1", "forward", 1), 1, 1.2),
+        (Launch(3, "reduce-scatter blocks.1", "backward", 1), 1, 1.4),
+    ]
+    for launch, place, at in launches:
+        kind = ActionKind.REDUCE if launch.number == 3 else ActionKind.UNSHARD
+        reader.read[LAUNCH]("cuda", launch, at)
+        reader.read[ACTION](labels, Action(kind, (place,)), at - 0.1, at + 0.05)
+    for device in ((1, 1.1, 2.0), (2, 2.0, 5.0), (3, 5.5, 7.0)):
+        reader.read[DEVICE]("cuda", *device)
+    for number, at in ((1, 1.5), (2, 3.0), (3, 8.0)):
+        reader.read[STALL]("cuda", number, at)
+    return Ring(0, 1, "", {"cuda": (0, 1)}, list(reader.steps), reader.records(), [])
+
+
+def test_on_a_device_collectives_stand_where_it_ran_them_and_waits_are_its_own():
+    found = on_a_device().records
+    ran = {r.number: (r.action, r.groups, r.issue, r.start, r.end) for r in found if r.kind == "collective"}
+    assert ran == {
+        1: ("all-gather", ("blocks.0",), 1.0, 1.1, 2.0),
+        2: ("all-gather", ("blocks.1",), 1.2, 2.0, 5.0),
+        3: ("reduce-scatter", ("blocks.1",), 1.4, 5.5, 7.0),
+    }
+    assert [(r.action, r.groups, r.start, r.end) for r in found if r.kind == "device"] == [
+        ("all-gather", ("blocks.0",), 1.5, 2.0),
+        ("compute", ("blocks.0",), 2.0, 3.0),
+        ("all-gather", ("blocks.1",), 3.0, 5.0),
+        ("compute", ("blocks.1",), 5.0, 8.0),
+    ]
+
+
+def test_the_page_of_a_device_has_a_lane_for_the_host():
+    drawing = draw([on_a_device()])
+    assert drawing.lanes == tuple(
+        f"rank 0 {lane}" for lane in ("host", "compute", "gather", "reduce", "wait")
+    )
+    assert [(bar.start, bar.end) for bar in drawing.bars if bar.row == "rank 0 wait"] == [
+        (1.5, 2.0),
+        (3.0, 5.0),
+    ]
+    assert [(each.start, each.end) for each in drawing.shades] == [(1.5, 2.0), (3.0, 5.0)]
+    assert {"forward of blocks.0", "forward of blocks.1"} <= {bar.label for bar in drawing.bars}
+
+
+def test_memory_is_drawn_by_what_it_is_for():
+    ring = on_a_device()._replace(
+        memory=[(1.0, 30), (4.0, 60)], held=[(3.5, 1000, 200, 50), (9.0, 700, 200, 50)]
+    )
+    found = {level.at: dict(level.nbytes) for level in levels(ring)}
+    assert found[3.5] == {
+        "states": 200,
+        "unsharded": 30,
+        "gradients": 0,
+        "activations": 720,
+        "other": 50,
+    }
+    assert found[4.0]["unsharded"] == 60
+    assert found[5.5]["gradients"] == 100  # whole
+    assert found[7.0]["gradients"] == 50  # a shard of it
+    assert found[9.0]["activations"] == 700 - 200 - 50 - 60 - 50
+    again = Ring.from_bytes(ring.to_bytes())
+    assert again.held == ring.held

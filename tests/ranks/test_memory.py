@@ -15,12 +15,16 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from shardwright import SchedulePolicy, fully_shard
+from shardwright.engine import held_memory
 from shardwright.errors import StageError
 from shardwright.observe.host_memory import VARIABLE, resident_nbytes
 from shardwright.observe.memory import NO_GROUP, Category
+from shardwright.observe.recording import ring
+from shardwright.observe.step_memory import levels
 from shardwright.plan.host import Rank, live_bytes
 from shardwright.plan.predict import Choice, workload_of
 from shardwright.plan.presets import preset, schedule
+from shardwright.transport.recorder import clock
 from tests.ranks.live import LiveStorages, storages_here
 from tests.ranks.planned import MODELS, loss_of
 from tests.ranks.pool import run_ranks
@@ -115,6 +119,34 @@ def activations(rank, world):
     os.unlink(page)
     after = model.memory().by_category[Category.ACTIVATIONS]
     return kept, seen[-2].by_category[Category.ACTIVATIONS] / MIB, last, after, str(log), text, by_group
+
+
+def drawn(rank, world):
+    """What the page of a step says in the middle of a forward, and what is counted there; in MiB."""
+    held_memory.PAUSE = 0  # ask the allocator at every event
+    seen = []
+    look = Inside(lambda: seen.append((clock(), model.memory())))
+    model = nn.Sequential(Keeps(8), Keeps(24), look, Keeps(4), nn.Linear(4, 64 * MIB // 16))
+    fully_shard(model, groups=[["0"], ["1"], ["3"], ["4"]])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(4):
+        step(model, torch.ones(4, 4))
+        optimizer.step()
+        optimizer.zero_grad()
+    at, report = seen[-1]
+    level = [each for each in levels(ring()) if each.at <= at][-1]
+    of_page = {name: nbytes / MIB for name, nbytes in level.nbytes.items()}
+    return of_page, {str(name): nbytes / MIB for name, nbytes in report.by_category.items()}
+
+
+def test_the_page_of_a_step_has_memory_by_category():
+    for page, counted in run_ranks(2, drawn):
+        assert page["states"] == counted["states"] > 90
+        assert page["unsharded"] == counted["unsharded"]
+        assert page["gradients"] == counted["gradients"] == 0
+        assert page["activations"] == pytest.approx(counted["activations"], abs=2)
+        assert page["activations"] > 30
+        assert page["other"] == pytest.approx(counted["other"], abs=2)
 
 
 def test_activations_are_booked_to_the_group_whose_forward_keeps_them():

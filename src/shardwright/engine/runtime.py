@@ -294,6 +294,7 @@ class Runtime:
                 )
             else:
                 self._write_down(step, start)
+            self.executor.memory.sample(start, self.groups[0].axis.device)
 
     def end(self, failed: bool = False) -> None:
         """Leave the phase.

@@ -10,6 +10,8 @@ runtime     an event ("F+"), "begin", "end"     a call of the runtime; what is d
 action      an action ("unshard"), "words"      one action, on the host; "words": ranks agree
 wait        a verb ("all-gather")               the training thread is blocked until others come
 background  a verb                              the same of another thread
+device      "compute", or a verb                the compute stream of an accelerator between two waits for
+                                                collectives; or in such a wait
 collective  a verb                              from its launch until all that it brings is there; it may lie
                                                 beside compute
 
@@ -30,15 +32,19 @@ import torch.distributed as dist
 
 from shardwright.errors import InputError
 from shardwright.schedule.schedule import Action, ActionKind, Event, EventKind, Phase
+from shardwright.transport.device_times import read_device_times
 from shardwright.transport.launches import Launch, process_state
 from shardwright.transport.recorder import (
     ACTION,
     CALL,
+    DEVICE,
     DONE,
+    HELD,
     LAUNCH,
     LINE,
     PHASE,
     SPAN,
+    STALL,
     STEPS,
     WAIT,
     Label,
@@ -50,7 +56,7 @@ VERBS = ("all-gather", "reduce-scatter", "all-reduce")
 _HALVES = ("reduce", "spread")  # of an all-reduce
 _OF_GRADS = {ActionKind.REDUCE, ActionKind.ACCUMULATE, ActionKind.WAIT_REDUCE, ActionKind.ALL_REDUCE}
 _SEEN = ("compute", "outside", "span")
-_FORMAT = 1
+_FORMAT = 2
 
 
 class Record(NamedTuple):
@@ -91,7 +97,8 @@ class Ring(NamedTuple):
     """What one rank did in its last steps.
 
     transports: by name, the ranks of the job that each has. steps: the last of them is the running one.
-    records: by start. memory: seconds, and bytes of unsharded buffers from then on.
+    records: by start. memory: seconds, and bytes of unsharded buffers from then on. held: seconds, and bytes
+    then: in all, of shards with the optimizer's states, and of what is no model's.
     """
 
     rank: int
@@ -101,6 +108,7 @@ class Ring(NamedTuple):
     steps: list[RecordedStep]
     records: list[Record]
     memory: list[tuple[float, int]]
+    held: list[tuple[float, int, int, int]] = []  # noqa: RUF012
 
     def to_bytes(self) -> bytes:
         """Compressed JSON."""
@@ -116,13 +124,16 @@ class Ring(NamedTuple):
                 for each in self.records
             ],
             memory=[(at - by, nbytes) for at, nbytes in self.memory],
+            held=[(at - by, *nbytes) for at, *nbytes in self.held],
         )
 
     @staticmethod
     def from_bytes(data: bytes) -> "Ring":
         """The ring that ``to_bytes`` wrote. Raises: InputError for anything else."""
         try:
-            version, rank, world, host, transports, steps, records, memory = json.loads(gzip.decompress(data))
+            version, rank, world, host, transports, steps, records, memory, held = json.loads(
+                gzip.decompress(data)
+            )
             if version != _FORMAT:
                 raise ValueError(f"format {version}")
             return Ring(
@@ -133,6 +144,7 @@ class Ring(NamedTuple):
                 [RecordedStep(*step) for step in steps],
                 [Record(*each)._replace(groups=tuple(each[2])) for each in records],
                 [(at, nbytes) for at, nbytes in memory],
+                [(at, whole, states, other) for at, whole, states, other in held],
             )
         except (OSError, ValueError, TypeError, EOFError) as error:
             raise InputError(
@@ -143,6 +155,7 @@ class Ring(NamedTuple):
 
 def ring(last: int = STEPS) -> Ring:
     """The last steps of this process, the running one among them. Any thread may ask."""
+    read_device_times()
     kept, ended_s = recorder.steps(), recorder.ended_s
     starts = [(number, at) for number, at, _ in kept]
     if ended_s is not None:
@@ -162,6 +175,7 @@ def ring(last: int = STEPS) -> Ring:
         steps,
         reader.records(),
         [each for each in reader.memory if each[0] >= steps[0].start],
+        [each for each in reader.held if each[0] >= steps[0].start],
     )
 
 
@@ -218,6 +232,7 @@ class _Collective:
     met: bool = False
     groups: tuple[str, ...] = ()
     nbytes: int = 0
+    start: float = 0.0  # on a device
 
 
 @dataclass
@@ -226,6 +241,8 @@ class _Reader:
 
     steps: Sequence[RecordedStep]
     memory: list[tuple[float, int]] = field(default_factory=list)
+    held: list[tuple[float, int, int, int]] = field(default_factory=list)
+    _stalls: list[tuple[float, str, int]] = field(default_factory=list)
     _found: list[Record] = field(default_factory=list)
     _calls: list[tuple[float, float, tuple[Any, ...]]] = field(default_factory=list)
     _spans: list[tuple[float, float]] = field(default_factory=list)
@@ -243,6 +260,9 @@ class _Reader:
             DONE: self._done,
             SPAN: self._span,
             LINE: self._line,
+            DEVICE: self._device,
+            STALL: self._stall,
+            HELD: lambda *held: self.held.append(held),
         }
 
     def _call(self, labels: Any, event: Event, _: Any, start: float, end: float, held_nbytes: int) -> None:
@@ -295,6 +315,14 @@ class _Reader:
         if known is not None:
             known.end, known.met = at, met or known.met
 
+    def _device(self, transport: str, number: int, start: float, end: float) -> None:
+        known = self._collectives.get((transport, number))
+        if known is not None:  # what a device has ended all ranks had launched
+            known.start, known.end, known.met = start, end, True
+
+    def _stall(self, transport: str, number: int, at: float) -> None:
+        self._stalls.append((at, transport, number))
+
     def _span(self, what: str, note: str, start: float, end: float) -> None:
         if what != "gc":
             self._spans.append((start, end))
@@ -318,10 +346,12 @@ class _Reader:
             self._found.append(
                 Record(
                     "collective", _verb(each.launch.key), each.groups, self._step(each.at), each.phase,
-                    each.nbytes, each.at, each.at, each.end, transport, number, each.launch.key, each.met,
+                    each.nbytes, each.at, each.start or each.at, each.end, transport, number,
+                    each.launch.key, each.met,
                 )
             )  # fmt: skip
         self._stretches()
+        self._on_device()
         self._say_lines()
         first = self.steps[0].start
         return sorted((each for each in self._found if each.end >= first), key=lambda each: each.start)
@@ -359,6 +389,23 @@ class _Reader:
         end = self.steps[-1].end
         if not phases and end > before:
             self._outside("user", before, end)
+
+    def _on_device(self) -> None:
+        """What the compute stream did: it waits for a collective until that has ended, then goes on."""
+        went, groups, phase = 0.0, (), ""
+        for at, transport, number in sorted(self._stalls):
+            known = self._collectives.get((transport, number))
+            if went and at > went:
+                self._add("device", "compute", groups, went, at, phase=phase)
+            if known is None or not known.start:
+                went = 0.0  # it isn't known when it went on
+                continue
+            went = max(at, went, known.end)
+            if known.end > at:
+                more = {"phase": known.phase, "note": known.launch.key}
+                self._add("device", _verb(known.launch.key), known.groups, at, known.end, **more)
+            if _verb(known.launch.key) == "all-gather":
+                groups, phase = known.groups, known.phase
 
     def _outside(self, what: str, start: float, end: float) -> None:
         """Less what somebody has said of it."""

@@ -2,20 +2,23 @@
 
 Lanes of each rank: compute (what its training thread does: the model, the loss, the optimizer, data, ...),
 gather and reduce (collectives, from their launch until what they bring is there) and wait (the thread is
-blocked until others come). Behind them exposed communication is shaded: the thread launches, moves bytes or
-waits. An arrow leads from each wait to the rank that came last, and to what that did then.
+blocked until others come). On an accelerator compute and wait are those of its compute stream, collectives
+stand where the device ran them, and the training thread has a lane of its own (host). Behind them exposed
+communication is shaded: the thread launches, moves bytes or waits, or the device waits. An arrow leads from
+each wait to the rank that came last, and to what that did then.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from shardwright.errors import InputError, MissingExtra
 from shardwright.observe.clocks import offsets, on_one_clock
-from shardwright.observe.drawing import Arrow, Bar, Drawing, Level, Shade
+from shardwright.observe.drawing import Arrow, Bar, Drawing, Shade
 from shardwright.observe.late import LateRank, called, collective, doing, late_ranks
 from shardwright.observe.recording import Record, Ring
 from shardwright.observe.status import in_words
+from shardwright.observe.step_memory import levels
 from shardwright.observe.trace_events import trace_events
 from shardwright.planned import Plan
 
@@ -65,7 +68,8 @@ def _chosen(rings: Sequence[Ring], count: int) -> list[Ring]:
         start, end = steps[0].start, steps[-1].end
         records = [each for each in ring.records if each.start < end and each.end > start]
         memory = [each for each in ring.memory if start <= each[0] <= end]
-        kept.append(ring._replace(steps=steps, records=records, memory=memory))
+        held = [each for each in ring.held if start <= each[0] <= end]
+        kept.append(ring._replace(steps=steps, records=records, memory=memory, held=held))
     first = min(ring.steps[0].start for ring in kept)
     return [ring.shifted(first) for ring in kept]
 
@@ -80,13 +84,17 @@ def draw(rings: Sequence[Ring], predicted: Predicted | None = None, error_s: flo
     shades: list[Shade] = []
     for ring in rings:
         name = f"rank {ring.rank}"
-        lanes += [f"{name} {lane}" for lane in ("compute", "gather", "reduce", "wait")]
-        bars += [bar for each in ring.records if (bar := _bar(name, each)) is not None]
-        moved = ((r.start, r.end) for r in ring.records if r.kind == "action" and r.action in _MOVES)
-        shades += [Shade(f"{name} compute", f"{name} wait", *each) for each in _joined(moved)]
+        thread = _threads(ring)[0]
+        lanes += [f"{name} {lane}" for lane in dict.fromkeys((thread, "compute", "gather", "reduce", "wait"))]
+        bars += [bar for each in ring.records if (bar := _bar(name, thread, each)) is not None]
+        shades += [Shade(f"{name} compute", f"{name} wait", *each) for each in _exposed(ring)]
         notes.append(_shares(ring))
     found = sorted(late_ranks(rings), key=lambda each: each.wait.start - each.wait.end)
-    bars += [Bar(f"rank {each.rank} wait", each.text(), each.wait.start, each.wait.end) for each in found]
+    threads = {ring.rank: _threads(ring) for ring in rings}
+    bars += [
+        Bar(f"rank {each.rank} {threads[each.rank][1]}", each.text(), each.wait.start, each.wait.end)
+        for each in found
+    ]
     long = [each for each in found if each.fault_s > _SHOWN * (end - start)]
     notes = [*notes[: 2 * _NOTES], *(each.text() for each in long[:_NOTES])]
     if len(rings) > 1:
@@ -97,9 +105,9 @@ def draw(rings: Sequence[Ring], predicted: Predicted | None = None, error_s: flo
     return Drawing(
         f"{which} on {ranks}: {1e3 * (end - start):.1f} ms",
         tuple(bars),
-        tuple(_levels(max(rings, key=lambda ring: max((n for _, n in ring.memory), default=0)))),
+        tuple(levels(max(rings, key=lambda ring: max((n for _, n in ring.memory), default=0)))),
         lanes=tuple(lanes),
-        arrows=tuple(_arrow(each) for each in long[:_MOST_ARROWS]),
+        arrows=tuple(_arrow(each, threads) for each in long[:_MOST_ARROWS]),
         shades=tuple(shades),
         notes=tuple(notes),
     )
@@ -123,22 +131,42 @@ def _predicted_bars(predicted: Predicted | None, start: float) -> tuple[list[Bar
     return moved, rows, [f"planned: {1e3 * step_s:.1f} ms"]
 
 
-def _bar(name: str, record: Record) -> Bar | None:
+def _threads(ring: Ring) -> tuple[str, str]:
+    """The lanes of the training thread and of its waits. On an accelerator both are a lane of its own: the
+    others then show what the device did."""
+    on_device = any(each.kind == "device" for each in ring.records)
+    return ("host", "host") if on_device else ("compute", "wait")
+
+
+def _exposed(ring: Ring) -> list[tuple[float, float]]:
+    """When communication was waited for and nothing computed: by the device, or else by the thread."""
+    if _threads(ring)[0] == "host":
+        moved = [r for r in ring.records if r.kind == "device" and r.action != "compute"]
+    else:
+        moved = [r for r in ring.records if r.kind == "action" and r.action in _MOVES]
+    return _joined((each.start, each.end) for each in moved)
+
+
+def _bar(name: str, thread: str, record: Record) -> Bar | None:
     times = record.start, record.end
-    if record.kind == "compute":
+    if record.kind == "compute" or (record.kind, record.action) == ("device", "compute"):
         of = called(record.groups) or "what is around groups"
-        return Bar(f"{name} compute", f"{record.phase} of {of}", *times, "compute")
+        lane = thread if record.kind == "compute" else "compute"
+        return Bar(f"{name} {lane}", f"{record.phase} of {of}", *times, "compute")
+    if record.kind == "device":
+        return Bar(f"{name} wait", f"waits for {record.note}", *times, "wait")
     if record.kind in ("outside", "span", "gc"):
-        return Bar(f"{name} compute", doing(record), *times, record.action or "gc")
+        return Bar(f"{name} {thread}", doing(record), *times, record.action or "gc")
     if record.kind == "collective" and record.action in _LANES:
         size = f" ({in_words(record.nbytes)})" if record.nbytes else ""
         return Bar(f"{name} {_LANES[record.action]}", f"{collective(record)}{size}", *times)
     return None
 
 
-def _arrow(late: LateRank) -> Arrow:
-    own = f"rank {late.late} {'wait' if late.did is not None and late.did.kind == 'wait' else 'compute'}"
-    return Arrow(late.text(), f"rank {late.rank} wait", late.wait.end, own, late.came_s)
+def _arrow(late: LateRank, threads: Mapping[int, tuple[str, str]]) -> Arrow:
+    did_wait = late.did is not None and late.did.kind == "wait"
+    own = f"rank {late.late} {threads[late.late][did_wait]}"
+    return Arrow(late.text(), f"rank {late.rank} {threads[late.rank][1]}", late.wait.end, own, late.came_s)
 
 
 def _shares(ring: Ring) -> str:
@@ -147,12 +175,11 @@ def _shares(ring: Ring) -> str:
     seconds = {"compute": 0.0, "exposed communication": 0.0, "optimizer": 0.0}
     for each in ring.records:
         took = min(each.end, ring.steps[-1].end) - max(each.start, ring.steps[0].start)
-        if each.kind == "compute":
-            seconds["compute"] += took
+        if each.kind == ("device" if _threads(ring)[0] == "host" else "compute"):
+            seconds["compute"] += took if each.action in ("", "compute") else 0.0
         elif each.kind in ("outside", "span"):
             seconds[each.action] = seconds.get(each.action, 0.0) + took
-    moved = [(r.start, r.end) for r in ring.records if r.kind == "action" and r.action in _MOVES]
-    seconds["exposed communication"] = sum(end - start for start, end in _joined(moved))
+    seconds["exposed communication"] = sum(end - start for start, end in _exposed(ring))
     shown = ", ".join(
         f"{name} {100 * each / whole:.1f}%" for name, each in seconds.items() if each > 5e-4 * whole
     )
@@ -168,23 +195,3 @@ def _joined(times: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
         else:
             found.append((start, end))
     return found
-
-
-def _levels(ring: Ring) -> list[Level]:
-    """Unsharded parameters, and gradients from a group's backward on to the end of its reduction."""
-    began: dict[str, float] = {}
-    changes: list[tuple[float, int]] = []
-    for each in ring.records:
-        if each.kind == "runtime" and each.action == "B+":
-            began.update(dict.fromkeys(each.groups, each.start))
-        elif each.kind == "collective" and each.action == "reduce-scatter":
-            start = min((began.get(name, each.start) for name in each.groups), default=each.start)
-            changes += [(start, each.nbytes), (each.end, -each.nbytes)]
-    levels, unsharded, grads = [], 0, 0
-    moments = [(at, 0, nbytes, True) for at, nbytes in ring.memory]
-    moments += [(at, nbytes, 0, False) for at, nbytes in changes]
-    for at, more, held, is_held in sorted(moments):
-        unsharded = held if is_held else unsharded
-        grads += more
-        levels.append(Level(at, {"unsharded": unsharded, "gradients": grads}, f"rank {ring.rank}"))
-    return levels

@@ -1,17 +1,19 @@
 """Rings as trace events, which Perfetto and Chrome's about:tracing read (the JSON Trace Event Format).
 
-A process for each rank; in it the training thread, whose events lie inside of one another (``X``), tracks of
-collectives, which may lie beside each other (async ``b`` and ``e``), flows from late ranks to waits (``s``
-and ``f``) and a counter of memory (``C``). Times are microseconds.
+A process for each rank; in it the training thread, whose events lie inside of one another (``X``), on an
+accelerator its compute stream, tracks of collectives, which may lie beside each other (async ``b`` and
+``e``), flows from late ranks to waits (``s`` and ``f``) and a counter of memory (``C``). Times are
+microseconds.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
-from shardwright.observe.late import doing, late_ranks
+from shardwright.observe.late import called, doing, late_ranks
 from shardwright.observe.recording import VERBS, Record, Ring
+from shardwright.observe.step_memory import levels
 
-_THREAD = 1
+_THREAD, _DEVICE = 1, 2
 
 
 def trace_events(rings: Sequence[Ring]) -> dict[str, Any]:
@@ -24,12 +26,13 @@ def trace_events(rings: Sequence[Ring]) -> dict[str, Any]:
             {"ph": "M", "name": "process_sort_index", "args": {"sort_index": ring.rank}} | who,
             {"ph": "M", "name": "thread_name", "args": {"name": "training thread"}} | who,
         ]
+        if any(each.kind == "device" for each in ring.records):
+            stream = {"args": {"name": "compute stream"}, "pid": ring.rank, "tid": _DEVICE}
+            events.append({"ph": "M", "name": "thread_name"} | stream)
         for each in ring.records:
             events += _collective(ring.rank, each) if each.kind == "collective" else _own(ring.rank, each)
-        for at, nbytes in ring.memory:
-            events.append(
-                {"ph": "C", "name": "unsharded bytes", "ts": _us(at), "args": {"bytes": nbytes}} | who
-            )
+        for level in levels(ring):
+            events.append({"ph": "C", "name": "bytes", "ts": _us(level.at), "args": dict(level.nbytes)} | who)
     for number, each in enumerate(late_ranks(rings)):
         flow = {"name": "late", "cat": "late", "id": number}
         came_s = min(each.came_s, each.wait.end)
@@ -44,13 +47,17 @@ def trace_events(rings: Sequence[Ring]) -> dict[str, Any]:
 def _own(rank: int, record: Record) -> list[dict[str, Any]]:
     if record.kind == "background":
         return []
+    on_device = record.kind == "device"
     name = f"waits in {record.note}" if record.kind == "wait" else doing(record)
+    if on_device:
+        computes = f"{record.phase} of {called(record.groups)}"
+        name = computes if record.action == "compute" else f"waits for {record.note}"
     event = {
         "ph": "X",
         "name": name,
         "cat": record.kind,
         "pid": rank,
-        "tid": _THREAD,
+        "tid": _DEVICE if on_device else _THREAD,
         "ts": _us(record.start),
     }
     return [event | {"dur": max(0.0, _us(record.end) - _us(record.start)), "args": _args(record)}]
@@ -66,7 +73,7 @@ def _collective(rank: int, record: Record) -> list[dict[str, Any]]:
         "pid": rank,
         "tid": _THREAD,
     }
-    begins = {"ph": "b", "ts": _us(record.issue), "args": _args(record)} | track
+    begins = {"ph": "b", "ts": _us(record.start), "args": _args(record)} | track
     return [begins, {"ph": "e", "ts": _us(record.end)} | track]
 
 

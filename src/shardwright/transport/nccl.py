@@ -13,7 +13,7 @@ twice the bytes, and sums in an order of its own.
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from shardwright.schedule.layout import pack
 from shardwright.torch_private import foreach_copy_, foreach_zero_
 from shardwright.transport.base import Comm, Reduction, Segment
 from shardwright.transport.collect import collect
+from shardwright.transport.device_times import DeviceTimes
 from shardwright.transport.launches import Launch, LaunchLog
 from shardwright.transport.recorder import DONE, clock, recorder
 from shardwright.transport.streams import Due, Streams
@@ -73,7 +74,7 @@ class NcclComm(Comm):
 
     def all_gather(self, segments: Sequence[Segment], key: str) -> "_NcclGather":
         """See ``Comm.all_gather``. In place: each rank's input is its own span of the output."""
-        flight = _Flight(self, self.log.launch(key), [])
+        flight = _Flight(self, self.log.launch(key))
         if self.streams is None:
             self._launch_gather(flight, segments)
             return _NcclGather(flight, None, None)
@@ -83,6 +84,7 @@ class NcclComm(Comm):
         return _NcclGather(flight, self.streams, due)
 
     def _launch_gather(self, flight: "_Flight", segments: Sequence[Segment]) -> None:
+        flight.begin()
         for members in _by_dtype([s.flat for s in segments]).values() if self.world > 1 else ():
             outputs = [segments[i].flat for i in members]
             inputs = [flat.view(self.world, -1)[self.rank] for flat in outputs]
@@ -97,12 +99,13 @@ class NcclComm(Comm):
                     dist.all_gather_single(full, shard, self._gather_group, async_op=True)
                     for full, shard in zip(whole, parts, strict=True)
                 )
+        flight.launched()
 
     def reduce_scatter(
         self, segments: Sequence[Segment], dtypes: Sequence[torch.dtype], key: str
     ) -> "_NcclReduction":
         """See ``Comm.reduce_scatter``. Sums in NCCL's order: repeatable for one world, not a fixed one."""
-        flight = _Flight(self, self.log.launch(key), [])
+        flight = _Flight(self, self.log.launch(key))
         owned = [stop - start for start, stop in [segment.spans[self.rank] for segment in segments]]
         if self.streams is None or self.world == 1:  # alone there is nothing to run beside
             inputs, outputs = self._launch_reduction(flight, segments, dtypes)
@@ -121,6 +124,7 @@ class NcclComm(Comm):
         if self.world == 1:
             return inputs, inputs
         outputs = [flat.new_empty(flat.numel() // self.world) for flat in inputs]
+        flight.begin()
         for members in _by_dtype(inputs).values():
             self.sent_nbytes += sum([outputs[i].nbytes for i in members]) * (self.world - 1)
             if self._coalesce:
@@ -137,6 +141,7 @@ class NcclComm(Comm):
                     dist.reduce_scatter_single(outputs[i], inputs[i], group=self._reduce_group, async_op=True)
                     for i in members
                 )
+        flight.launched()
         return inputs, outputs
 
     def all_reduce(self, values: Sequence[torch.Tensor], key: str) -> Reduction:
@@ -148,7 +153,8 @@ class NcclComm(Comm):
         """
         if self.streams is None:
             return super().all_reduce(values, key)
-        flight = _Flight(self, self.log.launch(key), [])
+        flight = _Flight(self, self.log.launch(key))
+        flight.begin()
         for members in _by_dtype(values).values():
             sums = [values[index] for index in members]
             self.sent_nbytes += sum([each.nbytes for each in sums]) * 2 * (self.world - 1) // self.world
@@ -156,6 +162,7 @@ class NcclComm(Comm):
             options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
             options.asyncOp = True
             flight.add(self._reduce_group.allreduce_coalesced(sums, options))
+        flight.launched()
         return _NcclReduction(flight, ([], list(values), [each.numel() for each in values]), None, None)
 
     def gather(self, shard: torch.Tensor, spans: Sequence[tuple[int, int]], dst: int) -> torch.Tensor | None:
@@ -170,12 +177,34 @@ class NcclComm(Comm):
         return collect(self, shards, spans, dst)
 
 
-class _Flight(NamedTuple):
+class _Flight:
     """A collective in flight. On CUDA ``wait`` makes the current stream wait for it, elsewhere the host."""
 
-    comm: NcclComm
-    launch: Launch
-    works: list[Any]
+    __slots__ = ("_begun", "comm", "launch", "works")
+
+    def __init__(self, comm: NcclComm, launch: Launch) -> None:
+        self.comm, self.launch = comm, launch
+        self.works: list[Any] = []
+        self._begun: Any = None
+
+    @property
+    def _times(self) -> DeviceTimes | None:
+        return self.comm.streams.times if self.comm.streams is not None and self.comm.world > 1 else None
+
+    def begin(self) -> None:
+        """Its operations are launched next, on the current stream."""
+        if (times := self._times) is not None:
+            self._begun = times.begin()
+
+    def launched(self) -> None:
+        """They are."""
+        if (times := self._times) is not None:
+            times.end(self._begun, self.comm.log.name, self.launch, self.works)
+
+    def stall(self) -> None:
+        """The current stream comes to wait for it."""
+        if self.works and (times := self._times) is not None:
+            times.stall(self.comm.log.name, self.launch)
 
     def add(self, work: Any) -> None:
         """An operation of the device's, which are all on one process group."""
@@ -202,6 +231,7 @@ class _NcclGather:
 
     def wait(self) -> None:
         """Make the current stream wait for it."""
+        self._flight.stall()
         if self._streams is not None and self._due is not None:
             self._streams.land(self._due)
         self._flight.wait()
@@ -228,6 +258,7 @@ class _NcclReduction:
 
     def wait(self) -> list[torch.Tensor]:
         """Make the current stream wait for it; the sums, without padding."""
+        self._flight.stall()
         if self._streams is not None and self._due is not None:
             self._streams.land(self._due)
         self._flight.wait()

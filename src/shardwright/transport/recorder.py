@@ -13,8 +13,11 @@ them that people and pages read; nothing else reads these tuples:
     DONE     name of the transport, number, at, all came            what a launch brings is there
     SPAN     what, note, start, end
     LINE     line of the user's program, at                         where the training thread was seen
+    DEVICE   name of the transport, number, start, end              a collective on a device, by this clock
+    STALL    name of the transport, number, at                      the compute stream came to wait for it
+    HELD     at, bytes allocated, of states, of what is other       now and then (engine/held_memory.py)
 
-A record costs below a microsecond (``bench/recorder.py``), and keeps nothing alive but tuples and names.
+A record costs below a microsecond (``bench/host.py``), and keeps nothing alive but tuples and names.
 """
 
 import time
@@ -27,7 +30,7 @@ STEPS = 64
 """Steps that are remembered."""
 MOST = 100_000
 """Records of all of them: where steps have more, fewer steps are remembered."""
-CALL, PHASE, ACTION, LAUNCH, WAIT, DONE, SPAN, LINE = range(8)
+CALL, PHASE, ACTION, LAUNCH, WAIT, DONE, SPAN, LINE, DEVICE, STALL, HELD = range(11)
 _COLLECTION_S = 200e-6  # a collection of garbage that takes less isn't worth a record
 
 clock = time.perf_counter

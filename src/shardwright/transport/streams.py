@@ -38,6 +38,7 @@ from typing import Any
 import torch
 
 from shardwright.errors import StageError
+from shardwright.transport.device_times import DeviceTimes
 
 HIGH_PRIORITY = -1
 """Of streams: what collectives wait for goes before computations that could as well run later."""
@@ -67,10 +68,15 @@ class Streams:
 
     make: makes a stream. current: gives the one that is current now; outside of this class' blocks, compute.
     captures: whether what is queued on the current stream now is recorded in a graph instead of run.
+    make_event: makes an event that takes times; None: no times are taken.
     """
 
     def __init__(
-        self, make: Callable[[], Any], current: Callable[[], Any], captures: Callable[[], bool] = bool
+        self,
+        make: Callable[[], Any],
+        current: Callable[[], Any],
+        captures: Callable[[], bool] = bool,
+        make_event: Callable[[], Any] | None = None,
     ) -> None:
         self._gather = make()
         self._reduce = make()
@@ -81,6 +87,7 @@ class Streams:
         self._captures = captures
         self._released: Due | None = None
         self._filled: set[int] = set()
+        self.times = None if make_event is None else DeviceTimes(make_event, make(), current)
 
     @classmethod
     def of(cls, device: torch.device) -> "Streams | None":
@@ -91,6 +98,7 @@ class Streams:
             lambda: torch.Stream(device, priority=HIGH_PRIORITY),
             lambda: torch.accelerator.current_stream(device),
             getattr(torch.get_device_module(device), "is_current_stream_capturing", bool),
+            lambda: torch.Event(device, enable_timing=True),
         )
 
     @contextmanager

@@ -1,0 +1,103 @@
+"""Times of collectives on a simulated accelerator, by events that are used again; no host waits for them."""
+
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from shardwright.schedule.layout import equal_spans
+from shardwright.transport import device_times
+from shardwright.transport.base import Segment
+from shardwright.transport.launches import LaunchLog
+from shardwright.transport.nccl import NcclComm
+from shardwright.transport.recorder import DEVICE, STALL
+from shardwright.transport.streams import Streams
+from tests.device.kernels import Kernels
+from tests.device.ranks import Communicator, Job
+from tests.device.sim import Event, Stream, World, resizing
+
+STEPS = 12
+GROUPS = 3
+
+
+class Timed(Streams):
+    """Streams of a device that takes times."""
+
+    def __init__(self, make, current):
+        super().__init__(make, current, make_event=lambda: Event(current()))
+
+
+class Ran:
+    """What ranks wrote of some steps, by rank, with the events that each had made after each step."""
+
+    def __init__(self, seed):
+        self.world = World(2, seed)
+        self.written = [[], []]
+        self.made = [[], []]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(device_times, "clock", lambda: self.world.now_s)
+            patch.setattr(device_times, "recorder", SimpleNamespace(write=self.write))
+            self.world.run(self.train)
+
+    def write(self, record):
+        self.written[self.names.index(record[1])].append(record)
+
+    names = ("rank 0", "rank 1")
+
+    def train(self, rank):
+        device = self.world.devices[rank]
+        streams = Timed(lambda: Stream(device), lambda: device.current[-1])
+        group, log = Communicator(device, [0, 1], "all"), LaunchLog([0, 1])
+        log.name = self.names[rank]
+        comm, spans = NcclComm(group, group, log, streams), equal_spans(4, 2)
+        with resizing(self.world), Kernels(device):
+            for _ in range(STEPS):
+                for _ in range(GROUPS):
+                    flat = torch.ones(8)
+                    comm.all_gather([Segment(flat, spans)], "all-gather").wait()
+                    grad = flat * 2 + 1
+                    comm.reduce_scatter([Segment(grad, spans)], [grad.dtype], "reduce-scatter").wait()
+                device.synchronize()
+                streams.times.read()
+                self.made[rank].append(streams.times.num_made)
+        self.waits = device.waits
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_each_collective_has_its_times_and_they_are_possible(seed):
+    ran = Ran(seed)
+    ended = [{r[2]: r[3:] for r in written if r[0] == DEVICE} for written in ran.written]
+    for rank, written in enumerate(ran.written):
+        assert Counter(record[0] for record in written) == {
+            DEVICE: 2 * GROUPS * STEPS,
+            STALL: 2 * GROUPS * STEPS,
+        }
+        numbers = [record[2] for record in written if record[0] == DEVICE]
+        assert numbers == sorted(set(numbers))  # they run in the order in which they were launched
+        assert all(0 <= start <= end <= ran.world.now_s for start, end in ended[rank].values())
+    for number, (_, end) in ended[0].items():
+        assert (
+            end >= ended[1][number][0] - 0.01
+        )  # nobody ends it before the other one has begun: within 10 operations
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_events_are_used_again(seed):
+    most = (
+        3 * 2 * GROUPS + 1
+    )  # three of each collective of a step, and one that the others' times are told from
+    for counts in Ran(seed).made:
+        assert counts[-1] <= most and counts[STEPS // 2] == counts[-1]
+
+
+@pytest.mark.parametrize("kind", ["plain", "hybrid"])
+def test_the_host_waits_once_more_for_each_transport_and_trains_to_the_same_bits(kind):
+    plain, timed = Job(kind, 0), Job(kind, 0, Timed)
+    wanted, found = plain.run(0), timed.run(0)
+    for one, other in zip(wanted, found, strict=True):
+        assert all(a.equal(b) for a, b in zip(one, other, strict=True))
+    for before, now in zip(plain.world.devices, timed.world.devices, strict=True):
+        transports = sum(1 for (rank, _) in timed._made if rank == before.rank)
+        more = Counter(now.waits) - Counter(before.waits)
+        assert set(more) <= {"event"} and more["event"] <= transports
