@@ -118,7 +118,7 @@ def test_what_reads_as_a_list_or_a_table_or_code_is_one_on_every_page():
 
 
 def test_a_broken_link_and_a_broken_anchor_fail_the_build(tmp_path):
-    for name in ("docs", "mkdocs.yml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
+    for name in ("docs", "mkdocs.yml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, tmp_path / name)
     for name in ("src", ".venv", ".venv-docs"):
