@@ -99,7 +99,7 @@ setup-hf: .venv-hf/.installed
 
 .venv-hf/.installed: requirements.lock pyproject.toml
 	$(PYTHON) -m venv .venv-hf
-	.venv-hf/bin/python -m pip install --quiet --disable-pip-version-check --requirement requirements.lock "transformers==5.23.0" "accelerate==1.15.0" "peft==0.21.2" "lightning-fabric==2.6.6" "lightning==2.6.6" "bitsandbytes==0.50.2"
+	.venv-hf/bin/python -m pip install --quiet --disable-pip-version-check --requirement requirements.lock "transformers==5.23.0" "accelerate==1.15.0" "datasets==5.2.0" "peft==0.21.2" "lightning-fabric==2.6.6" "lightning==2.6.6" "bitsandbytes==0.50.2"
 	.venv-hf/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@
 

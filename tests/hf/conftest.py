@@ -2,7 +2,12 @@
 
 Ranks are forked from a server that has imported transformers, and what its Trainer needs."""
 
+import os
+import tempfile
+
 from tests.ranks import pool
+
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="shardwright-cache-")  # tokens of these tests alone
 
 pool._server.set_forkserver_preload(
     [*pool._PRELOAD, "transformers", "transformers.modeling_utils", "transformers.trainer"]

@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("transformers", reason="needs the extra: pip install 'shardwright[hf]' (make test-hf)")
 
+import numpy as np
 import tomli_w
 import torch
 import transformers
@@ -20,7 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from shardwright import cli
 from shardwright.errors import CheckpointError, ConfigError, DataError, InputError
 from shardwright.finetune.engine import build_model
-from shardwright.finetune.job import FineTuning, fingerprint, pad_of
+from shardwright.finetune.feed import pad_of
+from shardwright.finetune.job import FineTuning, fingerprint
 from shardwright.finetune.windows import packed
 from shardwright.hf import library
 from shardwright.train.config import ModelConfig, Recipe
@@ -223,21 +225,25 @@ def alone():
     return RankPlace(0, 1, torch.device("cpu"), None)  # type: ignore[arg-type]
 
 
-def test_examples_that_share_a_window_do_not_see_each_other(place):
-    job = FineTuning(recipe_of(place, place / "none"), alone())
-    model = transformers.AutoModelForCausalLM.from_pretrained(place / "llama")
-    together, apart = (packed(job.texts.train[:9], 64, 0, several=several) for several in (True, False))
-    assert len(together) < len(apart)
-    sums = []
-    for windows in (together, apart):
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_examples_that_share_a_window_do_not_see_each_other(place, attention):
+    data = FineTuning(recipe_of(place, place / "none"), alone()).feed.sources[0]
+    model = transformers.AutoModelForCausalLM.from_pretrained(place / "llama", attn_implementation=attention)
+    results = []
+    for several in (True, False):
+        windows = packed(data.examples, np.arange(9), 64, 0, several=several)
         batch = windows.batch(range(len(windows)))
-        with torch.no_grad():
-            logits = model(batch.inputs, position_ids=batch.positions, use_cache=False).logits
+        model.zero_grad()
+        logits = model(batch.inputs, position_ids=batch.positions, use_cache=False).logits
         options = {"ignore_index": -100, "reduction": "sum"}
-        sums.append(
-            torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), **options)
-        )
-    assert sums[0].item() == pytest.approx(sums[1].item(), rel=1e-5)
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), **options)
+        loss.backward()
+        results.append((len(windows), loss.item(), [p.grad.clone() for p in model.parameters()]))
+    (few, together, grads), (many, apart, grads_apart) = results
+    assert few < many
+    assert together == pytest.approx(apart, rel=1e-5)
+    for ours, theirs in zip(grads, grads_apart, strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5 * theirs.abs().max().item())
 
 
 # ---- bad input, before any training
@@ -318,11 +324,11 @@ def test_a_tokenizer_without_a_pad_token_pads_with_another_and_a_wrong_name_is_r
 
 
 def test_the_padding_changes_no_loss(place):
-    texts = FineTuning(recipe_of(place, place / "none"), alone()).texts
+    data = FineTuning(recipe_of(place, place / "none"), alone()).feed.sources[0]
     model = transformers.AutoModelForCausalLM.from_pretrained(place / "llama")
     losses = set()
     for pad in (0, 97):
-        batch = packed(texts.train[:4], 64, pad, several=True).batch([0])
+        batch = packed(data.examples, np.arange(4), 64, pad, several=True).batch([0])
         with torch.no_grad():
             logits = model(batch.inputs, position_ids=batch.positions, use_cache=False).logits
         losses.add(torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten()).item())

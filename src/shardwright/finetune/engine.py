@@ -1,7 +1,6 @@
 """The engine of fine-tuning: a model of a folder, sharded as it is read; all of it trained, or adapters."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,14 @@ from shardwright import hf
 from shardwright.api import stats
 from shardwright.checkpoint import Restored, load, save
 from shardwright.errors import InputError
+from shardwright.finetune.apart import keeps_apart
+from shardwright.finetune.feed import Feed
 from shardwright.finetune.generate import Wanted, generate, tokens_of
 from shardwright.finetune.head import HeadLoss
-from shardwright.finetune.windows import Batch, Windows
+from shardwright.finetune.windows import Batch
 from shardwright.hf import library
 from shardwright.loss import loss_weights
 from shardwright.train.config import Recipe
-from shardwright.train.data import Order
 from shardwright.train.eager import RankEngine, opened, precision_of, set_up
 from shardwright.train.flops import flops_per_token
 from shardwright.train.lora import Lora, add_lora, trained_part
@@ -26,15 +26,7 @@ from shardwright.train.ranks import RankPlace
 
 DTYPES = {"files": None, "fp32": torch.float32, "bf16": torch.bfloat16}
 
-
-@dataclass(frozen=True)
-class Feed:
-    """Windows to train on, in ``order``, and those ``heldout`` to evaluate."""
-
-    train: Windows
-    order: Order
-    heldout: Windows
-    heldout_rows: Sequence[int]
+_log = logging.getLogger(__name__)
 
 
 def build_model(recipe: Recipe, place: RankPlace) -> Any:
@@ -65,12 +57,25 @@ class TunedEngine(RankEngine):
         super().__init__(recipe, place, build_model(recipe, place))
         self.feed, self.head_loss = feed, HeadLoss(self.model)
         size = self.model.get_input_embeddings().num_embeddings
-        largest = max(int(windows.tokens.max()) for windows in (feed.train, feed.heldout))
+        largest = feed.largest_token
         if largest >= size:
             raise InputError(
                 f"{recipe.base.folder}: its tokenizer makes token {largest}, its embedding has {size} rows; "
                 "the tokenizer is another model's"
             )
+        self.keeps_apart = keeps_apart(self.model, place.device)
+        if not self.keeps_apart:
+            self._say_what_sees_what()
+
+    def _say_what_sees_what(self) -> None:
+        name = type(self.model).__name__
+        if self.feed.packs and any(source.kind == "records" for source in self.feed.sources):
+            raise InputError(
+                f"{name} lets records that share a sequence see each other, also where positions count from "
+                "0 again: set data.packing = false (--data.packing false), for one record in each sequence"
+            )
+        if any(source.kind == "text" for source in self.feed.sources):
+            _log.warning("%s: files of text that share a sequence see each other in this model", name)
 
     @property
     def flops_per_token(self) -> float:
@@ -106,7 +111,8 @@ class TunedEngine(RankEngine):
     def _loss_sum(self, batch: Batch) -> Tensor:
         """Sum of the cross-entropies, nats, in fp32."""
         device = self.place.device
-        positions = {} if batch.positions is None else {"position_ids": batch.positions.to(device)}
+        given = batch.positions if self.keeps_apart else None
+        positions = {} if given is None else {"position_ids": given.to(device)}
         return self.head_loss(batch.inputs.to(device), batch.targets.to(device), **positions)
 
     @torch.no_grad()
@@ -145,6 +151,6 @@ class TunedEngine(RankEngine):
         torch.manual_seed(self.recipe.run.seed)
         self.model.eval()
         wanted = Wanted(config.num_bytes, config.temperature)
-        tokens = tokens_of(config.prompt, tokenizer, self.feed.heldout.tokens[0, :1].tolist())
+        tokens = tokens_of(config.prompt, tokenizer, self.feed.heldout.batch([0]).inputs[0, :1].tolist())
         written = generate(self.model, tokenizer, tokens.to(self.place.device), wanted, synced_gpus=True)
         return tokenizer.decode(written, skip_special_tokens=True)

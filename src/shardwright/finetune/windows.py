@@ -2,6 +2,7 @@
 
     text      | a a a a b b | b b c c c c | ...      one after another, cut where a window is full
     records   | a a a b b . | c c c c d . | ...      packed: whole, none sees another; padded: one each
+    pairs     | a a a . . . | A A . . . . | ...      the chosen and the rejected answer, padded
 
 Where an example begins in a window, positions count from 0 again, and the attention of transformers then
 sees nothing before it.
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shardwright.errors import DataError
-from shardwright.finetune.records import Example
+from shardwright.finetune.store import Examples
 
 IGNORED = -100
 """The target that ``cross_entropy`` leaves out."""
@@ -34,87 +35,159 @@ class Batch:
 
 @dataclass(frozen=True)
 class Windows:
-    """``tokens`` int32, ``learned`` and ``starts`` (an example begins) bool, each (n, sequence_length + 1);
-    ``cut`` examples were too long and lost their end, ``dropped`` ones had nothing left to learn."""
+    """Rows of ``width`` tokens, sequence_length + 1, as spans of the tokens of ``examples``; nothing is
+    copied until a batch is made.
 
-    tokens: np.ndarray
-    learned: np.ndarray
+    at, length: int64 (spans,), where a span begins there, and how long it is; starts: bool (spans,), whether
+    an example begins with it. first: int64 (rows + 1,), the first span of each row; what they don't fill is
+    ``pad``. num_targets: tokens to learn in all rows. ``cut`` examples were too long and lost their end,
+    ``dropped`` ones had nothing left to learn.
+    """
+
+    examples: Examples
+    width: int
+    at: np.ndarray
+    length: np.ndarray
     starts: np.ndarray
+    first: np.ndarray
+    num_targets: int
+    pad: int = 0
     cut: int = 0
     dropped: int = 0
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return len(self.first) - 1
+
+    def row(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens int32 (width,), a token not learned as its complement; whether an example begins there)."""
+        coded, starts = np.full(self.width, ~self.pad, dtype=np.int32), np.zeros(self.width, dtype=bool)
+        end = 0
+        for span in range(self.first[number], self.first[number + 1]):
+            begin, end = end, end + int(self.length[span])
+            coded[begin:end] = self.examples.tokens[self.at[span] : self.at[span] + end - begin]
+            starts[begin] = self.starts[span]
+        starts[end : end + 1] = True  # the padding is seen by nobody
+        return coded, starts
 
     def batch(self, rows: Sequence[int]) -> Batch:
         """The windows of those numbers."""
-        tokens = torch.from_numpy(self.tokens[rows].astype(np.int64))
-        starts = self.starts[rows].copy()
-        starts[:, 0] = True
-        counted = np.where(self.learned[rows] & ~starts, self.tokens[rows], IGNORED)[:, 1:].astype(np.int64)
-        column = np.arange(starts.shape[1])
-        positions = (column - np.maximum.accumulate(np.where(starts, column, 0), axis=1))[:, :-1]
-        return Batch(
-            tokens[:, :-1].contiguous(),
-            torch.from_numpy(counted),
-            torch.from_numpy(positions) if starts[:, 1:-1].any() else None,
-            int((counted != IGNORED).sum()),
-        )
-
-    def spread(self, count: int) -> list[int]:
-        """Numbers of ``count`` windows, or all, evenly over them."""
-        return np.linspace(0, len(self) - 1, num=min(count, len(self))).round().astype(int).tolist()
-
-    def targets(self) -> np.ndarray:
-        """The tokens that are learned, int32, 1-D."""
-        return self.tokens[:, 1:][self.learned[:, 1:] & ~self.starts[:, 1:]]
+        return batch_of([self.row(number) for number in rows])
 
 
-def stream(examples: Sequence[Example], length: int) -> Windows:
+def batch_of(rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> Batch:
+    """Rows, as ``Windows.row`` gives them, as what a model takes."""
+    coded, starts = np.stack([coded for coded, _ in rows]), np.stack([starts for _, starts in rows])
+    tokens = torch.from_numpy(np.where(coded < 0, ~coded, coded).astype(np.int64))
+    starts[:, 0] = True
+    counted = np.where((coded >= 0) & ~starts, coded, IGNORED)[:, 1:].astype(np.int64)
+    column = np.arange(starts.shape[1])
+    positions = (column - np.maximum.accumulate(np.where(starts, column, 0), axis=1))[:, :-1]
+    return Batch(
+        tokens[:, :-1].contiguous(),
+        torch.from_numpy(counted),
+        torch.from_numpy(positions) if starts[:, 1:-1].any() else None,
+        int((counted != IGNORED).sum()),
+    )
+
+
+def stream(examples: Examples, chosen: np.ndarray, length: int) -> Windows:
     """Windows of ``length`` tokens and the target of the last, each beginning with the last target of the one
-    before. Raises: DataError where not one is full."""
-    tokens = np.concatenate([example.tokens for example in examples])
-    learned = np.concatenate([example.learned for example in examples])
-    starts = np.zeros(len(tokens), dtype=bool)
-    begins = np.cumsum([0, *(len(example.tokens) for example in examples[:-1])])
-    starts[begins[begins < len(tokens)]] = True
-    count = (len(tokens) - 1) // length
+    before, of the ``chosen`` numbers of examples. Raises: DataError where not one is full."""
+    chosen = chosen[examples.ends[chosen] > examples.begins[chosen]]
+    begins = examples.begins[chosen]
+    ends = np.cumsum(examples.ends[chosen] - begins)  # in the stream of those that are chosen
+    total = int(ends[-1]) if len(ends) else 0
+    count = (total - 1) // length
     if count < 1:
         raise DataError(
-            f"{len(tokens)} tokens hold no sequence of {length}: use more text, another data.heldout_share, "
+            f"{total} tokens hold no sequence of {length}: use more text, another data.heldout_share, "
             "or a smaller training.sequence_length"
         )
-    rows = np.arange(count)[:, None] * length + np.arange(length + 1)
-    return Windows(tokens[rows], learned[rows], starts[rows])
+    offsets = np.concatenate([[0], ends[:-1]])
+    row_begin = np.arange(count) * length
+    low = np.searchsorted(ends, row_begin, side="right")
+    high = np.searchsorted(ends, row_begin + length, side="right")
+    spans_of = high - low + 1
+    first = np.concatenate([[0], np.cumsum(spans_of)])
+    member = np.arange(first[-1]) - np.repeat(first[:-1] - low, spans_of)
+    begin = np.maximum(offsets[member], np.repeat(row_begin, spans_of))
+    end = np.minimum(ends[member], np.repeat(row_begin + length + 1, spans_of))
+    starts = begin == offsets[member]
+    unpredicted = int((starts & (begin != np.repeat(row_begin, spans_of))).sum())
+    at = begins[member] + begin - offsets[member]
+    return Windows(examples, length + 1, at, end - begin, starts, first, count * length - unpredicted)
 
 
-def packed(examples: Sequence[Example], length: int, pad: int, *, several: bool) -> Windows:
-    """Windows of whole examples, the rest filled with ``pad``; ``several`` in one as long as they fit, in
-    order. One that is longer than a window loses its end. Raises: DataError where nothing is left to learn.
+def packed(examples: Examples, chosen: np.ndarray, length: int, pad: int, *, several: bool) -> Windows:
+    """Windows of whole examples of the ``chosen`` numbers, the rest filled with ``pad``; ``several`` in one
+    as they fit, the longest first, each where the least room is left. One that is longer than a window loses
+    its end.
+
+    Raises: DataError where nothing is left to learn.
     """
-    width, cut = length + 1, sum(len(example.tokens) > length + 1 for example in examples)
-    fitting = [Example(e.tokens[:width], e.learned[:width]) for e in examples]
-    kept = [example for example in fitting if example.learned[1:].any()]
-    if not kept:
+    width = length + 1
+    targets = _targets(examples, chosen, width)
+    kept, sizes = chosen[targets > 0], (examples.ends - examples.begins)[chosen]
+    if not len(kept):
         raise DataError(
-            f"of {len(examples)} record(s) none has anything to learn in its first {length} tokens: use a "
+            f"of {len(chosen)} record(s) none has anything to learn in its first {length} tokens: use a "
             "larger training.sequence_length, or data.mask_prompts = false"
         )
-    rows: list[list[Example]] = []
-    used = width
-    for example in kept:
-        if not several or used + len(example.tokens) > width:
+    lengths = np.minimum(sizes, width)[targets > 0]
+    order, first = _best_fit(lengths, width) if several else (np.arange(len(kept)), np.arange(len(kept) + 1))
+    return Windows(
+        examples,
+        width,
+        examples.begins[kept][order],
+        lengths[order],
+        np.ones(len(kept), dtype=bool),
+        first,
+        int(targets.sum()),
+        pad,
+        int((sizes > width).sum()),
+        len(chosen) - len(kept),
+    )
+
+
+def paired(examples: Examples, chosen: np.ndarray, length: int, pad: int) -> Windows:
+    """Windows of one example each: 2 i is a chosen answer, 2 i + 1 the rejected one to the same prompt. Pairs
+    with a side that has nothing to learn within ``length`` tokens are dropped.
+
+    Raises: DataError where none is left.
+    """
+    targets = _targets(examples, chosen, length + 1).reshape(-1, 2)
+    return packed(examples, chosen[np.repeat((targets > 0).all(axis=1), 2)], length, pad, several=False)
+
+
+def _targets(examples: Examples, chosen: np.ndarray, width: int) -> np.ndarray:
+    """How many tokens are to be learned in the first ``width`` of each, int64."""
+    counts, begins = np.array(examples.targets[chosen]), examples.begins[chosen]
+    for i in np.flatnonzero(examples.ends[chosen] - begins > width).tolist():
+        counts[i] = np.count_nonzero(examples.tokens[begins[i] + 1 : begins[i] + width] >= 0)
+    return counts
+
+
+def _best_fit(lengths: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Best fit, decreasing: (which one comes when, where each row begins among them), both int64.
+
+    As in the packing of TRL. A bit for each number of tokens that some row has left finds the least that
+    suffices in one step, so that a million records take seconds.
+    """
+    room: list[list[int]] = [[] for _ in range(width + 1)]
+    there, rows = 0, list[list[int]]()
+    for i in np.argsort(-lengths, kind="stable").tolist():
+        size = int(lengths[i])
+        fits = there >> size
+        if fits:
+            left = size + (fits & -fits).bit_length() - 1
+            row = room[left].pop()
+            if not room[left]:
+                there ^= 1 << left
+        else:
+            left, row = width, len(rows)
             rows.append([])
-            used = 0
-        rows[-1].append(example)
-        used += len(example.tokens)
-    tokens = np.full((len(rows), width), pad, dtype=np.int32)
-    learned, starts = np.zeros((2, len(rows), width), dtype=bool)
-    for row, members in enumerate(rows):
-        at = 0
-        for example in members:
-            end = at + len(example.tokens)
-            tokens[row, at:end], learned[row, at:end], starts[row, at] = example.tokens, example.learned, True
-            at = end
-        starts[row, at : at + 1] = True  # the padding is seen by nobody
-    return Windows(tokens, learned, starts, cut, len(examples) - len(kept))
+        rows[row].append(i)
+        room[left - size].append(row)
+        there |= 1 << (left - size)
+    order = np.array([i for row in rows for i in row], dtype=np.int64)
+    return order, np.concatenate([[0], np.cumsum([len(row) for row in rows])])

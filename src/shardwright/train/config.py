@@ -62,13 +62,45 @@ def _list_is_a_tuple(value: object) -> object:
 Names = Annotated[tuple[str, ...], BeforeValidator(_list_is_a_tuple)]
 
 
+class SourceConfig(Section):
+    """One of several sources of data; what is not given is as [data] says."""
+
+    path: str = Field(description="as data.path")
+    weight: float = Field(
+        default=0.0,
+        ge=0.0,
+        description="its share of the sequences beside the other weights; given to all sources or to none: "
+        "then as large as the source",
+    )
+    split: str = Field(default="", description="as data.split")
+    subset: str = Field(default="", description="as data.subset")
+
+
 class DataConfig(Section):
     """The corpus: read as bytes, or in tokens for a model of [base]."""
 
     path: str = Field(
         default="stdlib",
         description="a file or a folder of text; 'stdlib', 'torch': the source of Python's standard library, "
-        "of PyTorch; with [base] also .jsonl, a record (text, messages, or prompt and completion) per line",
+        "of PyTorch; with [base] also records: JSONL, JSON, Parquet, a folder of Hugging Face datasets, or "
+        "the name of a data set on its Hub",
+    )
+    sources: Annotated[tuple[SourceConfig, ...], BeforeValidator(_list_is_a_tuple)] = Field(
+        default=(), description="instead of path, several: [{path = 'a.jsonl', weight = 3.0}, ...]"
+    )
+    split: str = Field(
+        default="train", description="of a data set, or of a folder whose files are named by their splits"
+    )
+    subset: str = Field(default="", description="of a data set on the Hub that has several")
+    columns: dict[str, str] = Field(
+        default={}, description="names of your fields: {prompt = 'question', completion = 'answer'}"
+    )
+    on_bad: Literal["error", "skip"] = Field(
+        default="error", description="what to do about a record that can't be used; skip: count them"
+    )
+    cache: str = Field(
+        default="",
+        description="folder for tokenised data, on a disk of each host; empty: ~/.cache/shardwright",
     )
     suffixes: Names = Field(
         default=(), description="files of the folder to take, as ['.py', '.txt']; empty: all that are text"
@@ -91,6 +123,21 @@ class DataConfig(Section):
         "can be filled so; off: padded, one each",
     )
     pad_token: str = Field(default="", description="for padding; empty: the tokenizer's own, or any")
+
+    @model_validator(mode="after")
+    def _sources_fit(self) -> "DataConfig":
+        weights = [source.weight for source in self.sources]
+        if any(weights) and not all(weights):
+            raise ValueError(f"weights {weights} of the sources: give each of them one above 0, or none")
+        if self.sources and self.path != type(self).model_fields["path"].default:
+            raise ValueError("path and sources: give one of the two")
+        return self
+
+    def each(self) -> "list[DataConfig]":
+        """The sources one by one, each as a corpus of its own."""
+        own = [source.model_dump(exclude={"weight"}) for source in self.sources]
+        given = [{key: value for key, value in source.items() if value} for source in own]
+        return [self.model_copy(update={"sources": (), **source}) for source in given] or [self]
 
 
 class BaseConfig(Section):
@@ -381,6 +428,8 @@ class Recipe(Section):
             wrong.append("adapter, base.quantise: they are for a model of [base]; set base.folder")
         if self.optimizer.kind == "adamw-8bit" and self.launch.backend != "eager":
             wrong.append('optimizer.kind: adamw-8bit steps on "eager" only; take another one')
+        if self.data.sources and not self.base.folder:
+            wrong.append("data.sources: they are for a model of [base]; give data.path")
         if self.training.plan:
             if self.base.folder or self.launch.backend != "eager":
                 wrong.append('training.plan: it is for a model of [model] on "eager"; leave it out')

@@ -27,6 +27,7 @@ from shardwright.train.kinds import kind_of
 FILE_START = b"\0"
 """Stands before every file: what a sample without a prompt begins with. Text holds no NUL."""
 
+_SOURCES = {"stdlib": sysconfig.get_path("stdlib"), "torch": str(Path(torch.__file__).parent)}
 _LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 
 
@@ -110,7 +111,8 @@ def _texts(config: DataConfig) -> tuple[list[tuple[str, bytes]], list[str]]:
     """Files that are text, and the names of those that are left out."""
     files: list[tuple[str, bytes]] = []
     left_out: list[str] = []
-    for name, content in _files(config):
+    for name, path in corpus_paths(config):
+        content = path.read_bytes()
         kind = kind_of(content)
         if kind is None:
             files.append((name, content))
@@ -129,33 +131,45 @@ def _told(names: list[str]) -> str:
     return f"left out, as they are no text: {', '.join(names[:3])}{more}"
 
 
-def _files(config: DataConfig) -> Iterator[tuple[str, bytes]]:
-    """(path relative to the root, content) of each file that is asked for, sorted by path."""
-    known = {"stdlib": sysconfig.get_path("stdlib"), "torch": str(Path(torch.__file__).parent)}
-    source = config.path in known
-    root = Path(known.get(config.path, config.path))
+def corpus_paths(config: DataConfig) -> Iterator[tuple[str, Path]]:
+    """(path relative to the root, path) of each file that is asked for, sorted; nothing is read.
+
+    Raises: DataError where there is no such file or folder.
+    """
+    root = corpus_root(config)
     if root.is_file():
-        yield root.name, root.read_bytes()
+        yield root.name, root
         return
     if not root.is_dir():
         raise DataError(
             f"data.path = {config.path!r}: no such file or folder; give an existing one, 'stdlib' or 'torch'"
         )
+    source = config.path in _SOURCES
     suffixes = (".py",) if source else config.suffixes
     for path in sorted(_walk(root, _LEFT_OUT if source else frozenset()), key=lambda p: p.as_posix()):
-        if suffixes and path.suffix not in suffixes:
-            continue
-        yield path.relative_to(root).as_posix(), path.read_bytes()
+        if not suffixes or path.suffix in suffixes:
+            yield path.relative_to(root).as_posix(), path
+
+
+def corpus_root(config: DataConfig) -> Path:
+    """The file or folder that ``data.path`` says."""
+    return Path(_SOURCES.get(config.path, config.path))
 
 
 def _drawn(files: list[tuple[str, bytes]], limit_nbytes: int) -> list[tuple[str, bytes]]:
-    """Files in the order of their paths' hashes while they fit; the same ones every time, sorted by path."""
-    taken, left = [], limit_nbytes
-    for name, content in sorted(files, key=lambda file: hashlib.sha256(file[0].encode()).digest()):
-        if len(content) <= left:
-            taken.append((name, content))
-            left -= len(content)
-    return sorted(taken)
+    taken = drawn([(name, len(content)) for name, content in files], limit_nbytes)
+    return [file for file in files if file[0] in taken]
+
+
+def drawn(sizes: Iterable[tuple[str, int]], limit_nbytes: int) -> set[str]:
+    """Names of files, of (name, bytes), in the order of their paths' hashes while they fit; the same ones
+    every time."""
+    taken, left = set[str](), limit_nbytes
+    for name, size in sorted(sizes, key=lambda file: hashlib.sha256(file[0].encode()).digest()):
+        if size <= left:
+            taken.add(name)
+            left -= size
+    return taken
 
 
 def _walk(root: Path, left_out: frozenset[str]) -> Iterator[Path]:
@@ -180,17 +194,22 @@ def hold_out(files: Sequence[tuple[str, bytes]], share: float) -> tuple[list[byt
 
 def heldout_indices(sizes: Sequence[tuple[str, int]], wanted: float) -> set[int]:
     """Which of (name, size) are held out, by the hashes of their names: at least one that isn't empty."""
+    by_hash = sorted(range(len(sizes)), key=lambda i: hashlib.sha256(sizes[i][0].encode()).digest())
+    return chosen_to(wanted, by_hash, [size for _, size in sizes])
+
+
+def chosen_to(wanted: float, order: Sequence[int], sizes: Sequence[int]) -> set[int]:
+    """Numbers, in that order, whose sizes are ``wanted`` together, or less: at least one that isn't 0."""
     # One that overshoots is passed over: one big file (the standard library has one of 757 KB, all prose)
     # would be most of the held-out text, and make it another text than the one that is learned from.
-    by_hash = sorted(range(len(sizes)), key=lambda i: hashlib.sha256(sizes[i][0].encode()).digest())
     chosen: set[int] = set()
     taken = 0
-    for i in by_hash:
-        if taken + sizes[i][1] <= wanted:
+    for i in order:
+        if taken + sizes[i] <= wanted:
             chosen.add(i)
-            taken += sizes[i][1]
+            taken += sizes[i]
     if taken == 0:  # all are bigger than the share: hold out the smallest that has text
-        chosen = {min((i for i in by_hash if sizes[i][1]), key=lambda i: sizes[i][1])}
+        chosen = {min((i for i in order if sizes[i]), key=lambda i: sizes[i])}
     return chosen
 
 

@@ -25,11 +25,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from shardwright.checkpoint import StopRequest
 from shardwright.errors import CheckpointError, ConfigError, DataError, InputError
 from shardwright.observe.lifecycle import amendments, keep_watch, leave, set_watch, store_address
+from shardwright.torch_private import default_store
 from shardwright.train.config import LaunchConfig, Recipe
 from shardwright.train.data import Share
 from shardwright.train.launch import CPU_RANKS, FAILURE_VARIABLE, STOP_SIGNALS, STORE_VARIABLE, Failure
 from shardwright.transport.attempt import join_job
-from shardwright.transport.launches import LaunchLog
+from shardwright.transport.launches import LaunchLog, process_state
+
+_MEETING_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,22 @@ class RankPlace:
     def wait_for_all(self) -> None:
         """Return when every rank has called this (so that what rank 0 wrote is there for all)."""
         self.total(0.0)
+
+    def meet(self, name: str) -> None:
+        """Return when every rank has called this with ``name``, however long one of them takes: unlike in
+        ``wait_for_all`` there is no time limit.
+
+        Raises: CommError that says which, where a rank failed or was lost before.
+        """
+        if self.world == 1:
+            return
+        store = default_store()
+        keys = [f"shardwright/{name}/{rank}" for rank in range(self.world)]
+        store.set(keys[self.rank], "")
+        with self._log.waiting(self._log.launch(name)):
+            while not store.check(keys):
+                process_state.raise_diagnosis()
+                time.sleep(_MEETING_S)
 
     @cached_property
     def _log(self) -> LaunchLog:

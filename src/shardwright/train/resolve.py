@@ -60,10 +60,16 @@ class Resolved:
 def _entry(key: str, value: Any) -> str:
     """``key = value`` on one line of TOML."""
     if isinstance(value, dict):
-        return f"{key} = {{{', '.join(_entry(json.dumps(name), inner) for name, inner in value.items())}}}"
+        return f"{key} = {_table(value)}"
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return f"{key} = [{', '.join(map(_table, value))}]"
     key_and_value = tomli_w.dumps({"value": value}, multiline_strings=False).strip()
     shown = key_and_value.removeprefix("value = ")
     return f"{key} = {' '.join(shown.split()) if isinstance(value, list) else shown}"
+
+
+def _table(value: dict[str, Any]) -> str:
+    return f"{{{', '.join(_entry(json.dumps(name), inner) for name, inner in value.items())}}}"
 
 
 def resolve(path: str | Path, overrides: Sequence[tuple[str, str]] = ()) -> Resolved:

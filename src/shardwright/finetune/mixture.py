@@ -1,0 +1,82 @@
+"""Windows of several sources as one, in an order whose position is one plain integer.
+
+    epoch e     of source s, the n_s windows that come next in its own endless order; all of them shuffled
+
+n_s is the source's share, by its weight, of as many windows as all sources have. So a small source with a
+large weight is repeated within an epoch, and of a large one with a small weight each epoch has another part.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardwright.finetune.windows import Batch, Windows, batch_of
+from shardwright.train.data import Share
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The windows of all ``parts``, ``per`` of them by each number, numbered one part after the other.
+
+    per: 1, or 2 for preferences: the chosen and the rejected answer.
+    """
+
+    parts: tuple[Windows, ...]
+    per: int = 1
+
+    def __len__(self) -> int:
+        return sum(len(part) // self.per for part in self.parts)
+
+    @property
+    def num_targets(self) -> int:
+        """Tokens to learn in all of them."""
+        return sum(part.num_targets for part in self.parts)
+
+    def batch(self, numbers: Sequence[int]) -> Batch:
+        """The windows of those numbers: of preferences all chosen answers, then in the same order all that
+        were rejected."""
+        return batch_of([self._row(n * self.per + i) for i in range(self.per) for n in numbers])
+
+    def spread(self, count: int) -> list[int]:
+        """``count`` numbers, or all, evenly over them."""
+        return np.linspace(0, len(self) - 1, num=min(count, len(self))).round().astype(int).tolist()
+
+    def _row(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        for part in self.parts:
+            if number < len(part):
+                return part.row(number)
+            number -= len(part)
+        raise IndexError(number)
+
+
+class MixedOrder:
+    """As ``Order``, of windows of which source ``i`` has ``sizes[i]``, by their ``weights``, all above 0."""
+
+    def __init__(self, sizes: Sequence[int], weights: Sequence[float], share: Share, seed: int) -> None:
+        self.share, self._sizes, self._seed = share, sizes, seed
+        total, weight = sum(sizes), sum(weights)
+        self.counts = [max(1, round(total * each / weight)) for each in weights]
+        self.num_windows = sum(self.counts)
+        self._epoch = (-1, np.empty(0, dtype=np.int64))
+
+    def at(self, position: int) -> list[int]:
+        """Numbers of the windows of our next microbatch, below the sum of ``sizes``."""
+        first = position + self.share.rank * self.share.batch_size
+        return [self._window(first + i) for i in range(self.share.batch_size)]
+
+    def _window(self, index: int) -> int:
+        epoch, within = divmod(index, self.num_windows)
+        if epoch != self._epoch[0]:
+            self._epoch = (epoch, self._order_of(epoch))
+        return int(self._epoch[1][within])
+
+    def _order_of(self, epoch: int) -> np.ndarray:
+        parts, offset = [], 0
+        for source, (size, count) in enumerate(zip(self._sizes, self.counts, strict=True)):
+            laps = range(epoch * count // size, ((epoch + 1) * count - 1) // size + 1)
+            drawn = [np.random.default_rng((self._seed, source, lap)).permutation(size) for lap in laps]
+            begin = epoch * count - laps[0] * size
+            parts.append(offset + np.concatenate(drawn)[begin : begin + count])
+            offset += size
+        return np.random.default_rng((self._seed, len(parts), epoch)).permutation(np.concatenate(parts))
