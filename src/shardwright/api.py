@@ -170,9 +170,11 @@ def fully_shard(
     ignored = {id(param) for param in ignored_params or ()}
     if plan is not None:
         if groups is not None:
-            raise InputError("fully_shard got plan= and groups=, which the plan has: leave one of them out")
+            raise InputError("fully_shard got plan= and groups=, which the plan sets: leave one of them out")
         if cluster is not None:
-            raise InputError("fully_shard got plan= and cluster=, which a plan is made for: leave one out")
+            raise InputError(
+                "fully_shard got plan= and cluster=, for which the plan was made: leave one of them out"
+            )
         _shard_as_planned(module, plan, mesh, options, ignored)
         return module
     if cluster is not None or sample is not None:
@@ -258,14 +260,14 @@ def _shard_as_planned(
     if planned != GroupOptions(None, None, DEFAULT_PRECISION, DEFAULT_OFFLOAD):
         raise InputError(
             "fully_shard got plan= and one of reshard_after_forward, mp_policy, dp_mesh_dims and "
-            "shard_over_all, which the plan has: leave it out, or the plan"
+            "shard_over_all, which the plan sets: leave that argument out, or leave the plan out"
         )
     mesh = default_mesh(plan.shards) if mesh is None else mesh
     plan.check(model, mesh.size())
     if plan.offload != "none" and options.offload != DEFAULT_OFFLOAD:
         raise InputError(
             f"fully_shard got plan= and offload_policy=, and the plan's offload is {plan.offload!r}: leave "
-            "offload_policy out, or write none into the plan"
+            'offload_policy out, or write offload = "none" into the plan'
         )
     if mesh.shape[-1] != plan.shards:
         raise InputError(
@@ -471,8 +473,8 @@ def _between_steps(model: nn.Module, caller: str) -> list[ParamGroup]:
     phases = [unit.runtime.phase for unit in units if unit.runtime.phase is not None]
     if phases:
         raise StageError(
-            f"{caller} was called inside a {phases[0]}; call it between steps (where an exception has ended "
-            "one, after model.reset_iter_state())"
+            f"{caller} was called inside a {phases[0]}; call it between steps; where an exception has ended "
+            "a step, call model.reset_iter_state() first"
         )
     return [group for unit in units for group in unit.groups]
 

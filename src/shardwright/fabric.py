@@ -214,7 +214,7 @@ class ShardwrightStrategy(*_DDP):
         extra = dict(restored.extra or {})
         missing = sorted(rest.keys() - extra.keys())
         if missing and strict:
-            raise CheckpointError(f"{path} has no {missing[0]!r}, only {sorted(extra)}; strict=False")
+            raise CheckpointError(f"{path} has no {missing[0]!r}, only {sorted(extra)}; pass strict=False")
         for name in rest.keys() & extra.keys():
             given[name] = extra.pop(name)
         return extra

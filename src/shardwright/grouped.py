@@ -47,7 +47,8 @@ def shard_groups(model: Any, groups: Groups, ignored: set[int], shard: Shard) ->
     entries = [name for group in listed for name in group]
     twice = [name for name in dict.fromkeys(entries) if entries.count(name) > 1]
     if twice or not all(listed):
-        raise InputError(f"groups= has {twice or 'an empty list'} more than once; list each in one group")
+        what = f"{twice} more than once" if twice else "an empty list"
+        raise InputError(f"groups= has {what}; list each module in one group")
     params = dict(model.named_parameters(remove_duplicate=False))
     for group in listed:
         check_modules(_modules_of(model, group, params))

@@ -160,7 +160,7 @@ def test_a_plan_for_another_model_or_number_of_ranks_is_refused_before_anything_
         with pytest.raises(InputError, match=r"offload_policy=, and the plan's offload is 'all': leave"):
             refused(plan=dataclasses.replace(BY_HAND, offload="all"), offload_policy=OptimizerOffloadPolicy())
         for options in ({"groups": "auto"}, {"reshard_after_forward": True}, {"shard_over_all": True}):
-            with pytest.raises(InputError, match=r"got plan= and .*which the plan has: leave"):
+            with pytest.raises(InputError, match=r"got plan= and .*which the plan sets: leave"):
                 refused(plan=BY_HAND, **options)
         with pytest.raises(
             InputError, match=r"shards over 4 of 8 ranks, got a mesh of \(8,\); pass one of \(2, 4\)"

@@ -125,7 +125,7 @@ def explicit_lists(rank, world, by_policy):
     assert issued(Phase.BACKWARD, EventKind.BACKWARD_BEGIN, fourth) == [index[second]]
     if by_policy:
         with pytest.raises(
-            InputError, match=r"names groups that the model hasn't: \['block.0'\]; it has .*'blocks.0'"
+            InputError, match=r"names groups that the model doesn't have: \['block.0'\]; it has .*'blocks.0'"
         ):
             model.set_schedule_policy(replace(apart, ahead={"forward": {"blocks.1": ["block.0"]}}))
         assert model.schedule() == schedule

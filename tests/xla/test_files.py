@@ -136,7 +136,7 @@ FAULTS = {
     "twice": (lambda f: (write(f), write(f).rename(f / "ckpt_b.pth"), write(f)), "are both rank 0"),
     "of two runs": (lambda f: (write(f, 2, 0), write(f, 3, 1)), "of a run of 3 ranks"),
     "impossible": (lambda f: write(f, 1, 0, metadata={"rank": 5}), "rank 5 of 1"),
-    "no metadata": (lambda f: torch.save({"model": {}}, f / "ckpt.pth"), "no file of one rank"),
+    "no metadata": (lambda f: torch.save({"model": {}}, f / "ckpt.pth"), "not the file of one rank"),
     "half metadata": (
         lambda f: torch.save({"model": {}, "shard_metadata": {}}, f / "ckpt.pth"),
         "lacks flatten",

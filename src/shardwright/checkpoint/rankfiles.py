@@ -76,7 +76,7 @@ def rank_entries(paths: Sequence[Path], where: str) -> dict[str, TensorEntry]:
     for path, content in contents.items():
         if not {"model", "shard_metadata"} <= content.keys():
             raise CheckpointError(
-                f"{path}: no file of one rank: expected a dict with 'model' and 'shard_metadata'"
+                f"{path}: not the file of one rank: expected a dict with 'model' and 'shard_metadata'"
             )
     if "param_metadata" in contents[paths[0]]["shard_metadata"]:
         found, joined, aliases = _fairscale(contents, where)
@@ -132,7 +132,7 @@ def _fairscale(contents: Mapping[Path, Content], where: str) -> _Found:
                 numels = [r["model"][key].numel() - o["padding"] for r, o in zip(ranks, own, strict=True)]
             except (KeyError, IndexError) as error:
                 raise CheckpointError(
-                    f"{where}: {key} is not in the files of all ranks: other runs?"
+                    f"{where}: {key} is not in the files of all ranks; are they files of one run?"
                 ) from error
             layout = FlatLayout.of(
                 [(_under(path, n), s) for n, s in zip(info["names"], info["shapes"], strict=True)]

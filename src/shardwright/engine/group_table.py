@@ -119,7 +119,8 @@ class GroupTable:
         unknown = sorted(named - numbers.keys())
         if unknown:
             raise InputError(
-                f"SchedulePolicy.ahead names groups that the model hasn't: {unknown}; it has {[*numbers]}"
+                f"SchedulePolicy.ahead names groups that the model doesn't have: {unknown}; "
+                f"it has {[*numbers]}"
             )
         self.listed = {
             f"ahead_in_{phase}": {

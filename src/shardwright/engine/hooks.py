@@ -156,10 +156,10 @@ class _RootLeftOut:
             return
         self.said = True
         warnings.warn(
-            f"{other.name!r} and {unit.name!r} were each sharded as a model of its own, and the output of the"
-            " first is the input of the second: each plans alone, so nothing is gathered ahead of the next, "
-            "and parameters around them that no call has taken are averaged by nobody. "
-            "Call fully_shard on the module that holds them, too, after them (said once)",
+            f"{other.name!r} and {unit.name!r} were sharded as two separate models, but the output of the "
+            "first is the input of the second. Each plans by itself, so the second isn't gathered ahead, and "
+            "gradients of parameters outside of both are not averaged over ranks. Call fully_shard on the "
+            "module that holds them, too, after them (this warning is given once)",
             stacklevel=2,
         )
 

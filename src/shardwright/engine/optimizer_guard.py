@@ -120,8 +120,9 @@ def _warn_of_left_out(optimizer: Optimizer, params: list[Any]) -> None:
         warnings.warn(
             f"{type(optimizer).__name__} steps {len(left)} parameters that no fully_shard call has taken, of "
             f"shapes {', '.join(map(str, left[:3]))}{', ...' if len(left) > 3 else ''}, beside sharded ones: "
-            "nobody averages their gradients, so ranks train them apart. Call fully_shard on the module that "
-            "holds them (the whole model, last); where you average them yourself, say so by ignored_params",
+            "their gradients are not averaged over ranks, so the ranks' copies become different. Call "
+            "fully_shard on the module that holds them (the whole model, last), or, where you average them "
+            "yourself, pass them as ignored_params",
             stacklevel=2,
         )
 

@@ -270,8 +270,8 @@ class Runtime:
             self._turn.inside = kind
             if follower is None or not follower.cursors:
                 raise StageError(
-                    f"this {self.phase or 'phase'} was abandoned, as something that Shardwright did in it "
-                    "failed (the first exception says what), and can't go on: call the outermost module again"
+                    f"this {self.phase or 'phase'} can't go on, since an action of Shardwright failed in it "
+                    "(the first exception says which): call the outermost module again"
                 )
             if kind is EventKind.STEP_END:
                 follower.settles = self._consensus.settles = self.step.is_last_backward

@@ -134,7 +134,7 @@ def check(path: Path, content: Any) -> None:
     keys = {"model", "shard_metadata"}
     if not isinstance(content, Mapping) or not keys <= content.keys():
         raise CheckpointError(
-            f"{path}: no file of one rank: expected a dict with 'model' and 'shard_metadata' "
+            f"{path}: not the file of one rank: expected a dict with 'model' and 'shard_metadata' "
             "(model.state_dict() and model.get_shard_metadata())"
         )
     missing = {"shard_info", "flatten_info", "world_size", "rank"} - content["shard_metadata"].keys()
