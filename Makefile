@@ -117,7 +117,7 @@ setup-clients: .venv-clients/.installed
 	.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@
 
-# Runs every client (at most 20 minutes) and writes docs/compatibility.md; clients-short checks the rows of install() alone.
+# Runs every client (at most 20 minutes) and writes docs/compatibility.md; clients-short checks the rows that need this environment.
 clients: setup-clients
 	HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=error .venv-clients/bin/python -m tests.clients.table
 
