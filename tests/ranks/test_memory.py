@@ -126,7 +126,7 @@ def drawn(rank, world):
     held_memory.PAUSE = 0  # ask the allocator at every event
     seen = []
     look = Inside(lambda: seen.append((clock(), model.memory())))
-    model = nn.Sequential(Keeps(8), Keeps(24), look, Keeps(4), nn.Linear(4, 64 * MIB // 16))
+    model = nn.Sequential(Keeps(8), Keeps(24), look, Keeps(4), nn.Linear(4, 4 * MIB // 16))
     fully_shard(model, groups=[["0"], ["1"], ["3"], ["4"]])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(4):
@@ -141,7 +141,7 @@ def drawn(rank, world):
 
 def test_the_page_of_a_step_has_memory_by_category():
     for page, counted in run_ranks(2, drawn):
-        assert page["states"] == counted["states"] > 90
+        assert page["states"] == counted["states"] > 6
         assert page["unsharded"] == counted["unsharded"]
         assert page["gradients"] == counted["gradients"] == 0
         assert page["activations"] == pytest.approx(counted["activations"], abs=2)

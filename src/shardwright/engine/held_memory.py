@@ -46,8 +46,8 @@ class Memory:
             self.watchers.append(self._check_event)
 
     def sample(self, start: float, device: torch.device) -> None:
-        """Into the recorder, at an event that began at ``start``: what is held in all. To ask an allocator takes
-        40 us, or with many free blocks milliseconds; it isn't asked again for ``PAUSE`` times as long."""
+        """Into the recorder, at an event that began at ``start``: what is held in all. To ask an allocator
+        takes 40 us, or with many free blocks milliseconds; it isn't asked again for ``PAUSE`` times that."""
         if start < self.sample_s:
             return
         start = clock()
