@@ -1,6 +1,8 @@
 """Recipes: optimizers, schedules, the best checkpoint, early stopping; each kind at toy size."""
 
 import json
+import math
+from pathlib import Path
 
 import pytest
 
@@ -10,15 +12,22 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwright.checkpoint import load, save
-from shardwright.finetune.engine import build_model
-from shardwright.finetune.tuned import find_tuned
+from shardwright.errors import DataError, InputError
+from shardwright.finetune.engine import build_model, lora_of
+from shardwright.finetune.objective import objective_of
+from shardwright.finetune.tuned import find_tuned, load_whole
+from shardwright.finetune.windows import IGNORED, Batch
 from shardwright.train.config import OptimizerConfig
 from shardwright.train.eager import build_optimizer, opened
 from shardwright.train.folder import RunFolder
+from shardwright.train.lora import add_lora, without_adapters
+from shardwright.train.named import named
 from shardwright.train.ranks import RankPlace
+from tests.hf import models
 from tests.hf.test_finetune import losses, recipe_of, tune
 from tests.hf.test_finetune import place as place  # a fixture
 from tests.ranks.pool import run_ranks
+from tests.ranks.test_lora import perturb
 
 
 def test_the_best_checkpoint_is_what_is_left_and_a_run_without_progress_ends_early(place, tmp_path):
@@ -97,3 +106,166 @@ def test_adamw_in_8_bits_steps_shards_as_adamw_does_and_a_checkpoint_has_every_b
     for off in run_ranks(2, eight_bit, recipe, tmp_path / "checkpoint"):
         assert max(off.values()) < 0.01  # a quarter of what four steps move
         assert max(off.values()) > 0
+
+
+def a_batch(model_words, pairs, length, seed):
+    """Chosen answers, then rejected ones; prompts and padding aren't learned."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(1, model_words, (2 * pairs, length + 1), generator=generator)
+    targets = tokens[:, 1:].clone()
+    for row in range(2 * pairs):
+        targets[row, : 2 + row % 3], targets[row, length - row % 4 :] = IGNORED, IGNORED
+    return Batch(tokens[:, :-1].contiguous(), targets, None, int((targets != IGNORED).sum()))
+
+
+def plainly(model, batch):
+    """log p of each row, by the whole logits."""
+    logits = model(input_ids=batch.inputs).logits.float().log_softmax(-1)
+    picked = logits.gather(-1, batch.targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return (picked * (batch.targets != IGNORED)).sum(1)
+
+
+def preference(rank, world, recipe):
+    """Loss and gradients of our DPO beside TRL's formula with a second model as its reference."""
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
+    model = perturb(build_model(recipe, RankPlace(rank, world, torch.device("cpu"), mesh)))
+    batch, beta = a_batch(96, 3, 12, rank), recipe.training.dpo_beta
+    objective = objective_of(recipe, model)
+    assert (objective.unit, objective.count(batch)) == ("pair", 3)
+    model.train()
+    loss = objective.total(batch)
+    loss.backward()
+    assert model.training
+    policy, reference = models.whole(Path(recipe.base.folder)), models.whole(Path(recipe.base.folder))
+    add_lora(policy, lora_of(recipe.adapter), torch.float32)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    for name, p in policy.named_parameters():
+        if p.requires_grad:
+            p.data.copy_(trained[name].full_tensor())
+    with torch.no_grad():
+        ref_chosen, ref_rejected = plainly(reference, batch).chunk(2)
+    chosen, rejected = plainly(policy, batch).chunk(2)
+    margins = (chosen - rejected) - (ref_chosen - ref_rejected)
+    assert margins.abs().max() > 1e-3  # the adapters do something
+    expected = torch.nn.functional.softplus(-beta * margins).sum()
+    expected.backward()
+    grads = {}
+    for name, p in policy.named_parameters():
+        if p.requires_grad:
+            torch.distributed.all_reduce(p.grad)  # summed over ranks; the sharded ones are averaged
+            off = p.grad / world - trained[name].grad.full_tensor()
+            grads[name] = (off.abs().max() / p.grad.abs().max()).item()
+    return loss.item(), expected.item(), max(grads.values()), len(grads)
+
+
+def test_dpo_is_the_formula_of_the_paper_with_the_base_as_a_second_model(tmp_path):
+    base = models.write("qwen3", tmp_path / "base")
+    sections = {
+        "base": {"folder": str(base), "quantise": "none"},
+        "training": {"loss": "dpo", "dpo_beta": 0.3},
+    }
+    for loss, expected, off, count in run_ranks(
+        2, preference, recipe_of(tmp_path, tmp_path / "run", **sections)
+    ):
+        assert loss == pytest.approx(expected, rel=1e-6)
+        assert off < 1e-4 and count == 2 * 7 * 2
+
+
+def as_built(rank, world, recipe):
+    """The model's state whole, its logits, and those without adapters."""
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
+    model = build_model(recipe, RankPlace(rank, world, torch.device("cpu"), mesh)).eval()
+    tokens = models.tokens(0)
+    with torch.no_grad():
+        logits = model(input_ids=tokens).logits
+        trained = {n: p.full_tensor().clone() for n, p in model.named_parameters() if "lora_" in n}
+        perturb(model)
+        with without_adapters(model):
+            plain = model(input_ids=tokens).logits
+        changed = model(input_ids=tokens).logits
+    assert (changed - plain).abs().max() > 1e-3
+    return logits, plain, trained
+
+
+def test_dora_begins_as_the_base_at_any_number_of_ranks_also_of_a_base_in_4_bits(tmp_path):
+    base = models.write("llama", tmp_path / "base")
+    sections = {
+        "base": {"folder": str(base), "quantise": "nf4"},
+        "adapter": {"rank": 2, "dora": True},
+        "training": {"offload": "optimizer"},  # changes nothing on CPU ranks
+    }
+    recipe = recipe_of(tmp_path, tmp_path / "run", **sections)
+    (whole,) = run_ranks(1, as_built, recipe)
+    logits, plain, trained = whole
+    assert torch.allclose(logits, plain, atol=1e-6)
+    lengths = {name: t for name, t in trained.items() if name.endswith("magnitude_vector")}
+    assert len(lengths) == 14 and all((t > 0).all() for t in lengths.values())
+    sections["base"]["dequantise"] = "layer"
+    for found in run_ranks(3, as_built, recipe_of(tmp_path, tmp_path / "run", **sections)):
+        assert torch.allclose(found[0], logits, atol=1e-5)
+        assert all(torch.equal(found[2][name], t) for name, t in trained.items())
+
+
+MINE = """
+from pathlib import Path
+import torch, transformers
+
+def focal(logits, targets):
+    logits, targets = logits.float().flatten(0, 1), targets.flatten()
+    losses = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+    return ((1 - torch.exp(-losses)) ** 2 * losses).sum()
+
+def slim(folder: Path, dtype):
+    config = transformers.AutoConfig.from_pretrained(folder)
+    config.rope_parameters = {**config.rope_parameters, "rope_theta": 77.0}
+    return transformers.LlamaForCausalLM._from_config(config, dtype=dtype or torch.float32)
+"""
+
+
+def test_a_loss_and_a_model_of_ones_own_are_trained_and_merged(place, tmp_path, monkeypatch):
+    (tmp_path / "my_functions.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    sections = {
+        "base": {"build": "my_functions:slim"},
+        "training": {"loss": "my_functions:focal", "epochs": 0, "steps": 4},
+        "heldout": {"every": 2},
+    }
+    recipe = recipe_of(place, tmp_path / "run", **sections)
+    run_ranks(1, tune, recipe)
+    heldout = losses(tmp_path / "run", "heldout_loss")
+    plain = recipe_of(place, tmp_path / "plain", training={"epochs": 0, "steps": 1})
+    run_ranks(1, tune, plain)
+    assert heldout[4] < heldout[0] < losses(tmp_path / "plain", "heldout_loss")[0]  # focal is below it
+    merged = load_whole(find_tuned(tmp_path / "run"), torch.device("cpu"))
+    assert merged.config.rope_parameters["rope_theta"] == 77.0
+    for key, name, message in (
+        ("training.loss", "nosuch:f", "there is no module 'nosuch'"),
+        ("base.build", "my_functions:nosuch", "has no function 'nosuch'"),
+    ):
+        with pytest.raises(InputError, match=f"{key} = .*{message}"):
+            named(key, name)
+
+
+def test_dpo_from_a_recipe_learns_which_answer_is_preferred(place, tmp_path):
+    with (tmp_path / "pairs.jsonl").open("w") as file:
+        for i in range(40):
+            prompt, good, bad = f"{i} + 1?", str(i + 1), "no"
+            file.write(json.dumps({"prompt": prompt, "chosen": good, "rejected": bad}) + "\n")
+    sections = {
+        "data": {"path": str(tmp_path / "pairs.jsonl")},
+        "training": {"loss": "dpo", "epochs": 0, "steps": 8, "batch_size": 2},
+        "heldout": {"every": 4},
+    }
+    run_ranks(2, tune, recipe_of(place, tmp_path / "run", **sections))
+    heldout = losses(tmp_path / "run", "heldout_loss")
+    assert heldout[0] == pytest.approx(math.log(2), abs=1e-6)  # the model is its reference
+    assert heldout[8] < 0.8 * heldout[0]
+    summary = json.loads(RunFolder(tmp_path / "run").summary.read_text())
+    assert summary["unit"] == "pair"
+    plain = recipe_of(place, tmp_path / "none", **{**sections, "training": {}})
+    run_ranks(1, needs_dpo, plain)
+
+
+def needs_dpo(rank, world, recipe):
+    with pytest.raises(DataError, match='set it to "dpo" for preferences'):
+        tune(rank, world, recipe)

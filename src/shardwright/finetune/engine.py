@@ -1,6 +1,7 @@
 """The engine of fine-tuning: a model of a folder, sharded as it is read; all of it trained, or adapters."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,15 @@ from shardwright.errors import InputError
 from shardwright.finetune.apart import keeps_apart
 from shardwright.finetune.feed import Feed
 from shardwright.finetune.generate import Wanted, generate, tokens_of
-from shardwright.finetune.head import HeadLoss
+from shardwright.finetune.objective import objective_of
 from shardwright.finetune.windows import Batch
 from shardwright.hf import library
 from shardwright.loss import loss_weights
-from shardwright.train.config import Recipe
-from shardwright.train.eager import RankEngine, opened, precision_of, set_up
+from shardwright.train.config import AdapterConfig, BaseConfig, Recipe
+from shardwright.train.eager import RankEngine, opened, policies_of, set_up
 from shardwright.train.flops import flops_per_token
 from shardwright.train.lora import Lora, add_lora, trained_part
+from shardwright.train.named import named
 from shardwright.train.ranks import RankPlace
 
 DTYPES = {"files": None, "fp32": torch.float32, "bf16": torch.bfloat16}
@@ -37,16 +39,31 @@ def build_model(recipe: Recipe, place: RankPlace) -> Any:
     """
     base, adapter = recipe.base, recipe.adapter
     set_up(recipe)
-    model: Any = library.build(Path(base.folder), DTYPES[base.dtype])
+    model = meta_model(base)
     if adapter.rank:
-        lora = Lora(adapter.targets, adapter.rank, adapter.alpha, adapter.dropout, adapter.rslora)
-        add_lora(model, lora, torch.float32)
+        add_lora(model, lora_of(adapter), torch.float32)
     if recipe.training.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    hf.shard(model, mesh=place.mesh, mp_policy=precision_of(recipe))
+    hf.shard(model, mesh=place.mesh, **policies_of(recipe))
     model.set_schedule_policy(recipe.schedule.policy())
-    hf.read_weights(model, base.folder, quantise=None if base.quantise == "none" else base.quantise)
+    quantise = None if base.quantise == "none" else base.quantise
+    hf.read_weights(model, base.folder, quantise=quantise, dequantise=base.dequantise)
     return model.train()
+
+
+def meta_model(base: BaseConfig) -> Any:
+    """The model of [base] on the meta device, by transformers or by ``base.build``."""
+    folder, dtype = Path(base.folder), DTYPES[base.dtype]
+    if not base.build:
+        return library.build(folder, dtype)
+    with torch.device("meta"):
+        return named("base.build", base.build)(folder, dtype)
+
+
+def lora_of(adapter: AdapterConfig) -> Lora:
+    """What [adapter] says of adapters."""
+    fields = ("targets", "rank", "alpha", "dropout", "rslora", "dora")
+    return Lora(**{name: getattr(adapter, name) for name in fields})
 
 
 class TunedEngine(RankEngine):
@@ -55,7 +72,7 @@ class TunedEngine(RankEngine):
 
     def __init__(self, recipe: Recipe, place: RankPlace, feed: Feed) -> None:
         super().__init__(recipe, place, build_model(recipe, place))
-        self.feed, self.head_loss = feed, HeadLoss(self.model)
+        self.feed, self.objective = feed, objective_of(recipe, self.model)
         size = self.model.get_input_embeddings().num_embeddings
         largest = feed.largest_token
         if largest >= size:
@@ -99,21 +116,20 @@ class TunedEngine(RankEngine):
             batches = [
                 self.feed.train.batch(order.at(position + i * order.share.num_windows)) for i in range(count)
             ]
-        shares = loss_weights(self.model, [batch.num_targets for batch in batches])
+        counts = [self.objective.count(batch) for batch in batches]
+        shares = loss_weights(self.model, counts)
         total = torch.zeros((), device=self.place.device)
-        for i, (batch, share) in enumerate(zip(batches, shares, strict=True)):
+        for i, (batch, counted, share) in enumerate(zip(batches, counts, shares, strict=True)):
             self.model.set_requires_gradient_sync(i == count - 1)
-            loss = self._loss_sum(batch) * (share / max(1, batch.num_targets))
+            loss = self._loss_sum(batch) * (share / max(1, counted))
             loss.backward()
             total += loss.detach()
         return total * self.place.world
 
     def _loss_sum(self, batch: Batch) -> Tensor:
-        """Sum of the cross-entropies, nats, in fp32."""
-        device = self.place.device
-        given = batch.positions if self.keeps_apart else None
-        positions = {} if given is None else {"position_ids": given.to(device)}
-        return self.head_loss(batch.inputs.to(device), batch.targets.to(device), **positions)
+        """Sum of the losses, fp32."""
+        given = batch if self.keeps_apart else replace(batch, positions=None)
+        return self.objective.total(given.to(self.place.device))
 
     @torch.no_grad()
     def heldout_loss(self) -> float:
@@ -127,7 +143,7 @@ class TunedEngine(RankEngine):
             batch = self.feed.heldout.batch(own or rows[:1])  # a sharded forward needs all ranks
             loss = self._loss_sum(batch).item()
             if own:
-                loss_sum, count = loss_sum + loss, count + batch.num_targets
+                loss_sum, count = loss_sum + loss, count + self.objective.count(batch)
         self.model.train()
         loss_sum, targets = self.place.total(loss_sum, count)
         return loss_sum / targets

@@ -24,7 +24,7 @@ class HeadLoss:
     """
 
     def __init__(self, model: Any) -> None:
-        self._model, self._targets = model, None
+        self._model, self._targets, self._at_once = model, None, 1
         head: Any = model.get_output_embeddings()
         plain = type(head).forward is nn.Linear.forward and "forward" not in vars(head)
         self._head: Any = head if plain else None
@@ -33,34 +33,41 @@ class HeadLoss:
             self._whole = head.forward
             head.forward = self._forward
 
-    def __call__(self, inputs: Tensor, targets: Tensor, **arguments: Any) -> Tensor:
-        """Sum of the cross-entropies, nats, fp32 (). inputs, targets: int64 [b, t], ``IGNORED`` where a token
-        isn't learned. Every rank calls it, the first time for a short forward more."""
+    def __call__(self, inputs: Tensor, targets: Tensor, *, by_row: bool = False, **arguments: Any) -> Tensor:
+        """Sum of the cross-entropies, nats, fp32: of all, (), or ``by_row``, [b]. inputs, targets: int64
+        [b, t], ``IGNORED`` where a token isn't learned. Every rank calls it, the first time for a short
+        forward more.
+        """
         if self._head is not None and not self._is_tried:
             self._try(inputs, targets)
         if self._head is None:
-            return self._of_logits(inputs, targets, **arguments)
-        return self._at_head(inputs, targets, **arguments)
+            return self._of_logits(inputs, targets, by_row, **arguments)
+        return self._at_head(inputs, targets, by_row, **arguments)
 
     def _forward(self, hidden: Tensor) -> Tensor:
         if self._targets is None:
             return self._whole(hidden)
         head = self._head
-        loss = linear_cross_entropy(hidden.flatten(0, 1), head.weight, self._targets, head.bias, IGNORED)
-        return loss.view(1, 1, 1)
+        parts = zip(hidden.split(self._at_once), self._targets.split(self._at_once), strict=True)
+        losses = [
+            linear_cross_entropy(rows.flatten(0, 1), head.weight, wanted.flatten(), head.bias, IGNORED)
+            for rows, wanted in parts
+        ]
+        return torch.stack(losses).view(-1, 1, 1)
 
-    def _at_head(self, inputs: Tensor, targets: Tensor, **arguments: Any) -> Tensor:
-        self._targets = targets.flatten()
+    def _at_head(self, inputs: Tensor, targets: Tensor, by_row: bool, **arguments: Any) -> Tensor:
+        self._targets, self._at_once = targets, 1 if by_row else len(targets)
         try:
-            return self._model(input_ids=inputs, use_cache=False, **arguments).logits.sum()
+            losses = self._model(input_ids=inputs, use_cache=False, **arguments).logits.flatten()
+            return losses if by_row else losses.squeeze(0)
         finally:
             self._targets = None
 
-    def _of_logits(self, inputs: Tensor, targets: Tensor, **arguments: Any) -> Tensor:
-        logits = self._model(input_ids=inputs, use_cache=False, **arguments).logits
-        return F.cross_entropy(
-            logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
-        )
+    def _of_logits(self, inputs: Tensor, targets: Tensor, by_row: bool, **arguments: Any) -> Tensor:
+        logits = self._model(input_ids=inputs, use_cache=False, **arguments).logits.float()
+        how = {"ignore_index": IGNORED, "reduction": "none" if by_row else "sum"}
+        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), **how)
+        return losses.view(targets.shape).sum(1) if by_row else losses
 
     @torch.no_grad()
     def _try(self, inputs: Tensor, targets: Tensor) -> None:
@@ -69,8 +76,8 @@ class HeadLoss:
         first = inputs[:1, :_PROBE]
         trains = self._model.training
         self._model.eval()
-        ours = self._at_head(first, first)
-        theirs = self._of_logits(first, first)
+        ours = self._at_head(first, first, False)
+        theirs = self._of_logits(first, first, False)
         self._model.train(trains)
         if not torch.allclose(ours, theirs, rtol=_EQUAL):
             self._head = None

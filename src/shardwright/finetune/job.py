@@ -31,21 +31,25 @@ class FineTuning:
     small, no text, or has a line that is no record.
     """
 
-    unit = "token"
-
     def __init__(self, recipe: Recipe, place: RankPlace) -> None:
         self.place = place
         self.tokenizer = library.tokenizer(Path(recipe.base.folder))
         (share,) = place.shares(recipe.training.batch_size)
         self.feed = feed_of(recipe, self.tokenizer, share)
         place.meet("tokenised data")
-        if self.feed.are_pairs:
+        if self.feed.are_pairs != (recipe.training.loss == "dpo"):
+            found = "preferences" if self.feed.are_pairs else "no preferences"
             raise DataError(
-                f"data.path = {recipe.data.path!r} holds preferences (chosen, rejected), and the loss of "
-                "this recipe takes one answer: give records of prompt and completion, or messages"
+                f"the data has {found} (chosen, rejected), and training.loss is {recipe.training.loss!r}: "
+                'set it to "dpo" for preferences and to "cross-entropy" for single answers, or give other data'
             )
         self.epoch_steps = max(1, self.feed.epoch // (share.num_windows * recipe.training.accumulation))
         self.recipe = recipe.model_copy(update={"training": steps_of(recipe.training, self.epoch_steps)})
+
+    @property
+    def unit(self) -> str:
+        """See ``Job``."""
+        return "pair" if self.recipe.training.loss == "dpo" else "token"
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -58,6 +62,7 @@ class FineTuning:
             "base.quantise": recipe.base.quantise,
             "adapter": recipe.adapter.model_dump(mode="json"),
             "data": {**data, "packing": self.feed.packs},
+            "training.loss": recipe.training.loss,
             "run.seed": recipe.run.seed,
             "training.sequence_length": recipe.training.sequence_length,
             "the corpus (sha256)": self.corpus_sha256,

@@ -22,7 +22,7 @@ from shardwright.checkpoint.shardfile import Reader
 from shardwright.checkpoint.sources import open_source
 from shardwright.checkpoint.tools import read_tensor
 from shardwright.errors import CheckpointError, InputError
-from shardwright.finetune.engine import DTYPES
+from shardwright.finetune.engine import meta_model
 from shardwright.finetune.job import fingerprint
 from shardwright.hf import library
 from shardwright.hf.load import encoded_names
@@ -41,15 +41,14 @@ class Tuned:
     """What is left of a run in one folder.
 
     folder: of a model, or of an adapter in peft's form. base: the folder of the model that the adapter is
-    for; of a whole model the same folder. quantise, dtype: how the base was read in training ("none", None:
-    as its files have it). recipe: of the run, or the defaults where an adapter comes from elsewhere.
+    for; of a whole model the same folder. quantise: how the base was encoded in training. recipe: of the
+    run, or the defaults where an adapter comes from elsewhere.
     """
 
     folder: Path
     base: Path
     is_adapter: bool
     quantise: str = "none"
-    dtype: torch.dtype | None = None
     recipe: Recipe = _DEFAULTS
 
 
@@ -84,7 +83,7 @@ def find_tuned(path: Path, base: Path | None = None) -> Tuned:
         )
     if recipe.base.folder:
         _check_base(run, base)
-    return Tuned(path, base, True, recipe.base.quantise, DTYPES[recipe.base.dtype], recipe)
+    return Tuned(path, base, True, recipe.base.quantise, recipe)
 
 
 def _exported_step(run: Path) -> int:
@@ -112,7 +111,7 @@ def _check_base(run: RunFolder, base: Path) -> None:
 
 def build(tuned: Tuned) -> Any:
     """The model on the meta device, in the dtype in which its base was read."""
-    return library.build(tuned.base, tuned.dtype)
+    return meta_model(tuned.recipe.base.model_copy(update={"folder": str(tuned.base)}))
 
 
 @contextmanager

@@ -32,6 +32,11 @@ class Batch:
     positions: Tensor | None
     num_targets: int
 
+    def to(self, device: torch.device) -> "Batch":
+        """The same on ``device``."""
+        positions = None if self.positions is None else self.positions.to(device)
+        return Batch(self.inputs.to(device), self.targets.to(device), positions, self.num_targets)
+
 
 @dataclass(frozen=True)
 class Windows:

@@ -22,7 +22,7 @@ from shardwright.errors import InputError
 from shardwright.grouped import hints_of, suggested
 from shardwright.hf import library
 from shardwright.hf.weights import open_folder, under_model_names
-from shardwright.policy import DEFAULT_PRECISION, MixedPrecisionPolicy
+from shardwright.policy import DEFAULT_OFFLOAD, DEFAULT_PRECISION, MixedPrecisionPolicy, OffloadPolicy
 from shardwright.quantize import quantisable, quantize_
 from shardwright.train.lora import Lora, adapter_names, add_lora, reset_adapters
 
@@ -48,7 +48,9 @@ def load(
     mesh: DeviceMesh | None = None,
     dtype: torch.dtype | None = None,
     mp_policy: MixedPrecisionPolicy = DEFAULT_PRECISION,
+    offload_policy: OffloadPolicy = DEFAULT_OFFLOAD,
     quantise: str | None = None,
+    dequantise: str = "group",
     lora: Lora | None = None,
 ) -> Any:
     """The model of a local folder of Hugging Face, sharded. Every rank of the job must call it.
@@ -63,9 +65,12 @@ def load(
         mesh: as for ``fully_shard``; None: all ranks.
         dtype: of the parameters at rest; None: what the configuration says.
         mp_policy: as for ``fully_shard``.
+        offload_policy: what is on the host at rest, as for ``fully_shard``.
         quantise: codec of its matrices, as for ``quantize_``: each is encoded as soon as it is read. The head
             and what isn't a matrix stay as they are; what is encoded is frozen.
-        lora: adapters; the base is then frozen. Their A is drawn from the layer's name, B is zeros.
+        dequantise: when it is decoded, as for ``quantize_``.
+        lora: adapters; the base is then frozen. Their A is drawn from the layer's name, B is zeros; with
+            ``dora`` their lengths are the weights'.
 
     Returns:
         The sharded model.
@@ -83,13 +88,17 @@ def load(
     model: Any = library.build(path, dtype)
     if lora is not None:
         add_lora(model, lora)
-    shard(model, mesh=mesh, mp_policy=mp_policy)
-    read_weights(model, path, quantise=quantise)
+    shard(model, mesh=mesh, mp_policy=mp_policy, offload_policy=offload_policy)
+    read_weights(model, path, quantise=quantise, dequantise=dequantise)
     return model.eval()
 
 
 def shard(
-    model: nn.Module, *, mesh: DeviceMesh | None = None, mp_policy: MixedPrecisionPolicy = DEFAULT_PRECISION
+    model: nn.Module,
+    *,
+    mesh: DeviceMesh | None = None,
+    mp_policy: MixedPrecisionPolicy = DEFAULT_PRECISION,
+    offload_policy: OffloadPolicy = DEFAULT_OFFLOAD,
 ) -> nn.Module:
     """Shard a model of transformers in groups from its own hints, in place. Every rank of the mesh calls it.
 
@@ -101,6 +110,7 @@ def shard(
         model: a model of transformers, on the meta device or any.
         mesh: as for ``fully_shard``; None: all ranks.
         mp_policy: as for ``fully_shard``.
+        offload_policy: as for ``fully_shard``.
 
     Returns:
         The argument ``model``.
@@ -109,14 +119,17 @@ def shard(
         InputError: it is sharded already, or the mesh has the wrong shape or lacks this rank.
     """
     groups = suggested(model)
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": mp_policy, "offload_policy": offload_policy}
     for name in groups.apart:
-        fully_shard(model.get_submodule(name), mesh=mesh, mp_policy=mp_policy)
+        fully_shard(model.get_submodule(name), **options)
     if groups.last:
-        fully_shard([model.get_submodule(n) for n in groups.last], mesh=mesh, mp_policy=mp_policy)
-    return fully_shard(model, mesh=mesh, mp_policy=mp_policy)
+        fully_shard([model.get_submodule(n) for n in groups.last], **options)
+    return fully_shard(model, **options)
 
 
-def read_weights(model: nn.Module, folder: str | Path, *, quantise: str | None = None) -> WeightsRead:
+def read_weights(
+    model: nn.Module, folder: str | Path, *, quantise: str | None = None, dequantise: str = "group"
+) -> WeightsRead:
     """Fill a sharded model from the safetensors files of a folder. Every rank of the job must call it.
 
     Each rank reads the byte ranges of its own slices, once. Names and layouts of files that the model's class
@@ -128,6 +141,7 @@ def read_weights(model: nn.Module, folder: str | Path, *, quantise: str | None =
         model: a model that ``shard`` was called on.
         folder: with safetensors files, as for ``load``.
         quantise: as for ``load``.
+        dequantise: as for ``load``.
 
     Returns:
         What this rank read.
@@ -153,7 +167,8 @@ def read_weights(model: nn.Module, folder: str | Path, *, quantise: str | None =
     source_folder, todo = prepared[0]
     chosen = encoded_names(model) if quantise else frozenset()
     with Reader(source_folder) as reader:
-        group.together(what, lambda: _fill_and_encode(todo, reader, quantise, chosen))
+        how = {} if quantise is None else {"codec": quantise, "dequantise": dequantise}
+        group.together(what, lambda: _fill_and_encode(todo, reader, chosen, how))
         nbytes = reader.nbytes
     reset_adapters(model)
     for param in model.parameters():
@@ -166,7 +181,7 @@ def encoded_names(model: nn.Module) -> frozenset[str]:
     return frozenset(quantisable(model)) - {f"{hints_of(model).head}.weight"}
 
 
-def _fill_and_encode(todo: LoadPlan, reader: Reader, codec: str | None, chosen: frozenset[str]) -> None:
+def _fill_and_encode(todo: LoadPlan, reader: Reader, chosen: frozenset[str], how: dict[str, str]) -> None:
     """Fill and install: what isn't to be encoded at once, then one tensor after another."""
     one_by_one = [target for target in todo.targets if target.key.removeprefix("model/") in chosen]
     others = [target for target in todo.targets if target.key.removeprefix("model/") not in chosen]
@@ -176,5 +191,5 @@ def _fill_and_encode(todo: LoadPlan, reader: Reader, codec: str | None, chosen: 
         replaced = {tensor: key for tensor, key in todo.replaced.items() if key in filled}
         install(replace(todo, replaced=replaced), filled, {})
         names = {target.key.removeprefix("model/") for target in targets} & chosen
-        if codec is not None and names:
-            quantize_(todo.model, codec, where=lambda name, _: name in names)  # noqa: B023 (called at once)
+        if names:
+            quantize_(todo.model, where=lambda name, _: name in names, **how)  # noqa: B023 (called at once)

@@ -11,7 +11,7 @@ from shardwright.extras import from_extra
 from shardwright.policy import SchedulePolicy, WatchPolicy
 
 with from_extra("train"):
-    from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+    from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 
 class Section(BaseModel):
@@ -30,6 +30,21 @@ def _resume(value: object) -> object:
     if text not in ("", "auto", "last") and not text.isdecimal():
         raise ValueError('expected "auto", "last", or the step of a checkpoint')
     return text
+
+
+def _function(value: str) -> str:
+    module, _, name = value.partition(":")
+    if value and not (name.isidentifier() and all(part.isidentifier() for part in module.split("."))):
+        raise ValueError("expected module:function, as mine:build")
+    return value
+
+
+def _loss(value: str) -> str:
+    if value in ("cross-entropy", "dpo"):
+        return value
+    if ":" not in value:
+        raise ValueError("expected cross-entropy, dpo, or module:function")
+    return _function(value)
 
 
 def _transport(value: object) -> object:
@@ -147,8 +162,18 @@ class BaseConfig(Section):
     quantise: Literal["none", "nf4", "nf4-double", "int8"] = Field(
         default="none", description="how the frozen base's matrices are encoded; needs adapter.rank"
     )
+    dequantise: Literal["group", "layer"] = Field(
+        default="group",
+        description="when encoded weights are decoded: with their group, or (less memory, more time) each "
+        "where it is used",
+    )
     dtype: Literal["files", "fp32", "bf16"] = Field(
         default="files", description="of the base's shards; files: as its config.json says"
+    )
+    build: Annotated[str, AfterValidator(_function)] = Field(
+        default="",
+        description="module:function that makes the model instead of transformers: given the folder and a "
+        "dtype or None, on the meta device",
     )
 
 
@@ -159,6 +184,7 @@ class AdapterConfig(Section):
     alpha: float = Field(default=16.0, gt=0.0, description="the product's factor is alpha / rank")
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0, description="of the adapters' inputs")
     rslora: bool = Field(default=False, description="the factor is alpha / sqrt(rank)")
+    dora: bool = Field(default=False, description="train the lengths of the weights' rows, too")
     targets: Names = Field(
         default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
         description="layers that get one: names, their last parts, or patterns as '*.mlp.*'",
@@ -202,12 +228,25 @@ class TrainingConfig(Section):
     batch_size: int = Field(default=4, ge=1, description="sequences per rank and microbatch")
     accumulation: int = Field(default=1, ge=1, description="microbatches per optimizer step")
     sequence_length: int = Field(default=256, ge=1, description="bytes, or tokens, per sequence")
+    loss: Annotated[str, AfterValidator(_loss)] = Field(
+        default="cross-entropy",
+        description="cross-entropy; dpo, of preferences (chosen, rejected), with the base as its reference; "
+        "or module:function, given logits and targets (-100: not learned), which returns a sum",
+    )
+    dpo_beta: float = Field(
+        default=0.1, gt=0.0, description="of dpo: larger keeps the model closer to its base"
+    )
     dtype: Literal["fp32", "bf16"] = Field(
         default="fp32", description="of the unsharded weights and activations; shards and sums stay in fp32"
     )
     activation_checkpointing: bool = Field(
         default=False,
         description="recompute each block's activations in the backward instead of keeping them",
+    )
+    offload: Literal["none", "optimizer", "all"] = Field(
+        default="none",
+        description="what is on the host between uses: nothing, the optimizer's state and step, or "
+        "parameters and gradients as well; on CPU ranks all is there anyway",
     )
     plan: str = Field(
         default="",
@@ -424,8 +463,16 @@ class Recipe(Section):
                 wrong.append("base.quantise: an encoded base is frozen; set adapter.rank, to 8 for example")
             if self.launch.backend != "eager":
                 wrong.append('launch.backend: a model of [base] trains on "eager" only; set it to that')
+            if self.training.loss == "dpo" and not self.adapter.rank:
+                wrong.append(
+                    "training.loss: the reference of dpo is the base without its adapters; set adapter.rank"
+                )
+        elif self.training.loss != "cross-entropy":
+            wrong.append("training.loss: the model of [model] learns by cross-entropy; leave it out")
         elif self.adapter.rank or self.base.quantise != "none":
             wrong.append("adapter, base.quantise: they are for a model of [base]; set base.folder")
+        if self.training.offload != "none" and self.launch.backend != "eager":
+            wrong.append('training.offload: shards lie on the host on "eager" only; leave it out')
         if self.optimizer.kind == "adamw-8bit" and self.launch.backend != "eager":
             wrong.append('optimizer.kind: adamw-8bit steps on "eager" only; take another one')
         if self.data.sources and not self.base.folder:
@@ -437,6 +484,8 @@ class Recipe(Section):
                 wrong.append(
                     "training.activation_checkpointing: the plan says what is recomputed; leave it out"
                 )
+            if self.training.offload != "none":
+                wrong.append("training.offload: the plan says what is offloaded; leave it out")
             if self.schedule != ScheduleConfig(transport=self.schedule.transport):
                 wrong.append("schedule: the plan has the policy; leave out all of [schedule] but transport")
         if wrong:

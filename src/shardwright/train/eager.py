@@ -20,7 +20,7 @@ from shardwright.checkpoint import Restored, load, save
 from shardwright.errors import ConfigError
 from shardwright.module import FSDPModule
 from shardwright.planned import Plan
-from shardwright.policy import MixedPrecisionPolicy
+from shardwright.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, OptimizerOffloadPolicy
 from shardwright.train.config import OptimizerConfig, Recipe
 from shardwright.train.data import TrainBatches, split_targets
 from shardwright.train.engine import Reading, Sizes
@@ -50,13 +50,13 @@ def build_model(recipe: Recipe, place: RankPlace) -> Transformer:
 
 
 def _shard_by_blocks(model: Transformer, recipe: Recipe, place: RankPlace) -> None:
-    policy = precision_of(recipe)
+    options = policies_of(recipe)
     for block in model.blocks:
-        fully_shard(block, mesh=place.mesh, mp_policy=policy)
+        fully_shard(block, mesh=place.mesh, **options)
     if model.head is not None:
-        fully_shard(model.embedding, mesh=place.mesh, mp_policy=policy)
-        fully_shard([model.norm, model.head], mesh=place.mesh, mp_policy=policy)
-    fully_shard(model, mesh=place.mesh, mp_policy=policy)
+        fully_shard(model.embedding, mesh=place.mesh, **options)
+        fully_shard([model.norm, model.head], mesh=place.mesh, **options)
+    fully_shard(model, mesh=place.mesh, **options)
     assert isinstance(model, FSDPModule)
     model.set_schedule_policy(recipe.schedule.policy())
 
@@ -83,6 +83,12 @@ def precision_of(recipe: Recipe) -> MixedPrecisionPolicy:
     """What ``training.dtype`` says."""
     half = recipe.training.dtype == "bf16"
     return MixedPrecisionPolicy(torch.bfloat16 if half else None, torch.float32 if half else None)
+
+
+def policies_of(recipe: Recipe) -> dict[str, Any]:
+    """Arguments of ``fully_shard``: what ``training.dtype`` and ``training.offload`` say."""
+    offload = {"none": OffloadPolicy, "optimizer": OptimizerOffloadPolicy, "all": CPUOffloadPolicy}
+    return {"mp_policy": precision_of(recipe), "offload_policy": offload[recipe.training.offload]()}
 
 
 def set_up(recipe: Recipe) -> None:

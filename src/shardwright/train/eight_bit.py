@@ -125,7 +125,7 @@ def _encoded(rows: Tensor, code: Tensor) -> tuple[Tensor, Tensor]:
 
 def _rows(tensor: Tensor) -> Tensor:
     """This rank's, as a plain tensor that shares its memory."""
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def _like(p: nn.Parameter, rows: Tensor) -> Tensor:

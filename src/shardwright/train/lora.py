@@ -15,7 +15,8 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -32,6 +33,7 @@ from shardwright.checkpoint.live import Whole
 from shardwright.engine.unit import units_in
 from shardwright.errors import CheckpointError, InputError
 from shardwright.extras import from_extra
+from shardwright.module import FSDPModule
 from shardwright.params.quantized.module import encoded_class, encodings, own_class
 from shardwright.torch_private import look_up_again, parameters_of
 
@@ -42,6 +44,7 @@ with from_extra("checkpoint"):
 __all__ = ["Lora", "LoraLinear", "adapters_in", "add_lora", "load_adapter", "merge_lora", "save_adapter"]
 
 _PREFIX = "base_model.model."
+_MAGNITUDE = "lora_magnitude_vector"
 ADAPTER_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """The two files of an adapter in peft's form."""
 
@@ -109,6 +112,7 @@ class LoraLinear(nn.Linear):
     lora_A: nn.Linear
     lora_B: nn.Linear
     lora_magnitude_vector: nn.Parameter  # [out], with ``dora``
+    is_off = False
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The layer's output and the adapter's; the adapter computes in its own dtype.
@@ -120,6 +124,8 @@ class LoraLinear(nn.Linear):
             [..., out], in the dtype of the layer's output.
         """
         output = super().forward(input)
+        if self.is_off:
+            return output
         dropped = F.dropout(input, self.lora.dropout, self.training)
         product = self.lora_B(self.lora_A(dropped.to(self.lora_A.weight.dtype))) * self.lora.scaling
         if not self.lora.dora:
@@ -145,8 +151,7 @@ def add_lora(model: nn.Module, lora: Lora, dtype: torch.dtype | None = None) -> 
         The names of the layers with an adapter.
 
     Raises:
-        InputError: a target matches nothing, the model is sharded, or ``dora`` is asked for with weights on
-            the meta device, whose lengths aren't known. Nothing is changed then.
+        InputError: a target matches nothing, or the model is sharded. Nothing is changed then.
 
     Examples:
         >>> from shardwright.train.lora import Lora, add_lora
@@ -166,11 +171,6 @@ def add_lora(model: nn.Module, lora: Lora, dtype: torch.dtype | None = None) -> 
                 f"{sorted({name.rpartition('.')[2] for name in layers})[:10]}"
             )
     chosen = {name: layer for name, layer in layers.items() if lora.matches(name)}
-    unknown = [name for name, layer in chosen.items() if _stored(layer).is_meta]
-    if lora.dora and unknown:
-        raise InputError(
-            f"dora needs the weights' lengths, but {unknown[0]!r} is on the meta device: load first"
-        )
     model.requires_grad_(False)
     for layer in chosen.values():
         _adapt(layer, lora, dtype)
@@ -222,7 +222,20 @@ def adapters_in(model: nn.Module) -> dict[str, LoraLinear]:
 
 def adapter_names(model: nn.Module) -> set[str]:
     """Names of the adapters' own parameters, as state dicts have them."""
-    return {f"{name}.{part}.weight" for name in adapters_in(model) for part in ("lora_A", "lora_B")}
+    return set(_parts(adapters_in(model)))
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """The model computes as its base alone for the length of the block. Every rank enters, between steps."""
+    layers = adapters_in(model).values()
+    for layer in layers:
+        layer.is_off = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.is_off = False
 
 
 def trained_part(model: nn.Module) -> nn.Module:
@@ -239,8 +252,14 @@ def reset_adapters(model: nn.Module) -> None:
     """Give adapters that are on the meta device memory and their first values; sharded or not.
 
     A is drawn as ``nn.Linear`` draws, from the layer's name alone, so that it is the same at every number of
-    ranks; B is zeros. Local: every rank calls it, between steps.
+    ranks; B is zeros. With ``dora`` the lengths are the weights', which are there. Every rank calls it,
+    between steps.
     """
+    unknown = [
+        name
+        for name, layer in adapters_in(model).items()
+        if layer.lora.dora and layer.lora_magnitude_vector.is_meta
+    ]
     for name, layer in adapters_in(model).items():
         for part in (layer.lora_A, layer.lora_B):
             old = part.weight
@@ -251,10 +270,49 @@ def reset_adapters(model: nn.Module) -> None:
                 digest = hashlib.sha256(name.encode()).digest()
                 generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
                 nn.init.kaiming_uniform_(full, a=math.sqrt(5), generator=generator)
-            if isinstance(old, DTensor):
-                full = distribute_tensor(full, old.device_mesh, old.placements, src_data_rank=None)
-            parameters_of(part)["weight"] = nn.Parameter(full, requires_grad=old.requires_grad)
+            _replace(part, "weight", full)
+        if name in unknown:
+            _replace(
+                layer, _MAGNITUDE, torch.ones(layer.out_features, dtype=layer.lora_magnitude_vector.dtype)
+            )
     look_up_again(model)
+    if unknown:
+        _set_magnitudes(model, unknown)
+
+
+def _replace(module: nn.Module, name: str, full: torch.Tensor) -> None:
+    """The parameter of that name by ``full``, sharded as it is."""
+    old = parameters_of(module)[name]
+    assert old is not None
+    if isinstance(old, DTensor):
+        full = distribute_tensor(full, old.device_mesh, old.placements, src_data_rank=None)
+    parameters_of(module)[name] = nn.Parameter(full, requires_grad=old.requires_grad)
+
+
+@torch.no_grad()
+def _set_magnitudes(model: nn.Module, names: Sequence[str]) -> None:
+    """The lengths of the rows of weight and product; one sharded module after another is gathered for "
+    "them."""
+    modules: dict[str, Any] = dict(model.named_modules())
+    owners: dict[str, list[str]] = {}
+    for name in names:
+        above = [name.rsplit(".", i)[0] for i in range(name.count(".") + 1)] + [""]
+        owners.setdefault(next((n for n in above if isinstance(modules[n], FSDPModule)), ""), []).append(name)
+    for owner, members in owners.items():
+        module = modules[owner]
+        if isinstance(module, FSDPModule):
+            module.unshard()
+        lengths = {name: _lengths(modules[name]) for name in members}
+        if isinstance(module, FSDPModule):
+            module.reshard()
+        for name, full in lengths.items():
+            vector = parameters_of(modules[name])[_MAGNITUDE]
+            assert vector is not None
+            if isinstance(vector, DTensor):
+                full = distribute_tensor(full, vector.device_mesh, vector.placements, src_data_rank=None)
+                vector.to_local().copy_(full.to_local())
+            else:
+                vector.copy_(full)
 
 
 def save_adapter(folder: str | Path, model: nn.Module, base: str | None = None) -> None:
@@ -381,7 +439,7 @@ def _parts(layers: dict[str, LoraLinear]) -> dict[str, nn.Parameter]:
     for name, layer in layers.items():
         found |= {f"{name}.{part}.weight": getattr(layer, part).weight for part in ("lora_A", "lora_B")}
         if layer.lora.dora:
-            found[f"{name}.lora_magnitude_vector"] = layer.lora_magnitude_vector
+            found[f"{name}.{_MAGNITUDE}"] = layer.lora_magnitude_vector
     return found
 
 

@@ -99,7 +99,8 @@ class Screen:
         for name, value in _rows(summary):
             table.add_row(name, value)
         self._console.print(table)
-        self.say(f"{length} {summary['unit']}s that the model writes:\n{summary['sample']}")
+        written = "byte" if summary["unit"] == "byte" else "token"
+        self.say(f"{length} {written}s that the model writes:\n{summary['sample']}")
 
 
 def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -113,7 +113,7 @@ def restore(folder: RunFolder, loop: Loop, screen: Screen, identity: dict[str, A
     changed = [
         f"  - {key}: was {before[key]!r}, is {identity[key]!r}"
         for key in identity
-        if before[key] != identity[key]
+        if key in before and before[key] != identity[key]
     ]
     if changed:
         listed = "\n".join(changed)

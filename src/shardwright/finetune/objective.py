@@ -1,0 +1,98 @@
+"""What a step of fine-tuning makes small: the loss of a batch, and what it is the mean over."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from shardwright.finetune.head import HeadLoss
+from shardwright.finetune.windows import Batch
+from shardwright.train.config import Recipe
+from shardwright.train.lora import without_adapters
+from shardwright.train.named import named
+
+
+class Objective(Protocol):
+    """``unit`` is what a loss is the mean over."""
+
+    @property
+    def unit(self) -> str: ...
+
+    def count(self, batch: Batch) -> int:
+        """How many of that are in ``batch``."""
+        ...
+
+    def total(self, batch: Batch) -> Tensor:
+        """The sum of the losses of all of them, fp32 (), on the model's device. Every rank calls."""
+        ...
+
+
+class TokenLoss:
+    """The cross-entropy of each learned token, in nats; or ``own(logits, targets)`` of them.
+
+    own: given logits [b, t, words] in the dtype of the model's head and targets int64 [b, t], ``IGNORED``
+    (-100) where nothing is learned; returns the sum over the others.
+    """
+
+    unit = "token"
+
+    def __init__(self, model: Any, own: Callable[[Tensor, Tensor], Tensor] | None = None) -> None:
+        self._model, self._own = model, own
+        self._head_loss = None if own else HeadLoss(model)
+
+    def count(self, batch: Batch) -> int:
+        """See ``Objective``."""
+        return batch.num_targets
+
+    def total(self, batch: Batch) -> Tensor:
+        """See ``Objective``."""
+        positions: dict[str, Any] = {} if batch.positions is None else {"position_ids": batch.positions}
+        if self._head_loss is not None:
+            return self._head_loss(batch.inputs, batch.targets, **positions).sum()
+        assert self._own is not None
+        logits = self._model(input_ids=batch.inputs, use_cache=False, **positions).logits
+        return self._own(logits, batch.targets).float()
+
+
+class PreferenceLoss:
+    """Direct preference optimisation (Rafailov et al., arXiv:2305.18290) of pairs: all chosen answers of a
+    batch, then in the same order those that were rejected. The loss of a pair::
+
+        -log sigmoid(beta * ((log p(chosen) - log p(rejected)) - (log q(chosen) - log q(rejected))))
+
+    with p the model, and q the same one with its adapters switched off.
+    """
+
+    unit = "pair"
+
+    def __init__(self, model: Any, beta: float) -> None:
+        self._model, self._beta, self._head_loss = model, beta, HeadLoss(model)
+
+    def count(self, batch: Batch) -> int:
+        """See ``Objective``."""
+        return len(batch.inputs) // 2
+
+    def total(self, batch: Batch) -> Tensor:
+        """See ``Objective``."""
+        trains = self._model.training
+        with torch.no_grad(), without_adapters(self._model):
+            self._model.eval()
+            reference = self._margin(batch)
+            self._model.train(trains)
+        return -F.logsigmoid(self._beta * (self._margin(batch) - reference)).sum()
+
+    def _margin(self, batch: Batch) -> Tensor:
+        """By how much each chosen answer is likelier than the rejected one, in nats, fp32 [pairs]."""
+        chosen, rejected = self._head_loss(batch.inputs, batch.targets, by_row=True).chunk(2)
+        return rejected - chosen
+
+
+def objective_of(recipe: Recipe, model: Any) -> Objective:
+    """What ``training.loss`` names. Raises: InputError where it names a function that isn't there."""
+    training = recipe.training
+    if training.loss == "dpo":
+        return PreferenceLoss(model, training.dpo_beta)
+    own = None if training.loss == "cross-entropy" else named("training.loss", training.loss)
+    return TokenLoss(model, own)
