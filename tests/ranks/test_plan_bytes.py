@@ -1,6 +1,8 @@
 """On a CPU predicted live bytes equal counted ones, at every event of a step."""
 
 import gc
+import time
+import weakref
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
@@ -72,9 +74,17 @@ def count(rank, world, names, policies, step=step):
             with counted_at_events(others) as rows:
                 step(model, x)
             found.append((rows, str(replace(model.schedule(), names=()))))
+            freed = weakref.ref(model)
             del model, x, optimizer
-            gc.collect()
+            collect(freed)
     return found
+
+
+def collect(freed):
+    """Until it is freed: the watch thread, which may read the recorder now, holds its groups for a moment."""
+    end = time.monotonic() + 10
+    while freed() is not None and time.monotonic() < end:
+        gc.collect()
 
 
 def check(world, names, policies, counting=count):
