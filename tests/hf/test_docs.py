@@ -20,6 +20,7 @@ EXCUSED = [
 # Commands that take minutes, and what runs instead: less text, fewer steps.
 SHORTER = [
     (r"^make finetune$", "make finetune CORPUS=notes.txt"),
+    (r"(bench/tokenise\.py)$", r"\1 --toy"),
     (r"(train recipes/finetune-lora\.toml)$", r"\1 --data.path notes.txt"),
 ]
 

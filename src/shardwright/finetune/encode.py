@@ -163,7 +163,8 @@ class Encoder:
             raise BadRecord(f"the tokenizer's chat template refuses it: {error}") from None
 
     def _ids(self, texts: Sequence[str]) -> Any:
-        return self._tokenizer(list(texts), add_special_tokens=False, verbose=False)
+        options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+        return self._tokenizer(list(texts), **options)
 
     def _tokenised(self, marked: Sequence[_Marked]) -> list[Example]:
         if not marked:
