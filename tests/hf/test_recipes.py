@@ -23,11 +23,14 @@ from shardwright.train.folder import RunFolder
 from shardwright.train.lora import add_lora, without_adapters
 from shardwright.train.named import named
 from shardwright.train.ranks import RankPlace
+from shardwright.train.resolve import resolve
 from tests.hf import models
 from tests.hf.test_finetune import losses, recipe_of, tune
 from tests.hf.test_finetune import place as place  # a fixture
 from tests.ranks.pool import run_ranks
 from tests.ranks.test_lora import perturb
+
+RECIPES = Path(__file__).parents[2] / "recipes"
 
 
 def test_the_best_checkpoint_is_what_is_left_and_a_run_without_progress_ends_early(place, tmp_path):
@@ -251,18 +254,24 @@ def test_dpo_from_a_recipe_learns_which_answer_is_preferred(place, tmp_path):
         for i in range(40):
             prompt, good, bad = f"{i} + 1?", str(i + 1), "no"
             file.write(json.dumps({"prompt": prompt, "chosen": good, "rejected": bad}) + "\n")
-    sections = {
-        "data": {"path": str(tmp_path / "pairs.jsonl")},
-        "training": {"loss": "dpo", "epochs": 0, "steps": 8, "batch_size": 2},
-        "heldout": {"every": 4},
-    }
-    run_ranks(2, tune, recipe_of(place, tmp_path / "run", **sections))
+    toy = [
+        ("run.folder", str(tmp_path / "run")),
+        ("base.folder", str(place / "llama")),
+        ("data.path", str(tmp_path / "pairs.jsonl")),
+        ("training.epochs", "0"),
+        ("training.steps", "8"),
+        ("training.batch_size", "2"),
+        ("optimizer.lr", "0.01"),
+        ("optimizer.warmup_steps", "2"),
+        ("sample.num_bytes", "3"),
+    ]
+    run_ranks(2, tune, resolve(RECIPES / "finetune-dpo.toml", toy).recipe)
     heldout = losses(tmp_path / "run", "heldout_loss")
     assert heldout[0] == pytest.approx(math.log(2), abs=1e-6)  # the model is its reference
     assert heldout[8] < 0.8 * heldout[0]
     summary = json.loads(RunFolder(tmp_path / "run").summary.read_text())
     assert summary["unit"] == "pair"
-    plain = recipe_of(place, tmp_path / "none", **{**sections, "training": {}})
+    plain = recipe_of(place, tmp_path / "none", data={"path": str(tmp_path / "pairs.jsonl")})
     run_ranks(1, needs_dpo, plain)
 
 

@@ -51,3 +51,19 @@ def test_recipes_are_listed_printed_and_found_by_name():
 def test_every_recipe_resolves_and_says_what_it_is_in_its_first_sentence(path):
     assert resolve(path).folder == Path("runs", path.stem)
     assert path.read_text().startswith("# ")
+
+
+@pytest.mark.parametrize("kind", ["full", "lora", "qlora", "dpo"])
+def test_a_recipe_of_a_real_size_is_the_toy_with_other_numbers_paths_and_dtypes(kind):
+    toy, real = (
+        resolve(ROOT / "recipes" / f"finetune-{kind}{size}.toml").recipe.model_dump()
+        for size in ("", "-real")
+    )
+    others = {
+        f"{section}.{key}"
+        for section, values in toy.items()
+        for key, value in values.items()
+        if real[section][key] != value and type(value) not in (int, float)
+    }
+    paths = {"run.folder", "base.folder", "data.path"}
+    assert others - {"base.dtype", "training.dtype", "training.activation_checkpointing"} <= paths

@@ -41,7 +41,7 @@ class FineTuning:
             found = "preferences" if self.feed.are_pairs else "no preferences"
             raise DataError(
                 f"the data has {found} (chosen, rejected), and training.loss is {recipe.training.loss!r}: "
-                'set it to "dpo" for preferences and to "cross-entropy" for single answers, or give other data'
+                'set it to "dpo" for preferences, to "cross-entropy" for single answers, or give other data'
             )
         self.epoch_steps = max(1, self.feed.epoch // (share.num_windows * recipe.training.accumulation))
         self.recipe = recipe.model_copy(update={"training": steps_of(recipe.training, self.epoch_steps)})
