@@ -16,13 +16,19 @@ setup: .venv/.installed
 train: setup
 	$(BIN)/shardwright train recipes/quickstart.toml
 
+# Tests of one process each run two at a time; those of ranks are several processes already.
+ONE_PROCESS := tests/pure tests/device
+OTHERS := tests $(ONE_PROCESS:%=--ignore=%)
+
 # What a change is likely to break, in at most 8 minutes on two idle cores.
 test: setup
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -n 2 -m "not slow" $(ONE_PROCESS)
+	$(BIN)/python -m pytest -m "not slow" $(OTHERS)
 
 # The whole matrix and what takes long besides: kills, random faults, real restarts, environments made anew.
 test-all: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 $(ONE_PROCESS)
+	$(BIN)/python -m pytest --durations=40 $(OTHERS)
 
 # `make test` on another torch, in an environment of its own; docs/versions.md says what came of it.
 # Exactly 2.13.0 is a build without CUDA where the index has one; others bring 5 GB.
