@@ -12,7 +12,7 @@ from shardwright.hf.export import MAX_FILE_NBYTES, copy_tokenizer, write_pretrai
 def merge(tuned: Tuned, out: Path, *, max_file_nbytes: int = MAX_FILE_NBYTES) -> None:
     """Write the base with its adapter added, and the tokenizer, as a folder that ``from_pretrained`` loads.
 
-    One process; host memory: the adapter and two tensors (seen: docs/serving.md). The weights are those of
+    One process; host memory: the adapter and two tensors. The weights are those of
     peft's ``merge_and_unload`` on the base as it was in training: in 4 bits, decoded. They are added in
     float32 and rounded once to the base's dtype. ``out`` must not exist and appears when it is complete.
     Raises: InputError for a model without an adapter; CheckpointError as ``reading``, and where ``out``
