@@ -1,4 +1,4 @@
-"""What docs/huggingface.md and docs/finetuning.md show runs as it stands (tests/fences.py)."""
+"""What docs/huggingface.md, docs/finetuning.md and what follows these shows runs (tests/fences.py)."""
 
 import json
 import re
@@ -17,10 +17,12 @@ EXCUSED = [
     (r"\.venv-bnb/|^make setup-bnb$", "another environment: make test-bnb"),
     (r"^vllm |llama\.cpp/", "another tool, which the page says was not run"),
 ]
+PAGES = ("finetuning.md", "serving.md", "tutorial-qlora.md")
 # Commands that take minutes, and what runs instead: less text, fewer steps.
 SHORTER = [
     (r"^make finetune$", "make finetune CORPUS=notes.txt"),
     (r"(bench/tokenise\.py)$", r"\1 --toy"),
+    (r"(--run\.folder runs/mine)$", r"\1 --training.epochs 1 --training.sequence_length 128"),
     (r"(train recipes/finetune-lora\.toml)$", r"\1 --data.path notes.txt"),
 ]
 
@@ -49,7 +51,7 @@ def test_the_files_of_the_document_run_one_after_another(repository):
 
 
 def test_the_commands_of_fine_tuning_run_one_after_another(repository):
-    found = [c for page in ("finetuning.md", "serving.md") for fence in fences(page) for c in fence.commands]
+    found = [c for page in PAGES for fence in fences(page) for c in fence.commands]
     for command in found:
         if excuse_for(command, EXCUSED):
             continue
