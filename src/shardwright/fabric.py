@@ -4,13 +4,11 @@
     fabric = Fabric(strategy="shardwright", devices=2)          # or ShardwrightStrategy(groups="auto")
     model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters()))
 
-The only file that imports Lightning: ``lightning``, ``lightning-fabric`` or both.
+This and ``lightning.py``, for Lightning's Trainer, are the only files that import Lightning.
 """
 
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from importlib import import_module
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -22,25 +20,17 @@ from shardwright.checkpoint import load, save
 from shardwright.clip import clip_grad_norm_
 from shardwright.errors import CheckpointError, InputError
 from shardwright.extras import require
-from shardwright.grouped import choices
 from shardwright.module import FSDPModule
-from shardwright.policy import DEFAULT_PRECISION, Grouping, MixedPrecisionPolicy
+from shardwright.policy import DEFAULT_PRECISION, MixedPrecisionPolicy
+from shardwright.strategies import groups_for, strategies_of, unreduced
+
+__all__ = ["ShardwrightStrategy"]
 
 PACKAGES = ("lightning.fabric", "lightning_fabric")
 """The two names that Fabric is published under; a program may import either, or both."""
 
 
-def _found(package: str) -> Any:
-    """Its ``strategies``, or None where it isn't installed."""
-    try:
-        return import_module(f"{package}.strategies")
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != package.partition(".")[0]:
-            raise
-        return None
-
-
-_STRATEGIES = [found for found in map(_found, PACKAGES) if found is not None]
+_STRATEGIES = [found for found in map(strategies_of, PACKAGES) if found is not None]
 if not _STRATEGIES:
     require("fabric", PACKAGES[-1])
 _DDP: Any = [strategies.DDPStrategy for strategies in _STRATEGIES]
@@ -92,18 +82,8 @@ class ShardwrightStrategy(*_DDP):
             if self._shard is not None:
                 self._shard(module)
             else:
-                fully_shard(module, groups=self._groups_of(module), mp_policy=self._mp_policy)
+                fully_shard(module, groups=groups_for(self._groups, module), mp_policy=self._mp_policy)
         return module
-
-    def _groups_of(self, module: nn.Module) -> Any:
-        if self._groups != "auto" or choices(module, Grouping()):
-            return self._groups
-        warnings.warn(
-            f"nothing in {type(module).__name__} says how to group it, so all of it is gathered at once; "
-            "give ShardwrightStrategy(groups=...) lists of names or a Grouping, or None if that's meant",
-            stacklevel=2,
-        )
-        return None
 
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
@@ -224,16 +204,7 @@ class _Reducing:
     """Gradients are reduced in the last backward of a step only."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        return _unreduced(module) if enabled else nullcontext()
-
-
-@contextmanager
-def _unreduced(module: Any) -> Iterator[None]:
-    module.set_requires_gradient_sync(False)
-    try:
-        yield
-    finally:
-        module.set_requires_gradient_sync(True)
+        return unreduced(module) if enabled else nullcontext()
 
 
 def _sorted(state: Mapping[str, Any]) -> tuple[nn.Module, Optimizer | None, dict[str, Any]]:

@@ -77,6 +77,12 @@ ROWS = (
         f"{TRAINED}, resuming, under both names of Fabric",
         "tests/hf/test_fabric.py",
     ),
+    (
+        'Lightning\'s Trainer, `strategy="shardwright"`',
+        "lightning",
+        f"{TRAINED}, bf16, validation, checkpoints, resuming, under both names",
+        "tests/hf/test_lightning.py",
+    ),
 )
 """Client, its package, what is run, and by which tests."""
 

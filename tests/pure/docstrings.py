@@ -38,6 +38,7 @@ PUBLIC = (
     "plan.cluster",
     "hf",
     "fabric",
+    "lightning",
     "interchange",
     "train.lora",
 )
@@ -59,6 +60,7 @@ NEVER_RAISES = {
         "InputError",
         "of a model without shards or adapters",
     ),
+    "lightning: ShardwrightStrategy.setup": ("ConfigError StageError", "of a plan"),
     "fabric: ShardwrightStrategy.setup_module": ("ConfigError StageError", "of a plan"),
     "fabric: ShardwrightStrategy.setup_module_and_optimizers": ("ConfigError StageError", "of a plan"),
 }

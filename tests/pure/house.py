@@ -16,6 +16,8 @@ FLOORS = {
     "__main__": 15,
     "cli": 14,
     "": 13,  # the package itself: gives out the names of `public`
+    "lightning": 11,
+    "strategies": 8,
     "fabric": 10,
     "finetune": 12,
     "hf": 11,

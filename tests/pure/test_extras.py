@@ -52,6 +52,7 @@ NEEDS = [
     ("hf", "transformers", ["train", "recipes/finetune-qlora.toml"]),
     ("hf", "transformers", "shardwright.hf:"),
     ("fabric", "lightning_fabric", "shardwright.fabric:"),
+    ("lightning", "lightning", "shardwright.lightning:"),
     ("xla", "jax", ["train", "recipes/quickstart.toml", "--backend", "xla"]),
     ("xla", "jax", "shardwright.xla:fully_shard"),
 ]

@@ -1,12 +1,8 @@
-"""Models that carry adapters of peft's own (``get_peft_model``): their first values, and their files."""
+"""Models that carry adapters of peft's own (``get_peft_model``), and their files."""
 
 from importlib import import_module
 from pathlib import Path
 from typing import Any
-
-import torch
-import torch.distributed as dist
-from torch import nn
 
 from shardwright.checkpoint.agree import ranks
 from shardwright.engine.unit import units_in
@@ -16,20 +12,6 @@ from shardwright.params.gather_full import stream_full
 def carries_peft(model: Any) -> bool:
     """Whether it is a ``PeftModel``."""
     return hasattr(model, "peft_config")
-
-
-def take_adapters_of_rank_0(model: nn.Module, device: torch.device) -> None:
-    """Give every rank rank 0's values of what is trained, before the model is sharded.
-
-    Adapters are drawn at random: without a seed by each rank for itself, and shards would be cut out of
-    different tensors. Every rank calls it; device: the one of its process group.
-    """
-    if dist.is_initialized():
-        for param in model.parameters():
-            if param.requires_grad:
-                value = param.detach().to(device)
-                dist.broadcast(value, 0)
-                param.data.copy_(value)
 
 
 def save_peft(model: Any, folder: Path) -> None:

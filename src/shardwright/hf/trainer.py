@@ -24,12 +24,13 @@ from shardwright.clip import clip_grad_norm_
 from shardwright.engine.unit import units_in
 from shardwright.errors import CheckpointError, InputError
 from shardwright.hf import library
-from shardwright.hf.adapters import carries_peft, save_peft, take_adapters_of_rank_0
+from shardwright.hf.adapters import carries_peft, save_peft
 from shardwright.hf.arguments import check_arguments
 from shardwright.hf.export import save_pretrained
 from shardwright.hf.load import shard
 from shardwright.module import FSDPModule, register_fsdp_forward_method
 from shardwright.train.lora import adapters_in, save_adapter, trained_part
+from shardwright.transport.collect import take_values_of_rank_0
 
 TESTED = ((5, 23), (5, 24))
 """Versions of transformers, from the first up to before the second."""
@@ -198,7 +199,7 @@ def _shard_whole(model: nn.Module, device: torch.device) -> None:
             "get_peft_model on the whole model and give that to the trainer, or hf.load(..., lora=Lora(...))"
         )
     if carries_peft(model):
-        take_adapters_of_rank_0(model, device)
+        take_values_of_rank_0((param for param in model.parameters() if param.requires_grad), device)
     shard(model)
 
 

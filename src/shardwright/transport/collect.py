@@ -5,9 +5,10 @@ collective. So the bytes of all shards are taken as one row per rank, and a wind
 gathered: on every rank, of which all but one drop what they receive.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
+import torch.distributed as dist
 
 from shardwright.schedule.layout import ALIGNMENT_NBYTES, equal_spans, pack
 from shardwright.transport.base import Comm, Segment, whole_place
@@ -46,6 +47,19 @@ def collect(
             for whole, each, offset in zip(wholes, spans, offsets, strict=True):
                 _place(whole, each, rows, offset - start)
     return wholes or None
+
+
+def take_values_of_rank_0(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
+    """Give every rank rank 0's values of tensors that aren't sharded yet. Every rank calls it.
+
+    What is drawn at random without a seed differs from rank to rank, and shards would be cut out of
+    different tensors. device: the one of the process group; a tensor at a time is there.
+    """
+    if dist.is_initialized():
+        for tensor in tensors:
+            value = tensor.detach().to(device)
+            dist.broadcast(value, 0)
+            tensor.data.copy_(value)
 
 
 def _overlap(offset: int, nbytes: int, width: int) -> range:
