@@ -2,7 +2,7 @@
 
     import lightning
     import shardwright.lightning
-    trainer = lightning.Trainer(strategy="shardwright", devices=8)   # or ShardwrightStrategy(groups=...)
+    trainer = lightning.Trainer(strategy="shardwright", devices=8)   # or TrainerStrategy(groups=...)
     trainer.fit(module)
 
 Lightning's Trainer is published as ``lightning`` and as ``pytorch_lightning``, whose classes don't know each
@@ -38,7 +38,7 @@ from shardwright.policy import DEFAULT_PRECISION, MixedPrecisionPolicy
 from shardwright.strategies import groups_for, strategies_of, unreduced
 from shardwright.transport.collect import take_values_of_rank_0
 
-__all__ = ["ShardwrightStrategy"]
+__all__ = ["TrainerStrategy"]
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 """The two names that the Trainer is published under."""
@@ -234,7 +234,7 @@ class _Sharding:
         self.accelerator.teardown()
 
 
-class ShardwrightStrategy(_Sharding, _DDP):
+class TrainerStrategy(_Sharding, _DDP):
     """Shards the ``LightningModule`` that a Trainer is given; one process for each device.
 
     What is sharded already (``fully_shard`` or ``hf.load`` in ``configure_model``) stays as it is, and the
@@ -277,8 +277,8 @@ def _bare(optimizer: Any) -> torch.optim.Optimizer:
 
 _Metric: Any = import_module("torchmetrics").Metric
 for _strategies in _STRATEGIES:
-    _cls: Any = ShardwrightStrategy
+    _cls: Any = TrainerStrategy
     if _strategies.DDPStrategy is not _DDP:
-        _cls = type("ShardwrightStrategy", (_Sharding, _strategies.DDPStrategy), {"__module__": __name__})
+        _cls = type("TrainerStrategy", (_Sharding, _strategies.DDPStrategy), {"__module__": __name__})
     if "shardwright" not in _strategies.StrategyRegistry:
         _strategies.StrategyRegistry.register("shardwright", _cls, "fully sharded by Shardwright")

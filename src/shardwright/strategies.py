@@ -28,7 +28,7 @@ def groups_for(groups: Any, module: nn.Module) -> Any:
         return groups
     warnings.warn(
         f"nothing in {type(module).__name__} says how to group it, so all of it is gathered at once; "
-        "give ShardwrightStrategy(groups=...) lists of names or a Grouping, or None if that's meant",
+        "give the strategy groups=, lists of names or a Grouping, or None if that's meant",
         stacklevel=3,
     )
     return None

@@ -108,7 +108,7 @@ def several(rank, world, package, folder):
     """The same fits on shards; then one of the first epoch alone, which ``resumed`` goes on with."""
     as_torchrun(rank, world, 29999)
     pl = import_module(package)
-    ours = import_module("shardwright.lightning").ShardwrightStrategy
+    ours = import_module("shardwright.lightning").TrainerStrategy
     each = ours(groups=Grouping(classes=(nn.Linear,)))
     trainer, module = fitted(pl, world, each, module=module_of(pl, seed=rank + 1))
     assert isinstance(module, FSDPModule)

@@ -60,7 +60,7 @@ NEVER_RAISES = {
         "InputError",
         "of a model without shards or adapters",
     ),
-    "lightning: ShardwrightStrategy.setup": ("ConfigError StageError", "of a plan"),
+    "lightning: TrainerStrategy.setup": ("ConfigError StageError", "of a plan"),
     "fabric: ShardwrightStrategy.setup_module": ("ConfigError StageError", "of a plan"),
     "fabric: ShardwrightStrategy.setup_module_and_optimizers": ("ConfigError StageError", "of a plan"),
 }
