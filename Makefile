@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup train test test-all test-torch check bench dist setup-xla test-xla setup-hf test-hf finetune setup-bnb test-bnb setup-clients clients clients-short setup-track test-track prove-gpu pictures setup-docs docs
+.PHONY: setup train test test-all test-torch check bench dist setup-xla test-xla setup-hf test-hf finetune setup-bnb test-bnb setup-clients clients clients-short setup-track test-track setup-storage test-storage prove-gpu pictures setup-docs docs
 
 setup: .venv/.installed
 
@@ -142,6 +142,19 @@ setup-track: .venv-track/.installed
 
 test-track: setup-track
 	.venv-track/bin/python -m pytest tests/ranks/test_trackers.py
+
+# s3://, against a server of moto: an environment of its own, since botocore needs an older python-dateutil.
+setup-storage: .venv-storage/.installed
+
+.venv-storage/.installed: requirements.lock pyproject.toml
+	$(PYTHON) -m venv .venv-storage
+	grep -v '^python-dateutil==' requirements.lock > .venv-storage/requirements.txt
+	.venv-storage/bin/python -m pip install --quiet --disable-pip-version-check --requirement .venv-storage/requirements.txt "s3fs==2026.9.0" "moto[server]==5.2.5"
+	.venv-storage/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@touch $@
+
+test-storage: setup-storage
+	.venv-storage/bin/python -m pytest tests/ranks/test_checkpoint_storage.py
 
 # QLoRA on a base that is trained here: the quickstart's model, exported as a Llama, then torch's own source.
 # CORPUS=folder or file for another text, or .jsonl.

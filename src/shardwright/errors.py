@@ -17,6 +17,7 @@
     |   `-- Stalled                    a rank has done nothing for as long as ``stall_s``
     |-- CheckpointError (RuntimeError) a checkpoint that is missing, damaged or doesn't fit
     |   `-- DamagedError               what was read isn't what was saved
+    |-- StorageError (OSError)         an object store that can't be reached, or that refuses
     `-- LaunchError (RuntimeError)     ranks that could not be started, or that ended early
 
 Each message says which thing, what was got, what was expected and what to do. Violations of our own
@@ -91,6 +92,10 @@ class CheckpointError(ShardwrightError, RuntimeError):
 
 class DamagedError(CheckpointError):
     """A checkpoint that is all there, and whose bytes are not those that were saved. Nothing was loaded."""
+
+
+class StorageError(ShardwrightError, OSError):
+    """An object store (``s3://``, ``gs://``, ...) that can't be reached, or that refuses."""
 
 
 class LaunchError(ShardwrightError, RuntimeError):

@@ -51,6 +51,7 @@ FLOORS = {
     "interchange": 3,
     "nf4": 2,
     "policy": 2,
+    "storage": 3,
     "extras": 2,
     "bnb": 1,
     "crc": 0,

@@ -163,7 +163,7 @@ def test_a_second_writer_is_told_who_writes_and_harms_nothing(tmp_path: Path) ->
     writer = Writer(tmp_path, 1)
     for message, _ in run_ranks(2, save_failing, str(tmp_path), -1):
         assert f"another process is saving here (pid {os.getpid()} " in message
-    assert writer.torn.is_dir()
+    assert writer.attempt.at.is_dir()
     writer.close()
     assert run_ranks(2, save_failing, str(tmp_path), -1)[0][0] == "no error"
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from shardwright.errors import CheckpointError
+from shardwright.errors import CheckpointError, ShardwrightError
 from shardwright.transport.attempt import Attempt, new_group, this_attempt
 from shardwright.transport.launches import LaunchLog, process_state
 
@@ -151,7 +151,7 @@ def _attempt(work: Callable[[], Any], outcome: list[Any]) -> None:
     try:
         with torch.no_grad():  # grad mode belongs to a thread
             outcome.append((work(), ""))
-    except (CheckpointError, OSError) as error:
+    except (ShardwrightError, OSError) as error:
         outcome.append((None, str(error)))
     except Exception:  # a bug: every rank must still hear of it
         outcome.append((None, traceback.format_exc()))

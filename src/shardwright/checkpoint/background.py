@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardwright.errors import CheckpointError
+from shardwright.storage import Location
 
 NICE = 14
 _RESTS = 40
@@ -65,10 +66,10 @@ class Pending:
     """A save in the background. Its error is raised by ``wait``, by the next save or load, or shown at
     exit."""
 
-    def __init__(self, work: Callable[[], Path], pace: Pace) -> None:
+    def __init__(self, work: Callable[[], Location], pace: Pace) -> None:
         self._work = work
         self._pace = pace
-        self._path: Path | None = None
+        self._path: Location | None = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="shardwright-save")
         self._thread.start()
@@ -84,7 +85,7 @@ class Pending:
         """Whether it has ended, well or not; does not block."""
         return not self._thread.is_alive()
 
-    def wait(self) -> Path:
+    def wait(self) -> Location:
         """Block until it has ended; returns the published folder. Not a collective, but every rank's save
         must run.
 
@@ -122,7 +123,7 @@ class _Slot:
 _slot = _Slot()
 
 
-def start(work: Callable[[Pace], Path]) -> Pending:
+def start(work: Callable[[Pace], Location]) -> Pending:
     """Run ``work`` in the background, at the pace that it is given. The slot must be free (``finish``)."""
     assert _slot.pending is None, "two saves in the background"
     pace = Pace()

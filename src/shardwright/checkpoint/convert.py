@@ -31,6 +31,7 @@ from shardwright.checkpoint.sink import write_all
 from shardwright.checkpoint.sources import Source, open_source
 from shardwright.checkpoint.tools import Progress, consolidate, open_checkpoint, read_tensor
 from shardwright.errors import CheckpointError, InputError
+from shardwright.storage import local_only
 
 
 class Format(StrEnum):
@@ -72,7 +73,7 @@ def convert(
     """
     if ranks < 1 or (ranks > 1 and to not in PER_RANK):
         raise InputError(f"ranks is {ranks}, expected 1, or more with {' or '.join(PER_RANK)}")
-    dst = Path(dst)
+    dst = local_only(dst, "what is converted is written to")
     if to is Format.SAFETENSORS:
         consolidate(src, dst, progress=progress)
         return dst
@@ -92,7 +93,8 @@ def convert(
                 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is meant
                 save_dcp(tensors, checkpoint_id=torn, no_dist=True)
         else:
-            written = save(torn, model=Whole(tensors), step=source.manifest.step)
+            save(torn, model=Whole(tensors), step=source.manifest.step)
+            written = step_folder(torn, source.manifest.step)
         _compare(tensors, open_source(written))
     return dst if to is not Format.SHARDWRIGHT else step_folder(dst, source.manifest.step)
 

@@ -1,4 +1,5 @@
-"""A folder of checkpoints: its names, the lock of its one writer, atomic publication, and what is kept.
+"""A folder of checkpoints: its names, the one writer, publication, and what is kept; here as it is on a
+file system (``remote`` draws the one in an object store).
 
 runs/
     step-000100/      complete: it has a manifest, renamed here in one step
@@ -15,18 +16,22 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from shardwright.checkpoint.format import MANIFEST, Manifest, loads
-from shardwright.checkpoint.lock import FolderLock, Held
-from shardwright.errors import CheckpointError, InputError
+from shardwright.checkpoint.lock import Held
+from shardwright.checkpoint.remote import RemoteStorage
+from shardwright.checkpoint.storage import TORN, LocalStorage, Lock, Storage, sync_folder
+from shardwright.errors import CheckpointError, InputError, StorageError
+from shardwright.storage import Location, RemotePath
 
-LATEST = "latest"
-_TORN = ".torn-"
 _STEP = re.compile(r"step-(\d+)")
+_local = LocalStorage()
+Anywhere = TypeVar("Anywhere", Path, RemotePath, Location)
 
 
 @dataclass(frozen=True)
@@ -51,14 +56,19 @@ class Keep:
             raise InputError(f"Keep.every is {self.every}, expected at least 1, or None")
 
 
-def step_folder(path: Path, step: int) -> Path:
+def storage_of(path: Location) -> Storage:
+    """The storage that ``path`` is in. Raises: MissingExtra, InputError, for a URL."""
+    return RemoteStorage(path) if isinstance(path, RemotePath) else _local
+
+
+def step_folder(path: Anywhere, step: int) -> Anywhere:
     return path / f"step-{step:06d}"
 
 
-def step_folders(path: Path) -> list[tuple[int, Path]]:
+def step_folders(path: Anywhere) -> list[tuple[int, Anywhere]]:
     """``(step, folder)`` of all published checkpoints in ``path``, by step; complete or not."""
-    found = [(int(m[1]), p) for p in path.iterdir() if (m := _STEP.fullmatch(p.name)) and p.is_dir()]
-    return sorted(found)
+    names = storage_of(path).names(path)
+    return sorted((int(m[1]), path / name) for name in names if (m := _STEP.fullmatch(name)))
 
 
 class Writer:
@@ -68,24 +78,20 @@ class Writer:
         CheckpointError: the folder can't be written, the step exists, or another process is writing.
     """
 
-    def __init__(self, path: Path, step: int) -> None:
+    def __init__(self, path: Location, step: int) -> None:
         self.path = path
+        self.storage = storage_of(path)
         self.final = step_folder(path, step)
-        self._lock: FolderLock | None = None
+        self._lock: Lock | None = None
         try:
-            path.mkdir(parents=True, exist_ok=True)
-            self._lock = FolderLock(path)
-            if self.final.exists() and is_complete(self.final):
+            self._lock = self.storage.lock(path)
+            if self._is_there() and is_complete(self.final):
                 raise CheckpointError(
                     f"{self.final} exists already; nothing was overwritten: remove it, or use another folder"
                 )
-            for torn in path.glob(_TORN + "*"):  # we hold the lock: no living writer owns them
-                if torn.is_dir():
-                    shutil.rmtree(torn)
-                else:  # what was to become ``latest``
-                    torn.unlink()
-            self.torn = path / f"{_TORN}{uuid.uuid4().hex[:12]}"
-            self.torn.mkdir()
+            for left in self.storage.leftovers(path):  # we hold the lock: no living writer owns them
+                self.storage.remove(left)
+            self.attempt = self.storage.begin(self.final)
         except Held as error:
             raise CheckpointError(
                 f"{path}: another process is saving here ({error}); nothing was written"
@@ -97,73 +103,58 @@ class Writer:
             self.close()
             raise
 
+    def _is_there(self) -> bool:
+        return self.final.name in self.storage.names(self.path)
+
     def publish(self, manifest_text: str) -> None:
-        """Write the manifest, sync, rename into place, then move ``latest``. Every shard file is synced
-        already."""
+        """Publish what all ranks have sent, then move ``latest``. Every file is synced already."""
         try:
-            _write_synced(self.torn / MANIFEST, manifest_text)
-            sync_folder(self.torn)
-            read_manifest(self.torn)  # every shard file is here, as large as its writer says
-            if self.final.exists():  # a damaged one: a run that went back before it comes by here again
-                os.rename(self.final, _unused(self.path / f"damaged-{self.final.name}"))
-            os.rename(self.torn, self.final)  # fails, and loses nothing, if it came to exist meanwhile
-            sync_folder(self.path)
-            _name_latest(self.path, self.final)
+            check_files(loads(manifest_text, str(self.final)), self.attempt.at)
+            assert self._lock is not None
+            self._lock.check()
+            if self._is_there():  # a damaged one: a run that went back before it comes by here again
+                self.storage.move(self.final, _unused(self.path, f"damaged-{self.final.name}"))
+            self.storage.publish(self.attempt, manifest_text)
+            self.storage.name_latest(self.path, self.final.name)
         except OSError as error:
             raise CheckpointError(f"can't publish {self.final}: {error.strerror or error}") from error
 
     def prune(self, keep: Keep) -> None:
-        """Remove the checkpoints that ``keep`` does not keep; first out of sight by a rename, then the
-        files."""
+        """Remove the checkpoints that ``keep`` does not keep."""
         steps = [(step, folder) for step, folder in step_folders(self.path) if folder != self.final]
         old = steps[: len(steps) - (keep.last - 1)]
         for step, folder in old:
             if keep.every is None or step % keep.every:
-                unseen = self.path / f"{_TORN}{uuid.uuid4().hex[:12]}"
-                os.rename(folder, unseen)
-                shutil.rmtree(unseen)
+                self.storage.remove(folder)
 
     def close(self) -> None:
         """Give the lock back and remove what was not published."""
         if self._lock is not None:
-            torn = getattr(self, "torn", None)
-            if torn is not None:
-                shutil.rmtree(torn, ignore_errors=True)
+            if (attempt := getattr(self, "attempt", None)) is not None:
+                with suppress(OSError):  # the next writer removes it
+                    self.storage.abandon(attempt)
             self._lock.close()
             self._lock = None
 
 
-def _name_latest(path: Path, newest: Path) -> None:
-    temporary = path / f"{_TORN}latest"
-    _write_synced(temporary, newest.name + "\n")
-    os.replace(temporary, path / LATEST)
-    sync_folder(path)
-
-
-def set_aside_after(path: Path, step: int, why: str) -> list[Path]:
+def set_aside_after(path: Location, step: int, why: str) -> list[Location]:
     """Rename what was saved in ``path`` after ``step`` to ``WHY-step-...``, because a run goes back to
     ``step`` and will come by there again. Returns the new names."""
-    moved = []
+    moved, storage = [], storage_of(path)
     for newer, folder in step_folders(path):
         if newer > step:
-            moved.append(_unused(path / f"{why}-{folder.name}"))
-            os.rename(folder, moved[-1])
+            moved.append(_unused(path, f"{why}-{folder.name}"))
+            storage.move(folder, moved[-1])
     if moved:
-        _name_latest(path, step_folder(path, step))
+        storage.name_latest(path, step_folder(path, step).name)
     return moved
 
 
-def _unused(path: Path) -> Path:
-    """``path``, or with the first number behind it that no file has."""
-    numbered = (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))
-    return next(p for p in (path, *itertools.islice(numbered, 1000)) if not p.exists())
-
-
-def _write_synced(path: Path, text: str) -> None:
-    with open(path, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+def _unused(path: Location, name: str) -> Location:
+    """``path / name``, or with the first number behind it that no folder has."""
+    names = set(storage_of(path).names(path))
+    numbered = (f"{name}.{number}" for number in itertools.count(1))
+    return path / next(n for n in itertools.chain([name], numbered) if n not in names)
 
 
 @contextmanager
@@ -176,7 +167,7 @@ def published(out: Path) -> Iterator[Path]:
     """
     if out.exists():
         raise CheckpointError(f"{out} exists already; nothing was written")
-    torn = out.with_name(f"{_TORN}{out.name}-{uuid.uuid4().hex[:8]}")
+    torn = out.with_name(f"{TORN}{out.name}-{uuid.uuid4().hex[:8]}")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         yield torn
@@ -191,16 +182,7 @@ def published(out: Path) -> Iterator[Path]:
         torn.unlink(missing_ok=True)
 
 
-def sync_folder(path: Path) -> None:
-    """fsync a folder, so that a rename in it survives a power cut; a file too."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Location) -> Manifest:
     """The manifest of the checkpoint in ``folder``; every file it lists is there and has its size.
 
     Raises:
@@ -208,24 +190,29 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        manifest = loads(path.read_text(), str(path))
+        manifest = loads(storage_of(folder).read_text(path), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path}: can't read the manifest: {error}") from error
-    faults = []
-    for name, size in manifest.files.items():
-        file = folder / name
-        if not file.is_file():
-            faults.append(f"{file} is missing (it holds {_held(manifest, name)})")
-        elif file.stat().st_size != size:
-            faults.append(
-                f"{file} has {file.stat().st_size} bytes, expected {size} (it holds {_held(manifest, name)})"
-            )
-    if faults:
-        raise CheckpointError("the checkpoint is incomplete: " + "; ".join(faults))
+    check_files(manifest, folder)
     return manifest
 
 
-def is_complete(folder: Path) -> bool:
+def check_files(manifest: Manifest, folder: Location) -> None:
+    """Raise CheckpointError unless each file of the manifest is in ``folder``, and has its size."""
+    sizes: Mapping[str, int] = storage_of(folder).sizes(folder)
+    faults = []
+    for name, size in manifest.files.items():
+        if name not in sizes:
+            faults.append(f"{folder / name} is missing (it holds {_held(manifest, name)})")
+        elif sizes[name] != size:
+            faults.append(
+                f"{folder / name} has {sizes[name]} bytes, expected {size} (it holds {_held(manifest, name)})"
+            )
+    if faults:
+        raise CheckpointError("the checkpoint is incomplete: " + "; ".join(faults))
+
+
+def is_complete(folder: Location) -> bool:
     """Whether ``read_manifest`` reads the checkpoint in ``folder``."""
     try:
         read_manifest(folder)
@@ -239,32 +226,39 @@ def _held(manifest: Manifest, file: str) -> str:
     return ", ".join(keys[:3]) + (f" and {len(keys) - 3} more tensors" if len(keys) > 3 else "")
 
 
-def complete_steps(path: Path) -> list[int]:
+def complete_steps(path: Location) -> list[int]:
     """Steps of the complete checkpoints in the folder ``path``, the newest first; none if there is no folder.
     Their bytes are not read: a damaged one counts, until ``load`` says so."""
-    folders = reversed(step_folders(path)) if path.is_dir() else ()
-    return [step for step, folder in folders if is_complete(folder)]
+    try:
+        folders = step_folders(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [step for step, folder in reversed(folders) if is_complete(folder)]
 
 
-def find(path: Path) -> tuple[Path, Sequence[str]]:
+def find(path: Location) -> tuple[Location, Sequence[str]]:
     """``(folder, skipped)``: ``path`` itself if it is a checkpoint, else its newest complete one, and why
     newer ones were skipped.
 
     Raises:
         CheckpointError: there is none, saying what was found instead.
     """
-    if (path / MANIFEST).exists() or _STEP.fullmatch(path.name):
+    storage = storage_of(path)
+    if MANIFEST in storage.sizes(path) or _STEP.fullmatch(path.name):
         read_manifest(path)
         return path, ()
-    if not path.is_dir():
-        raise CheckpointError(f"{path}: no such folder; give a checkpoint, or a folder of them")
     skipped = []
-    for _, folder in reversed(step_folders(path)):
+    try:
+        folders = step_folders(path)
+    except OSError as error:
+        if isinstance(error, StorageError):
+            raise
+        raise CheckpointError(f"{path}: no such folder; give a checkpoint, or a folder of them") from None
+    for _, folder in reversed(folders):
         try:
             read_manifest(folder)
             return folder, tuple(skipped)
         except CheckpointError as error:
             skipped.append(f"{folder.name}: {error}")
-    torn = len(list(path.glob(_TORN + "*")))
-    found = "; ".join(skipped) or f"no step-* folder, {torn} unfinished saves"
+    found = "; ".join(skipped) or f"no step-* folder, {len(storage.leftovers(path))} unfinished saves"
     raise CheckpointError(f"{path}: no complete checkpoint ({found})")

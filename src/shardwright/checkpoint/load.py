@@ -10,9 +10,10 @@ A failure in the first two leaves model and optimizer as they were. The others c
 or the memory is bad between two reads, and say so.
 """
 
+import contextlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from torch.optim import Optimizer
 from shardwright.checkpoint import background
 from shardwright.checkpoint.agree import ranks
 from shardwright.checkpoint.flat import base_tensor
-from shardwright.checkpoint.folder import complete_steps, step_folder
+from shardwright.checkpoint.folder import complete_steps, step_folder, storage_of
 from shardwright.checkpoint.format import (
     ITEM_NBYTES,
     Box,
@@ -42,6 +43,7 @@ from shardwright.checkpoint.tree import decode
 from shardwright.checkpoint.verify import Partial, Verifier, crc_in, parts_of
 from shardwright.crc import crc32
 from shardwright.errors import CheckpointError, DamagedError
+from shardwright.storage import Location, location_of
 
 STEP_NBYTES = 512 << 10
 """Copied and checksummed at a time, in a core's own cache: 0.11 s/GiB, in twos of MiB 0.13 to 0.17."""
@@ -65,7 +67,7 @@ class Restored:
             ranks.
     """
 
-    path: Path
+    path: Location
     step: int
     extra: Any
     num_tensors: int
@@ -88,7 +90,7 @@ class Restored:
 
 
 def load(
-    path: str | Path,
+    path: str | PurePath,
     *,
     model: nn.Module,
     optimizer: Optimizer | None = None,
@@ -102,7 +104,9 @@ def load(
     sharded, without running a step. Every checksum is verified on read, and the live state afterwards.
 
     Args:
-        path: one checkpoint, or a folder of them: then its newest complete one.
+        path: one checkpoint, or a folder of them: then its newest complete one; or the URL of either, as
+            ``s3://bucket/run``. Of a URL, each file that a rank needs is copied into the cache of its host,
+            unless it lies there since it was saved.
         model: sharded or plain, of the saved names and shapes; dtypes are converted.
         optimizer: of the model's parameters; None leaves the saved state alone.
         extra: live objects with ``load_state_dict``, by their keys in what was given to ``save``; they are
@@ -125,9 +129,10 @@ def load(
         (7, {'epoch': 2})
     """
     background.finish()
-    group = ranks()
+    path, group = location_of(path), ranks()
+    storage_of(path)  # raises here, on every rank, for a URL that can't be used
     group.arrive(f"load({path})")
-    locations = group.together(f"loading {path}", lambda: locate(Path(path)) if group.rank == 0 else None)
+    locations = group.together(f"loading {path}", lambda: locate(path) if group.rank == 0 else None)
     assert locations[0] is not None
     found, skipped = locations[0]
     what = f"loading {found}"
@@ -142,9 +147,10 @@ def load(
     shared = set[str]().union(*group.together(what, prepare))
     todo, manifest = prepared[0].todo, prepared[0].source.manifest
     verifier = Verifier(group)
-    with Reader(prepared[0].source.folder) as reader:
+    with contextlib.ExitStack() as stack:
+        reader = stack.enter_context(Reader(prepared[0].source.folder))
         try:
-            small = _check(verifier, what, reader, manifest, todo)
+            small, reader = _check_copies_too(stack, verifier, what, (reader, manifest, todo))
         except CheckpointError as error:
             raise DamagedError(f"{error}{_older(found, manifest.step)}") from None
         read_nbytes = reader.nbytes
@@ -166,13 +172,13 @@ def load(
     )
 
 
-def latest(path: str | Path) -> Path | None:
+def latest(path: str | PurePath) -> Location | None:
     """The newest complete checkpoint in a folder, which ``load(path)`` would take.
 
     Every rank must call it, and all get what rank 0 sees.
 
     Args:
-        path: a folder of checkpoints.
+        path: a folder of checkpoints, or its URL.
 
     Returns:
         The checkpoint's folder; None where there is none, or no such folder.
@@ -181,13 +187,14 @@ def latest(path: str | Path) -> Path | None:
         CheckpointError: raised on all ranks, where the ranks can't agree, since one is missing.
     """
     background.finish()
-    group, path = ranks(), Path(path)
+    group, path = ranks(), location_of(path)
+    storage_of(path)
     group.arrive(f"latest({path})")
     found = group.together(f"looking into {path}", lambda: complete_steps(path) if group.rank == 0 else [])
     return step_folder(path, found[0][0]) if found[0] else None
 
 
-def _older(found: Path, step: int) -> str:
+def _older(found: Location, step: int) -> str:
     """What a message about the damaged checkpoint ``found`` of ``step`` says of the older ones beside it."""
     names = [step_folder(found.parent, older).name for older in complete_steps(found.parent) if older < step]
     if not names:
@@ -204,7 +211,7 @@ class _Prepared:
 
 
 def _prepare(
-    found: Path, model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str, Any] | None, rank: int
+    found: Location, model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str, Any] | None, rank: int
 ) -> _Prepared:
     named, aliases = model_tensors(model)
     source = open_source(found, {*named, *(alias for names in aliases.values() for alias in names)})
@@ -230,6 +237,22 @@ def _check(
 
     verifier.verify(what, look)
     return small
+
+
+def _check_copies_too(
+    stack: contextlib.ExitStack, verifier: Verifier, what: str, of: tuple[Reader, Manifest, LoadPlan]
+) -> tuple[dict[str, torch.Tensor], Reader]:
+    """``_check``; where copies on this host were read and are damaged, once more, of what was copied."""
+    reader, manifest, todo = of
+    try:
+        return _check(verifier, what, reader, manifest, todo), reader
+    except CheckpointError:
+        storage = storage_of(reader.folder)
+        if not storage.copies:
+            raise
+        verifier.group.together(what, lambda: storage.forget(reader.folder))
+        reader = stack.enter_context(Reader(reader.folder))
+        return _check(verifier, what, reader, manifest, todo), reader
 
 
 def fill(reader: Reader, targets: Iterable[Target]) -> None:

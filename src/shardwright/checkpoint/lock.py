@@ -55,6 +55,9 @@ class FolderLock:
         # Of one length, in one write: whoever is refused reads a whole name, of this holder or the last.
         os.write(self._file, f"pid {os.getpid()} on {socket.gethostname()}".encode().ljust(_HOLDER_NBYTES))
 
+    def check(self) -> None:
+        """Nothing: the kernel gives nobody else a lock that is held."""
+
     def close(self) -> None:
         """Give the lock back; a second call does nothing."""
         if self._file >= 0:

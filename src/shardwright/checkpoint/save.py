@@ -5,6 +5,8 @@ lock, .torn-1f3a/             -                       one small agreement: where
 shard-00000.safetensors       shard-00001.safetensors   no collective; checksummed while written, synced
 pieces of all ranks  <-----   its pieces               one small agreement: what was written
 prove coverage, manifest.json, rename, latest          one small agreement: it is published
+
+Under a URL the files are uploaded under names that no other save uses, and the manifest last: ``remote``.
 """
 
 import contextlib
@@ -12,7 +14,7 @@ import platform
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -21,35 +23,38 @@ from torch.optim import Optimizer
 
 from shardwright.checkpoint import background
 from shardwright.checkpoint.agree import Ranks, ranks
-from shardwright.checkpoint.folder import Keep, Writer
+from shardwright.checkpoint.folder import Keep, Writer, step_folder, storage_of
 from shardwright.checkpoint.format import Box, Manifest, Piece, TensorEntry, crc32_in_chunks, dumps, prove
 from shardwright.checkpoint.live import Live, Part, collect, part_of, rng_state
 from shardwright.checkpoint.shardfile import DTYPE_NAME, Item, bits_of, chunks_of, write_shard
+from shardwright.checkpoint.storage import Storage, Unpublished
 from shardwright.checkpoint.tree import Tensors, encode
 from shardwright.crc import crc32
 from shardwright.errors import CheckpointError, InputError
+from shardwright.storage import Location, location_of
 from shardwright.transport.recorder import recorder
 
 
 @recorder.span("save")
 def save(
-    path: str | Path,
+    path: str | PurePath,
     *,
     model: nn.Module,
     optimizer: Optimizer | None = None,
     extra: Mapping[str, Any] | None = None,
     step: int,
     keep: int | Keep | None = None,
-) -> Path:
+) -> Location:
     """Save the state of training as ``path/step-000123``. Every rank must call it, between steps.
 
     Saved are the parameters and persistent buffers of ``model``, the state and groups of ``optimizer`` (by
     the names of the parameters), ``extra``, and the random state of every rank. Nothing is pickled. Each rank
     writes its own pieces; no tensor is sent, and host memory grows by 2 MiB. When it returns, the checkpoint
-    is on the disk and ``path/latest`` names it; until then the previous one is untouched.
+    is on the disk, or in the bucket, and ``path/latest`` names it; until then the previous one is untouched.
 
     Args:
-        path: the folder of checkpoints, which all ranks see; it is made where it is missing.
+        path: the folder of checkpoints, which all ranks see; it is made where it is missing. Or a URL, as
+            ``s3://bucket/run``; each rank then writes its file into the cache of its host and uploads it.
         model: a sharded model, or a plain one that is equal on all ranks.
         optimizer: of the model's parameters; None saves none.
         extra: numbers, strings, lists, dicts, tensors, and objects with ``state_dict()``, by name; equal on
@@ -63,7 +68,8 @@ def save(
     Raises:
         CheckpointError: raised on all ranks, naming rank, file and tensor. Nothing is published, and the
             previous checkpoint stays the latest.
-        InputError: ``step`` or ``keep`` is out of range.
+        InputError: ``step`` or ``keep`` is out of range, or the URL is of an unknown kind.
+        MissingExtra: the package for this kind of URL isn't installed.
 
     Examples:
         >>> model = shardwright.fully_shard(nn.Linear(8, 4))
@@ -73,7 +79,7 @@ def save(
         'run/step-000100'
     """
     background.finish()
-    options = _Options(Path(path), step, Keep(keep) if isinstance(keep, int) else keep)
+    options = _Options(location_of(path), step, Keep(keep) if isinstance(keep, int) else keep)
     group = ranks()
     group.arrive(f"save(step={step})")
     return _write(group, _snapshot(group, model, optimizer, extra), options)
@@ -81,7 +87,7 @@ def save(
 
 @recorder.span("save")
 def async_save(
-    path: str | Path,
+    path: str | PurePath,
     *,
     model: nn.Module,
     optimizer: Optimizer | None = None,
@@ -122,7 +128,7 @@ def async_save(
         'run/step-000001'
     """
     background.finish()
-    options = _Options(Path(path), step, Keep(keep) if isinstance(keep, int) else keep)
+    options = _Options(location_of(path), step, Keep(keep) if isinstance(keep, int) else keep)
     group = ranks()
     group.arrive(f"async_save(step={step})")
     snapshot = staged(_snapshot(group, model, optimizer, extra))
@@ -131,7 +137,7 @@ def async_save(
 
 @dataclass(frozen=True)
 class _Options:
-    path: Path
+    path: Location
     step: int
     keep: Keep | None
     pace: background.Pace | None = None
@@ -139,6 +145,7 @@ class _Options:
     def __post_init__(self) -> None:
         if self.step < 0:
             raise InputError(f"step is {self.step}, expected the number of optimizer steps done, 0 or more")
+        storage_of(self.path)  # raises here, not in the background, for a URL that can't be used
 
 
 @dataclass(frozen=True)
@@ -221,24 +228,27 @@ class _Written:
     rng_entries: Mapping[str, TensorEntry]
 
 
-def _write(group: Ranks, snapshot: Snapshot, options: _Options) -> Path:
-    what = f"saving step {options.step} to {options.path}"
+def _write(group: Ranks, snapshot: Snapshot, options: _Options) -> Location:
+    what, storage = f"saving step {options.step} to {options.path}", storage_of(options.path)
     with contextlib.ExitStack() as stack:
         writers: list[Writer] = []
 
-        def begin() -> tuple[str, int]:
+        def begin() -> tuple[Unpublished | None, int]:
             if snapshot.fault:
                 raise CheckpointError(snapshot.fault)
             if group.rank == 0:
                 writers.append(Writer(options.path, options.step))
                 stack.callback(writers[0].close)
-            return str(writers[0].torn) if writers else "", hash_of(snapshot.described())
+            return writers[0].attempt if writers else None, hash_of(snapshot.described())
 
         begun = group.together(what, begin)
         if len({fingerprint for _, fingerprint in begun}) > 1:
             raise _difference(what, group.together(what, snapshot.described))
-        torn = Path(begun[0][0])
-        written = group.together(what, lambda: _write_pieces(group.rank, torn, snapshot, options.pace))
+        attempt = begun[0][0]
+        assert attempt is not None
+        stack.callback(storage.discard, attempt)
+        place = _Place(group.rank, storage, attempt)
+        written = group.together(what, lambda: _write_pieces(place, snapshot, options.pace))
 
         def publish() -> list[str]:
             if group.rank:
@@ -252,13 +262,15 @@ def _write(group: Ranks, snapshot: Snapshot, options: _Options) -> Path:
             return diverged
 
         diverged = group.together(what, publish)[0]
+        with contextlib.suppress(OSError):  # it is published; a copy is fetched where it is needed
+            storage.keep(attempt, place.file)
     if diverged and group.rank == 0:
         warnings.warn(
             f"{len(diverged)} tensors that should be equal on all ranks are not; one copy was saved: "
             f"{diverged[:5]}",
             stacklevel=3,
         )
-    return options.path / f"step-{options.step:06d}"
+    return step_folder(options.path, options.step)
 
 
 def hash_of(described: Mapping[str, str]) -> int:
@@ -279,7 +291,20 @@ def _difference(what: str, described: Sequence[Mapping[str, str]]) -> Checkpoint
     )
 
 
-def _write_pieces(rank: int, torn: Path, snapshot: Snapshot, pace: background.Pace | None) -> _Written:
+@dataclass(frozen=True)
+class _Place:
+    """Where one rank writes its file."""
+
+    rank: int
+    storage: Storage
+    attempt: Unpublished
+
+    @property
+    def file(self) -> Path:
+        return self.storage.scratch(self.attempt) / f"shard-{self.rank:05d}{self.attempt.tag}.safetensors"
+
+
+def _write_pieces(place: _Place, snapshot: Snapshot, pace: background.Pace | None) -> _Written:
     rng_parts = snapshot.rng_parts or {}
     items = [
         Item(key, view, box, number)
@@ -287,8 +312,9 @@ def _write_pieces(rank: int, torn: Path, snapshot: Snapshot, pace: background.Pa
         if part.owner
         for number, (box, view) in enumerate(part.views())
     ]
-    file = f"shard-{rank:05d}.safetensors"
-    pieces, nbytes = write_shard(torn / file, items, pace)
+    file = place.file
+    pieces, nbytes = write_shard(file, items, pace)
+    place.storage.send(place.attempt, file)
     copies = {
         (key, box.offset): crc32_of(box, view)
         for key, part in snapshot.parts.items()
@@ -299,7 +325,7 @@ def _write_pieces(rank: int, torn: Path, snapshot: Snapshot, pace: background.Pa
         key: TensorEntry(p.shape, DTYPE_NAME[p.local.dtype], tuple(pieces[key]))
         for key, p in rng_parts.items()
     }
-    return _Written(file, nbytes, pieces, copies, snapshot.rng, entries)
+    return _Written(file.name, nbytes, pieces, copies, snapshot.rng, entries)
 
 
 def crc32_of(box: Box, view: torch.Tensor) -> int:

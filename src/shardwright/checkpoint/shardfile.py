@@ -13,11 +13,13 @@ import numpy as np
 import torch
 
 from shardwright.checkpoint.background import Pace
+from shardwright.checkpoint.folder import storage_of
 from shardwright.checkpoint.format import ITEM_NBYTES, Box, Piece, TensorEntry, first_of_run
 from shardwright.checkpoint.mapped import EXTENT_NBYTES, Window
 from shardwright.checkpoint.sink import Cached, Direct, Sink
 from shardwright.crc import crc32
 from shardwright.errors import CheckpointError
+from shardwright.storage import Location
 
 CHUNK_NBYTES = 2 << 20  # small enough to stay in the cache between being read and being checksummed
 _ALIGN = 64
@@ -156,12 +158,14 @@ def _bytes_of(item: Item) -> Iterator[np.ndarray]:
 
 class Reader:
     """Reads boxes of pieces out of the files of one checkpoint folder. Reads no other bytes than those of
-    the boxes (where they are mapped: whole pages). ``nbytes`` counts what was read. Not for several
-    threads."""
+    the boxes (where they are mapped: whole pages); of a URL, the files are copied to this host first, each
+    when it is needed. ``nbytes`` counts what was read. Not for several threads."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Location) -> None:
         self.folder = folder
         self.nbytes = 0
+        self._storage = storage_of(folder)
+        self._paths: dict[str, Path] = {}
         self._files: dict[str, int] = {}
         self._window: tuple[str, Window] | None = None  # of the file that is being read
         self._buffer = np.empty(CHUNK_NBYTES, np.uint8)  # fresh memory costs more than the read itself
@@ -192,7 +196,7 @@ class Reader:
                 found = None if start % kind().itemsize else window.bytes_at(start, nbytes)
                 found = _read_into(self._buffer[:nbytes], fd, start) if found is None else found
                 return found.view(kind).reshape(box.shape)
-            mapped = np.memmap(self.folder / piece.file, kind, "r", piece.start, piece.shape)
+            mapped = np.memmap(self._paths[piece.file], kind, "r", piece.start, piece.shape)
             out = self._buffer[:nbytes].view(kind).reshape(box.shape)
             out[...] = mapped[box.slices_in(piece.box)]
             return out
@@ -219,13 +223,14 @@ class Reader:
         self.nbytes += nbytes
         try:
             if piece.file not in self._files:
-                self._files[piece.file] = os.open(path, os.O_RDONLY)
+                self._paths[piece.file] = self._storage.readable(path)
+                self._files[piece.file] = os.open(self._paths[piece.file], os.O_RDONLY)
             fd = self._files[piece.file]
             if self._window is None or self._window[0] != piece.file:
                 self._window = piece.file, Window(fd)
             yield fd, self._window[1]
         except (OSError, ValueError) as error:  # numpy: ValueError if a file is too short to be mapped
-            reason = error.strerror if isinstance(error, OSError) else error
+            reason = getattr(error, "strerror", None) or error
             raise CheckpointError(f"{path}: can't read {key}: {reason}") from error
 
 

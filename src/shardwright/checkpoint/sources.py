@@ -29,6 +29,7 @@ from shardwright.checkpoint.rankfiles import rank_entries, rank_files
 from shardwright.checkpoint.shardfile import DTYPE_NAME
 from shardwright.checkpoint.torchfile import fake_load, piece_of, torch_entries
 from shardwright.errors import CheckpointError
+from shardwright.storage import Location, RemotePath
 from shardwright.torch_private import DCP_CLASSES, DCP_LAYOUT
 
 _DCP = ".metadata"
@@ -38,18 +39,22 @@ _DCP = ".metadata"
 class Source:
     """An opened checkpoint: where its files are, what is in them, and which newer ones were passed over."""
 
-    folder: Path
+    folder: Location
     manifest: Manifest
     skipped: tuple[str, ...] = ()
 
 
-def locate(path: Path) -> tuple[Path, tuple[str, ...]]:
+def locate(path: Location) -> tuple[Location, tuple[str, ...]]:
     """The checkpoint that ``path`` means, and why newer ones were skipped: itself, or the newest complete
-    one in it. Our own come before files of others that lie beside them: those hold weights only.
+    one in it. Our own come before files of others that lie beside them: those hold weights only, and aren't
+    looked for under a URL.
 
     Raises:
         CheckpointError: there is none.
     """
+    if isinstance(path, RemotePath):
+        folder, skipped = find(path)
+        return folder, tuple(skipped)
     if path.is_dir() and step_folders(path):
         folder, skipped = find(path)
         return folder, tuple(skipped)
@@ -59,14 +64,14 @@ def locate(path: Path) -> tuple[Path, tuple[str, ...]]:
     return folder, tuple(skipped)
 
 
-def open_source(path: Path, names: Collection[str] = ()) -> Source:
+def open_source(path: Location, names: Collection[str] = ()) -> Source:
     """Open what ``locate`` found. ``names`` are the live names, by which a prefix in a foreign one is
     recognised.
 
     Raises:
         CheckpointError: damaged or incomplete, or a format that can't be read.
     """
-    if (path / MANIFEST).is_file():
+    if isinstance(path, RemotePath) or (path / MANIFEST).is_file():
         manifest = read_manifest(path)
     elif path.is_file() and path.suffix == ".safetensors":
         path, manifest = path.parent, _manifest(_safetensors_entries(path), names)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwright.checkpoint.folder import published
+from shardwright.checkpoint.folder import published, storage_of
 from shardwright.checkpoint.format import ITEM_NBYTES, Box, Manifest, TensorEntry
 from shardwright.checkpoint.shardfile import (
     DTYPE_NAME,
@@ -32,6 +32,7 @@ from shardwright.checkpoint.sources import Source, locate, open_source
 from shardwright.checkpoint.verify import crc_in
 from shardwright.crc import crc32
 from shardwright.errors import CheckpointError, InputError
+from shardwright.storage import Location, local_only, location_of
 
 MAX_FILE_NBYTES = 5 * 10**9
 Progress = Callable[[int, int], None]
@@ -77,7 +78,7 @@ class Inspection:
         suspicious: tensors of the model that have NaNs, and matrices of which all elements are equal.
     """
 
-    path: Path
+    path: Location
     step: int
     tensors: tuple[TensorInfo, ...]
     files: Mapping[str, int]
@@ -103,7 +104,7 @@ class Verification:
         faults: every damaged piece, with file, tensor and bytes.
     """
 
-    path: Path
+    path: Location
     num_tensors: int
     nbytes: int
     num_unchecked: int
@@ -171,7 +172,7 @@ def verify(path: str | Path, *, progress: Progress | None = None) -> Verificatio
     """Read every byte and compare every checksum; it finds all damage, not only the first. One process.
 
     Args:
-        path: whatever ``load`` takes.
+        path: whatever ``load`` takes. What is under a URL is copied to this host anew.
         progress: called with the bytes done and the bytes in all.
 
     Returns:
@@ -181,6 +182,7 @@ def verify(path: str | Path, *, progress: Progress | None = None) -> Verificatio
         CheckpointError: it can't be opened, or its pieces don't cover a tensor.
     """
     source = open_checkpoint(path)
+    storage_of(source.folder).forget(source.folder)
     manifest, faults = source.manifest, []
     num_unchecked = done = 0
     with Reader(source.folder) as reader:
@@ -276,7 +278,7 @@ def consolidate(
     """
     if dtype is not None and not dtype.is_floating_point:
         raise InputError(f"dtype is {dtype}, expected a floating one")
-    source, out = open_checkpoint(path), Path(out)
+    source, out = open_checkpoint(path), local_only(out, "safetensors are written to")
     files = _split(_exports(source.manifest, dtype, tied_copies), max_file_nbytes)
     weight_map, done = {}, 0
     total = sum(x.nbytes for file in files for x in file)
@@ -339,7 +341,7 @@ def open_checkpoint(path: str | Path) -> Source:
     Raises:
         CheckpointError: it can't be opened, or its pieces don't cover a tensor.
     """
-    folder, skipped = locate(Path(path))
+    folder, skipped = locate(location_of(path))
     source = open_source(folder)
     return Source(source.folder, source.manifest, skipped)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardwright import hf
 from shardwright.api import stats
-from shardwright.checkpoint import Restored, load, save
+from shardwright.checkpoint import Restored, load
 from shardwright.errors import InputError
 from shardwright.finetune.apart import keeps_apart
 from shardwright.finetune.feed import Feed
@@ -19,6 +19,7 @@ from shardwright.finetune.objective import objective_of
 from shardwright.finetune.windows import Batch
 from shardwright.hf import library
 from shardwright.loss import loss_weights
+from shardwright.storage import Location
 from shardwright.train.config import AdapterConfig, BaseConfig, Recipe
 from shardwright.train.eager import RankEngine, opened, policies_of, set_up
 from shardwright.train.flops import flops_per_token
@@ -148,14 +149,11 @@ class TunedEngine(RankEngine):
         loss_sum, targets = self.place.total(loss_sum, count)
         return loss_sum / targets
 
-    def save(self, path: Path, extra: dict[str, Any], step: int) -> None:
+    def save(self, path: Location, extra: dict[str, Any], step: int) -> None:
         """See ``Engine``."""
-        keep = self.recipe.checkpoint.keep
-        model = trained_part(self.model)
-        with opened(self.optimizer):
-            save(path, model=model, optimizer=self.optimizer, extra=extra, step=step, keep=keep)
+        self.save_model(trained_part(self.model), path, extra, step)
 
-    def restore(self, path: Path) -> Restored:
+    def restore(self, path: Location) -> Restored:
         """See ``Engine``."""
         with opened(self.optimizer):
             return load(path, model=trained_part(self.model), optimizer=self.optimizer)

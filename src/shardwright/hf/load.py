@@ -24,6 +24,7 @@ from shardwright.hf import library
 from shardwright.hf.weights import open_folder, under_model_names
 from shardwright.policy import DEFAULT_OFFLOAD, DEFAULT_PRECISION, MixedPrecisionPolicy, OffloadPolicy
 from shardwright.quantize import quantisable, quantize_
+from shardwright.storage import Location
 from shardwright.train.lora import Lora, adapter_names, add_lora, reset_adapters
 
 
@@ -154,7 +155,7 @@ def read_weights(
     path, group = Path(folder), ranks()
     what = f"reading {path}"
     group.arrive(what)
-    prepared: list[tuple[Path, LoadPlan]] = []
+    prepared: list[tuple[Location, LoadPlan]] = []
 
     def prepare() -> None:
         source = open_folder(path)

@@ -3,7 +3,6 @@
 
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ from torch import Tensor
 from shardwright import xla
 from shardwright.checkpoint import Restored
 from shardwright.checkpoint.xla import load_xla, save_xla
+from shardwright.storage import Location
 from shardwright.train.config import Recipe
 from shardwright.train.data import TrainBatches, split_targets
 from shardwright.train.devices import DevicePlace
@@ -116,12 +116,12 @@ class CompiledEngine:
         loss_sum, count = self.place.total(loss_sum, count)
         return loss_sum / count
 
-    def save(self, path: Path, extra: dict[str, Any], step: int) -> None:
+    def save(self, path: Location, extra: dict[str, Any], step: int) -> None:
         """See ``Engine``."""
         keep = self.recipe.checkpoint.keep
         save_xla(path, model=self.model, train_step=self.train_step, extra=extra, step=step, keep=keep)
 
-    def restore(self, path: Path) -> Restored:
+    def restore(self, path: Location) -> Restored:
         """See ``Engine``."""
         return load_xla(path, model=self.model, train_step=self.train_step)
 

@@ -300,11 +300,16 @@ class HeldoutConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Resumable sharded checkpoints in <folder>/checkpoint; one is always written at the end.
+    """Resumable sharded checkpoints; one is always written at the end.
 
     A fine-tuned model, or its adapters, is in <folder>/exported as well, after each epoch and at the end.
     """
 
+    folder: str = Field(
+        default="",
+        description="where they are: a folder, or a URL as s3://bucket/run, to which they are uploaded while "
+        "training goes on; empty: <folder>/checkpoint",
+    )
     every: int = Field(default=200, ge=1, description="steps between two checkpoints")
     keep: int = Field(default=2, ge=1, description="checkpoints kept; older ones are removed")
 

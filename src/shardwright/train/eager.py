@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,11 +15,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwright.api import communication_s, full_state_dict, fully_shard, stats
-from shardwright.checkpoint import Restored, load, save
+from shardwright.checkpoint import Restored, async_save, load, save
 from shardwright.errors import ConfigError
 from shardwright.module import FSDPModule
 from shardwright.planned import Plan
 from shardwright.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, OptimizerOffloadPolicy
+from shardwright.storage import Location, RemotePath
 from shardwright.train.config import OptimizerConfig, Recipe
 from shardwright.train.data import TrainBatches, split_targets
 from shardwright.train.engine import Reading, Sizes
@@ -184,6 +184,13 @@ class RankEngine(ABC):
             float(norm.full_tensor() if isinstance(norm, DTensor) else norm),
         )
 
+    def save_model(self, model: nn.Module, path: Location, extra: dict[str, Any], step: int) -> None:
+        """Save ``model``, or the part of it that is trained, with the optimizer: see ``Engine.save``."""
+        write = async_save if isinstance(path, RemotePath) else save  # an upload would stop the training
+        keep = self.recipe.checkpoint.keep
+        with opened(self.optimizer):  # what goes on in the background has its own copy
+            write(path, model=model, optimizer=self.optimizer, extra=extra, step=step, keep=keep)
+
     @abstractmethod
     def gradients(self, position: int) -> Tensor:
         """Forward and backward of each microbatch; the last reduces the gradients. Returns a loss, whose mean
@@ -232,13 +239,11 @@ class EagerEngine(RankEngine):
         """See ``Engine``."""
         return heldout_loss(self.model, self._windows, self.recipe.training.batch_size, self.place)
 
-    def save(self, path: Path, extra: dict[str, Any], step: int) -> None:
+    def save(self, path: Location, extra: dict[str, Any], step: int) -> None:
         """See ``Engine``."""
-        keep = self.recipe.checkpoint.keep
-        with opened(self.optimizer):
-            save(path, model=self.model, optimizer=self.optimizer, extra=extra, step=step, keep=keep)
+        self.save_model(self.model, path, extra, step)
 
-    def restore(self, path: Path) -> Restored:
+    def restore(self, path: Location) -> Restored:
         """See ``Engine``."""
         with opened(self.optimizer):
             return load(path, model=self.model, optimizer=self.optimizer)

@@ -6,10 +6,10 @@ in the same order, and write the same files: a run that one began can be resumed
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 from shardwright.checkpoint import Restored
+from shardwright.storage import Location
 from shardwright.train.config import Recipe, TrainingConfig
 from shardwright.train.data import Share
 from shardwright.train.folder import RunFolder
@@ -103,11 +103,12 @@ class Engine(Protocol):
         """Mean nats per byte, or token, over what is held out."""
         ...
 
-    def save(self, path: Path, extra: dict[str, Any], step: int) -> None:
-        """Publish a resumable checkpoint below ``path``."""
+    def save(self, path: Location, extra: dict[str, Any], step: int) -> None:
+        """Publish a resumable checkpoint below ``path``; below a URL in the background, until
+        ``checkpoint.background.finish``."""
         ...
 
-    def restore(self, path: Path) -> Restored:
+    def restore(self, path: Location) -> Restored:
         """Go on from the latest checkpoint below ``path``. Raises: CheckpointError, nothing restored then."""
         ...
 

@@ -3,7 +3,7 @@
     runs/quickstart/config.toml         the resolved recipe, the origin of each value beside it
                     .lock               held by the job that trains here, while it lives
                     metrics.jsonl       one object per logged step, and per evaluation
-                    checkpoint/         resumable, sharded
+                    checkpoint/         resumable, sharded; or where checkpoint.folder says
                     best/               the same, of the lowest held-out loss, with heldout.keep_best
                     exported/step-N/    with [base]: the model or adapter, after epochs and at the end
                     model.safetensors   else: the whole model, plain names   } written at the end
@@ -28,6 +28,7 @@ from shardwright.checkpoint.lock import LOCK, FolderLock
 from shardwright.errors import ConfigError, InputError
 from shardwright.extras import from_extra
 from shardwright.observe.recording import Ring, write
+from shardwright.storage import Location, location_of
 
 with from_extra("checkpoint"):
     from safetensors.torch import load_file, save_file
@@ -39,9 +40,10 @@ _claimed: "dict[Path, FolderLock]" = {}
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Paths of a run, and the only code that writes to it."""
+    """Paths of a run, and the only code that writes to it. ``checkpoints``: ``checkpoint.folder``."""
 
     root: Path
+    checkpoints: str = ""
 
     @property
     def config(self) -> Path:
@@ -64,9 +66,9 @@ class RunFolder:
         return self.root / "model.safetensors"
 
     @property
-    def checkpoint(self) -> Path:
-        """The folder of sharded checkpoints."""
-        return self.root / "checkpoint"
+    def checkpoint(self) -> Location:
+        """The folder of sharded checkpoints, or its URL."""
+        return location_of(self.checkpoints or self.root / "checkpoint")
 
     @property
     def best(self) -> Path:

@@ -12,13 +12,14 @@ position. So the same product, however it is split, is the same batches.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from shardwright.checkpoint import Restored
-from shardwright.checkpoint.folder import complete_steps, find, set_aside_after, step_folder
+from shardwright.checkpoint.folder import complete_steps, find, set_aside_after, step_folder, storage_of
+from shardwright.checkpoint.lock import Held
 from shardwright.checkpoint.sources import open_source
-from shardwright.errors import CheckpointError, ConfigError, DamagedError
+from shardwright.errors import CheckpointError, ConfigError, DamagedError, StorageError
+from shardwright.storage import Location
 from shardwright.train.config import Recipe
 from shardwright.train.engine import TrainingProcess
 from shardwright.train.folder import RunFolder
@@ -35,17 +36,39 @@ class Start:
     resume: str
 
 
+def check_storage(folder: RunFolder, place: TrainingProcess) -> None:
+    """Find out, before anything is trained, whether checkpoints can be written and read. Every process calls.
+
+    Raises: ConfigError, saying what is missing.
+    """
+    try:
+        storage_of(folder.checkpoint).check(folder.checkpoint, write=place.is_first)
+    except Held as error:
+        raise ConfigError(
+            f"checkpoint.folder = {folder.checkpoints!r}: another process is saving there ({error}); give "
+            "this run a folder of its own"
+        ) from None
+    except StorageError as error:
+        raise ConfigError(f"checkpoint.folder = {folder.checkpoints!r}: {error}") from error
+
+
 def choose(folder: RunFolder, place: TrainingProcess, resume: str) -> Start | None:
     """Where the run in ``folder`` goes on, as ``resume`` asks; None: it begins. Where a launcher has started
     the job again it is ``auto``, whatever was asked for. Every process calls; the first one's view is taken.
 
-    Raises: CheckpointError, on every process, if there is no such checkpoint.
+    Raises: CheckpointError, on every process, if there is no such checkpoint; ConfigError if a new run is to
+        begin where there are checkpoints of another.
     """
     if place.largest(float(this_rank_restarted()))[0]:
         resume = "auto"  # a step that was asked for is where the first attempt began
+    steps = complete_steps(folder.checkpoint) if resume or folder.checkpoints else []
     if not resume:
+        if steps:  # those in the run's own folder are moved aside with it
+            raise ConfigError(
+                f"checkpoint.folder = {folder.checkpoints!r} holds a checkpoint of step {steps[0]}, and this "
+                "is a new run: go on from it with --resume, or give another folder"
+            )
         return None
-    steps = complete_steps(folder.checkpoint)
     wanted = int(resume) if resume.isdecimal() else max(steps, default=-1)
     step = _agreed(wanted if wanted in steps else -1, place)
     if step >= 0:
@@ -77,7 +100,7 @@ def batch_of(recipe: Recipe, given: Recipe, world: int) -> dict[str, Any]:
     }
 
 
-def with_saved_batch(recipe: Recipe, path: Path, world: int) -> Recipe:
+def with_saved_batch(recipe: Recipe, path: Location, world: int) -> Recipe:
     """``recipe`` with the global batch of the checkpoint ``path``, where only the number of ranks has
     changed.
 

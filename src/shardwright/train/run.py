@@ -18,18 +18,18 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from importlib import import_module
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
-from shardwright.checkpoint import StopRequest
+from shardwright.checkpoint import StopRequest, background
 from shardwright.checkpoint.folder import is_complete, step_folder
 from shardwright.checkpoint.lock import Held, holder
 from shardwright.errors import ConfigError
 from shardwright.observe.recording import ring
 from shardwright.planned import Plan
+from shardwright.storage import Location
 from shardwright.train.config import Recipe
 from shardwright.train.engine import Job, TrainingProcess
 from shardwright.train.folder import RunFolder
@@ -37,7 +37,7 @@ from shardwright.train.loop import WARM_UP_STEPS, Listener, Loop, Progress, Step
 from shardwright.train.ranks import LaunchedStop, life_of_a_rank
 from shardwright.train.report import Screen, beside_prediction, figures
 from shardwright.train.resolve import Resolved
-from shardwright.train.resume import batch_of, choose, restore, with_saved_batch
+from shardwright.train.resume import batch_of, check_storage, choose, restore, with_saved_batch
 from shardwright.train.trackers import Row, TrackedRun, check_installed, tracking
 from shardwright.transport.launches import process_state
 
@@ -72,8 +72,9 @@ def _train(
     resolved: Resolved, place: TrainingProcess, screen: Screen, stop: StopRequest, prepare: Prepare
 ) -> None:
     check_installed(resolved.recipe.track.to)
-    folder = RunFolder(resolved.folder)
+    folder = RunFolder(resolved.folder, resolved.recipe.checkpoint.folder)
     _claim(folder, place, make=False)
+    check_storage(folder, place)
     recipe, start = resolved.recipe, choose(folder, place, resolved.recipe.run.resume)
     if start:
         recipe = with_saved_batch(recipe, step_folder(folder.checkpoint, start.step), place.world)
@@ -107,6 +108,7 @@ def _train(
     try:
         with folder.open_to_top(place.store_address if place.is_first else ""), tracking(to, run) as track:
             finished = loop.run(_listener(folder, job, loop, (screen, track), kept), stop)
+            background.finish()
     finally:
         folder.leave_ring(ring())
     screen.stop()
@@ -181,7 +183,7 @@ def _listener(
     def save_progress(progress: Progress) -> None:
         save_in(folder.checkpoint, progress)
 
-    def save_in(path: Path, progress: Progress) -> None:
+    def save_in(path: Location, progress: Progress) -> None:
         best = asdict(progress.best) if progress.best.step else {}
         extra = {"position": progress.position, "best": best, **kept}
         loop.engine.save(path, extra, progress.step)

@@ -5,19 +5,20 @@ model and its optimizer's state.
 """
 
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from shardwright.checkpoint.folder import Keep
+from shardwright.checkpoint.folder import Keep, step_folder
 from shardwright.checkpoint.live import Whole
 from shardwright.checkpoint.load import Restored, load
 from shardwright.checkpoint.save import save
 from shardwright.checkpoint.sources import locate, open_source
 from shardwright.errors import CheckpointError
+from shardwright.storage import Location, location_of
 from shardwright.xla.checkpoint import named_state, optimizer_state, option_groups
 from shardwright.xla.processes import is_first_process, together
 from shardwright.xla.spmd_model import spmd_model_of
@@ -26,14 +27,14 @@ from shardwright.xla.step import TrainStep
 
 
 def save_xla(
-    path: str | Path,
+    path: str | PurePath,
     *,
     model: nn.Module,
     train_step: TrainStep | None = None,
     extra: Mapping[str, Any] | None = None,
     step: int,
     keep: int | Keep | None = None,
-) -> Path:
+) -> Location:
     """Publish an XLA model as ``path/step-000123``. Every process must call it; the first one writes.
 
     Args:
@@ -62,10 +63,10 @@ def save_xla(
             save(path, model=whole, optimizer=optimizer, extra=extra, step=step, keep=keep)
 
     together(f"save_xla(step={step})", write)
-    return Path(path) / f"step-{step:06d}"
+    return step_folder(location_of(path), step)
 
 
-def load_xla(path: str | Path, *, model: nn.Module, train_step: TrainStep | None = None) -> Restored:
+def load_xla(path: str | PurePath, *, model: nn.Module, train_step: TrainStep | None = None) -> Restored:
     """Restore an XLA model, on any number of devices, from all that ``load`` reads. Every process must call
     it.
 
@@ -129,9 +130,9 @@ def _torch_optimizer(train_step: TrainStep, whole: Whole) -> Optimizer:
     return optimizer
 
 
-def _like_saved(path: str | Path, train_step: TrainStep, whole: Whole) -> Optimizer:
+def _like_saved(path: str | PurePath, train_step: TrainStep, whole: Whole) -> Optimizer:
     """An optimizer without state, with the saved groups of parameters."""
-    folder, _ = locate(Path(path))
+    folder, _ = locate(location_of(path))
     manifest = open_source(folder, set(whole.tensors)).manifest
     saved = manifest.state.get("optimizer")
     kind, (_, options) = type(train_step.optimizer).__name__, option_groups(train_step)[0]
