@@ -86,6 +86,12 @@ def places(link: str, world: int) -> Iterator[list[Place]]:
         yield [Place(("ip", "netns", "exec", home), DEVICE, 1) for home in homes]
 
 
+def reshape(place: Place, shape: Shape, burst: str = "256k") -> None:
+    """Give what ``place`` sends another rate. Raises: LinkError."""
+    tbf = ("tbf", "rate", shape.rate, "burst", burst, "latency", "30ms")
+    _tc(place.prefix[-1], place.interface, "root", *tbf)
+
+
 def _lacking() -> str:
     missing = [f"the command {name!r}" for name in ("ip", "tc") if shutil.which(name) is None]
     if os.geteuid() != 0:

@@ -18,7 +18,8 @@ from bench.pictures.ranks import LIMIT_S, finished, start
 from bench.systems import build_system
 from shardwright.observe.clocks import on_one_clock
 from shardwright.observe.drawing import Bar, Drawing, Shade
-from shardwright.observe.recording import Ring, load, ring, write
+from shardwright.observe.recording import ring
+from shardwright.observe.rings import Ring, load, write
 from shardwright.observe.step_page import draw as lanes_of
 
 LINK, PRECISION, WARM = "1gbit", "bf16", 3

@@ -5,8 +5,9 @@ from collections import defaultdict
 
 import pytest
 
-from shardwright.observe.ledger import CAUSES, REST, booked
-from shardwright.observe.recording import Record, RecordedStep, Ring
+from shardwright.observe.causes import CAUSES, REMEDIES, REST
+from shardwright.observe.ledger import booked
+from shardwright.observe.rings import CoreUse, Record, RecordedStep, Ring
 
 BLOCKS, MS = 4, 1e-3
 TRANSPORT = "cpu1 of all"
@@ -163,6 +164,39 @@ def test_clocks_that_differ_are_no_lateness():
     assert booked(Job(3, 6, {}).rings()).losses() is not None
     for loss in booked(Job(3, 6, {}).rings()).losses():
         assert loss.seconds < 6 * 3 * 1.2 * MS, loss
+
+
+def spent(kind, action, *, ran, queued=0.0, faults=0, others=0.0, throttled=0.0):
+    """Milliseconds by cause of one slice of 100 ms, in which the kernel counted that."""
+    record = Record(kind, action, (), 2, "", 0, 1.0, 1.0, 1.1, note="train.py:7 in main")
+    steps = [RecordedStep(2, 1.0, 1.1), RecordedStep(3, 1.1, 1.1)]
+    counted = CoreUse(1.0, 1.1, ran * MS, queued * MS, faults, others * MS, throttled * MS)
+    ring = Ring(0, 1, "node0", {}, steps, [record], [], [], (counted,))
+    ledger = booked([ring])
+    assert sum(line.seconds for line in ledger.lines) == pytest.approx(0.1)
+    return {
+        line.cause: (round(line.seconds / MS, 1), line.detail) for line in ledger.lines if line.seconds > 0
+    }
+
+
+def test_what_a_rank_did_not_compute_has_a_cause_of_its_own():
+    line = "train.py:7 in main"
+    assert spent("compute", "", ran=100) == {"compute": (100.0, "loss")}
+    # In line for a core, and in line because of a quota, which is counted once for each core.
+    assert spent("compute", "", ran=60, queued=40) == {"compute": (60.0, "loss"), "busy cores": (40.0, "")}
+    found = spent("span", "data", ran=10, queued=90, throttled=60)
+    assert found == {"data": (10.0, line), "CPU quota": (60.0, ""), "busy cores": (30.0, "")}
+    assert spent("compute", "", ran=60, queued=40, throttled=200)["CPU quota"] == (40.0, "")
+    # Blocked: pages from disk, with the kernel's work for them; or asleep, which isn't computing either.
+    assert spent("compute", "", ran=40, faults=1000) == {"compute": (10.0, "loss"), "paging": (90.0, line)}
+    assert spent("compute", "", ran=20) == {"compute": (20.0, "loss"), "user code": (80.0, line)}
+    # A sleep with one page is no paging; threads that compute for a waiting one, and devices, do compute.
+    assert spent("compute", "", ran=20, faults=1)["user code"][0] == 70.0
+    assert spent("compute", "", ran=20, others=80) == {"compute": (100.0, "loss")}
+    assert spent("compute", "", ran=20, others=float("inf")) == {"compute": (100.0, "loss")}
+    # What reads files has its time, whoever reads its pages.
+    assert spent("span", "data", ran=5, faults=1000) == {"data": (100.0, line)}
+    assert set(CAUSES) == {*REMEDIES, REST}
 
 
 INJECTED = {

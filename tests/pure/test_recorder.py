@@ -9,7 +9,7 @@ from shardwright.errors import InputError
 from shardwright.observe import recording
 from shardwright.observe.clocks import offsets, on_one_clock
 from shardwright.observe.drawing import Bar, Drawing
-from shardwright.observe.recording import Record, RecordedStep, Ring, load, write
+from shardwright.observe.rings import Record, RecordedStep, Ring, load, write
 from shardwright.observe.step_memory import levels
 from shardwright.observe.step_page import draw
 from shardwright.schedule.schedule import Action, ActionKind

@@ -4,17 +4,19 @@ import gc
 import json
 import logging
 import time
-from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 
 from shardwright import fully_shard, set_transport
+from shardwright.cli import main
+from shardwright.observe.causes import CORES, REST
 from shardwright.observe.clocks import on_one_clock
-from shardwright.observe.ledger import REST, booked, summary, table
-from shardwright.observe.lifecycle import store_address
+from shardwright.observe.ledger import booked, summary, table
+from shardwright.observe.lifecycle import late_over_the_run
 from shardwright.observe.recording import ring
-from shardwright.observe.status_exchange import find_exchange, store_at
+from shardwright.train.folder import RunFolder
 from shardwright.transport.recorder import recorder
 from tests.ranks.models import Run, batches, build, loss_of, shard_decoder
 from tests.ranks.pool import run_ranks
@@ -25,15 +27,15 @@ SLOW_S, WARM, STEPS = 0.1, 3, 9
 
 def computes(seconds):
     matrix = torch.ones(256, 256)
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
         matrix @ matrix
 
 
 def collects(seconds):
     """Garbage that takes about so long to look through."""
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
         gc.collect()
 
 
@@ -67,22 +69,23 @@ def trained(rank, world, transport, causes):
     [
         ("sockets", {"data": (1, SLOW_S)}),
         ("auto", {"garbage collection": (0, SLOW_S)}),
-        ("auto", {"compute": (1, SLOW_S), "data": (2, SLOW_S / 2)}),
+        ("auto", {"compute": (1, 2 * SLOW_S), "data": (2, SLOW_S / 2)}),
         ("auto", {"user code": (1, SLOW_S)}),
-        ("sockets", {"checkpoint": (0, SLOW_S), "compute": (2, SLOW_S / 2)}),
+        ("sockets", {"checkpoint": (0, 2 * SLOW_S), "compute": (2, SLOW_S)}),
     ],
 )
 def test_what_is_slow_on_purpose_is_first_in_the_ledger_and_the_rest_is_small(transport, causes):
     rings = run_ranks(3, trained, transport, causes)
     ledger = booked(on_one_clock(rings), range(WARM + 2, STEPS + 1))
     wanted = [(cause, rank) for cause, (rank, _) in causes.items()]
-    found = {step: ledger.losses([step]) for _, step in ledger.seconds}
-    right = [step for step, losses in found.items() if [loss[:2] for loss in losses[: len(wanted)]] == wanted]
-    assert len(right) > (STEPS - WARM - 1) / 2, found  # a busy machine makes ranks slow by itself
+    # On a busy machine every rank loses time to other work, too, and the ledger says so.
+    losses = [loss for loss in ledger.losses() if loss.cause != CORES]
+    assert [loss[:2] for loss in losses[: len(wanted)]] == wanted, losses
     rest = sum(line.seconds for line in ledger.lines if line.cause == REST)
     assert rest < 0.02 * sum(ledger.seconds.values())
     assert f"{wanted[0][0]}  rank {wanted[0][1]}" in summary(ledger)
-    assert f"late: rank {wanted[0][1]}, {wanted[0][0]}" in table(ledger, right[0])
+    steps = {step for _, step in ledger.seconds}
+    assert any(f"late: rank {wanted[0][1]}, {wanted[0][0]}" in table(ledger, step) for step in steps)
 
 
 def shown(rank, world):
@@ -96,7 +99,7 @@ def test_top_says_what_the_last_steps_lost_and_to_whom():
     assert (first["cause"], first["whose"]) == ("data", 0) and said["lost"][0] == first
 
 
-def told(rank, world):
+def told(rank, world, folder):
     """Trains until some rank's log says who is late, at most ten seconds."""
     lines: list[str] = []
     handler = logging.Handler()
@@ -104,28 +107,34 @@ def told(rank, world):
     logging.getLogger("shardwright.observe.watchdog").addHandler(handler)
     run = Run.of(shard_decoder(build(), fully_shard))
     agreed, step, late = torch.zeros(1), 0, []
-    while not agreed.item() and step < 400:
+    while not agreed.item() and step < 200:
         with recorder.span("data"):
             tokens = batches(step, world)[rank]
-            time.sleep(0.03 if rank == 1 else 0.0)
+            time.sleep(SLOW_S if rank == 1 else 0.0)
         loss_of(run.model, tokens).backward()
         run.step()
         late = [line for line in lines if "costs the others" in line]
         agreed = torch.tensor([float(bool(late))])
         torch.distributed.all_reduce(agreed)
         step += 1
-    counted = find_exchange(store_at(store_address(), timedelta(seconds=5))).late()
+    if rank == 0:
+        RunFolder(Path(folder)).log_late(late_over_the_run())
     torch.distributed.barrier()
-    return late, counted
+    return late
 
 
-def test_a_line_of_the_log_says_who_costs_the_others_much_and_the_run_remembers_it():
-    said = run_ranks(2, told)
-    (line,) = [line for late, _ in said for line in late]
+def test_a_line_of_the_log_says_who_costs_the_others_much_and_the_runs_folder_keeps_it(tmp_path, capsys):
+    (line,) = [line for late in run_ranks(2, told, str(tmp_path)) for line in late]
     assert (
         line.startswith("rank 1 on ")
         and "% of the last " in line
         and ": data (" in line
         and "test_ledger.py:" in line
     ), line
-    assert said[0][1] == {1: 1}
+    assert main(["top", str(tmp_path)]) == 0
+    host = line.split()[3]
+    assert f"{host} (rank 1): 1 time(s), " in capsys.readouterr().out
+    assert main(["top", str(tmp_path), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["rank"], said["cause"], said["steps"]) == (1, "data", 20)
+    assert 0.05 < said["share"] < 1

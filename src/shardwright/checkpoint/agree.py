@@ -22,7 +22,8 @@ from torch.distributed.distributed_c10d import Store
 
 from shardwright.errors import CheckpointError, ShardwrightError
 from shardwright.transport.attempt import Attempt, new_group, this_attempt
-from shardwright.transport.launches import LaunchLog, process_state
+from shardwright.transport.launches import Launch, LaunchLog, process_state
+from shardwright.transport.recorder import LAUNCH, WAIT, clock, recorder
 
 T = TypeVar("T")
 
@@ -42,6 +43,7 @@ class Ranks:
         self.calls = 0
         self.cpu_group: dist.ProcessGroup | None = None
         self._log = LaunchLog(range(world), "checkpoint")
+        self._finished = 0
 
     def arrive(self, call: str) -> None:
         """Every rank calls this first; returns when all have.
@@ -122,7 +124,7 @@ class Ranks:
             )
             thread.start()
             try:
-                outcomes = self._wait_for_all(thread, outcome)
+                outcomes = self._wait_for_all(thread, outcome, what)
             except RuntimeError as error:
                 thread.join()
                 own = f"; this rank: {outcome[0][1]}" if outcome[0][1] else ""
@@ -134,15 +136,22 @@ class Ranks:
             )
         return [result for result, _ in outcomes]
 
-    def _wait_for_all(self, thread: threading.Thread, outcome: list[Any]) -> list[Any]:
-        pause = 0.001
+    def _wait_for_all(self, thread: threading.Thread, outcome: list[Any], what: str) -> list[Any]:
+        pause, own, name = 0.001, None, f"{self._log.name}, files"
         while True:
             thread.join(pause)
+            # From here on this rank waits, which isn't its own disk's doing.
+            if outcome and own is None and threading.get_ident() == process_state.thread:
+                self._finished += 1
+                own = Launch(self._finished, what, process_state.phase, process_state.step), clock()
+                recorder.write((LAUNCH, name, *own))
             done = torch.tensor([len(outcome)])
             dist.all_reduce(done, dist.ReduceOp.MIN, group=self.cpu_group)
             if done.item():
                 outcomes: list[Any] = [None] * self.world
                 dist.all_gather_object(outcomes, outcome[0], group=self.cpu_group)
+                if own is not None:
+                    recorder.write((WAIT, name, own[0], threading.get_ident(), own[1], clock()))
                 return outcomes
             pause = min(2 * pause, _POLL_S)
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from shardwright.errors import CheckpointError
 from shardwright.storage import Location
+from shardwright.transport.thread_use import waited_for_core
 
 NICE = 14
 _RESTS = 40
@@ -55,11 +56,10 @@ class _Spent(NamedTuple):
 
 
 def _spent() -> _Spent:
-    try:
-        worked_ns, waited_ns, _ = Path("/proc/thread-self/schedstat").read_text().split()
-    except (OSError, ValueError):  # not Linux, or a kernel that doesn't count: the cores may be busy
+    counted = waited_for_core()
+    if counted is None:  # the cores may be busy
         return _Spent(time.thread_time(), time.monotonic())
-    return _Spent(int(worked_ns) / 1e9, int(waited_ns) / 1e9)
+    return _Spent(*counted)
 
 
 class Pending:

@@ -17,12 +17,13 @@ from shardwright.errors import CommError, ConfigError
 from shardwright.extras import from_extra
 from shardwright.observe.clocks import on_one_clock
 from shardwright.observe.diagnosis import Findings, diagnose
+from shardwright.observe.lateness import Late, history
 from shardwright.observe.ledger import Ledger, booked, summary
-from shardwright.observe.recording import Ring
+from shardwright.observe.rings import Ring
 from shardwright.observe.status import status
 from shardwright.observe.status_exchange import StatusExchange, find_exchange, store_at
 from shardwright.policy import WatchPolicy
-from shardwright.train.folder import JOB_FILE
+from shardwright.train.folder import JOB_FILE, LATE_FILE
 from shardwright.train.report import as_json, open_console
 
 with from_extra("train"):
@@ -48,8 +49,8 @@ def add_commands(commands: Any) -> None:
     top.add_argument(
         "job",
         metavar="JOB",
-        help="the folder of a run of `shardwright train`; or the job's store: HOST:PORT (a rank's "
-        "MASTER_ADDR:MASTER_PORT), or the path of its file",
+        help="the folder of a run of `shardwright train` (one that has ended: who was late in it); or the "
+        "job's store: HOST:PORT (a rank's MASTER_ADDR:MASTER_PORT), or the path of its file",
     )
     top.add_argument("--once", action="store_true", help="print one table and leave")
     top.add_argument("--json", action="store_true", help="print what ranks say as objects, one per line")
@@ -62,6 +63,10 @@ def run_top(known: argparse.Namespace) -> int:
     Raises:
         ConfigError: nothing is at JOB. CommError: no job is watched there.
     """
+    before = late_before(known.job)
+    if before and not Path(known.job, JOB_FILE).exists():
+        print("\n".join(each.to_json() for each in before) if known.json else history(before))
+        return 0
     address = store_of(known.job)
     exchange, console = exchange_at(address), open_console()
     ledger, booked_s = None, -_BOOK_S
@@ -72,9 +77,11 @@ def run_top(known: argparse.Namespace) -> int:
                 found = exchange.call(_ANSWER_S)
                 if time.monotonic() > booked_s + _BOOK_S:
                     ledger, booked_s = ledger_of(exchange), time.monotonic()
-                text = f"{status(found, WatchPolicy())}\n\n{_lost(ledger, exchange.late())}".rstrip()
+                text = (
+                    f"{status(found, WatchPolicy())}\n\n{_lost(ledger, _late(known.job, exchange))}".rstrip()
+                )
                 if known.json:
-                    print(_object(found, ledger), flush=True)
+                    print(_object(found, ledger, _late(known.job, exchange)), flush=True)
                 elif screen is not None:
                     screen.update(Text(text), refresh=True)
                 else:
@@ -102,23 +109,30 @@ def ledger_of(exchange: StatusExchange) -> Ledger | None:
     return booked(on_one_clock(whole)) if len(whole) > 1 else None
 
 
-def _lost(ledger: Ledger | None, late: dict[int, int]) -> str:
-    """What the last steps lost; and how often over the run which rank was named as late."""
-    if ledger is None:
-        return ""
-    names = [
-        f"rank {rank} ({ledger.hosts.get(rank, '?')}) {times} time(s)"
-        for rank, times in sorted(late.items(), key=lambda each: -each[1])
-    ]
-    return "\n".join([summary(ledger), *([f"late over the run: {', '.join(names)}"] if names else [])])
+def late_before(job: str) -> list[Late]:
+    """Which ranks were late in the run of a folder, as far as that is in there."""
+    file = Path(job, LATE_FILE)
+    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    return [Late.from_json(line) for line in lines if line.endswith("}")]  # the last one may be half written
 
 
-def _object(found: Findings, ledger: Ledger | None) -> str:
-    """What each rank answers, what the ended ones left, the diagnosis as "verdict" (null: all is well), and
-    what the last steps lost, seconds of all ranks together."""
+def _late(job: str, exchange: StatusExchange) -> list[Late]:
+    """Which ranks were late: the folder of a run has those of earlier jobs, too; its store has the latest."""
+    return max(late_before(job), [Late.from_json(text) for text in exchange.late()], key=len)
+
+
+def _lost(ledger: Ledger | None, late: list[Late]) -> str:
+    """What the last steps lost; and over the run which host was named as late."""
+    return "" if ledger is None else "\n".join(filter(None, (summary(ledger), history(late))))
+
+
+def _object(found: Findings, ledger: Ledger | None, late: list[Late]) -> str:
+    """What each rank answers, what the ended ones left, the diagnosis as "verdict" (null: all is well), what
+    the last steps lost, seconds of all ranks together, and which ranks were late over the run."""
     diagnosis = diagnose(found, WatchPolicy())
+    said = [each._asdict() for each in late]
     lost = [] if ledger is None else [loss._asdict() for loss in ledger.losses()]
-    return as_json({**asdict(found), "verdict": diagnosis and asdict(diagnosis), "lost": lost})
+    return as_json({**asdict(found), "verdict": diagnosis and asdict(diagnosis), "lost": lost, "late": said})
 
 
 def store_of(job: str) -> str:

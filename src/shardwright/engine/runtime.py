@@ -223,7 +223,8 @@ class Runtime:
         called something else.
         """
         refuse_phase(self.groups, phase)
-        start = clock()
+        if (start := clock()) > recorder.look_s:
+            recorder.look(start)
         with self._turn:
             self.pass_number += phase is not Phase.BACKWARD
             nested = bool(self._runs)
@@ -266,6 +267,8 @@ class Runtime:
         Raises: StageError for an event from inside of an action: a hook that runs in one runs the model.
         """
         event, follower, start = self.table.events[kind, group], self._follower, clock()
+        if start > recorder.look_s:
+            recorder.look(start)
         with self._turn:
             self._turn.inside = kind
             if follower is None or not follower.cursors:
@@ -305,7 +308,8 @@ class Runtime:
         with self._turn:
             run = self._runs.pop()
             self._say_where()
-            start = clock()
+            if (start := clock()) > recorder.look_s:
+                recorder.look(start)
             if failed:
                 process_state.failed(sys.exc_info()[1])
             follower = self._ready_follower()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from shardwright.observe.recording import Ring, write
+from shardwright.observe.rings import Ring, write
 from shardwright.observe.step_page import Predicted, save_page
 from shardwright.torch_private import default_store
 from shardwright.transport.attempt import this_attempt

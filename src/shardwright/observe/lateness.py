@@ -5,11 +5,16 @@ ranks for their rings, through the status exchange; of several that would, the f
 next look doubles, whatever was found: a job whose link is slow is not asked about all day.
 """
 
+import json
+import time
+from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
+from shardwright.observe.causes import REMEDIES
 from shardwright.observe.clocks import on_one_clock
 from shardwright.observe.ledger import Ledger, booked
-from shardwright.observe.recording import Ring
+from shardwright.observe.rings import Ring
 from shardwright.transport.launches import process_state
 from shardwright.transport.recorder import WAIT, recorder
 
@@ -45,9 +50,40 @@ class Lateness:
         return True
 
 
-def late_rank(rings: Sequence[Ring]) -> tuple[int, str] | None:
-    """The rank that cost the others more than 5% of their last steps, and in at least half of these; with a
-    line that says so, and what it did. None where no rank does. rings: of all ranks."""
+class Late(NamedTuple):
+    """At ``time`` (seconds since 1970) a rank was found to have cost the others ``share`` of their last
+    ``steps``, by what it did: cause, and where that was."""
+
+    time: float
+    rank: int
+    host: str
+    share: float
+    steps: int
+    cause: str
+    detail: str
+
+    def to_json(self) -> str:
+        """An object, without line breaks."""
+        return json.dumps(self._asdict())
+
+    @staticmethod
+    def from_json(text: str) -> "Late":
+        """Of what ``to_json`` returned."""
+        return Late(**json.loads(text))
+
+    def text(self) -> str:
+        """A line for the log, with the remedy."""
+        detail = f" ({self.detail})" if self.detail else ""
+        remedy = f". {REMEDIES[self.cause]}" if self.cause in REMEDIES else ""
+        return (
+            f"rank {self.rank} on {self.host} costs the others {100 * self.share:.0f}% of the last "
+            f"{self.steps} steps: {self.cause}{detail}{remedy}"
+        )
+
+
+def late_rank(rings: Sequence[Ring]) -> Late | None:
+    """The rank that cost the others more than 5% of their last steps, and in at least half of these. None
+    where no rank does. rings: of all ranks."""
     if len(rings) < 2:
         return None
     numbers = set.intersection(*({step.number for step in ring.steps[:-1]} for ring in rings))
@@ -61,12 +97,25 @@ def late_rank(rings: Sequence[Ring]) -> tuple[int, str] | None:
     share = _share(ledger, rank, steps)
     if share <= SHARE or len(slow) < len(steps) / 2:
         return None
-    first = next(loss for loss in ledger.losses() if loss.whose == rank)
-    detail = f" ({first.detail})" if first.detail else ""
-    return rank, (
-        f"rank {rank} on {ledger.hosts[rank]} costs the others {100 * share:.0f}% of the last {len(steps)} "
-        f"steps: {first.cause}{detail}"
-    )
+    waits = ledger._replace(lines=[line for line in ledger.lines if line.rank != rank])
+    first = next(loss for loss in waits.losses() if loss.whose == rank)
+    return Late(time.time(), rank, ledger.hosts[rank], share, len(steps), first.cause, first.detail)
+
+
+def history(found: Sequence[Late]) -> str:
+    """Which host was late over a run, the one that was named most often first; "" where none ever was."""
+    places: dict[tuple[str, int], list[Late]] = {}
+    for each in found:
+        places.setdefault((each.host, each.rank), []).append(each)
+    lines = []
+    for (host, rank), of in sorted(places.items(), key=lambda item: -len(item[1])):
+        cause, times = Counter(each.cause for each in of).most_common(1)[0]
+        share = sum(each.share for each in of) / len(of)
+        lines.append(
+            f"  {host} (rank {rank}): {len(of)} time(s), {100 * share:.0f}% of the others' steps; "
+            f"{cause} {times} time(s)"
+        )
+    return "\n".join(["late over the run:", *lines]) if lines else ""
 
 
 def _share(ledger: Ledger, rank: int, steps: set[int]) -> float:

@@ -1,7 +1,8 @@
 """The ledger of waits: every millisecond of a rank's step booked to a cause. Pure: from records to a table.
 
 What a rank does by itself is measured: compute, data, optimizer, checkpoint, garbage collection, user code,
-and the runtime's own copies and launches ("own schedule"). A wait is taken apart:
+the runtime's own copies and launches ("own schedule"), and what kept it from running (paging, a CPU quota,
+busy cores; see ``slices.py``). A wait is taken apart:
 
     |-- until the last rank has launched it --|-- until its bytes are there --|
       late rank: what it did more than I did    link; own schedule, where it was launched only when needed
@@ -16,22 +17,16 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from shardwright.observe.recording import Record, Ring
+from shardwright.observe.causes import LINK, NOBODY, QUOTA, REMEDIES, REST, SCHEDULE, WORK
+from shardwright.observe.rings import Ring
+from shardwright.observe.slices import Stretch, slices
 
-COMPUTE, OPTIMIZER, SCHEDULE, LINK, REST = "compute", "optimizer", "own schedule", "link", "rest"
-DATA, CHECKPOINT, GARBAGE, USER = "data", "checkpoint", "garbage collection", "user code"
-CAUSES = (COMPUTE, DATA, USER, GARBAGE, CHECKPOINT, LINK, SCHEDULE, OPTIMIZER, REST)
-"""In the order of a table."""
-WORK = (COMPUTE, OPTIMIZER, SCHEDULE)
-"""What a step is for: no loss, unless others wait for it."""
-NOBODY = -1
-"""Whose doing a link is."""
-_SPANS = {"optimizer": OPTIMIZER, "data": DATA, "save": CHECKPOINT}
 _IN_STEP = 0.1  # of the lateness: ranks that launched nearer to each other than that were in step
 _FAR_BACK = 400  # collectives
 _NOTED_S = 50e-6  # lateness below it is the clocks'
 _ON_DEMAND = 0.1  # of a transfer: launched so shortly before it was needed, it hides behind nothing
 _SLOWER = 1.5  # than the link usually is
+_STOPPED_S = 1e-3  # by a quota, between two looks
 
 
 class Line(NamedTuple):
@@ -55,14 +50,6 @@ class Loss(NamedTuple):
     whose: int
     seconds: float
     detail: str = ""
-
-
-class _Stretch(NamedTuple):
-    start: float
-    end: float
-    cause: str
-    detail: str
-    wait: Record | None = None
 
 
 class Ledger(NamedTuple):
@@ -136,7 +123,10 @@ class _Books:
         self._issues: dict[tuple[str, int], dict[int, float]] = defaultdict(dict)
         self._order: dict[int, list[tuple[float, tuple[str, int]]]] = {}
         self._members = {name: ranks for ring in rings for name, ranks in ring.transports.items()}
-        self._slices = {ring.rank: _slices(ring) for ring in rings}
+        self._slices = {ring.rank: slices(ring) for ring in rings}
+        self._stopped = {
+            ring.rank: [each for each in ring.cores if each.throttled_s > _STOPPED_S] for ring in rings
+        }
         self._starts = {rank: [each.start for each in own] for rank, own in self._slices.items()}
         for ring in rings:
             own = [each for each in ring.records if each.kind == "collective"]
@@ -174,7 +164,7 @@ class _Books:
                 spent[line.cause, line.whose][line.detail] += seconds * line.seconds / total
         return {key: (sum(parts.values()), _where(parts)) for key, parts in spent.items()}
 
-    def _wait(self, rank: int, each: _Stretch) -> list[Line]:
+    def _wait(self, rank: int, each: Stretch) -> list[Line]:
         wait = each.wait
         assert wait is not None
         key = wait.transport, wait.number
@@ -185,25 +175,45 @@ class _Books:
         left_s = min(max(wait.issue + took_s - each.start, 0.0), total_s)
         late_s = total_s - left_s
         if last == rank or late_s < _NOTED_S:
-            return self._transfer(rank, each.start - wait.issue, wait, took_s, total_s)
+            return self._transfer(rank, each, took_s, total_s)
         shares = self._more(rank, last, key, late_s)
         lines = [Line(rank, 0, *who, late_s * share, detail) for who, (share, detail) in shares.items()]
-        return lines + self._transfer(rank, each.start - wait.issue, wait, took_s, left_s)
+        return lines + self._transfer(rank, each, took_s, left_s)
 
-    def _transfer(self, rank: int, ahead_s: float, wait: Record, took_s: float, left_s: float) -> list[Line]:
-        """The part of a wait that isn't for a rank: the link's, or of a schedule that hides nothing.
+    def _transfer(self, rank: int, each: Stretch, took_s: float, left_s: float) -> list[Line]:
+        """The part of a wait that isn't for a late rank: the link's, or of a schedule that hides nothing; or
+        of a rank whose quota stopped it, and with it the threads that send.
 
-        ahead_s: how long before the wait it was launched. took_s: from when all ranks had launched it.
+        took_s: from when all ranks had launched it.
         """
-        if left_s <= 0:
+        wait = each.wait
+        if left_s <= 0 or wait is None:
             return []
         took_s = max(took_s, left_s)
         usual_s = _SLOWER * self._usual.get((wait.transport, wait.action, wait.nbytes), took_s)
         slower_s = min(max(took_s - usual_s, 0.0), left_s)
         lines = [Line(rank, 0, LINK, NOBODY, left_s - slower_s, wait.transport)]
-        if ahead_s < _ON_DEMAND * took_s:
+        if each.start - wait.issue < _ON_DEMAND * took_s:
             lines = [Line(rank, 0, SCHEDULE, rank, left_s - slower_s, f"{wait.action} on demand")]
-        return [*lines, Line(rank, 0, LINK, NOBODY, slower_s, wait.transport)] if slower_s else lines
+        if not slower_s:
+            return lines
+        stopped, who = max(
+            (self._stopped_s(member, each.end - took_s, each.end), member)
+            for member in (rank, *self._members.get(wait.transport, ()))
+        )
+        stopped_s = min(stopped, slower_s)
+        if stopped_s:
+            lines.append(Line(rank, 0, QUOTA, who, stopped_s))
+        return [*lines, Line(rank, 0, LINK, NOBODY, slower_s - stopped_s, wait.transport)]
+
+    def _stopped_s(self, rank: int, start: float, end: float) -> float:
+        """Seconds between two times in which a rank was stopped by its quota, at most: it isn't known when
+        between two looks it was."""
+        return sum(
+            min(each.throttled_s, min(each.end, end) - max(each.start, start))
+            for each in self._stopped.get(rank, ())
+            if each.start < end and each.end > start
+        )
 
     def _more(
         self, rank: int, late: int, key: tuple[str, int], late_s: float
@@ -246,53 +256,6 @@ class _Books:
 def _where(parts: Mapping[str, float]) -> str:
     """The detail that most seconds have, of those that say anything."""
     return max(parts, key=lambda each: (bool(each), parts[each]))
-
-
-def _slices(ring: Ring) -> list[_Stretch]:
-    """A rank's time in slices that don't overlap: garbage collections before waits before what is around."""
-    tiles, inner = [], []
-    for each in ring.records:
-        if each.kind == "gc":
-            inner.append(_Stretch(each.start, each.end, GARBAGE, ""))
-        elif each.kind == "wait":
-            inner.append(_Stretch(each.start, each.end, "", "", each))
-        elif each.kind in ("compute", "outside", "span", "runtime"):
-            tiles.append(_Stretch(each.start, each.end, *_cause(each)))
-    found, at = [], 0
-    tiles.sort()
-    inner.sort(key=lambda each: each[:2])
-    clear: list[_Stretch] = []
-    for each in inner:  # a collection inside of a wait, or the other way round: the first that began
-        if clear and each.start < clear[-1].end:
-            each = each._replace(start=clear[-1].end)
-        if each.end > each.start:
-            clear.append(each)
-    for tile in tiles:
-        start = max(tile.start, found[-1].end if found else tile.start)
-        while at < len(clear) and clear[at].end <= start:
-            at += 1
-        place = at
-        while place < len(clear) and clear[place].start < tile.end:
-            cut = clear[place]
-            if cut.start > start:
-                found.append(tile._replace(start=start, end=cut.start))
-            found.append(cut._replace(start=max(cut.start, start)) if cut.start < start else cut)
-            start = max(start, cut.end)
-            place += 1
-        if tile.end > start:
-            found.append(tile._replace(start=start))
-    return found
-
-
-def _cause(each: Record) -> tuple[str, str]:
-    of = f" of {', '.join(each.groups)}" if each.groups else ""
-    if each.kind == "compute" or (each.kind == "outside" and each.action == "loss"):
-        return COMPUTE, f"{each.phase or 'loss'}{of}"
-    if each.kind == "outside":
-        return USER, each.note
-    if each.kind == "runtime":
-        return SCHEDULE, f"{each.action}{of}"
-    return _SPANS.get(each.action, each.action), each.note
 
 
 def _usual_rates(
@@ -352,6 +315,8 @@ def summary(ledger: Ledger) -> str:
         whose = "" if loss.whose == NOBODY else f"  rank {loss.whose} ({ledger.hosts[loss.whose]})"
         detail = f"  {loss.detail}" if loss.detail else ""
         lines.append(f"  {100 * loss.seconds / total:5.1f}%  {loss.cause}{whose}{detail}")
+    if (first := ledger.losses()[:1]) and first[0].cause in REMEDIES:
+        lines.append(f"against {first[0].cause}: {REMEDIES[first[0].cause]}")
     late = ledger.late()
     if late and world > 1:
         rank = max(late, key=late.__getitem__)

@@ -116,6 +116,16 @@ def store_address() -> str:
     return address_of(default_store()) if dist.is_initialized() else ""
 
 
+def late_over_the_run() -> list[str]:
+    """Which ranks were found late since the job began, as ``Late.to_json`` says it; any rank may ask."""
+    watch = _lifecycle.watch
+    if watch is None or watch.is_deaf:
+        return []
+    with suppress(RuntimeError):  # the store may have gone
+        return watch.exchange.late()
+    return []
+
+
 def leave(error: BaseException | None = None) -> None:
     """This process is about to end: note why, for the ranks that still need it, and end the watch.
 

@@ -1,36 +1,16 @@
-"""What the recorder of this process holds, as records that people, pages and other ranks read.
+"""From what the recorder of this process holds to a ring of records (``rings.py``)."""
 
-kind        action                              what it is
-compute     ""                                  the training thread in the model's own forward or backward:
-                                                from the end of one call of the runtime to the next
-outside     "loss", "user"                      the training thread between phases, in none of the spans
-span        "optimizer", "data", "save", ...    what somebody has said that it does
-gc          ""                                  Python collects garbage, inside of any of the others
-runtime     an event ("F+"), "begin", "end"     a call of the runtime; what is done there lies inside:
-action      an action ("unshard"), "words"      one action, on the host; "words": ranks agree
-wait        a verb ("all-gather")               the training thread is blocked until others come
-background  a verb                              the same of another thread
-device      "compute", or a verb                the compute stream of an accelerator between two waits for
-                                                collectives; or in such a wait
-collective  a verb                              from its launch until all that it brings is there; it may lie
-                                                beside compute
-
-The first five tile the time of the training thread, apart from gc. Verbs: "all-gather", "reduce-scatter",
-"all-reduce" and "words". Groups are named by their modules.
-"""
-
-import gzip
-import json
 import socket
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, NamedTuple
+from math import inf
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from shardwright.errors import InputError
+from shardwright.observe.rings import CoreUse, Record, RecordedStep, Ring
 from shardwright.schedule.schedule import Action, ActionKind, Event, EventKind, Phase
 from shardwright.transport.device_times import read_device_times
 from shardwright.transport.launches import Launch, process_state
@@ -46,111 +26,18 @@ from shardwright.transport.recorder import (
     SPAN,
     STALL,
     STEPS,
+    USE,
     WAIT,
     Label,
     clock,
     recorder,
 )
+from shardwright.transport.thread_use import ThreadUse
 
 VERBS = ("all-gather", "reduce-scatter", "all-reduce")
 _HALVES = ("reduce", "spread")  # of an all-reduce
 _OF_GRADS = {ActionKind.REDUCE, ActionKind.ACCUMULATE, ActionKind.WAIT_REDUCE, ActionKind.ALL_REDUCE}
 _SEEN = ("compute", "outside", "span")
-_FORMAT = 2
-
-
-class Record(NamedTuple):
-    """kind, action: see above. groups: names. step: number of the step in which it began.
-
-    phase: "forward", "backward", "evaluation"; "" between phases. nbytes: of the groups' unsharded
-    parameters, of their gradients where these are reduced, else 0. issue: when it was launched; of all but
-    waits, start. start, end: seconds of this rank's clock. transport, number: of a collective, alike on all
-    its ranks. note: its key, or what a span says besides; of what the training thread does the line of the
-    user's program where it was seen, if it was (a few times a second). met: whether all ranks of the
-    transport had launched it by ``end``.
-    """
-
-    kind: str
-    action: str
-    groups: tuple[str, ...]
-    step: int
-    phase: str
-    nbytes: int
-    issue: float
-    start: float
-    end: float
-    transport: str = ""
-    number: int = 0
-    note: str = ""
-    met: bool = False
-
-
-class RecordedStep(NamedTuple):
-    """A step of the ring: its number, and from when to when it went, in seconds."""
-
-    number: int
-    start: float
-    end: float
-
-
-class Ring(NamedTuple):
-    """What one rank did in its last steps.
-
-    transports: by name, the ranks of the job that each has. steps: the last of them is the running one.
-    records: by start. memory: seconds, and bytes of unsharded buffers from then on. held: seconds, and bytes
-    then: in all, of shards with the optimizer's states, and of what is no model's.
-    """
-
-    rank: int
-    world: int
-    host: str
-    transports: dict[str, tuple[int, ...]]
-    steps: list[RecordedStep]
-    records: list[Record]
-    memory: list[tuple[float, int]]
-    held: list[tuple[float, int, int, int]] = []  # noqa: RUF012
-
-    def to_bytes(self) -> bytes:
-        """Compressed JSON."""
-        text = json.dumps([_FORMAT, *self], separators=(",", ":"))
-        return gzip.compress(text.encode(), 5)
-
-    def shifted(self, by: float) -> "Ring":
-        """The same, by a clock that shows ``by`` seconds less."""
-        return self._replace(
-            steps=[each._replace(start=each.start - by, end=each.end - by) for each in self.steps],
-            records=[
-                each._replace(issue=each.issue - by, start=each.start - by, end=each.end - by)
-                for each in self.records
-            ],
-            memory=[(at - by, nbytes) for at, nbytes in self.memory],
-            held=[(at - by, *nbytes) for at, *nbytes in self.held],
-        )
-
-    @staticmethod
-    def from_bytes(data: bytes) -> "Ring":
-        """The ring that ``to_bytes`` wrote. Raises: InputError for anything else."""
-        try:
-            version, rank, world, host, transports, steps, records, memory, held = json.loads(
-                gzip.decompress(data)
-            )
-            if version != _FORMAT:
-                raise ValueError(f"format {version}")
-            return Ring(
-                rank,
-                world,
-                host,
-                {name: tuple(ranks) for name, ranks in transports.items()},
-                [RecordedStep(*step) for step in steps],
-                [Record(*each)._replace(groups=tuple(each[2])) for each in records],
-                [(at, nbytes) for at, nbytes in memory],
-                [(at, whole, states, other) for at, whole, states, other in held],
-            )
-        except (OSError, ValueError, TypeError, EOFError) as error:
-            raise InputError(
-                f"these bytes are no ring of a rank that this version wrote ({error}); give a file "
-                "rank-N.ring of a run, or of model.trace().save"
-            ) from error
 
 
 def ring(last: int = STEPS) -> Ring:
@@ -176,51 +63,8 @@ def ring(last: int = STEPS) -> Ring:
         reader.records(),
         [each for each in reader.memory if each[0] >= steps[0].start],
         [each for each in reader.held if each[0] >= steps[0].start],
+        tuple(each for each in reader.cores if each.end > steps[0].start),
     )
-
-
-def load(folder: str | Path) -> list[Ring]:
-    """The rings of all ranks that are in ``folder``, by rank. Raises: InputError where there is none."""
-    files = sorted(Path(folder).glob("rank-*.ring"))
-    if not files:
-        raise InputError(f"{folder} holds no rings (rank-N.ring): a run leaves them there when it ends")
-    return sorted((Ring.from_bytes(file.read_bytes()) for file in files), key=lambda each: each.rank)
-
-
-def write(folder: str | Path, own: Ring) -> Path:
-    """Leave a ring in ``folder``, which is made; returns its file, written whole or not at all."""
-    file = Path(folder) / f"rank-{own.rank}.ring"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(".part")
-    part.write_bytes(own.to_bytes())
-    part.replace(file)
-    return file
-
-
-def last_passes(
-    labels: tuple[Label, ...],
-) -> Mapping[Phase, tuple[float, list[tuple[Event, tuple[Action, ...], float, float]]]]:
-    """Of the last whole pass of each phase of the model whose groups have these labels: when it began, and
-    its events with what was done there, from when to when. Other models, and passes inside of it, are left
-    out."""
-    found: dict[Phase, tuple[float, list[Any]]] = {}
-    began, depth, calls = 0.0, 0, []
-    for kind, *rest in (each for _, _, written in recorder.steps() for each in written):
-        if kind not in (CALL, PHASE) or rest[0] is not labels or not labels:
-            continue
-        if kind == CALL:
-            if depth == 1:
-                calls.append(tuple(rest[1:5]))
-            continue
-        _, phase, begins, inner, start, _ = rest
-        if begins and not inner:
-            began, depth, calls = start, 1, []
-        elif depth:
-            depth += 1 if begins else -1
-            if not depth and not inner:
-                found.pop(phase, None)
-                found[phase] = (began, calls)
-    return found
 
 
 @dataclass
@@ -243,6 +87,8 @@ class _Reader:
     memory: list[tuple[float, int]] = field(default_factory=list)
     held: list[tuple[float, int, int, int]] = field(default_factory=list)
     _stalls: list[tuple[float, str, int]] = field(default_factory=list)
+    cores: list[CoreUse] = field(default_factory=list)
+    _used: tuple[ThreadUse, float] | None = None
     _found: list[Record] = field(default_factory=list)
     _calls: list[tuple[float, float, tuple[Any, ...]]] = field(default_factory=list)
     _spans: list[tuple[float, float]] = field(default_factory=list)
@@ -263,6 +109,7 @@ class _Reader:
             DEVICE: self._device,
             STALL: self._stall,
             HELD: lambda *held: self.held.append(held),
+            USE: self._use,
         }
 
     def _call(self, labels: Any, event: Event, _: Any, start: float, end: float, held_nbytes: int) -> None:
@@ -330,6 +177,20 @@ class _Reader:
 
     def _line(self, line: str, at: float) -> None:
         self._lines.append((at, line))
+
+    def _use(self, use: ThreadUse, at: float) -> None:
+        if use.thread != process_state.thread:
+            return
+        if self._used is not None:
+            before, start = self._used
+            others_s = inf if torch.accelerator.device_count() else use.others_s - before.others_s
+            self.cores.append(
+                CoreUse(
+                    start, at, use.ran_s - before.ran_s, use.queued_s - before.queued_s,
+                    use.faults - before.faults, others_s, use.throttled_s - before.throttled_s,
+                )
+            )  # fmt: skip
+        self._used = use, at
 
     def _say_lines(self) -> None:
         """What was seen of the training thread, into the records of what it did then."""

@@ -8,7 +8,7 @@ While all goes well nothing is written.
     wants/<call>    how many steps of its ring each rank is to leave, where the caller wants rings
     ring/<call>/<r> they
     looked/<step>   whether a rank has asked who was late then
-    late/<rank>     how often the rank was found late
+    lates, late/<n> how many times a rank was found late; which one it was, and why
     who/<rank>      the rank's process, to see from the same host whether it has ended
     note/<n>        what a rank left behind as it ended
     dismissed/<r>   the rank was told to end, by SIGTERM
@@ -140,14 +140,16 @@ class StatusExchange:
         """Whether nobody has asked before who was late in the steps up to about this one."""
         return self._store.add(f"looked/{step}", 1) == 1
 
-    def count_late(self, rank: int) -> None:
-        """Remember over the run that this rank was found late."""
-        self._store.add(f"late/{rank}", 1)
+    def note_late(self, text: str) -> None:
+        """Remember over the run that a rank was found late: a line of text."""
+        self._store.set(f"late/{self._store.add('lates', 1)}", text)
 
-    def late(self) -> dict[int, int]:
-        """How often each rank was found late over the run; those that never were left out."""
-        keys = {rank: f"late/{rank}" for rank in range(self.world)}
-        return {rank: int(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
+    def late(self) -> list[str]:
+        """What was noted, in order."""
+        found: list[str] = []
+        while self._store.check([key := f"late/{len(found) + 1}"]):
+            found.append(self._store.get(key).decode())
+        return found
 
     # ---- who ended, and what they left
 

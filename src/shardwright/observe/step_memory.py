@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from shardwright.observe.drawing import Level
 from shardwright.observe.memory import Category
-from shardwright.observe.recording import Ring
+from shardwright.observe.rings import Ring
 
 
 def levels(ring: Ring) -> list[Level]:

@@ -16,7 +16,7 @@ from shardwright.errors import InputError, MissingExtra
 from shardwright.observe.clocks import offsets, on_one_clock
 from shardwright.observe.drawing import Arrow, Bar, Drawing, Shade
 from shardwright.observe.late import LateRank, called, collective, doing, late_ranks
-from shardwright.observe.recording import Record, Ring
+from shardwright.observe.rings import Record, Ring
 from shardwright.observe.status import in_words
 from shardwright.observe.step_memory import levels
 from shardwright.observe.trace_events import trace_events

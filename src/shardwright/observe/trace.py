@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shardwright.observe.collection import save_together
-from shardwright.observe.recording import last_passes, ring
+from shardwright.observe.recording import ring
 from shardwright.observe.step_page import Predicted
 from shardwright.schedule.schedule import Action, Event, Phase, Schedule, ScheduleEntry
-from shardwright.transport.recorder import Label
+from shardwright.transport.recorder import CALL, PHASE, Label, recorder
 
 
 class TraceEntry(NamedTuple):
@@ -73,6 +73,32 @@ def last_trace(labels: tuple[Label, ...]) -> Trace:
         phase: tuple(
             TraceEntry(event, actions, start - began, end - start) for event, actions, start, end in calls
         )
-        for phase, (began, calls) in last_passes(labels).items()
+        for phase, (began, calls) in _last_passes(labels).items()
     }
     return Trace(phases, tuple(label.name for label in labels))
+
+
+def _last_passes(
+    labels: tuple[Label, ...],
+) -> Mapping[Phase, tuple[float, list[tuple[Event, tuple[Action, ...], float, float]]]]:
+    """Of the last whole pass of each phase of the model whose groups have these labels: when it began, and
+    its events with what was done there, from when to when. Other models, and passes inside of it, are left
+    out."""
+    found: dict[Phase, tuple[float, list[Any]]] = {}
+    began, depth, calls = 0.0, 0, []
+    for kind, *rest in (each for _, _, written in recorder.steps() for each in written):
+        if kind not in (CALL, PHASE) or rest[0] is not labels or not labels:
+            continue
+        if kind == CALL:
+            if depth == 1:
+                calls.append(tuple(rest[1:5]))
+            continue
+        _, phase, begins, inner, start, _ = rest
+        if begins and not inner:
+            began, depth, calls = start, 1, []
+        elif depth:
+            depth += 1 if begins else -1
+            if not depth and not inner:
+                found.pop(phase, None)
+                found[phase] = (began, calls)
+    return found

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardwright.observe.late import called, doing, late_ranks
-from shardwright.observe.recording import VERBS, Record, Ring
+from shardwright.observe.recording import VERBS
+from shardwright.observe.rings import Record, Ring
 from shardwright.observe.step_memory import levels
 
 _THREAD, _DEVICE = 1, 2

@@ -25,8 +25,9 @@ from shardwright.observe.backoff import Backoff
 from shardwright.observe.diagnosis import ERRORS, Fault, Findings, Note, diagnose, tell
 from shardwright.observe.lateness import STEPS, Lateness, late_rank
 from shardwright.observe.process_status import ProcessStatus
-from shardwright.observe.recording import Ring, ring
+from shardwright.observe.recording import ring
 from shardwright.observe.requests import Requests
+from shardwright.observe.rings import Ring
 from shardwright.observe.status import status
 from shardwright.observe.status_exchange import SharedDiagnosis, StatusExchange
 from shardwright.policy import WatchPolicy
@@ -174,8 +175,8 @@ class Watch:
         said = self.exchange.rings(STEPS + 1, self.policy.answer_s, self._answer)
         found = late_rank([Ring.from_bytes(data) for data in said])
         if found is not None:
-            self.exchange.count_late(found[0])
-            logger.warning("%s", found[1])
+            self.exchange.note_late(found.to_json())
+            logger.warning("%s", found.text())
 
     def _diagnose_alone(self) -> None:
         """Nobody can be asked any more: an error only once this rank needs others, which then won't come."""

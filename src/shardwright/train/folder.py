@@ -8,6 +8,7 @@
                     exported/step-N/    with [base]: the model or adapter, after epochs and at the end
                     model.safetensors   else: the whole model, plain names   } written at the end
                     trace/rank-N.ring   the last steps of each rank, for `shardwright trace`: at its end
+                    late.jsonl          one object each time that a rank was found late, for `shardwright top`
                     job.json            where the job's store is, for `shardwright top`: while it trains
                     summary.json        what the run came to, one key each   }
 
@@ -16,7 +17,7 @@ Each is written whole or not at all, by rank 0; rings by their ranks.
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,13 +28,13 @@ import torch
 from shardwright.checkpoint.lock import LOCK, FolderLock
 from shardwright.errors import ConfigError, InputError
 from shardwright.extras import from_extra
-from shardwright.observe.recording import Ring, write
+from shardwright.observe.rings import Ring, write
 from shardwright.storage import Location, location_of
 
 with from_extra("checkpoint"):
     from safetensors.torch import load_file, save_file
 
-JOB_FILE = "job.json"
+JOB_FILE, LATE_FILE = "job.json", "late.jsonl"
 _claimed: "dict[Path, FolderLock]" = {}
 """The locks of this process, by the run's folder: they live as long as it does."""
 
@@ -147,6 +148,13 @@ class RunFolder:
         finally:
             if store:
                 file.unlink(missing_ok=True)
+
+    def log_late(self, lines: Iterable[str]) -> None:
+        """Append to ``late.jsonl``, which there is from the first line on; nothing where it can't be
+        written."""
+        if lines := list(lines):
+            with suppress(OSError), (self.root / LATE_FILE).open("a", encoding="utf-8") as file:
+                file.writelines(f"{line}\n" for line in lines)
 
     @property
     def trace(self) -> Path:

@@ -27,6 +27,7 @@ from shardwright.checkpoint import StopRequest, background
 from shardwright.checkpoint.folder import is_complete, step_folder
 from shardwright.checkpoint.lock import Held, holder
 from shardwright.errors import ConfigError
+from shardwright.observe.lifecycle import late_over_the_run
 from shardwright.observe.recording import ring
 from shardwright.planned import Plan
 from shardwright.storage import Location
@@ -105,12 +106,14 @@ def _train(
     to = resolved.recipe.track.to if place.is_first else ()
     settings = job.recipe.model_dump(mode="json")
     run = TrackedRun(folder.root, resolved.recipe.track.project, settings, step=loop.progress.step)
+    log_late = _history(folder, place)
     try:
         with folder.open_to_top(place.store_address if place.is_first else ""), tracking(to, run) as track:
-            finished = loop.run(_listener(folder, job, loop, (screen, track), kept), stop)
+            finished = loop.run(_listener(folder, job, loop, (screen, track, log_late), kept), stop)
             background.finish()
     finally:
         folder.leave_ring(ring())
+        log_late()
     screen.stop()
     if not finished:
         screen.say(
@@ -152,14 +155,28 @@ def _announce(screen: Screen, job: Job, place: TrainingProcess) -> None:
     )
 
 
+def _history(folder: RunFolder, place: TrainingProcess) -> Callable[[], None]:
+    """What keeps, when it is called, in the run's folder what the store has of ranks that were late."""
+    kept = 0
+
+    def log_late() -> None:
+        nonlocal kept
+        if place.is_first:
+            found = late_over_the_run()
+            folder.log_late(found[kept:])
+            kept = max(kept, len(found))
+
+    return log_late
+
+
 def _listener(
     folder: RunFolder,
     job: Job,
     loop: Loop,
-    shown: tuple[Screen, Callable[[Row], None]],
+    shown: tuple[Screen, Callable[[Row], None], Callable[[], None]],
     kept: dict[str, Any],
 ) -> Listener:
-    first, (screen, track) = loop.engine.place.is_first, shown
+    first, (screen, track, log_late) = loop.engine.place.is_first, shown
 
     def log(row: dict[str, Any]) -> None:
         folder.log(row)
@@ -171,6 +188,7 @@ def _listener(
         process_state.progress = f"step {report.step} of {steps}, {figures(report)}"  # for who asks the ranks
         if first:
             log(asdict(report))
+            log_late()
             progress = loop.progress
             left = (steps - report.step) * progress.trained_s / len(progress.exposed_s)
             screen.stepped(report, left)

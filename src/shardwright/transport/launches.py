@@ -182,10 +182,14 @@ class _Waiting:
     def __enter__(self) -> None:
         process_state.waits[self._thread] = self._wait
         self._start = clock()
+        if self._start > recorder.look_s and self._thread == process_state.thread:
+            recorder.look(self._start)
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         wait = self._wait
-        recorder.write((WAIT, wait.log.name, wait.launch, self._thread, self._start, clock()))
+        if (end := clock()) > recorder.look_s and self._thread == process_state.thread:
+            recorder.look(end)
+        recorder.write((WAIT, wait.log.name, wait.launch, self._thread, self._start, end))
         try:
             explained = isinstance(error, CheckpointError) or error is process_state.diagnosis
             if isinstance(error, RuntimeError) and not explained:

@@ -16,6 +16,7 @@ them that people and pages read; nothing else reads these tuples:
     DEVICE   name of the transport, number, start, end              a collective on a device, by this clock
     STALL    name of the transport, number, at                      the compute stream came to wait for it
     HELD     at, bytes allocated, of states, of what is other       now and then (engine/held_memory.py)
+    USE      what the kernel counts of the thread, at               see thread_use.py; anywhere between
 
 A record costs below a microsecond (``bench/host.py``), and keeps nothing alive but tuples and names.
 """
@@ -24,13 +25,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from math import inf
 from typing import Any, NamedTuple
+
+from shardwright.transport.thread_use import thread_use
 
 STEPS = 64
 """Steps that are remembered."""
 MOST = 100_000
 """Records of all of them: where steps have more, fewer steps are remembered."""
-CALL, PHASE, ACTION, LAUNCH, WAIT, DONE, SPAN, LINE, DEVICE, STALL, HELD = range(11)
+CALL, PHASE, ACTION, LAUNCH, WAIT, DONE, SPAN, LINE, DEVICE, STALL, HELD, USE = range(12)
+_LOOK_S = 0.004  # at least between two looks at what the kernel counts: 50 of 4 us in a step of 200 ms
 _COLLECTION_S = 200e-6  # a collection of garbage that takes less isn't worth a record
 
 clock = time.perf_counter
@@ -61,6 +66,7 @@ class Recorder:
         self.number = 0
         self.ended_s: float | None = None
         self.optimizers = False
+        self.look_s = 0.0
         self._steps = deque([_NO_STEP] * STEPS)  # always so many, so that all steps cost the same
         self._began_s = clock()
         self._collecting_s = 0.0
@@ -84,6 +90,14 @@ class Recorder:
             self._open(clock() if self.ended_s is None else self.ended_s)
             self.ended_s = None
 
+    def look(self, now: float) -> None:
+        """Write down what the kernel counts of the calling thread. Called where something long may begin or
+        has ended, and ``now`` is past ``look_s``."""
+        use = thread_use()
+        self.look_s = inf if use is None else now + _LOOK_S
+        if use is not None:
+            self.write((USE, use, now))
+
     def steps(self) -> list[_Written]:
         """Number and begin of each step that is remembered, with what was written since: copies."""
         return [(number, at, list(written)) for number, at, written in tuple(self._steps) if number]
@@ -93,15 +107,20 @@ class Recorder:
     @contextmanager
     def span(self, what: str, note: str = "") -> Iterator[None]:
         """The block is ``what``: "data", "save", ... note: more of it, for people."""
-        start = clock()
+        if (start := clock()) > self.look_s:
+            self.look(start)
         try:
             yield
         finally:
-            self.write((SPAN, what, note, start, clock()))
+            if (end := clock()) > self.look_s:
+                self.look(end)
+            self.write((SPAN, what, note, start, end))
 
     def begin_optimizer(self, *_: Any) -> None:
         """Before the step of an optimizer."""
         self._began_s = clock()
+        if self._began_s > self.look_s:
+            self.look(self._began_s)
 
     def end_optimizer(self, *_: Any) -> None:
         """After it: the training step has ended, unless another optimizer follows."""
@@ -111,6 +130,8 @@ class Recorder:
             self._steps = deque([_NO_STEP] * (STEPS - 1) + [(1, before[0][1], self._now)])
             self._past, self.number = 0, 1
         self.ended_s = clock()
+        if self.ended_s > self.look_s:
+            self.look(self.ended_s)
         self.optimizers = True
         self.write((SPAN, "optimizer", "", self._began_s, self.ended_s))
 
