@@ -48,7 +48,7 @@ from bench.counting import KernelCount, Seen, count_calls
 from bench.model import Size, build
 from bench.toy import add_toy
 from shardwright.engine import held_memory
-from shardwright.transport.recorder import CALL, clock, recorder
+from shardwright.transport.recorder import CALL, LOOK_S, clock, recorder
 
 WARM_UP_STEPS = 3
 
@@ -163,12 +163,14 @@ def cost(name: str, case: Case) -> Cost:
         for _ in range(WARM_UP_STEPS):
             step()
         gc.collect()  # an optimizer's step goes through all models that there are
+        recorder.look_s = inf  # looks go by the time that a step takes
         folder = SYSTEMS[name].folder
         seen = count_calls(step, folder, SYSTEMS[name].collectives)
         with KernelCount(folder) as counted:
             step()
         num_groups = len(shardwright.explain(model).groups) if name == "shardwright" else case.num_groups
         records = len(recorder.steps()[-1][-1]) if name == "shardwright" else 0
+        recorder.look_s = 0.0
     return Cost(case, num_groups, seen.calls[rankzero.EXCHANGE], seen, counted, records)
 
 
@@ -265,21 +267,33 @@ def print_profile(case: Case) -> None:
 
 
 def print_recorder(options: argparse.Namespace) -> None:
-    """What the recorder costs: records of a step, and nanoseconds of one."""
+    """What the recorder costs: records of a step and nanoseconds of one, and looks at what the kernel counts,
+    which a step has as many of as it is long."""
     found = cost("shardwright", Case(8, options.width, options.layers))
-    number, labels = 50_000, ()
-    times = []
-    for _ in range(9):
-        start = clock()
-        for _ in range(number):
-            recorder.write((CALL, labels, options, labels, start, clock(), number))
-        times.append((clock() - start) / number)
-        recorder.turn()
-    groups, record_s = 34, min(times)  # what other work adds is none of it
-    share = groups * found.records / found.num_groups * record_s / 0.2
+    labels = ()
+
+    def write() -> None:
+        recorder.write((CALL, labels, options, labels, start, clock(), 0))
+
+    def look() -> None:
+        recorder.look(start)
+
+    times = {}
+    for what, number in ((write, 50_000), (look, 5_000)):
+        times[what] = 1.0
+        for _ in range(9):
+            start = clock()
+            for _ in range(number):
+                what()
+            times[what] = min(times[what], (clock() - start) / number)  # what other work adds is none of it
+            recorder.turn()
+    groups, step_s, looks = 34, 0.2, int(0.2 / LOOK_S)
+    records = groups * found.records / found.num_groups
+    shares = (records * times[write] / step_s, looks * times[look] / step_s)
     print(
         f"\nrecorder: {found.records / found.num_groups:.1f} records per group and step, "
-        f"{record_s * 1e9:.0f} ns each: {100 * share:.3f} % of a step of 200 ms with {groups} groups"
+        f"{times[write] * 1e9:.0f} ns each, and {looks} looks of {times[look] * 1e6:.1f} us: "
+        f"{100 * sum(shares):.3f} % of a step of 200 ms with {groups} groups"
     )
 
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from shardwright.observe.causes import LINK, NOBODY, QUOTA, REMEDIES, REST, SCHEDULE, WORK
 from shardwright.observe.rings import Ring
-from shardwright.observe.slices import Stretch, slices
+from shardwright.observe.slices import Slice, slices
 
 _IN_STEP = 0.1  # of the lateness: ranks that launched nearer to each other than that were in step
 _FAR_BACK = 400  # collectives
@@ -164,7 +164,7 @@ class _Books:
                 spent[line.cause, line.whose][line.detail] += seconds * line.seconds / total
         return {key: (sum(parts.values()), _where(parts)) for key, parts in spent.items()}
 
-    def _wait(self, rank: int, each: Stretch) -> list[Line]:
+    def _wait(self, rank: int, each: Slice) -> list[Line]:
         wait = each.wait
         assert wait is not None
         key = wait.transport, wait.number
@@ -180,7 +180,7 @@ class _Books:
         lines = [Line(rank, 0, *who, late_s * share, detail) for who, (share, detail) in shares.items()]
         return lines + self._transfer(rank, each, took_s, left_s)
 
-    def _transfer(self, rank: int, each: Stretch, took_s: float, left_s: float) -> list[Line]:
+    def _transfer(self, rank: int, each: Slice, took_s: float, left_s: float) -> list[Line]:
         """The part of a wait that isn't for a late rank: the link's, or of a schedule that hides nothing; or
         of a rank whose quota stopped it, and with it the threads that send.
 

@@ -32,7 +32,7 @@ _FAULT_S = 0.01  # a page from disk takes at most so long: a thread that sleeps 
 _FAULT_CPU_S = 30e-6  # and so much of the kernel's work (13 ms of 374 pages from a virtual disk)
 
 
-class Stretch(NamedTuple):
+class Slice(NamedTuple):
     """From ``start`` to ``end`` a rank's time went to ``cause``; or to what ``wait`` was for.
 
     detail: where. line: of the user's program, where the thread was seen in it.
@@ -46,25 +46,25 @@ class Stretch(NamedTuple):
     line: str = ""
 
 
-def slices(ring: Ring) -> list[Stretch]:
+def slices(ring: Ring) -> list[Slice]:
     """All of a rank's, by start."""
     return _without_core(_tiles(ring), ring.cores)
 
 
-def _tiles(ring: Ring) -> list[Stretch]:
+def _tiles(ring: Ring) -> list[Slice]:
     """What the records say: garbage collections before waits before what is around them."""
     tiles, inner = [], []
     for each in ring.records:
         if each.kind == "gc":
-            inner.append(Stretch(each.start, each.end, GARBAGE, ""))
+            inner.append(Slice(each.start, each.end, GARBAGE, ""))
         elif each.kind == "wait":
-            inner.append(Stretch(each.start, each.end, "", "", each))
+            inner.append(Slice(each.start, each.end, "", "", each))
         elif each.kind in ("compute", "outside", "span", "runtime"):
-            tiles.append(Stretch(each.start, each.end, *_cause(each), line=each.note))
+            tiles.append(Slice(each.start, each.end, *_cause(each), line=each.note))
     found, at = [], 0
     tiles.sort()
     inner.sort(key=lambda each: each[:2])
-    clear: list[Stretch] = []
+    clear: list[Slice] = []
     for each in inner:  # a collection inside of a wait, or the other way round: the first that began
         if clear and each.start < clear[-1].end:
             each = each._replace(start=clear[-1].end)
@@ -87,7 +87,7 @@ def _tiles(ring: Ring) -> list[Stretch]:
     return found
 
 
-def _without_core(found: Sequence[Stretch], cores: Sequence[CoreUse]) -> list[Stretch]:
+def _without_core(found: Sequence[Slice], cores: Sequence[CoreUse]) -> list[Slice]:
     """The same, less the time in which the thread did not run although it did not wait for other ranks."""
     starts, ends = [each.start for each in found], [each.end for each in found]
     taken: list[dict[str, float]] = [{} for _ in found]
@@ -106,14 +106,14 @@ def _without_core(found: Sequence[Stretch], cores: Sequence[CoreUse]) -> list[St
         for cause, seconds in part.items():  # from its end on: a thread that was woken is in line then
             start = max(end - seconds, each.start)
             whole = cause in (QUOTA, CORES)  # whatever the rank does
-            result.append(Stretch(start, end, cause, "" if whole else each.line or each.detail))
+            result.append(Slice(start, end, cause, "" if whole else each.line or each.detail))
             end = start
         if end > each.start:
             result.append(each._replace(end=end))
     return sorted(result, key=lambda each: each[:2])
 
 
-def _parts(use: CoreUse, found: Sequence[Stretch], shares: Sequence[float]) -> list[dict[str, float]]:
+def _parts(use: CoreUse, found: Sequence[Slice], shares: Sequence[float]) -> list[dict[str, float]]:
     """Seconds that are to be taken from each of the slices between two looks, by cause."""
     parts: list[dict[str, float]] = [{} for _ in found]
     whole = use.end - use.start

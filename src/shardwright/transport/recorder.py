@@ -35,7 +35,8 @@ STEPS = 64
 MOST = 100_000
 """Records of all of them: where steps have more, fewer steps are remembered."""
 CALL, PHASE, ACTION, LAUNCH, WAIT, DONE, SPAN, LINE, DEVICE, STALL, HELD, USE = range(12)
-_LOOK_S = 0.004  # at least between two looks at what the kernel counts: 50 of 4 us in a step of 200 ms
+LOOK_S = 0.004
+"""Seconds, at least, between two looks at what the kernel counts."""
 _COLLECTION_S = 200e-6  # a collection of garbage that takes less isn't worth a record
 
 clock = time.perf_counter
@@ -94,7 +95,7 @@ class Recorder:
         """Write down what the kernel counts of the calling thread. Called where something long may begin or
         has ended, and ``now`` is past ``look_s``."""
         use = thread_use()
-        self.look_s = inf if use is None else now + _LOOK_S
+        self.look_s = inf if use is None else now + LOOK_S
         if use is not None:
             self.write((USE, use, now))
 
