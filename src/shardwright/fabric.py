@@ -159,6 +159,7 @@ class ShardwrightStrategy(*_DDP):
         Raises:
             InputError: the state hasn't one model, or a filter or storage options were given.
             CheckpointError: as ``shardwright.checkpoint.save``.
+            MissingExtra: the package for this kind of URL isn't installed.
         """
         if storage_options is not None or filter:
             raise InputError(

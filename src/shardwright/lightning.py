@@ -164,6 +164,7 @@ class _Sharding:
         Raises:
             InputError: storage options were given.
             CheckpointError: as ``shardwright.checkpoint.save``.
+            MissingExtra: the package for this kind of URL isn't installed.
         """
         if storage_options is not None:
             raise InputError("storage_options aren't taken: a checkpoint is a folder of a file system")

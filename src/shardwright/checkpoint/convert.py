@@ -70,6 +70,7 @@ def convert(
     Raises:
         CheckpointError: the source is damaged or has no weights, or ``dst`` exists or can't be written.
         InputError: ``ranks`` is below 1, or above 1 in a format that has no files per rank.
+        MissingExtra: the package for this kind of URL isn't installed.
     """
     if ranks < 1 or (ranks > 1 and to not in PER_RANK):
         raise InputError(f"ranks is {ranks}, expected 1, or more with {' or '.join(PER_RANK)}")

@@ -120,6 +120,8 @@ def load(
             checkpoints.
         CheckpointError: raised on all ranks: the checkpoint is incomplete, or doesn't fit; every missing,
             unexpected and misshapen tensor is listed. Model and optimizer are then as they were.
+        InputError: the URL is of an unknown kind.
+        MissingExtra: the package for this kind of URL isn't installed.
 
     Examples:
         >>> model = shardwright.fully_shard(nn.Linear(8, 4))
@@ -185,6 +187,8 @@ def latest(path: str | PurePath) -> Location | None:
 
     Raises:
         CheckpointError: raised on all ranks, where the ranks can't agree, since one is missing.
+        InputError: the URL is of an unknown kind.
+        MissingExtra: the package for this kind of URL isn't installed.
     """
     background.finish()
     group, path = ranks(), location_of(path)

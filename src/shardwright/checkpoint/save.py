@@ -119,7 +119,8 @@ def async_save(
         CheckpointError: the save *before* this one failed (this one was not started, call again), or the
             state can't be saved. An error of this one is raised by ``wait()``, by the next save or load, or
             shown at exit.
-        InputError: ``step`` or ``keep`` is out of range.
+        InputError: ``step`` or ``keep`` is out of range, or the URL is of an unknown kind.
+        MissingExtra: the package for this kind of URL isn't installed.
 
     Examples:
         >>> model = shardwright.fully_shard(nn.Linear(8, 4))

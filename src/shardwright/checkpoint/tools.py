@@ -153,6 +153,7 @@ def inspect(path: str | Path, *, values: bool = True) -> Inspection:
     Raises:
         CheckpointError: it can't be opened, its pieces don't cover a tensor, or (with ``values``) a piece is
             damaged.
+        InputError: the URL is of an unknown kind.
     """
     source = open_checkpoint(path)
     with Reader(source.folder) as reader:
@@ -180,6 +181,8 @@ def verify(path: str | Path, *, progress: Progress | None = None) -> Verificatio
 
     Raises:
         CheckpointError: it can't be opened, or its pieces don't cover a tensor.
+        InputError: the URL is of an unknown kind.
+        MissingExtra: the package for this kind of URL isn't installed.
     """
     source = open_checkpoint(path)
     storage_of(source.folder).forget(source.folder)
@@ -219,6 +222,7 @@ def diff(a: str | Path, b: str | Path) -> Difference:
 
     Raises:
         CheckpointError: one can't be opened, or is damaged.
+        InputError: the URL is of an unknown kind.
     """
     left, right = open_checkpoint(a), open_checkpoint(b)
     keys = [{k for k in s.manifest.tensors if not k.startswith("rng/")} for s in (left, right)]
@@ -340,6 +344,7 @@ def open_checkpoint(path: str | Path) -> Source:
 
     Raises:
         CheckpointError: it can't be opened, or its pieces don't cover a tensor.
+        InputError: the URL is of an unknown kind.
     """
     folder, skipped = locate(location_of(path))
     source = open_source(folder)

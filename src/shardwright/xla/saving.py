@@ -53,6 +53,7 @@ def save_xla(
         CheckpointError: raised on every process; the previous checkpoint stays the latest.
         InputError: the model isn't sharded, or the optimizer isn't ``xla.SGD`` or ``xla.AdamW``.
         StageError: the model has no values yet.
+        MissingExtra: the package for this kind of URL isn't installed.
     """
     whole = Whole(full_state_dict(model))
     optimizer = None if train_step is None else _torch_optimizer(train_step, whole)
