@@ -351,7 +351,7 @@ def test_the_line_for_real_models_trains_on_any_chats(place, tmp_path, count):
     command = [sys.executable, "-m", *REAL]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert f"; {count} record(s)" in done.stdout
+    assert f"; {count:,} record(s)" in done.stdout
     assert (" one in each" in done.stdout) == (count == 9)
     run = tmp_path / "runs" / "finetune-qlora-real"
     heldout = losses(run, "heldout_loss")
