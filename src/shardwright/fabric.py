@@ -188,6 +188,7 @@ class ShardwrightStrategy(*_DDP):
             CheckpointError: tensors don't fit or, if ``strict``, a value isn't there. With tensors that don't
                 fit nothing is changed.
             DamagedError: as ``shardwright.checkpoint.load``.
+            MissingExtra: the package for this kind of URL isn't installed.
         """
         given = {"model": state} if isinstance(state, nn.Module) else state or {}
         model, optimizer, rest = _sorted(given)

@@ -202,6 +202,8 @@ class _Sharding:
             CheckpointError: it is a file of another strategy, or as ``shardwright.checkpoint.load``. Where
                 tensors don't fit, nothing is changed.
             DamagedError: as ``shardwright.checkpoint.load``.
+            InputError: as ``shardwright.checkpoint.load``.
+            MissingExtra: the package for this kind of URL isn't installed.
         """
         path = Path(self.broadcast(os.fspath(checkpoint_path)))
         if path.is_file():

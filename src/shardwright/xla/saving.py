@@ -85,6 +85,7 @@ def load_xla(path: str | PurePath, *, model: nn.Module, train_step: TrainStep | 
         CheckpointError: it is damaged, or doesn't fit; what doesn't fit is listed. Every process raises if
             one does, and the model is then as it was.
         InputError: as ``save_xla``.
+        MissingExtra: the package for this kind of URL isn't installed.
     """
     spmd = spmd_model_of(model)
     expected = {k: v for k, v in model.state_dict(keep_vars=True).items() if isinstance(v, torch.Tensor)}
