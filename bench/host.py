@@ -30,7 +30,6 @@ from pathlib import Path
 from statistics import median
 from types import CodeType
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))  # this checkout, not one installed
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -47,7 +46,6 @@ from bench import rankzero
 from bench.counting import KernelCount, Seen, count_calls
 from bench.model import Size, build
 from bench.toy import add_toy
-from shardwright.engine import held_memory
 from shardwright.transport.recorder import CALL, LOOK_S, clock, recorder
 
 WARM_UP_STEPS = 3
@@ -148,9 +146,8 @@ def backward_of(model: nn.Module, width: int) -> Callable[[], None]:
 
 
 def cost(name: str, case: Case) -> Cost:
-    """Count a steady step of the named system, its optimizer's included. How often our recorder asks the
-    allocator goes by time (0.2% of it), not by event: it isn't asked here."""
-    with rankzero.rank_zero_of(case.world), patch.object(held_memory, "PAUSE", inf):
+    """Count a steady step of the named system, its optimizer's included."""
+    with rankzero.rank_zero_of(case.world):
         model = sharded(name, case, build_model(case))
         optimizer = torch.optim.SGD(model.parameters(), 1e-3)
         tokens = torch.arange(9).unsqueeze(0) % case.width

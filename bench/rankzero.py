@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from math import inf
 from typing import Any
 from unittest import mock
 
@@ -15,12 +16,14 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed import ProcessGroup
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 (registers the backend "fake")
 
+from shardwright.engine import held_memory
 from shardwright.observe import lifecycle
 from shardwright.transport import mesh
 from shardwright.transport.base import Comm
 from shardwright.transport.channel import AxisChannel
 from shardwright.transport.launches import LaunchLog
 from shardwright.transport.nccl import NcclComm
+from shardwright.transport.recorder import recorder
 from shardwright.transport.streams import Streams
 
 EXCHANGE = AxisChannel.exchange.__code__
@@ -76,12 +79,14 @@ def rank_zero_of(world: int) -> Iterator[None]:
     """Inside, this process is rank 0 of ``world`` ranks, whose collectives over host memory move nothing.
 
     What is sharded inside goes through the transport of accelerators, the one over a backend's collectives,
-    with side streams on which everything is done at once. Control words come back as they were said.
+    with side streams on which everything is done at once. Control words come back as they were said. What
+    the recorder asks the kernel and the allocator goes by time, not by event: they aren't asked here.
     """
     alone = mock.patch.dict(os.environ, {"SHARDWRIGHT_PROCESS": "off"})  # nobody to watch over,
     unmet = mock.patch.object(lifecycle, "_PATIENCE_S", 0.0)  # and nobody to wait for
     made = mock.patch.multiple(mesh, _make_comm=_make_comm, new_group=_new_group)
-    with alone, unmet, made:
+    untimed = mock.patch.object(recorder, "look_s", inf), mock.patch.object(held_memory, "PAUSE", inf)
+    with alone, unmet, made, untimed[0], untimed[1]:
         dist.init_process_group("fake", store=HashStore(), rank=0, world_size=world)
         try:
             yield

@@ -282,7 +282,7 @@ def test_side_streams_go_before_compute(monkeypatch):
     priorities = []
     monkeypatch.setattr(torch, "Stream", lambda device, priority: priorities.append(priority))
     Streams.of(torch.device("xpu", 0))
-    assert priorities == [-1, -1]
+    assert priorities and set(priorities) == {-1}
 
 
 def test_a_forward_inside_of_a_captured_graph_is_refused_and_the_next_one_works(monkeypatch):
