@@ -16,19 +16,18 @@ setup: .venv/.installed
 train: setup
 	$(BIN)/shardwright train recipes/quickstart.toml
 
-# Tests of one process each run two at a time; those of ranks are several processes already.
-ONE_PROCESS := tests/pure tests/device
-OTHERS := tests $(ONE_PROCESS:%=--ignore=%)
+# Two files of tests at a time. What fails beside another, where a limit of seconds may be too short, runs again alone,
+# and has to pass then.
+PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile $(1) || \
+  $(BIN)/python -m pytest --last-failed --last-failed-no-failures none $(1)
 
 # What a change is likely to break, in at most 8 minutes on two idle cores.
 test: setup
-	$(BIN)/python -m pytest -n 2 -m "not slow" $(ONE_PROCESS)
-	$(BIN)/python -m pytest -m "not slow" $(OTHERS)
+	$(call PYTEST,-m "not slow")
 
 # The whole matrix and what takes long besides: kills, random faults, real restarts, environments made anew.
 test-all: setup
-	$(BIN)/python -m pytest -n 2 $(ONE_PROCESS)
-	$(BIN)/python -m pytest --durations=40 $(OTHERS)
+	$(call PYTEST,--durations=40)
 
 # `make test` on another torch, in an environment of its own; docs/versions.md says what came of it.
 # Exactly 2.13.0 is a build without CUDA where the index has one; others bring 5 GB.
