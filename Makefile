@@ -18,16 +18,16 @@ train: setup
 
 # Two files of tests at a time. What fails beside another, where a limit of seconds may be too short, runs again alone,
 # and has to pass then.
-PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile $(1) || \
-  $(BIN)/python -m pytest --last-failed --last-failed-no-failures none $(1)
+PYTEST = $(1)/python -m pytest -n 2 --dist loadfile $(2) || \
+  $(1)/python -m pytest --last-failed --last-failed-no-failures none $(2)
 
 # What a change is likely to break, in at most 8 minutes on two idle cores.
 test: setup
-	$(call PYTEST,-m "not slow")
+	$(call PYTEST,$(BIN),-m "not slow")
 
 # The whole matrix and what takes long besides: kills, random faults, real restarts, environments made anew.
 test-all: setup
-	$(call PYTEST,--durations=40)
+	$(call PYTEST,$(BIN),--durations=40)
 
 # `make test` on another torch, in an environment of its own; docs/versions.md says what came of it.
 # Exactly 2.13.0 is a build without CUDA where the index has one; others bring 5 GB.
@@ -97,7 +97,7 @@ setup-xla: .venv-xla/.installed
 	@touch $@
 
 test-xla: setup-xla
-	.venv-xla/bin/python -m pytest tests/xla
+	$(call PYTEST,.venv-xla/bin,tests/xla)
 
 # Models of Hugging Face: an environment of its own, so that the main one stays light.
 setup-hf: .venv-hf/.installed
@@ -109,7 +109,7 @@ setup-hf: .venv-hf/.installed
 	@touch $@
 
 test-hf: setup-hf
-	HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=error .venv-hf/bin/python -m pytest tests/hf
+	export HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=error; $(call PYTEST,.venv-hf/bin,tests/hf --durations=10)
 
 # Frameworks that import torch.distributed.fsdp by themselves, with our names in its place. torchtitan is taken without
 # its dependencies, of which it needs these here: others of them bring other versions of what the rest is run with.

@@ -91,7 +91,9 @@ ELSEWHERE = {
     "plan/": "plans in numbers",
     "hf/": "agreement of ranks before files are read or written",
     "checkpoint/background.py": "a thread of the host",
+    "checkpoint/lease.py": "a thread of the host",
     "checkpoint/load.py": "agreement of ranks before files are read",
+    "checkpoint/tools.py": "reads files, with no model",
     "bucketer.py": "a class by itself: no sharded model uses it",
     "engine/backward.py": "forgets which calls a backward has come to, no memory",
 }

@@ -35,15 +35,20 @@ def huge_nbytes(address: int) -> int:
 @pytest.mark.skipif(
     not CHOICE.exists() or "[never]" in CHOICE.read_text(), reason="no huge pages on this kernel"
 )
-@pytest.mark.parametrize("make", [take_bytes, None])
-def test_fresh_memory_is_filled_in_huge_pages(make):
+@pytest.mark.parametrize("of_a_buffer", [False, True], ids=["taken", "buffer"])
+def test_fresh_memory_is_filled_in_huge_pages(of_a_buffer):
     nbytes = 48 * HUGE_PAGE_NBYTES  # more than malloc keeps, so that it maps it fresh
-    if make is None:
-        buffer = Buffer(nbytes, torch.device("cpu"))
+    given = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    given.madvise(mmap.MADV_HUGEPAGE)
+    asked = torch.frombuffer(given, dtype=torch.uint8).fill_(1)
+    if huge_nbytes(asked.data_ptr() + nbytes // 2) < nbytes // 2:
+        pytest.skip("no huge pages are free on this machine now: a mapping that asks for them gets none")
+    buffer = Buffer(nbytes, torch.device("cpu"))
+    if of_a_buffer:
         buffer.alloc()
         memory = buffer.tensor(torch.uint8, 0, (nbytes,), (1,))
     else:
-        memory = make(nbytes)
+        memory = take_bytes(nbytes)
     memory.fill_(1)
     middle = memory.data_ptr() + nbytes // 2
     assert huge_nbytes(middle) >= nbytes // 2

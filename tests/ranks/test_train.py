@@ -156,7 +156,8 @@ def check_files(folder, ranks):
         "checkpoint",
         "trace",
     }
-    assert {path.name for path in folder.iterdir()} == names
+    # Where a rank was late, as on a busy machine, there is one file more.
+    assert {path.name for path in folder.iterdir()} - {"late.jsonl"} == names
     assert [step for step, loss in rows(folder, "step", "loss") if loss is not None] == list(range(1, 41))
     assert all(None not in row for row in rows(folder, "step", "lr", "grad_norm", "tokens_per_s") if row[1])
     assert [step for step, loss in rows(folder, "step", "heldout_loss") if loss is not None] == [20, 40]

@@ -5,15 +5,15 @@ And of its process: the CPU time of its other threads, and how long a CPU quota 
 """
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
 
-if sys.platform == "linux":
+with suppress(ImportError):  # only Linux has them, and only Linux is asked
     from resource import RUSAGE_THREAD, getrusage
 
 _QUOTA_S = 0.02  # between two readings of the quota's counter, where nothing was in line meanwhile
