@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from shardwright.columns import in_columns
 from shardwright.observe.causes import LINK, NOBODY, QUOTA, REMEDIES, REST, SCHEDULE, WORK
 from shardwright.observe.rings import Ring
 from shardwright.observe.slices import Slice, slices
@@ -285,14 +286,7 @@ def table(ledger: Ledger, step: int, ranks: Sequence[int] | None = None) -> str:
     lines = [["ms of step " + str(step), *(f"rank {rank}" for rank in shown)]]
     lines += [[name, *(_ms(rows[name].get(rank, 0.0)) for rank in shown)] for name in order]
     lines.append(["the step", *(_ms(ledger.seconds[rank, step]) for rank in shown)])
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    said = [
-        "  ".join(
-            [line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))]
-        )
-        for line in lines
-    ]
-    return "\n".join(said)
+    return "\n".join(in_columns(lines, "<>"))
 
 
 def _name(line: Line, rank: int) -> str:

@@ -7,6 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
 
+from shardwright.columns import in_columns
 from shardwright.observe.drawing import Bar, Drawing, Level
 from shardwright.schedule.schedule import EventKind
 
@@ -79,10 +80,7 @@ class MemoryReport:
         columns = [*(each for each, nbytes in self.by_category.items() if nbytes), "all"]
         rows = [*self.by_group, "all"]
         table = [["MiB", *columns], *([row, *(_mib(cells[row, c]) for c in columns)] for row in rows)]
-        widths = [max(len(line[place]) for line in table) for place in range(len(table[0]))]
-        lines = [
-            "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in table
-        ]
+        lines = in_columns(table, "<>")
         if not self.is_complete:
             lines.append(
                 "activations and other: not known, since this process can't say what it holds in all"

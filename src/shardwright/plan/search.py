@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from shardwright.columns import in_columns
 from shardwright.errors import InputError
 from shardwright.plan.cluster import GIB, Cluster
 from shardwright.plan.levers import cut_off, merged, neighbours, recomputed, whole_groups
@@ -133,14 +134,9 @@ class FoundPlan(Plan):
             ]
             for one in self.front
         ]
-        widths = [max(len(row[column]) for row in [names, *rows]) for column in range(len(names))]
-        lines = [
-            "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-            for row in [names, *rows]
-        ]
         return (
             f"{self.estimate}\n\n{len(self.tried)} candidates tried; those that no other beats:\n"
-            + "\n".join(lines)
+            + "\n".join(in_columns([names, *rows], ">"))
         )
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 
+from shardwright.columns import in_columns
 from shardwright.observe.preflight.findings import (
     HostReport,
     Readiness,
@@ -55,7 +56,7 @@ def _hosts(found: Readiness) -> list[str]:
                 first.device,
             ]
         )
-    return columns(rows)
+    return in_columns(rows, "<")
 
 
 def _speed(report: HostReport) -> str:
@@ -72,7 +73,7 @@ def _links(found: Readiness) -> list[str]:
             rows.append([name, str(len(latencies)), _worst(times, max), _worst(rates, min)])
     if len(rows) == 1:
         return []
-    lines = columns(rows)
+    lines = in_columns(rows, "<")
     grid = ["", *_grid(found)] if 2 < len(found.hosts) <= _MOST_IN_GRID else []
     return [*lines, *grid, ""]
 
@@ -97,7 +98,7 @@ def _grid(found: Readiness) -> list[str]:
             time = f"({1e6 * times[a, b]:,.0f})" if (a, b) in times else "no"
             cells.append("" if a == b else rate + time)
         rows.append([f"from {a}", *cells])
-    return columns(rows)
+    return in_columns(rows, "<")
 
 
 def _shared(found: Readiness) -> list[str]:
@@ -126,11 +127,3 @@ def _shared(found: Readiness) -> list[str]:
         )
         lines.append(f"folder    {found.folder}: {said} what the others wrote")
     return lines
-
-
-def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table whose columns are as wide as they must be."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
