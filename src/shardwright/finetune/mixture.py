@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardwright.finetune.windows import Batch, Windows, batch_of
-from shardwright.train.data import Share
+from shardwright.train.data import Order, Share
 
 
 @dataclass(frozen=True)
@@ -50,26 +50,17 @@ class Mixture:
         raise IndexError(number)
 
 
-class MixedOrder:
-    """As ``Order``, of windows of which source ``i`` has ``sizes[i]``, by their ``weights``, all above 0."""
+class MixedOrder(Order):
+    """An ``Order`` of windows of which source ``i`` has ``sizes[i]``, by their ``weights``, all above 0.
+
+    Numbers are below the sum of ``sizes``; an epoch has ``counts[i]`` of source ``i``.
+    """
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], share: Share, seed: int) -> None:
-        self.share, self._sizes, self._seed = share, sizes, seed
         total, weight = sum(sizes), sum(weights)
         self.counts = [max(1, round(total * each / weight)) for each in weights]
-        self.num_windows = sum(self.counts)
-        self._epoch = (-1, np.empty(0, dtype=np.int64))
-
-    def at(self, position: int) -> list[int]:
-        """Numbers of the windows of our next microbatch, below the sum of ``sizes``."""
-        first = position + self.share.rank * self.share.batch_size
-        return [self._window(first + i) for i in range(self.share.batch_size)]
-
-    def _window(self, index: int) -> int:
-        epoch, within = divmod(index, self.num_windows)
-        if epoch != self._epoch[0]:
-            self._epoch = (epoch, self._order_of(epoch))
-        return int(self._epoch[1][within])
+        super().__init__(sum(self.counts), share, seed)
+        self._sizes = sizes
 
     def _order_of(self, epoch: int) -> np.ndarray:
         parts, offset = [], 0

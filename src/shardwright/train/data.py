@@ -248,9 +248,11 @@ class Order:
     def _window(self, index: int) -> int:
         epoch, within = divmod(index, self.num_windows)
         if epoch != self._epoch[0]:
-            order = np.random.default_rng((self._seed, epoch)).permutation(self.num_windows)
-            self._epoch = (epoch, order)
+            self._epoch = (epoch, self._order_of(epoch))
         return int(self._epoch[1][within])
+
+    def _order_of(self, epoch: int) -> np.ndarray:
+        return np.random.default_rng((self._seed, epoch)).permutation(self.num_windows)
 
 
 class TrainBatches:
