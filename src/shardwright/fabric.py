@@ -7,7 +7,7 @@
 This and ``lightning.py``, for Lightning's Trainer, are the only files that import Lightning.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,14 +15,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwright.api import fully_shard
 from shardwright.checkpoint import load, save
 from shardwright.clip import clip_grad_norm_
 from shardwright.errors import CheckpointError, InputError
 from shardwright.extras import require
 from shardwright.module import FSDPModule
-from shardwright.policy import DEFAULT_PRECISION, MixedPrecisionPolicy
-from shardwright.strategies import groups_for, strategies_of, unreduced
+from shardwright.strategies import ShardsModules, strategies_of, unreduced
 
 __all__ = ["ShardwrightStrategy"]
 
@@ -36,7 +34,7 @@ if not _STRATEGIES:
 _DDP: Any = [strategies.DDPStrategy for strategies in _STRATEGIES]
 
 
-class ShardwrightStrategy(*_DDP):
+class ShardwrightStrategy(ShardsModules, *_DDP):
     """Shards what ``Fabric.setup`` is given, unless it is sharded already; one process for each device.
 
     A strategy for the Fabric of ``lightning`` and that of ``lightning_fabric``, whichever are installed.
@@ -52,17 +50,8 @@ class ShardwrightStrategy(*_DDP):
         **options: of ``DDPStrategy``, such as ``process_group_backend`` and ``timeout``.
     """
 
-    def __init__(
-        self,
-        groups: Any = "auto",
-        shard: Callable[[nn.Module], object] | None = None,
-        mp_policy: MixedPrecisionPolicy = DEFAULT_PRECISION,
-        **options: Any,
-    ) -> None:
-        super().__init__(**options)
-        self._groups = groups
-        self._shard = shard
-        self._mp_policy = mp_policy
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self._backward_sync_control = _Reducing()
 
     def setup_module(self, module: nn.Module) -> nn.Module:
@@ -79,10 +68,7 @@ class ShardwrightStrategy(*_DDP):
             InputError: as ``fully_shard``.
         """
         if not isinstance(module, FSDPModule):
-            if self._shard is not None:
-                self._shard(module)
-            else:
-                fully_shard(module, groups=groups_for(self._groups, module), mp_policy=self._mp_policy)
+            self.shard(module)
         return module
 
     def setup_module_and_optimizers(

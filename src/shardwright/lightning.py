@@ -25,7 +25,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwright.api import fully_shard
 from shardwright.checkpoint import load, save
 from shardwright.checkpoint.agree import ranks
 from shardwright.checkpoint.folder import find, read_manifest, step_folder
@@ -34,8 +33,7 @@ from shardwright.engine.unit import units_in
 from shardwright.errors import CheckpointError, InputError
 from shardwright.extras import require
 from shardwright.module import FSDPModule, register_fsdp_forward_method
-from shardwright.policy import DEFAULT_PRECISION, MixedPrecisionPolicy
-from shardwright.strategies import groups_for, strategies_of, unreduced
+from shardwright.strategies import ShardsModules, strategies_of, unreduced
 from shardwright.transport.collect import take_values_of_rank_0
 
 __all__ = ["TrainerStrategy"]
@@ -55,7 +53,7 @@ if _IN_USE is PACKAGES:
 _DDP: Any = _STRATEGIES[0].DDPStrategy
 
 
-class _Sharding:
+class _Sharding(ShardsModules):
     """The strategy, of a Trainer of either name: before its ``DDPStrategy`` among the bases."""
 
     accelerator: Any
@@ -66,18 +64,6 @@ class _Sharding:
     precision_plugin: Any
     root_device: Any
     broadcast: Callable[[Any], Any]
-
-    def __init__(
-        self,
-        groups: Any = "auto",
-        shard: Callable[[nn.Module], object] | None = None,
-        mp_policy: MixedPrecisionPolicy = DEFAULT_PRECISION,
-        **options: Any,
-    ) -> None:
-        super().__init__(**options)
-        self._groups = groups
-        self._shard = shard
-        self._mp_policy = mp_policy
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -121,12 +107,7 @@ class _Sharding:
             return  # of a fit before
         if any(True for _ in _plain(module)):
             take_values_of_rank_0([*_plain(module), *module.buffers()], self.root_device)
-            if self._shard is not None:
-                self._shard(module)
-            else:
-                nested = any(isinstance(part, FSDPModule) for part in module.modules())
-                groups = None if nested else groups_for(self._groups, module)
-                fully_shard(module, groups=groups, mp_policy=self._mp_policy)
+            self.shard(module)
         for metric in module.modules():
             if isinstance(metric, _Metric):
                 metric.to(self.root_device)

@@ -158,7 +158,8 @@ def without(rank, world, packages):
             del sys.modules[name]
     sys.meta_path.insert(0, Missing(packages))
     try:
-        return [base.__module__ for base in import_module("shardwright.fabric").ShardwrightStrategy.__bases__]
+        _ours, *bases = import_module("shardwright.fabric").ShardwrightStrategy.__bases__
+        return [base.__module__ for base in bases]
     except ModuleNotFoundError as error:
         return str(error)
 
