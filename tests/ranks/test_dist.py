@@ -71,7 +71,7 @@ def test_the_first_scripts_run_where_only_the_wheel_is_installed(dist, tmp_path)
     refused = subprocess.run((bin_ / "shardwright", "train", "x"), capture_output=True, text=True, timeout=60)
     assert refused.stderr.endswith("is not installed: pip install 'shardwright[train]'\n"), refused.stderr
     line = re.search(
-        r"pip install -c requirements.lock 'dist/\S+?(\[\S+\])'", (ROOT / "README.md").read_text()
+        r"pip install -c requirements.lock 'dist/\S+?(\[\S+\])'", (ROOT / "docs" / "install.md").read_text()
     )
     run(python, *install, f"{dist[0]}{line[1]}", cwd=tmp_path, limit_s=300.0)
     told = run(python, "-c", INSTALLED, cwd=tmp_path)
