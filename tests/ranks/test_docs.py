@@ -1,7 +1,7 @@
 """What README.md and docs/ show runs as it stands: files by Python, commands by a shell (tests/fences.py).
 
 docs/huggingface.md, serving.md, trl.md, xla.md and two tutorials need other environments:
-tests/hf/test_docs.py, tests/clients/test_trl.py and tests/xla/test_docs.py.
+tests/hf/test_docs.py, tests/clients/test_trl.py and tests/xla/test_docs.py. Examples: test_examples.py.
 """
 
 import os
@@ -18,7 +18,15 @@ import torch
 from tests.fences import Fence, copy_repository, excuse_for, fences, in_text, run_command, toy
 from tests.ranks.pool import as_torchrun, free_port, run_ranks
 
-ELSEWHERE = ("huggingface.md", "serving.md", "trl.md", "tutorial-qlora.md", "tutorial-tpu.md", "xla.md")
+ELSEWHERE = (
+    "examples.md",
+    "huggingface.md",
+    "serving.md",
+    "trl.md",
+    "tutorial-qlora.md",
+    "tutorial-tpu.md",
+    "xla.md",
+)
 FENCES = [fence for fence in fences() if fence.document not in ELSEWHERE]
 FILES = [fence for fence in FENCES if fence.is_file]
 COMMANDS = [(fence, command) for fence in FENCES for command in fence.commands]
