@@ -196,7 +196,7 @@ def _failed(found: Findings) -> Diagnosis | None:
     # What was raised caused the rest; a program that ends first is the cause only where nothing was raised.
     first = min(found.notes, key=lambda note: (not note.raised, note.at_s))
     remedy = (
-        f"Mend what rank {first.rank} raised (its own output has the traceback); the others waited for it."
+        f"Fix the error of rank {first.rank} (its own output has the traceback); the others waited for it."
     )
     if not first.raised:
         remedy = (
@@ -375,7 +375,7 @@ def _stalled(found: Findings, policy: WatchPolicy) -> Diagnosis | None:
         ranks,
         f"{spans(ranks)} {'has' if len(ranks) == 1 else 'have'} done nothing for "
         f"{max(answer.idle_s for answer in stalled):.1f} s, at {lines}",
-        f"Mend what {spans(ranks)} waits for there, or raise stall_s ({policy.stall_s:g} s).",
+        f"Fix what {spans(ranks)} waits for there, or raise stall_s ({policy.stall_s:g} s).",
     )
 
 
