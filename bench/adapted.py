@@ -62,7 +62,7 @@ def _peft(size: Size, four_bits: bool) -> Transformer:
                 options = {"bias": False, "compute_dtype": torch.bfloat16, "quant_type": "nf4"}
                 small = bnb.Linear4bit(layer.in_features, layer.out_features, **options)
                 small.weight.data = layer.weight.data
-                model.set_submodule(name, small.to("cpu"))
+                model.set_submodule(name, small.to(layer.weight.device))
         model.is_loaded_in_4bit = True  # what transformers tells peft
     config = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(TARGETS))
     peft.inject_adapter_in_model(config, model)

@@ -59,10 +59,11 @@ def sections(simulated: bool) -> list[Section]:
     return [
         Section("suite", "The device suite", 330, num_worlds=0),
         Section("losses", "Losses beside one process", 120),
-        Section("beside_fsdp2", "Blocks of a 7B model beside FSDP2", 300),
+        Section("beside_fsdp2", "Blocks of a 7B model beside FSDP2", 280),
         Section("four_bit", "Memory of a 4-bit base", 140, num_worlds=few),
-        Section("offload", "Offload", 140, num_worlds=few),
-        Section("allocator", "Settings of the allocator and of NCCL", 120, num_worlds=1, settings=settings),
+        Section("finetune", "Fine-tuning beside peft, bitsandbytes and torchao", 100, num_worlds=few),
+        Section("offload", "Offload", 100, num_worlds=few),
+        Section("allocator", "Settings of the allocator and of NCCL", 100, num_worlds=1, settings=settings),
     ]
 
 
