@@ -44,7 +44,7 @@ def build_model(recipe: Recipe, place: RankPlace) -> Any:
     if adapter.rank:
         add_lora(model, lora_of(adapter), torch.float32)
     if recipe.training.activation_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.activation_checkpointing_enable({"use_reentrant": False})
     hf.shard(model, mesh=place.mesh, **policies_of(recipe))
     model.set_schedule_policy(recipe.schedule.policy())
     quantise = None if base.quantise == "none" else base.quantise
