@@ -1,7 +1,7 @@
 """A Llama of random weights, a tokenizer and chats, for times and memory where no real ones can be had.
 
-python bench/llama.py models/llama-1b --chats chats.jsonl     1.24 B parameters in the shape of Llama 3.2 1B; 50,000 chats
-python bench/llama.py models/toy --chats chats.jsonl --toy    the same in seconds
+python bench/llama.py models/llama-1b --chats chats.jsonl     the shape of Llama 3.2 1B; 50,000 chats
+python bench/llama.py models/toy --chats chats.jsonl --toy    small, in seconds
 
 The tokenizer is trained on Python's standard library, from which the chats are cut. The embedding has 128,256
 rows all the same, as the real one, so head and loss take what they take there.
