@@ -123,7 +123,7 @@ def _late(job: str, exchange: StatusExchange) -> list[Late]:
 
 def _lost(ledger: Ledger | None, late: list[Late]) -> str:
     """What the last steps lost; and over the run which host was named as late."""
-    return "" if ledger is None else "\n".join(filter(None, (summary(ledger), history(late))))
+    return "\n".join(filter(None, ("" if ledger is None else summary(ledger), history(late))))
 
 
 def _object(found: Findings, ledger: Ledger | None, late: list[Late]) -> str:
