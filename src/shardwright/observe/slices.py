@@ -35,7 +35,8 @@ _FAULT_CPU_S = 30e-6  # and so much of the kernel's work (13 ms of 374 pages fro
 class Slice(NamedTuple):
     """From ``start`` to ``end`` a rank's time went to ``cause``; or to what ``wait`` was for.
 
-    detail: where. line: of the user's program, where the thread was seen in it.
+    detail: where. line: of the user's program, where the thread was seen in it. timed: of a wait, whether its
+    end is when what it was for had come, so that a core was of no use before.
     """
 
     start: float
@@ -44,6 +45,7 @@ class Slice(NamedTuple):
     detail: str
     wait: Record | None = None
     line: str = ""
+    timed: bool = False
 
 
 def slices(ring: Ring) -> list[Slice]:
@@ -54,11 +56,18 @@ def slices(ring: Ring) -> list[Slice]:
 def _tiles(ring: Ring) -> list[Slice]:
     """What the records say: garbage collections before waits before what is around them."""
     tiles, inner = [], []
+    came = {
+        (each.transport, each.number): each.end
+        for each in ring.records
+        if each.kind == "collective" and each.link
+    }
     for each in ring.records:
         if each.kind == "gc":
             inner.append(Slice(each.start, each.end, GARBAGE, ""))
         elif each.kind == "wait":
-            inner.append(Slice(each.start, each.end, "", "", each))
+            there = came.get((each.transport, each.number), each.end)
+            timed = each.start < there < each.end
+            inner.append(Slice(each.start, there if timed else each.end, "", "", each, timed=timed))
         elif each.kind in ("compute", "outside", "span", "runtime"):
             tiles.append(Slice(each.start, each.end, *_cause(each), line=each.note))
     found, at = [], 0
@@ -117,13 +126,14 @@ def _parts(use: CoreUse, found: Sequence[Slice], shares: Sequence[float]) -> lis
     """Seconds that are to be taken from each of the slices between two looks, by cause."""
     parts: list[dict[str, float]] = [{} for _ in found]
     whole = use.end - use.start
-    queued_s = min(use.queued_s, whole)
+    free_s = sum(share for each, share in zip(found, shares, strict=True) if each.timed)
+    queued_s = min(use.queued_s, max(whole - free_s - use.ran_s, 0.0))
     if queued_s > _NOTED_S:
         stopped_s = min(use.throttled_s, queued_s)
-        for part, share in zip(parts, shares, strict=True):
+        for part, each, share in zip(parts, found, shares, strict=True):
             for cause, seconds in ((QUOTA, stopped_s), (CORES, queued_s - stopped_s)):
-                if seconds > 0:
-                    part[cause] = seconds * share / whole
+                if seconds > 0 and not each.timed:
+                    part[cause] = seconds * share / (whole - free_s)
     own_s = sum(share for each, share in zip(found, shares, strict=True) if each.wait is None)
     blocked_s = min(own_s, whole - use.ran_s - queued_s - (whole - own_s))
     waits_s = min(blocked_s, use.faults * _FAULT_S)
