@@ -1,6 +1,7 @@
 """Connections between two ends in one process: whatever arrives early, in pieces or wrongly is dealt with."""
 
 import socket
+import threading
 import time
 
 import pytest
@@ -10,9 +11,11 @@ from shardwright.errors import CommError
 from shardwright.transport.cpu import connection as connection_file
 from shardwright.transport.cpu.connection import Connection
 from shardwright.transport.cpu.event_loop import EventLoop
+from shardwright.transport.cpu.message import HEAD, NO_RUNS, NOT_CODED, text_of
 from shardwright.transport.cpu.transfer import CollectiveFailure, Endpoint, Transfer
 from shardwright.transport.cpu.views import views_of
 from shardwright.transport.launches import Launch, LaunchLog
+from shardwright.transport.recorder import DONE, WAIT, recorder
 
 
 class End:
@@ -188,6 +191,28 @@ def pair_of(family):
     with socket.create_server(("127.0.0.1", 0)) as server:
         caller = socket.create_connection(server.getsockname())
         return server.accept()[0], caller
+
+
+def test_how_long_a_message_took_is_on_record_whether_or_not_it_began_late():
+    peer, own = socket.socketpair()
+    end = End(1, own, False)
+    log = end.loop.endpoint.log
+    head = [HEAD.pack(number, 8, NO_RUNS, NOT_CODED, text_of("key")) for number in (1, 2)]
+    place = torch.empty(8, dtype=torch.uint8)
+    late_slow = ((b"", head[0] + bytes(8)), (head[1], bytes(8)))
+    for number, parts in enumerate(late_slow, 1):
+        transfer = end.receive(number, [place])
+        peer.sendall(parts[0])
+        later = threading.Timer(0.3, peer.sendall, parts[1:])
+        later.start()
+        transfer.wait_received()
+        later.join()
+    end.loop.stop()
+    kept = [each for *_, written in recorder.steps() for each in written if each[1] == log.name]
+    (late, late_s), (slow, slow_s) = [each[-2:] for each in kept if each[0] == DONE]
+    assert late == slow == (0, 1) and late_s < 0.25 < slow_s
+    waits = [each[-2:] for each in kept if each[0] == WAIT]
+    assert [link for link, _ in waits] == [(0, 1), (0, 1)] and min(seconds for _, seconds in waits) > 0.25
 
 
 def test_an_end_that_says_nothing_is_named_after_the_timeout():

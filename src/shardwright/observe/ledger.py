@@ -5,11 +5,14 @@ the runtime's own copies and launches ("own schedule"), and what kept it from ru
 busy cores; see ``slices.py``). A wait is taken apart:
 
     |-- until the last rank has launched it --|-- until its bytes are there --|
-      late rank: what it did more than I did    link; own schedule, where it was launched only when needed
+      late rank: what it did more than I did    link; own schedule, where it was launched only when needed;
+                                                or what held up a rank's threads that send: a quota, a
+                                                collection of garbage
 
 What a late rank did more: both ranks' time is compared from the last collective that both launched at the
 same time up to this one. Where the late rank itself waited there, the causes of that wait are the causes of
 this one, so the rank at the end of a chain of waits is named. What nobody has recorded is "rest".
+Whose link it is that is slow: ``slow_links.py``.
 """
 
 from bisect import bisect_left, bisect_right
@@ -18,22 +21,24 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from shardwright.columns import in_columns
-from shardwright.observe.causes import LINK, NOBODY, QUOTA, REMEDIES, REST, SCHEDULE, WORK
-from shardwright.observe.rings import Ring
+from shardwright.observe.causes import GARBAGE, LINK, NOBODY, QUOTA, REMEDIES, REST, SCHEDULE, WORK
+from shardwright.observe.rings import Record, Ring
 from shardwright.observe.slices import Slice, slices
+from shardwright.observe.slow_links import slow_links, whose_link
 
 _IN_STEP = 0.1  # of the lateness: ranks that launched nearer to each other than that were in step
 _FAR_BACK = 400  # collectives
 _NOTED_S = 50e-6  # lateness below it is the clocks'
 _ON_DEMAND = 0.1  # of a transfer: launched so shortly before it was needed, it hides behind nothing
 _SLOWER = 1.5  # than the link usually is
-_STOPPED_S = 1e-3  # by a quota, between two looks
+_STOPPED_S = 1e-3  # by a quota, between two looks; or by a collection of garbage
 
 
 class Line(NamedTuple):
-    """``seconds`` of a step of ``rank`` went to ``cause``. whose: doing that is: its own, or a late rank's.
+    """``seconds`` of a step of ``rank`` went to ``cause``.
 
-    detail: where: a module, a line of the user's, a transport.
+    whose: doing that is: its own, or a late rank's; of a link that is slower than the others its rank's, else
+    NOBODY's. detail: where: a module, a line of the user's, a transport.
     """
 
     rank: int
@@ -69,26 +74,14 @@ class Ledger(NamedTuple):
         """What the steps lost, and to whom, the largest first: all but a rank's own work."""
         wanted = None if steps is None else set(steps)
         cost: dict[tuple[str, int], dict[str, float]] = defaultdict(lambda: defaultdict(float))
-        waited: dict[int, float] = defaultdict(float)
         for line in self.lines:
             own_work = line.whose == line.rank and line.cause in WORK
             if line.cause != REST and not own_work and (wanted is None or line.step in wanted):
                 cost[line.cause, line.whose][line.detail] += line.seconds
-                waited[line.rank] += line.seconds if line.cause == LINK else 0.0
         found = [
             Loss(cause, whose, sum(parts.values()), _where(parts)) for (cause, whose), parts in cost.items()
         ]
-        found = [each._replace(detail=self._which(waited)) if each.cause == LINK else each for each in found]
         return sorted(found, key=lambda loss: -loss.seconds)
-
-    def _which(self, waited: Mapping[int, float]) -> str:
-        """Of more than two ranks whose link it is, told from who waited for it: all but its sender, or its
-        receiver alone."""
-        slow = [rank for rank in self.hosts if waited.get(rank, 0.0) > max(waited.values()) / 2]
-        fast = [rank for rank in self.hosts if rank not in slow]
-        if len(self.hosts) > 2 and len(slow) == 1:
-            return f"what rank {slow[0]} receives"
-        return f"what rank {fast[0]} sends" if len(self.hosts) > 2 and len(fast) == 1 else ""
 
     def late(self) -> dict[int, float]:
         """Seconds that each rank made the others wait, per other rank: what steps would be shorter by."""
@@ -117,6 +110,23 @@ def booked(rings: Sequence[Ring], steps: Iterable[int] | None = None) -> Ledger:
     return Ledger(lines, seconds, {ring.rank: ring.host for ring in rings})
 
 
+class _Parts(NamedTuple):
+    """A wait, taken apart, in seconds.
+
+    late_s: until ``late`` launched it, the last rank that did. usual_s: from then on, no longer than such
+    transfers usually take. on_demand: whether that had nothing to hide behind. held_s: longer than that,
+    while ``held`` (a cause, and a rank) held up its messages. slow_s: the rest, by who its link is between.
+    """
+
+    late: int
+    late_s: float
+    usual_s: float
+    on_demand: bool
+    held: tuple[str, int]
+    held_s: float
+    slow_s: tuple[tuple[tuple[int, ...], float], ...]
+
+
 class _Books:
     """Slices of each rank's time, and what each wait was for."""
 
@@ -125,9 +135,7 @@ class _Books:
         self._order: dict[int, list[tuple[float, tuple[str, int]]]] = {}
         self._members = {name: ranks for ring in rings for name, ranks in ring.transports.items()}
         self._slices = {ring.rank: slices(ring) for ring in rings}
-        self._stopped = {
-            ring.rank: [each for each in ring.cores if each.throttled_s > _STOPPED_S] for ring in rings
-        }
+        self._holdups = {ring.rank: _holdups(ring) for ring in rings}
         self._starts = {rank: [each.start for each in own] for rank, own in self._slices.items()}
         for ring in rings:
             own = [each for each in ring.records if each.kind == "collective"]
@@ -136,10 +144,14 @@ class _Books:
             self._order[ring.rank] = [(each.issue, (each.transport, each.number)) for each in own]
             self._order[ring.rank].sort()
         self._usual = _usual_rates(rings, self._issues)
+        waits = [(each, rank) for rank, own in self._slices.items() for each in own if each.wait is not None]
+        waits.sort(key=lambda found: (found[0].end, found[1]))
+        parts = [self._apart(rank, each, each.wait) for each, rank in waits if each.wait is not None]
+        self._slow = slow_links(rings)
         self._waits: dict[tuple[int, float], list[Line]] = {}
-        waits = [(each.end, rank, each) for rank, own in self._slices.items() for each in own if each.wait]
-        for _, rank, each in sorted(waits, key=lambda found: found[:2]):
-            self._waits[rank, each.start] = self._wait(rank, each)
+        for (each, rank), part in zip(waits, parts, strict=True):
+            assert each.wait is not None
+            self._waits[rank, each.start] = self._wait(rank, each.wait, part)
 
     def step(self, rank: int, number: int, start: float, end: float) -> list[Line]:
         """All of one step; what no slice covers is the rest."""
@@ -165,56 +177,59 @@ class _Books:
                 spent[line.cause, line.whose][line.detail] += seconds * line.seconds / total
         return {key: (sum(parts.values()), _where(parts)) for key, parts in spent.items()}
 
-    def _wait(self, rank: int, each: Slice) -> list[Line]:
-        wait = each.wait
-        assert wait is not None
+    def _apart(self, rank: int, each: Slice, wait: Record) -> _Parts:
         key = wait.transport, wait.number
         issues = self._issues.get(key, {})
-        came, last = max(((at, other) for other, at in issues.items()), default=(each.start, rank))
+        came, late = max(((at, other) for other, at in issues.items()), default=(each.start, rank))
         total_s, took_s = each.end - each.start, each.end - min(max(came, wait.issue), each.end)
         # Had all come when this rank did, its bytes would have been there so much after the wait began.
         left_s = min(max(wait.issue + took_s - each.start, 0.0), total_s)
-        late_s = total_s - left_s
-        if last == rank or late_s < _NOTED_S:
-            return self._transfer(rank, each, took_s, total_s)
-        shares = self._more(rank, last, key, late_s)
-        lines = [Line(rank, 0, *who, late_s * share, detail) for who, (share, detail) in shares.items()]
-        return lines + self._transfer(rank, each, took_s, left_s)
-
-    def _transfer(self, rank: int, each: Slice, took_s: float, left_s: float) -> list[Line]:
-        """The part of a wait that isn't for a late rank: the link's, or of a schedule that hides nothing; or
-        of a rank whose quota stopped it, and with it the threads that send.
-
-        took_s: from when all ranks had launched it.
-        """
-        wait = each.wait
-        if left_s <= 0 or wait is None:
-            return []
+        if late == rank or total_s - left_s < _NOTED_S:
+            left_s = total_s
         took_s = max(took_s, left_s)
-        usual_s = _SLOWER * self._usual.get((wait.transport, wait.action, wait.nbytes), took_s)
-        slower_s = min(max(took_s - usual_s, 0.0), left_s)
-        lines = [Line(rank, 0, LINK, NOBODY, left_s - slower_s, wait.transport)]
-        if each.start - wait.issue < _ON_DEMAND * took_s:
-            lines = [Line(rank, 0, SCHEDULE, rank, left_s - slower_s, f"{wait.action} on demand")]
-        if not slower_s:
-            return lines
-        stopped, who = max(
-            (self._stopped_s(member, each.end - took_s, each.end), member)
-            for member in (rank, *self._members.get(wait.transport, ()))
+        usual_s = self._usual.get((wait.transport, wait.action, wait.nbytes), took_s)
+        slower_s = min(took_s - usual_s, left_s) if took_s > _SLOWER * usual_s else 0.0
+        members = wait.link or (rank, *self._members.get(wait.transport, ()))
+        held_s, cause, who = max(self._held(member, each.end - took_s, each.end) for member in members)
+        held_s = min(held_s, slower_s)
+        slow_s = slower_s - held_s
+        link_s = min(max(each.end - wait.end + wait.link_s, 0.0), slow_s)
+        return _Parts(
+            late,
+            late_s=total_s - left_s,
+            usual_s=left_s - slower_s,
+            on_demand=each.start - wait.issue < _ON_DEMAND * took_s,
+            held=(cause, who),
+            held_s=held_s,
+            slow_s=((wait.link, link_s), ((rank,), slow_s - link_s)),
         )
-        stopped_s = min(stopped, slower_s)
-        if stopped_s:
-            lines.append(Line(rank, 0, QUOTA, who, stopped_s))
-        return [*lines, Line(rank, 0, LINK, NOBODY, slower_s - stopped_s, wait.transport)]
 
-    def _stopped_s(self, rank: int, start: float, end: float) -> float:
-        """Seconds between two times in which a rank was stopped by its quota, at most: it isn't known when
-        between two looks it was."""
-        return sum(
-            min(each.throttled_s, min(each.end, end) - max(each.start, start))
-            for each in self._stopped.get(rank, ())
-            if each.start < end and each.end > start
-        )
+    def _wait(self, rank: int, wait: Record, part: _Parts) -> list[Line]:
+        lines = []
+        if part.late_s:
+            shares = self._more(rank, part.late, (wait.transport, wait.number), part.late_s)
+            lines += [
+                Line(rank, 0, *who, part.late_s * share, detail) for who, (share, detail) in shares.items()
+            ]
+        if part.on_demand:
+            lines.append(Line(rank, 0, SCHEDULE, rank, part.usual_s, f"{wait.action} on demand"))
+        else:
+            lines.append(Line(rank, 0, LINK, NOBODY, part.usual_s, wait.transport))
+        lines.append(Line(rank, 0, *part.held, part.held_s))
+        for ends, seconds in part.slow_s:
+            whose, where = whose_link(ends, self._slow)
+            lines.append(Line(rank, 0, LINK, whose, seconds, where or wait.transport))
+        return [line for line in lines if line.seconds > 0]
+
+    def _held(self, rank: int, start: float, end: float) -> tuple[float, str, int]:
+        """Seconds between two times, at most, in which something held up a rank with all of its threads, what
+        that was, and the rank: when between two looks a quota stopped it isn't known."""
+        spent = {QUOTA: 0.0, GARBAGE: 0.0}
+        for cause, each_start, each_end, seconds in self._holdups.get(rank, ()):
+            if each_start < end and each_end > start:
+                spent[cause] += min(seconds, min(each_end, end) - max(each_start, start))
+        cause = max(spent, key=spent.__getitem__)
+        return spent[cause], cause, rank
 
     def _more(
         self, rank: int, late: int, key: tuple[str, int], late_s: float
@@ -225,7 +240,7 @@ class _Books:
         ours = self._profile(rank, own_from, self._issues[key][rank])
         more = {}
         for (cause, whose), (seconds, detail) in theirs.items():
-            same = (cause, rank if whose == late else whose)
+            same = (cause, rank if whose == late and cause != LINK else whose)
             extra = seconds - ours.get(same, (0.0, ""))[0]
             if extra > 0.05 * late_s:
                 more[cause, whose] = (extra, detail)
@@ -252,6 +267,16 @@ class _Books:
         if best is None:
             return self._starts[rank][0], self._starts[late][0]
         return best[1], best[2]
+
+
+def _holdups(ring: Ring) -> list[tuple[str, float, float, float]]:
+    """What held up a rank with all of its threads, those that send and receive among them, as (cause, start,
+    end, seconds of that). Python's collector holds the interpreter's lock."""
+    stops = [(QUOTA, each.start, each.end, each.throttled_s) for each in ring.cores]
+    collections = [
+        (GARBAGE, each.start, each.end, each.end - each.start) for each in ring.records if each.kind == "gc"
+    ]
+    return [each for each in (*stops, *collections) if each[-1] > _STOPPED_S]
 
 
 def _where(parts: Mapping[str, float]) -> str:
@@ -290,6 +315,8 @@ def table(ledger: Ledger, step: int, ranks: Sequence[int] | None = None) -> str:
 
 
 def _name(line: Line, rank: int) -> str:
+    if line.cause == LINK and line.whose != NOBODY:
+        return f"link of rank {line.whose}"
     late = line.whose not in (rank, NOBODY)
     return f"late: rank {line.whose}, {line.cause}" if late else line.cause
 

@@ -77,6 +77,7 @@ class _Collective:
     groups: tuple[str, ...] = ()
     nbytes: int = 0
     start: float = 0.0  # on a device
+    link: tuple[Any, ...] = ()
 
 
 @dataclass
@@ -142,7 +143,9 @@ class _Reader:
         made = self._collectives[transport, launch.number] = _Collective(launch, at, str(launch.phase), at)
         self._fresh.append(made)
 
-    def _wait(self, transport: str, launch: Launch, thread: int, start: float, end: float) -> None:
+    def _wait(
+        self, transport: str, launch: Launch, thread: int, start: float, end: float, *link: Any
+    ) -> None:
         kind = "wait" if thread == process_state.thread else "background"
         known = self._collectives.get((transport, launch.number))
         issue = start if known is None else known.at
@@ -151,16 +154,16 @@ class _Reader:
         self._found.append(
             Record(
                 kind, _verb(launch.key), groups, step, phase, nbytes, issue, start, end, transport,
-                launch.number, launch.key,
+                launch.number, launch.key, False, *link,
             )
         )  # fmt: skip
         if known is not None and not known.met:
             known.end = max(known.end, end)
 
-    def _done(self, transport: str, number: int, at: float, met: bool) -> None:
+    def _done(self, transport: str, number: int, at: float, met: bool, *link: Any) -> None:
         known = self._collectives.get((transport, number))
         if known is not None:
-            known.end, known.met = at, met or known.met
+            known.end, known.met, known.link = at, met or known.met, link
 
     def _device(self, transport: str, number: int, start: float, end: float) -> None:
         known = self._collectives.get((transport, number))
@@ -208,7 +211,7 @@ class _Reader:
                 Record(
                     "collective", _verb(each.launch.key), each.groups, self._step(each.at), each.phase,
                     each.nbytes, each.at, each.start or each.at, each.end, transport, number,
-                    each.launch.key, each.met,
+                    each.launch.key, each.met, *each.link,
                 )
             )  # fmt: skip
         self._stretches()

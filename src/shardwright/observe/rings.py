@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from shardwright.errors import InputError
 
-_FORMAT = 3
+_FORMAT = 4
 
 
 class Record(NamedTuple):
@@ -37,7 +37,10 @@ class Record(NamedTuple):
     waits, start. start, end: seconds of this rank's clock. transport, number: of a collective, alike on all
     its ranks. note: its key, or what a span says besides; of what the training thread does the line of the
     user's program where it was seen, if it was (a few times a second). met: whether all ranks of the
-    transport had launched it by ``end``.
+    transport had launched it by ``end``. link: ranks of the job, () where a transport sends no messages of
+    its own; of a wait the sender and the receiver of what came last, and no other message was missing for
+    the last ``link_s`` seconds. Of a collective those of the message that took longest, and how long; the
+    receiver alone, where another one took half as long.
     """
 
     kind: str
@@ -53,6 +56,8 @@ class Record(NamedTuple):
     number: int = 0
     note: str = ""
     met: bool = False
+    link: tuple[int, ...] = ()
+    link_s: float = 0.0
 
 
 class RecordedStep(NamedTuple):
@@ -132,7 +137,7 @@ class Ring(NamedTuple):
                 host,
                 {name: tuple(ranks) for name, ranks in transports.items()},
                 [RecordedStep(*step) for step in steps],
-                [Record(*each)._replace(groups=tuple(each[2])) for each in records],
+                [Record(*each)._replace(groups=tuple(each[2]), link=tuple(each[13])) for each in records],
                 [(at, nbytes) for at, nbytes in memory],
                 [(at, whole, states, other) for at, whole, states, other in held],
                 tuple(CoreUse(*each) for each in cores),

@@ -173,23 +173,31 @@ class LaunchLog:
 class _Waiting:
     """See ``LaunchLog.waiting``. Waits don't nest within a thread."""
 
-    __slots__ = ("_start", "_thread", "_wait")
+    __slots__ = ("_link", "_since", "_start", "_thread", "_wait")
 
     def __init__(self, wait: Wait) -> None:
         self._wait = wait
         self._thread = threading.get_ident()
+        self._link: tuple[int, ...] = ()
 
-    def __enter__(self) -> None:
+    def only(self, source: int, to: int) -> None:
+        """From now on only one message is waited for, from ``source`` to ``to``: places on the transport."""
+        ranks = self._wait.log.ranks
+        self._link, self._since = (ranks[source], ranks[to]), clock()
+
+    def __enter__(self) -> "_Waiting":
         process_state.waits[self._thread] = self._wait
         self._start = clock()
         if self._start > recorder.look_s and self._thread == process_state.thread:
             recorder.look(self._start)
+        return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         wait = self._wait
         if (end := clock()) > recorder.look_s and self._thread == process_state.thread:
             recorder.look(end)
-        recorder.write((WAIT, wait.log.name, wait.launch, self._thread, self._start, end))
+        link_s = end - self._since if self._link else 0.0
+        recorder.write((WAIT, wait.log.name, wait.launch, self._thread, self._start, end, self._link, link_s))
         try:
             explained = isinstance(error, CheckpointError) or error is process_state.diagnosis
             if isinstance(error, RuntimeError) and not explained:

@@ -3,14 +3,15 @@
 One ring per process, of plain tuples, filled where things happen: the runtime's calls and their actions, the
 launches, waits and ends of collectives, and what else the training thread is known to do (``span``). All
 times are seconds of one clock of this host (``time.perf_counter``). ``observe/recording.py`` makes records of
-them that people and pages read; nothing else reads these tuples:
+them that people and pages read (``Record.link`` is what the last two of WAIT and DONE say, where they have
+them); nothing else reads these tuples:
 
     CALL     labels, event, actions, start, end, unsharded bytes    of the runtime, at an event
     PHASE    labels, phase, begins, nested, start, end              of the runtime, as a phase begins or ends
     ACTION   labels, action, start, end                             inside of a call; None: words of all ranks
     LAUNCH   name of the transport, launch, at
-    WAIT     name of the transport, launch, thread, start, end      the thread was blocked
-    DONE     name of the transport, number, at, all came            what a launch brings is there
+    WAIT     name of the transport, launch, thread, start, end, link, seconds    the thread was blocked
+    DONE     name of the transport, number, at, all came, link, seconds    what a launch brings is there
     SPAN     what, note, start, end
     LINE     line of the user's program, at                         where the training thread was seen
     DEVICE   name of the transport, number, start, end              a collective on a device, by this clock

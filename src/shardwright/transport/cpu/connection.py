@@ -38,6 +38,7 @@ from shardwright.transport.cpu.pages import take_bytes
 from shardwright.transport.cpu.transfer import CollectiveFailure, Endpoint, Transfer
 from shardwright.transport.cpu.views import RUN, cut, skip, view_of, views_of
 from shardwright.transport.kept import Kept
+from shardwright.transport.recorder import clock
 
 _MARK_NBYTES = 512 << 10
 _VIEWS = 256  # parts per system call; the kernel takes up to 1024
@@ -149,9 +150,7 @@ class Connection:
                 transfer.receiving.add(self)
             else:
                 assert early.memory is not None
-                transfer.received[self.peer] = early.memory
-                if not transfer.receiving:
-                    transfer.arrived()
+                transfer.take(self, early.memory, early.took_s)
 
     # ---- called by the event loop's thread
 
@@ -266,6 +265,7 @@ class Connection:
                 self._early.append(arrived)
             else:
                 return False
+            self._current.took_s = -clock()
             if self.takes_memory:
                 self._current.memory = take_bytes(nbytes)
                 self._current.views = views_of([self._current.memory])
@@ -299,6 +299,7 @@ class Connection:
         """The message is there."""
         arrived, self._current = self._current, None
         assert arrived is not None
+        arrived.took_s += clock()
         if arrived.code is None:
             self._complete(arrived)
         else:
@@ -323,11 +324,7 @@ class Connection:
             if arrived.text is not None:
                 self.endpoint.spread(CollectiveFailure(arrived.number, arrived.text.decode(errors="replace")))
             elif arrived.transfer is not None:
-                if arrived.memory is not None:
-                    arrived.transfer.received[self.peer] = arrived.memory
-                arrived.transfer.receiving.discard(self)
-                if not arrived.transfer.receiving:
-                    arrived.transfer.arrived()
+                arrived.transfer.take(self, arrived.memory, arrived.took_s)
                 self.endpoint.changed.notify_all()
 
     def _break(self, trouble: str) -> None:

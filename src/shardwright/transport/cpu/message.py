@@ -32,6 +32,7 @@ class Incoming:
     kept, code, places: of a coded message what is kept of each part, its memory, and where it is decoded to.
     transfer: who waits for it; None until the own rank comes to that collective.
     text: word of a failure from that collective on, which nobody waits for.
+    took_s: seconds from its head to its end; while it arrives, less the time of its end.
     """
 
     number: int
@@ -45,6 +46,7 @@ class Incoming:
     places: deque[memoryview] = field(default_factory=deque)
     transfer: Transfer | None = None
     text: bytearray | None = None
+    took_s: float = 0.0
 
     @property
     def arriving(self) -> bool:

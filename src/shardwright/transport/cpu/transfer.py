@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from heapq import nlargest
 from typing import NamedTuple, Protocol
 
 import torch
@@ -93,7 +94,7 @@ class Transfer:
 
     keep: what is sent from and received into, and must live so long: also where the wait for it was given
         up, since a peer may come later. received: what arrived, by peer, on connections that take memory.
-    sources: from how many peers something is to arrive.
+    sources: from how many peers something is to arrive. took: seconds and peer of each message that has.
     """
 
     endpoint: Endpoint
@@ -103,11 +104,25 @@ class Transfer:
     sending: set[Link] = field(default_factory=set)
     received: dict[int, torch.Tensor] = field(default_factory=dict)
     sources: int = 0
+    took: list[tuple[float, int]] = field(default_factory=list)
 
-    def arrived(self) -> None:
+    def take(self, link: Link, memory: torch.Tensor | None, took_s: float) -> None:
+        """A message has arrived, in ``took_s`` seconds; in ``memory``, where the connection takes that."""
+        if memory is not None:
+            self.received[link.peer] = memory
+        self.took.append((took_s, link.peer))
+        self.receiving.discard(link)
+        if not self.receiving:
+            self._arrived()
+
+    def _arrived(self) -> None:
         """Everything has arrived, of what is expected by now."""
-        log = self.endpoint.log
-        recorder.write((DONE, log.name, self.launch.number, clock(), self.sources == len(log.ranks) - 1))
+        log, own = self.endpoint.log, self.endpoint.rank
+        (longest_s, peer), (next_s, _) = nlargest(2, (*self.took, (0.0, own)))
+        alone = peer != own and longest_s > 2 * next_s  # else they came beside each other
+        link = (log.ranks[peer], log.ranks[own]) if alone else (log.ranks[own],)
+        met = self.sources == len(log.ranks) - 1
+        recorder.write((DONE, log.name, self.launch.number, clock(), met, link, longest_s))
 
     def wait_received(self) -> None:
         """Return when everything has arrived. Raises: CommError naming a rank that ended, is in another
@@ -122,8 +137,13 @@ class Transfer:
         if not links:
             return
         start = time.monotonic()
-        with self.endpoint.log.waiting(self.launch), self.endpoint.changed:
+        with self.endpoint.log.waiting(self.launch) as waiting, self.endpoint.changed:
+            num_missing = 0
             while links:
+                if len(links) == 1 != num_missing:
+                    own, (last,) = self.endpoint.rank, links
+                    waiting.only(*((own, last.peer) if links is self.sending else (last.peer, own)))
+                num_missing = len(links)
                 if trouble := self._trouble(links):
                     raise CommError(f"{trouble} ({self._own} was in {self._what})")
                 if not self.endpoint.changed.wait(_LOOK_S):
