@@ -41,17 +41,15 @@ from bench.links import DEVICE, LinkError, Place, Shape, places, reshape
 from bench.toy import add_toy
 from bench.waits_rank import AS_IS, Order
 from bench.waits_rank import main as rank_main
-from shardwright.observe.causes import CHECKPOINT, CORES, DATA, GARBAGE, LINK, NOBODY, PAGING, QUOTA, REST
+from shardwright.observe.causes import CHECKPOINT, CORES, DATA, GARBAGE, LINK, PAGING, QUOTA, REST
 from shardwright.observe.clocks import on_one_clock
 from shardwright.observe.ledger import booked, table
 from shardwright.observe.rings import load
 
 WORLD, WARM, SLOW, LEFT_OUT = 3, 5, 10, 2
 CAUSES = (DATA, QUOTA, LINK, GARBAGE, PAGING, CHECKPOINT)
-SMALLER_MS, LARGER = (
-    (45.0, 90.0),
-    (1.6, 2.2),
-)  # what a cause is to take of a step; the larger of two, in smaller ones
+SMALLER_MS = (45.0, 90.0)  # what a cause is to take of a step
+LARGER = (1.6, 2.2)  # the larger one of two: so many times that
 PERIOD_US = 10_000  # of a quota: the kernel's own 100 ms would stop some of so short steps, and others not
 FREE = Shape("10gbit")
 
@@ -86,18 +84,12 @@ class Trial:
         """Whether the causes are the first losses, the larger one first. without: losses that don't count."""
         wanted = sorted(self.causes, key=lambda cause: -self.took_ms[cause.name])
         found = [loss for loss in self.found if loss[0] not in without][: len(wanted)]
-        return len(found) == len(wanted) and all(map(_names, found, wanted))
+        return [loss[:2] for loss in found] == [(cause.name, cause.rank) for cause in wanted]
 
     def __str__(self) -> str:
         done = ", ".join(f"{c.name} of rank {c.rank} {self.took_ms[c.name]:.0f} ms" for c in self.causes)
         found = ", ".join(f"{name} of rank {rank} {ms:.0f} ms {of}" for name, rank, ms, of in self.found[:4])
         return f"{done}; found, of all ranks: {found}"
-
-
-def _names(loss: tuple[str, int, float, str], cause: Cause) -> bool:
-    if cause.name == LINK:
-        return loss[:2] == (LINK, NOBODY) and loss[3] == f"what rank {cause.rank} sends"
-    return loss[:2] == (cause.name, cause.rank)
 
 
 def drawn(chance: random.Random, causes: Sequence[str]) -> tuple[Cause, ...]:
@@ -289,30 +281,30 @@ def interval(right: int, number: int) -> tuple[float, float]:
     z, share = 1.96, right / number
     middle = (share + z * z / (2 * number)) / (1 + z * z / number)
     half = z / (1 + z * z / number) * sqrt(share * (1 - share) / number + z * z / (4 * number * number))
-    return middle - half, middle + half
+    return max(middle - half, 0.0), min(middle + half, 1.0)
 
 
 def report(trials: Sequence[Trial]) -> str:
     """The table: of each cause alone, of each in pairs, and of all."""
     rows: dict[str, list[Trial]] = defaultdict(list)
     for trial in trials:
-        if len(trial.causes) == 1:
-            rows[f"{trial.causes[0].name}, alone"].append(trial)
-        else:
-            for cause in trial.causes:
-                rows[f"{cause.name}, one of two"].append(trial)
-    lines = ["| cause | trials | right | right, busy cores left out |", "| --- | ---: | ---: | ---: |"]
-    for name, of in [*sorted(rows.items()), ("all", list(trials))]:
-        right, without = (sum(trial.is_right(each) for trial in of) for each in ((), (CORES,)))
-        lines.append(f"| {name} | {len(of)} | {right} | {without} |")
-    right = sum(trial.is_right((CORES,)) for trial in trials)
-    low, high = interval(right, len(trials))
-    rest = sorted(trial.rest for trial in trials)
-    lines.append(
-        f"\n{right} of {len(trials)} right ({low:.1%} to {high:.1%}), busy cores left out; rest: median "
-        f"{median(rest):.2%} of a step, at most {rest[-1]:.2%}; busy cores: median "
-        f"{median(t.cores for t in trials):.1%} of a step of {median(t.step_ms for t in trials):.0f} ms"
-    )
+        is_pair = len(trial.causes) > 1
+        for cause in trial.causes:
+            rows[f"{cause.name}, {'one of two' if is_pair else 'alone'}"].append(trial)
+    alone, pairs = ([trial for trial in trials if len(trial.causes) == number] for number in (1, 2))
+    said = {**dict(sorted(rows.items())), "all alone": alone, "all pairs": pairs, "all": list(trials)}
+    lines = ["| cause | trials | right | share, and its 95% interval |", "| --- | ---: | ---: | ---: |"]
+    for name, of in said.items():
+        if of:
+            right = sum(trial.is_right((CORES,)) for trial in of)
+            low, high = interval(right, len(of))
+            share = f"{right / len(of):.0%} ({low:.0%} to {high:.0%})"
+            lines.append(f"| {name} | {len(of)} | {right} | {share} |")
+    counted, rest = sum(trial.is_right() for trial in trials), [trial.rest for trial in trials]
+    step_ms, cores = median(trial.step_ms for trial in trials), median(trial.cores for trial in trials)
+    lines += ["", f"Losses to busy cores are left out; with them {counted} of {len(trials)} are right."]
+    lines.append(f"A step took {step_ms:.0f} ms, {cores:.1%} of it busy cores (medians).")
+    lines.append(f"The rest was {median(rest):.2%} of it in the median, and at most {max(rest):.2%}.")
     return "\n".join(lines)
 
 
