@@ -402,6 +402,10 @@ def test_the_command_trains_and_tells_bad_input_in_one_line(place, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "adapters of rank 4 on q_proj" in done.stdout
     assert "2 tokens that the model writes" in done.stdout
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["peak_nbytes"] == pytest.approx(summary["expected_peak_nbytes"], rel=0.2)
+    said, read = (done.stdout.index(words) for words in ("expected peak of memory: ", "step 1/"))
+    assert said < read and "on each rank (activations" in done.stdout[said:read]
     (tmp_path / "cut.jsonl").write_text('{"text": "a"}\n{"text"\n')
     bad = [*command, "--data.path", str(tmp_path / "cut.jsonl"), "--run.folder", str(tmp_path / "bad")]
     done = subprocess.run(bad, capture_output=True, text=True, timeout=100)

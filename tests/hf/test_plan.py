@@ -7,6 +7,7 @@ pytest.importorskip("transformers", reason="needs the extra: pip install 'shardw
 import torch
 import transformers
 
+from shardwright import MixedPrecisionPolicy
 from shardwright.cli import main
 from shardwright.plan import Choice, estimate
 from shardwright.plan.cluster import DEVICES, Cluster
@@ -70,6 +71,9 @@ def test_the_experts_of_a_mixture_count_for_the_tokens_that_they_see():
     attention = 2 * 32 * (2 * width * width + 2 * width * width * 2 // heads) * layers
     rest = 2 * 32 * (width * 96 + layers * width * 4)  # head, and routers
     assert matmuls(found.workload) == experts + attention + rest
+    sample = {"input_ids": tokens, "labels": tokens, "use_cache": False}
+    in_fp32 = estimate(model, sample, EIGHT, Choice(mp_policy=MixedPrecisionPolicy()))
+    assert matmuls(in_fp32.workload) == matmuls(found.workload)
 
 
 def test_a_type_that_has_no_numbers_is_traced_without_being_asked(tmp_path, capsys):

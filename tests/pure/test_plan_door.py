@@ -29,7 +29,8 @@ from shardwright.plan import Choice, Plan, estimate, search
 from shardwright.plan.cluster import DEVICES, GIB, Cluster
 from shardwright.plan.search import grouped
 from shardwright.planned import PlannedGroup
-from shardwright.train.report import beside_prediction
+from shardwright.train.report import Screen, beside_prediction
+from shardwright.train.run import _expected_peak
 
 SIZE = bench_model.Size(layers=4, width=128, vocab=512, sequence=64, batch=4)
 LARGE = bench_model.Size(layers=3, width=320, vocab=1024, sequence=32, batch=2)  # its first block is cut
@@ -301,3 +302,16 @@ def test_a_model_that_returns_no_loss_is_grouped_for_a_cluster_as_well():
     with rank_zero_of(8):
         fully_shard(layers, groups="auto", cluster=Cluster(DEVICES["A100"], 8), sample=torch.empty(4, 64))
         assert is_sharded(layers)
+
+
+class Untraceable:
+    """A job whose model can't be run without data."""
+
+    def expected_peak(self):
+        raise RuntimeError("its forward calls .item()\nand more")
+
+
+def test_a_model_that_has_no_price_trains_all_the_same_and_is_told_of(capsys):
+    assert _expected_peak(Screen(shown=True), Untraceable()) is None
+    line = "expected peak of memory: not known (RuntimeError: its forward calls .item())\n"
+    assert capsys.readouterr().out == line

@@ -187,7 +187,16 @@ def test_two_ranks_leave_every_file_and_a_whole_model(place, whole):
     assert loss == pytest.approx(summary["heldout_loss"], abs=1e-5)
     assert loss < 5.5  # it has learned something: ln 256 = 5.545
     assert summary["peak_unsharded_nbytes"] < summary["full_nbytes"]
-    for shown in ("parameters", "at rest, per rank", "peak unsharded", "tokens/s", "hidden", "held-out loss"):
+    assert summary["peak_nbytes"] == pytest.approx(summary["expected_peak_nbytes"], rel=0.2)
+    for shown in (
+        "parameters",
+        "at rest, per rank",
+        "peak unsharded",
+        "expected peak of memory",
+        "tokens/s",
+        "hidden",
+        "held-out loss",
+    ):
         assert shown in out
     assert f"{summary['unigram_entropy']:.3f} nats per byte" in out
     assert "20 bytes that the model writes" in out

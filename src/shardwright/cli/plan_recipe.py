@@ -2,14 +2,11 @@
 
 import argparse
 
-import torch
-from torch import Tensor
-
 from shardwright.errors import ConfigError
 from shardwright.plan.predict import Choice
 from shardwright.plan.subject import Subject, of_model
 from shardwright.train.eager import precision_of
-from shardwright.train.models import Transformer, loss_of
+from shardwright.train.expected import loss_of_logits, meta_transformer
 from shardwright.train.resolve import resolve
 
 
@@ -25,11 +22,4 @@ def asked(known: argparse.Namespace) -> tuple[Subject, Choice]:
             f"{known.model} trains the model of {base}: give that folder in place of the recipe"
         )
     choice = Choice(mp_policy=precision_of(recipe), microbatches=training.accumulation)
-    with torch.device("meta"):
-        model = Transformer(recipe.model, activation_checkpointing=training.activation_checkpointing)
-        sample = torch.empty(training.batch_size, training.sequence_length, dtype=torch.int64)
-    return of_model(model, sample, choice, _loss), choice
-
-
-def _loss(logits: Tensor) -> Tensor:
-    return loss_of(logits, logits.new_zeros(logits.shape[:2], dtype=torch.int64))
+    return of_model(*meta_transformer(recipe), choice, loss_of_logits), choice

@@ -38,17 +38,23 @@ def build_model(recipe: Recipe, place: RankPlace) -> Any:
     Adapters are kept in float32 whatever the base is, since an optimizer steps them.
     Raises: as ``hf.load``.
     """
-    base, adapter = recipe.base, recipe.adapter
+    base = recipe.base
     set_up(recipe)
-    model = meta_model(base)
-    if adapter.rank:
-        add_lora(model, lora_of(adapter), torch.float32)
-    if recipe.training.activation_checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+    model = adapted_model(recipe)
     hf.shard(model, mesh=place.mesh, **policies_of(recipe))
     model.set_schedule_policy(recipe.schedule.policy())
     quantise = None if base.quantise == "none" else base.quantise
     hf.read_weights(model, base.folder, quantise=quantise, dequantise=base.dequantise)
+    return model.train()
+
+
+def adapted_model(recipe: Recipe) -> Any:
+    """The model that is trained, on the meta device, with its adapters. Raises: as ``hf.load``."""
+    model = meta_model(recipe.base)
+    if recipe.adapter.rank:
+        add_lora(model, lora_of(recipe.adapter), torch.float32)
+    if recipe.training.activation_checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
     return model.train()
 
 

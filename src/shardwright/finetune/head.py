@@ -1,6 +1,8 @@
 """The loss at a model's head, in place of its logits, which take more memory than a model of many words."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ class HeadLoss:
     """
 
     def __init__(self, model: Any) -> None:
-        self._model, self._targets, self._at_once = model, None, 1
+        self._model, self._targets, self._returned, self._at_once = model, None, None, 1
         head: Any = model.get_output_embeddings()
         plain = type(head).forward is nn.Linear.forward and "forward" not in vars(head)
         self._head: Any = head if plain else None
@@ -53,15 +55,31 @@ class HeadLoss:
             linear_cross_entropy(rows.flatten(0, 1), head.weight, wanted.flatten(), head.bias, IGNORED)
             for rows, wanted in parts
         ]
-        return torch.stack(losses).view(-1, 1, 1)
+        self._returned = torch.stack(losses).view(-1, 1, 1)
+        return self._returned
 
-    def _at_head(self, inputs: Tensor, targets: Tensor, by_row: bool, **arguments: Any) -> Tensor:
+    @property
+    def is_at_head(self) -> bool:
+        """Whether the loss is made in the head's forward, as far as is known."""
+        return self._head is not None
+
+    @contextmanager
+    def returning_losses(self, targets: Tensor, by_row: bool = False) -> Iterator[None]:
+        """Within it the head, if it can, returns the loss of ``targets``, float32 [1 or b, 1, 1]."""
         self._targets, self._at_once = targets, 1 if by_row else len(targets)
         try:
+            yield
+        finally:
+            self._targets = self._returned = None
+
+    def is_returned(self, logits: Tensor) -> bool:
+        """Within ``returning_losses``: whether the model's ``logits`` are what its head has returned."""
+        return logits is self._returned
+
+    def _at_head(self, inputs: Tensor, targets: Tensor, by_row: bool, **arguments: Any) -> Tensor:
+        with self.returning_losses(targets, by_row):
             losses = self._model(input_ids=inputs, use_cache=False, **arguments).logits.flatten()
             return losses if by_row else losses.squeeze(0)
-        finally:
-            self._targets = None
 
     def _of_logits(self, inputs: Tensor, targets: Tensor, by_row: bool, **arguments: Any) -> Tensor:
         logits = self._model(input_ids=inputs, use_cache=False, **arguments).logits.float()

@@ -13,8 +13,10 @@ from typing import Any
 from shardwright import hf
 from shardwright.errors import DataError
 from shardwright.finetune.engine import TunedEngine
+from shardwright.finetune.expected import expected_peak
 from shardwright.finetune.feed import feed_of
 from shardwright.hf import library
+from shardwright.plan.memory import HeldBytes
 from shardwright.train.config import Recipe
 from shardwright.train.engine import steps_of
 from shardwright.train.folder import RunFolder
@@ -77,6 +79,10 @@ class FineTuning:
     def unigram_entropy(self) -> float:
         """See ``Job``; of the learned tokens."""
         return self.feed.unigram_entropy
+
+    def expected_peak(self) -> HeldBytes:
+        """See ``Job``."""
+        return expected_peak(self.recipe, self.place)
 
     def opening(self) -> list[str]:
         """See ``Job``."""

@@ -129,6 +129,11 @@ class CompiledEngine:
         """See ``Engine``."""
         return xla.full_state_dict(self.model)
 
+    @property
+    def peak_nbytes(self) -> int | None:
+        """See ``Engine``. That is XLA's to know."""
+        return None
+
     def sizes(self) -> Sizes:
         """See ``Engine``. What the compiled program holds at once is XLA's to know."""
         stats = xla.stats(self.model)

@@ -18,6 +18,7 @@ from shardwright.api import communication_s, full_state_dict, fully_shard, stats
 from shardwright.checkpoint import Restored, async_save, load, save
 from shardwright.errors import ConfigError
 from shardwright.module import FSDPModule
+from shardwright.observe.memory import Category, MemoryReport
 from shardwright.planned import Plan
 from shardwright.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, OptimizerOffloadPolicy
 from shardwright.storage import Location, RemotePath
@@ -29,6 +30,9 @@ from shardwright.train.models import Transformer, flops_of, loss_of
 from shardwright.train.ranks import RankPlace
 from shardwright.transport.mesh import set_transport
 from shardwright.transport.recorder import recorder
+
+_WATCHED_STEP = 2
+"""From it on the optimizer has its state, and the schedule is planned. Beside a plan later ones are put."""
 
 
 def build_model(recipe: Recipe, place: RankPlace) -> Transformer:
@@ -149,6 +153,8 @@ class RankEngine(ABC):
         self.model: Any = model
         self.optimizer = build_optimizer(recipe.optimizer, model)
         self.data_s = 0.0
+        self._steps = 0
+        self._held: MemoryReport | None = None
 
     @contextmanager
     def getting_data(self) -> Iterator[None]:
@@ -175,7 +181,9 @@ class RankEngine(ABC):
             group["lr"] = learning_rate(recipe.optimizer, number, recipe.training.steps)
         # As a function of the step, random numbers need no state in the checkpoint, and none per rank.
         torch.manual_seed((recipe.run.seed * 1_000_003 + number) * 65_537 + self.place.rank)
-        loss = self.gradients(position)
+        self._steps += 1
+        with self._watched():
+            loss = self.gradients(position)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), recipe.optimizer.clip_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -183,6 +191,25 @@ class RankEngine(ABC):
             self.place.total(loss.item())[0] / self.place.world,
             float(norm.full_tensor() if isinstance(norm, DTensor) else norm),
         )
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Around forward and backward: malloc knows no peak, so on a CPU one step is watched."""
+        if self._steps != _WATCHED_STEP or self.place.device_type != "cpu":
+            yield
+            return
+        with self.model.record_memory() as log:
+            yield
+        self._held = log.peak
+
+    @property
+    def peak_nbytes(self) -> int | None:
+        """See ``Engine``."""
+        if self.place.device_type != "cpu":
+            return torch.accelerator.max_memory_allocated()
+        if self._held is None or not self._held.is_complete:
+            return None
+        return self._held.total_nbytes - self._held.by_category[Category.OTHER]
 
     def save_model(self, model: nn.Module, path: Location, extra: dict[str, Any], step: int) -> None:
         """Save ``model``, or the part of it that is trained, with the optimizer: see ``Engine.save``."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from shardwright.checkpoint import Restored
+from shardwright.plan.memory import HeldBytes
 from shardwright.storage import Location
 from shardwright.train.config import Recipe, TrainingConfig
 from shardwright.train.data import Share
@@ -112,6 +113,12 @@ class Engine(Protocol):
         """Go on from the latest checkpoint below ``path``. Raises: CheckpointError, nothing restored then."""
         ...
 
+    @property
+    def peak_nbytes(self) -> int | None:
+        """Bytes that this process held at most in training: of an accelerator what torch's allocator counted,
+        of a CPU what tensors held at the events of its second step. None where nothing has counted them."""
+        ...
+
     def sizes(self) -> Sizes:
         """Measures; see ``Sizes``."""
         ...
@@ -142,6 +149,11 @@ class Job(Protocol):
 
     @property
     def unigram_entropy(self) -> float: ...
+
+    def expected_peak(self) -> HeldBytes | None:
+        """The moment of a step at which a rank is expected to hold most (``train.expected``); None on a
+        backend that has no prices. Of one process. Raises: InputError for what can't be traced."""
+        ...
 
     def opening(self) -> Sequence[str]:
         """Lines for people: the corpus, what is trained."""

@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from shardwright.plan.memory import HeldBytes
 from shardwright.train.config import Recipe
 from shardwright.train.data import TrainBatches, heldout_windows, read_corpus
 from shardwright.train.engine import Engine, TrainingProcess, steps_of
@@ -60,6 +61,12 @@ class Pretraining:
     def unigram_entropy(self) -> float:
         """See ``Job``."""
         return self.corpus.unigram_entropy
+
+    def expected_peak(self) -> HeldBytes | None:
+        """See ``Job``; of a plan what it says."""
+        if self.recipe.launch.backend == "xla":
+            return None
+        return import_module("shardwright.train.expected").expected_of_bytes(self.recipe, self.place)
 
     def opening(self) -> list[str]:
         """See ``Job``."""

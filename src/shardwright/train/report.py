@@ -112,6 +112,7 @@ def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("parameters", f"{summary['parameters']:,}"),
         ("at rest, per rank", f"{in_words(at_rest)} of {in_words(full)} unsharded ({at_rest / full:.1%})"),
         ("peak unsharded", "not measured" if peak is None else f"{in_words(peak)} at once"),
+        ("peak memory, per rank", _beside(summary["peak_nbytes"], summary["expected_peak_nbytes"])),
         ("speed", "no step was made" if speed is None else f"{speed:,.0f} tokens/s{of_bytes}"),
         (
             "communication hidden",
@@ -125,6 +126,12 @@ def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("held-out loss", f"{summary['heldout_loss']:.3f} nats per {unit}"),
         ("corpus's unigram entropy", f"{summary['unigram_entropy']:.3f} nats per {unit}"),
     ]
+
+
+def _beside(peak: int | None, expected: int | None) -> str:
+    """A peak of memory, and what was expected."""
+    measured = "not measured" if peak is None else in_words(peak)
+    return measured if expected is None else f"{measured}; expected {in_words(expected)}"
 
 
 def beside_prediction(given: Mapping[str, Any] | None) -> list[tuple[str, str]]:

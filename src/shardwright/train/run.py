@@ -4,13 +4,14 @@
     sample
 
 ``summary.json``: parameters, ranks, steps, exported_step (after which the model was as it is left),
-at_rest_nbytes (the largest rank's shards), full_nbytes (all parameters unsharded), peak_unsharded_nbytes
-(the largest rank's), tokens_per_s (all ranks, evaluation and saving left out), communication_s (of one
-step, alone), exposed_s (of the median step: spent waiting for it, or for a slower rank),
-communication_hidden_share (1 - exposed_s / communication_s, within 0 and 1; null on one rank, and on CUDA,
-where no host waits; ranks of one host copy each other's parts themselves, so there it is near 0 and small
-all the same), communication_share_of_step (exposed_s over the median step), heldout_loss and
-unigram_entropy (nats per unit: "byte" or "token"), corpus_sha256, trained_s, sample.
+at_rest_nbytes (the largest rank's shards), full_nbytes (all parameters unsharded), peak_unsharded_nbytes (the
+largest rank's), expected_peak_nbytes and peak_nbytes (what a rank was expected to hold at most in a step,
+``train.expected``, and what the largest one did, ``Engine.peak_nbytes``), tokens_per_s (all ranks, evaluation
+and saving left out), communication_s (of one step, alone), exposed_s (of the median step: spent waiting for
+it, or for a slower rank), communication_hidden_share (1 - exposed_s / communication_s, within 0 and 1; null
+on one rank, and on CUDA, where no host waits; ranks of one host copy each other's parts themselves, so there
+it is near 0 and small all the same), communication_share_of_step (exposed_s over the median step),
+heldout_loss and unigram_entropy (nats per unit: "byte" or "token"), corpus_sha256, trained_s, sample.
 """
 
 import time
@@ -29,6 +30,7 @@ from shardwright.checkpoint.lock import Held, holder
 from shardwright.errors import ConfigError
 from shardwright.observe.lifecycle import late_over_the_run
 from shardwright.observe.recording import ring
+from shardwright.observe.status import in_words
 from shardwright.planned import Plan
 from shardwright.storage import Location
 from shardwright.train.config import Recipe
@@ -82,6 +84,7 @@ def _train(
     job = prepare(recipe, place)
     training = job.recipe.training
     _announce(screen, job, place)
+    expected = _expected_peak(screen, job) if place.is_first else None
     loop = Loop(job.recipe, job.engine(), job.epoch_steps)
     kept = {"identity": job.identity, "batch": batch_of(recipe, resolved.recipe, place.world)}
     if start:
@@ -125,7 +128,7 @@ def _train(
             f"training ends: the held-out loss was lowest after step {loop.progress.best.step}, and none of "
             f"{loop.progress.best.since} evaluation(s) since was lower (heldout.patience)"
         )
-    _finish(folder, job, loop, screen)
+    _finish(folder, job, loop, (screen, expected))
 
 
 def _claim(folder: RunFolder, place: TrainingProcess, *, make: bool) -> None:
@@ -153,6 +156,22 @@ def _announce(screen: Screen, job: Job, place: TrainingProcess) -> None:
         f"batch: {place.world} ranks x {training.batch_size} x {training.accumulation} microbatch(es) = "
         f"{global_batch} sequences of {training.sequence_length}; an epoch is {job.epoch_steps} steps"
     )
+
+
+def _expected_peak(screen: Screen, job: Job) -> int | None:
+    """Say what a step is expected to hold at most; it is told before weights are read, and stops nothing."""
+    try:
+        held = job.expected_peak()
+    except Exception as error:  # a model's own code, run without data; what is really wrong is told later
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        screen.say(f"expected peak of memory: not known ({why})")
+        return None
+    if held is None:
+        return None
+    parts = sorted(held.nbytes.items(), key=lambda part: -part[1])
+    listed = ", ".join(f"{name} {in_words(nbytes)}" for name, nbytes in parts if nbytes > 0.01 * held.total)
+    screen.say(f"expected peak of memory: {in_words(held.total)} on each rank ({listed})")
+    return held.total
 
 
 def _history(folder: RunFolder, place: TrainingProcess) -> Callable[[], None]:
@@ -220,14 +239,15 @@ def _listener(
     return Listener(stepped, evaluated, save_progress, epoch_ended, warm, best)
 
 
-def _finish(folder: RunFolder, job: Job, loop: Loop, screen: Screen) -> None:
-    """Leave the model and the summary; every process calls."""
-    engine, progress = loop.engine, loop.progress
+def _finish(folder: RunFolder, job: Job, loop: Loop, shown: tuple[Screen, int | None]) -> None:
+    """Leave the model and the summary; every process calls. shown: with the expected peak of memory."""
+    engine, progress, (screen, expected) = loop.engine, loop.progress, shown
     place, step = engine.place, progress.step
     if job.recipe.heldout.keep_best and is_complete(step_folder(folder.best, progress.best.step)):
         step = engine.restore(step_folder(folder.best, progress.best.step)).step
         screen.say(f"the lowest held-out loss was after step {step}: that model is exported")
     loss, sizes = engine.heldout_loss(), engine.sizes()
+    (peak,) = place.largest(engine.peak_nbytes or 0)
     exposed_s = place.total(median(progress.exposed_s or [0.0]))[0] / place.world
     text = job.export(engine, folder, step=step, last=True)
     if not place.is_first:
@@ -242,6 +262,8 @@ def _finish(folder: RunFolder, job: Job, loop: Loop, screen: Screen) -> None:
         "at_rest_nbytes": sizes.at_rest_nbytes,
         "full_nbytes": sizes.full_nbytes,
         "peak_unsharded_nbytes": sizes.peak_unsharded_nbytes,
+        "expected_peak_nbytes": expected,
+        "peak_nbytes": int(peak) or None,
         "tokens_per_s": progress.tokens / progress.trained_s if progress.tokens else None,
         "communication_s": alone_s,
         "exposed_s": exposed_s if sizes.exposed_is_known else None,

@@ -1,0 +1,77 @@
+"""The most memory that a step of a recipe is expected to take on one rank, by the plan's prices.
+
+Traced on the meta device before anything is read, so that who sees that it doesn't fit has waited seconds.
+"""
+
+from dataclasses import replace
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.observe.memory import Category
+from shardwright.plan.memory import HeldBytes, Sharding, memory, peak
+from shardwright.plan.predict import Choice, workload_of
+from shardwright.plan.presets import preset, schedule
+from shardwright.plan.workload import Workload
+from shardwright.policy import DEFAULT_OFFLOAD, SchedulePolicy
+from shardwright.train.config import Recipe
+from shardwright.train.eager import plan_of, policies_of, precision_of
+from shardwright.train.engine import TrainingProcess
+from shardwright.train.models import Transformer, loss_of
+
+
+def peak_of(recipe: Recipe, place: TrainingProcess, work: Workload, policy: SchedulePolicy) -> HeldBytes:
+    """The moment of a steady step at which one of the ranks holds most, with the bytes by category.
+
+    work: one microbatch. Not counted: Python and libraries, the data, and what an evaluation or a save takes.
+    """
+    runs = replace(preset("shardwright"), policy=policy)
+    precision, on_host = precision_of(recipe), place.device_type == "cpu"
+    itemsize = (precision.reduce_dtype or precision.param_dtype or torch.float32).itemsize
+    offload = DEFAULT_OFFLOAD if on_host else policies_of(recipe)["offload_policy"]
+    sharding = Sharding(place.world, itemsize, offload=offload)
+    held = peak(memory(schedule(work, runs), work, runs, sharding))
+    nbytes = dict(held.nbytes)
+    if offload == DEFAULT_OFFLOAD:  # the plan's states are those of AdamW and parameters in float32
+        nbytes[Category.STATES] = _states_nbytes(recipe, place.world, work)
+    if recipe.training.accumulation > 1:  # gradients of earlier microbatches are kept whole
+        nbytes[Category.GRADIENTS] += work.trained * itemsize
+    return HeldBytes(held.at, nbytes)
+
+
+def _states_nbytes(recipe: Recipe, world: int, work: Workload) -> int:
+    """Bytes at rest on one rank, in the dtypes that parameters have there, with the optimizer's state."""
+    total = 0
+    for group in work.groups:
+        numel, codes = group.coded
+        frozen = max((param.itemsize for param in group.params if not param.trained), default=0)
+        total += sum(prod(param.shape) * param.itemsize for param in group.params) - numel * frozen + codes
+        for param in group.params:
+            each = 2 if recipe.optimizer.kind == "adamw-8bit" else 2 * param.itemsize
+            total += param.trained * prod(param.shape) * each
+    return total // world
+
+
+def expected_of_bytes(recipe: Recipe, place: TrainingProcess) -> HeldBytes:
+    """Of the byte-level model. Raises: InputError where it can't be traced."""
+    model, sample = meta_transformer(recipe)
+    choice, policy = Choice(mp_policy=precision_of(recipe)), recipe.schedule.policy()
+    if recipe.training.plan:
+        plan = plan_of(recipe)
+        plan.recompute(model)
+        choice, policy = replace(choice, groups=[group.modules for group in plan.groups]), plan.policy
+    return peak_of(recipe, place, workload_of(model, sample, choice, loss_of_logits), policy)
+
+
+def meta_transformer(recipe: Recipe) -> tuple[nn.Module, Tensor]:
+    """The byte-level model of a recipe and one microbatch, on the meta device."""
+    training = recipe.training
+    with torch.device("meta"):
+        model = Transformer(recipe.model, activation_checkpointing=training.activation_checkpointing)
+        return model, torch.empty(training.batch_size, training.sequence_length, dtype=torch.int64)
+
+
+def loss_of_logits(logits: Tensor) -> Tensor:
+    """Of any targets."""
+    return loss_of(logits, logits.new_zeros(logits.shape[:2], dtype=torch.int64))
