@@ -22,6 +22,8 @@ PAGES = ("finetuning.md", "serving.md", "tutorial-qlora.md")
 SHORTER = [
     (r"^make finetune$", "make finetune CORPUS=notes.txt"),
     (r"(bench/tokenise\.py)$", r"\1 --toy"),
+    (r"(bench/llama\.py .*)$", r"\1 --toy"),
+    (r"(--run\.folder runs/billion)$", r"\1 --training.epochs 1 --training.sequence_length 128"),
     (r"(--run\.folder runs/mine)$", r"\1 --training.epochs 1 --training.sequence_length 128"),
     (r"(train recipes/finetune-lora\.toml)$", r"\1 --data.path notes.txt"),
 ]
