@@ -14,7 +14,7 @@ trial is a few steps as they are, then a few in which one cause, or two at once,
 
 The ledger of the slow steps is right where its first loss names the cause and the rank, or its first two do,
 the larger one first. Which is larger was measured apart from the ledger: what the cause took on its rank, and
-of a link the bytes that were sent, over the rate.
+of a link, which compute and the other cause may hide, how much longer steps were than without it.
 """
 
 import argparse
@@ -212,17 +212,15 @@ class Bench:
         before = self.ranks.ask([AS_IS] * WORLD)
         for rank, answer in enumerate(before):
             self.cpu_ms[rank], self.sent_nbytes[rank] = answer["cpu_ms"], answer["sent_nbytes"]
-        rates = self._hold_back(causes)
-        orders = [Order(SLOW, self._own(causes, rank), ring=str(self.folder)) for rank in range(WORLD)]
-        after = self.ranks.ask(orders)
-        self._let_go(causes)
+        after = self._slowed(causes, str(self.folder))
         trial = Trial(causes)
         for cause in causes:
-            answer = after[cause.rank]
             if cause.name == LINK:
-                trial.took_ms[LINK] = 8e3 * answer["sent_nbytes"] / rates[cause.rank]
+                others = tuple(other for other in causes if other is not cause)
+                without = self._slowed(others) if others else before
+                trial.took_ms[LINK] = _step_ms(after) - _step_ms(without)
             else:
-                trial.took_ms[cause.name] = answer["took_ms"][cause.name]
+                trial.took_ms[cause.name] = after[cause.rank]["took_ms"][cause.name]
         rings = load(self.folder)
         last = min(ring.steps[-1].number for ring in rings)
         window = range(last - SLOW + LEFT_OUT, last)
@@ -237,6 +235,13 @@ class Bench:
         trial.table = table(ledger, last - 1)
         return trial
 
+    def _slowed(self, causes: tuple[Cause, ...], ring: str = "") -> list[dict[str, Any]]:
+        """What ranks answer after steps with these causes. ring: a folder for their rings."""
+        self._hold_back(causes)
+        answers = self.ranks.ask([Order(SLOW, self._own(causes, rank), ring) for rank in range(WORLD)])
+        self._let_go(causes)
+        return answers
+
     def _own(self, causes: tuple[Cause, ...], rank: int) -> dict[str, float]:
         """Of the causes those that a rank brings about itself; all ranks save, where one has a slow disk."""
         own = {cause.name: cause.wanted_ms for cause in causes if cause.rank == rank}
@@ -244,17 +249,15 @@ class Bench:
             own.setdefault(CHECKPOINT, 0.0)
         return own
 
-    def _hold_back(self, causes: tuple[Cause, ...]) -> dict[int, float]:
-        """Set quotas and rates; returns the rates, in bits/s."""
-        rates = {}
+    def _hold_back(self, causes: tuple[Cause, ...]) -> None:
+        """Set quotas and rates."""
         for cause in causes:
             if cause.name == QUOTA and self.quota is not None:
                 cpu_ms = self.cpu_ms[cause.rank]
                 self.quota.set(cause.rank, cpu_ms / (cpu_ms + cause.wanted_ms))
             elif cause.name == LINK:
-                rates[cause.rank] = 8e3 * self.sent_nbytes[cause.rank] / cause.wanted_ms
-                reshape(self.homes[cause.rank], Shape(f"{int(rates[cause.rank])}bit"), "16k")
-        return rates
+                bits_per_s = 8e3 * self.sent_nbytes[cause.rank] / cause.wanted_ms
+                reshape(self.homes[cause.rank], Shape(f"{int(bits_per_s)}bit"), "16k")
 
     def _let_go(self, causes: tuple[Cause, ...]) -> None:
         for cause in causes:
@@ -262,6 +265,10 @@ class Bench:
                 self.quota.set(cause.rank, None)
             elif cause.name == LINK:
                 reshape(self.homes[cause.rank], FREE)
+
+
+def _step_ms(answers: Sequence[dict[str, Any]]) -> float:
+    return median(answer["step_ms"] for answer in answers)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from statistics import median
 from unittest import mock
 
 import torch
@@ -85,7 +86,7 @@ class Disturbance:
             while time.thread_time() < end:
                 gc.collect()
 
-    def read(self, *_: object) -> None:
+    def read(self, *_inputs: object) -> None:
         """Pages of a file, none of which is in memory."""
         if PAGING not in self.wanted:
             return
@@ -138,7 +139,9 @@ def main(rank: int, world: int, folder: str, group: str) -> None:
         order = Order(**json.loads(line))
         own.took_s.clear()
         cpu_s, nbytes, queued_s = time.process_time(), sent(), queued()
+        took_s = []
         for _ in range(order.steps):
+            began_s = time.perf_counter()
             own.wanted = dict(order.causes)
             number += 1
             with record_function("data"):
@@ -152,10 +155,11 @@ def main(rank: int, world: int, folder: str, group: str) -> None:
             if CHECKPOINT in order.causes:
                 with mock.patch("os.fsync", own.fsync):
                     save(Path(folder, "checkpoint"), model=model, step=number, keep=1)
+            took_s.append(time.perf_counter() - began_s)
         if order.ring:
             own.took_s[QUOTA] = queued() - queued_s
             write(order.ring, ring(STEPS_SEEN))
         took_ms = {cause: 1e3 * seconds / order.steps for cause, seconds in own.took_s.items()}
         spent_ms = 1e3 * (time.process_time() - cpu_s) / order.steps
         said = {"cpu_ms": spent_ms, "sent_nbytes": (sent() - nbytes) / order.steps, "took_ms": took_ms}
-        print(json.dumps(said), flush=True)
+        print(json.dumps({**said, "step_ms": 1e3 * median(took_s)}), flush=True)
