@@ -7,7 +7,7 @@ import re
 
 os.environ["COLUMNS"] = "100"
 
-from shardwright.cli import main
+from shardwright.cli import VERBS, main
 
 
 def help_of(*verbs: str) -> str:
@@ -26,8 +26,8 @@ def section(*verbs: str) -> str:
     parts = [f"{'#' * (1 + len(verbs))} {' '.join(('shardwright', *verbs))}\n\n```text\n{text}\n```\n"]
     verbs_of = re.search(r"^usage: [^{]*\{([\w,]+)\} \.\.\.$", text.split("\n\n")[0], re.MULTILINE)
     found = verbs_of[1].split(",") if verbs_of else []
-    if not verbs:  # the first list is one of lines
-        found = re.findall(r"^    (\w+)\b", text, re.MULTILINE)
+    if not verbs:
+        found = list(VERBS)
     return "\n".join([*parts, *(section(*verbs, verb) for verb in found)])
 
 

@@ -1,6 +1,7 @@
 """The command before any verb, and ``shardwright recipe``: real processes, none of which imports torch."""
 
 import json
+import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from shardwright.cli import SECTIONS
 from shardwright.train.resolve import resolve
 
 ROOT = Path(__file__).parents[2]
@@ -26,10 +28,19 @@ def run(*arguments, code=0):
     return done.stdout, "\n".join(line for line in lines if not line.startswith("import time:"))
 
 
-def test_help_lists_every_verb():
+def test_help_lists_every_verb_in_its_section_with_its_purpose_and_ends_with_examples():
     out, _ = run("--help")
-    for verb in ("train", "sample", "export", "recipe", "checkpoint", "top"):
-        assert f"\n    {verb}" in out
+    listed, examples = out.split("\nexamples:\n")
+    shown = {
+        section.partition(":\n")[0]: dict(re.split(r"  +", line.strip(), maxsplit=1) for line in lines)
+        for section in listed.split("\n\n")[2:-1]
+        if (lines := section.splitlines()[1:])
+    }
+    assert shown == {
+        section: {name: verb.purpose for name, verb in verbs.items()} for section, verbs in SECTIONS.items()
+    }
+    assert list(shown)[:5] == ["train and fine-tune", "afterwards", "plan", "look", "check"]
+    assert all(line.startswith("  shardwright ") for line in examples.splitlines())
 
 
 def test_the_version_names_torch_too():

@@ -1,6 +1,7 @@
 """A recipe: what comes from where, and that everything wrong with it is said at once."""
 
 import ast
+import re
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -142,17 +143,22 @@ def test_a_bad_command_line_is_refused_before_anything_starts(tmp_path, capsys):
     assert cli.main(["train", str(path)]) == 2
     assert "did you mean training.steps?" in capsys.readouterr().err
     assert cli.main(["train", str(path), "steps", "4"]) == 2
-    assert cli.main(["train", str(path), "--training.steps"]) == 2
-    assert "has no value" in capsys.readouterr().err
+    assert cli.main(["train", str(path), "--training.stepz"]) == 2
+    assert "--training.stepz has no value" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["train", str(path), "--training.steps"])
+    assert "--training.steps: expected one argument" in capsys.readouterr().err
 
 
-def test_help_names_every_key_with_its_default(capsys):
+def test_help_names_every_key_in_its_section_with_its_default(capsys):
     with pytest.raises(SystemExit) as caught:
         cli.main(["train", "--help"])
     assert caught.value.code == 0
     shown = capsys.readouterr().out
+    sections = dict(re.findall(r"^\[(\w+)\]:\n(.*?)\n(?=\[|example)", shown, re.DOTALL | re.MULTILINE))
+    assert list(sections) == list(Recipe.model_fields)
     for key in leaf_keys():
-        assert f"--{key} (default " in shown
+        assert re.search(rf"\n  --{key} .*?\(default\s", sections[key.split(".")[0]], re.DOTALL), key
     assert all(field.description for s in Recipe.model_fields.values() for field in fields_of(s))
 
 

@@ -44,10 +44,11 @@ def test_the_core_needs_torch_and_numpy_and_trains_and_saves_without_any_extra(t
 NEEDS = [
     ("train", "pydantic", ["train", "recipes/quickstart.toml"]),
     ("checkpoint", "safetensors", "shardwright.train.lora:"),
-    ("checkpoint", "safetensors", ["train", "recipes/quickstart.toml"]),
     ("train", "tomli_w", ["train", "recipes/quickstart.toml"]),
     ("train", "rich", ["checkpoint", "inspect", "x"]),
     ("train", "rich", ["top", "x"]),
+    ("train", "shtab", ["completion", "bash"]),
+    ("checkpoint", "safetensors", ["train", "recipes/quickstart.toml"]),
     ("track", "wandb", ["train", "recipes/quickstart.toml", "--track.to", '["wandb"]']),
     ("hf", "transformers", ["train", "recipes/finetune-qlora.toml"]),
     ("hf", "transformers", "shardwright.hf:"),

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -15,7 +16,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from shardwright.cli import main
+from shardwright.cli import VERBS, main
 from shardwright.errors import DataError
 from shardwright.observe.rings import load
 from shardwright.planned import Plan, PlannedGroup
@@ -26,6 +27,7 @@ from shardwright.train.models import Transformer
 from shardwright.train.sample import load_run
 
 LIMIT_S = 120.0
+RECIPES = Path(__file__).parents[2] / "recipes"
 RECIPE = """
 [data]
 path = "{text}"
@@ -200,6 +202,37 @@ def test_two_ranks_leave_every_file_and_a_whole_model(place, whole):
         assert shown in out
     assert f"{summary['unigram_entropy']:.3f} nats per byte" in out
     assert "20 bytes that the model writes" in out
+
+
+BY_OTHERS = {
+    "train": "docs/start.md, by test_docs.py",
+    "chat": "docs/serving.md, by tests/hf/test_docs.py",
+    "merge": "docs/serving.md, by tests/hf/test_docs.py",
+    "bench": "test_bench_command.py",
+    "preflight": "test_preflight.py",
+    "top": "test_top_shows_a_healthy_run_as_running_and_ends_with_it",
+}
+"""Commands whose examples need a job that runs, another environment, or seconds; and what runs them."""
+
+
+def test_the_first_example_of_each_commands_help_runs_as_it_stands(whole, tmp_path, monkeypatch, capsys):
+    for name in ("quickstart", "first", "second"):
+        shutil.copytree(whole[0], tmp_path / "runs" / name)
+    (tmp_path / "recipes").symlink_to(RECIPES)
+    monkeypatch.chdir(tmp_path)
+    actions = ("inspect", "verify", "diff", "convert", "consolidate")
+    commands = [[verb] for verb in VERBS if verb not in BY_OTHERS] + [
+        ["checkpoint", each] for each in actions
+    ]
+    for command in commands:
+        with pytest.raises(SystemExit, match="0"):
+            main([*command, "--help"])
+        example = re.search(r"^examples?:\n  (.*)", capsys.readouterr().out, re.MULTILINE)[1]
+        words, _, _ = example.partition(" > ")
+        assert words.startswith(f"shardwright {' '.join(command)}")
+        assert main(shlex.split(words)[1:]) == 0, example
+        assert capsys.readouterr().out, example
+    assert {"models", "trace", "weights", "mine.toml"} <= {path.name for path in tmp_path.iterdir()}
 
 
 def test_the_consolidated_checkpoint_gives_the_same_heldout_loss_in_plain_pytorch(place, whole):

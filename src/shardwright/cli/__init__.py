@@ -8,43 +8,73 @@ was started).
 import argparse
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from importlib.metadata import version
+from typing import NamedTuple
 
 from shardwright.errors import ConfigError, MissingExtra, ShardwrightError
 
-_VERBS = {
-    "train": ("train", "train the model of a recipe"),
-    "sample": ("train", "let a trained model write"),
-    "export": ("train", "write a trained model, or adapter, for transformers and peft"),
-    "merge": ("tuned", "add a run's adapter to its base, as a whole model"),
-    "chat": ("tuned", "talk with a fine-tuned model"),
-    "recipe": ("recipe", "list the recipes that come with the package, or print one"),
-    "checkpoint": ("checkpoint", "inspect, verify, compare or export checkpoints"),
-    "plan": ("plan", "predict step times and memory of runs, before anything is rented"),
-    "bench": ("bench", "measure this cluster for plans: its devices, its links"),
-    "preflight": ("preflight", "whether a job can train on these hosts, in ten seconds"),
-    "top": ("top", "what the ranks of a running job wait for, or do"),
-    "trace": ("trace", "the last steps of all ranks as a page: who waited for whom, and why"),
+
+class Verb(NamedTuple):
+    """A command: the file here that has it, and what ``--help`` says of it."""
+
+    file: str
+    purpose: str
+
+
+SECTIONS = {
+    "train and fine-tune": {
+        "init": Verb("init", "write a recipe with a comment on every key, to change and to train"),
+        "recipe": Verb("recipe", "list the recipes that come with the package, or print one"),
+        "train": Verb("train", "train or fine-tune the model of a recipe"),
+    },
+    "afterwards": {
+        "sample": Verb("afterwards", "print text that a trained model writes"),
+        "chat": Verb("afterwards", "talk with a fine-tuned model"),
+        "export": Verb("afterwards", "write a trained model, or adapter, for transformers and peft"),
+        "merge": Verb("afterwards", "add a run's adapter to its base, as a whole model"),
+    },
+    "plan": {
+        "plan": Verb("plan", "predict step times and memory of runs, before anything is rented"),
+        "bench": Verb("bench", "measure this cluster for plans: its devices, its links"),
+    },
+    "look": {
+        "top": Verb("top", "show what the ranks of a running job wait for, or do"),
+        "trace": Verb("trace", "draw the last steps of all ranks: which rank waited for which, and why"),
+    },
+    "check": {
+        "preflight": Verb("preflight", "find out in ten seconds whether a job can train on these hosts"),
+        "checkpoint": Verb("checkpoint", "inspect, verify, compare, convert or export checkpoints"),
+    },
+    "set up": {
+        "completion": Verb("completion", "print what makes bash, zsh or fish complete this command"),
+        "schema": Verb("schema", "print the JSON schema of recipes, for editors"),
+    },
 }
-"""Verb -> the file here that has it, and what ``--help`` says of it."""
+"""The commands as ``--help`` groups them, by name."""
+
+VERBS = {name: verb for section in SECTIONS.values() for name, verb in section.items()}
+"""All of them, by name."""
+
+_EXAMPLES = """\
+examples:
+  shardwright init mine.toml && shardwright train mine.toml
+  shardwright init qlora.toml --kind qlora --base.folder models/llama --data.path chats.jsonl
+  shardwright plan models/llama --device H100 --ranks 64 --search
+  shardwright COMMAND --help"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command on ``arguments`` (default: those of the process) and return its exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    parser = argparse.ArgumentParser(prog="shardwright", description="Fully sharded training on PyTorch.")
-    parser.add_argument("--version", action="version", version=_versions() if "--version" in given else "")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     try:
-        if given and given[0] in _VERBS:
-            import_module(f"{__name__}.{_VERBS[given[0]][0]}").add_commands(commands)
-        else:
-            for verb, (_, says) in _VERBS.items():
-                commands.add_parser(verb, help=says)
+        parser = command_parser(given[:1])
+        if "--version" in given[:1]:
+            print(_versions())
+            return 0
         known, rest = parser.parse_known_args(given)
-        if rest and known.command != "train":
+        if rest and not known.takes_keys:
             raise ConfigError(
                 f"shardwright {known.command}: unknown argument(s) {' '.join(rest)}; "
                 f"see: shardwright {known.command} --help"
@@ -53,6 +83,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ShardwrightError as error:
         print(f"shardwright: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError | MissingExtra) else 1
+
+
+def command_parser(verbs: Iterable[str]) -> argparse.ArgumentParser:
+    """The parser of the command, with the arguments of those of ``verbs`` that there are; of the others it
+    knows the names. Raises: MissingExtra for one whose packages aren't installed."""
+    parser = argparse.ArgumentParser(
+        prog="shardwright",
+        usage="shardwright COMMAND [ARGUMENT ...]",
+        description=_overview(),
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="store_true", help="print the versions that are installed")
+    parser.set_defaults(takes_keys=False)
+    # Its own list of commands has no sections, so the description has them.
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="COMMAND", prog="shardwright", help=argparse.SUPPRESS
+    )
+    files = {VERBS[verb].file for verb in verbs if verb in VERBS}
+    for file in sorted(files):
+        import_module(f"{__name__}.{file}").add_commands(commands)
+    for name, verb in VERBS.items():
+        if verb.file not in files:
+            commands.add_parser(name, help=verb.purpose)
+    return parser
+
+
+def _overview() -> str:
+    width = max(map(len, VERBS))
+    lines = ["Train and fine-tune models larger than one device, fully sharded, on PyTorch."]
+    for section, verbs in SECTIONS.items():
+        lines += ["", f"{section}:", *(f"  {name:{width}}  {verb.purpose}" for name, verb in verbs.items())]
+    return "\n".join(lines)
 
 
 def _versions() -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwright.cli.verb import add_verb
 from shardwright.errors import ConfigError
 from shardwright.plan.cluster import Cluster
 from shardwright.plan.measure import measured_briefly, measured_device, measured_links, of_first_rank
@@ -22,11 +23,14 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 def add_commands(commands: Any) -> None:
     """Add it to the subparsers of the command."""
-    bench = commands.add_parser(
+    bench = add_verb(
+        commands,
         "bench",
-        description="Measure this cluster for shardwright plan --cluster FILE. Start it on every rank, as a "
+        "Measure this cluster for shardwright plan --cluster FILE. Start it on every rank, as a "
         "training job is; both write the same file, devices first.",
-        allow_abbrev=False,
+        "shardwright bench compute --out cluster.toml",
+        "torchrun --nproc-per-node 8 -m shardwright bench compute --out cluster.toml",
+        "torchrun --nproc-per-node 8 -m shardwright bench links --out cluster.toml",
     )
     bench.add_argument("what", choices=("compute", "links"), help="of the devices, or of what joins them")
     bench.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16", help="of compute")

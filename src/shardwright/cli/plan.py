@@ -11,6 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from shardwright.cli.verb import add_verb
 from shardwright.errors import ConfigError
 from shardwright.plan import runs
 from shardwright.plan.cluster import GIB, Cluster, device
@@ -34,11 +35,14 @@ _SEQUENCE, _ROWS, _MICROBATCHES = 2048, 1, 1
 
 def add_commands(commands: Any) -> None:
     """Add it to the subparsers of the command."""
-    plan = commands.add_parser(
+    plan = add_verb(
+        commands,
         "plan",
-        description="Predict the seconds and bytes of training steps: the schedule of a step is planned and "
+        "Predict the seconds and bytes of training steps: the schedule of a step is planned and "
         "simulated. No GPU, no weights.",
-        allow_abbrev=False,
+        "shardwright plan recipes/quickstart.toml --device H100 --ranks 8",
+        "shardwright plan models/llama --device H100 --ranks 64 --search --out plan.toml",
+        "shardwright plan models/llama --cluster cluster.toml --fewest ranks",
     )
     plan.add_argument(
         "model",

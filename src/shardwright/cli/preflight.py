@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.cli.bench import DTYPES, measured_cluster, told
+from shardwright.cli.verb import add_verb
 from shardwright.errors import CommError, ConfigError
 from shardwright.observe.preflight.findings import Readiness, Trouble
 from shardwright.observe.preflight.page import page
@@ -28,12 +29,15 @@ from shardwright.transport.mesh import default_backend
 
 def add_commands(commands: Any) -> None:
     """Add it to the subparsers of the command."""
-    preflight = commands.add_parser(
+    preflight = add_verb(
+        commands,
         "preflight",
-        description="Find out whether a job can train on these hosts: names, interfaces, links, clocks, "
+        "Find out whether a job can train on these hosts: names, interfaces, links, clocks, "
         "versions, memory, disks, devices. Start it on every rank, as a training job is. Exit code 1: "
         "something is wrong, and the page says what to do.",
-        allow_abbrev=False,
+        "shardwright preflight --folder runs",
+        "srun shardwright preflight --folder /shared/runs",
+        "torchrun --nproc-per-node 8 -m shardwright preflight --out cluster.toml",
     )
     preflight.add_argument("--folder", default=".", help="what all hosts share, where runs are to be kept")
     preflight.add_argument("--seconds", type=float, default=10.0, help="it takes at most (default 10)")

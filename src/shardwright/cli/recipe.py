@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from shardwright.cli.verb import add_verb
 from shardwright.errors import ConfigError
 
 _FOLDER = Path(__file__).parents[1] / "recipes"
@@ -16,10 +17,12 @@ _FOLDER = Path(__file__).parents[1] / "recipes"
 
 def add_commands(commands: Any) -> None:
     """Add it to the subparsers of the command."""
-    recipe = commands.add_parser(
+    recipe = add_verb(
+        commands,
         "recipe",
-        description="List the recipes that come with the package, or print one: a file to change and train.",
-        allow_abbrev=False,
+        "List the recipes that come with the package, or print one: a file to change and train.",
+        "shardwright recipe",
+        "shardwright recipe quickstart > quickstart.toml",
     )
     recipe.add_argument("name", metavar="NAME", nargs="?", help="the one to print, as quickstart")
     recipe.add_argument("--json", action="store_true", help="list them as one object: what each is, by name")

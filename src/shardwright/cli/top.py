@@ -13,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from shardwright.cli.verb import add_verb
 from shardwright.errors import CommError, ConfigError
 from shardwright.extras import from_extra
 from shardwright.observe.clocks import on_one_clock
@@ -40,11 +41,13 @@ CONNECT = timedelta(seconds=5.0)
 
 def add_commands(commands: Any) -> None:
     """Add it to the subparsers of the command."""
-    top = commands.add_parser(
+    top = add_verb(
+        commands,
         "top",
-        description="Ask the ranks of a running job what they wait for, or do, again and again (Ctrl-C ends "
+        "Ask the ranks of a running job what they wait for, or do, again and again (Ctrl-C ends "
         "it). It joins no collective, and runs anywhere from where the job's store can be reached.",
-        allow_abbrev=False,
+        "shardwright top runs/quickstart",
+        "shardwright top 10.0.0.7:29500 --once",
     )
     top.add_argument(
         "job",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.cli.top import exchange_at, store_of
+from shardwright.cli.verb import add_verb
 from shardwright.errors import CommError, ShardwrightError
 from shardwright.observe.rings import Ring, load
 from shardwright.observe.step_page import save_page
@@ -20,13 +21,14 @@ _ANSWER_S = 10.0
 
 def add_commands(commands: Any) -> None:
     """Add it to the subparsers of the command."""
-    trace = commands.add_parser(
+    trace = add_verb(
+        commands,
         "trace",
-        description="Draw what every rank did in its last steps, on one clock, with an arrow from each wait "
+        "Draw what every rank did in its last steps, on one clock, with an arrow from each wait "
         "to the rank that came last: trace.html, trace.png (with matplotlib) and trace.json (for "
         "ui.perfetto.dev). It asks the ranks of a running job, which go on meanwhile; a run that has ended "
         "left it in its folder.",
-        allow_abbrev=False,
+        "shardwright trace runs/quickstart --out trace --steps 3",
     )
     trace.add_argument(
         "job",

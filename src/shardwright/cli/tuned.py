@@ -1,24 +1,15 @@
-"""``shardwright merge`` and ``shardwright chat``: what becomes of a fine-tuned run; and what ``sample`` and
-``export`` do with one.
-
-shardwright merge RUN OUT [--base FOLDER]
-shardwright chat RUN [--system TEXT] [--num-tokens N] [--temperature T] [--seed S] [--base FOLDER]
-
-RUN is the folder of a run, of one that it has exported (RUN/exported/step-N), or of an adapter of peft's.
+"""What ``sample``, ``chat``, ``export`` and ``merge`` do with a fine-tuned run: with its folder, one of its
+exported/step-N, or an adapter of peft's.
 """
 
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
-from shardwright.cli.train import count, temperature
 from shardwright.finetune import afterwards
 from shardwright.finetune.generate import Wanted, tokens_of
 from shardwright.finetune.talk import Speaker
 from shardwright.finetune.tuned import Tuned, find_tuned
-
-_RUN = "the folder of a run, one of its exported/step-N, or an adapter in peft's form"
 
 
 def run_merge(known: argparse.Namespace) -> int:
@@ -70,28 +61,3 @@ def _wanted(known: argparse.Namespace, tuned: Tuned) -> Wanted:
     number = sample.num_bytes if known.num_bytes is None else known.num_bytes
     heat = sample.temperature if known.temperature is None else known.temperature
     return Wanted(number, heat, known.seed)
-
-
-def add_commands(commands: Any) -> None:
-    """Add the two to the subparsers of the command."""
-    merge = commands.add_parser(
-        "merge",
-        description="Add a run's adapter to its base, and write the whole model as transformers saves it.",
-        allow_abbrev=False,
-    )
-    merge.add_argument("run", metavar="RUN", help=_RUN)
-    merge.add_argument("out", metavar="OUT", help="where to; must not exist yet")
-    merge.set_defaults(call=run_merge)
-    chat = commands.add_parser(
-        "chat", description="Talk with a fine-tuned model in the terminal.", allow_abbrev=False
-    )
-    chat.add_argument("run", metavar="RUN", help=_RUN)
-    chat.add_argument("--system", default="", help="what the model is told first")
-    chat.add_argument(
-        "--num-tokens", dest="num_bytes", type=count, default=512, help="of an answer, at most (512)"
-    )
-    chat.add_argument("--temperature", type=temperature, help="0: the likeliest (default: the recipe's)")
-    chat.add_argument("--seed", type=int, default=1, help="another seed, other answers (default: 1)")
-    chat.set_defaults(call=run_chat)
-    for verb in (merge, chat):
-        verb.add_argument("--base", metavar="FOLDER", type=Path, help="of its base, where that has moved")

@@ -11,7 +11,15 @@ from shardwright.extras import from_extra
 from shardwright.policy import SchedulePolicy, WatchPolicy
 
 with from_extra("train"):
-    from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+    from pydantic import (
+        AfterValidator,
+        BaseModel,
+        BeforeValidator,
+        ConfigDict,
+        Field,
+        WithJsonSchema,
+        model_validator,
+    )
 
 
 class Section(BaseModel):
@@ -23,6 +31,9 @@ class Section(BaseModel):
 def _unbounded(values: dict[str, Any], *bounds: str) -> dict[str, Any]:
     """``values`` with None for each of ``bounds`` that is 0, since TOML has no null."""
     return {**values, **{bound: values[bound] or None for bound in bounds}}
+
+
+_RESUME = WithJsonSchema({"type": ["string", "integer"], "pattern": "^(auto|last|[0-9]*)$", "minimum": 0})
 
 
 def _resume(value: object) -> object:
@@ -63,7 +74,7 @@ class RunConfig(Section):
     seed: int = Field(
         default=0, ge=0, description="of the initial weights, the order of the data, and dropout"
     )
-    resume: Annotated[str, BeforeValidator(_resume)] = Field(
+    resume: Annotated[str, BeforeValidator(_resume), _RESUME] = Field(
         default="",
         description="auto: go on where there is a checkpoint, else begin; last: there must be one; or the "
         "step of one; empty: begin a new run, or auto where a launcher has started the job again",
@@ -121,7 +132,9 @@ class DataConfig(Section):
         default=(), description="files of the folder to take, as ['.py', '.txt']; empty: all that are text"
     )
     limit_nbytes: int = Field(
-        default=0, ge=0, description="take files, as if drawn by lot, while they fit in so many; 0: all"
+        default=0,
+        ge=0,
+        description="bytes to take at most, in whole files, the same ones in every run; 0: all",
     )
     heldout_share: float = Field(
         default=0.05,
@@ -314,6 +327,9 @@ class CheckpointConfig(Section):
     keep: int = Field(default=2, ge=1, description="checkpoints kept; older ones are removed")
 
 
+_RANKS = WithJsonSchema({"anyOf": [{"const": "auto"}, {"type": "integer", "minimum": 0}]})
+
+
 def _auto_is_0(value: object) -> object:
     return 0 if value == "auto" else value
 
@@ -321,9 +337,8 @@ def _auto_is_0(value: object) -> object:
 class LaunchConfig(Section):
     """Ranks that the command starts itself; under torchrun it takes the ranks that it is given."""
 
-    ranks: Annotated[int, BeforeValidator(_auto_is_0)] = Field(
+    ranks: Annotated[int, BeforeValidator(_auto_is_0), Field(ge=0), _RANKS] = Field(
         default=0,
-        ge=0,
         description="local ranks to start (not read under torchrun); 0 or auto: one per visible accelerator, "
         "2 where there is none",
     )

@@ -53,23 +53,22 @@ class Resolved:
         for name, section in self.recipe.model_dump(mode="json").items():
             lines += ["", f"[{name}]"]
             for key, value in section.items():
-                lines.append(f"{_entry(key, value)}  # {self.origins[f'{name}.{key}']}")
+                lines.append(f"{entry(key, value)}  # {self.origins[f'{name}.{key}']}")
         return "\n".join(lines) + "\n"
 
 
-def _entry(key: str, value: Any) -> str:
+def entry(key: str, value: Any) -> str:
     """``key = value`` on one line of TOML."""
     if isinstance(value, dict):
         return f"{key} = {_table(value)}"
-    if isinstance(value, list) and value and isinstance(value[0], dict):
-        return f"{key} = [{', '.join(map(_table, value))}]"
-    key_and_value = tomli_w.dumps({"value": value}, multiline_strings=False).strip()
-    shown = key_and_value.removeprefix("value = ")
-    return f"{key} = {' '.join(shown.split()) if isinstance(value, list) else shown}"
+    if isinstance(value, list):
+        return f"{key} = [{', '.join(entry('', each).removeprefix(' = ') for each in value)}]"
+    shown = tomli_w.dumps({"value": value}, multiline_strings=False).strip()
+    return f"{key} = {shown.removeprefix('value = ')}"
 
 
 def _table(value: dict[str, Any]) -> str:
-    return f"{{{', '.join(_entry(json.dumps(name), inner) for name, inner in value.items())}}}"
+    return f"{{{', '.join(entry(json.dumps(name), inner) for name, inner in value.items())}}}"
 
 
 def resolve(path: str | Path, overrides: Sequence[tuple[str, str]] = ()) -> Resolved:

@@ -1,0 +1,63 @@
+"""``shardwright init``: a recipe of one's own, with a comment on every key.
+
+shardwright init [FILE] [--kind pretrain|full|lora|qlora|dpo] [--section.key VALUE ...]
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from shardwright.cli.keys import add_keys, given_keys
+from shardwright.cli.verb import add_verb
+from shardwright.errors import ConfigError
+from shardwright.train.template import KINDS, SCHEMA_FILE, commented, resolve_kind, schema
+
+
+def add_commands(commands: Any) -> None:
+    """Add it to the subparsers of the command."""
+    init = add_verb(
+        commands,
+        "init",
+        "Write a recipe for shardwright train, with a comment on every section and key, and the values that "
+        f"are given here. {SCHEMA_FILE} is written beside it: with it an editor that has taplo (VS Code: "
+        "Even Better TOML) completes and checks the recipe.",
+        "shardwright init mine.toml",
+        "shardwright init qlora.toml --kind qlora --base.folder models/llama --data.path chats.jsonl",
+    )
+    init.usage = "shardwright init [FILE] [--kind KIND] [--section.key VALUE ...]"
+    init.add_argument(
+        "file", metavar="FILE", nargs="?", default="recipe.toml", help="default: recipe.toml; must not exist"
+    )
+    init.add_argument(
+        "--kind",
+        choices=tuple(KINDS),
+        default="pretrain",
+        help="pretrain (the default): a small model from scratch. The others fine-tune the model of "
+        "base.folder on data.path; full: all weights; lora: adapters; qlora: adapters on a base in 4 bits; "
+        "dpo: as qlora, on preferences",
+    )
+    add_keys(init)
+    init.set_defaults(call=run)
+
+
+def run(known: argparse.Namespace) -> int:
+    """Write both files. Raises: ConfigError where FILE exists or can't be written, or a value is wrong."""
+    resolved = resolve_kind(known.kind, given_keys(known))
+    path = Path(known.file)
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(commented(resolved))
+    except FileExistsError:
+        raise ConfigError(f"{path} exists already: give another name, or remove it first") from None
+    except OSError as error:
+        raise ConfigError(f"can't write the recipe {path}: {error.strerror}; give another path") from None
+    path.with_name(SCHEMA_FILE).write_text(json.dumps(schema(), indent=1) + "\n", encoding="utf-8")
+    print(f"written: {path}, and {path.with_name(SCHEMA_FILE)} for editors")
+    recipe = resolved.recipe
+    paths = {"base.folder": recipe.base.folder, "data.path": recipe.data.path} if recipe.base.folder else {}
+    for key, value in paths.items():
+        if resolved.origins[f"{key}"] == "file" and not Path(value).exists():
+            print(f'set {key} in it to yours: "{value}" isn\'t here')
+    print(f"train it: shardwright train {path}")
+    return 0
