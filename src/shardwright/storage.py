@@ -184,8 +184,18 @@ class ObjectStore:
                 if not file.exists():
                     part = file.with_name(f"{file.name}.part")
                     self.download(path, part)
+                    self._check_size(path, part)
                     os.replace(part, file)
         return file
+
+    def _check_size(self, path: RemotePath, part: Path) -> None:
+        """Raise StorageError where a download ended early, or the object was replaced meanwhile."""
+        expected, got = self._fs.size(self._path(path)), part.stat().st_size
+        if expected is not None and got != expected:
+            raise StorageError(
+                f"{path}: got {got:,} bytes of {expected:,}; the download was cut, or the object was "
+                "replaced meanwhile: try again"
+            )
 
     def keep(self, file: Path, path: RemotePath) -> None:
         """Move ``file``, of which ``path`` was uploaded, to where ``fetch`` looks first."""

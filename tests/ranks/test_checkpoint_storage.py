@@ -22,6 +22,8 @@ from shardwright.checkpoint.format import Manifest, dumps, loads
 from shardwright.cli import main
 from shardwright.errors import CheckpointError, DamagedError, InputError
 from shardwright.storage import location_of
+from shardwright.train.config import DataConfig
+from shardwright.train.data import read_corpus
 from tests.buckets import HAS_S3, Bucket, s3_server
 from tests.ranks.pool import run_ranks
 
@@ -227,3 +229,18 @@ def test_the_command_reads_urls_and_writes_folders(bucket: Bucket, tmp_path: Pat
     assert "is damaged" in capsys.readouterr().out
     with pytest.raises(InputError, match="before pathlib took one of its slashes"):
         load(Path(bucket.url), model=build(0.0))
+
+
+def read_data(rank: int, world: int, bucket: Bucket) -> tuple[int, bytes]:
+    bucket.watch()
+    corpus = read_corpus(DataConfig(path=bucket.path("text")))
+    return corpus.num_files, bytes(corpus.train) + bytes(corpus.heldout)
+
+
+def test_data_under_a_url_is_downloaded_once_by_one_rank_of_a_host_and_read_by_all(bucket: Bucket) -> None:
+    for name in ("a.txt", "below/b.txt"):
+        bucket.fs.pipe_file(bucket.path(f"text/{name}"), name.encode() * 50)
+    (found, text), other = run_ranks(2, read_data, bucket)
+    assert (found, text) == other
+    assert found == 2 and b"below/b.txt" * 50 in text
+    assert len([line for line in bucket.requests() if line.startswith("download ")]) == 2

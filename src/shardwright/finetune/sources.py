@@ -201,8 +201,8 @@ def _sniffed(config: DataConfig, paths: Sequence[tuple[str, Path]]) -> tuple[lis
             head = file.read(_HEAD_NBYTES)
         kind = _kind(name, head, config.columns)
         if kind == "text" and (other := kind_of(head)) is not None:
-            if other.holds_data or config.suffixes or Path(config.path).is_file():
-                choose = "" if Path(config.path).is_file() else ", or choose the files by data.suffixes"
+            if other.holds_data or config.suffixes or corpus_root(config).is_file():
+                choose = "" if corpus_root(config).is_file() else ", or choose the files by data.suffixes"
                 raise DataError(
                     f"data.path = {config.path!r}: {name} is {other.name}, expected text or records; "
                     f"{other.remedy}{choose}"

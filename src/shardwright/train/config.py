@@ -107,9 +107,9 @@ class DataConfig(Section):
 
     path: str = Field(
         default="stdlib",
-        description="a file or a folder of text; 'stdlib', 'torch': the source of Python's standard library, "
-        "of PyTorch; with [base] also records: JSONL, JSON, Parquet, a folder of Hugging Face datasets, or "
-        "the name of a data set on its Hub",
+        description="a file or a folder of text, or its URL (s3://bucket/text; copied to each host once); "
+        "'stdlib', 'torch': the source of Python's standard library, of PyTorch; with [base] also records: "
+        "JSONL, JSON, Parquet, a folder of Hugging Face datasets, or the name of a data set on its Hub",
     )
     sources: Annotated[tuple[SourceConfig, ...], BeforeValidator(_list_is_a_tuple)] = Field(
         default=(), description="instead of path, several: [{path = 'a.jsonl', weight = 3.0}, ...]"

@@ -10,6 +10,7 @@ No rank sees another's windows within an epoch, nothing is kept but ``p``, and a
 on from there exactly, also with another number of ranks.
 """
 
+import functools
 import hashlib
 import os
 import sysconfig
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 
 from shardwright.errors import DataError
+from shardwright.storage import local_copy
 from shardwright.train.config import DataConfig
 from shardwright.train.kinds import kind_of
 
@@ -116,8 +118,8 @@ def _texts(config: DataConfig) -> tuple[list[tuple[str, bytes]], list[str]]:
         kind = kind_of(content)
         if kind is None:
             files.append((name, content))
-        elif kind.holds_data or config.suffixes or Path(config.path).is_file():
-            choose = "" if Path(config.path).is_file() else ", or choose the files by data.suffixes"
+        elif kind.holds_data or config.suffixes or corpus_root(config).is_file():
+            choose = "" if corpus_root(config).is_file() else ", or choose the files by data.suffixes"
             raise DataError(
                 f"data.path = {config.path!r}: {name} is {kind.name}, expected text; {kind.remedy}{choose}"
             )
@@ -152,8 +154,23 @@ def corpus_paths(config: DataConfig) -> Iterator[tuple[str, Path]]:
 
 
 def corpus_root(config: DataConfig) -> Path:
-    """The file or folder that ``data.path`` says."""
+    """The file or folder that ``data.path`` says; of a URL, a copy on this host, which its processes share.
+
+    Raises: DataError where nothing is at a URL. StorageError. MissingExtra.
+    """
+    if "://" in config.path:
+        return _copy_of(config.path)
     return Path(_SOURCES.get(config.path, config.path))
+
+
+@functools.cache  # a process that asks again reads the same bytes, though an object was replaced meanwhile
+def _copy_of(url: str) -> Path:
+    try:
+        return local_copy(url)
+    except FileNotFoundError:
+        raise DataError(
+            f"data.path = {url!r}: no such object, and none below it; give the URL of an existing one"
+        ) from None
 
 
 def _drawn(files: list[tuple[str, bytes]], limit_nbytes: int) -> list[tuple[str, bytes]]:
