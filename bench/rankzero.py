@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 (registers the backend "fake")
 
 from shardwright.engine import held_memory
-from shardwright.observe import lifecycle
+from shardwright.observe.watch import lifecycle
 from shardwright.transport import mesh
 from shardwright.transport.base import Comm
 from shardwright.transport.channel import AxisChannel

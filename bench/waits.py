@@ -41,10 +41,10 @@ from bench.links import DEVICE, LinkError, Place, Shape, places, reshape
 from bench.toy import add_toy
 from bench.waits_rank import AS_IS, Order
 from bench.waits_rank import main as rank_main
-from shardwright.observe.causes import CHECKPOINT, CORES, DATA, GARBAGE, LINK, PAGING, QUOTA, REST
-from shardwright.observe.clocks import on_one_clock
-from shardwright.observe.ledger import booked, table
-from shardwright.observe.rings import load
+from shardwright.observe.ledger.causes import CHECKPOINT, CORES, DATA, GARBAGE, LINK, PAGING, QUOTA, REST
+from shardwright.observe.ledger.ledger import booked, table
+from shardwright.observe.steps.clocks import on_one_clock
+from shardwright.observe.steps.rings import load
 
 WORLD, WARM, SLOW, LEFT_OUT = 3, 5, 10, 2
 CAUSES = (DATA, QUOTA, LINK, GARBAGE, PAGING, CHECKPOINT)

@@ -23,9 +23,9 @@ from bench.links import DEVICE
 from bench.model import Size, build, tokens
 from shardwright import fully_shard, set_transport
 from shardwright.checkpoint import save
-from shardwright.observe.causes import CHECKPOINT, DATA, GARBAGE, PAGING, QUOTA
-from shardwright.observe.recording import ring
-from shardwright.observe.rings import write
+from shardwright.observe.ledger.causes import CHECKPOINT, DATA, GARBAGE, PAGING, QUOTA
+from shardwright.observe.steps.recording import ring
+from shardwright.observe.steps.rings import write
 from shardwright.transport.recorder import record_function
 
 SIZE = Size(layers=3, width=96, vocab=512, sequence=32, batch=4)

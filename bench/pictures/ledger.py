@@ -13,12 +13,12 @@ from matplotlib import pyplot
 from bench.model import Size, build, tokens
 from bench.pictures.ranks import finished, start
 from shardwright import fully_shard
-from shardwright.observe.causes import NOBODY
-from shardwright.observe.clocks import on_one_clock
-from shardwright.observe.drawing import COLOURS
-from shardwright.observe.ledger import booked, summary
-from shardwright.observe.recording import ring
-from shardwright.observe.rings import load, write
+from shardwright.observe.ledger.causes import NOBODY
+from shardwright.observe.ledger.ledger import booked, summary
+from shardwright.observe.steps.clocks import on_one_clock
+from shardwright.observe.steps.drawing import COLOURS
+from shardwright.observe.steps.recording import ring
+from shardwright.observe.steps.rings import load, write
 from shardwright.transport.recorder import recorder
 
 WORLD, SLOW, SLOW_S, STEPS, WARM = 3, 1, 0.12, 24, 4

@@ -16,11 +16,11 @@ from bench.launch import arguments, run
 from bench.model import Size, build, tokens
 from bench.pictures.ranks import LIMIT_S, finished, start
 from bench.systems import build_system
-from shardwright.observe.clocks import on_one_clock
-from shardwright.observe.drawing import Bar, Drawing, Shade
-from shardwright.observe.recording import ring
-from shardwright.observe.rings import Ring, load, write
-from shardwright.observe.step_page import draw as lanes_of
+from shardwright.observe.steps.clocks import on_one_clock
+from shardwright.observe.steps.drawing import Bar, Drawing, Shade
+from shardwright.observe.steps.recording import ring
+from shardwright.observe.steps.rings import Ring, load, write
+from shardwright.observe.steps.step_page import draw as lanes_of
 
 LINK, PRECISION, WARM = "1gbit", "bf16", 3
 SIZE = Size()

@@ -7,7 +7,7 @@
 This and ``lightning.py``, for Lightning's Trainer, are the only files that import Lightning.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -20,6 +20,7 @@ from shardwright.clip import clip_grad_norm_
 from shardwright.errors import CheckpointError, InputError
 from shardwright.extras import require
 from shardwright.module import FSDPModule
+from shardwright.policy import DEFAULT_PRECISION, MixedPrecisionPolicy
 from shardwright.strategies import ShardsModules, strategies_of, unreduced
 
 __all__ = ["ShardwrightStrategy"]
@@ -50,8 +51,14 @@ class ShardwrightStrategy(ShardsModules, *_DDP):
         **options: of ``DDPStrategy``, such as ``process_group_backend`` and ``timeout``.
     """
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(
+        self,
+        groups: Any = "auto",
+        shard: Callable[[nn.Module], object] | None = None,
+        mp_policy: MixedPrecisionPolicy = DEFAULT_PRECISION,
+        **options: Any,
+    ) -> None:
+        super().__init__(groups, shard, mp_policy, **options)
         self._backward_sync_control = _Reducing()
 
     def setup_module(self, module: nn.Module) -> nn.Module:
@@ -68,7 +75,7 @@ class ShardwrightStrategy(ShardsModules, *_DDP):
             InputError: as ``fully_shard``.
         """
         if not isinstance(module, FSDPModule):
-            self.shard(module)
+            self._shard_whole(module)
         return module
 
     def setup_module_and_optimizers(

@@ -107,7 +107,7 @@ class _Sharding(ShardsModules):
             return  # of a fit before
         if any(True for _ in _plain(module)):
             take_values_of_rank_0([*_plain(module), *module.buffers()], self.root_device)
-            self.shard(module)
+            self._shard_whole(module)
         for metric in module.modules():
             if isinstance(metric, _Metric):
                 metric.to(self.root_device)

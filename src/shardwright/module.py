@@ -16,7 +16,7 @@ from shardwright.engine.torch_state import TorchState, show_state
 from shardwright.engine.unit import Unit
 from shardwright.errors import InputError, StageError
 from shardwright.observe.memory import MemoryLog, MemoryReport
-from shardwright.observe.trace import Trace
+from shardwright.observe.steps.trace import Trace
 from shardwright.params.param import keep_attributes
 from shardwright.schedule.schedule import ActionKind, Schedule
 from shardwright.torch_fsdp import TorchFSDPModule

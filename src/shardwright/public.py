@@ -21,7 +21,7 @@ from shardwright.installed import install, uninstall
 from shardwright.linear_loss import linear_cross_entropy
 from shardwright.loss import loss_weights
 from shardwright.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
-from shardwright.observe.lifecycle import set_watch
+from shardwright.observe.watch.lifecycle import set_watch
 from shardwright.params.at_rest import pickle_shards
 from shardwright.policy import (
     BackwardPrefetch,

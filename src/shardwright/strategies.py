@@ -39,12 +39,8 @@ class ShardsModules:
         self._shard = shard
         self._mp_policy = mp_policy
 
-    def shard(self, module: nn.Module) -> None:
-        """Shard a module that isn't sharded yet, in place. Every rank calls it.
-
-        Raises:
-            InputError: as ``fully_shard``.
-        """
+    def _shard_whole(self, module: nn.Module) -> None:
+        """Shard a module that isn't sharded yet, in place; every rank calls it."""
         if self._shard is not None:
             self._shard(module)
             return

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shardwright.observe import flight_recorder, process_status
-from shardwright.observe.diagnosis import Fault, Findings, diagnose, table, tell
-from shardwright.observe.flight_recorder import FlightRecorder
-from shardwright.observe.process_status import ProcessStatus
+from shardwright.observe.watch import flight_recorder, process_status
+from shardwright.observe.watch.diagnosis import Fault, Findings, diagnose, table, tell
+from shardwright.observe.watch.flight_recorder import FlightRecorder
+from shardwright.observe.watch.process_status import ProcessStatus
 from shardwright.policy import WatchPolicy
 from shardwright.schedule.layout import equal_spans
 from shardwright.transport.base import Segment

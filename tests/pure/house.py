@@ -82,11 +82,17 @@ EXCEPTIONS: dict[tuple[str, str, str], tuple[int, str]] = {
     ),
     ("engine/runtime.py", "attributes", "Runtime"): (16, "what the loop works with, and where it stands"),
     ("transport/cpu/connection.py", "class lines", "Connection"): (270, "both ways of one connection"),
-    ("observe/recording.py", "attributes", "_Reader"): (13, "what is put together of each kind of record"),
-    ("observe/rings.py", "attributes", "Record"): (15, "a row of what a rank did, with all that it says"),
+    ("observe/steps/recording.py", "attributes", "_Reader"): (
+        13,
+        "what is put together of each kind of record",
+    ),
+    ("observe/steps/rings.py", "attributes", "Record"): (
+        15,
+        "a row of what a rank did, with all that it says",
+    ),
     ("params/param.py", "attributes", "ShardedParam"): (13, "its two faces, where it lies, what lies in it"),
     ("engine/reducer.py", "attributes", "Reducer"): (15, "what it reduces, how, and where that stands"),
-    ("observe/diagnosis.py", "file lines", "observe/diagnosis.py"): (
+    ("observe/watch/diagnosis.py", "file lines", "observe/watch/diagnosis.py"): (
         425,
         "what ranks say, and the one judgement of it",
     ),

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.errors import CommError, InputError
-from shardwright.observe.diagnosis import (
+from shardwright.observe.watch.diagnosis import (
     ERRORS,
     Answer,
     Fault,
@@ -21,7 +21,7 @@ from shardwright.observe.diagnosis import (
     table,
     tell,
 )
-from shardwright.observe.status_exchange import _answer
+from shardwright.observe.watch.status_exchange import _answer
 from shardwright.policy import WatchPolicy
 
 POLICY = WatchPolicy()

@@ -8,7 +8,7 @@ import torch
 
 from bench import model as bench_model
 from shardwright.errors import InputError
-from shardwright.observe.drawing import Bar, Drawing, Level
+from shardwright.observe.steps.drawing import Bar, Drawing, Level
 from shardwright.plan import Choice, estimate
 from shardwright.plan.cluster import DEVICES, Cluster
 from tests.browser import needs_chromium, opened

@@ -4,9 +4,9 @@ import time
 
 import pytest
 
-from shardwright.observe import flight_recorder
-from shardwright.observe.diagnosis import Answer, Fault, Findings, Launched, Waits, diagnose
-from shardwright.observe.flight_recorder import FlightRecorder, parsed, remembers_all
+from shardwright.observe.watch import flight_recorder
+from shardwright.observe.watch.diagnosis import Answer, Fault, Findings, Launched, Waits, diagnose
+from shardwright.observe.watch.flight_recorder import FlightRecorder, parsed, remembers_all
 from shardwright.policy import WatchPolicy
 
 

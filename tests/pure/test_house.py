@@ -72,7 +72,7 @@ BAD = [
     (house.arrows_up, {"xla/files.py": "from shardwright.checkpoint import load", "checkpoint/load.py": ""}),
     (
         house.arrows_up,
-        {"transport/cpu/shm.py": "from shardwright.observe import trace", "observe/trace.py": ""},
+        {"transport/cpu/shm.py": "from shardwright.observe.steps import trace", "observe/steps/trace.py": ""},
     ),
     (house.arrows_up, {"somewhere/new.py": ""}),
     (

@@ -5,9 +5,9 @@ from collections import defaultdict
 
 import pytest
 
-from shardwright.observe.causes import CAUSES, NOBODY, REMEDIES, REST
-from shardwright.observe.ledger import booked, table
-from shardwright.observe.rings import CoreUse, Record, RecordedStep, Ring
+from shardwright.observe.ledger.causes import CAUSES, NOBODY, REMEDIES, REST
+from shardwright.observe.ledger.ledger import booked, table
+from shardwright.observe.steps.rings import CoreUse, Record, RecordedStep, Ring
 
 BLOCKS, MS = 4, 1e-3
 TRANSPORT = "cpu1 of all"

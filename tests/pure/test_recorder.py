@@ -6,12 +6,12 @@ import pytest
 
 from shardwright import record_function
 from shardwright.errors import InputError
-from shardwright.observe import recording
-from shardwright.observe.clocks import offsets, on_one_clock
-from shardwright.observe.drawing import Bar, Drawing
-from shardwright.observe.rings import Record, RecordedStep, Ring, load, write
-from shardwright.observe.step_memory import levels
-from shardwright.observe.step_page import draw
+from shardwright.observe.steps import recording
+from shardwright.observe.steps.clocks import offsets, on_one_clock
+from shardwright.observe.steps.drawing import Bar, Drawing
+from shardwright.observe.steps.rings import Record, RecordedStep, Ring, load, write
+from shardwright.observe.steps.step_memory import levels
+from shardwright.observe.steps.step_page import draw
 from shardwright.schedule.schedule import Action, ActionKind
 from shardwright.transport.launches import Launch
 from shardwright.transport.recorder import ACTION, DEVICE, LAUNCH, MOST, SPAN, STALL, STEPS, Label, Recorder

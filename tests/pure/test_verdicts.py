@@ -12,10 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from shardwright.observe import backoff
-from shardwright.observe.backoff import Backoff
-from shardwright.observe.diagnosis import Answer, Fault, Findings, Launched, Note, Waits, diagnose
-from shardwright.observe.flight_recorder import STANDS_S, InFlight
+from shardwright.observe.watch import backoff
+from shardwright.observe.watch.backoff import Backoff
+from shardwright.observe.watch.diagnosis import Answer, Fault, Findings, Launched, Note, Waits, diagnose
+from shardwright.observe.watch.flight_recorder import STANDS_S, InFlight
 from shardwright.policy import WatchPolicy
 
 POLICY = WatchPolicy()

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from shardwright import SchedulePolicy, fully_shard, set_transport
 from shardwright.checkpoint import save
 from shardwright.engine.consensus import Consensus
-from shardwright.observe.status_exchange import StatusExchange
+from shardwright.observe.watch.status_exchange import StatusExchange
 from shardwright.schedule.sync import AllReduceMin
 from shardwright.transport.cpu.connection import Connection
 from tests.ranks.scripts import fault, run_scripts

@@ -11,11 +11,11 @@ import torch
 
 from shardwright import fully_shard, set_transport
 from shardwright.cli import main
-from shardwright.observe.causes import CORES, REST
-from shardwright.observe.clocks import on_one_clock
-from shardwright.observe.ledger import booked, summary, table
-from shardwright.observe.lifecycle import late_over_the_run
-from shardwright.observe.recording import ring
+from shardwright.observe.ledger.causes import CORES, REST
+from shardwright.observe.ledger.ledger import booked, summary, table
+from shardwright.observe.steps.clocks import on_one_clock
+from shardwright.observe.steps.recording import ring
+from shardwright.observe.watch.lifecycle import late_over_the_run
 from shardwright.train.folder import RunFolder
 from shardwright.transport.recorder import recorder
 from tests.ranks.models import Run, batches, build, loss_of, shard_decoder
@@ -104,7 +104,7 @@ def told(rank, world, folder):
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("shardwright.observe.watchdog").addHandler(handler)
+    logging.getLogger("shardwright.observe.watch.watchdog").addHandler(handler)
     run = Run.of(shard_decoder(build(), fully_shard))
     agreed, step, late = torch.zeros(1), 0, []
     while not agreed.item() and step < 200:

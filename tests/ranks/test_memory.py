@@ -19,8 +19,8 @@ from shardwright.engine import held_memory
 from shardwright.errors import StageError
 from shardwright.observe.host_memory import VARIABLE, resident_nbytes
 from shardwright.observe.memory import NO_GROUP, Category
-from shardwright.observe.recording import ring
-from shardwright.observe.step_memory import levels
+from shardwright.observe.steps.recording import ring
+from shardwright.observe.steps.step_memory import levels
 from shardwright.plan.host import Rank, live_bytes
 from shardwright.plan.predict import Choice, workload_of
 from shardwright.plan.presets import preset, schedule

@@ -15,11 +15,11 @@ import torch
 from shardwright import WatchPolicy, set_process
 from shardwright.cli import top
 from shardwright.errors import CommError, InputError
-from shardwright.observe.diagnosis import Answer, Findings, Status, Waits
-from shardwright.observe.lifecycle import keep_watch, store_address
-from shardwright.observe.process_status import frame_of, user_line
-from shardwright.observe.status import status
-from shardwright.observe.status_exchange import find_exchange, store_at
+from shardwright.observe.watch.diagnosis import Answer, Findings, Status, Waits
+from shardwright.observe.watch.lifecycle import keep_watch, store_address
+from shardwright.observe.watch.process_status import frame_of, user_line
+from shardwright.observe.watch.status import status
+from shardwright.observe.watch.status_exchange import find_exchange, store_at
 from shardwright.train.ranks import RankPlace
 from shardwright.transport.cpu.pages import keep_freed_pages
 from tests.ranks.faults import built, step

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from shardwright import fully_shard, set_transport
-from shardwright.observe.clocks import offsets
-from shardwright.observe.recording import ring
+from shardwright.observe.steps.clocks import offsets
+from shardwright.observe.steps.recording import ring
 from shardwright.schedule.schedule import Schedule
 from shardwright.transport.recorder import recorder
 from tests.ranks.models import Run, batches, build, loss_of, shard_decoder

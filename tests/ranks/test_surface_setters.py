@@ -25,7 +25,7 @@ from shardwright import (
 )
 from shardwright.engine.unit import unit_of
 from shardwright.errors import InputError, StageError
-from shardwright.observe.recording import ring
+from shardwright.observe.steps.recording import ring
 from shardwright.schedule.schedule import Event, EventKind, Phase
 from tests.ranks.models import (
     Block,

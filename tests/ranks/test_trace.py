@@ -9,8 +9,8 @@ import pytest
 
 from shardwright import fully_shard
 from shardwright.cli import main
-from shardwright.observe import collection
-from shardwright.observe.lifecycle import store_address
+from shardwright.observe.steps import collection
+from shardwright.observe.watch.lifecycle import store_address
 from shardwright.planned import Plan, PlannedGroup
 from shardwright.transport.recorder import recorder
 from tests import trace_format

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from shardwright.cli import VERBS, main
 from shardwright.errors import DataError
-from shardwright.observe.rings import load
+from shardwright.observe.steps.rings import load
 from shardwright.planned import Plan, PlannedGroup
 from shardwright.policy import SchedulePolicy
 from shardwright.train.data import heldout_windows, read_corpus

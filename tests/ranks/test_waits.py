@@ -4,7 +4,7 @@ import pytest
 
 from bench import links
 from bench.waits import CAUSES, Cause, started
-from shardwright.observe.causes import CORES, DATA, LINK, QUOTA
+from shardwright.observe.ledger.causes import CORES, DATA, LINK, QUOTA
 
 pytestmark = pytest.mark.skipif(
     bool(links._lacking()) or not links._can_make_namespaces(), reason="needs root and iproute2"

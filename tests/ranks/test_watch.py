@@ -20,8 +20,8 @@ from torch import nn
 from shardwright import WatchPolicy, fully_shard, set_transport, set_watch
 from shardwright.checkpoint import StopRequest
 from shardwright.errors import RankLost
-from shardwright.observe.lifecycle import store_address
-from shardwright.observe.watchdog import Watch
+from shardwright.observe.watch.lifecycle import store_address
+from shardwright.observe.watch.watchdog import Watch
 from shardwright.transport import liveness
 from shardwright.transport.attempt import this_attempt
 from shardwright.transport.launches import process_state

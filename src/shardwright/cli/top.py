@@ -16,13 +16,13 @@ from typing import Any
 from shardwright.cli.verb import add_verb
 from shardwright.errors import CommError, ConfigError
 from shardwright.extras import from_extra
-from shardwright.observe.clocks import on_one_clock
-from shardwright.observe.diagnosis import Findings, diagnose
-from shardwright.observe.lateness import Late, history
-from shardwright.observe.ledger import Ledger, booked, summary
-from shardwright.observe.rings import Ring
-from shardwright.observe.status import status
-from shardwright.observe.status_exchange import StatusExchange, find_exchange, store_at
+from shardwright.observe.ledger.lateness import Late, history
+from shardwright.observe.ledger.ledger import Ledger, booked, summary
+from shardwright.observe.steps.clocks import on_one_clock
+from shardwright.observe.steps.rings import Ring
+from shardwright.observe.watch.diagnosis import Findings, diagnose
+from shardwright.observe.watch.status import status
+from shardwright.observe.watch.status_exchange import StatusExchange, find_exchange, store_at
 from shardwright.policy import WatchPolicy
 from shardwright.train.folder import JOB_FILE, LATE_FILE
 from shardwright.train.report import as_json, open_console

@@ -11,8 +11,8 @@ from typing import Any
 from shardwright.cli.top import exchange_at, store_of
 from shardwright.cli.verb import add_verb
 from shardwright.errors import CommError, ShardwrightError
-from shardwright.observe.rings import Ring, load
-from shardwright.observe.step_page import save_page
+from shardwright.observe.steps.rings import Ring, load
+from shardwright.observe.steps.step_page import save_page
 from shardwright.planned import Plan
 from shardwright.train.folder import JOB_FILE, RunFolder
 

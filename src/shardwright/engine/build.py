@@ -19,7 +19,7 @@ from shardwright.engine.optimizer_guard import leave_out
 from shardwright.engine.runtime import Runtime
 from shardwright.engine.unit import Unit, is_sharded, mark, take_over, unit_of, units_in
 from shardwright.errors import InputError, MisuseError
-from shardwright.observe.lifecycle import keep_watch
+from shardwright.observe.watch.lifecycle import keep_watch
 from shardwright.params.param import ShardedParam
 from shardwright.params.placement import Split
 from shardwright.params.subclass import is_extended, not_extensible

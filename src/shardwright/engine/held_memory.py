@@ -10,8 +10,8 @@ import torch.distributed as dist
 from shardwright.engine.group import ParamGroup
 from shardwright.errors import OutOfMemory
 from shardwright.observe.host_memory import Budget, allocated_nbytes, stated_budget
-from shardwright.observe.lifecycle import amendments
 from shardwright.observe.memory import event_in_words
+from shardwright.observe.watch.lifecycle import amendments
 from shardwright.schedule.schedule import Event
 from shardwright.transport.recorder import HELD, clock, recorder
 

@@ -39,7 +39,7 @@ from shardwright.engine.paging import page_out
 from shardwright.engine.runtime import Runtime
 from shardwright.engine.transforms import beneath_transforms
 from shardwright.engine.unit import Unit, unit_of
-from shardwright.observe.lifecycle import amendments
+from shardwright.observe.watch.lifecycle import amendments
 from shardwright.params.at_rest import name_remedy
 from shardwright.params.load_plain import shard_plain_entries
 from shardwright.schedule.schedule import EventKind, Phase

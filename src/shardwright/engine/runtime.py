@@ -22,7 +22,7 @@ from shardwright.engine.group_table import GroupTable
 from shardwright.engine.transforms import beneath_transforms
 from shardwright.errors import StageError
 from shardwright.extras import require
-from shardwright.observe.trace import Trace, last_trace
+from shardwright.observe.steps.trace import Trace, last_trace
 from shardwright.params.param import ShardedParam
 from shardwright.policy import Agreement, SchedulePolicy, Wire
 from shardwright.schedule.follower import Follower, Mode

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from shardwright.errors import ConfigError, OutOfMemory
-from shardwright.observe.status import in_words
+from shardwright.observe.watch.status import in_words
 from shardwright.transport.cpu.libc import LIBC
 from shardwright.transport.cpu.pages import POOL
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardwright.columns import in_columns
-from shardwright.observe.drawing import Bar, Drawing, Level
+from shardwright.observe.steps.drawing import Bar, Drawing, Level
 from shardwright.schedule.schedule import EventKind
 
 NO_GROUP = "(no group)"

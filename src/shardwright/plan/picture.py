@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from shardwright.observe.drawing import Bar, Drawing, Level
+from shardwright.observe.steps.drawing import Bar, Drawing, Level
 from shardwright.plan.memory import HeldBytes
 from shardwright.plan.simulate import Interval
 from shardwright.schedule.schedule import ActionKind, EventKind

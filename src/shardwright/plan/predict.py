@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from shardwright.errors import InputError
 from shardwright.grouped import Groups
-from shardwright.observe.drawing import Drawing
+from shardwright.observe.steps.drawing import Drawing
 from shardwright.params.quantized.module import encodings
 from shardwright.plan.cluster import GIB, Cluster
 from shardwright.plan.constants import Constants

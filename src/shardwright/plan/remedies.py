@@ -16,7 +16,7 @@ from shardwright.engine.unit import Unit, unit_of, units_in
 from shardwright.errors import ConfigError, InputError
 from shardwright.module import original_class
 from shardwright.observe.memory import Category
-from shardwright.observe.status import in_words
+from shardwright.observe.watch.status import in_words
 from shardwright.plan.cluster import Cluster, DeviceSpec, device
 from shardwright.plan.predict import Choice
 from shardwright.plan.search import Candidate, Space, Tried, any_loss, space_of

@@ -28,7 +28,7 @@ import torch
 from shardwright.checkpoint.lock import LOCK, FolderLock
 from shardwright.errors import ConfigError, InputError
 from shardwright.extras import from_extra
-from shardwright.observe.rings import Ring, write
+from shardwright.observe.steps.rings import Ring, write
 from shardwright.storage import Location, location_of
 
 with from_extra("checkpoint"):

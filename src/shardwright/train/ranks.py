@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwright.checkpoint import StopRequest
 from shardwright.errors import CheckpointError, ConfigError, DataError, InputError
-from shardwright.observe.lifecycle import amendments, keep_watch, leave, set_watch, store_address
+from shardwright.observe.watch.lifecycle import amendments, keep_watch, leave, set_watch, store_address
 from shardwright.torch_private import default_store
 from shardwright.train.config import LaunchConfig, Recipe
 from shardwright.train.data import Share

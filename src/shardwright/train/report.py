@@ -7,7 +7,7 @@ from dataclasses import asdict, is_dataclass
 from typing import Any
 
 from shardwright.extras import from_extra
-from shardwright.observe.status import in_words
+from shardwright.observe.watch.status import in_words
 from shardwright.train.loop import StepReport
 
 with from_extra("train"):

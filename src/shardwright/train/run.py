@@ -28,9 +28,9 @@ from shardwright.checkpoint import StopRequest, background
 from shardwright.checkpoint.folder import is_complete, step_folder
 from shardwright.checkpoint.lock import Held, holder
 from shardwright.errors import ConfigError
-from shardwright.observe.lifecycle import late_over_the_run
-from shardwright.observe.recording import ring
-from shardwright.observe.status import in_words
+from shardwright.observe.steps.recording import ring
+from shardwright.observe.watch.lifecycle import late_over_the_run
+from shardwright.observe.watch.status import in_words
 from shardwright.planned import Plan
 from shardwright.storage import Location
 from shardwright.train.config import Recipe

@@ -2,9 +2,9 @@
 
 One ring per process, of plain tuples, filled where things happen: the runtime's calls and their actions, the
 launches, waits and ends of collectives, and what else the training thread is known to do (``span``). All
-times are seconds of one clock of this host (``time.perf_counter``). ``observe/recording.py`` makes records of
-them that people and pages read (``Record.link`` is what the last two of WAIT and DONE say, where they have
-them); nothing else reads these tuples:
+times are seconds of one clock of this host (``time.perf_counter``). ``observe/steps/recording.py`` makes
+records of them that people and pages read (``Record.link`` is what the last two of WAIT and DONE say, where
+they have them); nothing else reads these tuples:
 
     CALL     labels, event, actions, start, end, unsharded bytes    of the runtime, at an event
     PHASE    labels, phase, begins, nested, start, end              of the runtime, as a phase begins or ends

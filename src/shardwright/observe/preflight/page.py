@@ -12,7 +12,7 @@ from shardwright.observe.preflight.findings import (
     in_short,
     is_loopback,
 )
-from shardwright.observe.status import in_words
+from shardwright.observe.watch.status import in_words
 
 _MOST_IN_GRID = 12
 

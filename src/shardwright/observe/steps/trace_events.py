@@ -9,10 +9,10 @@ microseconds.
 from collections.abc import Sequence
 from typing import Any
 
-from shardwright.observe.late import called, doing, late_ranks
-from shardwright.observe.recording import VERBS
-from shardwright.observe.rings import Record, Ring
-from shardwright.observe.step_memory import levels
+from shardwright.observe.ledger.late import called, doing, late_ranks
+from shardwright.observe.steps.recording import VERBS
+from shardwright.observe.steps.rings import Record, Ring
+from shardwright.observe.steps.step_memory import levels
 
 _THREAD, _DEVICE = 1, 2
 

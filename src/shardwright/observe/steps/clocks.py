@@ -15,7 +15,7 @@ from itertools import permutations
 from math import inf
 from typing import NamedTuple
 
-from shardwright.observe.rings import Ring
+from shardwright.observe.steps.rings import Ring
 
 
 class ClockOffset(NamedTuple):

@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from shardwright.observe.rings import Record, Ring
+from shardwright.observe.steps.rings import Record, Ring
 
 
 class LateRank(NamedTuple):

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardwright.observe.collection import save_together
-from shardwright.observe.recording import ring
-from shardwright.observe.step_page import Predicted
+from shardwright.observe.steps.collection import save_together
+from shardwright.observe.steps.recording import ring
+from shardwright.observe.steps.step_page import Predicted
 from shardwright.schedule.schedule import Action, Event, Phase, Schedule, ScheduleEntry
 from shardwright.transport.recorder import CALL, PHASE, Label, recorder
 

@@ -1,6 +1,6 @@
 """A status exchange in words, for people who ask: what runs, or what is wrong, and the table of all ranks."""
 
-from shardwright.observe.diagnosis import Fault, Findings, diagnose, table, tell
+from shardwright.observe.watch.diagnosis import Fault, Findings, diagnose, table, tell
 from shardwright.policy import WatchPolicy
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")

@@ -11,9 +11,9 @@ other        what it held before the forward of such a count: inputs, other mode
 
 from collections.abc import Iterator
 
-from shardwright.observe.drawing import Level
 from shardwright.observe.memory import Category
-from shardwright.observe.rings import Ring
+from shardwright.observe.steps.drawing import Level
+from shardwright.observe.steps.rings import Ring
 
 
 def levels(ring: Ring) -> list[Level]:

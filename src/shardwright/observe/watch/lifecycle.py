@@ -19,10 +19,10 @@ from weakref import ref
 import torch.distributed as dist
 
 from shardwright.errors import InputError
-from shardwright.observe.diagnosis import Note
-from shardwright.observe.process_status import is_library
-from shardwright.observe.status_exchange import address_of, open_exchange
-from shardwright.observe.watchdog import Watch
+from shardwright.observe.watch.diagnosis import Note
+from shardwright.observe.watch.process_status import is_library
+from shardwright.observe.watch.status_exchange import address_of, open_exchange
+from shardwright.observe.watch.watchdog import Watch
 from shardwright.policy import WatchPolicy
 from shardwright.torch_private import default_store
 from shardwright.transport.attempt import this_attempt

@@ -3,8 +3,8 @@
 import threading
 import time
 
-from shardwright.observe.diagnosis import Diagnosis
-from shardwright.observe.flight_recorder import InFlight
+from shardwright.observe.watch.diagnosis import Diagnosis
+from shardwright.observe.watch.flight_recorder import InFlight
 from shardwright.transport.launches import Wait
 
 _LONGEST_PAUSE_S = 5.0

@@ -28,7 +28,16 @@ from datetime import timedelta
 from torch.distributed import FileStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from shardwright.observe.diagnosis import Answer, Diagnosis, Fault, Findings, Launched, Note, Status, Waits
+from shardwright.observe.watch.diagnosis import (
+    Answer,
+    Diagnosis,
+    Fault,
+    Findings,
+    Launched,
+    Note,
+    Status,
+    Waits,
+)
 from shardwright.transport import liveness
 
 _POLL_S = 0.02

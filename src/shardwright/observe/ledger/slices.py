@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from shardwright.observe.causes import (
+from shardwright.observe.ledger.causes import (
     CHECKPOINT,
     COMPUTE,
     CORES,
@@ -24,7 +24,7 @@ from shardwright.observe.causes import (
     SPANS,
     USER,
 )
-from shardwright.observe.rings import CoreUse, Record, Ring
+from shardwright.observe.steps.rings import CoreUse, Record, Ring
 
 _NOTED_S = 100e-6  # less of it in a few milliseconds is left where it is
 _BLOCKED_S = 1e-3  # so long no core is needed: less is a lock, or a copy by another thread

@@ -13,14 +13,14 @@ from types import FrameType
 
 import torch
 
-from shardwright.observe.diagnosis import Answer, Launched, Status, Waits
-from shardwright.observe.flight_recorder import FlightRecorder, InFlight
 from shardwright.observe.host_memory import resident_nbytes
+from shardwright.observe.watch.diagnosis import Answer, Launched, Status, Waits
+from shardwright.observe.watch.flight_recorder import FlightRecorder, InFlight
 from shardwright.transport.launches import Wait, process_state
 from shardwright.transport.recorder import LINE, clock, recorder
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
-_OURS = str(Path(__file__).parents[1]) + os.sep
+_OURS = str(Path(__file__).parents[2]) + os.sep
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 _SITE = os.sep + "site-packages" + os.sep
 _C10D = _TORCH + os.path.join("distributed", "distributed_c10d.py")

@@ -21,15 +21,15 @@ from dataclasses import dataclass, field, replace
 
 from torch.distributed import DistError
 
-from shardwright.observe.backoff import Backoff
-from shardwright.observe.diagnosis import ERRORS, Fault, Findings, Note, diagnose, tell
-from shardwright.observe.lateness import STEPS, Lateness, late_rank
-from shardwright.observe.process_status import ProcessStatus
-from shardwright.observe.recording import ring
-from shardwright.observe.requests import Requests
-from shardwright.observe.rings import Ring
-from shardwright.observe.status import status
-from shardwright.observe.status_exchange import SharedDiagnosis, StatusExchange
+from shardwright.observe.ledger.lateness import STEPS, Lateness, late_rank
+from shardwright.observe.steps.recording import ring
+from shardwright.observe.steps.rings import Ring
+from shardwright.observe.watch.backoff import Backoff
+from shardwright.observe.watch.diagnosis import ERRORS, Fault, Findings, Note, diagnose, tell
+from shardwright.observe.watch.process_status import ProcessStatus
+from shardwright.observe.watch.requests import Requests
+from shardwright.observe.watch.status import status
+from shardwright.observe.watch.status_exchange import SharedDiagnosis, StatusExchange
 from shardwright.policy import WatchPolicy
 from shardwright.torch_private import process_groups
 from shardwright.transport.abort import close, is_closed

@@ -21,10 +21,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from shardwright.columns import in_columns
-from shardwright.observe.causes import GARBAGE, LINK, NOBODY, QUOTA, REMEDIES, REST, SCHEDULE, WORK
-from shardwright.observe.rings import Record, Ring
-from shardwright.observe.slices import Slice, slices
-from shardwright.observe.slow_links import slow_links, whose_link
+from shardwright.observe.ledger.causes import GARBAGE, LINK, NOBODY, QUOTA, REMEDIES, REST, SCHEDULE, WORK
+from shardwright.observe.ledger.slices import Slice, slices
+from shardwright.observe.ledger.slow_links import slow_links, whose_link
+from shardwright.observe.steps.rings import Record, Ring
 
 _IN_STEP = 0.1  # of the lateness: ranks that launched nearer to each other than that were in step
 _FAR_BACK = 400  # collectives

@@ -13,13 +13,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from shardwright.errors import InputError, MissingExtra
-from shardwright.observe.clocks import offsets, on_one_clock
-from shardwright.observe.drawing import Arrow, Bar, Drawing, Shade
-from shardwright.observe.late import LateRank, called, collective, doing, late_ranks
-from shardwright.observe.rings import Record, Ring
-from shardwright.observe.status import in_words
-from shardwright.observe.step_memory import levels
-from shardwright.observe.trace_events import trace_events
+from shardwright.observe.ledger.late import LateRank, called, collective, doing, late_ranks
+from shardwright.observe.steps.clocks import offsets, on_one_clock
+from shardwright.observe.steps.drawing import Arrow, Bar, Drawing, Shade
+from shardwright.observe.steps.rings import Record, Ring
+from shardwright.observe.steps.step_memory import levels
+from shardwright.observe.steps.trace_events import trace_events
+from shardwright.observe.watch.status import in_words
 from shardwright.planned import Plan
 
 _LANES = {"all-gather": "gather", "reduce-scatter": "reduce", "all-reduce": "reduce"}

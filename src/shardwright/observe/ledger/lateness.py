@@ -11,10 +11,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from shardwright.observe.causes import REMEDIES
-from shardwright.observe.clocks import on_one_clock
-from shardwright.observe.ledger import Ledger, booked
-from shardwright.observe.rings import Ring
+from shardwright.observe.ledger.causes import REMEDIES
+from shardwright.observe.ledger.ledger import Ledger, booked
+from shardwright.observe.steps.clocks import on_one_clock
+from shardwright.observe.steps.rings import Ring
 from shardwright.transport.launches import process_state
 from shardwright.transport.recorder import WAIT, recorder
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwright.observe.rings import CoreUse, Record, RecordedStep, Ring
+from shardwright.observe.steps.rings import CoreUse, Record, RecordedStep, Ring
 from shardwright.schedule.schedule import Action, ActionKind, Event, EventKind, Phase
 from shardwright.transport.device_times import read_device_times
 from shardwright.transport.launches import Launch, process_state

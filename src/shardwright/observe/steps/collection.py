@@ -6,8 +6,8 @@ from pathlib import Path
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from shardwright.observe.rings import Ring, write
-from shardwright.observe.step_page import Predicted, save_page
+from shardwright.observe.steps.rings import Ring, write
+from shardwright.observe.steps.step_page import Predicted, save_page
 from shardwright.torch_private import default_store
 from shardwright.transport.attempt import this_attempt
 
