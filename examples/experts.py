@@ -6,7 +6,8 @@
 
 A model of bytes learns this file. Its experts lie expert-parallel on the axis "ep" of a mesh, as DTensors,
 and are sharded over the axis "dp"; all other weights are sharded over all ranks. The last two lines are the
-loss of the ranks, and of one process with the whole model: the same.
+loss of the ranks, and of one process with the whole model: the same. The picture in runs/experts shows how
+many tokens went to which expert.
 """
 
 import argparse
@@ -24,6 +25,9 @@ from torch.nn import functional as F
 
 from shardwright import clip_grad_norm_, full_state_dict, fully_shard
 from shardwright.wrapper import FSDP, CustomPolicy
+
+Seen = tuple[float, list[torch.Tensor]]
+"""Of a step: the loss on this rank, and for each block how many tokens went to each expert on all ranks."""
 
 
 class Experts(nn.Module):
@@ -179,9 +183,10 @@ def loss_of(model: nn.Module, text: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(model(text)[:, :-1].flatten(0, 1), text[:, 1:].flatten())
 
 
-def train(model: nn.Module, text: torch.Tensor, options: argparse.Namespace) -> None:
+def train(model: nn.Module, text: torch.Tensor, options: argparse.Namespace) -> list[Seen]:
     """Train on this rank's parts of ``text``."""
     rank, world = dist.get_rank(), dist.get_world_size()
+    history = []
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
     for step in range(options.steps):
         generator = torch.Generator().manual_seed(step)
@@ -193,8 +198,27 @@ def train(model: nn.Module, text: torch.Tensor, options: argparse.Namespace) -> 
         optimizer.step()
         optimizer.zero_grad()
         balance(model, rate=0.001)
+        history.append((loss.item(), [block.routed.load for block in model.blocks]))
         if rank == 0 and (step + 1) % 20 == 0:
             print(f"step {step + 1}  loss {loss.item():.4f}  norm {norm.item():.3f}")
+    return history
+
+
+def draw(history: list[Seen], out: Path) -> None:
+    """The losses, and for each block the share of the tokens that each expert got in each step."""
+    from matplotlib import pyplot  # noqa: PLC0415 (only on the rank that draws)
+
+    losses, loads = zip(*history, strict=True)
+    figure, (left, *others) = pyplot.subplots(1, 3, figsize=(10, 3), layout="constrained")
+    left.plot(losses, color="#1f77b4", linewidth=1)
+    left.set(xlabel="step", ylabel="loss, nats per byte")
+    for number, axes in enumerate(others):
+        shares = torch.stack([load[number] / load[number].sum() for load in loads], 1)
+        found = axes.imshow(shares, aspect="auto", vmin=0, vmax=0.3, interpolation="nearest")
+        axes.set(title=f"block {number}", xlabel="step", ylabel="expert")
+    figure.colorbar(found, label="share of the tokens")
+    out.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out / "picture.svg", metadata={"Date": None})
 
 
 def run(options: argparse.Namespace) -> tuple[float, float]:
@@ -205,7 +229,9 @@ def run(options: argparse.Namespace) -> tuple[float, float]:
     torch.manual_seed(0)  # the same experts on every rank, before each keeps its own
     model = APIS[options.api](Model(), mesh)
     text = torch.tensor(list(Path(__file__).read_bytes()))
-    train(model, text, options)
+    history = train(model, text, options)
+    if options.out and dist.get_rank() == 0:
+        draw(history, options.out)
     seen = text[: 8 * options.length].view(8, -1)
     with torch.no_grad():
         sharded = loss_of(model, seen).item()
@@ -228,6 +254,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8, help="rows of a batch on each rank")
     parser.add_argument("--length", type=int, default=64, help="bytes of a row")
     parser.add_argument("--lr", type=float, default=0.01)
+    parser.add_argument("--out", type=Path, default="runs/experts", help="folder for the picture")
     options = parser.parse_args()
     dist.init_process_group("gloo")
     torch.set_num_threads(1)

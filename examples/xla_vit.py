@@ -1,16 +1,21 @@
-"""A vision transformer on XLA devices: trained on noise, or only planned, without memory for a single weight.
+"""A vision transformer on XLA devices: trained on drawn shapes, or only planned, without memory for a weight.
 
     XLA_FLAGS=--xla_force_host_platform_device_count=8 python examples/xla_vit.py --size tiny
     XLA_FLAGS=--xla_force_host_platform_device_count=8 python examples/xla_vit.py --size 10b --plan
 
 --plan builds the model on the meta device, compiles the whole training step for the devices that jax sees,
-and prints what it takes on each of them.
+and prints what it takes on each of them. After training, the picture in runs/xla_vit has the losses and what
+each device holds.
 """
 
 import argparse
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
+import jax
 import torch
+from images import Shapes
 from torch import nn
 from torch.nn import functional as F
 
@@ -90,6 +95,25 @@ def sharding_of(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def draw(losses: list[float], whole_nbytes: int, out: Path) -> None:
+    """The losses, and the arrays that each device holds, beside what one device alone would hold."""
+    from matplotlib import pyplot  # noqa: PLC0415 (only where something is drawn)
+
+    held: Counter[str] = Counter()
+    for array in jax.live_arrays():
+        for shard in array.addressable_shards:
+            held[str(shard.device)] += shard.data.nbytes
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3), layout="constrained")
+    left.plot(range(1, len(losses) + 1), losses, color="#1f77b4")
+    left.set(xlabel="step", ylabel="loss")
+    right.barh(list(held), [nbytes / 2**20 for nbytes in held.values()], color="#1f77b4")
+    right.axvline(whole_nbytes / 2**20, color="#c0392b", label="weights and AdamW's state, unsharded")
+    right.set(xlabel="MiB", xlim=(0, 1.1 * whole_nbytes / 2**20))
+    right.legend(loc="upper center", bbox_to_anchor=(0.5, 1.18), frameon=False)
+    out.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out / "picture.svg", metadata={"Date": None})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -99,6 +123,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--plan", action="store_true", help="compile from shapes only and print the memory")
     parser.add_argument("--no_grad_ckpt", action="store_true", help="keep activations for the backward")
+    parser.add_argument("--out", type=Path, default="runs/xla_vit", help="folder for the picture")
     add_sharding_options(parser)
     options = parser.parse_args()
 
@@ -130,9 +155,13 @@ def main() -> None:
         print(f"temporary, at most   {memory.temp_size_in_bytes / 2**20:10,.1f} MiB on each device")
         return
     xla.materialize(model)
-    images, labels = torch.randn(shape), torch.randint(0, 1000, (options.rows,))
+    data, losses = Shapes(options.steps * options.rows, shape[-1]), []
     for number in range(options.steps):
-        print(f"step {number + 1}  loss {float(step(images, labels)):.4f}")
+        rows = [data[number * options.rows + row] for row in range(options.rows)]
+        images, labels = torch.stack([image for image, _ in rows]), torch.tensor([label for _, label in rows])
+        losses.append(float(step(images, labels)))
+        print(f"step {number + 1}  loss {losses[-1]:.4f}")
+    draw(losses, 3 * 4 * stats.param_numel, options.out)
 
 
 if __name__ == "__main__":

@@ -160,7 +160,7 @@ def test_whole_state_dicts_of_the_wrapper_have_every_expert_and_load_into_anothe
 
 
 def runs_example(rank, world, api):
-    return example.run(argparse.Namespace(api=api, ep=None, steps=60, rows=4, length=32, lr=0.01))
+    return example.run(argparse.Namespace(api=api, ep=None, steps=60, rows=4, length=32, lr=0.01, out=None))
 
 
 @pytest.mark.parametrize("api", list(example.APIS))

@@ -16,15 +16,17 @@ import torch
 from jax import numpy as jnp
 
 from shardwright import xla
+from tests.fences import fences
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def run(name, *arguments, devices=2):
+def run(name, *arguments, devices=2, folder=None):
     environment = {key: value for key, value in os.environ.items() if key != "NPROC"}
     environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / name), *arguments],
+        cwd=folder,
         env={**environment, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -42,16 +44,21 @@ def test_mnist_saves_per_rank_files_whose_consolidation_is_as_accurate():
     assert float(found["consolidated"]) == pytest.approx(float(found["sharded"]), abs=0.002)
 
 
-def test_a_vision_transformer_trains_and_is_planned():
-    assert run("xla_vit.py", "--size", "tiny", "--steps", "2").count("loss") == 2
+def test_a_vision_transformer_trains_as_the_page_says_and_is_planned(tmp_path):
+    (command,) = [c for fence in fences("examples.md") for c in fence.commands if ".venv-xla/" in c]
+    start = "XLA_FLAGS=--xla_force_host_platform_device_count=4 .venv-xla/bin/python examples/xla_vit.py"
+    assert command == f"{start} --steps 40"
+    assert run("xla_vit.py", "--steps", "2", devices=4, folder=tmp_path).count("loss") == 2
+    picture = (tmp_path / "runs" / "xla_vit" / "picture.svg").read_text()
+    assert "unsharded" in picture and picture.count("<!-- cpu:") == 4  # a bar for each device
     assert "temporary, at most" in run("xla_vit.py", "--size", "tiny", "--plan")
 
 
 LIKE_THE_ORIGINAL = ["--shard_param_on_dim_0", "--pin_layout_in_collective_ops", "--no_sync_buffers"]
 
 
-def test_a_vision_transformer_trains_alike_in_rows_and_without_checkpointing():
-    tiny = ["--size", "tiny", "--steps", "2"]
+def test_a_vision_transformer_trains_alike_in_rows_and_without_checkpointing(tmp_path):
+    tiny = ["--size", "tiny", "--steps", "2", "--out", str(tmp_path)]
     plain, rows = run("xla_vit.py", *tiny), run("xla_vit.py", *tiny, *LIKE_THE_ORIGINAL, "--no_grad_ckpt")
     losses, others = (list(map(float, re.findall(r"loss (\S+)", out))) for out in (plain, rows))
     assert losses == pytest.approx(others, abs=2e-4)
