@@ -13,6 +13,23 @@ SIZES = {
 }  # fmt: skip
 
 
+FURTHER = {
+    "qwen2": transformers.Qwen2Config(**SIZES),
+    "gemma2": transformers.Gemma2Config(**SIZES, head_dim=8),
+    "gemma3": transformers.Gemma3TextConfig(**SIZES, head_dim=8, sliding_window=8),
+    "phi": transformers.PhiConfig(**SIZES),
+    "phi3": transformers.Phi3Config(**SIZES),
+    "qwen2_moe": transformers.Qwen2MoeConfig(
+        **SIZES,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=32,
+    ),
+}
+"""Families that only ``test_families.py`` goes through."""
+
+
 def config(kind: str) -> transformers.PretrainedConfig:
     """``kind`` with two layers."""
     if kind == "llama":
@@ -29,6 +46,8 @@ def config(kind: str) -> transformers.PretrainedConfig:
         )
     if kind == "gemma":
         return transformers.GemmaConfig(**SIZES, head_dim=8)
+    if kind in FURTHER:
+        return FURTHER[kind]
     assert kind == "gpt2", kind
     return transformers.GPT2Config(
         vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2,

@@ -44,14 +44,19 @@ def a_tuned_run(root, base, sections, lora):
     return exported
 
 
+@torch.no_grad()
+def decoded(model, codec):
+    """The whole model with weights as a run reads them that has encoded its base."""
+    for name, param in model.named_parameters():
+        if codec != "none" and name in encoded_names(model):
+            codes = codec_of(codec).encode(param)
+            param.copy_(codec_of(codec).decode(*codes, tuple(param.shape), param.dtype))
+    return model
+
+
 def merged_by_peft(base, adapter, codec, dtype):
     """What ``merge_and_unload`` makes of the base as transformers loads it, encoded and decoded."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
-    with torch.no_grad():
-        for name, param in model.named_parameters():
-            if codec != "none" and name in encoded_names(model):
-                codes = codec_of(codec).encode(param)
-                param.copy_(codec_of(codec).decode(*codes, tuple(param.shape), param.dtype))
+    model = decoded(transformers.AutoModelForCausalLM.from_pretrained(base, dtype=dtype), codec)
     return peft.PeftModel.from_pretrained(model, adapter).merge_and_unload()
 
 
