@@ -136,9 +136,14 @@ def preference(rank, world, recipe):
     objective = objective_of(recipe, model)
     assert (objective.unit, objective.count(batch)) == ("pair", 3)
     model.train()
+    objective.begin_step()
     loss = objective.total(batch)
     loss.backward()
     assert model.training
+    model.eval()
+    objective.total(batch)  # an evaluation counts nowhere
+    model.train()
+    count, sums = objective.step_sums()
     policy, reference = models.whole(Path(recipe.base.folder)), models.whole(Path(recipe.base.folder))
     add_lora(policy, lora_of(recipe.adapter), torch.float32)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -150,6 +155,10 @@ def preference(rank, world, recipe):
     chosen, rejected = plainly(policy, batch).chunk(2)
     margins = (chosen - rejected) - (ref_chosen - ref_rejected)
     assert margins.abs().max() > 1e-3  # the adapters do something
+    assert count == 3 and sums == pytest.approx(
+        {"rewards/accuracies": (margins > 0).sum().item(), "rewards/margins": beta * margins.sum().item()},
+        rel=1e-4,
+    )
     expected = torch.nn.functional.softplus(-beta * margins).sum()
     expected.backward()
     grads = {}
@@ -261,6 +270,7 @@ def test_dpo_from_a_recipe_learns_which_answer_is_preferred(place, tmp_path):
         ("training.epochs", "0"),
         ("training.steps", "8"),
         ("training.batch_size", "2"),
+        ("training.log_every", "1"),
         ("optimizer.lr", "0.01"),
         ("optimizer.warmup_steps", "2"),
         ("sample.num_bytes", "3"),
@@ -271,6 +281,9 @@ def test_dpo_from_a_recipe_learns_which_answer_is_preferred(place, tmp_path):
     assert heldout[8] < 0.8 * heldout[0]
     summary = json.loads(RunFolder(tmp_path / "run").summary.read_text())
     assert summary["unit"] == "pair"
+    right, by = (losses(tmp_path / "run", f"rewards/{name}") for name in ("accuracies", "margins"))
+    assert by[1] == pytest.approx(0, abs=1e-6)  # the model is its reference
+    assert right[8] == 1 and by[8] > 0.2
     plain = recipe_of(place, tmp_path / "none", data={"path": str(tmp_path / "pairs.jsonl")})
     run_ranks(1, needs_dpo, plain)
 

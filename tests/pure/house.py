@@ -90,6 +90,7 @@ EXCEPTIONS: dict[tuple[str, str, str], tuple[int, str]] = {
         15,
         "a row of what a rank did, with all that it says",
     ),
+    ("train/loop.py", "attributes", "StepReport"): (13, "a row of metrics.jsonl, with all that it says"),
     ("params/param.py", "attributes", "ShardedParam"): (13, "its two faces, where it lies, what lies in it"),
     ("engine/reducer.py", "attributes", "Reducer"): (15, "what it reduces, how, and where that stands"),
     ("observe/watch/diagnosis.py", "file lines", "observe/watch/diagnosis.py"): (

@@ -125,6 +125,7 @@ class TunedEngine(RankEngine):
             ]
         counts = [self.objective.count(batch) for batch in batches]
         shares = loss_weights(self.model, counts)
+        self.objective.begin_step()
         total = torch.zeros((), device=self.place.device)
         for i, (batch, counted, share) in enumerate(zip(batches, counts, shares, strict=True)):
             self.model.set_requires_gradient_sync(i == count - 1)
@@ -132,6 +133,14 @@ class TunedEngine(RankEngine):
             loss.backward()
             total += loss.detach()
         return total * self.place.world
+
+    def figures(self) -> dict[str, float]:
+        """See ``RankEngine``."""
+        count, sums = self.objective.step_sums()
+        if not sums:
+            return {}
+        num, *totals = self.place.total(count, *sums.values())
+        return {name: total / num for name, total in zip(sums, totals, strict=True)}
 
     def _loss_sum(self, batch: Batch) -> Tensor:
         """Sum of the losses, fp32."""

@@ -28,6 +28,15 @@ class Objective(Protocol):
         """The sum of the losses of all of them, fp32 (), on the model's device. Every rank calls."""
         ...
 
+    def step_sums(self) -> tuple[int, dict[str, float]]:
+        """How many of that were trained on since ``begin_step``, and sums over them, by the key that their
+        mean has in ``metrics.jsonl``. Waits for the device. Empty where there is only the loss."""
+        ...
+
+    def begin_step(self) -> None:
+        """Forget what was trained on before."""
+        ...
+
 
 class TokenLoss:
     """The cross-entropy of each learned token, in nats; or ``own(logits, targets)`` of them.
@@ -55,6 +64,13 @@ class TokenLoss:
         logits = self._model(input_ids=batch.inputs, use_cache=False, **positions).logits
         return self._own(logits, batch.targets).float()
 
+    def step_sums(self) -> tuple[int, dict[str, float]]:
+        """See ``Objective``."""
+        return 0, {}
+
+    def begin_step(self) -> None:
+        """See ``Objective``."""
+
 
 class PreferenceLoss:
     """Direct preference optimisation (Rafailov et al., arXiv:2305.18290) of pairs: all chosen answers of a
@@ -62,13 +78,17 @@ class PreferenceLoss:
 
         -log sigmoid(beta * ((log p(chosen) - log p(rejected)) - (log q(chosen) - log q(rejected))))
 
-    with p the model, and q the same one with its adapters switched off.
+    with p the model, and q the same one with its adapters switched off. What the sigmoid is taken of is by
+    how much the implicit reward of the chosen answer is the larger one: of a step its mean
+    (``rewards/margins``), and the share of pairs in which it is above 0 (``rewards/accuracies``), as TRL
+    calls them.
     """
 
     unit = "pair"
 
     def __init__(self, model: Any, beta: float) -> None:
         self._model, self._beta, self._head_loss = model, beta, HeadLoss(model)
+        self._margins: list[Tensor] = []  # of the rewards of a step's pairs
 
     def count(self, batch: Batch) -> int:
         """See ``Objective``."""
@@ -81,7 +101,20 @@ class PreferenceLoss:
             self._model.eval()
             reference = self._margin(batch)
             self._model.train(trains)
-        return -F.logsigmoid(self._beta * (self._margin(batch) - reference)).sum()
+        margins = self._beta * (self._margin(batch) - reference)
+        if trains:
+            self._margins.append(margins.detach())
+        return -F.logsigmoid(margins).sum()
+
+    def step_sums(self) -> tuple[int, dict[str, float]]:
+        """See ``Objective``."""
+        margins = torch.cat(self._margins)
+        right, total = torch.stack([(margins > 0).float().sum(), margins.sum()]).tolist()
+        return len(margins), {"rewards/accuracies": right, "rewards/margins": total}
+
+    def begin_step(self) -> None:
+        """See ``Objective``."""
+        self._margins = []
 
     def _margin(self, batch: Batch) -> Tensor:
         """By how much each chosen answer is likelier than the rejected one, in nats, fp32 [pairs]."""

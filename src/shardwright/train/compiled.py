@@ -95,7 +95,7 @@ class CompiledEngine:
         inputs, targets = (torch.cat(rows) for rows in zip(*parts, strict=True))
         self.data_s += time.perf_counter() - began
         loss, step = self.train_step(inputs, targets), self.train_step
-        return lambda: (float(loss), float(step.grad_norm))
+        return lambda: (float(loss), float(step.grad_norm), {})
 
     def heldout_loss(self) -> float:
         """See ``Engine``. The last batch is filled up with rows that don't count."""

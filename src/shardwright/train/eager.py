@@ -190,7 +190,13 @@ class RankEngine(ABC):
         return lambda: (
             self.place.total(loss.item())[0] / self.place.world,
             float(norm.full_tensor() if isinstance(norm, DTensor) else norm),
+            self.figures(),
         )
+
+    def figures(self) -> dict[str, float]:
+        """Of the last step besides its loss, over all ranks, by their keys in ``metrics.jsonl``. Every rank
+        calls."""
+        return {}
 
     @contextmanager
     def _watched(self) -> Iterator[None]:

@@ -15,9 +15,9 @@ from shardwright.train.config import Recipe, TrainingConfig
 from shardwright.train.data import Share
 from shardwright.train.folder import RunFolder
 
-Reading = Callable[[], tuple[float, float]]
-"""Reads the loss of a step (nats per byte, mean over ranks) and the gradient's norm before clipping, which
-waits for the device. Every rank calls it or none."""
+Reading = Callable[[], tuple[float, float, dict[str, float]]]
+"""Reads the loss of a step (nats per byte, mean over ranks), the gradient's norm before clipping, and further
+figures by their keys in ``metrics.jsonl``, which waits for the device. Every rank calls it or none."""
 
 
 class TrainingProcess(Protocol):

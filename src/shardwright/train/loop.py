@@ -12,8 +12,8 @@ So a resumed run is the same run.
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
@@ -78,7 +78,7 @@ class StepReport:
     mfu (``train.flops``); and of this rank, by step, data_s: seconds in which it got its batches ready, and
     exposed_s: in which its host waited for collectives (None on accelerators, where a stream waits).
     Of the largest rank: host_nbytes, which its process has now, and device_nbytes, which its tensors took
-    there at most.
+    there at most. figures: what the objective has besides its loss, by key.
     """
 
     step: int
@@ -93,6 +93,13 @@ class StepReport:
     exposed_s: float | None
     host_nbytes: int
     device_nbytes: int | None
+    figures: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """The row, in which the figures are keys like any other."""
+        row = asdict(self)
+        return row | row.pop("figures")
 
 
 class _Clock(NamedTuple):
@@ -191,15 +198,15 @@ class Loop:
         progress.position += windows
         progress.tokens += windows * training.sequence_length
         due = step % training.log_every == 0 or step == training.steps
-        loss, grad_norm = reading() if due else (0.0, 0.0)
+        loss, grad_norm, figures = reading() if due else (0.0, 0.0, {})
         progress.step_s.append(time.perf_counter() - started)  # after the reading, which waits for the device
         progress.trained_s += progress.step_s[-1]
         progress.exposed_s.append(self.engine.exposed_s - exposed_s)
         if not due:
             return None
-        return self._report(loss, grad_norm)
+        return self._report(loss, grad_norm, figures)
 
-    def _report(self, loss: float, grad_norm: float) -> StepReport:
+    def _report(self, loss: float, grad_norm: float, figures: dict[str, float]) -> StepReport:
         """The row of the step that was made."""
         recipe, progress, engine = self.recipe, self.progress, self.engine
         now = _Clock(
@@ -228,4 +235,5 @@ class Loop:
             exposed_s=(now.exposed_s - last.exposed_s) / steps if on_host else None,
             host_nbytes=int(host_nbytes),
             device_nbytes=int(device_nbytes) or None,
+            figures=figures,
         )

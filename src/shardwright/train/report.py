@@ -21,7 +21,8 @@ _NEVER_CUT = 100_000  # columns; where nobody looks there is no width to fit, an
 
 def figures(report: StepReport) -> str:
     """A logged step in a few words."""
-    return f"loss {report.loss:.3f}, {report.tokens_per_s:,.0f} tokens/s"
+    more = "".join(f", {name} {value:.3f}" for name, value in report.figures.items())
+    return f"loss {report.loss:.3f}{more}, {report.tokens_per_s:,.0f} tokens/s"
 
 
 def open_console(*, shown: bool = True, stderr: bool = False) -> Console:

@@ -206,7 +206,7 @@ def _listener(
         steps = loop.recipe.training.steps
         process_state.progress = f"step {report.step} of {steps}, {figures(report)}"  # for who asks the ranks
         if first:
-            log(asdict(report))
+            log(report.row)
             log_late()
             progress = loop.progress
             left = (steps - report.step) * progress.trained_s / len(progress.exposed_s)
