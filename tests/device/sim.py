@@ -479,22 +479,30 @@ def without_waiting(call: Callable[[], Any]) -> Callable[[], Any]:
     return without
 
 
+_resize, _resizing = torch.UntypedStorage.resize_, []
+
+
 @contextmanager
 def resizing(world: World):
-    """Inside of it a storage that is resized gives its memory back, or takes it, on the current stream."""
-    resize = torch.UntypedStorage.resize_
+    """Inside of it a storage that is resized gives its memory back, or takes it, on the current stream.
+
+    Each rank enters it, and the last one that leaves it puts torch's own function back.
+    """
 
     def resize_(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
         memory = world.device.memory
         with _disable_current_modes():
             memory.drop(storage._cdata)
-            resize(storage, nbytes)
+            _resize(storage, nbytes)
             if nbytes:
                 memory.take(storage)
         return storage
 
     torch.UntypedStorage.resize_ = resize_
+    _resizing.append(resize_)
     try:
         yield
     finally:
-        torch.UntypedStorage.resize_ = resize
+        _resizing.pop()
+        if not _resizing:
+            torch.UntypedStorage.resize_ = _resize

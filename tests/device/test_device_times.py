@@ -64,6 +64,13 @@ class Ran:
         self.waits = device.waits
 
 
+def test_torch_is_as_before_when_the_ranks_have_ended_in_any_order():
+    before = torch.UntypedStorage.resize_
+    for seed in range(3):
+        Ran(seed)
+        assert torch.UntypedStorage.resize_ is before
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_each_collective_has_its_times_and_they_are_possible(seed):
     ran = Ran(seed)

@@ -1,5 +1,6 @@
 """Whole runs of ``shardwright train``, on ranks that it starts itself, and what they leave behind."""
 
+import importlib.util
 import json
 import os
 import re
@@ -445,7 +446,10 @@ def test_a_second_run_moves_the_first_aside(place, whole):
 
 
 def test_the_xla_backend_without_its_extra_is_refused_before_anything_starts(place, monkeypatch, capsys):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    found, extra = importlib.util.find_spec, ("jax", "optax", "torchax")
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name, *more: None if name in extra else found(name, *more)
+    )
     monkeypatch.delenv("RANK", raising=False)
     assert main(["train", str(place / "tiny.toml"), "--backend", "xla"]) == 2
     assert "pip install 'shardwright[xla]'" in capsys.readouterr().err
