@@ -45,10 +45,12 @@ def rows(kind):
     return [{"prompt": asked, "chosen": right, "rejected": wrong} for asked, right, wrong in SUMS]
 
 
-def trained(rank, world, folder, out, kind, adapters):
+def trained(rank, world, folder, out, kind, adapters, port):
     """Figures of each step, of trl's own trainer in one process and of ours on several ranks."""
     if world > 1:
-        as_torchrun(rank, world, 29997)  # the process group is there already
+        as_torchrun(
+            rank, world, port
+        )  # one of its own: the store of the run before still listens at its port
     whole, config = (trl.SFTTrainer, trl.SFTConfig) if kind == "sft" else (trl.DPOTrainer, trl.DPOConfig)
 
     class Trainer(*((hf.ShardedTrainer,) if world > 1 else ()), whole):
@@ -71,16 +73,22 @@ def trained(rank, world, folder, out, kind, adapters):
     return [row[name] for row in logged for name in wanted if name in row]
 
 
-def all_kinds(rank, world, folder, out):
-    runs = [("sft", False), ("sft", True), ("dpo", False), ("dpo", True)]
-    return [trained(rank, world, folder, out / f"{kind}{world}", kind, lora) for kind, lora in runs]
+RUNS = (("sft", False), ("sft", True), ("dpo", False), ("dpo", True))
+
+
+def all_kinds(rank, world, folder, out, ports):
+    return [
+        trained(rank, world, folder, out / f"{kind}{world}", kind, lora, port)
+        for (kind, lora), port in zip(RUNS, ports, strict=True)
+    ]
 
 
 def test_sft_and_dpo_train_as_trl_does_in_one_process_with_a_head_tied_to_the_embedding(tmp_path):
     folder = write(tmp_path / "llama", tied=True)
     limits = {"limit_s": 240.0, "timeout_s": 120.0}
-    (expected,) = run_ranks(1, all_kinds, folder, tmp_path, **limits)
-    for found in run_ranks(2, all_kinds, folder, tmp_path, **limits):
+    ports = [free_port() for _ in RUNS]
+    (expected,) = run_ranks(1, all_kinds, folder, tmp_path, ports, **limits)
+    for found in run_ranks(2, all_kinds, folder, tmp_path, ports, **limits):
         for ours, theirs in zip(found, expected, strict=True):
             assert len(theirs) in (15, 18)
             assert ours == pytest.approx(theirs, rel=2e-4, abs=1e-5)
