@@ -59,7 +59,11 @@ def record(folder: Path) -> dict[str, Any]:
         name = f"waits for rank {line.whose}: {line.cause}" if late else line.cause
         ranks[str(line.rank)][name] += line.seconds / len(steps)
     said = summary(found).replace(f" ({os.uname().nodename})", "").splitlines()
-    return {"ranks": ranks, "steps": len(steps), "says": [said[1].strip(), said[-1]]}
+    return {
+        "ranks": ranks,
+        "steps": len(steps),
+        "says": [line.strip().replace(f"{Path.cwd()}/", "") for line in (said[1], said[-1])],
+    }
 
 
 def draw(found: dict[str, Any], out: Path) -> None:
