@@ -93,11 +93,11 @@ print(faults())
 """
 
 
-def faults_of_rounds(**environment: str) -> int:
-    """Minor faults of eight rounds of 48 MiB taken and freed, after as many to warm up, in a new process."""
+def number_from(script: str, **environment: str) -> int:
+    """What a script prints in a new process, with malloc as it is by default."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
     child = subprocess.run(
-        [sys.executable, "-c", ROUNDS],
+        [sys.executable, "-c", script],
         env=clean | environment | {"PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
@@ -105,6 +105,11 @@ def faults_of_rounds(**environment: str) -> int:
         check=True,
     )
     return int(child.stdout)
+
+
+def faults_of_rounds(**environment: str) -> int:
+    """Minor faults of eight rounds of 48 MiB taken and freed, after as many to warm up, in a new process."""
+    return number_from(ROUNDS, **environment)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
@@ -115,3 +120,23 @@ def test_what_a_step_frees_and_takes_again_stays_with_the_process():
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
 def test_what_the_environment_chooses_of_malloc_is_left_alone():
     assert faults_of_rounds(MALLOC_TRIM_THRESHOLD_="131072") > 10_000
+
+
+HOLES = """
+import torch
+from shardwright.observe.host_memory import resident_nbytes
+from shardwright.params.buffer import Buffer
+from shardwright.transport.cpu.pages import give_back_freed_pages
+Buffer(1 << 20, torch.device("cpu")).alloc()
+blocks = [torch.ones(1 << 18) for _ in range(200)]
+kept = blocks[9::10]
+del blocks
+before = resident_nbytes()
+give_back_freed_pages()
+print(before - resident_nbytes())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
+def test_what_loading_has_freed_between_what_stays_goes_back_to_the_kernel():
+    assert number_from(HOLES) > 150 << 20  # of 180 MiB that are free

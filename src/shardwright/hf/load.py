@@ -26,6 +26,7 @@ from shardwright.policy import DEFAULT_OFFLOAD, DEFAULT_PRECISION, MixedPrecisio
 from shardwright.quantize import quantisable, quantize_
 from shardwright.storage import Location
 from shardwright.train.lora import Lora, adapter_names, add_lora, reset_adapters
+from shardwright.transport.cpu.pages import give_back_freed_pages
 
 
 @dataclass(frozen=True)
@@ -171,6 +172,7 @@ def read_weights(
         how = {} if quantise is None else {"codec": quantise, "dequantise": dequantise}
         group.together(what, lambda: _fill_and_encode(todo, reader, chosen, how))
         nbytes = reader.nbytes
+    give_back_freed_pages()
     reset_adapters(model)
     for param in model.parameters():
         param._is_hf_initialized = True  # type: ignore[attr-defined]

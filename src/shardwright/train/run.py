@@ -249,6 +249,8 @@ def _finish(folder: RunFolder, job: Job, loop: Loop, shown: tuple[Screen, int | 
     loss, sizes = engine.heldout_loss(), engine.sizes()
     (peak,) = place.largest(engine.peak_nbytes or 0)
     exposed_s = place.total(median(progress.exposed_s or [0.0]))[0] / place.world
+    most = job.recipe.sample.num_bytes
+    screen.say(f"writing the model, then a sample of at most {most} {job.unit}s (--sample.num_bytes)")
     text = job.export(engine, folder, step=step, last=True)
     if not place.is_first:
         return
@@ -278,7 +280,7 @@ def _finish(folder: RunFolder, job: Job, loop: Loop, shown: tuple[Screen, int | 
         "sample": text,
     }
     folder.write_summary(summary)
-    screen.summary(summary, job.recipe.sample.num_bytes)
+    screen.summary(summary, most)
     screen.say(f"in {folder.root}: {', '.join(sorted(p.name for p in folder.root.iterdir()))}")
 
 

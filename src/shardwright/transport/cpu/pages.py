@@ -69,6 +69,16 @@ def keep_freed_pages() -> bool:
     return bool(mallopt(_MMAP_THRESHOLD, _MOST_BY_HEAP_NBYTES) and mallopt(_TRIM_THRESHOLD, _KEPT_NBYTES))
 
 
+def give_back_freed_pages() -> None:
+    """Have glibc's malloc give back to the kernel what is free between blocks in use, too; no-op elsewhere.
+
+    Reading and quantising a model of 1.2 billion parameters leaves 0.7 GB of that in each of two processes.
+    """
+    trim = getattr(LIBC, "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 class Pool:
     """Blocks of host memory that are used again. Never gives memory back: it holds at most what was in use at
     once, but for sizes that don't fit each other.
