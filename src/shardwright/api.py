@@ -95,46 +95,47 @@ def fully_shard(
     """Shard the parameters of a module (or of several, as one group) over the ranks of a mesh.
 
     Call it bottom-up, on each block and then on the whole model. Every rank of the mesh must make the same
-    calls in the same order. Parameters that a nested call has taken are left out; where none are left, the
-    call makes no group. Build the optimizer afterwards. The module is changed in place: it keeps its identity
-    and its names, and its class becomes a subclass that is also an ``FSDPModule``.
+    calls in the same order. A call doesn't take parameters that a nested call has taken; if none are left, it
+    makes no group. Build the optimizer afterwards. The module is changed in place: it keeps its identity and
+    its names, and its class becomes a subclass that is also an ``FSDPModule``.
 
-    At rest each parameter is a DTensor of its logical shape, of which this rank stores the rows that
-    ``torch.chunk`` gives it (scalars are kept whole). The memory of the original parameter is freed. Around a
-    module's forward and backward its group's parameters are plain tensors, unsharded in ``param_dtype``.
-    Gradients are averaged over ranks.
+    At rest each parameter is a DTensor of its logical shape; this rank stores the rows that ``torch.chunk``
+    gives it (scalars are stored whole). The memory of the original parameter is freed. Around a module's
+    forward and backward its group's parameters are plain tensors, unsharded in ``param_dtype``. Gradients are
+    averaged over ranks.
 
     Args:
         module: a module, or a list of modules that become one group. Of an ``nn.ModuleList`` or
             ``ModuleDict``, which has no forward, each child is sharded.
-        mesh: a 1-D DeviceMesh to shard over, or a 2-D one that holds copies along its first axis and shards
-            along its second; None: all ranks. Without a launcher that is a world of one. Parameters and
-            buffers are moved to its device.
+        mesh: a 1-D DeviceMesh to shard over, or a 2-D one that replicates along its first axis and shards
+            along its second (hybrid sharding); None: all ranks. Without a launcher that is a world of one.
+            Parameters and buffers are moved to its device.
         reshard_after_forward: free the unsharded parameters after the forward and gather them again for the
             backward. False keeps them in between. None means True for nested modules and False for the root.
-            An int, a divisor of the number of ranks, keeps shards over so many neighbouring ranks in between.
-        shard_placement_fn: called with each parameter. It returns the ``Shard(dim)`` to cut it on (sizes need
-            not divide), None for dim 0, or a ``ShardPlacementResult`` to shard it on another mesh.
+            With an int (a divisor of the number of ranks) they are sharded over that many neighbouring ranks
+            in between.
+        shard_placement_fn: called with each parameter. It returns the ``Shard(dim)`` to split it on (uneven
+            splits are allowed), None for dim 0, or a ``ShardPlacementResult`` to shard it on another mesh.
         mp_policy: mixed precision; see ``MixedPrecisionPolicy``.
         offload_policy: what is on the host at rest; see ``CPUOffloadPolicy``.
-        ignored_params: left as they are: neither sharded nor moved, and their gradients aren't reduced.
+        ignored_params: parameters that are neither sharded nor moved; their gradients aren't reduced.
         dp_mesh_dims: the data-parallel axes of a larger ``mesh``, by name. The parameters are DTensors on it
             already, replicated along those axes.
         groups: make all groups of one model at once: a list of lists of names or modules inside it, one for
-            each group, or "auto" or a ``Grouping`` to choose them. What they leave becomes groups of
-            neighbours, in the order of definition, so that the model itself owns nothing that another module
-            can hold.
+            each group, or "auto" or a ``Grouping`` to choose them. The remaining parameters become groups of
+            neighbouring modules, in the order of definition, so that the model itself owns nothing that
+            another module can hold.
         shard_over_all: shard over both axes of a 2-D mesh (nodes, ranks of a node), so that nothing is stored
             twice. A forward gathers over all ranks, between nodes first; shards over the node are kept for
             the backward.
-        plan: what ``shardwright.plan.search`` found for this model, or the path of its file. It sets all
-            groups, what is resharded, the dtypes, copies of shards, the schedule's policy, what is on the
-            host at rest, whether frozen weights are quantised, and the modules that are computed again in the
-            backward. ``mesh``, ``ignored_params`` and ``shard_placement_fn`` go with it, and
-            ``offload_policy`` where the plan has none; the others don't.
-        cluster: with ``groups="auto"``, the cluster that the model runs on, or the path of its file. Blocks
-            share a group where that makes the shortest step by ``shardwright.plan``. The number of ranks is
-            that of the mesh.
+        plan: the plan that ``shardwright.plan.search`` found for this model, or the path of its file. It sets
+            all groups, what is resharded, the dtypes, copies of shards, the schedule's policy, what is on the
+            host at rest, whether frozen weights are quantised, and the modules under activation
+            checkpointing. It can be combined with ``mesh``, ``ignored_params`` and ``shard_placement_fn``,
+            and with ``offload_policy`` if the plan has none, but not with the other arguments.
+        cluster: with ``groups="auto"``, the cluster that the model runs on, or the path of its file.
+            ``shardwright.plan`` chooses which blocks share a group, so that the step is shortest. The number
+            of ranks is that of the mesh.
         sample: with ``cluster``, one microbatch of one rank: a tensor, a sequence of arguments or a mapping
             of named ones, of the same shapes on all ranks. The model is traced with it once, without data.
 
@@ -307,8 +308,7 @@ def stats(model: nn.Module) -> Stats:
     """Bytes and seconds of a sharded model on this rank. Any rank may call it, at any time; no communication.
 
     Args:
-        model: a module that ``fully_shard`` was called on; what is counted is the whole model that it is part
-            of.
+        model: a module that ``fully_shard`` was called on; the whole model that it is part of is counted.
 
     Returns:
         The ``Stats``.
@@ -356,11 +356,11 @@ def stream_state_dict(
     """The whole model one tensor after another, on the CPU of rank 0, for models that don't fit into one
     host.
 
-    Every rank of the model's mesh iterates to the end, between steps; other ranks than 0 get nothing. One
-    parameter is made whole at a time (of smaller ones 128 MiB on an accelerator), and ranks wait until rank 0
-    asks for the next one. The host's memory holds what the caller keeps (a ``for`` loop keeps its last tensor
-    until it has the next one), what is being made whole, and at most 128 MiB on the way. A tied weight is
-    collected under each of its names.
+    Every rank of the model's mesh iterates to the end, between steps; only rank 0 gets tensors. One parameter
+    is collected at a time (on an accelerator, smaller ones together up to 128 MiB), and ranks wait until rank
+    0 asks for the next one. The host's memory holds what the caller keeps (a ``for`` loop keeps its last
+    tensor until it has the next one), what is being collected, and at most 128 MiB in flight. A tied weight
+    is collected under each of its names.
 
     Args:
         model: a model with at least one sharded module.
@@ -403,17 +403,17 @@ def offload_states(
     """Free the device memory of a sharded model's parameters, gradients and optimizer, until
     ``reload_states``.
 
-    For what comes between steps and needs that memory: generation, another model. Any rank may call it by
-    itself, between steps; no communication. Shards are copied to pinned memory of the host in their dtypes,
-    and the call returns when all copies have ended. Unsharded parameters are freed as well. Parameters,
-    gradients and state keep their identity, shape and placements; only the local tensor is on the host.
-    ``torch.accelerator.empty_cache()`` then has torch give the memory to other processes. What is on the host
-    already, by an earlier call or by ``offload_policy``, is left as it is; CPU ranks copy nothing.
+    Use it between steps, if generation or another model needs that memory. Any rank may call it alone; no
+    communication. Shards are copied to pinned memory of the host in their dtypes, and the call returns when
+    all copies have ended. Unsharded parameters are freed as well. Parameters, gradients and state keep their
+    identity, shape and placements; only the local tensor is on the host. ``torch.accelerator.empty_cache()``
+    then releases the memory for other processes. What is on the host already, by an earlier call or by
+    ``offload_policy``, is left as it is; CPU ranks copy nothing.
 
-    Until they are back, whatever would use them raises StageError. For parameters that is every forward,
-    backward and ``unshard``, and what saves, loads, moves or casts the model; for gradients a forward that
-    records a graph, a backward and clipping; for any of them an optimizer's step. The state of an optimizer
-    can be saved.
+    Until ``reload_states``, every call that needs them raises StageError. Forward, backward, ``unshard``, and
+    saving, loading, moving or casting the model need the parameters. A forward that records a graph, a
+    backward, and clipping need the gradients. An optimizer's step needs all of them. The state of an
+    optimizer can be saved.
 
     Args:
         model: a model with at least one sharded module.
@@ -444,10 +444,10 @@ def offload_states(
 def reload_states(
     model: nn.Module, *, params: bool = True, grads: bool = True, optimizer_state: bool = True
 ) -> None:
-    """Copy back to the device what ``offload_states`` has put on the host: all of it, or what is asked for.
+    """Copy back to the device what ``offload_states`` has put on the host: everything, or only some of it.
 
     Any rank may call it by itself, between steps; no communication. Copies are queued on the current stream
-    and the host doesn't wait. Where nothing is on the host it does nothing.
+    and the host doesn't wait. If nothing is on the host, it does nothing.
 
     Args:
         model: a model with at least one sharded module.
@@ -480,16 +480,16 @@ def _between_steps(model: nn.Module, caller: str) -> list[ParamGroup]:
 
 
 def communication_s(model: nn.Module) -> float:
-    """Seconds that one step's all-gathers and reduce-scatters take alone, as the schedule launches them.
+    """Seconds that one step's all-gathers and reduce-scatters take without compute, as the schedule launches
+    them.
 
-    Every rank of the model's mesh calls it, between steps. No compute runs beside them, so this is what a
-    step would wait without overlap; it is the median of three times. Before there is a schedule, each group's
-    collectives are taken one after another. Groups that move rows in use move all of them. Gradients and
-    parameters are left as they are, and unsharded parameters are freed.
+    Every rank of the model's mesh calls it, between steps. This is how long a step would wait without
+    overlap: the median of three measurements. Before there is a schedule, each group's collectives run one
+    after another. Groups that move only rows in use move all rows here. Gradients and parameters don't
+    change, and unsharded parameters are freed.
 
     Args:
-        model: a module that ``fully_shard`` was called on; what is measured is the whole model that it is
-            part of.
+        model: a module that ``fully_shard`` was called on; the whole model that it is part of is measured.
 
     Returns:
         Seconds, on this rank.
