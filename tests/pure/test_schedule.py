@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shardwright.errors import InputError
 from shardwright.policy import BackwardPrefetch, SchedulePolicy
 from shardwright.schedule.check import check
-from shardwright.schedule.planner import Planner, plan
+from shardwright.schedule.planner import plan
 from shardwright.schedule.schedule import (
     BEGINS,
     Action,
@@ -174,50 +174,6 @@ def test_what_shares_a_collective_is_small_and_of_one_bucket_key(step, policy):
             if action.groups[1:] and action.kind in (ActionKind.UNSHARD, ActionKind.REDUCE):
                 assert len({facts[g].bucket_key for g in action.groups}) == 1
                 assert facts[action.group].bucket_key is not None
-
-
-@given(steps(), POLICIES, st.data())
-def test_a_step_that_departs_in_its_middle_is_sound_too(step, policy, data):
-    """The planner goes on from what the first part of the plan left: live, held, being reduced."""
-    orders, facts = step
-    stops = plan(orders, policy, facts.__getitem__).phases
-    place = data.draw(st.integers(0, len(orders[Phase.BACKWARD]) - 1))
-    followed = Schedule({Phase.FORWARD: stops[Phase.FORWARD], Phase.BACKWARD: stops[Phase.BACKWARD][:place]})
-    planner = planner_after(followed, policy, facts)
-    rest = tuple(
-        ScheduleEntry(event, planner.at(Phase.BACKWARD, event)) for event in orders[Phase.BACKWARD][place:]
-    )
-    whole = {
-        Phase.FORWARD: followed.phases[Phase.FORWARD],
-        Phase.BACKWARD: followed.phases[Phase.BACKWARD] + rest,
-    }
-    check(Schedule(whole))
-
-
-def planner_after(followed: Schedule, policy: SchedulePolicy, facts) -> Planner:
-    """A planner as the runtime makes one when a step has followed so much of its schedule."""
-    live: dict[int, bool] = {}
-    planner = Planner(policy, facts.__getitem__)
-    for kind, groups in (
-        (action.kind, action.groups)
-        for stops in followed.phases.values()
-        for _, actions in stops
-        for action in actions
-    ):
-        for group in groups:
-            if kind is ActionKind.RESHARD:
-                del live[group]
-            elif kind in (ActionKind.UNSHARD, ActionKind.WAIT):
-                live[group] = kind is ActionKind.WAIT
-            elif kind is ActionKind.HOLD:
-                planner.held.append(group)
-            elif kind is ActionKind.REDUCE:
-                planner.held = [other for other in planner.held if other != group]
-                planner.reducing.append((group,))
-            elif kind is ActionKind.WAIT_REDUCE:
-                planner.reducing.remove((group,))
-    planner.suppose(live, (group for group, waited in live.items() if waited))
-    return planner
 
 
 def chain(num_groups: int) -> dict[Phase, tuple[Event, ...]]:

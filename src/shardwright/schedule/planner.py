@@ -1,8 +1,5 @@
 """The planner: decides the actions of every event of a step, from the order in which groups ran. Pure.
 
-One planner serves both uses: with the order of a recorded phase ahead it prefetches, with nothing ahead (a
-first step, or one that departs from the plan) it unshards on demand.
-
 Small groups travel together, up to ``bucket_cap_mb`` besides the one that they go with:
 
     all-gathers   a collective that is issued ahead of its use takes the groups that follow in the order along
@@ -53,13 +50,7 @@ class Planner:
         self._issued = 0
         self._landed: set[int] = set()
 
-    def suppose(self, live: Iterable[int], waited: Iterable[int]) -> None:
-        """Start from groups that are live already, each gathered by itself."""
-        self.live = {group: -1 - group for group in live}
-        self.waited = set(waited)
-        self._landed = {self.live[group] for group in self.waited}
-
-    def at(self, phase: Phase, event: Event, ahead: Iterable[int] = ()) -> tuple[Action, ...]:
+    def at(self, phase: Phase, event: Event, ahead: Iterable[int]) -> tuple[Action, ...]:
         """Actions at ``event``; ``ahead`` are the groups of the phase's later begin events, in order."""
         actions: list[Action] = []
         group = event.group
