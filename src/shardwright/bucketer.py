@@ -33,7 +33,7 @@ HOST_NBYTES = 2 << 20
 
 
 class ReduceScatterHandle:
-    """One input list on its way through a ``ReduceScatterBucketer``; made by ``reduce_scatter_async``."""
+    """The handle of one input list in a ``ReduceScatterBucketer``; ``reduce_scatter_async`` returns it."""
 
     __slots__ = ("_bucket", "_callback", "_flight", "_offset", "_result", "_shape", "_total")
 
@@ -48,13 +48,13 @@ class ReduceScatterHandle:
 
     @property
     def done(self) -> bool:
-        """Whether the sum is here. Its callback has run then, or is about to."""
+        """Whether the sum has arrived. Its callback has run then, or is about to."""
         return self._total is not None
 
     def wait(self) -> torch.Tensor:
         """Wait for the sum, and run the callbacks of all inputs that were sent together with it.
 
-        Where the input still lies in a bucket, the bucket is issued: then every rank must wait here.
+        If the input is still in a bucket, the bucket is issued: then every rank must call ``wait``.
 
         Returns:
             The sum over ranks of this rank's input, in the shape and dtype of the inputs.
@@ -92,17 +92,17 @@ class ReduceScatterHandle:
 
 
 class ReduceScatterBucketer:
-    """Sums lists of tensors over ranks, each rank getting its part; small lists share one collective.
+    """Sums lists of tensors over ranks, and each rank gets its part; small lists share one collective.
 
-    Ranks call the same methods in the same order with the same shapes. It takes any process group that
-    ``torch.distributed`` made, and moves bytes as ``set_transport`` says. Lists with equal dtype, device and
-    ranks share a bucket. Memory is held from the first small list until ``teardown``: at most three times the
-    cap for each bucket (one fills, one is sent, one was just issued), and what is received.
+    Ranks call the same methods in the same order with the same shapes. It works with any process group of
+    ``torch.distributed``, over the transport of ``set_transport``. Lists with equal dtype, device and ranks
+    share a bucket. Memory is held from the first small list until ``teardown``: at most three times the cap
+    for each bucket (one fills, one is sent, one was just issued), and the received sums.
 
     Args:
-        bucket_cap_mb: MiB of one rank's inputs that are sent together at most; 0 or less sends each list by
-            itself. An input that brings what is under way above the cap waits for the oldest, whose callbacks
-            run then.
+        bucket_cap_mb: MiB of one rank's inputs that are sent together at most; 0 or less sends each list
+            separately. If an input brings the bytes in flight above the cap, it waits for the oldest
+            collective, whose callbacks run then.
 
     Raises:
         InputError: ``bucket_cap_mb`` is no finite number.
@@ -123,16 +123,16 @@ class ReduceScatterBucketer:
         self._flights: list[_BucketInFlight] = []
 
     def shard_numel(self, dtype: torch.dtype, world: int) -> int:
-        """How long the tensors of a list may be for the list to share a bucket. Longer ones are sent by
-        themselves.
+        """How long the tensors of a list may be for the list to share a bucket. Longer ones are sent
+        separately.
 
         Args:
             dtype: of the tensors.
             world: number of ranks of the group.
 
         Returns:
-            Elements of each tensor, the cap's bytes over ``world`` ranks rounded down; 0 where nothing shares
-                a bucket.
+            Elements of each tensor, the cap's bytes over ``world`` ranks rounded down; 0 if nothing shares a
+                bucket.
         """
         return max(0, int(self._cap_nbytes / dtype.itemsize / world))
 
@@ -147,7 +147,7 @@ class ReduceScatterBucketer:
 
     @property
     def held_nbytes(self) -> int:
-        """Bytes that buckets hold now, filled, free for reuse or being sent, without what is received."""
+        """Bytes that buckets hold now (filled, free for reuse or being sent), without the received sums."""
         return sum(bucket.held_nbytes for bucket in self._buckets.values()) + sum(
             flight.rows.nbytes for flight in self._flights if flight.rows is not None
         )
@@ -160,15 +160,15 @@ class ReduceScatterBucketer:
     ) -> ReduceScatterHandle:
         """Start summing over the ranks of a group: rank r gets the sum of every rank's ``input_list[r]``.
 
-        Every rank of the group calls it; the first call for a group makes a process group. What a callback
-        raises is raised where it runs, after the other callbacks of its collective.
+        Every rank of the group calls it; the first call for a group makes a process group. An exception of a
+        callback is raised by the call in which it runs, after the other callbacks of its collective.
 
         Args:
             input_list: as many tensors as the group has ranks, equal in shape, dtype and device. Small ones
                 are copied before this returns; large ones must stay unchanged until the handle is done.
             group: the ranks; None: all.
             callback_fn: called with this rank's sum, in the shape of the inputs and in ``torch.no_grad``. It
-                has certainly run only after ``flush``, or the handle's ``wait``.
+                is only guaranteed to have run after ``flush``, or the handle's ``wait``.
 
         Returns:
             A handle; its ``wait`` gives this rank's sum.
@@ -176,7 +176,7 @@ class ReduceScatterBucketer:
         Raises:
             InputError: the list has another length, its tensors differ, or this rank isn't in the group.
                 Nothing was started then.
-            CommError: ranks have other sizes or dtypes; raised here, or when the sum is waited for.
+            CommError: ranks have different sizes or dtypes; raised here, or by waiting for the sum.
         """
         inputs, ranks = list(input_list), _ranks_of(group)
         _check(inputs, len(ranks))
@@ -201,7 +201,7 @@ class ReduceScatterBucketer:
     def flush(self) -> None:
         """Issue every bucket that has inputs, wait for all collectives, and run all callbacks.
 
-        Every rank calls it; call it again, for the rest, after an error of a callback. It does nothing where
+        Every rank calls it. After an error of a callback, call it again for the rest. It does nothing if
         nothing is pending.
 
         Raises:

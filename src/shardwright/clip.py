@@ -24,15 +24,15 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """``torch.nn.utils.clip_grad_norm_`` for gradients that are sharded, on one mesh or several, or plain.
 
-    Every rank calls it with the same parameters. The norm is that of all gradients whole, as one process
-    would compute it. Gradients are scaled in place so that it is at most ``max_norm``. Plain gradients must
+    Every rank calls it with the same parameters. The norm is that of the full gradients, as one process would
+    compute it. Gradients are scaled in place so that their norm is at most ``max_norm``. Plain gradients must
     be equal on all ranks.
 
     Args:
-        parameters: a parameter or several; those without a gradient are left out.
-        max_norm: the largest norm that is left as it is.
+        parameters: one or several parameters; those without a gradient are skipped.
+        max_norm: gradients with a larger norm are scaled down to it.
         norm_type: the order of the norm, above 0; ``math.inf`` is one.
-        error_if_nonfinite: raise where the norm is infinite or NaN, before anything is scaled.
+        error_if_nonfinite: raise an error if the norm is infinite or NaN, before anything is scaled.
         foreach: as in torch: True or False chooses the implementation, None leaves the choice to torch.
 
     Returns:

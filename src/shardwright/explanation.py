@@ -106,7 +106,8 @@ class Explanation:
 
 
 def explain(model: nn.Module) -> Explanation:
-    """How a model is sharded on this rank: its groups in the order in which they were made. No communication.
+    """How a model is sharded on this rank: its groups, in the order in which they were created. No
+    communication.
 
     Args:
         model: a model with at least one sharded module.

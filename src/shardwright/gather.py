@@ -16,14 +16,13 @@ from shardwright.schedule.layout import ParamLayout
 
 
 def gathered(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Each tensor whole: a plain tensor of its logical shape and dtype, on the device of its shards.
+    """Gather each tensor: returns a plain tensor of its logical shape and dtype, on the device of its shards.
 
-    Every rank of their mesh calls it with the same tensors in the same order. All that are returned are held
-    at once, so pass a few at a time where memory counts.
+    Every rank of their mesh calls it with the same tensors in the same order. All returned tensors are in
+    memory at once, so pass a few at a time if memory is short.
 
     Args:
-        tensors: sharded parameters, their gradients or optimizer state. Plain tensors are returned as they
-            are, detached.
+        tensors: sharded parameters, their gradients or optimizer state. Plain tensors are only detached.
 
     Returns:
         One tensor for each, detached.
@@ -40,7 +39,7 @@ def gathered(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def scattered(like: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """``whole``, sharded as ``like`` is; the way back from ``gathered``. No communication.
+    """Shard ``whole`` as ``like`` is sharded; the inverse of ``gathered``. No communication.
 
     Every rank passes the same ``whole`` and keeps its own rows of it. The shard is a copy, so that the memory
     of ``whole`` can be freed.
@@ -51,7 +50,7 @@ def scattered(like: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 
     Returns:
         A DTensor placed like ``like``, in the dtype of ``whole`` and on the device of ``like``; ``whole``
-            itself where ``like`` is plain.
+            itself if ``like`` is plain.
 
     Raises:
         InputError: the shapes differ.

@@ -22,15 +22,15 @@ _replaced: list[tuple[ModuleType, str]] = []
 
 
 def install() -> None:
-    """Put our names in the place of torch's in ``torch.distributed.fsdp`` and its public submodules.
+    """Replace torch's names in ``torch.distributed.fsdp`` and its public submodules with ours.
 
-    For frameworks that import torch's (accelerate, transformers, Lightning, torchtitan). Call it before they
-    are imported, in every process of the job; it holds for this process, until ``uninstall``. Both interfaces
-    are replaced: ``fully_shard`` with its policies, and ``FullyShardedDataParallel`` with its options and
-    wrapping policies. ``ShardedGradScaler`` stays torch's. A second call does nothing.
+    Use it with frameworks that import these names (accelerate, transformers, Lightning, torchtitan). Call it
+    before they are imported, in every process of the job; it applies to this process, until ``uninstall``.
+    Both interfaces are replaced: ``fully_shard`` with its policies, and ``FullyShardedDataParallel`` with its
+    options and wrapping policies. ``ShardedGradScaler`` stays torch's. A second call does nothing.
 
     Warns:
-        UserWarning: a library was imported before and so keeps torch's own; it is named.
+        UserWarning: a library was imported before and still uses torch's names; the warning names it.
     """
     if _replaced:
         return
@@ -50,7 +50,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Put torch's own names back, in this process. Libraries that were imported in between keep ours."""
+    """Restore torch's own names, in this process. Libraries that were imported in between keep ours."""
     for place, name in _replaced:
         setattr(place, name, _TORCHS[name])
     _replaced.clear()

@@ -16,17 +16,17 @@ _LEAST_CHUNKS = 32
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None, ignore_index: int = -100
 ) -> Tensor:
-    """The summed cross-entropy of a linear head over a large vocabulary, without all of its logits at once.
+    """The summed cross-entropy of a linear head over a large vocabulary, without storing all logits at once.
 
     Equal to ``F.cross_entropy(F.linear(hidden, weight, bias).float(), targets, reduction="sum")``, but only
     some rows' logits exist at a time: at most 256 MiB of them, and at most a 32nd of all. The gradients are
     made in the forward, with each chunk's logits, so nothing is computed twice (as Liger Kernel does it,
-    arXiv:2410.10989). Torch's ``F.linear_cross_entropy`` does the same, but its loss is in bf16 where the
-    weights are, 1% off.
+    arXiv:2410.10989). Torch's ``F.linear_cross_entropy`` does the same, but with bf16 weights its loss is in
+    bf16, 1% off.
 
-    Call it where ``weight`` is unsharded: in the forward of the module that has it. No communication. Until
+    Call it while ``weight`` is unsharded: in the forward of the module that has it. No communication. Until
     the backward it holds the gradient of ``hidden`` in its dtype, and those of ``weight`` and ``bias`` in
-    fp32, as far as they require gradients. The loss has a gradient; that gradient has none.
+    fp32, for each of them that requires a gradient. Second derivatives aren't supported.
 
     Args:
         hidden: [n, width], floating point.
@@ -40,7 +40,7 @@ def linear_cross_entropy(
 
     Raises:
         InputError: the shapes don't fit each other.
-        StageError: raised by its backward, where that runs a second time.
+        StageError: raised by its backward, if that runs a second time.
 
     Examples:
         >>> head = nn.Linear(16, 1000, bias=False)

@@ -12,21 +12,22 @@ from shardwright.errors import InputError
 
 
 def loss_weights(model: nn.Module, weights: Sequence[float]) -> list[float]:
-    """What to multiply each of this rank's mean losses by in the coming step: its share of the whole step.
+    """The factors for this rank's mean losses in the coming step: each loss's share of the whole step.
 
-    The step's gradient is then that of the mean over all targets of all ranks and microbatches, however
-    unevenly these are spread. Averaging over ranks would weigh a rank's few targets as much as another rank's
-    many. From here on the model's gradients are sums over ranks; ``set_gradient_averaging("average")`` undoes
-    that. Every rank of the model's mesh calls it once before the step; 8 bytes are exchanged.
+    Multiply each loss by its factor. The step's gradient is then that of the mean over all targets of all
+    ranks and microbatches, even if these are unevenly spread. Averaging over ranks would give a rank with few
+    targets the same weight as one with many. From here on the model's gradients are sums over ranks;
+    ``set_gradient_averaging("average")`` undoes that. Every rank of the model's mesh calls it once before the
+    step; 8 bytes are exchanged.
 
     Args:
         model: a model with at least one sharded parameter.
         weights: for each backward of the step on this rank, the number of targets that its mean loss is over.
-            One of 0 still takes part in the step's collectives; give it a loss of 0, since a mean over
-            nothing is NaN.
+            A backward without targets (0) still takes part in the step's collectives; use a loss of 0 for it,
+            since a mean over nothing is NaN.
 
     Returns:
-        One factor for each of ``weights``. Those of all ranks together add up to 1.
+        One factor for each of ``weights``. The factors of all ranks add up to 1.
 
     Raises:
         InputError: the model isn't sharded, a weight is below 0 or not finite, or all weights of all ranks

@@ -23,10 +23,10 @@ from shardwright.torch_fsdp import TorchFSDPModule
 
 
 class FSDPModule(GradientSetters, ScheduleSetters, TorchFSDPModule):
-    """What a module is besides its own class once ``fully_shard`` was called on it: these methods.
+    """The class that a module gets, in addition to its own, by ``fully_shard``: it adds these methods.
 
-    Nothing is inherited from torch's class of that name but the name: frameworks ask for it by
-    ``isinstance``.
+    It has the name of torch's class because frameworks check for it by ``isinstance``, but inherits nothing
+    from it.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -43,14 +43,14 @@ class FSDPModule(GradientSetters, ScheduleSetters, TorchFSDPModule):
         schedule frees them after the module's next forward or backward.
 
         Args:
-            async_op: return at once; the ``wait`` of the handle makes the parameters readable. The module's
-                forward waits for it in any case.
+            async_op: return immediately; the parameters can be read after ``wait`` of the handle. The
+                module's forward waits automatically.
 
         Returns:
             The handle with ``async_op``, else None.
 
         Raises:
-            StageError: the parameters are on the host by ``offload_states``.
+            StageError: ``offload_states`` has put the parameters on the host.
         """
         handle = _UnitHandle(self._unit())
         for group in self._unit().groups:
@@ -64,7 +64,7 @@ class FSDPModule(GradientSetters, ScheduleSetters, TorchFSDPModule):
         """Free this module's own unsharded parameters (not those of nested sharded modules) and show the
         shards.
 
-        No communication; a rank may call it by itself.
+        No communication; a single rank may call it.
         """
         for group in self._unit().groups:
             self._unit().runtime.do(ActionKind.RESHARD, group)
@@ -74,10 +74,10 @@ class FSDPModule(GradientSetters, ScheduleSetters, TorchFSDPModule):
         """A context in which the parameters are plain and whole, for reading or editing weights outside of a
         forward.
 
-        Every rank of the mesh enters and leaves it, between steps. What was edited is written back when it
-        ends: all ranks must make the same edits, since each rank keeps its own rows of its own copy.
-        Parameters are in ``param_dtype`` here; those that nobody edited keep their full precision. The
-        unsharded parameters are freed at the end.
+        Every rank of the mesh enters and leaves it, between steps. Edits are written back when it ends. All
+        ranks must make the same edits, since each rank writes back its own rows of its own copy. Parameters
+        are in ``param_dtype`` here; parameters without edits keep their full precision. The unsharded
+        parameters are freed at the end.
 
         Args:
             recurse: also those of nested sharded modules.
@@ -107,11 +107,11 @@ class FSDPModule(GradientSetters, ScheduleSetters, TorchFSDPModule):
                 runtime.do(ActionKind.RESHARD, group)
 
     def reset_iter_state(self) -> None:
-        """Forget a step that an exception ended; call it on the root.
+        """Discard a step that ended with an exception; call it on the root.
 
-        The next forward does the same by itself. It waits for what is in flight, reshards every group and
-        drops the step's gradients, those of earlier microbatches included. It launches no collective; call it
-        on each rank on which the step has ended so.
+        The next forward does the same automatically. It waits for everything in flight, reshards every group
+        and drops the step's gradients, including those of earlier microbatches. It launches no collective;
+        call it on each rank whose step ended with an exception.
 
         Raises:
             StageError: the module isn't the model's root.
@@ -127,8 +127,8 @@ class FSDPModule(GradientSetters, ScheduleSetters, TorchFSDPModule):
     def join_evaluations(self) -> None:
         """Take part in the other ranks' evaluations, until every rank has called this.
 
-        For ranks that evaluate different numbers of batches, before what comes next if that is neither a
-        training forward nor an evaluation of this model: a save, a reduction of losses. Every rank of the
+        Use it if ranks evaluate different numbers of batches and the next operation is neither a training
+        forward nor an evaluation of this model, such as a save or a reduction of losses. Every rank of the
         mesh calls it, between steps.
         """
         self._unit().runtime.join_evaluations()
@@ -136,10 +136,10 @@ class FSDPModule(GradientSetters, ScheduleSetters, TorchFSDPModule):
     # ---- what is held
 
     def memory(self) -> MemoryReport:
-        """What is alive on this rank now, by category and by group. Any rank may call it, at any time.
+        """The memory in use on this rank now, by category and by group. Any rank may call it, at any time.
 
         Shards, optimizer states (of optimizers that have made a step), unsharded parameters, gradients and
-        collectives in flight are counted tensor by tensor. Activations are what was allocated besides since
+        collectives in flight are counted tensor by tensor. Activations are all other bytes allocated since
         the forward began, and ``other`` is what the process held before. No communication.
 
         Returns:
@@ -153,8 +153,8 @@ class FSDPModule(GradientSetters, ScheduleSetters, TorchFSDPModule):
         ``log.save(path)``.
 
         A report is taken before and after the actions of each event of a forward and backward, with
-        activations by group and those of the loss apart; inside of it a step takes longer. Any rank may enter
-        it, between steps; no communication.
+        activations by group and those of the loss separately. A step inside it takes longer. Any rank may
+        enter it, between steps; no communication.
 
         Yields:
             The log, filled while the step runs; ``log.save("memory.html")`` draws it.
@@ -184,7 +184,7 @@ class FSDPModule(GradientSetters, ScheduleSetters, TorchFSDPModule):
         return self._unit().runtime.schedule
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As ``nn.Module.zero_grad``, also where parameters are unsharded now: the shards have the gradients.
+        """As ``nn.Module.zero_grad``, for the gradients of the shards, also while parameters are unsharded.
 
         Local; no communication.
 
@@ -233,7 +233,7 @@ class FSDPModule(GradientSetters, ScheduleSetters, TorchFSDPModule):
 
 
 class UnshardHandle:
-    """What ``FSDPModule.unshard(async_op=True)`` returns."""
+    """The handle that ``FSDPModule.unshard(async_op=True)`` returns."""
 
     def wait(self) -> None:
         """Return when the module shows its unsharded parameters. A second call does nothing.
@@ -256,10 +256,10 @@ class _UnitHandle(UnshardHandle):
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Unshard a module around another of its methods too, as around its forward.
+    """Unshard a module around another one of its methods, as it is unsharded around its forward.
 
     For modules with several entries (``encode``, ``generate``). It does nothing for a module that isn't
-    sharded. Every rank calls it; the method is then a forward like any other, so ranks call it alike.
+    sharded. Every rank calls it. The method is then treated like a forward, so all ranks must call it alike.
 
     Args:
         module: a module, sharded or not.
@@ -285,8 +285,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Accepted, and true already: models on one mesh share its process groups, and no model has streams of
-    its own.
+    """Accepted without effect: models on one mesh always share its process groups, and no model has separate
+    streams.
 
     Args:
         modules: sharded modules.

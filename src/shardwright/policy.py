@@ -72,8 +72,8 @@ class BackwardPrefetch(StrEnum):
     """When the next group's all-gather is issued in the backward.
 
     - ``PRE``: before this group's backward, so that its compute and the all-gather run at the same time.
-    - ``POST``: after it, beside its reduce-scatter. The peak has one unsharded group less; less is
-      overlapped.
+    - ``POST``: after it, at the same time as its reduce-scatter. At the peak one group less is unsharded, but
+      less communication is overlapped.
     - ``NONE``: when the next group is needed.
     """
 
@@ -83,16 +83,16 @@ class BackwardPrefetch(StrEnum):
 
 
 class Wire(StrEnum):
-    """What a group's collectives send over a network. The result has the same bits with each.
+    """What a group's collectives send over a network. Results are bit for bit the same with each.
 
     - ``PLAIN``: every rank's shards, and gradients without their zeros.
     - ``DIFFERENCE``: what has changed since the last all-gather of the same group, compressed without loss.
       Each rank keeps a copy of the whole model on the host, in the dtype that is sent. Gradients are
       compressed without loss, too. This needs ``pip install 'shardwright[wire]'``.
-    - ``AUTO``: whichever pays on the link, which is measured before the first step. On a slow link that is
-      all of ``DIFFERENCE``; on a faster one nothing is compressed, and what hasn't changed isn't gathered a
-      second time. The copies take at most ``wire_nbytes``, or a quarter of the host's free memory. It needs
-      the same extra.
+    - ``AUTO``: the faster choice for the link, which is measured before the first step. A slow link gets all
+      of ``DIFFERENCE``; on a faster one nothing is compressed, and unchanged values aren't gathered a second
+      time. The copies take at most ``wire_nbytes``, or a quarter of the host's free memory. This needs the
+      same extra.
     """
 
     PLAIN = "plain"
@@ -101,9 +101,9 @@ class Wire(StrEnum):
 
 
 class Agreement(StrEnum):
-    """Whether ranks agree on which collectives they launch.
+    """Whether ranks agree on the collectives that they launch.
 
-    - ``STRICT``: every rank launches the same collectives in the same order, whichever groups it uses itself.
+    - ``STRICT``: every rank launches the same collectives in the same order, even if it uses other groups.
       Ranks exchange a few words at the begin and at the end of each forward, evaluation and backward.
     - ``OFF``: a rank launches what its own modules need. All ranks must run the same modules in the same
       order, and no words are exchanged.
@@ -139,46 +139,46 @@ class _WithoutRemoved:
 class SchedulePolicy(_WithoutRemoved):
     """When collectives are issued, and how many may be outstanding. Counts are numbers of groups.
 
-    The defaults gave the shortest step for the memory of two groups (docs/performance.md). Pass it to
+    The defaults gave the shortest step that takes the memory of two groups (docs/performance.md). Pass it to
     ``FSDPModule.set_schedule_policy``, the same on all ranks.
 
     Args:
         backward_prefetch: a ``BackwardPrefetch``, or its value or name as text.
         forward_prefetch: False issues each forward all-gather only when its group is needed.
-        depth: how many groups ahead of the one in use are gathered.
-        budget_nbytes: bytes that gathered groups which are not in use yet may hold; None: ``depth`` is the
-            only bound.
-        max_gathers: all-gathers in flight, the needed one included; None: ``depth`` is the only bound.
-        max_reductions: reduce-scatters in flight. The oldest is waited for before one more is issued, so at
-            most this many groups hold an unsharded gradient besides the one that is being computed.
-        keep_last: how many of the groups that the backward needs first stay unsharded from the forward on,
-            where the caller left ``reshard_after_forward`` open. This costs no more memory than the prefetch
-            would hold there.
-        keep_nbytes: more groups stay unsharded, as long as all that stay take at most so many bytes.
-        bucket_cap_mb: MiB of small groups that share a collective with another group: all-gathers ahead of
-            their use, and gradients, which are held back until then. Groups that share one count as one group
-            in the other fields. 0 gives each group collectives of its own.
+        depth: how many groups ahead of the one in use are prefetched.
+        budget_nbytes: bytes that prefetched groups may hold while they aren't in use yet; None: ``depth`` is
+            the only bound.
+        max_gathers: all-gathers in flight, including the one that is needed now; None: ``depth`` is the only
+            bound.
+        max_reductions: reduce-scatters in flight. Before one more is issued, the oldest one must end. So at
+            most this many groups hold an unsharded gradient, besides the group whose gradient is being
+            computed.
+        keep_last: how many of the groups that the backward needs first stay unsharded from the forward on, if
+            their ``reshard_after_forward`` is None. This costs no more memory than their prefetch would.
+        keep_nbytes: more groups stay unsharded, as long as all of them together take at most this many bytes.
+        bucket_cap_mb: MiB of small groups that share a collective with another group. Their all-gathers are
+            issued ahead of use, and their gradients are held back until the shared reduce-scatter. Groups
+            that share one count as one group in the other fields. 0 gives each group separate collectives.
         ahead: phase ("forward" or "backward") -> group -> the groups to gather when it begins there, in
             order, instead of the next ``depth`` ones. Groups are named by the paths of their modules
-            ("blocks.0", "norm+head"). What ``set_modules_to_forward_prefetch`` and
-            ``set_modules_to_backward_prefetch`` list takes precedence.
+            ("blocks.0", "norm+head"). Lists given to ``set_modules_to_forward_prefetch`` and
+            ``set_modules_to_backward_prefetch`` take precedence.
         row_wise: a group that is one ``nn.Embedding`` moves only the rows in use: the all-gather moves those
-            that any rank looks up, the reduce-scatter those that any rank has a gradient of. The result has
-            the same bits. Hooks of other code make it move whole. None: between CPU ranks over a network,
-            with ``wire`` plain, for an embedding larger than ``bucket_cap_mb``.
-        forget_after: with ``agreement="strict"``, the number of backwards after which a group that no rank
-            has used since leaves the schedule, so that its bytes are no longer moved. Its next use is agreed
-            on like a first one.
+            that any rank looks up, the reduce-scatter those that any rank has a gradient of. Results are bit
+            for bit the same. If other code has hooks on the embedding, all rows are moved. None: True between
+            CPU ranks over a network, with ``wire`` plain, for an embedding larger than ``bucket_cap_mb``.
+        forget_after: with ``agreement="strict"``, a group that no rank has used for this many backwards
+            leaves the schedule, so that its bytes are no longer moved. At its next use it is treated like a
+            new group.
         wire: a ``Wire``, or its value or name as text.
         wire_nbytes: bytes of host memory that the copies for ``wire`` may take on a rank; the first groups
-            that fit have one. None: no bound, or that of ``Wire.AUTO``. ``explain`` says how many bytes they
-            are.
+            that fit get one. None: no bound, or that of ``Wire.AUTO``. ``explain`` shows their bytes.
         agreement: an ``Agreement``, or its value or name as text. The default is the environment variable
-            ``SHARDWRIGHT_AGREEMENT``, else strict. Ranks that differ in it get an error before their first
-            all-gather.
+            ``SHARDWRIGHT_AGREEMENT``, else strict. If ranks differ in it, an error is raised before their
+            first all-gather.
 
     Raises:
-        InputError: a value is outside of these.
+        InputError: a value is not one of these.
 
     Examples:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
@@ -250,13 +250,13 @@ def _lists(ahead: Any) -> dict[str, dict[str, tuple[str, ...]]]:
 
 @dataclass(frozen=True)
 class Grouping:
-    """How ``fully_shard(model, groups=Grouping(...))`` chooses groups by itself.
+    """How ``fully_shard(model, groups=Grouping(...))`` chooses groups automatically.
 
     Args:
-        classes: every module of one of these classes, or of a subclass, is a group. Empty: what the model
-            says of itself (``_fsdp_plan`` and ``_no_split_modules`` of transformers); where it says nothing,
+        classes: every module of one of these classes, or of a subclass, is a group. Empty: the classes that a
+            transformers model names itself (``_fsdp_plan`` and ``_no_split_modules``); for any other model,
             the members of every list of at least two modules of one class.
-        least_nbytes: neighbouring groups that hold fewer unsharded bytes than this become one group.
+        least_nbytes: neighbouring groups that hold fewer unsharded bytes than this are merged into one group.
 
     Raises:
         InputError: ``classes`` holds anything but classes, or ``least_nbytes`` is no int of at least 0.
@@ -303,22 +303,22 @@ class ReductionPolicy:
 
 @dataclass(frozen=True)
 class OffloadPolicy:
-    """Where shards lie between uses. This base class: on the device of the mesh."""
+    """Where shards are stored between uses. This base class: on the device of the mesh."""
 
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
     """Which of parameters, gradients and the optimizer's state are on the host at rest; by default all are.
 
-    Where shards or gradients are on the host, the optimizer's step runs there. With ``params=False,
-    grads=False`` it runs on the device, which holds the state only for the length of the step.
-    docs/design/streams.md says where the host waits.
+    If shards or gradients are on the host, the optimizer's step runs there. With ``params=False,
+    grads=False`` it runs on the device, which holds the state only during the step. docs/design/streams.md
+    lists where the host waits.
 
     Args:
-        pin_memory: page-locked host memory, so that copies in both directions run beside the host's work and
-            the device's compute.
+        pin_memory: page-locked host memory, so that copies in both directions overlap with the host's work
+            and the device's compute.
         params: shards are on the host, and are copied to the device when they are unsharded. False: the
-            device keeps a copy of them, in the dtype that they are gathered in.
+            device also keeps a copy of them, in the dtype of the all-gather.
         grads: reduced gradients are copied to the host in the backward. False: they are added up on the
             device until the last backward of a step (``set_is_last_backward``) has ended, and are copied
             once.
@@ -363,11 +363,11 @@ class OptimizerOffloadPolicy(CPUOffloadPolicy):
     """The optimizer's state and step on the host, the parameters on the device:
     ``CPUOffloadPolicy(params=False)``.
 
-    The device keeps the shards in the dtype that they are gathered in, so each shard is copied to it once a
-    step instead of at every all-gather.
+    The device keeps the shards in the dtype of the all-gather, so each shard is copied to it once a step
+    instead of at every all-gather.
 
     Args:
-        params: False, which is what makes it this policy.
+        params: False by default, unlike in ``CPUOffloadPolicy``.
 
     Raises:
         InputError: as ``CPUOffloadPolicy``.
@@ -378,12 +378,13 @@ class OptimizerOffloadPolicy(CPUOffloadPolicy):
 
 @dataclass(frozen=True)
 class DiskOffloadPolicy(CPUOffloadPolicy):
-    """As ``CPUOffloadPolicy``, with this rank's shards in files that the host maps and may drop from memory.
+    """As ``CPUOffloadPolicy``, but this rank's shards are in memory-mapped files, whose pages the host can
+    drop from memory.
 
     Gradients and the optimizer's state are in the host's memory.
 
     Args:
-        folder: an existing folder on a local disk. The files have no names there and vanish with the process.
+        folder: an existing folder on a local disk. The files are unnamed and disappear when the process ends.
 
     Raises:
         InputError: there is no such folder, ``params=False`` and ``grads=False`` leave nothing for the files,
@@ -417,7 +418,7 @@ class DataParallelMeshDims:
 
     Args:
         shard: axes that parameters are sharded over.
-        replicate: axes that hold copies of the shards.
+        replicate: axes that the shards are replicated over.
 
     Raises:
         InputError: both are None.
@@ -457,23 +458,23 @@ _WATCH_SECONDS = ("suspect_s", "answer_s", "lost_s", "stall_s", "collective_s")
 
 @dataclass(frozen=True)
 class WatchPolicy:
-    """When the watchdog of a rank that waits asks the other ranks, and what it treats as an error then.
+    """When a waiting rank's watchdog asks the other ranks for their state, and what it treats as an error.
 
     Pass the same policy on all ranks, to ``set_watch``. Times are in seconds.
 
     Args:
-        on: False starts no watchdog thread and sends nothing. A rank that never comes is then found by the
+        on: False starts no watchdog thread and sends nothing. A missing rank is then only detected by the
             time limit of the process group.
-        suspect_s: a rank that has waited so long asks all others what they do.
+        suspect_s: a rank that has waited this long asks all others what they are doing.
         answer_s: how long it waits for their answers.
-        lost_s: a rank that hasn't answered for so long counts as lost, though its process or its connection
-            seems alive.
-        stall_s: a rank that others wait for, and that has neither computed nor waited for so long, is an
-            error. None: it is reported and waited for, since a program may sleep. 600 suits most jobs.
-        collective_s: a collective that all its ranks have launched, and that hasn't ended for so long, is an
-            error. None: the network is reported as slow, and waited for.
-        signal: the signal SIGUSR1 prints the table of all ranks, and SIGTERM prints who is lost before the
-            process ends. False leaves both signals alone.
+        lost_s: a rank that hasn't answered for this long counts as lost, even if its process or its
+            connection seems alive.
+        stall_s: an error is raised if others wait for a rank that has neither computed nor waited for this
+            long. None: the rank is reported and waited for, since a program may sleep. 600 suits most jobs.
+        collective_s: an error is raised if all ranks have launched a collective and it hasn't ended for this
+            long. None: the network is reported as slow, and waited for.
+        signal: the signal SIGUSR1 prints the table of all ranks, and SIGTERM prints which ranks are lost
+            before the process ends. False doesn't handle either signal.
 
     Raises:
         InputError: a time isn't positive, or ``on`` or ``signal`` isn't a bool.
@@ -500,7 +501,7 @@ class WatchPolicy:
 
     @classmethod
     def from_text(cls, text: str) -> "WatchPolicy":
-        """A policy from text, as the environment variable ``SHARDWRIGHT_WATCH`` holds it.
+        """A policy from text, in the format of the environment variable ``SHARDWRIGHT_WATCH``.
 
         Args:
             text: ``"off"``, or fields as in ``"suspect_s=2,stall_s=600,signal=off"``; ``""`` and ``"on"`` are

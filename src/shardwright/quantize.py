@@ -30,19 +30,19 @@ def quantize_(
     """Replace weights of a model by codes and scales of 4 or 8 bits, in place; they are frozen from then on.
 
     Call it before ``fully_shard``, or after it on every rank, between steps. The model may be on the meta
-    device. A weight ``[..., rows, cols]`` is then two frozen parameters, which state dicts and checkpoints
-    show under these names::
+    device. A weight ``[..., rows, cols]`` is then two frozen parameters, with these names in state dicts and
+    checkpoints::
 
         nf4          weight uint8 [..., rows, ceil(cols / 2)]  weight_absmax bfloat16 [..., rows, blocks]
         nf4-double   the same                                  weight_scales uint8 [..., rows, blocks + 2]
         int8         weight int8 [..., rows, cols]             weight_scale float32 [..., rows, 1]
 
-    with ``blocks = ceil(cols / 64)``. ``load_state_dict`` takes the plain weight too, and quantises it. Every
-    rank's rows have the same bits as those of the whole weight, without communication. The exception is a
-    weight that is sharded on its last dim, along which blocks run: it is collected first, one weight at a
-    time. The memory of the plain weights is freed; an optimizer that holds one must be built anew. The codes
-    of a weight that is torchao's ``NF4Tensor`` are taken over as they are. Reading ``module.weight`` of a
-    model that isn't sharded decodes it; what is written into the result is lost.
+    with ``blocks = ceil(cols / 64)``. ``load_state_dict`` accepts the plain weight too, and quantises it.
+    Each rank quantises its own rows without communication; the result is bit for bit that of the whole
+    weight. The exception is a weight that is sharded on its last dim, along which the blocks run: it is
+    gathered first, one weight at a time. The memory of the plain weights is freed; an optimizer that holds
+    one must be rebuilt. If a weight is torchao's ``NF4Tensor``, its codes are kept. Reading ``module.weight``
+    of a model that isn't sharded decodes it; changes to the result are lost.
 
     Args:
         model: a model that is plain or sharded, with weights of any floating-point dtype.
@@ -51,16 +51,16 @@ def quantize_(
         where: which parameters: a pattern of their names (``"*.mlp.*"``), several patterns, or ``f(name,
             parameter)``. None: weights of ``nn.Linear`` that no other kind of module shares, and 3-D ones
             (experts), without adapters.
-        dequantise: "group" decodes a group's weights when it is unsharded. "layer" decodes each where it is
-            read, so that only one is whole at a time, at the price of decoding it for each use.
+        dequantise: "group" decodes a group's weights when it is unsharded. "layer" decodes each weight when
+            it is read, so that only one is decoded at a time; it is decoded again for each use.
 
     Returns:
         The names of the weights that were replaced.
 
     Raises:
-        InputError: ``codec`` or ``dequantise`` is another one, a pattern matches nothing, or a parameter
+        InputError: ``codec`` or ``dequantise`` isn't one of these, a pattern matches nothing, or a parameter
             isn't a floating-point matrix or is split by tensor parallelism. Nothing is changed then.
-        StageError: it was called inside a step, or the parameters are on the host by ``offload_states``.
+        StageError: it was called inside a step, or ``offload_states`` has put the parameters on the host.
 
     Examples:
         >>> model = nn.Sequential(nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 4))

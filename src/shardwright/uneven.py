@@ -73,25 +73,25 @@ class Lockstep(Generic[T]):
 
 
 def lockstep(loader: Iterable[T], mode: str = "stop", mesh: DeviceMesh | None = None) -> Lockstep[T]:
-    """``loader``, such that all ranks take the same number of batches, however many each of them has.
+    """Wrap ``loader`` so that all ranks take the same number of batches, even if they have different numbers.
 
     Every rank of the mesh calls it and iterates over it. Before each batch the ranks exchange one word, from
-    host to host. Without it a rank whose data end early leaves the others waiting.
+    host to host. Without it, the other ranks wait for a rank whose data ends early.
 
     Args:
-        loader: what gives this rank's batches; it is iterated anew for each epoch.
-        mode: ``"stop"``: all ranks end with the shortest, and what others had left of this epoch isn't seen.
-            ``"pad"``: all go on to the end of the longest; a rank that has run out repeats its last batch,
-            which then weighs more in the average.
-        mesh: the ranks that go together, as for ``fully_shard``; None: all.
+        loader: an iterable over this rank's batches; it is iterated again for each epoch.
+        mode: ``"stop"``: all ranks end with the shortest one, and the remaining batches of the others aren't
+            used in this epoch. ``"pad"``: all continue to the end of the longest one; a rank without further
+            data repeats its last batch, which then weighs more in the average.
+        mesh: the ranks that take the same number, as for ``fully_shard``; None: all.
 
     Returns:
-        An iterable over the batches; iterate once per epoch, on every rank. While iterating, DataError is
-            raised on every rank where a rank has no batch to repeat or its data raised; that rank raises its
+        An iterable over the batches; iterate once per epoch, on every rank. While iterating, if a rank has no
+            batch to repeat or its data raises an exception, every rank raises DataError; that rank raises its
             own exception.
 
     Raises:
-        InputError: ``mode`` is another one, or the mesh lacks this rank.
+        InputError: ``mode`` is neither, or the mesh lacks this rank.
 
     Examples:
         >>> loader = [torch.ones(2), torch.ones(2)]

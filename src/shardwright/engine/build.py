@@ -39,7 +39,7 @@ PlacementFunction = Callable[[nn.Parameter], Any]
 
 @dataclass(frozen=True)
 class ShardPlacementResult:
-    """What ``shard_placement_fn`` returns for a parameter that is sharded on a mesh of its own.
+    """The result of ``shard_placement_fn`` for a parameter that is sharded on a separate mesh.
 
     Args:
         placement: ``Shard(dim)``, or None for dim 0.

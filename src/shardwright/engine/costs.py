@@ -22,14 +22,14 @@ class Stats:
 
     Attributes:
         num_groups: how many groups it has.
-        param_numel: logical elements of all sharded parameters.
-        full_nbytes: bytes of these, in the dtype at rest.
+        param_numel: elements of all sharded parameters, by their logical shapes.
+        full_nbytes: bytes of these elements, in the dtype at rest.
         at_rest_nbytes: bytes of this rank's shards.
-        unsharded_nbytes: bytes of the buffers of unsharded parameters that are held now.
-        peak_unsharded_nbytes: the most that these have been since the start.
+        unsharded_nbytes: bytes that the buffers of unsharded parameters hold now.
+        peak_unsharded_nbytes: the peak of ``unsharded_nbytes`` since the start.
         sent_nbytes: bytes that this rank has sent since the start.
         exposed_s: seconds that the host was blocked in waits since the start; None on CUDA, where a stream
-            waits and not the host.
+            waits instead of the host.
     """
 
     num_groups: int

@@ -26,25 +26,27 @@ _steppers = WeakTensorKeyDictionary()
 class StepInBackward:
     """An optimizer that steps a sharded model's parameters in the backward, and frees each gradient there.
 
-    Equal bit for bit to ``step`` and ``zero_grad`` of one such optimizer after the backward, for every
-    optimizer that treats parameters one by one. All ranks make it alike. A backward is a step, but:
+    The result is bit for bit that of ``step`` and ``zero_grad`` of one such optimizer after the backward, for
+    every optimizer that updates each parameter independently. All ranks create it alike. Each backward is a
+    step, with these exceptions:
 
     - while accumulating with ``set_requires_gradient_sync(False)`` nothing is stepped, until the backward
-      that reduces all; gradients reduced in several backwards (``set_is_last_backward(False)``) are refused;
-    - gradients can't be clipped by their total norm, which isn't known then: ``clip_grad_norm_`` raises;
-    - parameters that aren't sharded are left to the caller.
+      that reduces all; gradients reduced in several backwards (``set_is_last_backward(False)``) raise an
+      error;
+    - gradients can't be clipped by their total norm, which isn't known yet: ``clip_grad_norm_`` raises;
+    - the caller has to step parameters that aren't sharded.
 
     Its attribute ``optimizers`` maps the names of parameters to their optimizers: for schedulers, and to save
     their state.
 
     Args:
-        model: what ``fully_shard`` was last called on.
-        make_optimizer: called with a list of one parameter, for each that is trainable now.
+        model: the module that ``fully_shard`` was last called on.
+        make_optimizer: called once for each parameter that is trainable now, with a list of that one.
 
     Raises:
         InputError: the model isn't sharded, nothing is trainable, or another object steps a parameter
             already.
-        StageError: raised by the backward, where a parameter's gradient comes in several reductions.
+        StageError: raised by the backward, if a parameter's gradient comes in several reductions.
 
     Examples:
         >>> model = shardwright.fully_shard(nn.Linear(8, 4))
@@ -76,7 +78,7 @@ class StepInBackward:
         self._plan(True)
 
     def remove(self) -> None:
-        """Step nothing from now on; the optimizers stay as they are. All ranks call it."""
+        """Stop stepping in the backward; the optimizers keep their state. All ranks call it."""
         self._plan(False)
         for handle in self._handles:
             handle.remove()

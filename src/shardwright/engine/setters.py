@@ -44,8 +44,8 @@ class GradientSetters(Owner):
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether the backward reduces gradients over ranks. False keeps them unsharded and adds them up.
 
-        For gradient accumulation: False for all microbatches but the last. Gradients that are kept take the
-        memory of the unsharded parameters. Call it alike on all ranks; it communicates nothing.
+        For gradient accumulation: False for all microbatches but the last. The accumulated gradients take as
+        much memory as the unsharded parameters. Call it alike on all ranks; it communicates nothing.
 
         Args:
             requires_gradient_sync: False to accumulate, True before the last microbatch.
@@ -61,10 +61,10 @@ class GradientSetters(Owner):
         self._set_reduction(recurse, reduce=requires_gradient_sync, all_reduce=requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether the backward all-reduces gradients over the copies of a 2-D mesh.
+        """Whether the backward all-reduces gradients over the replicas of a 2-D mesh.
 
-        False keeps what was reduced over the sharded axis and adds it up: accumulation in the memory of the
-        shards. Call it alike on all ranks; it communicates nothing.
+        False keeps the gradients that were reduced over the sharded axis and adds them up: gradient
+        accumulation in the memory of the shards. Call it alike on all ranks; it communicates nothing.
 
         Args:
             requires_all_reduce: False to accumulate, True before the last microbatch.
@@ -88,8 +88,8 @@ class GradientSetters(Owner):
     def set_gradient_averaging(self, averaging: str, *, recurse: bool = True) -> None:
         """Whether gradients are the mean over ranks or their sum.
 
-        The third way, by the weight of each loss, is ``shardwright.loss_weights``. Call it alike on all
-        ranks; it communicates nothing.
+        A third way, a weighted mean, is ``shardwright.loss_weights``. Call it alike on all ranks; it
+        communicates nothing.
 
         Args:
             averaging: ``"average"``, the default, or ``"sum"``.
@@ -109,7 +109,7 @@ class GradientSetters(Owner):
         Call it alike on all ranks; it communicates nothing.
 
         Args:
-            factor: above 0; 1.0 leaves the sum.
+            factor: above 0; with 1.0 the gradient is the sum.
 
         Raises:
             InputError: ``factor`` isn't above 0.
@@ -142,7 +142,7 @@ class GradientSetters(Owner):
         communicates nothing.
 
         Args:
-            reduce_scatter_unused_params: True to have them take part.
+            reduce_scatter_unused_params: True lets them take part.
             recurse: also for nested sharded modules.
         """
         self._set_reduction(recurse, unused_params=reduce_scatter_unused_params)
@@ -153,8 +153,8 @@ class GradientSetters(Owner):
         Call it alike on all ranks; it communicates nothing.
 
         Args:
-            hook: called with one tensor, 1-D, in the reduce dtype, divided and without padding; what it
-                changes in place is what is added.
+            hook: called with one 1-D tensor in the reduce dtype, already divided and without padding; it can
+                change the tensor in place before it is added.
             stream: a CUDA stream to run it in, on a 1-D mesh only; None: the stream of the reductions.
 
         Raises:
@@ -167,7 +167,7 @@ class GradientSetters(Owner):
             group.reducer.hook, group.reducer.stream = hook, stream
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Accepted, and true already: every reduction here sums, and divides afterwards.
+        """Accepted without effect: every reduction here is a sum, divided afterwards.
 
         Args:
             enable: without effect.
@@ -190,12 +190,12 @@ class ScheduleSetters(Owner):
         Call it alike on all ranks; it communicates nothing.
 
         Args:
-            reshard_after_forward: False keeps the unsharded parameters, which takes memory and saves an
-                all-gather.
+            reshard_after_forward: False keeps the unsharded parameters, which saves an all-gather and takes
+                memory.
             recurse: also for nested sharded modules.
 
         Raises:
-            InputError: it isn't a bool; an int is given to ``fully_shard``.
+            InputError: it isn't a bool (pass an int to ``fully_shard`` instead).
         """
         if not isinstance(reshard_after_forward, bool):
             raise InputError(
@@ -210,9 +210,9 @@ class ScheduleSetters(Owner):
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether groups are resharded after the backward.
 
-        False saves the next forward's all-gather where the parameters weren't changed in between. It is meant
-        for gradient accumulation, and takes the memory of the unsharded parameters. Call it alike on all
-        ranks; it communicates nothing.
+        False saves the next forward's all-gather if the parameters weren't changed in between. It is meant
+        for gradient accumulation; the unsharded parameters stay in memory. Call it alike on all ranks; it
+        communicates nothing.
 
         Args:
             reshard_after_backward: True is the default.
@@ -226,20 +226,19 @@ class ScheduleSetters(Owner):
         Call it alike on all ranks; it communicates nothing.
 
         Args:
-            unshard_in_backward: False for a module whose backward doesn't read its parameters, as an
-                embedding's.
+            unshard_in_backward: False for a module whose backward doesn't read its parameters, such as an
+                embedding.
         """
         self._request(False, unshard_in_backward=unshard_in_backward)
 
     def set_modules_to_forward_prefetch(self, modules: list[Any]) -> None:
-        """When this module's forward begins, all-gather the groups of these modules, in order, instead of the
+        """Prefetch the groups of these modules, in order, when this module's forward begins, instead of the
         next ones.
 
         Call it alike on all ranks; it communicates nothing.
 
         Args:
-            modules: sharded modules of the same model; an empty list goes back to the next ones in the
-                recorded order.
+            modules: sharded modules of the same model; an empty list restores the recorded order.
 
         Raises:
             InputError: one of them isn't a sharded module.
@@ -247,14 +246,13 @@ class ScheduleSetters(Owner):
         self._set_ahead(Phase.FORWARD, modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[Any]) -> None:
-        """When this module's backward begins, all-gather the groups of these modules, in order, instead of
-        the next ones.
+        """Prefetch the groups of these modules, in order, when this module's backward begins, instead of the
+        next ones.
 
         Call it alike on all ranks; it communicates nothing.
 
         Args:
-            modules: sharded modules of the same model; an empty list goes back to the next ones in the
-                recorded order.
+            modules: sharded modules of the same model; an empty list restores the recorded order.
 
         Raises:
             InputError: one of them isn't a sharded module.
@@ -262,7 +260,7 @@ class ScheduleSetters(Owner):
         self._set_ahead(Phase.BACKWARD, modules)
 
     def set_schedule_policy(self, policy: SchedulePolicy) -> None:
-        """When collectives are issued, for the whole model, from the next forward or backward on.
+        """Set when collectives are issued, for the whole model, from the next forward or backward on.
 
         Call it alike on all ranks; it communicates nothing.
 
@@ -307,7 +305,7 @@ class ScheduleSetters(Owner):
         runtime.step = replace(runtime.step, optimizer_event=event)
 
     def set_custom_all_gather(self, comm: Any) -> None:
-        """Move this module's all-gathers with a collective of your own.
+        """Use your own collective for this module's all-gathers.
 
         Call it alike on all ranks; it communicates nothing.
 
@@ -321,13 +319,13 @@ class ScheduleSetters(Owner):
         self._set_custom("set_custom_all_gather", all_gather=comm)
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Move this module's reduce-scatters with a collective of your own.
+        """Use your own collective for this module's reduce-scatters.
 
         Call it alike on all ranks; it communicates nothing.
 
         Args:
-            comm: as for ``set_custom_all_gather``; its call also takes ``op``, which is always a sum.
-                Division comes afterwards.
+            comm: as for ``set_custom_all_gather``; its call also takes ``op``, which is always a sum;
+                gradients are divided afterwards.
 
         Raises:
             InputError: the module's parameters are on several meshes.
@@ -335,7 +333,7 @@ class ScheduleSetters(Owner):
         self._set_custom("set_custom_reduce_scatter", reduce_scatter=comm)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Accepted, and true already: reductions always have process groups of their own here.
+        """Accepted without effect: reductions always have separate process groups here.
 
         Args:
             enable: without effect.
@@ -343,8 +341,8 @@ class ScheduleSetters(Owner):
         """
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Accepted, without effect: collectives move bytes straight between the places of use, so there is no
-        staging memory that a process group could allocate.
+        """Accepted without effect: collectives read and write the buffers where the data is used, so there is
+        no staging memory that a process group could allocate.
 
         Args:
             enable: without effect.

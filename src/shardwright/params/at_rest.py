@@ -40,12 +40,13 @@ def guard(mesh: DeviceMesh) -> None:
 
 @contextmanager
 def pickle_shards() -> Iterator[None]:
-    """A context in which this thread may pickle sharded tensors: each rank its own rows, into its own file.
+    """A context in which this thread may pickle sharded tensors: each rank pickles its own rows, into its own
+    file.
 
-    ``with pickle_shards(): torch.save(model.state_dict(), f"rank-{rank}.pt")`` is for files that are loaded
-    on as many ranks, each its own. Outside of it pickling a sharded tensor raises InputError: one rank's file
-    lacks the other ranks' numbers and doesn't look so, since every shape is the whole one. Any rank may enter
-    it; no communication.
+    ``with pickle_shards(): torch.save(model.state_dict(), f"rank-{rank}.pt")`` writes files that have to be
+    loaded on the same number of ranks, each rank its own. Outside of it pickling a sharded tensor raises
+    InputError: one rank's file lacks the other ranks' values, and its shapes, which are the full ones, don't
+    show that. Any rank may enter it; no communication.
     """
     before = _allowed.set(True)
     try:

@@ -116,13 +116,13 @@ _told: set[str] = set()
 
 
 def set_transport(transport: Transport | str) -> None:
-    """Choose the transport of meshes that are sharded over from now on; the same on all ranks. Local.
+    """Choose the transport for meshes that are used for sharding from now on; the same on all ranks. Local.
 
     Args:
         transport: a ``Transport`` or its value; see docs/design/transport.md.
 
     Raises:
-        InputError: there is no such transport ("gloo" was one once).
+        InputError: there is no such transport ("gloo" no longer is one).
     """
     global _transport
     try:

@@ -11,16 +11,15 @@ _chosen: bool | None = None
 
 
 def set_process(on: bool) -> None:
-    """Choose whether the package may change anything of this process besides its models; the same on all
-    ranks.
+    """Choose whether the package may change this process beyond its models; the same on all ranks.
 
     Call it before the first ``fully_shard``. Local. Without a call the environment variable
     ``SHARDWRIGHT_PROCESS`` decides. docs/process.md lists what is changed.
 
     Args:
-        on: False means no watchdog thread, no signal handlers, no ``excepthook``, nothing at exit, and malloc
-            as it is. Then no rank is ended by another one's failure, and a rank that never comes is found by
-            the time limit of the process groups.
+        on: False means no watchdog thread, no signal handlers, no ``excepthook``, nothing at exit, and
+            unchanged malloc settings. Then no rank is ended by another one's failure, and a missing rank is
+            only detected by the time limit of the process groups.
 
     Raises:
         InputError: ``on`` isn't a bool.

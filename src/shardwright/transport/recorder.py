@@ -156,11 +156,11 @@ recorder = Recorder()
 def record_function(name: str) -> AbstractContextManager[None]:
     """Name a block of the training loop in traces and in the ledger of lost time, as torch's profiler does.
 
-    Used on this rank's training thread, outside of forward and backward. It costs a microsecond, and no rank
-    needs to call it. "data" is also a cause that the ledger of waits knows.
+    Use it on this rank's training thread, outside of forward and backward. It costs a microsecond, and no
+    rank needs to call it. The ledger of lost time knows "data" as one of its causes.
 
     Args:
-        name: what the block is called.
+        name: the name of the block.
 
     Returns:
         A context manager around the block.

@@ -58,11 +58,11 @@ _lifecycle = _Lifecycle()
 
 
 def set_watch(policy: WatchPolicy) -> None:
-    """Choose after which wait a rank asks the others, and what is an error then; the same on all ranks.
-    Local.
+    """Choose how long a rank waits before it asks the others for their state, and what is an error then; the
+    same on all ranks. Local.
 
-    Best called before the first ``fully_shard``. Later, ``on=False`` ends the watchdog, and other policies
-    are followed from then on; a watchdog that is off begins with the next ``fully_shard``.
+    Call it before the first ``fully_shard`` if possible. Later, ``on=False`` ends the watchdog, and any other
+    policy applies from then on; a watchdog that is off starts with the next ``fully_shard``.
 
     Args:
         policy: see ``WatchPolicy``.
