@@ -34,19 +34,21 @@ class InputError(ShardwrightError, ValueError):
 
 
 class MisuseError(InputError, AssertionError):
-    """An input that torch's ``fully_shard`` refuses by an AssertionError; code for that one catches this."""
+    """An input for which torch's ``fully_shard`` raises an AssertionError, so that code written for it
+    catches this."""
 
 
 class ConfigError(ShardwrightError, ValueError):
-    """A configuration file or a command line that can't be used; lists everything wrong at once."""
+    """A configuration file or a command line that can't be used; the message lists all mistakes at once."""
 
 
 class MissingExtra(ShardwrightError, ModuleNotFoundError):
-    """A package that comes with an extra of ours and isn't installed; says the line that installs it."""
+    """A package of one of our extras that isn't installed; the message has the command that installs it."""
 
 
 class UnsupportedTorch(ShardwrightError, ImportError):
-    """A torch that lacks a private name of torch that is needed; says the versions that have them all."""
+    """An installed torch that lacks a private name that is needed; the message lists versions that have all
+    of them."""
 
 
 class DataError(ShardwrightError, ValueError):
@@ -54,23 +56,23 @@ class DataError(ShardwrightError, ValueError):
 
 
 class ScheduleError(ShardwrightError, AssertionError):
-    """A schedule that isn't sound: it uses, gathers, reduces or frees something at a wrong place."""
+    """An invalid schedule: it uses, gathers, reduces or frees something at a wrong place."""
 
 
 class StageError(ShardwrightError, RuntimeError):
-    """A call that is illegal in the stage that a group is in."""
+    """A call that isn't allowed in the current stage of a step or of a group."""
 
 
 class OutOfMemory(ShardwrightError, MemoryError):
-    """A rank that holds, or is about to hold, more host memory than ``SHARDWRIGHT_MEMORY_BUDGET`` says."""
+    """A rank holds, or is about to hold, more host memory than ``SHARDWRIGHT_MEMORY_BUDGET`` allows."""
 
 
 class CommError(ShardwrightError, RuntimeError):
-    """Ranks that are in different collectives, or a rank that ended or never came."""
+    """Ranks are in different collectives, or a rank ended or never arrived."""
 
 
 class Diverged(CommError):
-    """Ranks that wait for each other in different places, or launched different collectives."""
+    """Ranks wait for each other in different places, or launched different collectives."""
 
 
 class RankFailed(CommError):
@@ -78,12 +80,12 @@ class RankFailed(CommError):
 
 
 class RankLost(CommError):
-    """A rank whose process ended without a word, or whose host can't be reached."""
+    """A rank's process ended without an error message, or its host can't be reached."""
 
 
 class Stalled(CommError):
-    """A rank that has done nothing for as long as ``WatchPolicy.stall_s``, while others waited; or a
-    collective that all ranks have launched, and that hasn't ended for ``WatchPolicy.collective_s``."""
+    """A rank has done nothing for ``WatchPolicy.stall_s`` while others waited; or all ranks have launched a
+    collective that hasn't ended for ``WatchPolicy.collective_s``."""
 
 
 class CheckpointError(ShardwrightError, RuntimeError):
@@ -91,12 +93,12 @@ class CheckpointError(ShardwrightError, RuntimeError):
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint that is all there, and whose bytes are not those that were saved. Nothing was loaded."""
+    """A checkpoint is complete, but its bytes are not those that were saved. Nothing was loaded."""
 
 
 class StorageError(ShardwrightError, OSError):
-    """An object store (``s3://``, ``gs://``, ...) that can't be reached, or that refuses."""
+    """An object store (``s3://``, ``gs://``, ...) can't be reached, or refuses a request."""
 
 
 class LaunchError(ShardwrightError, RuntimeError):
-    """Local ranks that could not be started, or that ended before the job was done."""
+    """Local ranks could not be started, or ended before the job was done."""

@@ -43,18 +43,18 @@ from shardwright.wrapper.saving import StatefulWrapper
 class FullyShardedDataParallel(StatefulWrapper):
     """Shards a module's parameters over ranks, with the interface of torch's class of this name (FSDP1).
 
-    docs/from-fsdp1.md lists each argument and method. Wrap bottom-up, or name what is nested with
+    docs/from-fsdp1.md lists each argument and method. Wrap bottom-up, or choose nested modules with
     ``auto_wrap_policy``; every rank of the mesh wraps the same modules in the same order. Build the optimizer
-    afterwards. ``.module`` is the module that was given, and attributes that the wrapper doesn't have are
-    looked up in it. Names of parameters and buffers are those that the model had before. The memory of the
-    original parameters is freed; at rest each parameter is a DTensor of its logical shape.
+    afterwards. ``.module`` is the wrapped module, and attributes that the wrapper doesn't have are looked up
+    in it. Parameters and buffers keep the names that they had before. The memory of the original parameters
+    is freed; at rest each parameter is a DTensor of its logical shape.
 
     Args:
         module: the module to wrap.
         process_group: ranks to shard over; for hybrid strategies ``(shard, replicate)``. None: all ranks;
-            hybrid strategies shard over the ranks of a host then. With a group of one rank parameters are
-            neither sharded nor reduced.
-        sharding_strategy: what is sharded, and when; None: ``FULL_SHARD``.
+            hybrid strategies then shard over the ranks of a host. With a group of one rank, parameters aren't
+            sharded and gradients aren't reduced.
+        sharding_strategy: what is sharded and when it is resharded; None: ``FULL_SHARD``.
         cpu_offload: whether shards, their gradients and the optimizer's step are on the host; None: they
             aren't.
         auto_wrap_policy: which modules inside are wrapped first, with the same options; see
@@ -62,23 +62,23 @@ class FullyShardedDataParallel(StatefulWrapper):
         backward_prefetch: when the next group's all-gather is issued in the backward; None: when it is
             needed.
         mixed_precision: dtypes of parameters, gradients and buffers; None: those of the model.
-        ignored_modules: modules that are left as they are, with all inside of them.
-        param_init_fn: called with each module that is on the meta device, to give it memory and values; None:
-            its ``reset_parameters()`` is called.
+        ignored_modules: modules that aren't sharded, nor any module inside them.
+        param_init_fn: called with each module that is on the meta device, to allocate and initialise it;
+            None: its ``reset_parameters()`` is called.
         device_id: only its type is read; a CUDA process uses its current device.
         sync_module_states: give every rank the parameters and buffers of the mesh's first rank.
-        forward_prefetch: accepted; the next group is always gathered ahead in the forward here.
+        forward_prefetch: accepted without effect; the next group is always prefetched in the forward here.
         limit_all_gathers: at most two all-gathers in flight.
-        use_orig_params: False puts the parameters of this wrapper into one flat DTensor, ``_flat_param``, cut
-            evenly over ranks whatever their borders (``_flat_param_1``, ... for other dtypes, and frozen
-            ones). It is what ``parameters()`` gives; modules show views of it in forward and backward. State
-            dicts have the original names either way. Not for parameters that several wrappers share.
-        ignored_states: parameters, or modules, that are left as they are.
-        device_mesh: a 1-D mesh, or a 2-D one (copies, shards), instead of ``process_group``.
+        use_orig_params: False puts the parameters of this wrapper into one flat DTensor, ``_flat_param``,
+            split evenly over ranks regardless of their borders (``_flat_param_1``, ... for other dtypes, and
+            frozen ones). ``parameters()`` returns it; modules have views of it in forward and backward. State
+            dicts have the original names either way. Parameters that several wrappers share aren't supported.
+        ignored_states: parameters, or modules, that aren't sharded.
+        device_mesh: a 1-D mesh, or a 2-D one (replicas, shards), instead of ``process_group``.
 
     Raises:
-        InputError: arguments don't fit each other or the model, or ``param_init_fn`` left a module on the
-            meta device.
+        InputError: arguments contradict each other or don't fit the model, or ``param_init_fn`` left a module
+            on the meta device.
 
     Examples:
         >>> from shardwright.wrapper import FullyShardedDataParallel as FSDP, ModuleWrapPolicy
@@ -191,8 +191,8 @@ class FullyShardedDataParallel(StatefulWrapper):
         """The wrapped module's forward. Every rank calls it.
 
         Args:
-            *args: for the module; floating-point tensors in them are cast to ``param_dtype`` where mixed
-                precision says so.
+            *args: for the module; floating-point tensors in them are cast to ``param_dtype`` if mixed
+                precision requires it.
             **kwargs: the same.
 
         Returns:
@@ -236,7 +236,7 @@ class FullyShardedDataParallel(StatefulWrapper):
             yield key_of(name), buffer
 
     def apply(self, fn: Callable[[nn.Module], None]) -> "FullyShardedDataParallel":
-        """Call a function on every module while its parameters are whole, and keep what it changed.
+        """Call a function on every module while its parameters are unsharded, and keep its changes.
 
         Every rank calls it, between steps, with a function that does the same on each.
 
@@ -291,12 +291,12 @@ class FullyShardedDataParallel(StatefulWrapper):
 
     @property
     def params(self) -> list[nn.Parameter]:
-        """The parameters that this wrapper shards (not those of wrappers inside), as they are at rest."""
+        """The parameters that this wrapper shards (not those of wrappers inside it), as stored at rest."""
         return [param.sharded for param in self._unit.params]
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The ranks that it shards over; of ``NO_SHARD``, those that it all-reduces over."""
+        """The ranks that it shards over; with ``NO_SHARD``, the ranks that it all-reduces over."""
         copies_only = self.sharding_strategy is ShardingStrategy.NO_SHARD
         return self._mesh.get_group(0 if copies_only else self._mesh.ndim - 1)
 
@@ -319,11 +319,11 @@ class FullyShardedDataParallel(StatefulWrapper):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A context for gradient accumulation: backwards inside of it add up unsharded gradients and reduce
+        """A context for gradient accumulation: backwards inside it add up unsharded gradients and reduce
         nothing.
 
-        The first backward outside reduces them all. Every rank enters it. Gradients that are kept take the
-        memory of the unsharded parameters.
+        The first backward outside reduces them all. Every rank enters it. The accumulated gradients take as
+        much memory as the unsharded parameters.
         """
         groups = [group for unit in units_in(self) for group in unit.groups]
         before = [group.reducer.policy for group in groups]
@@ -336,10 +336,10 @@ class FullyShardedDataParallel(StatefulWrapper):
                 group.reducer.policy = policy
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip the gradients of all parameters, on whatever meshes. Every rank calls it.
+        """Clip the gradients of all parameters, on one or several meshes. Every rank calls it.
 
         Args:
-            max_norm: the largest norm that is left as it is.
+            max_norm: gradients with a larger norm are scaled down to it.
             norm_type: the order of the norm, above 0; ``math.inf`` is one.
 
         Returns:
@@ -352,17 +352,16 @@ class FullyShardedDataParallel(StatefulWrapper):
         return clip_grad_norm_(self.parameters(), max_norm, norm_type)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Reduce gradients by a function of your own, in this wrapper and those inside of it. Every rank
-        calls it.
+        """Reduce gradients with your own function, in this wrapper and those inside it. Every rank calls it.
 
         Args:
-            state: passed to the hook as it is.
-            hook: called as ``hook(state, whole, shard)``. ``whole`` is this rank's flat gradient of a group,
-                1-D, one part for each rank, padded to equal ones. It must fill ``shard`` with this rank's
-                part, divided as it should be: nothing is divided afterwards.
+            state: passed to the hook unchanged.
+            hook: called as ``hook(state, whole, shard)``. ``whole`` is this rank's flat 1-D gradient of a
+                group: one part for each rank, padded to equal sizes. It must fill ``shard`` with this rank's
+                part, already divided: nothing is divided afterwards.
 
         Raises:
-            InputError: parameters are copied (hybrid strategies, ``NO_SHARD``).
+            InputError: parameters are replicated (hybrid strategies, ``NO_SHARD``).
         """
         units = [unit for unit in units_in(self) if unit.group is not None]
         if any(group.axis.replicate is not None for unit in units for group in unit.groups):
@@ -387,21 +386,22 @@ class FullyShardedDataParallel(StatefulWrapper):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> Iterator[None]:
-        """A context in which parameters are plain and whole, in the dtype at rest.
+        """A context in which parameters are unsharded plain tensors, in the dtype at rest.
 
-        Every rank enters it, between steps, and all make the same edits. What is whole is freed at its end.
+        Every rank enters it, between steps, and all make the same edits. The unsharded tensors are freed at
+        its end.
 
         Args:
-            module: a wrapper, or a module that has some inside.
+            module: a wrapper, or a module that contains some.
             recurse: also the parameters of wrappers inside.
             writeback: keep the edits.
-            rank0_only: other ranks than the mesh's first see their shards, and hold no more.
-            offload_to_cpu: whole parameters are on the host.
-            with_grads: gradients are whole too.
+            rank0_only: only the mesh's first rank has them; the others see and hold only their shards.
+            offload_to_cpu: the unsharded parameters are on the host.
+            with_grads: gradients are unsharded too.
 
         Raises:
             InputError: ``rank0_only`` with ``writeback``.
-            StageError: it was entered inside a step, or inside of itself.
+            StageError: it was entered inside a step, or inside itself.
         """
         if rank0_only and writeback:
             raise InputError("writeback=True with rank0_only=True would leave the ranks with different edits")
