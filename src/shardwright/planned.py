@@ -55,24 +55,24 @@ class PlannedGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """How a model is trained on a number of ranks, and what that was predicted to take.
+    """How a model is trained on a number of ranks, with the predicted time and memory.
 
     ``fully_shard(model, plan=...)`` applies it.
 
     Args:
-        ranks: how many ranks there are in all.
-        shards: ranks that a parameter is sharded over; the others hold copies.
-        groups: in the order in which a forward runs them; what they leave is the model's own.
+        ranks: the number of ranks in total.
+        shards: ranks that a parameter is sharded over; it is replicated over the others.
+        groups: in the order in which a forward runs them; the remaining parameters are in the model's own
+            group.
         microbatches: of a step.
         microbatch_tokens: tokens of one microbatch on one rank.
-        modules_to_recompute: names of modules whose forward is computed again in the backward (activation
-            checkpointing).
+        modules_to_recompute: names of the modules under activation checkpointing.
         policy: when collectives are issued.
         mp_policy: dtypes of all groups.
         step_s: predicted seconds of a step.
-        exposed_s: those of them in which nothing is computed.
-        peak_nbytes: predicted bytes of a device, at most.
-        devices: what it was predicted for.
+        exposed_s: the part of ``step_s`` in which nothing is computed.
+        peak_nbytes: predicted peak bytes of a device.
+        devices: the devices that it was predicted for.
         offload: what is on the host at rest, "none", "optimizer" or "all".
         base: "nf4" quantises frozen weights (``quantize_``) before they are sharded; else "plain".
 
@@ -116,10 +116,10 @@ class Plan:
             )
 
     def save(self, path: str | Path) -> None:
-        """Write it as TOML, whole or not at all, so that several ranks may.
+        """Write it as TOML, atomically, so that several ranks may call it.
 
         Args:
-            path: of the file; what is there is replaced.
+            path: of the file; an existing file is replaced.
         """
         part = Path(f"{path}.{os.getpid()}")
         part.write_text(_text(self), encoding="utf-8")
@@ -136,7 +136,7 @@ class Plan:
             The plan.
 
         Raises:
-            ConfigError: the file can't be read as one.
+            ConfigError: the file isn't a valid plan.
         """
         remedy = "give the path of a file that Plan.save wrote"
         try:
@@ -154,7 +154,7 @@ class Plan:
             ranks: how many there are.
 
         Raises:
-            InputError: it isn't for them.
+            InputError: it is for another model or number of ranks.
             MissingExtra: its ``wire`` needs ``pip install 'shardwright[wire]'``.
         """
         if self.policy.wire is not Wire.PLAIN:
@@ -187,10 +187,10 @@ class Plan:
             )
 
     def recompute(self, model: nn.Module) -> None:
-        """Have the modules that it names compute their forward again in the backward, and keep only its
-        inputs.
+        """Put the modules that it names under activation checkpointing: their forward keeps only its inputs
+        and is computed again in the backward.
 
-        In place; names stay as they are. Every rank calls it.
+        In place; names don't change. Every rank calls it.
 
         Args:
             model: the model.

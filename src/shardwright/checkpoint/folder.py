@@ -36,11 +36,11 @@ Anywhere = TypeVar("Anywhere", Path, RemotePath, Location)
 
 @dataclass(frozen=True)
 class Keep:
-    """Which checkpoints outlive a save.
+    """Which checkpoints are kept after a save.
 
     Args:
         last: how many of the newest ones, at least 1.
-        every: besides these, every one whose step is a multiple of this number; None: no others.
+        every: also every checkpoint whose step is a multiple of this number; None: no others.
 
     Raises:
         InputError: a number is below 1.

@@ -56,15 +56,14 @@ class Restored:
     Attributes:
         path: the folder or file of the checkpoint.
         step: number of optimizer steps done at the save.
-        extra: what was given to ``save`` and was not restored into an object already; tensors are whole, on
-            the host.
+        extra: the ``extra`` of ``save``, without what was restored into live objects; tensors are unsharded,
+            on the host.
         num_tensors: how many tensors of the model and the optimizer were restored, each verified bit by bit.
         nbytes: bytes of all of these.
         read_nbytes: bytes that this rank read.
-        skipped: why newer checkpoints were passed over.
+        skipped: why newer checkpoints were skipped.
         cast: names of tensors whose dtype was converted.
-        rng: this rank's random state at the save; None where the checkpoint has none for this number of
-            ranks.
+        rng: this rank's random state at the save; None if the checkpoint has none for this number of ranks.
     """
 
     path: Location
@@ -78,10 +77,10 @@ class Restored:
     rng: Any = None
 
     def restore_rng(self) -> bool:
-        """Set this process's random state as it was at the save. Local.
+        """Restore this process's random state of the save. Local.
 
         Returns:
-            False, and nothing is done, where the checkpoint has none for this number of ranks.
+            False, without any change, if the checkpoint has none for this number of ranks.
         """
         if self.rng is None:
             return False
@@ -105,21 +104,21 @@ def load(
 
     Args:
         path: one checkpoint, or a folder of them: then its newest complete one; or the URL of either, as
-            ``s3://bucket/run``. Of a URL, each file that a rank needs is copied into the cache of its host,
-            unless it lies there since it was saved.
+            ``s3://bucket/run``. With a URL, each file that a rank needs is copied into the cache of its host,
+            unless it is still there from the save.
         model: sharded or plain, of the saved names and shapes; dtypes are converted.
-        optimizer: of the model's parameters; None leaves the saved state alone.
-        extra: live objects with ``load_state_dict``, by their keys in what was given to ``save``; they are
+        optimizer: of the model's parameters; None doesn't load the saved state.
+        extra: live objects with ``load_state_dict``, by their keys in the ``extra`` of ``save``; they are
             restored.
 
     Returns:
         What was restored, with the step and ``extra``.
 
     Raises:
-        DamagedError: raised on all ranks, and a CheckpointError. It names file and tensor, and the older
-            checkpoints.
+        DamagedError: the checkpoint is damaged; raised on all ranks. It is a CheckpointError, and names file,
+            tensor and the older checkpoints.
         CheckpointError: raised on all ranks: the checkpoint is incomplete, or doesn't fit; every missing,
-            unexpected and misshapen tensor is listed. Model and optimizer are then as they were.
+            unexpected and misshapen tensor is listed. Model and optimizer are then unchanged.
         InputError: the URL is of an unknown kind.
         MissingExtra: the package for this kind of URL isn't installed.
 
@@ -175,18 +174,18 @@ def load(
 
 
 def latest(path: str | PurePath) -> Location | None:
-    """The newest complete checkpoint in a folder, which ``load(path)`` would take.
+    """The newest complete checkpoint in a folder: the one that ``load(path)`` would load.
 
-    Every rank must call it, and all get what rank 0 sees.
+    Every rank must call it, and all get the result of rank 0.
 
     Args:
         path: a folder of checkpoints, or its URL.
 
     Returns:
-        The checkpoint's folder; None where there is none, or no such folder.
+        The checkpoint's folder; None if there is no checkpoint, or no such folder.
 
     Raises:
-        CheckpointError: raised on all ranks, where the ranks can't agree, since one is missing.
+        CheckpointError: raised on all ranks if they can't agree, because one is missing.
         InputError: the URL is of an unknown kind.
         MissingExtra: the package for this kind of URL isn't installed.
     """

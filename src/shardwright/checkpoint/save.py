@@ -47,13 +47,13 @@ def save(
 ) -> Location:
     """Save the state of training as ``path/step-000123``. Every rank must call it, between steps.
 
-    Saved are the parameters and persistent buffers of ``model``, the state and groups of ``optimizer`` (by
-    the names of the parameters), ``extra``, and the random state of every rank. Nothing is pickled. Each rank
+    It saves the parameters and persistent buffers of ``model``, the state and groups of ``optimizer`` (by the
+    names of the parameters), ``extra``, and the random state of every rank. Nothing is pickled. Each rank
     writes its own pieces; no tensor is sent, and host memory grows by 2 MiB. When it returns, the checkpoint
     is on the disk, or in the bucket, and ``path/latest`` names it; until then the previous one is untouched.
 
     Args:
-        path: the folder of checkpoints, which all ranks see; it is made where it is missing. Or a URL, as
+        path: the folder of checkpoints, visible to all ranks; it is created if it is missing. Or a URL, as
             ``s3://bucket/run``; each rank then writes its file into the cache of its host and uploads it.
         model: a sharded model, or a plain one that is equal on all ranks.
         optimizer: of the model's parameters; None saves none.
@@ -98,10 +98,10 @@ def async_save(
     """``save`` in the background: it returns as soon as the state is copied to the host. Every rank must call
     it.
 
-    The copy is this rank's pieces, held on the host until the process ends and used again by the next call
-    (fresh memory costs several times the copy itself). It is written past the page cache. One save runs at a
-    time: a second call first waits for the first. Call ``wait()`` on the result before the process group is
-    destroyed.
+    The copy has this rank's pieces. Its host memory is kept until the process ends and reused by the next
+    call, since allocating new memory takes several times as long as the copy. It is written without the page
+    cache. One save runs at a time: a second call first waits for the first. Call ``wait()`` on the result
+    before the process group is destroyed.
 
     Args:
         path: as ``save``.
@@ -112,13 +112,13 @@ def async_save(
         keep: as ``save``.
 
     Returns:
-        An object whose ``wait()`` returns the checkpoint's folder when it is on the disk, or raises what went
-            wrong.
+        An object whose ``wait()`` returns the checkpoint's folder when it is on the disk, or raises the error
+            of the save.
 
     Raises:
         CheckpointError: the save *before* this one failed (this one was not started, call again), or the
-            state can't be saved. An error of this one is raised by ``wait()``, by the next save or load, or
-            shown at exit.
+            state can't be saved. An error of this save is raised by ``wait()``, by the next save or load, or
+            printed at exit.
         InputError: ``step`` or ``keep`` is out of range, or the URL is of an unknown kind.
         MissingExtra: the package for this kind of URL isn't installed.
 

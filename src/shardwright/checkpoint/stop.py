@@ -17,18 +17,19 @@ from shardwright.transport.mesh import TIMEOUT
 class StopRequest:
     """Remembers signals instead of ending this process, so that all ranks can stop at the same step.
 
-    A scheduler may tell one rank, or all, at any moment of a step; a save needs all ranks at the same step.
-    So each rank asks once a step, and all get the same answer: the step in which the signal arrived is the
-    one that all save. The checkpoint is there at most one step and one save after the signal, in a loop as
-    docs/checkpoint.md shows. Every rank makes one, in the main thread of its process, before or after
-    ``init_process_group``. A second signal changes nothing: torchrun and the scheduler may both send one, and
-    what ends a loop that doesn't ask is SIGKILL. As a context manager it calls ``close`` at the end.
+    A scheduler may signal one rank, or all, at any moment of a step; a save needs all ranks at the same step.
+    So each rank calls ``agreed`` once a step, and all get the same answer: all save the step in which the
+    signal arrived. With the loop of docs/checkpoint.md, the checkpoint is complete at most one step and one
+    save after the signal. Every rank creates one, in the main thread of its process, before or after
+    ``init_process_group``. A second signal changes nothing, because torchrun and the scheduler may both send
+    one; only SIGKILL ends a loop that doesn't call ``agreed``. As a context manager it calls ``close`` at the
+    end.
 
     Args:
         signals: which signals, such as ``signal.SIGTERM``.
 
     Raises:
-        InputError: it was made outside of the main thread, where Python takes no signal handlers.
+        InputError: it was created outside the main thread, where Python can't set signal handlers.
 
     Examples:
         >>> with shardwright.checkpoint.StopRequest() as stop:
@@ -56,14 +57,14 @@ class StopRequest:
         """Whether any rank was asked to stop, with the same answer on every rank. Every rank calls it, once a
         step.
 
-        It sends one integer, over a Gloo group of its own that the first call makes: it waits for no GPU, and
-        queues behind no gradient. Without a process group it answers for this process.
+        It sends one integer over a separate Gloo group, which the first call creates, so it doesn't wait for
+        a GPU or for gradients in flight. Without a process group it answers for this process alone.
 
         Returns:
-            True from the step on in which a rank was asked.
+            True from the step in which a rank was asked to stop.
 
         Raises:
-            CommError: the first call's group can't be made, since a rank ended or never came.
+            CommError: the first call's group can't be created, since a rank ended or never arrived.
         """
         if not dist.is_initialized():
             return bool(self.reason)
@@ -82,7 +83,7 @@ class StopRequest:
         self.reason = self.reason or reason
 
     def close(self) -> None:
-        """Give the signals back to whatever handled them before. Local."""
+        """Restore the previous handlers of the signals. Local."""
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._before.clear()

@@ -33,23 +33,23 @@ _TABLE = "{:22} {}"
 
 @dataclass(frozen=True)
 class Choice:
-    """How a model is to be trained: what ``estimate`` is asked about.
+    """How a model is trained: the input of ``estimate``.
 
     Args:
         runtime: "shardwright", "fsdp1" or "fsdp2".
         groups: as ``fully_shard(groups=...)`` takes them.
         mp_policy: dtypes; by default parameters in bfloat16 and gradients summed in float32.
-        reshard_after_forward: False keeps every group unsharded until its backward. A number of ranks keeps
-            shards over so many of them until then.
-        shards: ranks that a parameter is sharded over, while the others have copies; None: all of them.
+        reshard_after_forward: False keeps every group unsharded until its backward. With an int, groups are
+            sharded over that many ranks until then.
+        shards: ranks that a parameter is sharded over; it is replicated over the others. None: all of them.
         microbatches: samples that gradients are accumulated over in a step.
-        policy: when collectives are issued, in place of the runtime's own.
+        policy: when collectives are issued, instead of the runtime's own policy.
         offload: as ``fully_shard(offload_policy=...)`` takes it.
-        base: "nf4" where frozen weights are to be quantised (those of the model that is estimated aren't
-            yet), else "plain".
+        base: "nf4" if frozen weights are quantised for training (in the model passed to ``estimate`` they
+            aren't yet), else "plain".
 
     Raises:
-        InputError: ``base`` is another one.
+        InputError: ``base`` is neither.
     """
 
     runtime: str = "shardwright"
@@ -69,15 +69,15 @@ class Choice:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a step takes and holds on one rank. ``print`` shows it as a table.
+    """Predicted time and memory of a step on one rank. ``print`` shows it as a table.
 
     Attributes:
-        cluster: what it was estimated for.
+        cluster: the cluster that it was estimated for.
         choice: how the model is trained.
         workload: the traced model and one microbatch of it.
         schedule: when collectives are issued.
         timeline: what the simulation did, and when.
-        held: the bytes that are held after each action, and at most inside of each stretch of compute.
+        held: the bytes that are held after each action, and the peak inside each stretch of compute.
         kept: the bytes at rest.
     """
 
@@ -91,8 +91,8 @@ class Estimate:
 
     @property
     def tokens(self) -> int:
-        """Tokens of one microbatch on one rank: elements of the sample's first tensor where those are
-        integers, else its first dim.
+        """Tokens of one microbatch on one rank: elements of the sample's first tensor if those are integers,
+        else its first dim.
         """
         return self.workload.tokens
 
@@ -113,9 +113,8 @@ class Estimate:
 
     @property
     def phases(self) -> dict[str, int]:
-        """Bytes held at most, by phase: while a model and its optimizer are loaded, in the first step (whose
-        optimizer has no state until its end), in a steady one, in an evaluation of a microbatch, and in a
-        save.
+        """Peak bytes by phase: while a model and its optimizer are loaded, in the first step (whose optimizer
+        has no state until its end), in a steady step, in an evaluation of a microbatch, and in a save.
         """
         kept, work = self.kept, self.workload
         states, most = kept.params + kept.state, self.peak.total
@@ -153,8 +152,8 @@ class Estimate:
 
     @property
     def model_flops(self) -> float:
-        """FLOPs of a step on one rank: three times the matmuls and the attention of the forward, so that what
-        is computed again doesn't count.
+        """FLOPs of a step on one rank: three times the matmuls and the attention of the forward, so
+        recomputation doesn't count.
         """
         stretches = [stretch for _, stretch in self.workload.phases[Phase.FORWARD]]
         ops = [op for stretch in stretches for op in stretch.ops if op.kind is not OpKind.MEMORY]
@@ -162,11 +161,11 @@ class Estimate:
 
     @property
     def mfu(self) -> float:
-        """``model_flops`` over what the device's data sheet says that it could do in that time."""
+        """``model_flops`` divided by the FLOPs that the device can do in that time by its data sheet."""
         return self.model_flops / (self.step_s * self.cluster.device.peak_flops)
 
     def cost_per_billion_tokens(self, price_per_hour: float) -> float:
-        """What a billion tokens cost.
+        """The cost of a billion tokens.
 
         Args:
             price_per_hour: of one device, in any currency.
@@ -177,7 +176,7 @@ class Estimate:
         return 1e9 / self.tokens_per_s * self.cluster.ranks * price_per_hour / 3600
 
     def drawing(self) -> Drawing:
-        """The timeline above the memory, of at most two microbatches.
+        """A drawing of the timeline above the memory, for at most two microbatches.
 
         Returns:
             A drawing; ``drawing().save("step.html")`` writes it.
@@ -248,14 +247,14 @@ def estimate(
     float32 is counted, and parameters in float32 at rest.
 
     Args:
-        model: not sharded yet; on the meta device, so that it takes no memory, or on any.
+        model: not sharded yet; on any device. On the meta device it takes no memory.
         sample: one microbatch of one rank: a tensor, a sequence of arguments or a mapping of named ones. Only
             shapes and dtypes matter, so they may be on the meta device too.
         cluster: the devices and the links between them.
-        choice: how it is to be trained; None: the defaults of ``Choice``.
-        loss: makes a tensor of one element from what the model returns; None where that is one, or has
+        choice: how it is trained; None: the defaults of ``Choice``.
+        loss: makes a tensor of one element from the model's output; None if the output is one, or has
             ``.loss``.
-        constants: what no data sheet says; None: those of the cluster.
+        constants: the values that no data sheet has; None: those of the cluster.
 
     Returns:
         The estimate; print it.

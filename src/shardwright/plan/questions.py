@@ -37,13 +37,13 @@ class Saving(NamedTuple):
 def largest_batch(
     subject: Subject, cluster: Cluster, choice: Choice | None = None, *, budget: float | None = None
 ) -> Fitting:
-    """The most rows of a microbatch on one rank that fit on the devices.
+    """The largest number of rows of a microbatch on one rank that fits on the devices.
 
     Args:
         subject: the model and a sample; see ``of_model``.
         cluster: the devices.
-        choice: how it is to be trained; None: the defaults of ``Choice``.
-        budget: bytes of each device that may be held; None: all of them.
+        choice: how it is trained; None: the defaults of ``Choice``.
+        budget: bytes of each device that may be used; None: all of them.
 
     Returns:
         The number of rows, its estimate, and that of one row more.
@@ -67,13 +67,13 @@ def longest_sequence(
     budget: float | None = None,
     multiple: int = 128,
 ) -> Fitting:
-    """The most tokens of a row that fit on the devices.
+    """The largest number of tokens of a row that fits on the devices.
 
     Args:
         subject: the model and a sample of shape [rows, tokens]; see ``of_model``.
         cluster: the devices.
-        choice: how it is to be trained; None: the defaults of ``Choice``.
-        budget: bytes of each device that may be held; None: all of them.
+        choice: how it is trained; None: the defaults of ``Choice``.
+        budget: bytes of each device that may be used; None: all of them.
         multiple: the number of tokens is a multiple of this.
 
     Returns:
@@ -98,13 +98,13 @@ def longest_sequence(
 def fewest_ranks(
     subject: Subject, cluster: Cluster, choice: Choice | None = None, *, budget: float | None = None
 ) -> Fitting:
-    """The fewest devices on which the microbatch fits: some of one host, or whole hosts.
+    """The smallest number of devices on which the microbatch fits: devices of one host, or whole hosts.
 
     Args:
         subject: the model and a sample; see ``of_model``.
-        cluster: the kind of device and host; its number of ranks has no part in it.
-        choice: how it is to be trained; None: the defaults of ``Choice``.
-        budget: bytes of each device that may be held; None: all of them.
+        cluster: the kind of device and host; its number of ranks is ignored.
+        choice: how it is trained; None: the defaults of ``Choice``.
+        budget: bytes of each device that may be used; None: all of them.
 
     Returns:
         The number of devices, its estimate, and that of the next fewer.
@@ -131,15 +131,16 @@ def fewest_ranks(
 
 
 def savings(subject: Subject, cluster: Cluster, choice: Choice | None = None) -> list[Saving]:
-    """What each lever of ``search`` frees by itself, and what it costs.
+    """The bytes that each setting of ``search`` frees alone, and the seconds that it costs.
 
     Args:
         subject: the model and a sample; see ``of_model``.
         cluster: the devices.
-        choice: how it is to be trained; None: the defaults of ``Choice``.
+        choice: how it is trained; None: the defaults of ``Choice``.
 
     Returns:
-        For each lever the value that holds least, with bytes and seconds; what frees most comes first.
+        For each setting the value that holds least, with bytes and seconds; the one that frees most comes
+            first.
 
     Raises:
         InputError: the ranks can't be divided as asked.

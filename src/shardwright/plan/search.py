@@ -73,14 +73,14 @@ class Tried(NamedTuple):
 class FoundPlan(Plan):
     """A ``Plan``, and how it was found.
 
-    ``print`` shows the candidates that no other beats in both time and memory, and why each other one lost.
-    ``fully_shard(model, plan=...)`` applies it, and ``save`` writes what that needs.
+    ``print`` shows the candidates that no other one beats in both time and memory, and why each other one
+    lost. ``fully_shard(model, plan=...)`` applies it, and ``save`` writes the file for that.
 
     Attributes:
-        estimate: of the fastest candidate that fits (of the one that holds least, where none does), or of one
+        estimate: of the fastest candidate that fits (if none fits, of the one that holds least), or of one
             that takes at most a hundredth longer and holds less.
-        candidate: the value of each lever.
-        budget_nbytes: bytes of a device that it was searched within.
+        candidate: the value of each setting that the search varies.
+        budget_nbytes: the limit of the search, in bytes of a device.
         tried: every candidate that was simulated, with its seconds and bytes.
 
     Raises:
@@ -222,21 +222,21 @@ def search(
 ) -> FoundPlan:
     """Find the fastest way to train a model on a cluster within the memory of its devices.
 
-    Searched are: how many groups, which of them are computed again, over how many ranks a parameter is
-    sharded, whether groups are resharded after the forward, how much is gathered ahead, smaller microbatches,
-    what is on the host at rest, and, only where nothing else fits, frozen weights in 4 bits. A step takes the
-    same samples in all of them. No process group is needed, and nothing is computed.
+    The search varies the number of groups, which of them are under activation checkpointing, over how many
+    ranks a parameter is sharded, whether groups are resharded after the forward, how much is prefetched, the
+    size of microbatches, what is on the host at rest, and, only if nothing else fits, frozen weights in 4
+    bits. A step has the same samples in all of them. No process group is needed, and nothing is computed.
 
     Args:
         model: as ``estimate``.
         sample: as ``estimate``.
         cluster: as ``estimate``.
-        choice: what stays as it is; None: the defaults of ``Choice``.
-        budget: bytes of each device that may be held; None: what the device has.
+        choice: everything that the search doesn't vary; None: the defaults of ``Choice``.
+        budget: bytes of each device that may be used; None: all of them.
         loss: as ``estimate``.
 
     Returns:
-        The plan; where nothing fits, that which holds least.
+        The plan; if nothing fits, the one that holds least.
 
     Raises:
         InputError: as ``estimate``, or the budget isn't positive.

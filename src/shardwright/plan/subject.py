@@ -18,13 +18,13 @@ from shardwright.torch_private import tree_map
 
 @dataclass(frozen=True)
 class Subject:
-    """A model, and the microbatch that it is asked about with.
+    """A model and a microbatch, as the input of ``largest_batch`` and the other questions.
 
     Attributes:
-        modules: names of the modules of each group, in the order of the workload's groups; ``("",)`` is what
-            lies right in the model, ``()`` a group that is cut off another one.
+        modules: names of the modules of each group, in the order of the workload's groups; ``("",)`` is the
+            group of the model's own parameters, ``()`` a group that was split off another one.
         rows: of a microbatch on one rank.
-        sequence: tokens of a row; None where the sample has no such dim.
+        sequence: tokens of a row; None if the sample has no such dim.
         at: takes rows and tokens of a row, and returns the workload of such a microbatch.
     """
 
@@ -45,8 +45,8 @@ def of_model(
     choice: Choice | None = None,
     loss: Callable[[Any], Tensor] | None = None,
 ) -> Subject:
-    """A model and a sample, for ``largest_batch`` and its kin; each size is traced once, when it is asked
-    for.
+    """A model and a sample, for ``largest_batch`` and the other questions; each size is traced once, when it
+    is needed.
 
     Args:
         model: as ``estimate``.
@@ -55,7 +55,7 @@ def of_model(
         loss: as ``estimate``.
 
     Returns:
-        What the questions take.
+        The ``Subject`` for these questions.
 
     Raises:
         InputError: as ``estimate``.
