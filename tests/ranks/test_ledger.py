@@ -3,6 +3,7 @@
 import gc
 import json
 import logging
+import re
 import time
 from pathlib import Path
 
@@ -133,7 +134,7 @@ def test_a_line_of_the_log_says_who_costs_the_others_much_and_the_runs_folder_ke
     ), line
     assert main(["top", str(tmp_path)]) == 0
     host = line.split()[3]
-    assert f"{host} (rank 1): 1 time(s), " in capsys.readouterr().out
+    assert re.search(rf"{host} \(rank 1\): (18|19|20) steps, ", capsys.readouterr().out)
     assert main(["top", str(tmp_path), "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert (said["rank"], said["cause"]) == (1, "data")

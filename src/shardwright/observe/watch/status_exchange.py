@@ -7,7 +7,8 @@ While all goes well nothing is written.
     came/<call>     how many have answered
     wants/<call>    how many steps of its ring each rank is to leave, where the caller wants rings
     ring/<call>/<r> they
-    looked/<step>   whether a rank has asked who was late then
+    looked/<window> whether a rank has asked who was late then (20 steps)
+    looks           what is known of the last time: ``Looks``
     lates, late/<n> how many times a rank was found late; which one it was, and why
     who/<rank>      the rank's process, to see from the same host whether it has ended
     note/<n>        what a rank left behind as it ended
@@ -145,9 +146,17 @@ class StatusExchange:
         """Leave it for who has called."""
         self._store.set(f"ring/{call}/{rank}", data)  # pyright: ignore[reportArgumentType]
 
-    def asks_first(self, step: int) -> bool:
-        """Whether nobody has asked before who was late in the steps up to about this one."""
-        return self._store.add(f"looked/{step}", 1) == 1
+    def asks_first(self, window: int) -> bool:
+        """Whether nobody has asked before who was late in this window of steps."""
+        return self._store.add(f"looked/{window}", 1) == 1
+
+    def looks(self) -> str:
+        """What ``note_looks`` last kept; "" before the first time."""
+        return self._store.get("looks").decode() if self._store.check(["looks"]) else ""
+
+    def note_looks(self, text: str) -> None:
+        """Keep for all ranks what is known of the last time that one asked who was late."""
+        self._store.set("looks", text)
 
     def note_late(self, text: str) -> None:
         """Remember over the run that a rank was found late: a line of text."""

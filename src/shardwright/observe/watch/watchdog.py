@@ -3,7 +3,8 @@
     every 0.25 s    has a rank asked for the status of all? then answer; is there a diagnosis? then raise it
     a long wait     (the rank has waited suspect_s, or a transport has met an error): ask all ranks, diagnose
     slow            one line in the log; ask again after 1, 2, 4, 5, 5 s
-    late            20 steps of which 5% were waits: ask for all rings; one line, where it was for one rank
+    late            20 steps of which 5% were waits: ask for all rings, seldom if it was as much before; one
+                    line, where it was for one rank
     an error        written to the store, where all ranks find it. Each closes its own process groups, and its
                     training thread raises the diagnosis from its wait, or at its next collective
 
@@ -21,7 +22,7 @@ from dataclasses import dataclass, field, replace
 
 from torch.distributed import DistError
 
-from shardwright.observe.ledger.lateness import STEPS, Lateness, late_rank
+from shardwright.observe.ledger.lateness import STEPS, Lateness, Looks, late_rank
 from shardwright.observe.steps.recording import ring
 from shardwright.observe.steps.rings import Ring
 from shardwright.observe.watch.backoff import Backoff
@@ -35,7 +36,6 @@ from shardwright.torch_private import process_groups
 from shardwright.transport.abort import close, is_closed
 from shardwright.transport.attempt import Attempt
 from shardwright.transport.launches import process_state
-from shardwright.transport.recorder import recorder
 
 logger = logging.getLogger(__name__)
 
@@ -128,8 +128,8 @@ class Watch:
             self._deliver(shared)
         elif self._backoff.is_due(self._status.stands_in):
             self._ask()
-        elif self._lateness.is_due() and self.exchange.asks_first(recorder.number // STEPS):
-            self._name_late()
+        elif (risen := self._lateness.rise()) is not None:
+            self._look_for_late(risen)
 
     def _answer(self) -> None:
         self._attempt.meet()  # a rank that comes later than this one needs the token
@@ -170,12 +170,17 @@ class Watch:
         if line:
             logger.warning("rank %d: %s: %s", self.rank, diagnosis.fault, line)
 
-    def _name_late(self) -> None:
-        """Say which rank costs the others much, if one does."""
+    def _look_for_late(self, risen: bool) -> None:
+        """This rank waits: say which rank costs the others much, if one does; unless others look, or it was
+        looked not long ago and the waits have not ``risen`` since."""
+        window, looks = self._lateness.window, Looks.from_json(self.exchange.looks())
+        if not looks.is_due(window, risen) or not self.exchange.asks_first(window):
+            return
         said = self.exchange.rings(STEPS + 1, self.policy.answer_s, self._answer)
         found = late_rank([Ring.from_bytes(data) for data in said])
+        self.exchange.note_looks(looks.then(window, risen, found).to_json())
         if found is not None:
-            self.exchange.note_late(found.to_json())
+            self.exchange.note_late(found._replace(stands=looks.stands(window, found)).to_json())
             logger.warning("%s", found.text())
 
     def _diagnose_alone(self) -> None:
