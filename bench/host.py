@@ -48,7 +48,7 @@ from bench.model import Size, build
 from bench.toy import add_toy
 from shardwright.transport.recorder import CALL, LOOK_S, clock, recorder
 
-WARM_UP_STEPS = 3
+WARM_UP_STEPS = 4  # the fourth step, like the first, the second and the eighth, sees what else is in memory
 
 
 class System(NamedTuple):
@@ -90,7 +90,7 @@ class Case:
 class Cost(NamedTuple):
     """What one step asks of the host; per group where not said otherwise.
 
-    num_groups: that the package has made; the root of ours is two where both its ends are large.
+    num_groups: that were made; ours splits a large head off the root, and a large first block in two.
     exchanges: of control words, in the whole step. seen: calls of the package, and frames to a collective.
     counted: kernels and collectives of the whole step. records: that the recorder wrote in it.
     """

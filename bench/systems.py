@@ -267,7 +267,7 @@ Groups = list[nn.Module | list[nn.Module]] | str
 
 
 def blocks_by(number: int) -> Callable[[Transformer], Groups]:
-    """Neighbouring blocks, so many of them in a group; the ends of the model stay with the root."""
+    """Neighbouring blocks, so many of them in a group; the ends of the model are left to the root's call."""
 
     def groups(model: Transformer) -> Groups:
         blocks = list(model.blocks)
