@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import time
+import warnings
 
 import pytest
 import torch
@@ -47,6 +48,21 @@ def one_rank_cannot(rank, world):
 
 def test_all_ranks_take_sockets_where_one_cannot_share_memory():
     assert set(run_ranks(3, one_rank_cannot)) == {SocketComm.__name__}
+
+
+def chosen_too_late(rank, world):
+    set_transport("auto")
+    fully_shard(nn.Linear(4, 4))
+    with warnings.catch_warnings(record=True) as same:
+        warnings.simplefilter("always")
+        set_transport("auto")
+    with pytest.warns(UserWarning, match="call set_transport before the first fully_shard"):
+        set_transport("sockets")
+    return len(same)
+
+
+def test_a_transport_that_is_chosen_after_sharding_warns_that_it_changes_nothing():
+    assert run_ranks(2, chosen_too_late) == [0, 0]
 
 
 def test_an_unknown_transport_is_refused():

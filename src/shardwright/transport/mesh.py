@@ -7,6 +7,7 @@ never started it gets a world of one, so that sharded code runs in a notebook.
 import datetime
 import logging
 import os
+import warnings
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -123,14 +124,25 @@ def set_transport(transport: Transport | str) -> None:
 
     Raises:
         InputError: there is no such transport ("gloo" no longer is one).
+
+    Warns:
+        UserWarning: a transport over all ranks exists already; what is sharded over them keeps it.
     """
     global _transport
     try:
-        _transport = Transport(transport)
+        before, _transport = _transport, Transport(transport)
     except ValueError:
         choices = ", ".join(repr(str(choice)) for choice in Transport)
         removed = f"; {_GLOO_REMOVED}" if transport == "gloo" else ""
         raise InputError(f"transport must be one of {choices}, got {transport!r}{removed}") from None
+    # Of other groups of ranks, as a mesh that is made from now on has them, there may be more to come.
+    if before is not _transport and dist.is_initialized() and (dist.group.WORLD, "cpu") in _made_here().comms:
+        warnings.warn(
+            f"set_transport({str(_transport)!r}) has no effect on what is sharded over all ranks: the first "
+            f"fully_shard has made their transport (by {str(before)!r}), and later ones share it; call "
+            "set_transport before the first fully_shard",
+            stacklevel=2,
+        )
 
 
 class _Made:
