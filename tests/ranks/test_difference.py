@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from shardwright import MixedPrecisionPolicy, SchedulePolicy, explain, fully_shard, set_transport, stats
+from shardwright.checkpoint import load, save
 from shardwright.engine.unit import unit_of
 from shardwright.errors import CommError, MissingExtra
 from shardwright.transport.link import LinkSpeed, _links, measured
@@ -243,6 +244,27 @@ def skipping(rank, world, policy):
 def test_what_a_rank_receives_for_others_is_kept_too():
     plain, changes = (run_ranks(2, skipping, policy) for policy in (PLAIN, DIFFERENCE))
     assert changes == plain
+
+
+def halved(rank, world, policy, folder, first, last):
+    """Steps ``first`` to ``last`` in a process of its own, from the checkpoint of the step before."""
+    set_transport("sockets")
+    training = Training(rank, policy)
+    if first:
+        training.done = load(folder, model=training.model, optimizer=training.optimizer).step
+        assert training.done == first
+    losses = [training.step() for _ in range(first, last)]
+    save(folder, model=training.model, optimizer=training.optimizer, step=last)
+    return losses, training.bits()
+
+
+@pytest.mark.parametrize("policy", [PLAIN, DIFFERENCE], ids=["from whole shards", "from what has changed"])
+def test_a_run_that_is_resumed_in_new_processes_is_the_one_that_was_not_interrupted(tmp_path, policy):
+    whole = run_ranks(2, halved, DIFFERENCE, tmp_path / "whole", 0, 6)
+    before = run_ranks(2, halved, policy, tmp_path / "cut", 0, 3)
+    after = run_ranks(2, halved, DIFFERENCE, tmp_path / "cut", 3, 6)
+    for (losses, bits), (first, _), (second, same) in zip(whole, before, after, strict=True):
+        assert (first + second, same) == (losses, bits)
 
 
 def switched(rank, world):
