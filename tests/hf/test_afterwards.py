@@ -212,3 +212,35 @@ def test_what_cannot_be_merged_is_refused_with_the_remedy(place, tmp_path, capsy
     (head / "adapter_model.safetensors").write_bytes(b"cut")
     assert "adapter_model.safetensors: not readable" in refusal(capsys, "merge", tmp_path / "tied", out)
     assert not out.exists()
+
+
+WRITES = """
+import pathlib, transformers
+
+pathlib.Path("marker").touch()
+
+def build(folder, dtype):
+    (folder / "marker").touch()
+    return transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder))
+"""
+
+
+def test_the_function_that_a_folder_names_for_its_model_runs_only_if_the_command_names_it_too(
+    tmp_path, capsys, monkeypatch
+):
+    base, run, out = models.write("llama", tmp_path / "base"), tmp_path / "run", tmp_path / "out"
+    (tmp_path / "theirs.py").write_text(WRITES)
+    monkeypatch.chdir(tmp_path)
+    exported = a_tuned_run(run, base, {"build": "theirs:build"}, Lora(("q_proj",), 2))
+    assert cli.main(["export", str(run), str(tmp_path / "adapter")]) == 0  # copies; needs no model
+    for command in (["merge", run, out], ["merge", exported, out], ["sample", run], ["chat", run]):
+        told = refusal(capsys, *command)
+        assert "'theirs:build'" in told and "--build theirs:build" in told, told
+    other = refusal(capsys, "merge", run, out, "--build", "shutil:rmtree")
+    assert "'theirs:build'" in other and "'shutil:rmtree'" in other
+    assert not list(tmp_path.rglob("marker")) and not out.exists()
+    assert cli.main(["merge", str(run), str(out), "--build", "theirs:build"]) == 0
+    assert (base / "marker").exists() and (out / "model.safetensors").exists()
+    a_tuned_run(tmp_path / "plain", base, {}, Lora(("q_proj",), 2))
+    told = refusal(capsys, "merge", tmp_path / "plain", tmp_path / "new", "--build", "theirs:build")
+    assert "leave --build out" in told

@@ -1,9 +1,10 @@
 """``shardwright sample``, ``chat``, ``export`` and ``merge``: what becomes of a trained model.
 
-shardwright sample RUN [--prompt TEXT] [--num-bytes N] [--temperature T] [--seed S]
+shardwright sample RUN [--prompt TEXT] [--num-bytes N] [--temperature T] [--seed S] [--build M:F]
 shardwright chat RUN [--system TEXT] [--num-tokens N] [--temperature T] [--seed S] [--base FOLDER]
+                [--build M:F]
 shardwright export RUN FOLDER
-shardwright merge RUN OUT [--base FOLDER]
+shardwright merge RUN OUT [--base FOLDER] [--build M:F]
 
 What is done with a fine-tuned run is in :mod:`shardwright.cli.tuned`, which needs an extra.
 """
@@ -20,6 +21,11 @@ from shardwright.train.sample import generate, load_run, readable
 
 _RUN = "the folder of a finished run, as runs/quickstart"
 _TUNED = "the folder of a run, one of its exported/step-N, or an adapter in peft's form"
+
+_BUILD = (
+    "the function that makes the model, where the run's recipe names one (base.build): a run folder may come "
+    "from others, so its code is run only if you name it too"
+)
 
 
 def add_commands(commands: Any) -> None:
@@ -75,6 +81,8 @@ def add_commands(commands: Any) -> None:
     merge.add_argument("run", metavar="RUN", help=_TUNED)
     merge.add_argument("out", metavar="OUT", help="where to; must not exist yet")
     merge.set_defaults(call=run_merge)
+    for verb in (sample, chat, merge):
+        verb.add_argument("--build", metavar="MODULE:FUNCTION", default="", help=_BUILD)
     for verb in (chat, merge):
         verb.add_argument("--base", metavar="FOLDER", type=Path, help="of its base, where that has moved")
 

@@ -14,7 +14,7 @@ from shardwright.finetune.tuned import Tuned, find_tuned
 
 def run_merge(known: argparse.Namespace) -> int:
     """Write the base with its adapter added."""
-    tuned = find_tuned(Path(known.run), known.base)
+    tuned = find_tuned(Path(known.run), known.base, known.build)
     afterwards.merge(tuned, Path(known.out))
     how = "" if tuned.quantise == "none" else f", decoded from {tuned.quantise}"
     print(f"{known.out}: {tuned.base}{how}, with the adapter of {tuned.folder}")
@@ -32,7 +32,7 @@ def run_export(known: argparse.Namespace) -> int:
 
 def run_sample(known: argparse.Namespace) -> int:
     """Print what the model writes after a prompt."""
-    tuned = find_tuned(Path(known.run))
+    tuned = find_tuned(Path(known.run), trusted=known.build)
     speaker = Speaker(tuned)
     prompt = tuned.recipe.sample.prompt if known.prompt is None else known.prompt
     print(prompt + speaker.write(tokens_of(prompt, speaker.tokenizer), _wanted(known, tuned)))
@@ -41,7 +41,7 @@ def run_sample(known: argparse.Namespace) -> int:
 
 def run_chat(known: argparse.Namespace) -> int:
     """Answer lines of stdin until it ends."""
-    tuned = find_tuned(Path(known.run), known.base)
+    tuned = find_tuned(Path(known.run), known.base, known.build)
     speaker = Speaker(tuned)
     if sys.stdin.isatty():
         print("Ctrl-D ends it, /new begins a new conversation, Ctrl-C drops an answer")

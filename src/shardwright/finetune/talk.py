@@ -7,7 +7,7 @@ import torch
 
 from shardwright.errors import InputError
 from shardwright.finetune.generate import Wanted, generate
-from shardwright.finetune.tuned import Tuned, load_whole
+from shardwright.finetune.tuned import Tuned, check_trusted, load_whole
 from shardwright.hf import library
 
 Message = dict[str, str]
@@ -18,6 +18,7 @@ class Speaker:
     "there is one."""
 
     def __init__(self, tuned: Tuned) -> None:
+        check_trusted(tuned)
         found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         self.device = found or torch.device("cpu")
         self.tokenizer = library.tokenizer(tuned.base)

@@ -42,7 +42,8 @@ class Tuned:
 
     folder: of a model, or of an adapter in peft's form. base: the folder of the model that the adapter is
     for; of a whole model the same folder. quantise: how the base was encoded in training. recipe: of the
-    run, or the defaults where an adapter comes from elsewhere.
+    run, or the defaults where an adapter comes from elsewhere. trusted: the function ``module:function`` that
+    may make the model, if the recipe names it; the folder may be a stranger's.
     """
 
     folder: Path
@@ -50,18 +51,19 @@ class Tuned:
     is_adapter: bool
     quantise: str = "none"
     recipe: Recipe = _DEFAULTS
+    trusted: str = ""
 
 
-def find_tuned(path: Path, base: Path | None = None) -> Tuned:
+def find_tuned(path: Path, base: Path | None = None, trusted: str = "") -> Tuned:
     """What ``path`` holds: a run's folder (then the last that it exported), one of its exported folders, or
-    an adapter of peft's own. base: where its base is now, if it isn't where it was.
+    an adapter of peft's own. base: where its base is now, if it isn't where it was. trusted: see ``Tuned``.
 
     Raises: InputError where there is nothing exported, no base, or another one than the run has trained on.
     """
     if (path / "exported").is_dir():
         exported = dict(step_folders(path / "exported"))
         if exported:
-            return find_tuned(exported.get(_exported_step(path), exported[max(exported)]), base)
+            return find_tuned(exported.get(_exported_step(path), exported[max(exported)]), base, trusted)
     is_adapter = (path / ADAPTER_CONFIG).is_file()
     if not is_adapter and not (path / library.CONFIG).is_file():
         raise InputError(
@@ -73,7 +75,7 @@ def find_tuned(path: Path, base: Path | None = None) -> Tuned:
         resolve(run.config).recipe if path.parent.name == "exported" and run.config.is_file() else _DEFAULTS
     )
     if not is_adapter:
-        return Tuned(path, path, False, recipe=recipe)
+        return Tuned(path, path, False, recipe=recipe, trusted=trusted)
     given = recipe.base.folder or base_of_adapter(path)
     base = base or Path(given or "")
     if not given or not (base / library.CONFIG).is_file():
@@ -83,7 +85,7 @@ def find_tuned(path: Path, base: Path | None = None) -> Tuned:
         )
     if recipe.base.folder:
         _check_base(run, base)
-    return Tuned(path, base, True, recipe.base.quantise, recipe)
+    return Tuned(path, base, True, recipe.base.quantise, recipe, trusted)
 
 
 def _exported_step(run: Path) -> int:
@@ -109,8 +111,25 @@ def _check_base(run: RunFolder, base: Path) -> None:
         )
 
 
+def check_trusted(tuned: Tuned) -> None:
+    """Raises: InputError where the run's recipe names a function to make its model, and that isn't the
+    trusted one; or where it names none, and one is trusted."""
+    names, trusted = tuned.recipe.base.build, tuned.trusted
+    if names and names != trusted:
+        got = f"--build names {trusted!r}" if trusted else "no --build was given"
+        raise InputError(
+            f"{tuned.folder}: its run makes the model by the function {names!r} (base.build), which is "
+            f"called with the base's folder, and {got}: if you trust that code, add --build {names}"
+        )
+    if trusted and not names:
+        raise InputError(
+            f"{tuned.folder}: its run names no function to make its model, got {trusted!r}: leave --build out"
+        )
+
+
 def build(tuned: Tuned) -> Any:
-    """The model on the meta device, in the dtype in which its base was read."""
+    """The model on the meta device, in the dtype in which its base was read. Raises: as ``check_trusted``."""
+    check_trusted(tuned)
     return meta_model(tuned.recipe.base.model_copy(update={"folder": str(tuned.base)}))
 
 
