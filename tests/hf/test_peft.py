@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from shardwright import fully_shard, quantize_
+from shardwright import MixedPrecisionPolicy, fully_shard, quantize_
 from shardwright.train.lora import Lora, add_lora, load_adapter, read_lora, save_adapter
 from tests.ranks.models import full, train_on_parts
 from tests.ranks.pool import run_ranks
 from tests.ranks.test_lora import Block, perturb
 
 peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
 KINDS = pytest.mark.parametrize(
     "options", [{}, {"rslora": True}, {"dora": True}], ids=["lora", "rslora", "dora"]
 )
@@ -81,3 +82,46 @@ def carries(rank, world, codec, order, options):
 )
 def test_a_model_that_carries_pefts_adapters_is_sharded_as_it_is(codec, order, options):
     run_ranks(3, carries, codec, order, options)
+
+
+def carries_bitsandbytes(rank, world, folder):
+    batch = torch.arange(48).reshape(2, 24) % 128
+    losses = {}
+    for storage in (torch.uint8, torch.float32, torch.bfloat16):
+        for dtype in (None, torch.bfloat16):
+            packed = transformers.BitsAndBytesConfig(
+                load_in_4bit=True,
+                bnb_4bit_quant_type="nf4",
+                bnb_4bit_compute_dtype=torch.float32,
+                bnb_4bit_quant_storage=storage,
+            )
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, quantization_config=packed, dtype=torch.float32
+            )
+            torch.manual_seed(2)
+            targets = peft.LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj", "v_proj"])
+            model = peft.get_peft_model(model, targets)
+            alone = model(input_ids=batch, labels=batch).loss
+            alone.backward()
+            grads = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+            model.zero_grad()
+            for each in (*model.base_model.model.model.layers, model):
+                fully_shard(each, mp_policy=MixedPrecisionPolicy(dtype, torch.float32))
+            loss = model(input_ids=batch, labels=batch).loss
+            loss.backward()
+            losses.setdefault(dtype, set()).add(loss.item())
+            if dtype is None:
+                assert loss.item() == alone.item()
+                for name, p in model.named_parameters():
+                    if p.requires_grad:
+                        assert torch.allclose(full(p.grad), grads[name], atol=1e-7), name
+    assert [len(found) for found in losses.values()] == [1, 1], losses  # codes are never cast
+
+
+def test_a_base_that_bitsandbytes_has_quantised_is_sharded_as_it_is(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    torch.manual_seed(1)
+    sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=4)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    run_ranks(2, carries_bitsandbytes, str(tmp_path))

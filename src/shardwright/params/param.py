@@ -120,7 +120,8 @@ class ShardedParam:
         self.attributes = attributes_of(param)
         self.accumulated: torch.Tensor | None = None
         self.compared: Mapping[str, str] = {}
-        self.kept_dtype = False
+        # bitsandbytes packs 4-bit codes into whatever dtype ``quant_storage`` names, also a floating one.
+        self.kept_dtype = getattr(param, "quant_state", None) is not None
         self.bound: Unsharded | None = None
         self._device_copy = DeviceCopy()
         self.sharded = give(self.attributes, self._shard(whole.detach(), param.requires_grad))
