@@ -6,7 +6,7 @@ from collections import defaultdict
 import pytest
 
 from shardwright.observe.ledger.causes import CAUSES, NOBODY, REMEDIES, REST
-from shardwright.observe.ledger.ledger import booked, table
+from shardwright.observe.ledger.ledger import Ledger, Line, booked, table
 from shardwright.observe.steps.rings import CoreUse, Record, RecordedStep, Ring
 
 BLOCKS, MS = 4, 1e-3
@@ -246,6 +246,21 @@ def test_what_a_rank_did_not_compute_has_a_cause_of_its_own():
     # What reads files has its time, whoever reads its pages.
     assert spent("span", "data", ran=5, faults=1000) == {"data": (100.0, line)}
     assert set(CAUSES) == {*REMEDIES, REST}
+
+
+@pytest.mark.parametrize(
+    ("seen_ms", "where"),
+    [
+        ({"": 100.0, "backward of 0": 0.2}, ""),  # a quarter of the seconds are to be somewhere
+        ({"": 60.0, "train.py:7 in main": 40.0}, "train.py:7 in main"),
+        ({"backward of 0": 2.0, "train.py:7 in main": 98.0}, "train.py:7 in main"),
+        ({f"backward of {group}": 10.0 for group in range(10)}, ""),
+    ],
+)
+def test_a_place_is_said_of_a_loss_if_much_of_it_was_there(seen_ms, where):
+    lines = [Line(0, 1, "user code", 0, ms * MS, detail) for detail, ms in seen_ms.items()]
+    (loss,) = Ledger(lines, {(0, 1): 0.1}, {0: "node0"}).losses()
+    assert loss.detail == where
 
 
 INJECTED = {

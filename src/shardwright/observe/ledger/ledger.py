@@ -30,6 +30,7 @@ _IN_STEP = 0.1  # of the lateness: ranks that launched nearer to each other than
 _FAR_BACK = 400  # collectives
 _NOTED_S = 50e-6  # lateness below it is the clocks'
 _ON_DEMAND = 0.1  # of a transfer: launched so shortly before it was needed, it hides behind nothing
+_IN_PLACE = 0.25  # of the seconds: fewer in one place, and none is said
 _SLOWER = 1.5  # than the link usually is
 _STOPPED_S = 1e-3  # by a quota, between two looks; or by a collection of garbage
 
@@ -280,8 +281,9 @@ def _holdups(ring: Ring) -> list[tuple[str, float, float, float]]:
 
 
 def _where(parts: Mapping[str, float]) -> str:
-    """The detail that most seconds have, of those that say anything."""
-    return max(parts, key=lambda each: (bool(each), parts[each]))
+    """The detail that most seconds have, of those that say anything; "" where that is too little of them."""
+    place = max(parts, key=lambda each: (bool(each), parts[each]))
+    return place if parts[place] >= _IN_PLACE * sum(parts.values()) else ""
 
 
 def _usual_rates(
