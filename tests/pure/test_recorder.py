@@ -1,6 +1,7 @@
 """The recorder: what it keeps, what readers make of it, and one clock for all ranks."""
 
 import random
+import sys
 
 import pytest
 
@@ -12,9 +13,22 @@ from shardwright.observe.steps.drawing import Bar, Drawing
 from shardwright.observe.steps.rings import Record, RecordedStep, Ring, load, write
 from shardwright.observe.steps.step_memory import levels
 from shardwright.observe.steps.step_page import draw
+from shardwright.observe.watch.process_status import user_line
 from shardwright.schedule.schedule import Action, ActionKind
 from shardwright.transport.launches import Launch
-from shardwright.transport.recorder import ACTION, DEVICE, LAUNCH, MOST, SPAN, STALL, STEPS, Label, Recorder
+from shardwright.transport.recorder import (
+    ACTION,
+    DEVICE,
+    LAUNCH,
+    LINE,
+    MOST,
+    PHASE,
+    SPAN,
+    STALL,
+    STEPS,
+    Label,
+    Recorder,
+)
 
 
 def filled(steps: int, records: int) -> Recorder:
@@ -142,6 +156,39 @@ def test_a_block_of_the_users_loop_is_on_record_by_its_name():
     with record_function("augment"):
         pass
     assert ("span", "augment") in [(each.kind, each.action) for each in recording.ring().records]
+
+
+def user_code(longer: dict[int, float], seen: dict[float, str]) -> list[str]:
+    """Notes of 50 ms of user code in each of five steps, or of what is ``longer``, with lines as seen."""
+    reader, at = recording._Reader([RecordedStep(number, 0.1 * number, 0.0) for number in range(5)]), 0.0
+    for step in range(5):
+        at = 0.1 * step + longer.get(step, 0.05)
+        for begins in (True, False):
+            reader.read[PHASE](None, "forward", begins, False, at, at)
+            at += 0.01
+        reader.read[PHASE](None, "backward", True, False, at, at)
+        reader.read[PHASE](None, "backward", False, False, 0.1 * step + 0.1, 0.1 * step + 0.1)
+    for when, line in seen.items():
+        reader.read[LINE](line, when)
+    return [each.note for each in reader.records() if (each.kind, each.action) == ("outside", "user")]
+
+
+def test_a_line_that_was_seen_in_one_step_is_said_of_the_same_place_in_others():
+    assert user_code({}, {0.22: "train.py:7 in main"}) == ["train.py:7 in main"] * 5
+    assert user_code({}, {}) == [""] * 5
+    # The nearest one; and none of a stretch that takes much longer or shorter: it does something else.
+    seen = {0.02: "train.py:7 in main", 0.42: "train.py:9 in main"}
+    assert user_code({}, seen) == ["train.py:7 in main"] * 3 + ["train.py:9 in main"] * 2
+    assert user_code({3: 0.01}, {0.02: "train.py:7 in main"})[3] == ""
+    # Not of another place: what was seen in the backward.
+    assert user_code({}, {0.29: "train.py:8 in main"}) == [""] * 5
+
+
+def test_code_that_python_makes_is_no_line_of_the_user_s():
+    made: dict[str, object] = {"seen": lambda: user_line(sys._getframe(1))}
+    exec("def __init__():\n    return seen()", made)  # as dataclasses and named tuples do
+    assert user_line(sys._getframe()).startswith("tests/pure/test_recorder.py:")
+    assert made["__init__"]().startswith("tests/pure/test_recorder.py:")  # pyright: ignore
 
 
 def on_a_device() -> Ring:

@@ -2,6 +2,7 @@
 
 import socket
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
@@ -38,6 +39,7 @@ VERBS = ("all-gather", "reduce-scatter", "all-reduce")
 _HALVES = ("reduce", "spread")  # of an all-reduce
 _OF_GRADS = {ActionKind.REDUCE, ActionKind.ACCUMULATE, ActionKind.WAIT_REDUCE, ActionKind.ALL_REDUCE}
 _SEEN = ("compute", "outside", "span")
+_LONG_S = 1e-3
 
 
 def ring(last: int = STEPS) -> Ring:
@@ -196,13 +198,32 @@ class _Reader:
         self._used = use, at
 
     def _say_lines(self) -> None:
-        """What was seen of the training thread, into the records of what it did then."""
+        """What was seen of the training thread, into the records of what it did then; and into those of the
+        same place in other steps that took about as long, the nearest line in time: it is looked a few times
+        a second, so of what each step does again only some is seen."""
         own = [(each.start, place) for place, each in enumerate(self._found) if each.kind in _SEEN]
         own.sort()
+        seen: dict[int, str] = {}
         for at, line in self._lines:
             before = bisect_right(own, (at, len(self._found))) - 1
             if before >= 0 and (each := self._found[own[before][1]]).end >= at and not each.note:
-                self._found[own[before][1]] = each._replace(note=line)
+                seen.setdefault(own[before][1], line)
+        times = Counter[tuple[Any, ...]]()
+        alike: dict[tuple[Any, ...], list[int]] = {}
+        for _, place in own:
+            each = self._found[place]
+            what = each.step, each.kind, each.action, each.groups, each.phase
+            times[what] += 1
+            alike.setdefault((*what[1:], times[what]), []).append(place)
+        for places in alike.values():
+            lines = [(self._found[place], seen[place]) for place in places if place in seen]
+            for place in places:
+                each = self._found[place]
+                near = [
+                    (abs(other.start - each.start), line) for other, line in lines if _as_long(other, each)
+                ]
+                if near and not each.note:
+                    self._found[place] = each._replace(note=min(near)[1])
 
     def records(self) -> list[Record]:
         """All of them from the begin of the first step on, by start."""
@@ -289,6 +310,12 @@ class _Reader:
 
     def _step(self, at: float) -> int:
         return next((each.number for each in reversed(self.steps) if each.start <= at), self.steps[0].number)
+
+
+def _as_long(seen: Record, each: Record) -> bool:
+    """Whether what was not seen in one step may be what was in another; short stretches have no line."""
+    ratio = (each.end - each.start) / max(seen.end - seen.start, 1e-9)
+    return seen is each or (each.end - each.start > _LONG_S and 0.5 < ratio < 2)
 
 
 def _follow(groups: list[tuple[str, ...]], event: str, names: tuple[str, ...]) -> None:

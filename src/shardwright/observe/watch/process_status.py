@@ -23,6 +23,7 @@ _TORCH = str(Path(torch.__file__).parent) + os.sep
 _OURS = str(Path(__file__).parents[2]) + os.sep
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 _SITE = os.sep + "site-packages" + os.sep
+_MADE = "<string>"  # exec and eval
 _C10D = _TORCH + os.path.join("distributed", "distributed_c10d.py")
 _SAMPLE_S = 0.1  # at least between two samples: a share of less says nothing
 _BUSY_SHARE = 0.05  # of a core: below it a process counts as idle, if no thread of it is runnable either
@@ -49,15 +50,19 @@ def frame_of(thread: int) -> Iterator[FrameType | None]:
 def user_line(frame: FrameType | None) -> str:
     """``"train.py:40 in main"``: the innermost frame that is the user's: not ours, torch's or Python's own.
 
-    Where there is none (``shardwright train`` itself), the outermost of ours. "" without a frame.
+    Where there is none (``shardwright train`` itself), the outermost of ours. "" without a frame. Code of no
+    file is the user's where nothing else is (``python -c``): dataclasses and named tuples have some, too.
     """
-    outermost = frame
+    outermost, made = frame, None
     while frame is not None:
-        if not is_library(frame.f_code.co_filename):
+        if frame.f_code.co_filename == _MADE:
+            made = made or frame
+        elif not is_library(frame.f_code.co_filename):
             return _said(frame)
         if frame.f_code.co_filename.startswith(_OURS + "train"):
             return _said(frame)
         outermost, frame = frame, frame.f_back
+    outermost = made or outermost
     return _said(outermost) if outermost is not None else ""
 
 
