@@ -1,6 +1,7 @@
 """Fine-tuning on data as people have it: formats, tables, data sets and mixtures, tokenised once per host."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 import transformers
 from pyarrow import parquet
 
+from bench import tokenise as bench_tokenise
 from shardwright.errors import DataError, InputError
 from shardwright.finetune.apart import keeps_apart
 from shardwright.finetune.encode import Encoder
@@ -142,6 +144,34 @@ def test_a_template_that_marks_the_assistant_gives_the_mask_that_is_found_withou
         masks.append([(e.tokens.tolist(), e.learned.tolist()) for (e,) in Encoder(tokenizer).encode(chats)])
     assert masks[0] == masks[1]
     assert any(masks[0][0][1])
+
+
+HERMES = (
+    "{% for t in tools %}{{ t | tojson }}\n{% endfor %}{% for m in messages %}<|{{ m['role'] }}|>"
+    "{{ m['content'] }}{% for c in m['tool_calls'] %}{{ c['function'] | tojson }}{% endfor %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+LLAMA = HERMES.replace("{{ m['content'] }}", "{% if not m['tool_calls'] %}{{ m['content'] }}{% endif %}")
+
+
+def test_templates_that_leave_out_calls_or_what_is_said_beside_them_are_refused(place):  # noqa: F811
+    call = {"function": {"name": "rain", "arguments": {"city": "Oslo"}}}
+    asked, said = {"role": "user", "content": "Rain?"}, {"role": "assistant", "tool_calls": [call]}
+    tools = [{"type": "function", "function": {"name": "rain", "parameters": {}}}]
+    alone = chat_of([asked, {**said, "content": ""}], tools)
+    beside = chat_of([asked, {**said, "content": "I look."}], tools)
+    found = {}
+    for name, template in {"hermes": HERMES, "llama": LLAMA, "chatml": bench_tokenise.TEMPLATE}.items():
+        tokenizer = library.tokenizer(place / "llama")
+        tokenizer.chat_template = template
+        found[name] = Encoder(tokenizer).encode([alone, beside])
+    assert all(isinstance(each, list) for each in [*found["hermes"], found["llama"][0]])
+    learned = [bytes(e.tokens[e.learned].tolist()).decode() for each in found["hermes"] for e in each]
+    assert [text.partition("{")[0] for text in learned] == ["", "I look."] and "Oslo" in learned[0]
+    folder = re.escape(str(place / "llama"))
+    assert re.match(f"the chat template of {folder} doesn't write the content", str(found["llama"][1]))
+    for each in found["chatml"]:
+        assert re.search(r"write 'tool_calls'\[0\] of message 1, 'tools'\[0\]: the model", str(each))
 
 
 def bloom(folder, llama):

@@ -27,10 +27,11 @@ class Bytes:
     bos_token_id, eos_token_id = ord("^"), ord("$")
     chat_template = "yes"
 
-    def __init__(self, counts: bool = False, thinks: bool = False) -> None:
+    def __init__(self, counts: bool = False, thinks: bool = False, leaves_out: str = "") -> None:
         self.counts = counts  # how many messages there are is in the text: no begin of it stays as it is
         self.thinks = thinks  # the last answer is written in another way, as by Qwen 3
-        self.asked = 0
+        self.leaves_out = leaves_out  # a part of records with tools that the template doesn't write
+        self.asked = self.rendered = 0
 
     def __call__(self, texts, **_):
         self.asked += 1
@@ -38,15 +39,29 @@ class Bytes:
 
     def apply_chat_template(self, messages, tokenize, add_generation_prompt, tools=()):
         assert not tokenize
+        self.rendered += 1
         if messages[0]["role"] == "assistant":
             raise ValueError("roles must alternate")
-        said = [
-            f"<{m['role'][0]}>{m['content']}{json.dumps(m.get('tool_calls', ''))[1:-1]};" for m in messages
-        ]
+        tools = () if self.leaves_out == "tools" else tools
+        said = [f"<{m['role'][0]}>{self.content(m)}{self.calls(m)};" for m in messages]
         if self.thinks and messages[-1]["role"] == "assistant":
             said[-1] = f"<a>~{messages[-1]['content']};"
-        head = str(len(messages)) if self.counts else "".join(f"[{t['name']}]" for t in tools)
+        head = (
+            str(len(messages)) if self.counts else "".join(f"[{t.get('function', t)['name']}]" for t in tools)
+        )
         return head + "".join(said) + ("<a>" if add_generation_prompt else "")
+
+    def content(self, message):
+        is_result = message["role"] == "tool"
+        out = {"results": is_result, "content beside calls": "tool_calls" in message}
+        return "" if out.get(self.leaves_out) else message["content"]
+
+    def calls(self, message):
+        calls = message.get("tool_calls", [])
+        if self.leaves_out == "arguments":
+            calls = [{"function": {"name": call["function"]["name"]}} for call in calls]
+        kept = {"tool_calls": 0, "all calls but the first": 1}.get(self.leaves_out, len(calls))
+        return json.dumps(calls[:kept])[1:-1]
 
 
 @pytest.fixture(autouse=True)
@@ -121,6 +136,72 @@ def test_calls_of_tools_are_learned_and_the_tools_are_told(tmp_path):
     text, learned = all_of(read(config))[0]
     assert text.startswith("[rain]<u>hi;<a>")
     assert '"arguments": {}' in learned and not learned.strip(".").startswith("<a>")
+
+
+CALLS = [
+    {"type": "function", "function": {"name": name, "arguments": '{"city": "Oslo"}'}}
+    for name in ("rain", "wind")
+]
+WITH_TOOLS = {
+    "messages": [
+        CHAT[0],
+        {"role": "assistant", "content": "I look.", "tool_calls": CALLS},
+        {"role": "tool", "content": "dry"},
+        {"role": "assistant", "content": "It is dry."},
+    ],
+    "tools": [{"type": "function", "function": {"name": "rain"}}, {"name": "wind"}],
+}
+
+
+@pytest.mark.parametrize(
+    ("part", "named"),
+    [
+        ("tool_calls", r"'tool_calls'\[0\] of message 1, 'tool_calls'\[1\] of message 1"),
+        ("all calls but the first", r"'tool_calls'\[1\] of message 1"),
+        ("arguments", r"the arguments of 'tool_calls'\[0\] of message 1"),
+        ("tools", r"'tools'\[0\], 'tools'\[1\]"),
+        ("content beside calls", r"the content of message 1"),
+        ("results", r"the content of message 2"),
+    ],
+)
+@pytest.mark.parametrize("mask_prompts", [True, False])
+def test_what_the_template_leaves_out_of_a_record_with_tools_is_never_lost_silently(
+    tmp_path, part, named, mask_prompts
+):
+    lines = {"text": "abc"}, WITH_TOOLS, {"text": "def"}
+    assert len(all_of(read(write(tmp_path, *lines)))) == 3
+    tokenizer = Bytes(leaves_out=part)
+    tokenizer.name_or_path = "models/small"
+    message = rf"line 2: the chat template of models/small doesn't write {named}[,:].*whose template writes"
+    with pytest.raises(DataError, match=message):
+        read(write(tmp_path, *lines, mask_prompts=mask_prompts), tokenizer)
+    data = read(write(tmp_path, *lines, mask_prompts=mask_prompts, on_bad="skip"), tokenizer)
+    assert [text for text, _ in all_of(data)] == ["^abc$", "^def$"]
+    assert data.skipped == 1 and "models/small doesn't write" in data.reasons[0]
+
+
+def test_calls_that_are_written_only_while_they_are_the_answer_are_not_lost(tmp_path):
+    class Last(Bytes):
+        """Writes calls and what is said beside them only at the end, as gpt-oss writes thoughts."""
+
+        def apply_chat_template(self, messages, **options):
+            earlier = [{**m, "content": "", "tool_calls": []} if "tool_calls" in m else m for m in messages]
+            return super().apply_chat_template([*earlier[:-1], messages[-1]], **options)
+
+    data = read(write(tmp_path, WITH_TOOLS, {"text": "abc"}), Last())
+    assert data.num_split == 1 and "I look." in all_of(data)[0][1] and "wind" in all_of(data)[0][1]
+
+
+def test_whether_a_template_writes_calls_is_looked_at_once_for_records_of_one_form(tmp_path):
+    counts = []
+    for number in (2, 12):
+        tokenizer = Bytes()
+        read(write(tmp_path, *[WITH_TOOLS] * number), tokenizer)
+        counts.append(tokenizer.rendered)
+    assert counts[1] - counts[0] == 10 * 4  # the whole chat, each of two questions, and the first answer
+    plain = Bytes()
+    read(write(tmp_path, *[{"messages": CHAT[:2]}] * 5), plain)
+    assert plain.rendered == 5 * 2
 
 
 def test_an_instruction_is_stanfords_text_where_there_is_no_chat_template(tmp_path):

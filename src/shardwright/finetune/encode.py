@@ -6,21 +6,23 @@
 A whole text is tokenised at once, as a model reads it, and what is learned is found by its characters. Where
 a token holds the end of a prompt and the beginning of its answer, both are tokenised apart, as they are when
 a model is asked. A Text or Completion stands between the tokenizer's marks of begin and end; a Chat is what
-the tokenizer's template writes.
+the tokenizer's template writes, and one with tools is refused if the template leaves out a part of it.
 """
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from shardwright.finetune.formats import BadRecord, Chat, Completion, Instruction, Record, Text
+from shardwright.finetune.formats import BadRecord, Chat, Completion, Instruction, Message, Record, Text
 from shardwright.finetune.sources import TextPiece
 
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_LOST_SHOWN = 3
+_ARGUMENTS = "the arguments of "
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class Encoder:
         texts = template.values() if isinstance(template, dict) else [template or ""]
         self._template = bool(template)
         self._has_marks = all(_MARKS.search(text) for text in texts)
+        self._lost: dict[int, Sequence[str]] = {}  # by the hash of a chat's form, see _form
         self.num_split = 0
         """Chats of which each answer became an example, since the template writes earlier turns in another
         way once more follow."""
@@ -111,6 +114,7 @@ class Encoder:
                 "the tokenizer has no chat template: put one beside it (chat_template.jinja), or write "
                 "records of prompt and completion"
             )
+        self._check_written(chat)
         assistants = tuple(message["role"] == "assistant" for message in chat.messages)
         if masked and self._has_marks and chat.learned == assistants:
             return [self._by_its_own_mask(chat)]
@@ -125,6 +129,37 @@ class Encoder:
             return [_Marked(whole, tuple(zip(begins, ends, strict=True)))]
         self.num_split += 1
         return [_Marked(text, ((begin, len(text)),)) for text, begin in answers]
+
+    def _check_written(self, chat: Chat) -> None:
+        """Raises: BadRecord where the template leaves out tools, calls, or what is said beside them: the
+        model would be taught an empty answer. Looked at once for all chats of the same form."""
+        if not chat.tools and not any("tool_calls" in message for message in chat.messages):
+            return
+        form = _form(chat)
+        if form not in self._lost:
+            self._lost[form] = self._left_out(chat)
+        if lost := self._lost[form]:
+            more = f" and {len(lost) - _LOST_SHOWN} more" if len(lost) > _LOST_SHOWN else ""
+            raise BadRecord(
+                f"the chat template of {getattr(self._tokenizer, 'name_or_path', '') or 'the tokenizer'} "
+                f"doesn't write {', '.join(lost[:_LOST_SHOWN])}{more}: the model would learn to answer "
+                "without it; give base.folder the tokenizer of a model whose template writes tools and their "
+                "calls, take these fields out of the records, or leave such records out by data.on_bad = "
+                '"skip"'
+            )
+
+    def _left_out(self, chat: Chat) -> Sequence[str]:
+        """What of a chat with tools the template doesn't write, in words."""
+        probe, places = _probe(chat)
+        whole = self._render(probe, len(probe.messages))
+        # Some templates write a part of a message only until more follow: then it is learned as the last.
+        lost = [
+            what
+            for mark, (i, what) in places.items()
+            if mark not in whole and mark not in self._render(probe, i + 1)
+        ]
+        calls = set(lost)  # a call that isn't written is named without its arguments
+        return [what for what in lost if what.removeprefix(_ARGUMENTS) not in calls - {what}]
 
     def _answer(self, chat: Chat, i: int, whole: str) -> tuple[str, int]:
         """The chat up to and with message ``i``, and where that begins in it."""
@@ -214,6 +249,69 @@ class Encoder:
         end = [] if eos is None or not ends else [eos]
         mask = np.concatenate([np.zeros(len(begin), bool), learned, np.ones(len(end), bool)])
         return _example([*begin, *ids, *end], mask)
+
+
+def _form(chat: Chat) -> int:
+    """A hash of what a template may look at to choose what it writes, the texts left out."""
+    messages = (
+        (
+            message["role"],
+            bool(message["content"].strip()),
+            *(_form_of(call["function"]["arguments"]) for call in message.get("tool_calls", ())),
+            *message,
+        )
+        for message in chat.messages
+    )
+    tools = tuple(map(_key_of_name, chat.tools))
+    return hash((tools, repr(chat.template), *messages))
+
+
+def _form_of(arguments: Any) -> tuple[type, bool]:
+    return type(arguments), bool(arguments)
+
+
+def _key_of_name(tool: Message) -> str | None:
+    """Where a JSON schema has the tool's name: below "function", as OpenAI's, or itself, ""; None: it has no
+    name."""
+    function = tool.get("function")
+    if isinstance(function, dict) and "name" in function:
+        return "function"
+    return "" if "name" in tool else None
+
+
+def _probe(chat: Chat) -> tuple[Chat, dict[str, tuple[int, str]]]:
+    """``chat`` with a mark in place of each text that its template is expected to write: names of tools and
+    of calls, arguments, and contents of the assistant and of tools; {mark: (message, what it stands for)}."""
+    places: dict[str, tuple[int, str]] = {}
+
+    def mark(i: int, what: str) -> str:
+        places[found := f"shardwright{len(places):06d}"] = (i, what)
+        return found
+
+    def call(function: Message, i: int, what: str) -> Message:
+        probe = {**function, "name": mark(i, what)}
+        if arguments := function["arguments"]:
+            text = mark(i, _ARGUMENTS + what)
+            probe["arguments"] = {"argument": text} if isinstance(arguments, dict) else text
+        return probe
+
+    messages = []
+    for i, message in enumerate(chat.messages):
+        probe = dict(message)
+        if message["role"] in ("assistant", "tool") and message["content"].strip():
+            probe["content"] = mark(i, f"the content of message {i}")
+        if "tool_calls" in message:
+            probe["tool_calls"] = [
+                {**each, "function": call(each["function"], i, f"'tool_calls'[{j}] of message {i}")}
+                for j, each in enumerate(message["tool_calls"])
+            ]
+        messages.append(probe)
+    tools, last = [], len(messages) - 1
+    for j, tool in enumerate(chat.tools):
+        key = _key_of_name(tool)
+        name = {} if key is None else {"name": mark(last, f"'tools'[{j}]")}
+        tools.append({**tool, key: {**tool[key], **name}} if key else {**tool, **name})
+    return replace(chat, messages=tuple(messages), tools=tuple(tools)), places
 
 
 def _example(ids: Sequence[int], learned: np.ndarray) -> Example:

@@ -34,7 +34,7 @@ from shardwright.finetune.sources import DataSource, Row, find, pieces
 from shardwright.train.config import DataConfig
 from shardwright.train.data import chosen_to
 
-_FORMAT = 1
+_FORMAT = 2  # 2: records of which the chat template leaves out calls of tools are refused
 _AT_ONCE = 512  # records given to the tokenizer, which works on them in parallel
 _PIECES_AT_ONCE = 32
 _REASONS = 3
