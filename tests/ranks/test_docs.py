@@ -114,6 +114,7 @@ def test_a_change_of_a_script_trains_as_the_script_did_before_and_goes_on_where_
         folder = tmp_path / side
         folder.mkdir()
         script = "\n".join(line[1:] for line in lines)
+        assert "start, steps = 0, 10" in script  # so the second start below has to load and go on
         told[side] = []
         for text in (script, script.replace("start, steps = 0, 10", "start, steps = 0, 20")):  # on and on
             wrote = run_by(["torchrun", "--nproc-per-node", "2"], change._replace(text=text), folder)
