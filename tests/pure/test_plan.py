@@ -147,9 +147,38 @@ def test_a_cluster_is_read_back_as_it_was_written(tmp_path):
     assert Cluster.load(path) == Cluster(replace(DEVICES["H100"], matmul=0.7), 16)
 
 
-def test_a_device_that_nobody_knows_is_refused_with_what_to_do():
-    with pytest.raises(ConfigError, match=r"no device 'abacus'.*H100.*describe it in a file"):
-        cluster.device("abacus")
+@pytest.mark.parametrize(
+    ("printed", "name", "gib", "host_bandwidth"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "A100-80GB", 80, 200e9),
+        ("A100", "A100-80GB", 80, 200e9),
+        ("A100-SXM4-40GB", "A100-40GB", 40, 200e9),
+        ("NVIDIA A100 80GB PCIe", "A100-80GB-PCIe", 80, 200e9),
+        ("NVIDIA A100-PCIE-40GB", "A100-40GB-PCIe", 40, 200e9),
+        ("NVIDIA H100 80GB HBM3", "H100", 80, 400e9),
+        ("H100-80GB-SXM", "H100", 80, 400e9),
+        ("H100-96GB-HBM2e-500W", "H100-96GB-500W", 96, 400e9),
+        ("NVIDIA H100 PCIe", "H100-PCIe", 80, 400e9),
+        ("NVIDIA H100 NVL", "H100-NVL", 94, 400e9),
+        ("NVIDIA H200", "H200", 141e9 / GIB, 400e9),
+        ("NVIDIA B200", "B200", 180e9 / GIB, 400e9),
+        ("AMD Instinct MI300X", "MI300X", 192, 400e9),
+    ],
+)
+def test_the_names_that_torch_prints_are_each_their_own_device(printed, name, gib, host_bandwidth):
+    found = cluster.device(printed)
+    assert (found.name, found.memory_nbytes) == (name, pytest.approx(gib * GIB))
+    assert found == DEVICES[name]
+    assert Cluster(found, 64).host_bandwidth == host_bandwidth
+    assert Cluster(found, 64, host_bandwidth=1e9).host_bandwidth == 1e9
+
+
+@pytest.mark.parametrize(
+    "name", ["abacus", "A100X", "H100 MIG 1g.10gb", "H100 96GB HBM3", "H200 NVL", "PCIe", ""]
+)
+def test_a_device_that_nobody_knows_is_refused_with_what_to_do(name):
+    with pytest.raises(ConfigError, match=rf"no device '{name}'.*H100.*describe yours in a file"):
+        cluster.device(name)
 
 
 @pytest.mark.parametrize(

@@ -74,8 +74,8 @@ def test_a_config_and_a_row_of_the_same_numbers_give_the_same_table(tmp_path, ca
     assert ours[0].endswith("8,030,261,248 parameters; on each rank 3 x 8,192 tokens a step")
     assert ours[1:] == found.table(2.5).splitlines()
     assert [line.split("  ")[0] for line in ours] == [
-        "model", "cluster", "fits", "GiB at most", "step", "tokens/s", "MFU", "without compute",
-        "a billion tokens",
+        "model", "cluster", "between hosts", "fits", "GiB at most", "step", "tokens/s", "MFU",
+        "without compute", "a billion tokens",
     ]  # fmt: skip
     phases = found.phases
     assert list(phases) == ["load", "first step", "step", "evaluation", "save"]
@@ -195,13 +195,27 @@ def test_a_step_is_drawn_on_demand(tmp_path, capsys):
     assert "A step on 64 x H100" in (tmp_path / "step.html").read_text()
 
 
+def test_the_table_says_what_is_assumed_between_hosts(tmp_path, capsys):
+    config_in(tmp_path / "llama")
+    lines = plan(capsys, tmp_path / "llama", "--device", "A100", "--ranks", 64)
+    assert lines[2] == (
+        "between hosts          200 GB/s from a host, in one direction "
+        "(usual for A100-80GB, and assumed where a cluster's file says nothing)"
+    )
+    Cluster(DEVICES["A100-80GB"], 64, host_bandwidth=50e9).save(tmp_path / "cluster.toml")
+    lines = plan(capsys, tmp_path / "llama", "--cluster", tmp_path / "cluster.toml")
+    assert lines[2] == "between hosts          50 GB/s from a host, in one direction"
+    lines = plan(capsys, tmp_path / "llama", "--device", "A100", "--ranks", 8)
+    assert not any(line.startswith("between hosts") for line in lines)
+
+
 def test_what_fits_within_the_error_alone_barely_fits(tmp_path, capsys):
     config_in(tmp_path)
     found = largest_batch(
         of_architecture(architecture(tmp_path), Microbatch(128, 1)), Cluster(DEVICES["H100"], 64)
     )
     words = [
-        plan(capsys, tmp_path, *ON, "--sequence", 128, "--batch", rows)[2].split()[1]
+        plan(capsys, tmp_path, *ON, "--sequence", 128, "--batch", rows)[3].split()[1]
         for rows in (found.value // 2, found.value, found.value + 1)
     ]
     assert words == ["yes:", "barely:", "NO:"]

@@ -300,7 +300,9 @@ def test_a_cluster_needs_a_sample_and_groups_that_may_be_chosen():
 def test_a_model_that_returns_no_loss_is_grouped_for_a_cluster_as_well():
     layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     with rank_zero_of(8):
-        fully_shard(layers, groups="auto", cluster=Cluster(DEVICES["A100"], 8), sample=torch.empty(4, 64))
+        fully_shard(
+            layers, groups="auto", cluster=Cluster(DEVICES["A100-80GB"], 8), sample=torch.empty(4, 64)
+        )
         assert is_sharded(layers)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import tomllib
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -31,6 +32,8 @@ class DeviceSpec:
             enough.
         host_link: bytes/s, in one direction, between it and its host's memory.
         host_memory: bytes/s of that memory which one of the host's ranks has.
+        host_network: bytes/s, in one direction, that is usual between a host of it and the others: assumed
+            where a cluster doesn't say.
     """
 
     name: str
@@ -45,6 +48,7 @@ class DeviceSpec:
     reserved: float = 1.36
     host_link: float = 25e9
     host_memory: float = 25e9
+    host_network: float = 400e9
 
 
 @dataclass(frozen=True)
@@ -55,16 +59,19 @@ class Cluster:
         device: one of them; ``device("H100")`` has those of the library.
         ranks: devices in all.
         ranks_per_host: of them in one host.
-        host_bandwidth: bytes/s, in one direction, between one host and the others; the default is a network
-            card of 400 Gbit/s for each of eight devices.
+        host_bandwidth: bytes/s, in one direction, between one host and the others; 0, the default, takes the
+            device's ``host_network``: a network card of 400 Gbit/s for each of eight devices (A100: 200).
         constants: what no data sheet says; others than the fitted ones where the cluster was measured.
     """
 
     device: DeviceSpec
     ranks: int
     ranks_per_host: int = 8
-    host_bandwidth: float = 400e9
+    host_bandwidth: float = 0.0
     constants: Constants = field(default=Constants())
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "host_bandwidth", self.host_bandwidth or self.device.host_network)
 
     @property
     def hosts(self) -> int:
@@ -119,14 +126,18 @@ class Cluster:
                 raise ValueError(f"device is {given!r}, expected a name, or a table with a name")
             numbers = {name: value for name, value in given.items() if name != "name"}
             _check(numbers, _DEVICE, "[device] ")
-            known = DEVICES.get(given["name"])
+            known = _known(given["name"])
             missing = [name for name in _DEVICE[:4] if name not in numbers and known is None]
             if missing:
                 raise ValueError(
                     f"[device] {missing[0]} is missing, and {given['name']!r} isn't in the library, which "
                     f"has {', '.join(DEVICES)}"
                 )
-            made = replace(known, **numbers) if known else DeviceSpec(given["name"], **numbers)
+            made = (
+                replace(known, name=given["name"], **numbers)
+                if known
+                else DeviceSpec(given["name"], **numbers)
+            )
             return Cluster(made, **fields)
         except (OSError, ValueError, TypeError) as error:
             raise ConfigError(
@@ -137,7 +148,7 @@ class Cluster:
 
 _CLUSTER = ("ranks", "ranks_per_host", "host_bandwidth")
 _DEVICE = ("peak_flops", "memory_nbytes", "memory_bandwidth", "link_bandwidth", "matmul", "attention", "ring")
-_DEVICE += ("float8", "reserved", "host_link", "host_memory")
+_DEVICE += ("float8", "reserved", "host_link", "host_memory", "host_network")
 _UNITS = {
     "ranks": "devices in all",
     "ranks_per_host": "of them in one host",
@@ -153,6 +164,7 @@ _UNITS = {
     "reserved": "bytes that the allocator takes, for each byte in use",
     "host_link": "bytes/s to the memory of its host, in one direction",
     "host_memory": "bytes/s of the host's memory that one rank has",
+    "host_network": "bytes/s of a host to the others that are usual, where host_bandwidth isn't given",
 }
 
 
@@ -173,24 +185,50 @@ def _check(given: dict[str, Any], known: tuple[str, ...], where: str) -> None:
             raise ValueError(f"{name} is {value!r}, expected a whole number")
 
 
-_A100 = DeviceSpec("A100-80GB", 312e12, 80 * GIB, 2.039e12, 300e9, matmul=0.869, attention=0.70, ring=0.78)
+_A100 = DeviceSpec(
+    "A100-80GB",
+    312e12,
+    80 * GIB,
+    2.039e12,
+    300e9,
+    matmul=0.869,
+    attention=0.70,
+    ring=0.78,
+    host_network=200e9,
+)
 _H100 = DeviceSpec(
     "H100", 989e12, 80 * GIB, 3.35e12, 450e9, matmul=0.803, attention=0.35, float8=1.77, host_link=50e9
+)
+# Cards for a PCIe slot: NVIDIA's data sheets "A100 Tensor Core GPU" (2021), "H100 Tensor Core GPU" (2023).
+# Their bridges of NVLink join pairs, so a ring of more goes by PCIe: 32 GB/s in one direction; PCIe 5: 64.
+_A100_PCIE = replace(
+    _A100, name="A100-80GB-PCIe", memory_bandwidth=1.935e12, link_bandwidth=32e9, matmul=0.811
+)
+_H100_PCIE = replace(
+    _H100, name="H100-PCIe", peak_flops=756e12, memory_bandwidth=2.039e12, link_bandwidth=64e9
 )
 
 DEVICES = {
     spec.name: spec
     for spec in (
         _A100,
-        replace(_A100, name="A100"),
         replace(_A100, name="A100-40GB", memory_nbytes=40 * GIB, memory_bandwidth=1.555e12),
+        _A100_PCIE,
+        replace(_A100_PCIE, name="A100-40GB-PCIe", memory_nbytes=40 * GIB, memory_bandwidth=1.555e12),
         _H100,
         replace(
             _H100,
             name="H100-96GB-500W",
             memory_nbytes=96 * GIB,
             memory_bandwidth=2.4e12,
-            matmul=0.803 * 0.894,
+        ),
+        _H100_PCIE,
+        replace(
+            _H100_PCIE,
+            name="H100-NVL",
+            peak_flops=835e12,
+            memory_nbytes=94 * GIB,
+            memory_bandwidth=3.938e12,
         ),
         replace(_H100, name="H200", memory_nbytes=141e9, memory_bandwidth=4.8e12),
         replace(
@@ -216,25 +254,54 @@ DEVICES = {
         ),
     )
 }
-"""Devices by name. ``H100-96GB-500W`` is limited in power, and so in the clock that it can keep up."""
+"""Devices by name. ``H100-96GB-500W``: four published runs show no loss of clock by its limit of power."""
+
+_SXM = "SXM SXM4 SXM5"
+_WORDS = {
+    "A100-80GB": f"80GB {_SXM}",
+    "A100-40GB": _SXM,
+    "A100-80GB-PCIe": "",
+    "A100-40GB-PCIe": "",
+    "H100": f"80GB HBM3 {_SXM}",
+    "H100-96GB-500W": f"HBM2E {_SXM}",
+    "H100-PCIe": "80GB HBM2E",
+    "H100-NVL": "94GB HBM3",
+    "H200": f"141GB HBM3E {_SXM}",
+    "B200": f"180GB HBM3E {_SXM}",
+    "MI300X": "192GB HBM3 OAM",
+}
+"""Words that a device's name may have besides those of its name here: ``torch.cuda.get_device_name`` prints
+"NVIDIA A100-SXM4-40GB", "NVIDIA H100 80GB HBM3", "AMD Instinct MI300X"; tables of runs have others."""
+
+
+def _known(name: str) -> DeviceSpec | None:
+    """The device of which each word of ``name`` is one. "A100" alone is the one of 80 GB."""
+    words = set(re.split(r"[\s_-]+", name.upper().strip())) - {"NVIDIA", "AMD", "INSTINCT"}
+    for known, more in _WORDS.items():
+        own = {word for word in known.upper().split("-") if known != "A100-80GB" or word != "80GB"}
+        if own <= words <= own | set(more.split()):
+            return DEVICES[known]
+    return None
 
 
 def device(name: str) -> DeviceSpec:
     """A device of the library.
 
     Args:
-        name: its name, or one that begins with it, as "H100 80GB HBM3" does; the longest match counts.
+        name: its name, or the one that ``torch.cuda.get_device_name()`` prints: "NVIDIA A100-SXM4-40GB" is
+            "A100-40GB". Another variant of a device (PCIe, NVL, more memory) is another device.
 
     Returns:
         The device, by its data sheet and what was measured.
 
     Raises:
-        ConfigError: no device of the library matches.
+        ConfigError: no device of the library has that name.
     """
-    known = [known for known in DEVICES if name.upper().startswith(known.upper())]
-    if not known:
+    found = _known(name)
+    if found is None:
         raise ConfigError(
-            f"no device {name!r} is in the library, which has {', '.join(DEVICES)}; describe it in a file: "
-            "a Cluster with all fields of its device (docs/plan.md)"
+            f"no device {name!r} is in the library, which has {', '.join(DEVICES)}; name one of these "
+            "if it is the same, or describe yours in a file: a Cluster with all fields of its device "
+            "(docs/plan.md)"
         )
-    return DEVICES[max(known, key=len)]
+    return found

@@ -19,12 +19,12 @@ class Constants:
     """
 
     matmul: float = 1.02
-    attention: float = 0.478
-    memory: float = 0.323
-    narrow: float = 172.0
-    optimizer: float = 88.0
+    attention: float = 0.479
+    memory: float = 0.331
+    narrow: float = 191.0
+    optimizer: float = 87.0
     wire: float = 0.608
     hop_s: float = 10.7e-6
     launch_s: float = 6e-6
-    contention: float = 0.0812
+    contention: float = 0.0894
     old_torch: float = 1.045

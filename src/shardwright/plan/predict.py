@@ -188,6 +188,11 @@ class Estimate:
         capacity = int(self.cluster.device.memory_nbytes)
         return drawing_of(title, self.timeline.intervals, self.held, names, capacity)
 
+    def _network(self) -> str:
+        gbytes, usual = self.cluster.host_bandwidth / 1e9, self.cluster.device.host_network / 1e9
+        assumed = f" (usual for {self.cluster.device.name}, and assumed where a cluster's file says nothing)"
+        return f"{gbytes:,.4g} GB/s from a host, in one direction{assumed if gbytes == usual else ''}"
+
     def _fits_in_words(self) -> str:
         near = [fits(self.peak.total * share, self.cluster.device) for share in (1.0, 1.05)]
         return "yes" if all(near) else "barely" if any(near) else "NO"
@@ -216,6 +221,7 @@ class Estimate:
         exposed = float(self.timeline.exposed_s) / self.step_s
         rows = [
             ("cluster", f"{self.cluster.ranks} x {device.name}, {self.choice.runtime}"),
+            *([("between hosts", self._network())] if self.cluster.hosts > 1 else []),
             ("fits", f"{self._fits_in_words()}: {held.total / GIB:.1f} (+- 5%) of "
              f"{device.memory_nbytes / GIB:.1f} GiB at {held.at.strip()} ({by_category})"),
             ("GiB at most", ", ".join(f"{name} {nbytes / GIB:.1f}" for name, nbytes in phases.items())),

@@ -132,7 +132,7 @@ def _device(where: torch.device, nbytes: int) -> DeviceSpec:
     if where.type == "cpu":
         return DeviceSpec("cpu", 1e11, nbytes, 2e10, 1e10)
     try:
-        return device(torch.get_device_module(where).get_device_name(where).removeprefix("NVIDIA "))
+        return device(torch.get_device_module(where).get_device_name(where))
     except ConfigError:
         return DeviceSpec("accelerator", 3e14, nbytes, 2e12, 1e11)
 

@@ -138,8 +138,6 @@ def _cluster(row: Row, name: str, ranks: int) -> Cluster:
     cluster = Cluster(spec, ranks, min(ranks, _number(row, "gpus_per_node", name, 8)))
     if row["internode_gbps_per_node"]:
         return replace(cluster, host_bandwidth=float(row["internode_gbps_per_node"]) * 1e9 / 8)
-    if spec.name.startswith("A100"):  # four or eight cards of 200 Gbit/s are the rule there
-        return replace(cluster, host_bandwidth=200e9)
     return cluster
 
 
