@@ -140,3 +140,20 @@ def test_a_line_of_the_log_says_who_costs_the_others_much_and_the_runs_folder_ke
     assert (said["rank"], said["cause"]) == (1, "data")
     assert 18 <= said["steps"] <= 20  # a rank that has just begun a step has not ended it
     assert 0.05 < said["share"] < 1
+
+
+def test_top_says_of_a_run_that_has_ended_that_nobody_was_late_and_knows_it_from_a_folder_that_is_no_run(
+    tmp_path, capsys
+):
+    folder = RunFolder(tmp_path / "run")
+    assert main(["top", str(tmp_path)]) == 2
+    assert "this is no run of `shardwright train`. Give the folder of a run" in capsys.readouterr().err
+    folder.root.mkdir()
+    folder.config.touch()
+    assert main(["top", str(folder.root)]) == 2
+    assert "a run on one rank, or one that was killed" in capsys.readouterr().err
+    folder.leave_ring(ring())
+    assert main(["top", str(folder.root)]) == 0
+    assert "has ended; no rank was found late in it" in " ".join(capsys.readouterr().out.split())
+    assert main(["top", str(folder.root), "--json"]) == 0
+    assert capsys.readouterr().out == ""

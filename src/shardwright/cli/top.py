@@ -24,7 +24,7 @@ from shardwright.observe.watch.diagnosis import Findings, diagnose
 from shardwright.observe.watch.status import status
 from shardwright.observe.watch.status_exchange import StatusExchange, find_exchange, store_at
 from shardwright.policy import WatchPolicy
-from shardwright.train.folder import JOB_FILE, LATE_FILE
+from shardwright.train.folder import JOB_FILE, LATE_FILE, RunFolder
 from shardwright.train.report import as_json, open_console
 
 with from_extra("train"):
@@ -66,9 +66,12 @@ def run_top(known: argparse.Namespace) -> int:
     Raises:
         ConfigError: nothing is at JOB. CommError: no job is watched there.
     """
-    before = late_before(known.job)
-    if before and not Path(known.job, JOB_FILE).exists():
-        print("\n".join(each.to_json() for each in before) if known.json else history(before))
+    if _has_ended(RunFolder(Path(known.job))):
+        before = late_before(known.job)
+        for each in before if known.json else ():
+            print(each.to_json())
+        said = f"the run at {known.job} has ended; " + (history(before) or "no rank was found late in it")
+        open_console(stderr=known.json).print(said, markup=False)
         return 0
     address = store_of(known.job)
     exchange, console = exchange_at(address), open_console()
@@ -112,6 +115,12 @@ def ledger_of(exchange: StatusExchange) -> Ledger | None:
     return booked(on_one_clock(whole)) if len(whole) > 1 else None
 
 
+def _has_ended(run: RunFolder) -> bool:
+    """Whether the ranks of a run have left what they leave when it ends, and no job trains there now."""
+    left = run.trace.is_dir() or (run.root / LATE_FILE).is_file()
+    return left and not (run.root / JOB_FILE).exists()
+
+
 def late_before(job: str) -> list[Late]:
     """Which ranks were late in the run of a folder, as far as that is in there."""
     file = Path(job, LATE_FILE)
@@ -144,8 +153,13 @@ def store_of(job: str) -> str:
         return job
     file = Path(job, JOB_FILE)
     if not file.exists():
+        alone = RunFolder(Path(job)).config.is_file()
+        why = (
+            "a run on one rank, or one that was killed" if alone else "this is no run of `shardwright train`"
+        )
         raise ConfigError(
-            f"{job} has no {JOB_FILE}: no run of `shardwright train` on several ranks trains there"
+            f"{job} has no {JOB_FILE}, which a job of several ranks keeps while it trains: {why}. Give the "
+            "folder of a run (run.folder of its recipe), or HOST:PORT of a job's store"
         )
     return json.loads(file.read_text(encoding="utf-8"))["store"]
 
