@@ -32,8 +32,6 @@ class DeviceSpec:
             enough.
         host_link: bytes/s, in one direction, between it and its host's memory.
         host_memory: bytes/s of that memory which one of the host's ranks has.
-        host_network: bytes/s, in one direction, that is usual between a host of it and the others: assumed
-            where a cluster doesn't say.
     """
 
     name: str
@@ -48,7 +46,12 @@ class DeviceSpec:
     reserved: float = 1.36
     host_link: float = 25e9
     host_memory: float = 25e9
-    host_network: float = 400e9
+
+    @property
+    def host_network(self) -> float:
+        """Bytes/s, in one direction, that are usual between a host of it and the others: network cards of 400
+        Gbit/s for each of eight devices, of 200 Gbit/s for A100."""
+        return 200e9 if "A100" in self.name.upper() else 400e9
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class Cluster:
         ranks: devices in all.
         ranks_per_host: of them in one host.
         host_bandwidth: bytes/s, in one direction, between one host and the others; 0, the default, takes the
-            device's ``host_network``: a network card of 400 Gbit/s for each of eight devices (A100: 200).
+            device's ``host_network``.
         constants: what no data sheet says; others than the fitted ones where the cluster was measured.
     """
 
@@ -148,7 +151,7 @@ class Cluster:
 
 _CLUSTER = ("ranks", "ranks_per_host", "host_bandwidth")
 _DEVICE = ("peak_flops", "memory_nbytes", "memory_bandwidth", "link_bandwidth", "matmul", "attention", "ring")
-_DEVICE += ("float8", "reserved", "host_link", "host_memory", "host_network")
+_DEVICE += ("float8", "reserved", "host_link", "host_memory")
 _UNITS = {
     "ranks": "devices in all",
     "ranks_per_host": "of them in one host",
@@ -164,7 +167,6 @@ _UNITS = {
     "reserved": "bytes that the allocator takes, for each byte in use",
     "host_link": "bytes/s to the memory of its host, in one direction",
     "host_memory": "bytes/s of the host's memory that one rank has",
-    "host_network": "bytes/s of a host to the others that are usual, where host_bandwidth isn't given",
 }
 
 
@@ -194,7 +196,6 @@ _A100 = DeviceSpec(
     matmul=0.869,
     attention=0.70,
     ring=0.78,
-    host_network=200e9,
 )
 _H100 = DeviceSpec(
     "H100", 989e12, 80 * GIB, 3.35e12, 450e9, matmul=0.803, attention=0.35, float8=1.77, host_link=50e9
