@@ -145,6 +145,74 @@ def losses_of(wrote: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", wrote)]
 
 
+FAILS = """
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
+
+from shardwright import fully_shard
+
+dist.init_process_group()
+torch.manual_seed(0)
+model = nn.Sequential(*(nn.TransformerEncoderLayer(32, 2, 64, batch_first=True) for _ in range(4)))
+fully_shard(model, groups="auto")
+optimizer = torch.optim.AdamW(model.parameters())
+
+
+def collate(rows):
+    if dist.get_rank() == 1 and rows[0] >= 12:
+        raise ValueError("bad batch")
+    return torch.randn(2, 4, 32)
+
+
+def step(batch):
+    loss = model(batch).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+for batch in DataLoader(range(20), 2, collate_fn=collate):
+    step(batch)
+"""
+SHOWN = "shardwright.errors.RankFailed: failed: rank 1 raised ValueError: bad batch"
+
+
+def told(text: str) -> list[str]:
+    """The error that ``SHOWN`` begins: every number as 0, every run of spaces as one."""
+    lines = [re.sub(r"^\[rank\d\]: ", "", line) for line in text.splitlines()]
+    first = next(i for i, line in enumerate(lines) if line.startswith(SHOWN))
+    return [re.sub(r"\d+(\.\d+)?", "0", " ".join(line.split())) for line in lines[first : first + 5]]
+
+
+def test_the_error_that_the_pages_show_is_the_one_that_a_rank_prints_when_a_collate_raises(tmp_path):
+    (tmp_path / "train.py").write_text(FAILS)
+    port = str(free_port())  # without torchrun, whose SIGTERM may come before the ranks know
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "train.py"],
+            cwd=tmp_path,
+            env=os.environ | common | {"RANK": rank, "LOCAL_RANK": rank},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in "01"
+    ]
+    try:
+        wrote, of_the_culprit = (rank.communicate(timeout=90)[1] for rank in ranks)
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [1, 1], wrote + of_the_culprit
+    shown = [fence for fence in FENCES if SHOWN in fence.text]
+    assert [fence.document for fence in shown] == ["README.md", "watch.md"]
+    for fence in shown:
+        assert told(fence.text) == told(wrote), fence.document
+
+
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory):
     """A copy of the repository, with runs to look at, and text of the reader's own."""
