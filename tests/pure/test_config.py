@@ -51,6 +51,19 @@ def test_the_resolved_recipe_reads_back_and_names_each_origin(tmp_path):
     )
 
 
+@pytest.mark.parametrize("text", ['[{"path": "a"}, {"path": "b"}]', '[{path = "a"}, {path = "b"}]'])
+def test_sources_on_the_command_line_in_json_or_toml_replace_the_path_of_the_file(tmp_path, text):
+    path = write(tmp_path, '[base]\nfolder = "."\n[data]\npath = "chats.jsonl"\n')
+    resolved = resolve(path, [("data.sources", text)])
+    assert [each.path for each in resolved.recipe.data.each()] == ["a", "b"]
+    assert resolved.origins["data.path"] == "default"
+    with pytest.raises(ConfigError, match="path and sources: give one of the two"):
+        resolve(path, [("data.sources", text), ("data.path", "c")])
+    again = resolve(write(tmp_path, resolved.to_toml()), [("data.path", "c")])
+    assert [each.path for each in again.recipe.data.each()] == ["c"]
+    assert again.origins["data.sources"] == "default"
+
+
 def test_everything_wrong_is_listed_at_once_with_path_and_nearest_key(tmp_path):
     path = write(
         tmp_path,

@@ -25,6 +25,9 @@ with from_extra("train"):
     import tomli_w
     from pydantic import ValidationError
 
+_INSTEAD = {"data.path": "data.sources", "data.sources": "data.path"}
+"""Of the two only one is given: on the command line it replaces the other of the file."""
+
 Origin = Literal["default", "file", "command line"]
 
 
@@ -102,6 +105,11 @@ def resolve(path: str | Path, overrides: Sequence[tuple[str, str]] = ()) -> Reso
         name, leaf = key.split(".")
         merged.setdefault(name, {})[leaf] = _value(name, leaf, text)
         origins[key] = "command line"
+    given = {key for key, _ in overrides}
+    for key in given & _INSTEAD.keys():
+        name, leaf = _INSTEAD[key].split(".")
+        if _INSTEAD[key] not in given and merged[name].pop(leaf, None) is not None:
+            origins[_INSTEAD[key]] = "default"
     try:
         recipe = Recipe.model_validate(merged)
     except ValidationError as error:
@@ -133,13 +141,18 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _value(name: str, leaf: str, text: str) -> Any:
-    """``text`` as the TOML value that it spells; what is no TOML, or for a text key, stays as it is."""
+    """``text`` as the TOML or JSON value that it spells; what is neither, or for a text key, stays as it
+    is."""
     if isinstance(getattr(Recipe.model_fields[name].default, leaf), str):
         return text
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
-        return {"True": True, "False": False}.get(text, text)
+        pass
+    try:
+        return json.loads(text) if text.lstrip()[:1] in ("[", "{") else {"True": True, "False": False}[text]
+    except (ValueError, KeyError):
+        return text
 
 
 def _sentence(detail: Any, origins: Mapping[str, Origin]) -> str:
