@@ -116,14 +116,14 @@ class StopAfter:
         return "the test" if self.left < 0 else ""
 
 
-def tune(rank, world, recipe, resume=False, steps=10**6):
+def tune(rank, world, recipe, resume=False, steps=10**6, shown=False):
     """A run of the recipe, as ``shardwright train`` does it."""
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
     place = RankPlace(rank, world, torch.device("cpu"), mesh)
     if resume:
         recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update={"resume": "last"})})
     resolved = Resolved(recipe, "test.toml", resolve_origins())
-    _train(resolved, place, Screen(shown=False), StopAfter(steps), FineTuning)
+    _train(resolved, place, Screen(shown=shown), StopAfter(steps), FineTuning)
 
 
 def resolve_origins():

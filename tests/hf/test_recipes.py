@@ -1,7 +1,10 @@
 """Recipes: optimizers, schedules, the best checkpoint, early stopping; each kind at toy size."""
 
+import contextlib
+import io
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -258,6 +261,13 @@ def test_a_loss_and_a_model_of_ones_own_are_trained_and_merged(place, tmp_path, 
             named(key, name)
 
 
+def tune_and_tell(rank, world, recipe):
+    """A run, and what its first rank prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        tune(rank, world, recipe, shown=rank == 0)
+    return printed.getvalue()
+
+
 def test_dpo_from_a_recipe_learns_which_answer_is_preferred(place, tmp_path):
     with (tmp_path / "pairs.jsonl").open("w") as file:
         for i in range(40):
@@ -275,7 +285,9 @@ def test_dpo_from_a_recipe_learns_which_answer_is_preferred(place, tmp_path):
         ("optimizer.warmup_steps", "2"),
         ("sample.num_bytes", "3"),
     ]
-    run_ranks(2, tune, resolve(RECIPES / "finetune-dpo.toml", toy).recipe)
+    printed, _ = run_ranks(2, tune_and_tell, resolve(RECIPES / "finetune-dpo.toml", toy).recipe)
+    assert "nats per pair" in printed and "a sample of at most 3 tokens" in printed
+    assert re.search(r"unigram entropy.*nats per token", printed) and "3 tokens that the model" in printed
     heldout = losses(tmp_path / "run", "heldout_loss")
     assert heldout[0] == pytest.approx(math.log(2), abs=1e-6)  # the model is its reference
     assert heldout[8] < 0.8 * heldout[0]

@@ -127,9 +127,9 @@ class Engine(Protocol):
 class Job(Protocol):
     """One kind of training: its data, its engine and what is left at the end. Every process makes one.
 
-    recipe: with ``training.steps`` in place of epochs. unit: what a loss is the mean of, "byte" or "token".
-    epoch_steps: optimizer steps of an epoch. identity: what must not change between the parts of one run, by
-    the name that an error gives it. corpus_sha256, unigram_entropy: of the training data.
+    recipe: with ``training.steps`` in place of epochs. unit: what a loss is the mean of, "byte", "token" or
+    "pair". epoch_steps: optimizer steps of an epoch. identity: what must not change between the parts of one
+    run, by the name that an error gives it. corpus_sha256, unigram_entropy: of the training data.
     """
 
     @property

@@ -100,8 +100,13 @@ class Screen:
         for name, value in _rows(summary):
             table.add_row(name, value)
         self._console.print(table)
-        written = "byte" if summary["unit"] == "byte" else "token"
-        self.say(f"{length} {written}s that the model writes:\n{summary['sample']}")
+        self.say(f"{length} {written(summary['unit'])}s that the model writes:\n{summary['sample']}")
+
+
+def written(unit: str) -> str:
+    """What a model writes and data consists of, "byte" or "token", where a loss is per ``unit``: a loss per
+    pair is one of two answers of tokens."""
+    return "byte" if unit == "byte" else "token"
 
 
 def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -125,7 +130,7 @@ def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ),
         *beside_prediction(summary.get("predicted")),
         ("held-out loss", f"{summary['heldout_loss']:.3f} nats per {unit}"),
-        ("corpus's unigram entropy", f"{summary['unigram_entropy']:.3f} nats per {unit}"),
+        ("corpus's unigram entropy", f"{summary['unigram_entropy']:.3f} nats per {written(unit)}"),
     ]
 
 

@@ -11,7 +11,8 @@ and saving left out), communication_s (of one step, alone), exposed_s (of the me
 it, or for a slower rank), communication_hidden_share (1 - exposed_s / communication_s, within 0 and 1; null
 on one rank, and on CUDA, where no host waits; ranks of one host copy each other's parts themselves, so there
 it is near 0 and small all the same), communication_share_of_step (exposed_s over the median step),
-heldout_loss and unigram_entropy (nats per unit: "byte" or "token"), corpus_sha256, trained_s, sample.
+heldout_loss and unigram_entropy (nats per unit: "byte", "token" or "pair"; the
+entropy per token then), corpus_sha256, trained_s, sample.
 """
 
 import time
@@ -38,7 +39,7 @@ from shardwright.train.engine import Job, TrainingProcess
 from shardwright.train.folder import RunFolder
 from shardwright.train.loop import WARM_UP_STEPS, Listener, Loop, Progress, StepReport
 from shardwright.train.ranks import LaunchedStop, life_of_a_rank
-from shardwright.train.report import Screen, beside_prediction, figures
+from shardwright.train.report import Screen, beside_prediction, figures, written
 from shardwright.train.resolve import Resolved
 from shardwright.train.resume import batch_of, check_storage, choose, restore, with_saved_batch
 from shardwright.train.trackers import Row, TrackedRun, check_installed, tracking
@@ -250,7 +251,9 @@ def _finish(folder: RunFolder, job: Job, loop: Loop, shown: tuple[Screen, int | 
     (peak,) = place.largest(engine.peak_nbytes or 0)
     exposed_s = place.total(median(progress.exposed_s or [0.0]))[0] / place.world
     most = job.recipe.sample.num_bytes
-    screen.say(f"writing the model, then a sample of at most {most} {job.unit}s (--sample.num_bytes)")
+    screen.say(
+        f"writing the model, then a sample of at most {most} {written(job.unit)}s (--sample.num_bytes)"
+    )
     text = job.export(engine, folder, step=step, last=True)
     if not place.is_first:
         return
