@@ -13,6 +13,7 @@ from shardwright.cli.verb import add_verb
 from shardwright.extras import require
 from shardwright.train.config import Recipe
 from shardwright.train.engine import Job
+from shardwright.train.inputs import check_inputs
 from shardwright.train.launch import launch, xla_environment
 from shardwright.train.pretrain import Pretraining
 from shardwright.train.ranks import ranks_to_start
@@ -28,6 +29,8 @@ def run_train(known: argparse.Namespace) -> int:
     given = [(key, value) for key, value in short if value is not None]
     resolved = resolve(known.recipe, [*given, *given_keys(known)])
     config = resolved.recipe.launch
+    if resolved.recipe.base.folder:
+        check_inputs(resolved.recipe)
     require("checkpoint", "safetensors")  # which the model is written by at the end
     if resolved.recipe.base.folder:
         require("hf", "transformers")

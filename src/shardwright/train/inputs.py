@@ -1,0 +1,44 @@
+"""What a fine-tune begins from is there: looked at before transformers is imported, in milliseconds."""
+
+import re
+from pathlib import Path
+
+from shardwright.errors import DataError, InputError
+from shardwright.train.config import Recipe
+
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_TOY = "runs/quickstart-llama"
+
+
+def check_inputs(recipe: Recipe) -> None:
+    """Only asks the file system; for each process of a run, or the one that starts it.
+
+    Raises: InputError where ``base.folder`` is no folder; DataError where the file of a recipe for DPO, which
+    nothing of ours makes, isn't there.
+    """
+    folder, data = recipe.base.folder, recipe.data
+    if not Path(folder).is_dir():
+        raise InputError(f"base.folder = {folder!r}: no such folder; {_remedy(folder)}")
+    is_file = data.path.endswith(".jsonl") and "://" not in data.path and not data.sources
+    if recipe.training.loss == "dpo" and is_file and not Path(data.path).exists():
+        raise DataError(
+            f"data.path = {data.path!r}: no such file; write it, with an object on each line: "
+            '{"prompt": "2 + 2?", "chosen": "4", "rejected": "22"}, the better and the worse answer to a '
+            "prompt; or set data.path to preferences that you have"
+        )
+
+
+def _remedy(folder: str) -> str:
+    if Path(folder) == Path(_TOY):
+        return (
+            "it is the quickstart's model as transformers reads it: `make finetune` makes it, or "
+            "`shardwright train` of the recipe quickstart and then `shardwright export runs/quickstart "
+            f"{_TOY}`"
+        )
+    is_id = _HUB_ID.fullmatch(folder) and not Path(folder).parent.is_dir()
+    name, target = (folder, Path("models", Path(folder).name)) if is_id else ("ORG/NAME", folder)
+    return (
+        "it is a local folder with a model's files and its tokenizer. Download one of the Hugging Face Hub "
+        f'by `hf download {name} --local-dir {target}` and set base.folder = "{target}", or give the folder '
+        "that `shardwright export RUN FOLDER` wrote"
+    )
