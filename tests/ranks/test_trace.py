@@ -64,10 +64,66 @@ def test_a_page_names_the_late_rank_and_what_it_did(folder):
     labels = {bar[1] for bar in data["bars"]}
     assert {"forward of blocks.1", "backward of blocks.1", "optimizer"} <= labels
     assert any(re.match(r"all-gather .*blocks\.1.* \(\d.* KiB\)", label) for label in labels)
-    assert any(re.match(r"rank 0: compute .*exposed communication", note) for note in data["notes"])
     assert "planned: 50.0 ms" in data["notes"]
-    assert data["shades"] and max(sum(level[1]) for level in data["levels"]) > 0
     assert data["categories"][0][0] == "unsharded"
+
+
+def seconds_of(data, row, label=""):
+    number = [name for name, _ in data["rows"]].index(row)
+    return sum(bar[3] - bar[2] for bar in data["bars"] if bar[0] == number and bar[1].startswith(label))
+
+
+def test_what_waited_for_a_late_rank_is_told_apart_from_what_waited_for_the_link(folder):
+    data = data_of(folder / "trace.html")
+    waited, late = (next(note for note in data["notes"] if note.startswith(f"rank {r}: ")) for r in (0, 1))
+    end = max(bar[3] for bar in data["bars"] if bar[0])
+    exposed, for_late, link, own = map(
+        float,
+        re.search(
+            r"exposed communication ([\d.]+)% \(([\d.]+)% for rank 1: data \(shuffled\);.* "
+            r"([\d.]+)% for the link; ([\d.]+)% copies, launches",
+            waited,
+        ).groups(),
+    )
+    assert for_late == pytest.approx(100 * LATE_S / end, abs=5)
+    assert for_late + link + own <= exposed + 0.2 and link < 10
+    assert re.match(r"rank 1: compute .*, data [\d.]+%", late) and "% for rank 0: data" not in late
+
+
+def test_exposed_communication_is_shaded_where_a_rank_waits_and_an_arrow_leads_to_who_came_last(folder):
+    data = data_of(folder / "trace.html")
+    rows = [name for name, _ in data["rows"]]
+    shaded = {
+        rank: sum(
+            end - start for first, last, start, end in data["shades"] if rows[first] == f"rank {rank} compute"
+        )
+        for rank in (0, 1)
+    }
+    assert {rows[last] for _, last, *_ in data["shades"]} == {"rank 0 wait", "rank 1 wait"}
+    waits_s = seconds_of(data, "rank 0 wait")
+    assert LATE_S < waits_s <= shaded[0] < waits_s + 0.2
+    assert shaded[1] < LATE_S  # it was late, and waited little
+    (label, row, start, to_row, came_s), *_ = sorted(data["arrows"], key=lambda each: -seconds_told(each[0]))
+    assert (rows[row], rows[to_row]) == ("rank 0 wait", "rank 1 compute") and seconds_told(label) > LATE_S
+    assert came_s <= start and start - came_s < 0.1  # from the end of the wait to when the late rank came
+    assert all(seconds_told(each[0]) > 0.004 * LATE_S for each in data["arrows"])
+
+
+def seconds_told(label):
+    return float(re.search(r"waits ([\d.]+) ms", label)[1]) / 1e3
+
+
+def test_memory_is_drawn_without_what_the_process_holds_all_the_time(folder):
+    data = data_of(folder / "trace.html")
+    names = [name for name, _ in data["categories"]]
+    assert re.fullmatch(r"other without [\d.]+ [MG]iB", names[-1])
+    drawn = [dict(zip(names, amounts, strict=True)) for _, amounts, _ in data["levels"]]
+    assert max(level["unsharded"] for level in drawn) > 0
+    held = [level for level in drawn if level["states"]]
+    assert held and min(level[names[-1]] for level in held) == 0
+    assert max(level[names[-1]] for level in held) < max(sum(level.values()) for level in held)
+    colours = [colour for _, colour in (*data["kinds"], *data["categories"][:-1])]
+    assert data["categories"][-1][1] not in colours
 
 
 def test_a_trace_is_what_the_published_format_says(folder):

@@ -36,6 +36,7 @@ COLOURS = {
     "loss": "#6baed6",
     "user": "#9a9a9a",
     "gc": "#d65f9e",
+    "other": "#c9b37e",
 }
 """By row, and by category of memory: what a lane fills has its colour."""
 OTHER = "#7f7f7f"
@@ -117,10 +118,10 @@ class Drawing:
 
     @property
     def coloured(self) -> list[tuple[str, str]]:
-        """The categories, each with its colour; of what has none of its own neighbours differ."""
+        """The categories, each with the colour of its first word; of what has none neighbours differ."""
         palette = list(dict.fromkeys(COLOURS.values()))
         return [
-            (name, COLOURS.get(name, palette[place % len(palette)]))
+            (name, COLOURS.get(name.partition(" ")[0], palette[place % len(palette)]))
             for place, name in enumerate(self.categories)
         ]
 

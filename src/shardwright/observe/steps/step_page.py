@@ -13,9 +13,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from shardwright.errors import InputError, MissingExtra
+from shardwright.observe.ledger.causes import LINK
 from shardwright.observe.ledger.late import LateRank, called, collective, doing, late_ranks
+from shardwright.observe.ledger.ledger import Ledger, booked
+from shardwright.observe.memory import Category
 from shardwright.observe.steps.clocks import offsets, on_one_clock
-from shardwright.observe.steps.drawing import Arrow, Bar, Drawing, Shade
+from shardwright.observe.steps.drawing import Arrow, Bar, Drawing, Level, Shade
 from shardwright.observe.steps.rings import Record, Ring
 from shardwright.observe.steps.step_memory import levels
 from shardwright.observe.steps.trace_events import trace_events
@@ -27,6 +30,7 @@ _MOVES = ("unshard", "participate", "wait", "reduce", "wait-reduce", "all-reduce
 _SHOWN = 0.004  # of the step: shorter waits have no arrow
 _MOST_ARROWS = 60
 _NOTES = 6
+_TOLD = 0.005  # of the step: what less was waited for is not told by itself
 
 Predicted = Drawing | Plan
 """What a plan expects of a step: its drawing (``estimate(...).drawing()``), or the plan."""
@@ -42,9 +46,11 @@ def save_page(
     """
     if steps < 1:
         raise InputError(f"steps must be at least 1, got {steps}")
-    chosen = _chosen(on_one_clock(rings), steps)
+    known = on_one_clock(rings)
+    chosen = _chosen(known, steps)
+    ledger = booked(known, (step.number for step in chosen[0].steps))
     place, error_s = Path(folder), max(each.error_s for each in offsets(rings).values())
-    drawing = draw(chosen, predicted, error_s)
+    drawing = draw(chosen, predicted, error_s, ledger)
     place.mkdir(parents=True, exist_ok=True)
     written = [place / f"trace.{ending}" for ending in ("json", "html", "png")]
     written[0].write_text(json.dumps(trace_events(chosen), separators=(",", ":")), encoding="utf-8")
@@ -74,10 +80,16 @@ def _chosen(rings: Sequence[Ring], count: int) -> list[Ring]:
     return [ring.shifted(first) for ring in kept]
 
 
-def draw(rings: Sequence[Ring], predicted: Predicted | None = None, error_s: float = 0.0) -> Drawing:
+def draw(
+    rings: Sequence[Ring],
+    predicted: Predicted | None = None,
+    error_s: float = 0.0,
+    ledger: Ledger | None = None,
+) -> Drawing:
     """The lanes of rings that are on one clock, above the memory of the rank that holds most.
 
-    error_s: by which their clocks may differ.
+    error_s: by which their clocks may differ. ledger: of their steps, to say what exposed communication was
+    for.
     """
     start, end = min(r.steps[0].start for r in rings), max(r.steps[-1].end for r in rings)
     bars, lanes, notes = _predicted_bars(predicted, start)
@@ -88,7 +100,7 @@ def draw(rings: Sequence[Ring], predicted: Predicted | None = None, error_s: flo
         lanes += [f"{name} {lane}" for lane in dict.fromkeys((thread, "compute", "gather", "reduce", "wait"))]
         bars += [bar for each in ring.records if (bar := _bar(name, thread, each)) is not None]
         shades += [Shade(f"{name} compute", f"{name} wait", *each) for each in _exposed(ring)]
-        notes.append(_shares(ring))
+        notes.append(_shares(ring, ledger))
     found = sorted(late_ranks(rings), key=lambda each: each.wait.start - each.wait.end)
     threads = {ring.rank: _threads(ring) for ring in rings}
     bars += [
@@ -105,7 +117,7 @@ def draw(rings: Sequence[Ring], predicted: Predicted | None = None, error_s: flo
     return Drawing(
         f"{which} on {ranks}: {1e3 * (end - start):.1f} ms",
         tuple(bars),
-        tuple(levels(max(rings, key=lambda ring: max((n for _, n in ring.memory), default=0)))),
+        tuple(_changing(levels(max(rings, key=lambda ring: max((n for _, n in ring.memory), default=0))))),
         lanes=tuple(lanes),
         arrows=tuple(_arrow(each, threads) for each in long[:_MOST_ARROWS]),
         shades=tuple(shades),
@@ -169,21 +181,59 @@ def _arrow(late: LateRank, threads: Mapping[int, tuple[str, str]]) -> Arrow:
     return Arrow(late.text(), f"rank {late.rank} {threads[late.rank][1]}", late.wait.end, own, late.came_s)
 
 
-def _shares(ring: Ring) -> str:
+def _shares(ring: Ring, ledger: Ledger | None) -> str:
     """What became of the rank's time."""
     whole = ring.steps[-1].end - ring.steps[0].start
-    seconds = {"compute": 0.0, "exposed communication": 0.0, "optimizer": 0.0}
+    exposed = "exposed communication"
+    seconds = {"compute": 0.0, exposed: 0.0, "optimizer": 0.0}
     for each in ring.records:
         took = min(each.end, ring.steps[-1].end) - max(each.start, ring.steps[0].start)
         if each.kind == ("device" if _threads(ring)[0] == "host" else "compute"):
             seconds["compute"] += took if each.action in ("", "compute") else 0.0
         elif each.kind in ("outside", "span"):
             seconds[each.action] = seconds.get(each.action, 0.0) + took
-    seconds["exposed communication"] = sum(end - start for start, end in _exposed(ring))
-    shown = ", ".join(
-        f"{name} {100 * each / whole:.1f}%" for name, each in seconds.items() if each > 5e-4 * whole
-    )
-    return f"rank {ring.rank}: {shown}"
+    seconds[exposed] = sum(end - start for start, end in _exposed(ring))
+    shown = {name: f"{name} {_percent(each, whole)}" for name, each in seconds.items() if each > 5e-4 * whole}
+    by_host = _threads(ring)[0] != "host"  # the ledger books what the host waited for
+    if ledger is not None and ledger.seconds and by_host and exposed in shown:
+        shown[exposed] += f" ({_waited(ring.rank, ledger, seconds[exposed], whole)})"
+    return f"rank {ring.rank}: {', '.join(shown.values())}"
+
+
+def _waited(rank: int, ledger: Ledger, exposed_s: float, whole_s: float) -> str:
+    """What so many seconds of exposed communication were for: late ranks, links, and the rest of them."""
+    waits = ledger._replace(lines=[each for each in ledger.lines if each.rank == rank != each.whose])
+    found = [each for each in waits.losses() if each.seconds > _TOLD * whole_s]
+    said = []
+    for each in found:
+        if each.cause != LINK:
+            where = f" ({each.detail})" if each.detail else ""
+            said.append(f"{_percent(each.seconds, whole_s)} for rank {each.whose}: {each.cause}{where}")
+    link_s = sum(each.seconds for each in found if each.cause == LINK)
+    own_s = max(0.0, exposed_s - sum(each.seconds for each in found))
+    said.append(f"{_percent(link_s, whole_s)} for the link")
+    return "; ".join([*said, f"{_percent(own_s, whole_s)} copies, launches and what nothing could hide"])
+
+
+def _percent(seconds: float, whole_s: float) -> str:
+    return f"{100 * seconds / whole_s:.1f}%"
+
+
+def _changing(found: Sequence[Level]) -> list[Level]:
+    """The same, less what a process always holds of no category: the interpreter and libraries, often so much
+    more than a model that one would see nothing else. The category's name says how much that is."""
+    other = str(Category.OTHER)
+    always = min((level.nbytes[other] for level in found if other in level.nbytes), default=0)
+    name = f"{other} without {in_words(always)}"
+    return [
+        level._replace(
+            nbytes={
+                name if each == other else each: nbytes - always if each == other else nbytes
+                for each, nbytes in level.nbytes.items()
+            }
+        )
+        for level in found
+    ]
 
 
 def _joined(times: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
