@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from bench.rankzero import rank_zero_of
-from shardwright import fully_shard
+from shardwright import MixedPrecisionPolicy, fully_shard
 from shardwright.cli import main
 from shardwright.errors import ConfigError
 from shardwright.plan import Choice, Plan, largest_batch
@@ -17,6 +17,7 @@ from shardwright.plan.configs import architecture
 from shardwright.plan.predict import price
 from shardwright.plan.subject import of_architecture
 from shardwright.plan.transformer import Architecture, Microbatch
+from shardwright.planned import OFFLOADS
 from shardwright.train.eager import plan_of
 from shardwright.train.resolve import resolve
 
@@ -189,6 +190,39 @@ def test_a_cluster_of_a_file_is_in_place_of_a_device_and_ranks(tmp_path, capsys)
     assert plan(capsys, tmp_path / "llama", "--cluster", tmp_path / "cluster.toml") != named
 
 
+def test_the_command_asks_what_a_choice_in_python_asks(tmp_path, capsys):
+    config_in(tmp_path)
+    work = of_architecture(architecture(tmp_path), Microbatch(2048, 1)).workload
+    cluster = Cluster(DEVICES["H100"], 64)
+    for words, choice in (
+        (("--runtime", "fsdp2"), Choice("fsdp2")),
+        (("--shards", 8), Choice(shards=8)),
+        (("--reshard-after-forward", "false"), Choice(reshard_after_forward=False)),
+        (("--reshard-after-forward", "8"), Choice(reshard_after_forward=8)),
+        (("--offload", "all"), Choice(offload=OFFLOADS["all"])),
+        (
+            ("--reduce-dtype", "bfloat16"),
+            Choice(mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)),
+        ),
+    ):
+        assert plan(capsys, tmp_path, *ON, *words)[1:9] == price(work, cluster, choice).table().splitlines()
+    assert "Choice.shards must divide the cluster's 64 ranks, got 3" in plan(
+        capsys, tmp_path, *ON, "--shards", 3, code=1
+    )
+    both = plan(capsys, tmp_path, *ON, "--runtime", "shardwright", "--runtime", "fsdp2")
+    assert [line for line in both if line.startswith("cluster")] == [
+        "cluster                64 x H100, shardwright",
+        "cluster                64 x H100, fsdp2",
+    ]
+
+
+def test_a_recipe_is_traced_in_the_dtype_of_the_command(tmp_path, capsys):
+    (tmp_path / "mine.toml").write_text(RECIPE)
+    asked = (tmp_path / "mine.toml", "--device", "A100", "--ranks", 2, "--out", tmp_path / "plan.toml")
+    plan(capsys, *asked, "--param-dtype", "float32")
+    assert Plan.load(tmp_path / "plan.toml").mp_policy.param_dtype is torch.float32
+
+
 def test_a_step_is_drawn_on_demand(tmp_path, capsys):
     config_in(tmp_path)
     plan(capsys, tmp_path, *ON, "--draw", tmp_path / "step.html")
@@ -239,6 +273,10 @@ def test_what_does_not_fit_says_so_and_what_to_try(tmp_path, capsys):
         (("{}", "--device", "abacus", "--ranks", 8), "no device 'abacus' is in the library"),
         (("{}", *ON, "--batch", 0), "--batch must be more than 0, got 0"),
         (("{}", *ON, "--budget", 3), "--budget goes with --search, --largest or --fewest"),
+        (("{}", *ON, "--search", "--offload", "all"), "--search tries every --offload by itself"),
+        (("{}", *ON, "--runtime", "fsdp1", "--runtime", "fsdp2", "--search"), "--search is of one --runtime"),
+        (("{}", *ON, "--param-dtype", "float32"), "priced in 16 bits; --trace traces"),
+        (("{}", *ON, "--base", "nf4"), "has no frozen weights, so none would be in 4 bits"),
         (("other", *ON, "--models", "{}/models.csv"), "has no model 'other'; it has eight"),
         (("eight", *ON, "--models", "{}/models.csv", "--out", "x"), "--out: a row of numbers has no names"),
         (("--runs", "x.csv"), "--runs needs --models CSV and --out CSV"),

@@ -6,11 +6,13 @@ shardwright plan --runs runs.csv --models models.csv --out predicted.csv
 
 import argparse
 import sys
+from copy import copy
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from shardwright.cli.plan_choice import add_arguments, changed
 from shardwright.cli.verb import add_verb
 from shardwright.errors import ConfigError
 from shardwright.plan import runs
@@ -30,7 +32,7 @@ from shardwright.plan.search import fastest, planned
 from shardwright.plan.subject import Subject, of_architecture
 from shardwright.plan.transformer import Microbatch
 
-_SEQUENCE, _ROWS, _MICROBATCHES = 2048, 1, 1
+_SEQUENCE, _ROWS = 2048, 1
 
 
 def add_commands(commands: Any) -> None:
@@ -43,6 +45,7 @@ def add_commands(commands: Any) -> None:
         "shardwright plan recipes/quickstart.toml --device H100 --ranks 8",
         "shardwright plan models/llama --device H100 --ranks 64 --search --out plan.toml",
         "shardwright plan models/llama --cluster cluster.toml --fewest ranks",
+        "shardwright plan models/llama --device H100 --ranks 64 --runtime shardwright --runtime fsdp2",
     )
     plan.add_argument(
         "model",
@@ -50,27 +53,30 @@ def add_commands(commands: Any) -> None:
         nargs="?",
         help="a folder of Hugging Face or its config.json, a recipe, or the name of a row of --models",
     )
-    plan.add_argument("--device", metavar="NAME", help="of the library of devices, as H100")
-    plan.add_argument("--ranks", type=int, metavar="N", help="how many devices; 8 in a host")
-    plan.add_argument("--cluster", metavar="FILE", help="in place of both: a cluster (docs/plan.md)")
     plan.add_argument("--sequence", type=int, metavar="TOKENS", help=f"of a row (default {_SEQUENCE})")
     plan.add_argument(
         "--batch", type=int, metavar="ROWS", help=f"of a microbatch on one rank (default {_ROWS})"
     )
-    plan.add_argument("--microbatches", type=int, metavar="N", help=f"of a step (default {_MICROBATCHES})")
     plan.add_argument(
         "--trace", action="store_true", help="a folder's model itself, by transformers (extra hf)"
     )
-    plan.add_argument("--search", action="store_true", help="find the fastest way to do it that fits")
-    plan.add_argument("--largest", choices=("batch", "sequence"), help="the largest that fits")
-    plan.add_argument("--fewest", choices=("ranks",), help="the fewest devices that it fits on")
-    plan.add_argument("--savings", action="store_true", help="what each lever of --search frees by itself")
-    plan.add_argument("--budget", type=float, metavar="GIB", help="of each device; default: all it has")
-    plan.add_argument("--price", type=float, metavar="PER_HOUR", help="of one device, for the cost of tokens")
-    plan.add_argument("--runs", metavar="CSV", help="a run in each row (docs/plan.md)")
     plan.add_argument("--models", metavar="CSV", help="a model's architecture in each row")
-    plan.add_argument("--draw", metavar="FILE", help="a step's timeline above its memory: .html, .png, .svg")
-    plan.add_argument("--out", metavar="FILE", help="the plan (TOML); with --runs: the predictions (CSV)")
+    where = plan.add_argument_group("the cluster")
+    where.add_argument("--device", metavar="NAME", help="of the library of devices, as H100")
+    where.add_argument("--ranks", type=int, metavar="N", help="how many devices; 8 in a host")
+    where.add_argument("--cluster", metavar="FILE", help="in place of both: a cluster (docs/plan.md)")
+    add_arguments(plan)
+    asked = plan.add_argument_group("what is asked", "without any: the seconds and bytes of a step")
+    asked.add_argument("--search", action="store_true", help="find the fastest way to do it that fits")
+    asked.add_argument("--largest", choices=("batch", "sequence"), help="the largest that fits")
+    asked.add_argument("--fewest", choices=("ranks",), help="the fewest devices that it fits on")
+    asked.add_argument("--savings", action="store_true", help="what each lever of --search frees by itself")
+    asked.add_argument("--budget", type=float, metavar="GIB", help="of each device; default: all it has")
+    asked.add_argument("--price", type=float, metavar="PER_HOUR", help="of a device, for the cost of tokens")
+    asked.add_argument("--runs", metavar="CSV", help="a run in each row (docs/plan.md)")
+    shown = plan.add_argument_group("output")
+    shown.add_argument("--draw", metavar="FILE", help="a step's timeline above its memory: .html, .png, .svg")
+    shown.add_argument("--out", metavar="FILE", help="the plan (TOML); with --runs: the predictions (CSV)")
     plan.set_defaults(call=run)
 
 
@@ -100,7 +106,7 @@ def _predict_table(known: argparse.Namespace) -> int:
 
 
 def _predict_model(known: argparse.Namespace) -> int:
-    for name in ("ranks", "sequence", "batch", "microbatches", "budget", "price"):
+    for name in ("ranks", "sequence", "batch", "microbatches", "shards", "budget", "price"):
         value = getattr(known, name)
         if value is not None and not value > 0:
             raise ConfigError(f"--{name} must be more than 0, got {value}")
@@ -113,7 +119,12 @@ def _predict_model(known: argparse.Namespace) -> int:
         raise ConfigError(
             "--budget goes with --search, --largest or --fewest: give one of them, or leave it out"
         )
+    if len(known.runtime or []) > 1:
+        return _predict_runtimes(known, asked)
     subject, choice = _asked(known)
+    if choice.base != "plain" and not any(group.frozen[0] for group in subject.workload.groups):
+        raise ConfigError(f"--base {choice.base}: {known.model} has no frozen weights, so none would be in 4 "
+                          "bits; of a model with adapters ask shardwright.plan.estimate")  # fmt: skip
     cluster = _cluster(known)
     budget = None if known.budget is None else known.budget * GIB
     if known.savings:
@@ -138,6 +149,20 @@ def _predict_model(known: argparse.Namespace) -> int:
     if known.out is not None:
         plan.save(known.out)
         print(f'\n{known.out}: fully_shard(model, plan="{known.out}") applies it')
+    return 0
+
+
+def _predict_runtimes(known: argparse.Namespace, asked: list[str]) -> int:
+    """One table below the other."""
+    if asked or known.draw or known.out:
+        given = asked or [name for name in ("draw", "out") if getattr(known, name)]
+        raise ConfigError(f"--{given[0]} is of one --runtime: give --runtime once")
+    for place, name in enumerate(known.runtime):
+        one = copy(known)
+        one.runtime = [name]
+        if place:
+            print()
+        _predict_model(one)
     return 0
 
 
@@ -187,7 +212,7 @@ def _asked(known: argparse.Namespace) -> tuple[Subject, Choice]:
     elif is_config(known.model) and (known.trace or not has_numbers(known.model)):
         size = known.batch or _ROWS, known.sequence or _SEQUENCE
         traced = import_module("shardwright.cli.plan_hf")  # transformers comes with an extra
-        return traced.asked(known, size, known.microbatches or _MICROBATCHES)
+        return traced.asked(known, size)
     elif is_config(known.model):
         found = architecture(known.model)
     else:
@@ -195,5 +220,8 @@ def _asked(known: argparse.Namespace) -> tuple[Subject, Choice]:
             f"MODEL {known.model!r} is neither a folder with a config.json nor such a file, nor a recipe "
             "(.toml); a row of a table takes --models CSV as well"
         )
+    if known.param_dtype == "float32":
+        raise ConfigError("--param-dtype float32: numbers alone are priced in 16 bits; --trace traces the model of "
+                          "a folder in that dtype")  # fmt: skip
     batch = Microbatch(known.sequence or _SEQUENCE, known.batch or _ROWS)
-    return of_architecture(found, batch), Choice(microbatches=known.microbatches or _MICROBATCHES)
+    return of_architecture(found, batch), changed(Choice(), known)

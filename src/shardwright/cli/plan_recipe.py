@@ -2,6 +2,7 @@
 
 import argparse
 
+from shardwright.cli.plan_choice import changed
 from shardwright.errors import ConfigError
 from shardwright.plan.predict import Choice
 from shardwright.plan.subject import Subject, of_model
@@ -21,5 +22,6 @@ def asked(known: argparse.Namespace) -> tuple[Subject, Choice]:
         raise ConfigError(
             f"{known.model} trains the model of {base}: give that folder in place of the recipe"
         )
-    choice = Choice(mp_policy=precision_of(recipe), microbatches=training.accumulation)
+    options = Choice(mp_policy=precision_of(recipe), microbatches=training.accumulation)
+    choice = changed(options, known)
     return of_model(*meta_transformer(recipe), choice, loss_of_logits), choice
