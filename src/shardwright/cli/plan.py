@@ -221,7 +221,9 @@ def _asked(known: argparse.Namespace) -> tuple[Subject, Choice]:
             "(.toml); a row of a table takes --models CSV as well"
         )
     if known.param_dtype == "float32":
-        raise ConfigError("--param-dtype float32: numbers alone are priced in 16 bits; --trace traces the model of "
-                          "a folder in that dtype")  # fmt: skip
+        raise ConfigError(
+            "--param-dtype float32: numbers alone are priced in 16 bits; --trace traces the model of a folder in "
+            "that dtype"
+        )
     batch = Microbatch(known.sequence or _SEQUENCE, known.batch or _ROWS)
     return of_architecture(found, batch), changed(Choice(), known)
