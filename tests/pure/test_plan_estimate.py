@@ -62,6 +62,17 @@ def test_the_schedule_that_is_priced_is_the_one_that_the_runtime_plans(groups, p
         for step in range(2):
             model(bench_model.tokens(SIZE, 0, step)).backward()
         assert found.schedule == model.schedule()
+        assert str(found.schedule) == str(model.schedule())
+
+
+def test_an_estimate_speaks_of_modules_and_in_plain_numbers():
+    found = estimate(on_meta(), sample(), EIGHT)
+    assert "F+ blocks.0 : " in str(found.schedule)
+    assert " GiB, backward of " in str(found)
+    seconds = [found.timeline.step_s, found.timeline.exposed_s]
+    seconds += [moment for each in found.timeline.intervals for moment in each[2:]]
+    assert {type(each) for each in seconds} == {float}
+    assert "float64" not in repr(found)
 
 
 LARGE = bench_model.Size(layers=3, width=320, vocab=1024, sequence=32, batch=2)
@@ -71,9 +82,7 @@ LARGE = bench_model.Size(layers=3, width=320, vocab=1024, sequence=32, batch=2)
 def test_a_large_first_block_and_root_are_cut_in_two_as_the_runtime_cuts_them(policy):
     found = estimate(on_meta(LARGE), sample(LARGE), EIGHT, Choice(mp_policy=FP32, policy=policy))
     sizes = found.workload.groups
-    assert [group.name for group in sizes if group.part_of is not None] == [
-        "blocks.0.expand+blocks.0.contract"
-    ]
+    assert [group.name for group in sizes if group.part_of is not None] == ["blocks.0.expand+contract"]
     model = on_meta(LARGE)
     calls = [*([block] for block in model.blocks), [model]]
     groups = groups_of_calls(model, lambda shard: [shard(each, set()) for each in calls], FP32)

@@ -222,8 +222,8 @@ def _asked(known: argparse.Namespace) -> tuple[Subject, Choice]:
         )
     if known.param_dtype == "float32":
         raise ConfigError(
-            "--param-dtype float32: numbers alone are priced in 16 bits; --trace traces the model of a folder in "
-            "that dtype"
+            "--param-dtype float32: numbers alone are priced in 16 bits; --trace traces the model of a "
+            "folder in that dtype"
         )
     batch = Microbatch(known.sequence or _SEQUENCE, known.batch or _ROWS)
     return of_architecture(found, batch), changed(Choice(), known)

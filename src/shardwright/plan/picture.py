@@ -29,7 +29,7 @@ def drawing_of(
 ) -> Drawing:
     """intervals: of a timeline. held: at the events of one microbatch, in their order. names: of groups, by
     number; "" is the model itself."""
-    bars = [Bar(lane, _named(label, names), float(a), float(b)) for lane, label, a, b in intervals if b > a]
+    bars = [Bar(lane, named(label, names), float(a), float(b)) for lane, label, a, b in intervals if b > a]
     moments = {moment.at for moment in held}
     stretches = [each for each in intervals if each.lane == "compute" and each.label in moments]
     levels: dict[float, Level] = {}
@@ -50,11 +50,11 @@ def drawing_of(
 
 def _level(at: float, moment: HeldBytes, names: Sequence[str]) -> Level:
     nbytes = {str(category): amount for category, amount in moment.nbytes.items()}
-    return Level(at, nbytes, _named(moment.at, names))
+    return Level(at, nbytes, named(moment.at, names))
 
 
-def _named(label: str, names: Sequence[str]) -> str:
-    """``label`` of an event, an action, or both, in words."""
+def named(label: str, names: Sequence[str]) -> str:
+    """``label`` of an event, an action, or both, in words. names: of groups, by number."""
     words = []
     for word in label.split():
         if re.fullmatch(r"\d+(\+\d+)*(/\d+)?", word):

@@ -17,7 +17,7 @@ from shardwright.plan.events import TracedGroup
 from shardwright.plan.groups import traced_groups
 from shardwright.plan.levers import coded
 from shardwright.plan.memory import AtRest, HeldBytes, Sharding, fits, memory, peak
-from shardwright.plan.picture import drawing_of
+from shardwright.plan.picture import drawing_of, named
 from shardwright.plan.presets import preset, schedule
 from shardwright.plan.prices import Prices
 from shardwright.plan.simulate import Timeline, simulate
@@ -75,7 +75,7 @@ class Estimate:
         cluster: the cluster that it was estimated for.
         choice: how the model is trained.
         workload: the traced model and one microbatch of it.
-        schedule: when collectives are issued.
+        schedule: when collectives are issued; it prints as ``model.schedule()`` does.
         timeline: what the simulation did, and when.
         held: the bytes that are held after each action, and the peak inside each stretch of compute.
         kept: the bytes at rest.
@@ -219,11 +219,12 @@ class Estimate:
         if self.host_nbytes:
             phases["on the host"] = self.host_nbytes
         exposed = float(self.timeline.exposed_s) / self.step_s
+        moment = named(held.at, self.schedule.names)
         rows = [
             ("cluster", f"{self.cluster.ranks} x {device.name}, {self.choice.runtime}"),
             *([("between hosts", self._network())] if self.cluster.hosts > 1 else []),
             ("fits", f"{self._fits_in_words()}: {held.total / GIB:.1f} (+- 5%) of "
-             f"{device.memory_nbytes / GIB:.1f} GiB at {held.at.strip()} ({by_category})"),
+             f"{device.memory_nbytes / GIB:.1f} GiB, {moment} ({by_category})"),
             ("GiB at most", ", ".join(f"{name} {nbytes / GIB:.1f}" for name, nbytes in phases.items())),
             ("step", f"{self.step_s:.3f} s (+- 10%)"),
             ("tokens/s", f"{total:,.0f}, {total / self.cluster.ranks:,.0f} per device (+- 10%)"),
@@ -325,6 +326,7 @@ def price(
     timeline = simulate(planned, workload, prices, choice.microbatches, keeps=True)
     sharding = Sharding(shards, sizes[1], choice.microbatches > 1, choice.offload, smaller)
     held = memory(planned, workload, runs, sharding)
+    planned = replace(planned, names=tuple(group.name for group in workload.groups))
     return Estimate(cluster, choice, workload, planned, timeline, tuple(held), sharding.keeps(workload))
 
 

@@ -249,4 +249,12 @@ class _Step:
             step_s, computed = (
                 a + b - c for a, b, c in zip((step_s, computed), *reversed(ends), strict=True)
             )
-        return Timeline(step_s, computed, tuple(self.lanes.intervals))
+        plain = [
+            each._replace(start=_plain(each.start), end=_plain(each.end)) for each in self.lanes.intervals
+        ]
+        return Timeline(_plain(step_s), _plain(computed), tuple(plain))
+
+
+def _plain(seconds: Seconds) -> Seconds:
+    """A float, where it is no array of variants."""
+    return float(seconds) if np.ndim(seconds) == 0 else seconds

@@ -151,7 +151,9 @@ def _size(model: nn.Module, groups: Sequence[TracedGroup], index: int, entry_nby
         part_of = next(
             n for n, other in enumerate(groups) if other.modules == group.modules and not other.deferred
         )
-        name = "+".join(dict.fromkeys(parameter.rpartition(".")[0] for parameter in group.parameters))
+        inside = [parameter.removeprefix(f"{name}.") for parameter in group.parameters]
+        parts = "+".join(dict.fromkeys(parameter.rpartition(".")[0] for parameter in inside))
+        name = f"{name}.{parts}" if any(group.modules) else parts
     sizes = [ParamSize(tuple(p.shape), p.itemsize, p.requires_grad, p.is_floating_point()) for p in params]
     numel = sum(param.numel() for param in params)
     frozen = [param for param in params if not param.requires_grad and is_base(param, *_shown(model, param))]

@@ -202,9 +202,10 @@ def workload(arch: Architecture, batch: Microbatch) -> Workload:
         (Event(EventKind.BACKWARD_END, root), nothing),
         (Event(EventKind.STEP_END), nothing),
     ]
-    block = GroupSize("block", arch.block_numel, arch.block_numel, _BF16 * batch.tokens * arch.d_model)
+    block = GroupSize("", arch.block_numel, arch.block_numel, _BF16 * batch.tokens * arch.d_model)
     outside = arch.root_numel(batch.sequence)
-    groups = (*[block] * arch.n_layers, GroupSize("root", outside, outside))
+    named = (block._replace(name=f"layers.{index}") for index in range(arch.n_layers))
+    groups = (*named, GroupSize("root", outside, outside))
     return Workload(
         groups, {Phase.FORWARD: tuple(forward), Phase.BACKWARD: tuple(backward)}, root, tokens=batch.tokens
     )
