@@ -253,6 +253,18 @@ def test_the_allocator_takes_more_than_is_in_use_until_the_device_is_full():
 
 
 @published
+def test_compiled_llama_reserves_as_much_less_on_128_devices_as_was_measured():
+    models = runs.architectures(runs.read(PUBLISHED / "models.csv"))
+    row = next(row for row in runs.read(PUBLISHED / "measured_runs.csv") if row["row_id"] == "TTH002")
+    found = []
+    for ranks in (8, 128):
+        there = {**row, "n_gpus": str(ranks), "global_batch_seqs": str(2 * ranks)}
+        setup = runs.setup(there, models)
+        found.append(reserved(runs.held(setup).total, setup.cluster.device) / GIB)
+    assert found[0] - found[1] == pytest.approx(15.0, rel=0.05)
+
+
+@published
 def test_published_runs_are_predicted_as_docs_plan_says():
     models = runs.architectures(runs.read(PUBLISHED / "models.csv"))
     errors, memories = [], {}
