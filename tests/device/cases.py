@@ -25,6 +25,7 @@ from shardwright import (
     SchedulePolicy,
     StepInBackward,
     clip_grad_norm_,
+    communication_s,
     full_state_dict,
     fully_shard,
     lockstep,
@@ -175,6 +176,10 @@ class Place:
         """Run it on a stream of the caller's, after what compute had queued; the event of its end."""
         call()
 
+    def is_idle(self) -> bool:
+        """Whether nothing is queued any more."""
+        return True
+
     def read(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Their numbers, once all is done."""
         return [each.clone() for each in tensors]
@@ -235,12 +240,13 @@ HAPPENS = (
     "evaluation",
     "accumulation",
     "failure",
+    "failure within a layer",
     "failing launch",
     "failing arrival",
     "by hand",
 )
 """Before the step of an optimizer; in another order for each kind."""
-BETWEEN = ("clipping", "state", "whole state", "away", "saving", "nothing")
+BETWEEN = ("clipping", "communication", "state", "whole state", "away", "saving", "nothing")
 """Beside it."""
 
 
@@ -255,11 +261,15 @@ def train(kind: str, number: int, rank: int, place: Place | None = None) -> list
     if "steps" in setting(kind)[2]:
         inside = StepInBackward(model, lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9))
         optimizers = [*inside.optimizers.values()]
+        _note_steps(model, optimizers, seen)
     for step in range(2):
         seen += _step(kind, run, inputs, draw, _turn(HAPPENS, kind, 2 * number + step))
         between = _turn(BETWEEN, kind, 2 * number + step)
         if between == "clipping" and can_clip(kind):
             seen.append(clip_grad_norm_(model.parameters(), 0.01))
+        if between == "communication":
+            communication_s(model)
+            seen.append(torch.full((), place.is_idle()))
         if between == "away":
             seen += _away(run, inputs)
         seen += _update(kind, run, inputs, draw, place)
@@ -274,6 +284,22 @@ def train(kind: str, number: int, rank: int, place: Place | None = None) -> list
         unit.reshard()  # what an evaluation has left
     seen += [inner_of(param.detach().to_local()) for param in model.parameters()]
     return place.read(seen)
+
+
+def _note_steps(model: nn.Module, optimizers: list[torch.optim.Optimizer], seen: list[torch.Tensor]) -> None:
+    """Add to ``seen`` how many steps were taken whenever a backward comes to the first layer."""
+    taken: list[torch.optim.Optimizer] = []
+    for optimizer in optimizers:
+        optimizer.register_step_post_hook(lambda stepped, *_: taken.append(stepped))
+
+    def note(_: torch.Tensor) -> None:
+        seen.append(torch.full((), len(taken)))
+
+    def watch(_: nn.Module, __: Any, output: torch.Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(note)
+
+    next(model.children()).register_forward_hook(watch)
 
 
 def _turn(names: tuple[str, ...], kind: str, number: int) -> str:
@@ -351,13 +377,14 @@ def _in_one_batch(model: nn.Module) -> list[torch.Tensor]:
     of that one alone."""
     units = [unit for unit in model.modules() if isinstance(unit, FSDPModule)]
     own, seen = [(unit, unit_of(unit).groups[0]) for unit in units if unit_of(unit).groups], []
+    kept = frozenset[ParamGroup]() if isinstance(model, Routed) else None  # ranks have kept other ones
     for (unit, held), (other, group) in pairwise(own):
         if held.gatherer.decoding.extended:
             continue
         unit.unshard()
-        batches.unshard([held])
+        batches.unshard([held], kept)
         seen += _doubled(held)
-        batches.unshard([held, group])
+        batches.unshard([held, group], kept)
         seen += _doubled(held)
         group.wait()
         seen += _doubled(group)
@@ -412,6 +439,9 @@ def _step(
         x.register_hook(_fail)
         with suppress(_Failed):
             model(x).square().mean().backward()
+    if happens == "failure within a layer":
+        with _gradients_failing(model), suppress(_Failed):
+            model(next(inputs)).square().mean().backward()
     if happens == "failing launch":
         x = next(inputs)  # ranks exchange words in it, which may travel on the same transport
         with _launches_failing(model, draw.randint(0, 2)), suppress(_Failed):
@@ -422,6 +452,9 @@ def _step(
     if "fail" in happens:
         if draw.random() < 0.5:
             model.reset_iter_state()
+            groups = [group for unit in units_in(model) for group in unit.groups]
+            filled = {each for group in groups if (on := group.gatherer.comm.streams) for each in on._filled}
+            seen.append(torch.full((), all(group.reducer.is_idle for group in groups) and not filled))
         run.optimizer.zero_grad()
     if happens == "by hand":
         seen += _by_hand(model, draw.random() < 0.5)
@@ -449,6 +482,22 @@ class _Failed(Exception):
 
 def _fail(*_: Any) -> None:
     raise _Failed
+
+
+@contextmanager
+def _gradients_failing(model: nn.Module) -> Iterator[None]:
+    """Inside of it a backward fails in the middle of each layer: some of its gradients are there."""
+
+    def fail(_: nn.Module, __: Any, output: torch.Tensor) -> None:
+        output.register_hook(_fail)
+
+    layers = [layer.up if isinstance(layer, Layer) else layer for layer in model.children()]
+    handles = [layer.register_forward_hook(fail) for layer in layers[:1]]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager

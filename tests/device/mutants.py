@@ -4,8 +4,9 @@ waits, releases: statements that only call ``wait``, ``land``, ``release``, ``fr
 ``wait`` whose result is used: streams wait for nothing while it runs. Of ``changed=``, why a copy-in waits:
 one reason.
 records: ``Due(...)``; in its place comes one that was due long ago.
-kept references: attributes that a ``wait`` empties are emptied at the end of ``__init__``; and of what is
-added to ``kept`` a part is left out.
+kept references: attributes that a ``wait`` empties are emptied at the end of ``__init__``; what another
+method than ``wait`` has waited for is let go of at its end; of what is added to ``kept``, or kept beside a
+record, a part is left out.
 """
 
 import ast
@@ -221,6 +222,15 @@ def _in_function(function: ast.FunctionDef, name: str) -> Iterator[tuple[str, st
             for side in ("left", "right") if isinstance(node.value, ast.BinOp) else ():
                 text = f"{ast.unparse(getattr(node.value, side))}, kept"
                 yield name, text, _setter(node.value, side, ast.List([], ast.Load()))
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
+            parts = [ast.unparse(part) for part in node.value.elts]
+            for place, text in enumerate(parts if parts and parts[0].startswith("Due(") else []):
+                if place:
+                    yield (
+                        name,
+                        f"{text}, kept",
+                        _item_setter(node.value.elts, place, ast.List([], ast.Load())),
+                    )
 
 
 def _kept(owner: ast.ClassDef) -> Iterator[tuple[str, str, Any]]:
@@ -232,6 +242,15 @@ def _kept(owner: ast.ClassDef) -> Iterator[tuple[str, str, Any]]:
         for node in methods["__init__"].body
         if (isinstance(node, ast.Assign | ast.AnnAssign) and ast.unparse(node).endswith((" = None", " = []")))
     }
+    for method in (each for name, each in methods.items() if name != "wait"):
+        for call in (node for node in ast.walk(method) if isinstance(node, ast.Call)):
+            kept = ast.unparse(call.func).removesuffix(".wait")
+            if (
+                isinstance(call.func, ast.Attribute)
+                and call.func.attr == "wait"
+                and kept.startswith("self._")
+            ):
+                yield f"{owner.name}.{method.name}", f"{kept}, kept", _appender(method, f"{kept} = None")
     for node in ast.walk(methods["wait"]):
         text = ast.unparse(node)
         if text.startswith("self._") and text.endswith(_EMPTIED) and isinstance(node, ast.stmt):
@@ -250,6 +269,10 @@ _EMPTIED = (" = []", " = None", ".clear()")
 
 def _setter(node: Any, field: str, value: ast.AST) -> Any:
     return lambda: setattr(node, field, value)
+
+
+def _item_setter(items: list[Any], place: int, value: ast.AST) -> Any:
+    return lambda: items.__setitem__(place, value)
 
 
 def _appender(function: ast.FunctionDef, statement: str) -> Any:

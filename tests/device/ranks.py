@@ -18,10 +18,11 @@ from shardwright.engine import hooks
 from shardwright.engine.unit import units_in
 from shardwright.policy import CPUOffloadPolicy
 from shardwright.transport import mesh as meshes
-from shardwright.transport.base import sum_in_rank_order
+from shardwright.transport.base import Comm, sum_in_rank_order
 from shardwright.transport.launches import LaunchLog
 from shardwright.transport.nccl import NcclComm
 from shardwright.transport.streams import Streams
+from shardwright.transport.two_level import TwoLevelComm
 from tests.device import cases
 from tests.device.kernels import Kernels, put_on_host
 from tests.device.sim import Device, Event, Part, Stream, World, resizing
@@ -118,14 +119,27 @@ class Work:
         self._device.current[-1].wait_event(self._event)
 
 
-class _Comm(NcclComm):
-    """``say(ranks, words)``: what there is in place of another transport for words."""
+class _Words(Comm):
+    """The hosts' transport beside their devices'. ``say(ranks, words)``: what there is in place of it."""
 
-    say: Any
+    streams = None
+
+    def __init__(
+        self, log: LaunchLog, say: Callable[[Sequence[int], Sequence[int]], list[list[int]]]
+    ) -> None:
+        self.log, self.say = log, say
 
     def exchange(self, words: Sequence[int], key: str) -> list[list[int]]:
         """See ``Comm.exchange``."""
         return self.say(self.log.ranks, words)
+
+
+class _Comm(NcclComm):
+    """A transport of devices, on which no words go."""
+
+    def exchange(self, words: Sequence[int], key: str) -> list[list[int]]:
+        """Not for it."""
+        raise AssertionError(f"{key}: words would wait for a device; exchange them on ``host``")
 
 
 class Simulated(cases.Place):
@@ -161,6 +175,9 @@ class Simulated(cases.Place):
         with stream:
             call()
         return stream.record_event()
+
+    def is_idle(self) -> bool:
+        return not any(stream.items for stream in self._accelerator.streams)
 
     def read(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         self._accelerator.synchronize()
@@ -206,8 +223,12 @@ class Job:
             (dist, "all_reduce", self._all_reduce),
             (saving, "_is_on_device", lambda t: self.world.device.memory.find(t).stream is not None),
             (torch.accelerator, "current_stream", lambda: self.world.device.current[-1]),
+            (torch.accelerator, "is_available", lambda: True),
+            (torch.accelerator, "synchronize", lambda: self.world.device.synchronize()),
+            (torch.Tensor, "data_ptr", lambda tensor: self.world.device.memory.pointer_of(tensor)),
             (meshes, "new_group", _new_group),
             (meshes, "_axis_over_all", _mesh_on_host),
+            (TwoLevelComm, "host", property(lambda comm: comm.flat.host)),
             (dist.distributed_c10d, "_world", ThreadLocalWorld()),
             *cases.cutting(self.kind),
         ]
@@ -247,9 +268,8 @@ class Job:
         streams = self.rules(lambda: Stream(device), lambda: device.current[-1])
         gathers = Communicator(device, ranks, (name, "gather"))
         reductions = gathers if self._is_shared else Communicator(device, ranks, (name, "reduce"))
-        comm = _Comm(gathers, reductions, LaunchLog(ranks, device_type), streams, host)  # type: ignore[arg-type]
-        comm.say = self._exchange
-        return comm
+        log = LaunchLog(ranks, device_type)
+        return _Comm(gathers, reductions, log, streams, _Words(log, self._exchange))  # type: ignore[arg-type]
 
     def _exchange(self, ranks: Sequence[int], words: Sequence[int]) -> list[list[int]]:
         """Hosts' words, for which no device is waited for."""

@@ -283,6 +283,11 @@ class Memory:
     def _bytes(self, place: Place) -> torch.Tensor:
         return self._arena[place.at : place.at + place.nbytes]
 
+    def pointer_of(self, tensor: torch.Tensor) -> int:
+        """As ``tensor.data_ptr()`` of a device."""
+        with _disable_current_modes():
+            return self.find(tensor).at + tensor.storage_offset() * tensor.itemsize if tensor.numel() else 0
+
     def address(self, tensor: torch.Tensor) -> Address:
         """For an operation to find the tensor later."""
         return Address(self, tensor, self.find(tensor))

@@ -5,15 +5,19 @@ and how far each rank's host runs ahead.
 """
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwright.checkpoint.agree import ranks
 from shardwright.transport.launches import LaunchLog
 from shardwright.transport.streams import Streams
-from tests.device import mutants
+from tests.device import cases, mutants
 from tests.device.cases import KINDS, OTHERS, on_cpu, setting
 from tests.device.ranks import Job
 from tests.device.sim import Device
@@ -67,6 +71,12 @@ def differing(rank, world, schedules, wanted, rules=Streams, enough=1000):
         if len(found) == enough:
             break
     return found
+
+
+def differing_and_reached(rank, world, schedules, wanted, sites):
+    """Besides ``differing``, the functions of sites that were called."""
+    with mutants.reached(sites) as called:
+        return differing(rank, world, schedules, wanted), called
 
 
 def in_two_processes(function, items, *args):
@@ -125,16 +135,20 @@ BESIDE = "different layers by rank", 1
 
 @pytest.fixture(scope="module")
 def few():
-    """Of a schedule for each way to gather, and of one more, those that differ."""
-    return differing_of([*((kind, seed) for seed, kind in enumerate(KINDS)), BESIDE])
+    """Of a schedule for each way to gather, and of one more, those that differ; and the functions with waits,
+    records and releases that they come to."""
+    schedules = [*((kind, seed) for seed, kind in enumerate(KINDS)), BESIDE]
+    args = wanted_of(schedules), mutants.sites()
+    (first, called), (second, others) = in_two_processes(differing_and_reached, schedules, *args)
+    return first + second, called | others
 
 
 def test_losses_gradients_and_weights_are_those_of_the_cpu_however_parameters_are_gathered(few):
-    assert [schedule for schedule in few if schedule != BESIDE] == []
+    assert [schedule for schedule in few[0] if schedule != BESIDE] == []
 
 
 def test_what_is_gathered_for_others_beside_ones_own_is_held_until_the_collective_has_ended(few):
-    assert BESIDE not in few
+    assert BESIDE not in few[0]
 
 
 @pytest.mark.slow
@@ -184,52 +198,42 @@ def test_the_all_reduce_over_copies_is_launched_behind_each_reduce_scatter():
     assert not [key for key in seen if "spread" in key or "host waits" in key]
 
 
-_ALONE = "only communication_s() calls it, between steps, to take times, and drops the sums"
-_ON_HOSTS = "only hosts have it: an accelerator's collectives are launched at once, and its streams wait"
-_WORDS = "words of hosts, on which no schedule here depends"
-_CALLS = "it forgets which calls a backward had come to, and the next one counts its own"
+_ALONE = (
+    "communication_s() drops what it sums, and the host waits for the whole device before it returns: each "
+    "schedule that calls it looks whether anything is still queued then"
+)
 NOT_SEEN = {
-    "checkpoint/save.py save: group.arrive(f'save(step={step})')": _WORDS,
-    "checkpoint/save.py async_save: group.arrive(f'async_save(step={step})')": _WORDS,
     "engine/batches.py rehearse: reduction.wait()": _ALONE,
     "engine/batches.py rehearse: reducer.copies.all_reduce(totals, f'all-reduce {reducer.name}').wait()": (
         _ALONE
     ),
-    "engine/costs.py _rehearse: torch.accelerator.synchronize()": _ALONE,
     "engine/executor.py Executor._arrive: streams.settle()": (
         "the last sums are copied after compute has waited for the backward's gathers, but for one that was "
         "launched ahead for nothing, which is dropped here; another rank may use it, after this one's "
         "backward only of a frozen group, for gradients of its inputs"
     ),
-    "engine/executor.py Executor._step: group.reducer.unresolved.arrive()": (
-        "the gradients then arrive at the end of the backward, and are stepped there: later, and right"
-    ),
-    "engine/group.py ParamGroup.fill: streams.filled([segment.flat for segment in segments])": (
-        "what isn't said to be filled waits for compute: later than it could, and right"
-    ),
-    "engine/group.py ParamGroup.give_up: self.gatherer.comm.streams.forget_filled()": (
-        "memory that gather has filled is handed out to gather alone, until a cache is emptied"
-    ),
-    "engine/hooks.py ModuleHooks._enter: backward_of(runtime).forget()": _CALLS,
-    "engine/hooks.py reset_step: backward_of(runtime).forget()": _CALLS,
-    "engine/hooks.py reset_step: runtime.executor.land(runtime.groups)": (
-        "what is in flight is waited for once more before the group's next gradients are taken"
-    ),
+}
+"""What schedules come to and can be left out without a trace here, with the reason."""
+FILLED = "engine/group.py ParamGroup.fill: streams.filled([segment.flat for segment in segments])"
+"""What isn't said to be filled waits for compute: later, and right. A test of its own shows it."""
+_ON_HOSTS = "only hosts have it: an accelerator's collectives are launched at once, and its streams wait"
+_SAVES = "ranks come to a save by words in a store, which a test of its own shows"
+NOT_REACHED = {
+    "checkpoint/save.py save: group.arrive(f'save(step={step})')": _SAVES,
+    "checkpoint/save.py async_save: group.arrive(f'async_save(step={step})')": _SAVES,
     "transport/base.py Comm.exchange: self.all_gather([Segment(table.view(-1), equal_spans(len(words), "
-    "self.world))], key).wait()": _WORDS,
+    "self.world))], key).wait()": "words of hosts: exchanged on an accelerator's transport they fail here",
     "transport/base.py AllReduce.spread: self._reduction.wait()": _ON_HOSTS,
+    "transport/base.py AllReduce.spread: self._reduction, kept": _ON_HOSTS,
     "transport/base.py AllReduce.wait: self._gather.wait()": _ON_HOSTS,
     "transport/link.py _measure: comm.all_gather([Segment(flat, equal_spans(nbytes, comm.world))], "
-    "'measure the link').wait()": "it measures a link of hosts, and drops what it has moved",
-    "transport/nccl.py _NcclReduction.wait: self._streams.land(self._due)": (
-        "a collective was launched after it on that stream, and what waits for its end has waited for this"
-    ),
+    "'measure the link').wait()": "it measures a link of hosts",
     "transport/two_level.py _TwoGathers.wait: self._first.wait()": _ON_HOSTS,
     "transport/two_level.py _TwoGathers.wait: self._node.all_gather(self._places, self._key).wait()": (
         _ON_HOSTS
     ),
 }
-"""What can be left out without a trace here, with the reason."""
+"""What no schedule comes to, since it isn't on a device's way, with the reason."""
 
 
 def test_files_that_no_device_has_to_do_with_and_kinds_of_schedules_are_listed_for_files_with_such_calls():
@@ -239,10 +243,83 @@ def test_files_that_no_device_has_to_do_with_and_kinds_of_schedules_are_listed_f
     assert [start for start in mutants.ELSEWHERE if not any(file.startswith(start) for file in others)] == []
 
 
-def test_the_document_says_how_many_places_are_left_out_in_turn():
-    sites = mutants.sites()
-    assert f"({len(sites)} places)" in DOCUMENT.read_text()
-    assert NOT_SEEN.keys() <= {str(site) for site in sites}
+def test_the_document_says_how_many_places_are_left_out_in_turn_and_how_many_are_seen():
+    sites = [str(site) for site in mutants.sites()]
+    assert {*NOT_SEEN, *NOT_REACHED, FILLED} <= {*sites}
+    num_seen = len(sites) - len(NOT_REACHED) - len(NOT_SEEN) - 1
+    told = (
+        f"({len(sites)} places)",
+        f"{num_seen} of them are seen so",
+        f"{len(NOT_REACHED)} aren't on a device's way",
+        f"{len(NOT_SEEN)} can be left out without a trace",
+    )
+    document = " ".join(DOCUMENT.read_text().split())
+    assert [each for each in told if each not in document] == []
+
+
+def _functions(told):
+    return {(site.file, site.function) for site in mutants.sites() if str(site) in told}
+
+
+def test_no_way_to_gather_comes_to_what_is_not_on_the_way_of_a_device(few):
+    assert few[1] & _functions(NOT_REACHED) == set()
+
+
+class Noting(Streams):
+    """num_late: gathers of what wasn't said to be filled, so that they wait for compute."""
+
+    num_late = 0
+
+    @contextmanager
+    def gathering(self, flats):
+        places = [*flats]
+        Noting.num_late += not {place.data_ptr() for place in places} <= self._filled
+        with super().gathering(places):
+            yield
+
+
+def late_gathers(rank, world, sites):
+    """Of a training that only steps."""
+    Noting.num_late = 0
+    with (
+        patch.object(cases, "HAPPENS", ("step",)),
+        patch.object(cases, "BETWEEN", ("nothing",)),
+        ExitStack() as stack,
+    ):
+        for site in sites:
+            stack.enter_context(mutants.left_out(site))
+        Job("plain", 0, Noting).run(0)
+    return Noting.num_late
+
+
+def test_no_gather_of_a_group_waits_for_what_compute_queues_after_its_copy_in():
+    [site] = [site for site in mutants.sites() if str(site) == FILLED]
+    assert run_ranks(1, late_gathers, []) == [0]
+    assert run_ranks(1, late_gathers, [site])[0] > 0
+
+
+class Operations(TorchDispatchMode):
+    """seen: names of what torch does with tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def coming_to_a_save(rank, world):
+    """What torch does with tensors meanwhile."""
+    with Operations() as operations:
+        ranks().arrive("save(step=0)")
+        ranks().arrive("async_save(step=1)")
+    return operations.seen
+
+
+def test_ranks_come_to_a_save_without_a_tensor():
+    assert run_ranks(2, coming_to_a_save) == [[], []]
 
 
 @pytest.fixture(scope="module")
@@ -251,11 +328,14 @@ def seen():
     schedules += [("rows in use", seed) for seed in range(4, 9)]
     wanted = wanted_of(schedules)
     one, other = in_two_processes(reaching, schedules, sites, wanted)
-    first, second = in_two_processes(first_seen, sites, one | other, wanted)
-    return first | second
+    reached = one | other
+    first, second = in_two_processes(first_seen, sites, reached, wanted)
+    return first | second, set().union(*reached.values())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("site", mutants.sites(), ids=str)
 def test_some_schedule_shows_that_a_wait_a_record_or_a_reference_is_left_out(site, seen):
-    assert (seen[site] is None) == (str(site) in NOT_SEEN), seen[site]
+    shown, reached = seen
+    assert (shown[site] is None) == (str(site) in {*NOT_SEEN, *NOT_REACHED, FILLED}), shown[site]
+    assert ((site.file, site.function) not in reached) == (str(site) in NOT_REACHED)

@@ -109,12 +109,11 @@ class NcclComm(Comm):
         owned = [stop - start for start, stop in [segment.spans[self.rank] for segment in segments]]
         if self.streams is None or self.world == 1:  # alone there is nothing to run beside
             inputs, outputs = self._launch_reduction(flight, segments, dtypes)
-            return _NcclReduction(flight, (inputs, outputs, owned), None, None)
+            return _NcclReduction(flight, inputs, outputs, owned)
         with self.streams.reducing():
             inputs, outputs = self._launch_reduction(flight, segments, dtypes)
-            due = self.streams.reduced()
         kept = inputs + [segment.flat for segment in segments]
-        return _NcclReduction(flight, (kept, outputs, owned), self.streams, due)
+        return _NcclReduction(flight, kept, outputs, owned)
 
     def _launch_reduction(
         self, flight: "_Flight", segments: Sequence[Segment], dtypes: Sequence[torch.dtype]
@@ -163,7 +162,7 @@ class NcclComm(Comm):
             options.asyncOp = True
             flight.add(self._reduce_group.allreduce_coalesced(sums, options))
         flight.launched()
-        return _NcclReduction(flight, ([], list(values), [each.numel() for each in values]), None, None)
+        return _NcclReduction(flight, [], list(values), [each.numel() for each in values])
 
     def gather(self, shard: torch.Tensor, spans: Sequence[tuple[int, int]], dst: int) -> torch.Tensor | None:
         """See ``Comm.gather``."""
@@ -241,26 +240,19 @@ class _NcclReduction:
     """A reduce-scatter or an all-reduce in flight. It holds what is read and written for as long as it lives:
     its owner drops it once compute waits for it.
 
-    tensors: inputs, sums with padding, and elements of each sum. due: casts and padding, on a side stream.
+    inputs: what is read, also by casts and padding on a side stream. Those come before the collective, so
+    who waits for it has waited for them. outputs: sums with padding. owned: elements of each sum.
     """
 
     def __init__(
-        self,
-        flight: _Flight,
-        tensors: tuple[list[torch.Tensor], list[torch.Tensor], list[int]],
-        streams: Streams | None,
-        due: Due | None,
+        self, flight: _Flight, inputs: list[torch.Tensor], outputs: list[torch.Tensor], owned: list[int]
     ) -> None:
         self._flight = flight
-        self._inputs, self._outputs, self._owned = tensors
-        self._streams = streams
-        self._due = due
+        self._inputs, self._outputs, self._owned = inputs, outputs, owned
 
     def wait(self) -> list[torch.Tensor]:
         """Make the current stream wait for it; the sums, without padding."""
         self._flight.stall()
-        if self._streams is not None and self._due is not None:
-            self._streams.land(self._due)
         self._flight.wait()
         return [total[:numel] for total, numel in zip(self._outputs, self._owned, strict=True)]
 
