@@ -86,8 +86,8 @@ def memory(schedule: Schedule, workload: Workload, preset: Preset, sharding: Sha
 
 
 _FULL = 0.867
-"""Share of a device's memory that the caching allocator was seen to hold where more than that was cached: 82.4
-of 95.04 GiB, of one published run (TTH001)."""
+"""Share of a device's memory that the caching allocator was seen to hold where more than that was cached:
+82.4 of 95.04 GiB, of one published run (TTH001)."""
 CONTEXT_NBYTES = 2**30
 """Of the device's driver and of kernels, which no tensor has."""
 
