@@ -50,7 +50,7 @@ NEEDS = [
     ("train", "shtab", ["completion", "bash"]),
     ("checkpoint", "safetensors", ["train", "recipes/quickstart.toml"]),
     ("track", "wandb", ["train", "recipes/quickstart.toml", "--track.to", '["wandb"]']),
-    ("hf", "transformers", ["train", "recipes/finetune-qlora.toml"]),
+    ("hf", "transformers", ["train", "recipes/finetune-qlora.toml", "--base.folder", "docs"]),
     ("hf", "transformers", "shardwright.hf:"),
     ("fabric", "lightning_fabric", "shardwright.fabric:"),
     ("lightning", "lightning", "shardwright.lightning:"),
