@@ -41,6 +41,7 @@ from shardwright.engine.group import ParamGroup
 from shardwright.engine.unit import unit_of, units_in
 from shardwright.params.buffer import ReorderedBuffer
 from shardwright.policy import OptimizerOffloadPolicy
+from shardwright.schedule.schedule import ActionKind, Phase
 from tests.ranks.models import Run
 from tests.ranks.test_extended import Bf16Gathered, ScaledInt8
 from tests.ranks.test_rows import Scores
@@ -113,16 +114,22 @@ class Lookup(Scores):
 
 
 class Routed(nn.Sequential):
-    """Each forward runs some of its layers, in any order, that differ by rank; and the last one."""
+    """Each forward runs some of its layers, in any order, that differ by rank; and the last one. Each second
+    one runs the others, too, and drops what they give: ranks then differ in the backward alone."""
 
     def draw(self, numbers: random.Random) -> None:
         """Of the forwards to come on this rank."""
-        self.numbers = numbers
+        self.numbers, self.num_forwards = numbers, 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         *hidden, last = self
-        for layer in self.numbers.sample(hidden, self.numbers.randint(0, len(hidden))):
+        used = self.numbers.sample(hidden, self.numbers.randint(0, len(hidden)))
+        for layer in used:
             x = layer(x)
+        self.num_forwards += 1
+        for layer in hidden if self.num_forwards % 2 else ():
+            if layer not in used:
+                layer(x)
         return last(x)
 
 
@@ -417,6 +424,13 @@ def _held(model: nn.Module) -> list[torch.Tensor]:
     return [torch.full((), n) for n in (found.unsharded_nbytes, found.peak_unsharded_nbytes, nbytes)]
 
 
+def _num_reduced(model: nn.Module) -> torch.Tensor:
+    """Reductions of groups in the last backward: one that was launched too early is launched again."""
+    passed = model.trace().phases[Phase.BACKWARD]
+    reduced = [action for entry in passed for action in entry.actions if action.kind is ActionKind.REDUCE]
+    return torch.full((), sum(len(action.groups) for action in reduced))
+
+
 def _state_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """What an optimizer keeps, as its step has left it."""
     found = [value for state in optimizer.state.values() for value in state.values()]
@@ -466,7 +480,7 @@ def _step(
         loss = loss + model(next(inputs)).square().mean()
     seen += _held(model)
     loss.backward()
-    seen += [loss.detach(), *_held(model)]
+    seen += [loss.detach(), *_held(model), _num_reduced(model)]
     if happens == "accumulation":
         model(next(inputs)).square().mean().backward()
         x = next(inputs)

@@ -42,7 +42,7 @@ KINDS_OF: dict[str, tuple[str, ...]] = {
         "quantised in a smaller world",
         "different quantised layers by rank",
     ),
-    "engine/hooks.py": ("plain", "hybrid", "groups cut in two"),
+    "engine/hooks.py": ("alone", "plain", "another dim", "hybrid", "groups cut in two"),
     "engine/optimizer_guard.py": (
         "offloaded",
         "offloaded, half",
