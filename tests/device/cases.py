@@ -114,29 +114,48 @@ class Lookup(Scores):
 
 
 class Routed(nn.Sequential):
-    """Each forward runs some of its layers, in any order, that differ by rank; and the last one. Each second
-    one runs the others, too, and drops what they give: ranks then differ in the backward alone."""
+    """Each forward runs some of its layers, in any order, that differ by rank; and the last one."""
 
     def draw(self, numbers: random.Random) -> None:
         """Of the forwards to come on this rank."""
-        self.numbers, self.num_forwards = numbers, 0
+        self.numbers = numbers
+
+    def drawn(self) -> list[nn.Module]:
+        """Of the hidden layers those that the next forward uses."""
+        hidden = [*self][:-1]
+        return self.numbers.sample(hidden, self.numbers.randint(0, len(hidden)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        *hidden, last = self
-        used = self.numbers.sample(hidden, self.numbers.randint(0, len(hidden)))
+        for layer in self.drawn():
+            x = layer(x)
+        return self[-1](x)
+
+
+class RunByAll(Routed):
+    """Each second forward runs the other layers, too, and drops what they give: ranks then differ in the
+    backward alone."""
+
+    num_forwards = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_forwards += 1
+        used = self.drawn()
         for layer in used:
             x = layer(x)
-        self.num_forwards += 1
-        for layer in hidden if self.num_forwards % 2 else ():
+        for layer in [*self][:-1] if self.num_forwards % 2 else ():
             if layer not in used:
                 layer(x)
-        return last(x)
+        return self[-1](x)
 
 
-def routed(draw: random.Random) -> tuple[nn.Module, int]:
+def routed(kind: type = Routed) -> Callable[[random.Random], tuple[nn.Module, int]]:
     """As ``layers``, of which ranks use different ones."""
-    model, width = layers(draw)
-    return Routed(*model), width
+
+    def make(draw: random.Random) -> tuple[nn.Module, int]:
+        model, width = layers(draw)
+        return kind(*model), width
+
+    return make
 
 
 class Gathering:
@@ -220,9 +239,9 @@ KINDS: dict[str, tuple[int, Callable[[random.Random], tuple[nn.Module, int]], di
 """Ranks, model, and options of ``fully_shard``, by the way that parameters are gathered."""
 
 OTHERS: dict[str, tuple[int, Callable[[random.Random], tuple[nn.Module, int]], dict[str, Any]]] = {
-    "different layers by rank": (2, routed, {}),
-    "different layers by rank, in a smaller world": (4, routed, SMALLER),
-    "different layers by rank, offloaded": (2, routed, OFFLOADED),
+    "different layers by rank": (2, routed(), {}),
+    "different layers by rank, in a smaller world": (4, routed(RunByAll), SMALLER),
+    "different layers by rank, offloaded": (2, routed(), OFFLOADED),
     "different quantised layers by rank": (2, encoded("group", Routed), {}),
     "another dim, in a smaller world": (4, layers, SMALLER | ON_DIM_1),
     "groups cut in two": (2, layers, {"cut": True}),

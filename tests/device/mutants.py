@@ -5,8 +5,8 @@ waits, releases: statements that only call ``wait``, ``land``, ``release``, ``fr
 one reason.
 records: ``Due(...)``; in its place comes one that was due long ago.
 kept references: attributes that a ``wait`` empties are emptied at the end of ``__init__``; what another
-method than ``wait`` has waited for is let go of at its end; of what is added to ``kept``, or kept beside a
-record, a part is left out.
+method than ``wait`` has waited for is let go of at its end, and so is that of which a method keeps a part; of
+what is added to ``kept``, or kept beside a record, a part is left out.
 """
 
 import ast
@@ -222,6 +222,9 @@ def _in_function(function: ast.FunctionDef, name: str) -> Iterator[tuple[str, st
             for side in ("left", "right") if isinstance(node.value, ast.BinOp) else ():
                 text = f"{ast.unparse(getattr(node.value, side))}, kept"
                 yield name, text, _setter(node.value, side, ast.List([], ast.Load()))
+        if isinstance(node, ast.Assign) and _keeps_a_part(node):
+            target = ast.unparse(node.targets[0])
+            yield name, f"{target}, kept in part", _setter(node, "value", ast.Constant(None))
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
             parts = [ast.unparse(part) for part in node.value.elts]
             for place, text in enumerate(parts if parts and parts[0].startswith("Due(") else []):
@@ -258,6 +261,13 @@ def _kept(owner: ast.ClassDef) -> Iterator[tuple[str, str, Any]]:
             if kept not in empty_anyway:
                 empties = f"{kept} = {'None' if text.endswith('None') else '[]'}"
                 yield f"{owner.name}.__init__", f"{kept}, kept", _appender(methods["__init__"], empties)
+
+
+def _keeps_a_part(node: ast.Assign) -> bool:
+    """``self._x = (self._x[0], [])``: of what is in flight the rest is let go of."""
+    target = ast.unparse(node.targets[0])
+    parts = [ast.unparse(part) for part in node.value.elts] if isinstance(node.value, ast.Tuple) else []
+    return target.startswith("self.") and f"{target}[0]" in parts
 
 
 def _is_listed(method: ast.Attribute) -> bool:

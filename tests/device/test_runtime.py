@@ -325,7 +325,7 @@ def test_ranks_come_to_a_save_without_a_tensor():
 @pytest.fixture(scope="module")
 def seen():
     sites, schedules = mutants.sites(), [(kind, seed) for seed in range(4) for kind in ALL]
-    schedules += [("rows in use", seed) for seed in range(4, 9)]
+    schedules += [*(("rows in use", seed) for seed in range(4, 9)), ("offloaded", 5)]
     wanted = wanted_of(schedules)
     one, other = in_two_processes(reaching, schedules, sites, wanted)
     reached = one | other
