@@ -50,12 +50,14 @@ class NoStream:
 class NoHost:
     """The host's transport: the words of all ranks are this rank's own."""
 
-    world = 1
     rank = 0
 
+    def __init__(self, world: int) -> None:
+        self.world = world
+
     def exchange(self, words: list[int], key: str) -> list[list[int]]:
-        """The words of every rank."""
-        return [words]
+        """The words of every rank: as many rows as there are ranks."""
+        return [words] * self.world
 
     def all_reduce_words(self, words: list[int], combine: object, key: str) -> list[int]:
         """The words of all ranks, combined."""
@@ -65,7 +67,7 @@ class NoHost:
 def _make_comm(ranks: list[int], device_type: str, within: ProcessGroup, host: Comm | None = None) -> Comm:
     log = LaunchLog(ranks, device_type)
     streams = Streams(NoStream, NoStream)
-    return NcclComm(within, within, log, streams, NoHost())  # type: ignore[arg-type]
+    return NcclComm(within, within, log, streams, NoHost(within.size()))  # type: ignore[arg-type]
 
 
 def _new_group(ranks: list[int], backend: str, timeout: timedelta) -> ProcessGroup:

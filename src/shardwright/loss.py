@@ -4,6 +4,7 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 
 from torch import nn
 
@@ -53,8 +54,9 @@ def loss_weights(model: nn.Module, weights: Sequence[float]) -> list[float]:
     for comm in (axis.comm, axis.replicate):
         if comm is not None:  # as words, for which a rank needs connections to few others
             (word,) = struct.unpack("q", struct.pack("d", whole))
+            # A row of each rank: words that are combined on their way may be counted twice in a sum.
             rows = comm.host.exchange([word], "the weights of a step's losses")
-            whole = sum(struct.unpack("d", struct.pack("q", word))[0] for (word,) in rows)
+            whole = sum(struct.unpack(f"{len(rows)}d", struct.pack(f"{len(rows)}q", *chain(*rows))))
     if whole == 0:
         raise InputError("the weights of this step's losses are 0 on all ranks; skip a step without targets")
     for group in groups:

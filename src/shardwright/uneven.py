@@ -1,5 +1,6 @@
 """``lockstep``: ranks whose training data differ in length go on, and end, together."""
 
+import operator
 from collections.abc import Iterable, Iterator
 from enum import IntEnum
 from typing import Generic, TypeVar
@@ -55,10 +56,7 @@ class Lockstep(Generic[T]):
         flags = [1 << has]
         for comm in (self._axis.comm, self._axis.replicate):
             if comm is not None:
-                rows = comm.host.exchange(flags, "lockstep")
-                flags = [0]
-                for row in rows:
-                    flags[0] |= row[0]
+                flags = comm.host.all_reduce_words(flags, operator.or_, "lockstep")
         return {answer for answer in _Has if flags[0] & 1 << answer}
 
     def _ends(self, said: set[int]) -> bool:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 import shardwright
 from bench.counting import KernelCount, count_instructions
 from bench.rankzero import rank_zero_of
-from shardwright import SchedulePolicy, full_state_dict, fully_shard
+from shardwright import SchedulePolicy, full_state_dict, fully_shard, lockstep, loss_weights
 from shardwright.engine.unit import unit_of
 from shardwright.schedule.layout import align
 from shardwright.transport import collect
@@ -172,6 +172,23 @@ def test_sharding_a_model_asks_the_host_no_more_of_4096_ranks_than_of_64():
     others_come = ("transport/attempt.py", "transport/launches.py")  # once in a process; here they never do
     grown = differing(sharding(64), sharding(4096))
     assert [each for each in grown if not each.startswith(others_come)] == []
+
+
+def looped(world):
+    """A loop over three batches in lockstep, and the weights of a step's losses."""
+    with rank_zero_of(world):
+        mesh = init_device_mesh("cpu", (2, world // 2))
+        model = fully_shard(nn.Linear(4, 4), mesh=mesh)
+        loader = lockstep(range(3), mesh=mesh)
+        batches = count_instructions(lambda: [*loader], FOLDER)
+        return batches, count_instructions(lambda: loss_weights(model, [3, 1]), FOLDER)
+
+
+def test_batches_in_lockstep_and_weights_of_losses_ask_the_host_no_more_of_4096_ranks_than_of_8():
+    first, *others = map(looped, WORLDS)
+    assert first[0]["uneven.py Lockstep._said"] > 100 and first[1]["loss.py loss_weights"] > 100
+    for world, found in zip(WORLDS[1:], others, strict=True):
+        assert [differing(a, b) for a, b in zip(first, found, strict=True)] == [{}, {}], f"{world} ranks"
 
 
 @pytest.mark.parametrize("world", [8, 1024])
