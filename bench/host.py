@@ -46,6 +46,7 @@ from bench import rankzero
 from bench.counting import KernelCount, Seen, count_calls
 from bench.model import Size, build
 from bench.toy import add_toy
+from shardwright.transport.device_times import read_device_times
 from shardwright.transport.recorder import CALL, LOOK_S, clock, recorder
 
 WARM_UP_STEPS = 4  # the fourth step, like the first, the second and the eighth, sees what else is in memory
@@ -163,8 +164,10 @@ def cost(name: str, case: Case) -> Cost:
         recorder.look_s = inf  # looks go by the time that a step takes
         folder = SYSTEMS[name].folder
         seen = count_calls(step, folder, SYSTEMS[name].collectives)
+        read_device_times()  # which are written down many at once, of some steps together
         with KernelCount(folder) as counted:
             step()
+        read_device_times()
         num_groups = len(shardwright.explain(model).groups) if name == "shardwright" else case.num_groups
         records = len(recorder.steps()[-1][-1]) if name == "shardwright" else 0
         recorder.look_s = 0.0

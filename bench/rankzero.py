@@ -47,6 +47,21 @@ class NoStream:
     def __exit__(self, *_: Any) -> None: ...
 
 
+class NoEvent:
+    """An event of such a device that takes times: passed as soon as it is recorded."""
+
+    def record(self) -> None:
+        """Passed."""
+
+    def query(self) -> bool:
+        """Whether it is passed."""
+        return True
+
+    def elapsed_time(self, event: "NoEvent") -> float:
+        """Milliseconds between two of them."""
+        return 0.0
+
+
 class NoHost:
     """The host's transport: the words of all ranks are this rank's own."""
 
@@ -66,7 +81,7 @@ class NoHost:
 
 def _make_comm(ranks: list[int], device_type: str, within: ProcessGroup, host: Comm | None = None) -> Comm:
     log = LaunchLog(ranks, device_type)
-    streams = Streams(NoStream, NoStream)
+    streams = Streams(NoStream, NoStream, make_event=NoEvent)
     return NcclComm(within, within, log, streams, NoHost(within.size()))  # type: ignore[arg-type]
 
 
@@ -81,8 +96,9 @@ def rank_zero_of(world: int) -> Iterator[None]:
     """Inside, this process is rank 0 of ``world`` ranks, whose collectives over host memory move nothing.
 
     What is sharded inside goes through the transport of accelerators, the one over a backend's collectives,
-    with side streams on which everything is done at once. Control words come back as they were said. What
-    the recorder asks the kernel and the allocator goes by time, not by event: they aren't asked here.
+    with side streams on which everything is done at once, and takes times of it. Control words come back as
+    they were said. What the recorder asks the kernel and the allocator goes by time, not by event: they
+    aren't asked here.
     """
     alone = mock.patch.dict(os.environ, {"SHARDWRIGHT_PROCESS": "off"})  # nobody to watch over,
     unmet = mock.patch.object(lifecycle, "_PATIENCE_S", 0.0)  # and nobody to wait for

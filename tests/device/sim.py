@@ -41,8 +41,10 @@ class Event:
         self.stream, self.number = stream, stream.queued
         self.at = 0.0
 
-    def record(self, stream: "Stream") -> None:
-        """As torch.Event, of one that takes times: record it (again), with the time at which it is passed."""
+    def record(self) -> None:
+        """As torch.Event, of one that takes times: record it (again) on the current stream, with the time at
+        which it is passed."""
+        stream = self.stream.device.current[-1]
         stream.put(lambda: setattr(self, "at", stream.device.world.now_s))
         self.stream, self.number = stream, stream.queued
 

@@ -41,6 +41,14 @@ def test_a_group_costs_few_python_calls_a_step(world):
     assert 0 < counted(world).calls <= MOST_CALLS
 
 
+def test_the_played_device_times_its_collectives_by_three_calls_for_each():
+    found = counted(8)
+    calls = found.seen.calls.items()
+    of_times = sum(number for code, number in calls if code.co_filename.endswith("/device_times.py"))
+    collectives = found.counted.collectives.total()
+    assert 3 * collectives <= of_times <= 3 * collectives + 2  # and a look at what has passed, now and then
+
+
 def test_python_calls_do_not_grow_with_the_world():
     assert counted(8).calls == counted(64).calls == counted(512).calls
 

@@ -287,7 +287,7 @@ def test_side_streams_go_before_compute(monkeypatch):
 
 def test_a_forward_inside_of_a_captured_graph_is_refused_and_the_next_one_works(monkeypatch):
     captures = [True]
-    monkeypatch.setattr(rankzero, "Streams", lambda *made: Streams(*made, lambda: captures[0]))
+    monkeypatch.setattr(rankzero, "Streams", partial(Streams, captures=lambda: captures[0]))
     with rankzero.rank_zero_of(2):
         model = fully_shard(torch.nn.Linear(4, 4))
         with pytest.raises(StageError, match=r"captures the current stream.*Run a sharded model outside"):

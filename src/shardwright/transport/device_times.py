@@ -1,8 +1,9 @@
 """When a device ran collectives and waited for them: events on its streams, read once they have passed.
 
-The host never waits for them, but once, as the first one is made: from then on the device's clock is known
-by the host's. It would drift, so it is corrected by what must be: nothing happens on a device before the host
-has queued it, or after the host has seen that it had happened.
+The host never waits for them. An event is passed after the host has queued it, after the host has last seen
+that it isn't, and before the host sees that it is: so each one that is read says how far the device's clock
+may be from the host's. What was taken for the difference is corrected by no more than that, which also
+corrects a clock that drifts.
 
     begin   on the stream that launches, after all that the collective reads was made
     end     on a stream of its own, which waits for nothing but the collective
@@ -14,6 +15,7 @@ An event that has been read is used again, so that there are as many as were eve
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from math import inf
 from typing import Any
 from weakref import WeakSet
 
@@ -22,82 +24,86 @@ from shardwright.transport.recorder import DEVICE, STALL, clock, recorder
 
 MOST = 4096
 """Marks that wait to be read. Where more come (a device hangs) they are left out."""
-_AT_ONCE = 3  # marks read for each that is made, so that none stay behind
+_TOGETHER = 64  # marks that are read at once: looking costs as much as a mark
 _REBASED_S = 1.0  # a time in milliseconds as a float of 32 bits is exact to 0.1 us within a second
 
 
 class DeviceTimes:
     """The events of the streams of one transport. Its methods are called where collectives are.
 
-    make_event: makes an event that takes times. current: gives the stream that is current.
+    make_event: makes an event that takes times, and is recorded on the stream that is current.
     """
 
-    def __init__(self, make_event: Callable[[], Any], stream: Any, current: Callable[[], Any]) -> None:
+    def __init__(self, make_event: Callable[[], Any], stream: Any) -> None:
         self.num_made = 0
-        self._make_event, self._stream, self._current = make_event, stream, current
+        self._make_event, self._stream = make_event, stream
         self._free: list[Any] = []
-        self._pending: deque[tuple[str, int, float, tuple[Any, ...]]] = deque()
-        self._origin: tuple[Any, float] | None = None
+        self._pending: deque[tuple[int, str, int, float, Any, Any]] = deque()
+        self._origin: tuple[Any, float] | None = None  # an event that others are told from, and its time
+        self._unpassed_s, self._known = -inf, False
         self._reading = threading.Lock()
         _all.add(self)
 
-    def begin(self) -> Any:
+    def begin(self) -> tuple[Any, float] | None:
         """A collective is launched next, on the stream that is current; for ``end``."""
         if self._origin is None:
-            event = self._recorded()
-            event.synchronize()
-            self._origin = event, clock()
-        self.read(_AT_ONCE)
-        return (self._recorded(), clock()) if len(self._pending) < MOST else None
+            self._origin = self._made(), clock()
+            self._origin[0].record()
+        if len(self._pending) >= _TOGETHER or not self._known:
+            self.read()
+        if len(self._pending) >= MOST:
+            return None
+        event = self._free.pop() if self._free else self._made()
+        event.record()
+        return event, clock()
 
-    def end(self, begun: Any, name: str, launch: Launch, works: Iterable[Any]) -> None:
+    def end(self, begun: tuple[Any, float] | None, name: str, launch: Launch, works: Iterable[Any]) -> None:
         """It was launched, by the log of that name. works: what it is to be waited for by."""
         if begun is not None:
-            event, at = begun
+            event = self._free.pop() if self._free else self._made()
             with self._stream:
                 for work in works:
                     work.wait()
-                self._pending.append((name, launch.number, at, (event, self._recorded())))
+                event.record()
+            self._pending.append((DEVICE, name, launch.number, begun[1], begun[0], event))
 
     def stall(self, name: str, launch: Launch) -> None:
         """The current stream waits for it next."""
-        if self._origin is not None and len(self._pending) < MOST:
-            self._pending.append((name, launch.number, clock(), (self._recorded(),)))
-
-    def _recorded(self) -> Any:
-        event = self._free.pop() if self._free else self._made()
-        event.record(self._current())
-        return event
+        if len(self._pending) < MOST:
+            event = self._free.pop() if self._free else self._made()
+            event.record()
+            self._pending.append((STALL, name, launch.number, clock(), None, event))
 
     def _made(self) -> Any:
         self.num_made += 1
         return self._make_event()
 
-    def read(self, most: int = MOST) -> None:
-        """Write the oldest marks, as far as they have passed, into the recorder. Any thread may call it."""
+    def read(self) -> None:
+        """Write the marks that have passed, the oldest first, into the recorder. Any thread may call it."""
         with self._reading:
-            while most and self._pending and self._pending[0][3][-1].query():
-                name, number, queued_s, events = self._pending.popleft()
-                times = self._times(queued_s, events)
-                recorder.write((DEVICE if len(times) == 2 else STALL, name, number, *times))
-                most -= 1
-
-    def _times(self, queued_s: float, events: tuple[Any, ...]) -> list[float]:
-        """By the host's clock."""
-        assert self._origin is not None
-        base, base_s = self._origin
-        times = [base_s + base.elapsed_time(event) / 1e3 for event in events]
-        early_s, late_s = queued_s - times[0], times[-1] - clock()
-        shift_s = early_s if early_s > 0 else -max(late_s, 0.0)
-        times = [at + shift_s for at in times]
-        if times[-1] - base_s > _REBASED_S:
-            self._free.append(base)
-            self._origin = events[-1], times[-1]
-            events = events[:-1]
-        elif shift_s:
-            self._origin = base, base_s + shift_s
-        self._free.extend(events)
-        return times
+            while self._pending and self._origin is not None:
+                kind, name, number, queued_s, begun, ended = self._pending[0]
+                looked_s = clock()
+                if not ended.query():
+                    self._unpassed_s = looked_s
+                    return
+                self._pending.popleft()
+                base, base_s = self._origin
+                end_s = start_s = base_s + base.elapsed_time(ended) / 1e3
+                if begun is not None:
+                    start_s = base_s + base.elapsed_time(begun) / 1e3
+                    self._free.append(begun)
+                early_s = max(queued_s - start_s, self._unpassed_s - end_s)
+                shift_s = early_s if early_s > 0 else min(clock() - end_s, 0.0)
+                start_s, end_s = start_s + shift_s, end_s + shift_s
+                self._unpassed_s, self._known = -inf, True
+                if end_s - base_s > _REBASED_S:
+                    self._origin, ended = (ended, end_s), base
+                elif shift_s:
+                    self._origin = base, base_s + shift_s
+                self._free.append(ended)
+                times = (end_s,) if begun is None else (start_s, end_s)
+                recorder.write((kind, name, number, *times))
 
 
 _all: "WeakSet[DeviceTimes]" = WeakSet()

@@ -28,7 +28,6 @@ from shardwright.schedule.layout import pack
 from shardwright.torch_private import foreach_copy_, foreach_zero_
 from shardwright.transport.base import Comm, Reduction, Segment
 from shardwright.transport.collect import collect
-from shardwright.transport.device_times import DeviceTimes
 from shardwright.transport.launches import Launch, LaunchLog
 from shardwright.transport.recorder import DONE, clock, recorder
 from shardwright.transport.streams import Due, Streams
@@ -65,6 +64,7 @@ class NcclComm(Comm):
         self._reduce_group = reduce_group
         self._coalesce = streams is not None
         self.streams = streams
+        self.times = None if streams is None or self.world == 1 else streams.times
         self._host = host
 
     @property
@@ -84,7 +84,7 @@ class NcclComm(Comm):
         return _NcclGather(flight, self.streams, due)
 
     def _launch_gather(self, flight: "_Flight", segments: Sequence[Segment]) -> None:
-        flight.begin()
+        begun = None if self.times is None else self.times.begin()
         for members in _by_dtype([s.flat for s in segments]).values() if self.world > 1 else ():
             outputs = [segments[i].flat for i in members]
             inputs = [flat.view(self.world, -1)[self.rank] for flat in outputs]
@@ -99,7 +99,8 @@ class NcclComm(Comm):
                     dist.all_gather_single(full, shard, self._gather_group, async_op=True)
                     for full, shard in zip(whole, parts, strict=True)
                 )
-        flight.launched()
+        if self.times is not None:
+            self.times.end(begun, self.log.name, flight.launch, flight.works)
 
     def reduce_scatter(
         self, segments: Sequence[Segment], dtypes: Sequence[torch.dtype], key: str
@@ -123,7 +124,7 @@ class NcclComm(Comm):
         if self.world == 1:
             return inputs, inputs
         outputs = [flat.new_empty(flat.numel() // self.world) for flat in inputs]
-        flight.begin()
+        begun = None if self.times is None else self.times.begin()
         for members in _by_dtype(inputs).values():
             self.sent_nbytes += sum([outputs[i].nbytes for i in members]) * (self.world - 1)
             if self._coalesce:
@@ -140,7 +141,8 @@ class NcclComm(Comm):
                     dist.reduce_scatter_single(outputs[i], inputs[i], group=self._reduce_group, async_op=True)
                     for i in members
                 )
-        flight.launched()
+        if self.times is not None:
+            self.times.end(begun, self.log.name, flight.launch, flight.works)
         return inputs, outputs
 
     def all_reduce(self, values: Sequence[torch.Tensor], key: str) -> Reduction:
@@ -153,7 +155,7 @@ class NcclComm(Comm):
         if self.streams is None:
             return super().all_reduce(values, key)
         flight = _Flight(self, self.log.launch(key))
-        flight.begin()
+        begun = None if self.times is None else self.times.begin()
         for members in _by_dtype(values).values():
             sums = [values[index] for index in members]
             self.sent_nbytes += sum([each.nbytes for each in sums]) * 2 * (self.world - 1) // self.world
@@ -161,7 +163,8 @@ class NcclComm(Comm):
             options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
             options.asyncOp = True
             flight.add(self._reduce_group.allreduce_coalesced(sums, options))
-        flight.launched()
+        if self.times is not None:
+            self.times.end(begun, self.log.name, flight.launch, flight.works)
         return _NcclReduction(flight, [], list(values), [each.numel() for each in values])
 
     def gather(self, shard: torch.Tensor, spans: Sequence[tuple[int, int]], dst: int) -> torch.Tensor | None:
@@ -179,31 +182,16 @@ class NcclComm(Comm):
 class _Flight:
     """A collective in flight. On CUDA ``wait`` makes the current stream wait for it, elsewhere the host."""
 
-    __slots__ = ("_begun", "comm", "launch", "works")
+    __slots__ = ("comm", "launch", "works")
 
     def __init__(self, comm: NcclComm, launch: Launch) -> None:
         self.comm, self.launch = comm, launch
         self.works: list[Any] = []
-        self._begun: Any = None
-
-    @property
-    def _times(self) -> DeviceTimes | None:
-        return self.comm.streams.times if self.comm.streams is not None and self.comm.world > 1 else None
-
-    def begin(self) -> None:
-        """Its operations are launched next, on the current stream."""
-        if (times := self._times) is not None:
-            self._begun = times.begin()
-
-    def launched(self) -> None:
-        """They are."""
-        if (times := self._times) is not None:
-            times.end(self._begun, self.comm.log.name, self.launch, self.works)
 
     def stall(self) -> None:
         """The current stream comes to wait for it."""
-        if self.works and (times := self._times) is not None:
-            times.stall(self.comm.log.name, self.launch)
+        if self.works and self.comm.times is not None:
+            self.comm.times.stall(self.comm.log.name, self.launch)
 
     def add(self, work: Any) -> None:
         """An operation of the device's, which are all on one process group."""

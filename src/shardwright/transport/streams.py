@@ -33,6 +33,7 @@ streams run as far apart as events allow and finds every race, also that each ru
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -87,7 +88,7 @@ class Streams:
         self._captures = captures
         self._released: Due | None = None
         self._filled: set[int] = set()
-        self.times = None if make_event is None else DeviceTimes(make_event, make(), current)
+        self.times = None if make_event is None else DeviceTimes(make_event, make())
 
     @classmethod
     def of(cls, device: torch.device) -> "Streams | None":
@@ -95,10 +96,10 @@ class Streams:
         if device.type == "cpu":
             return None
         return cls(
-            lambda: torch.Stream(device, priority=HIGH_PRIORITY),
-            lambda: torch.accelerator.current_stream(device),
+            partial(torch.Stream, device, priority=HIGH_PRIORITY),
+            partial(torch.accelerator.current_stream, device),
             getattr(torch.get_device_module(device), "is_current_stream_capturing", bool),
-            lambda: torch.Event(device, enable_timing=True),
+            partial(torch.Event, device, enable_timing=True),
         )
 
     @contextmanager
