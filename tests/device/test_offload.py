@@ -70,6 +70,21 @@ def test_the_host_waits_once_a_backward_and_once_before_a_step_and_one_event_bri
         assert num_offloads == num_trained * backwards
 
 
+def test_where_gradients_stay_on_the_device_the_host_waits_as_often():
+    for seed in range(2):
+        [(waits, num_offloads, num_trained, backwards, steps)] = run_ranks(
+            1, counted, "gradients stay on the device", seed
+        )
+        assert waits == ["event"] * (backwards + steps)
+        assert num_offloads == num_trained * backwards
+
+
+def test_where_the_state_alone_is_on_the_host_it_waits_once_after_a_step():
+    for seed in range(2):
+        [(waits, num_offloads, _, backwards, steps)] = run_ranks(1, counted, "state alone on the host", seed)
+        assert waits == ["event"] * steps and backwards >= steps == num_offloads > 0
+
+
 def _shards(model):
     return [param.sharded for unit in units_in(model) for param in unit.params]
 
