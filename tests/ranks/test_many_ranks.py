@@ -11,6 +11,7 @@ import pytest
 from torch.distributed import PrefixStore, TCPStore
 
 from shardwright.errors import CommError
+from shardwright.transport.attempt import join_job
 from shardwright.transport.channel import AxisChannel, broadcast, compare
 from shardwright.transport.cpu.peers import open_connections
 from shardwright.transport.cpu.sockets import SocketComm
@@ -113,6 +114,23 @@ def check(world, rounds):
 @pytest.mark.parametrize("world", [7, 8, 12])
 def test_ranks_that_agree_have_connections_to_few_and_all_learn_who_is_elsewhere_or_has_ended(world):
     check(world, rounds=3)
+
+
+def joined(rank, world, port, mode):
+    """The sockets that a rank has once the package has joined its job."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "SHARDWRIGHT_PROCESS": mode}
+    before = sockets_here()
+    join_job("gloo", timedelta(seconds=LIMIT_S))
+    return sockets_here() - before
+
+
+def test_a_job_that_the_package_joins_has_no_connection_of_gloo_to_a_rank_before_it_is_used():
+    world, own = 8, 2  # to the store, and where it is called at itself
+    found = run_ranks(world, joined, free_port(), "on", grouped=False, limit_s=LIMIT_S)
+    assert max(found[1:]) <= own and found[0] <= own + world + 1, found  # rank 0's process has the store
+    left_alone = run_ranks(world, joined, free_port(), "off", grouped=False, limit_s=LIMIT_S)
+    assert min(left_alone) >= own + world - 1, left_alone
 
 
 @pytest.mark.slow

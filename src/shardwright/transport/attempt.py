@@ -13,7 +13,9 @@ A welcome counts for the number that it repeats, so nobody takes an old one. Not
 rank that never comes keeps nobody waiting for longer than it is asked to.
 """
 
+import os
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -28,9 +30,11 @@ from torch.distributed.rendezvous import rendezvous
 from shardwright.errors import CommError
 from shardwright.torch_private import default_store, default_store_is
 from shardwright.transport import liveness
+from shardwright.transport.process import process_is_ours
 
 _NAME = "shardwright/attempt"
 _POLL_S = 0.002
+_GLOO_LAZY, _GLOO_OVER = "TORCH_GLOO_LAZY_INIT", "GLOO_DEVICE_TRANSPORT"  # variables that torch reads
 
 
 class Attempt:
@@ -142,10 +146,13 @@ def join_job(backend: str | None, timeout: timedelta) -> None:
     """``init_process_group`` by the launcher's variables, also where the store has keys of an attempt before.
 
     torch 2.13 itself has ranks of a new attempt connect to addresses that the last one left in the store of
-    torchrun. Every rank calls it. Raises: CommError where some rank doesn't come within ``timeout``.
+    torchrun. Its Gloo groups connect two ranks when they first need it, not every rank to each other at once.
+    Every rank calls it. Raises: CommError where some rank doesn't come within ``timeout``.
     """
     store, rank, world = next(rendezvous("env://", timeout=timeout))
     attempt = _met(Attempt(store, rank, world), timeout, "to start")
+    if process_is_ours() and sys.platform == "linux" and os.environ.get(_GLOO_OVER, "TCP") == "TCP":
+        os.environ.setdefault(_GLOO_LAZY, "1")  # elsewhere torch refuses it
     dist.init_process_group(backend, store=attempt.keys(), rank=rank, world_size=world, timeout=timeout)
 
 
