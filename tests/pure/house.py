@@ -136,6 +136,12 @@ FSDP_FILE = "torch_fsdp.py"
 PRIVATE_FILE = "torch_private.py"
 # Of optimizers, neither of modules nor of autograd; it stands below engine/, and refuses theirs.
 OPTIMIZER_HOOK = ("xla/placeholder.py", "torch.optim.optimizer.register_optimizer_step_pre_hook")
+STREAMS_FILE = "transport/streams.py"
+OF_STREAMS = re.compile(
+    r"torch\b.*\.(Stream|Event|StreamContext|stream|current_stream|set_stream|synchronize)"
+    r"|.*\.(synchronize|record_stream|record_event|wait_event|wait_stream)"
+)
+"""Names by which a device's streams are made, ordered and waited for."""
 AnyFunction = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -304,6 +310,21 @@ def stray_hooks(package: dict[str, str]) -> list[str]:
                 complaints.append(
                     f"{path}:{getattr(node, 'lineno', 0)}: {name}; only {HOOKS_FILES[0]} sets hooks"
                 )
+    return complaints
+
+
+def stray_streams(package: dict[str, str]) -> list[str]:
+    """Streams and events of a device, and waits of the host for it, outside the one file that orders them."""
+    complaints = []
+    for path, source in package.items():
+        if path == STREAMS_FILE:
+            continue
+        for node in ast.walk(ast.parse(source)):
+            names = [ast.unparse(node)] if isinstance(node, ast.Attribute) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            for name in filter(OF_STREAMS.fullmatch, names):
+                complaints.append(f"{path}:{getattr(node, 'lineno', 0)}: {name}; only {STREAMS_FILE} does")
     return complaints
 
 

@@ -33,6 +33,7 @@ from shardwright.crc import crc32
 from shardwright.errors import CheckpointError, InputError
 from shardwright.storage import Location, location_of
 from shardwright.transport.recorder import recorder
+from shardwright.transport.streams import wait_for_stream
 
 
 @recorder.span("save")
@@ -212,7 +213,7 @@ def staged(snapshot: Snapshot) -> Snapshot:
     for key in _staging.keys() - parts.keys():
         del _staging[key]
     if any(_is_on_device(part.local) for part in snapshot.parts.values()):
-        torch.accelerator.current_stream().synchronize()
+        wait_for_stream()
     return replace(snapshot, parts=parts)
 
 

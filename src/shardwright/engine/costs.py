@@ -14,6 +14,7 @@ from shardwright.engine.group_table import GroupTable
 from shardwright.policy import SchedulePolicy
 from shardwright.schedule.planner import plan
 from shardwright.schedule.schedule import ActionKind, Event, EventKind, Phase, Schedule, ScheduleEntry
+from shardwright.transport.streams import wait_for_device
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,5 @@ def _rehearse(executor: Executor, phases: dict[Phase, tuple[ScheduleEntry, ...]]
             flying.pop(action.groups)()
         elif action.kind is not ActionKind.HOLD:
             executor.do[action.kind](action)
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
+    wait_for_device()
     return time.perf_counter() - start

@@ -24,6 +24,7 @@ from shardwright.plan.prices import HOST_HOP, LAUNCH_S
 from shardwright.schedule.layout import equal_spans
 from shardwright.transport.base import Comm, Gather, Segment
 from shardwright.transport.mesh import comm_of, default_mesh
+from shardwright.transport.streams import wait_for_device
 
 _LONG_US = 50_000  # of one measurement; shorter ones are repeated until they take as long
 _MOST_REPEATS = 10_000
@@ -245,17 +246,12 @@ def _seconds(comm: Comm, run: Callable[[], object]) -> float:
 
 
 def _us(repeats: int, run: Callable[[], object]) -> float:
-    _settle()
+    wait_for_device()
     start = time.perf_counter()
     for _ in range(repeats):
         run()
-    _settle()
+    wait_for_device()
     return 1e6 * (time.perf_counter() - start)
-
-
-def _settle() -> None:
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
 
 
 def _meet() -> tuple[Comm, torch.device]:

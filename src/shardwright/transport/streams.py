@@ -45,6 +45,17 @@ HIGH_PRIORITY = -1
 """Of streams: what collectives wait for goes before computations that could as well run later."""
 
 
+def wait_for_device() -> None:
+    """The host waits until nothing that it has queued runs any more, where there is an accelerator."""
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+
+
+def wait_for_stream() -> None:
+    """The host waits for all that the current stream of the accelerator has queued."""
+    torch.accelerator.current_stream().synchronize()
+
+
 class Due:
     """What another stream has queued so far, for a stream to wait for: once, and not again."""
 
