@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from shardwright import errors
 from tests.fences import fences
 
 ROOT = Path(__file__).parents[2]
@@ -38,6 +39,26 @@ def texts() -> list[str]:
     return [line for line in lines if len(line.replace("…", "")) >= LEAST]
 
 
+@cache
+def raised_texts() -> list[tuple[str, str]]:
+    """Every line of a string that stands in ``raise Class(...)``, and the name of the class."""
+    found = set()
+    for path in (ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+                strings = {text_of(part) for part in ast.walk(node.exc) if isinstance(part, ast.expr)}
+                lines = [line for text in strings if text for line in text.splitlines()]
+                found |= {(ast.unparse(node.exc.func), re.sub("…+", "…", line).strip()) for line in lines}
+    return [(name, line) for name, line in sorted(found) if len(line.replace("…", "")) >= LEAST]
+
+
+def sections(page: str) -> list[tuple[str, list[str]]]:
+    """(heading, quoted lines) of each section that quotes messages."""
+    parts = re.split(r"^#+ ", page, flags=re.MULTILINE)
+    quoted = [(part.partition("\n")[0], re.findall(r"```text\n(.*?)```", part, re.DOTALL)) for part in parts]
+    return [(heading, "".join(fences).splitlines()) for heading, fences in quoted if fences]
+
+
 def stands_in_source(message: str, sources: list[str]) -> bool:
     """Whether a quoted line is part of a text of the source, or an example of one."""
     message = re.sub("…+", "…", message)
@@ -50,6 +71,20 @@ def stands_in_source(message: str, sources: list[str]) -> bool:
 @pytest.mark.parametrize("message", QUOTED)
 def test_a_quoted_message_stands_in_the_source(message):
     assert stands_in_source(message, texts()), f"no text of src/ says it any more: mend docs/{PAGE}"
+
+
+def test_each_class_of_error_is_in_a_heading():
+    headings = re.findall(r"^#+ .*", (ROOT / "docs" / PAGE).read_text(), flags=re.MULTILINE)
+    named = {name for heading in headings for name in re.findall(r"`(?:torch\.)?(\w+)", heading)}
+    concrete = {name for name, kind in vars(errors).items() if isinstance(kind, type)} - {"ShardwrightError"}
+    assert concrete - named == set(), f"docs/{PAGE}: someone searches for what a traceback prints"
+
+
+@pytest.mark.parametrize(("heading", "quoted"), sections((ROOT / "docs" / PAGE).read_text()))
+def test_a_heading_names_the_classes_as_which_its_messages_are_raised(heading, quoted):
+    for message in quoted:
+        names = {name for name, text in raised_texts() if stands_in_source(message, [text])}
+        assert not names or any(f"`{name}`" in heading for name in names), f"{names}: {message}"
 
 
 def test_a_message_that_nobody_says_is_noticed():
