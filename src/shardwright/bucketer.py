@@ -414,8 +414,8 @@ def _check(inputs: list[torch.Tensor], world: int) -> None:
             tensor.dtype is not first.dtype or tensor.shape != first.shape or tensor.device != first.device
         ):
             raise InputError(
-                f"inputs must be alike: input {rank} is {_describe(tensor)}, input 0 is {_describe(first)}; "
-                "pad or convert them before the call"
+                f"inputs must have one dtype, shape and device: input {rank} is {_describe(tensor)}, input 0 "
+                f"is {_describe(first)}; pad or convert them before the call"
             )
 
 

@@ -84,7 +84,8 @@ def clip_grad_norm_(
 
 
 def _norm(grads: list[torch.Tensor], where: Any, norm_type: float, foreach: bool | None) -> torch.Tensor:
-    """The norm of gradients that lie alike: of the local shards, then over the axes that shard them.
+    """The norm of gradients that are sharded over the same axes: of the local shards, then over the axes that
+    shard them.
 
     Not torch's own norm of DTensors: its infinity norm fails on a rank whose shard is empty.
     """

@@ -216,7 +216,8 @@ class FSDPModule(GradientSetters, ScheduleSetters, TorchFSDPModule):
         """Accepted, without effect: all-gathers are launched ahead here anyway."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A model of its own, sharded alike on the same mesh, with copies of the shards; at rest."""
+        """A model of its own, sharded in the same way on the same mesh, with copies of the shards; at
+        rest."""
         model, blueprint = deep_copy(cast(nn.Module, self), memo)
         for module in rebuild(model, blueprint):
             become_fsdp_module(module)
@@ -259,7 +260,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Unshard a module around another one of its methods, as it is unsharded around its forward.
 
     For modules with several entries (``encode``, ``generate``). It does nothing for a module that isn't
-    sharded. Every rank calls it. The method is then treated like a forward, so all ranks must call it alike.
+    sharded. Every rank calls it. The method is then treated like a forward: every rank must call it.
 
     Args:
         module: a module, sharded or not.

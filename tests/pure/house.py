@@ -142,6 +142,12 @@ OF_STREAMS = re.compile(
     r"|.*\.(synchronize|record_stream|record_event|wait_event|wait_stream)"
 )
 """Names by which a device's streams are made, ordered and waited for."""
+RIDDLES = re.compile(
+    r"\b([Bb]ut for|(come|comes|came|coming) for|([Ii]s|are|was) another than|belongs? into|what else goes by"
+    r"|[Aa]like)\b"
+)
+INSTEAD = "write: except, is at, is not the one that, belongs to, the same on every rank"
+"""Phrases that readers took for something else, and what to write in their place."""
 AnyFunction = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -474,6 +480,26 @@ def unbounded_groups(package: dict[str, str]) -> list[str]:
             if name in ("new_group", "init_process_group") and "timeout" not in given and not positional:
                 complaints.append(f"{path}:{node.lineno}: {name} without a timeout")
     return complaints
+
+
+def riddles(package: dict[str, str]) -> list[str]:
+    """Phrases that a reader must decode, in the docstrings, messages and comments of a file, or in a page."""
+    complaints = []
+    for path, source in package.items():
+        for line, prose in _prose(source) if path.endswith(".py") else [(1, source)]:
+            found = RIDDLES.search(" ".join(prose.split()))
+            if found:
+                complaints.append(f"{path}:{line}: says {found[0]!r}; {INSTEAD}")
+    return complaints
+
+
+def _prose(source: str) -> Iterator[tuple[int, str]]:
+    """(line, text) of each string and each block of comments; names of things are no prose."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
+            yield node.lineno, node.value
+    for block in re.finditer(r"(?:^[^\n\"']*# .*\n?)+", source, re.MULTILINE):
+        yield source.count("\n", 0, block.start()) + 1, re.sub(r"^.*?# ", "", block[0], flags=re.MULTILINE)
 
 
 def over_budget(

@@ -8,6 +8,11 @@ from tests.pure import house
 
 ROOT = Path(__file__).parents[2] / "src" / house.PACKAGE
 PACKAGE = {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted(ROOT.rglob("*.py"))}
+TOP = Path(__file__).parents[2]
+PAGES = {
+    path.relative_to(TOP).as_posix(): path.read_text()
+    for path in [*TOP.glob("*.md"), *TOP.glob("docs/**/*.md")]
+}
 
 
 def over_budget(package):
@@ -35,6 +40,7 @@ RULES = [
     house.device_types,
     stray_private_names,
     house.unbounded_groups,
+    house.riddles,
     over_budget,
 ]
 
@@ -42,6 +48,11 @@ RULES = [
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_the_package_keeps_the_rule(rule):
     complaints = rule(PACKAGE)
+    assert not complaints, "\n".join(complaints)
+
+
+def test_pages_have_no_riddles():
+    complaints = house.riddles(PAGES)
     assert not complaints, "\n".join(complaints)
 
 
@@ -136,6 +147,11 @@ BAD = [
     (stray_private_names, {"xla/state.py": "def f(m):\n    return getattr(m, '_parameters')"}),
     (stray_private_names, {"module.py": "class A:\n    def f(self):\n        super()._apply(1)"}),
     (house.unbounded_groups, {"api.py": "init_process_group('gloo', rank=0)"}),
+    (house.riddles, {"api.py": '"""The groups, but\n    for the last."""'}),
+    (house.riddles, {"api.py": "raise InputError(f'{x} is another ' 'than before')"}),
+    (house.riddles, {"api.py": "x = 1  # alike on\n"}),
+    (house.riddles, {"api.py": "# what ranks\n# came for\n"}),
+    (house.riddles, {"docs/plan.md": "It belongs\ninto the folder."}),
     (over_budget, {"api.py": "x = 1\n" * 401}),
     (over_budget, {"api.py": "def f():\n" + lines(60)}),
     (over_budget, {"api.py": "def f(a, b, c, d, e, *f, g): pass"}),
@@ -161,6 +177,7 @@ GOOD = {
     "torch_private.py": "from torch import _C\nx = attrgetter('_version')",
     "module.py": "import torch\n\nclass A:\n    def _apply(self):\n        super()._apply(1)\n        "
     "self._own = torch.nn.__version__",
+    "clip.py": "alike = {}  # of the same kind\nx = f'{alike} is another, and belongs to it'",
     "transport/base.py": '"""As cuda."""\nclass Comm(Protocol): pass\nx = "cpu"',
     "transport/shm.py": "class Shm(Comm): pass\nx = isinstance(comm, Shm)\ny = isinstance(x, int)",
     "transport/streams.py": "torch.accelerator.synchronize()\nmake = torch.Stream",

@@ -54,8 +54,8 @@ class Target:
 
 
 def allocated(targets: Iterable[Target]) -> dict[str, Target]:
-    """The targets by key, with memory on ``device`` for what is on the meta device: uninitialised, but for
-    flat parameters, where zeros are what lies between the tensors."""
+    """The targets by key, with memory on ``device`` for what is on the meta device: uninitialised,
+    except that in flat parameters zeros lie between the tensors."""
     made: dict[int, torch.Tensor] = {}
     found = {}
     for target in targets:

@@ -53,9 +53,11 @@ def add_commands(commands: Any) -> None:
         nargs="?",
         help="a folder of Hugging Face or its config.json, a recipe, or the name of a row of --models",
     )
-    plan.add_argument("--sequence", type=int, metavar="TOKENS", help=f"of a row (default {_SEQUENCE})")
     plan.add_argument(
-        "--batch", type=int, metavar="ROWS", help=f"of a microbatch on one rank (default {_ROWS})"
+        "--sequence", type=int, metavar="TOKENS", help=f"tokens in a sequence (default {_SEQUENCE})"
+    )
+    plan.add_argument(
+        "--batch", type=int, metavar="ROWS", help=f"sequences in a microbatch on one rank (default {_ROWS})"
     )
     plan.add_argument(
         "--trace", action="store_true", help="a folder's model itself, by transformers (extra hf)"

@@ -12,7 +12,7 @@ from shardwright.train.resolve import resolve
 
 
 def asked(known: argparse.Namespace) -> tuple[Subject, Choice]:
-    """What the recipe says, but for what the command line does. Raises: ConfigError."""
+    """What the recipe says, except where the command line says otherwise. Raises: ConfigError."""
     options = {"sequence_length": known.sequence, "batch_size": known.batch}
     options["accumulation"] = known.microbatches
     given = [(f"training.{key}", str(value)) for key, value in options.items() if value is not None]

@@ -139,7 +139,7 @@ def bring_back(groups: Sequence[ParamGroup], states: Sequence[State]) -> None:
 
 
 def _new(group: ParamGroup, state: State, optimizer: Optimizer | None) -> list[Any]:
-    """The tensors of a group's state, but for those that were put away before."""
+    """The tensors of a group's state, except those that were put away before."""
     tensors: list[Any] = [param.sharded for param in group.params]
     if state is State.GRADS:
         tensors = [shard.grad for shard in tensors if shard.grad is not None]

@@ -179,6 +179,6 @@ def _by_comm(
 
 
 def _key(what: str, members: Sequence[ParamGroup] | Sequence[Reducer]) -> str:
-    """For messages, alike on all ranks."""
+    """For messages; the same on all ranks."""
     more = f" and {len(members) - 1} more, to {members[-1].name}" if len(members) > 1 else ""
     return f"{what} {members[0].name}{more}"

@@ -2,7 +2,7 @@
 
 While a model is copied its modules are what they were before ``fully_shard``: of their own class, without
 our hooks, each parameter replaced by this rank's plain shard. A blueprint says how they were sharded, and
-the copy is sharded alike from it, without communication.
+the copy is sharded in the same way from it, without communication.
 """
 
 import copy
@@ -73,7 +73,7 @@ class Blueprint:
 
 @contextmanager
 def plain(model: nn.Module) -> Iterator[Blueprint]:
-    """The model as it was before it was sharded, but for shards in place of parameters; at rest, for a while.
+    """The model as it was before it was sharded, with shards in place of parameters; at rest, for a while.
 
     Raises: StageError inside of a step; InputError where a group is shared with modules outside of
         ``model``: then copy the module that holds both.
@@ -127,7 +127,8 @@ def deep_copy(model: nn.Module, memo: dict[int, Any]) -> tuple[nn.Module, Bluepr
 
 
 def rebuild(model: nn.Module, blueprint: Blueprint) -> list[nn.Module]:
-    """Shard a copy of the plain model alike, in a runtime of its own; the modules that are sharded now."""
+    """Shard a copy of the plain model in the same way, in a runtime of its own; the modules that are sharded
+    now."""
     modules = dict(model.named_modules())
     runtime = Runtime(blueprint.policy)
     units = []

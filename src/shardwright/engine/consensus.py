@@ -68,9 +68,10 @@ class Consensus:
         self._num_params = sum(len(group.params) for group in self._table.groups)
 
     def exchange(self, sync: Sync) -> Answer:
-        """The answer to ``sync``. Every rank of the channel calls it, but for those that ask no other rank.
+        """The answer to ``sync``. Every rank of the channel calls it, except with a sync that asks no other
+        rank.
 
-        Raises: Diverged, on every rank, where ranks came for different things.
+        Raises: Diverged, on every rank, where ranks are at different sync points.
         """
         if isinstance(sync, Inspect):
             return self._executor.inspect(sync.group)

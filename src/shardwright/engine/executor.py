@@ -25,7 +25,7 @@ from shardwright.transport.streams import Streams
 class Executor:
     """The actions on the groups of ``table``: ``do[kind](action)``. What is already so is left so.
 
-    agreement: that of the schedule policy in force, which all ranks must have alike.
+    agreement: that of the schedule policy in force, which must be the same on all ranks.
     promote: bits of the groups whose gradients travel in the reduce dtype, since some rank has kept some of
         earlier microbatches in it. participates: other ranks may have gradients where this one has none.
     pending_steps: by group, the steps of optimizers that run inside of the backward, once their gradients are

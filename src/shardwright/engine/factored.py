@@ -1,8 +1,9 @@
 """Optimizers that read rows and columns of whole matrices, over shards.
 
 ``torch.optim.Adafactor`` keeps a mean of each row and each column, and fails on DTensors. Its state is small,
-so a sharded parameter is stepped whole, one after another: gathered, stepped by torch's own code on every
-rank alike, and cut again. ``torch.optim.Muon`` runs on DTensors, in other roundings than one process.
+so a sharded parameter is stepped whole, one after another: gathered, stepped by torch's own code in the
+same way on every rank, and cut again. ``torch.optim.Muon`` runs on DTensors, in other roundings than one
+process.
 """
 
 import warnings

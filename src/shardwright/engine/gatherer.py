@@ -169,8 +169,8 @@ def choose(
     options: GatherOptions,
     before: Gatherer | None = None,
 ) -> Gatherer:
-    """How the group ``name`` of ``params`` is gathered. Every rank decides alike, from what the group is and
-    what was asked of it; no communication.
+    """How the group ``name`` of ``params`` is gathered. Every rank decides the same, from what the group is
+    and what was asked of it; no communication.
 
     before: how it is now, if its parameters are the same. What can't be is logged with the reason, once.
     """

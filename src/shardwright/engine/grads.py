@@ -92,8 +92,8 @@ def reduce_segments(
     """The gradients as parts of a reduce-scatter in ``dtypes``; and by part, which of them it is of.
 
     They travel in their own dtypes where that loses nothing, so that the cast costs no copy on this side.
-    Where the order of one has to be changed, all whose slices of the sharded dim are alike share its part.
-    divided: what float16 sums are divided by beforehand.
+    Where the order of one has to be changed, all whose slices of the sharded dim have the same shape share
+    its part. divided: what float16 sums are divided by beforehand.
     """
     tensors = [grad for _, grad in grads]
     half = [index for index, dtype in enumerate(dtypes) if dtype is torch.float16]

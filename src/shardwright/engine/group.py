@@ -351,7 +351,8 @@ class ParamGroup:
 
 
 def gathered_nbytes(group: ParamGroup) -> int:
-    """Bytes of all ranks' shards in the dtypes of the wire, but for what says itself what is gathered."""
+    """Bytes of all ranks' shards in the dtypes of the wire, except of subclasses that say what is
+    gathered."""
     params = [param for param in group.params if param.layout.dim is not None and not param.extended]
     return sum([param.layout.numel * param.compute_dtype(group.policy).itemsize for param in params])
 

@@ -156,7 +156,7 @@ class GroupTable:
 
 
 def _is_measured(group: ParamGroup, policy: SchedulePolicy) -> bool:
-    """Whether the link decides what is sent; alike on all ranks, which measure it together."""
+    """Whether the link decides what is sent; the same on all ranks, which measure it together."""
     return policy.wire is Wire.AUTO and group.axis.world > 1 and not group.axis.comm.why_plain
 
 

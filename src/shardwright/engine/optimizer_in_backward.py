@@ -27,8 +27,8 @@ class StepInBackward:
     """An optimizer that steps a sharded model's parameters in the backward, and frees each gradient there.
 
     The result is bit for bit that of ``step`` and ``zero_grad`` of one such optimizer after the backward, for
-    every optimizer that updates each parameter independently. All ranks create it alike. Each backward is a
-    step, with these exceptions:
+    every optimizer that updates each parameter independently. Every rank must create it, with the same
+    arguments. Each backward is a step, with these exceptions:
 
     - while accumulating with ``set_requires_gradient_sync(False)`` nothing is stepped, until the backward
       that reduces all; gradients reduced in several backwards (``set_is_last_backward(False)``) raise an

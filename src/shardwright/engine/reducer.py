@@ -227,7 +227,7 @@ class Reducer:
             self._refuse_optimizer_inside()
         self.done = True
         self._held = []
-        if not self._partial:  # what is added up must have been divided alike
+        if not self._partial:  # what is added up must have been divided by the same number
             self._predivisor = predivisor(self.policy.divisor(self._ranks))
         self.unresolved.keeps = not self.policy.reduce
         trained = []

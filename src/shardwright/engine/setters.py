@@ -39,13 +39,16 @@ class Owner:
 
 
 class GradientSetters(Owner):
-    """How gradients are reduced. Call these setters alike on all ranks; they communicate nothing."""
+    """How gradients are reduced. Every rank must call these setters, with the same arguments; they
+    communicate nothing.
+    """
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether the backward reduces gradients over ranks. False keeps them unsharded and adds them up.
 
         For gradient accumulation: False for all microbatches but the last. The accumulated gradients take as
-        much memory as the unsharded parameters. Call it alike on all ranks; it communicates nothing.
+        much memory as the unsharded parameters. Every rank must call it, with the same arguments; it
+        communicates nothing.
 
         Args:
             requires_gradient_sync: False to accumulate, True before the last microbatch.
@@ -64,7 +67,8 @@ class GradientSetters(Owner):
         """Whether the backward all-reduces gradients over the replicas of a 2-D mesh.
 
         False keeps the gradients that were reduced over the sharded axis and adds them up: gradient
-        accumulation in the memory of the shards. Call it alike on all ranks; it communicates nothing.
+        accumulation in the memory of the shards. Every rank must call it, with the same arguments; it
+        communicates nothing.
 
         Args:
             requires_all_reduce: False to accumulate, True before the last microbatch.
@@ -76,8 +80,8 @@ class GradientSetters(Owner):
         """Whether the coming backward is the last one of its step, for the whole model.
 
         False: the backward doesn't wait at its end for the reductions that it started. The last backward
-        waits for all of them, and only then ``.grad`` is complete. Call it alike on all ranks; it
-        communicates nothing.
+        waits for all of them, and only then ``.grad`` is complete. Every rank must call it, with the same
+        arguments; it communicates nothing.
 
         Args:
             is_last_backward: False before all backwards of a step but the last.
@@ -88,8 +92,8 @@ class GradientSetters(Owner):
     def set_gradient_averaging(self, averaging: str, *, recurse: bool = True) -> None:
         """Whether gradients are the mean over ranks or their sum.
 
-        A third way, a weighted mean, is ``shardwright.loss_weights``. Call it alike on all ranks; it
-        communicates nothing.
+        A third way, a weighted mean, is ``shardwright.loss_weights``. Every rank must call it, with the same
+        arguments; it communicates nothing.
 
         Args:
             averaging: ``"average"``, the default, or ``"sum"``.
@@ -106,7 +110,7 @@ class GradientSetters(Owner):
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide this module's summed gradients by a number of your own instead of the number of ranks.
 
-        Call it alike on all ranks; it communicates nothing.
+        Every rank must call it, with the same arguments; it communicates nothing.
 
         Args:
             factor: above 0; with 1.0 the gradient is the sum.
@@ -119,7 +123,7 @@ class GradientSetters(Owner):
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """Deprecated name of ``set_gradient_divide_factor``.
 
-        Call it alike on all ranks.
+        Every rank must call it, with the same arguments.
 
         Args:
             factor: as there.
@@ -138,8 +142,8 @@ class GradientSetters(Owner):
     ) -> None:
         """Whether parameters that got no gradient on this rank take part in reductions with zeros.
 
-        For models in which different ranks use different parameters. Call it alike on all ranks; it
-        communicates nothing.
+        For models in which different ranks use different parameters. Every rank must call it, with the same
+        arguments; it communicates nothing.
 
         Args:
             reduce_scatter_unused_params: True lets them take part.
@@ -150,7 +154,7 @@ class GradientSetters(Owner):
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
         """Call a hook with this module's reduced gradients, before they are added to those of the shards.
 
-        Call it alike on all ranks; it communicates nothing.
+        Every rank must call it, with the same arguments; it communicates nothing.
 
         Args:
             hook: called with one 1-D tensor in the reduce dtype, already divided and without padding; it can
@@ -180,14 +184,14 @@ class GradientSetters(Owner):
 
 
 class ScheduleSetters(Owner):
-    """When parameters are unsharded, and how bytes are moved. Call these setters alike on all ranks, between
-    steps; they communicate nothing.
+    """When parameters are unsharded, and how bytes are moved. Every rank must call these setters, with
+    the same arguments, between steps; they communicate nothing.
     """
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether groups are resharded between forward and backward, from the next step on.
 
-        Call it alike on all ranks; it communicates nothing.
+        Every rank must call it, with the same arguments; it communicates nothing.
 
         Args:
             reshard_after_forward: False keeps the unsharded parameters, which saves an all-gather and takes
@@ -211,8 +215,8 @@ class ScheduleSetters(Owner):
         """Whether groups are resharded after the backward.
 
         False saves the next forward's all-gather if the parameters weren't changed in between. It is meant
-        for gradient accumulation; the unsharded parameters stay in memory. Call it alike on all ranks; it
-        communicates nothing.
+        for gradient accumulation; the unsharded parameters stay in memory. Every rank must call it, with the
+        same arguments; it communicates nothing.
 
         Args:
             reshard_after_backward: True is the default.
@@ -223,7 +227,7 @@ class ScheduleSetters(Owner):
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether this module's parameters are gathered for its backward.
 
-        Call it alike on all ranks; it communicates nothing.
+        Every rank must call it, with the same arguments; it communicates nothing.
 
         Args:
             unshard_in_backward: False for a module whose backward doesn't read its parameters, such as an
@@ -235,7 +239,7 @@ class ScheduleSetters(Owner):
         """Prefetch the groups of these modules, in order, when this module's forward begins, instead of the
         next ones.
 
-        Call it alike on all ranks; it communicates nothing.
+        Every rank must call it, with the same arguments; it communicates nothing.
 
         Args:
             modules: sharded modules of the same model; an empty list restores the recorded order.
@@ -249,7 +253,7 @@ class ScheduleSetters(Owner):
         """Prefetch the groups of these modules, in order, when this module's backward begins, instead of the
         next ones.
 
-        Call it alike on all ranks; it communicates nothing.
+        Every rank must call it, with the same arguments; it communicates nothing.
 
         Args:
             modules: sharded modules of the same model; an empty list restores the recorded order.
@@ -262,7 +266,7 @@ class ScheduleSetters(Owner):
     def set_schedule_policy(self, policy: SchedulePolicy) -> None:
         """Set when collectives are issued, for the whole model, from the next forward or backward on.
 
-        Call it alike on all ranks; it communicates nothing.
+        Every rank must call it, with the same arguments; it communicates nothing.
 
         Args:
             policy: the same on all ranks; see ``SchedulePolicy``.
@@ -276,7 +280,7 @@ class ScheduleSetters(Owner):
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """How many reduce-scatters of the whole model may be in flight at once.
 
-        Call it alike on all ranks; it communicates nothing.
+        Every rank must call it, with the same arguments; it communicates nothing.
 
         Args:
             max_input_buffers: at least 1; as ``SchedulePolicy.max_reductions``.
@@ -307,7 +311,7 @@ class ScheduleSetters(Owner):
     def set_custom_all_gather(self, comm: Any) -> None:
         """Use your own collective for this module's all-gathers.
 
-        Call it alike on all ranks; it communicates nothing.
+        Every rank must call it, with the same arguments; it communicates nothing.
 
         Args:
             comm: an object with ``allocate(size, *, dtype, device)`` and ``__call__(output_tensor,
@@ -321,7 +325,7 @@ class ScheduleSetters(Owner):
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Use your own collective for this module's reduce-scatters.
 
-        Call it alike on all ranks; it communicates nothing.
+        Every rank must call it, with the same arguments; it communicates nothing.
 
         Args:
             comm: as for ``set_custom_all_gather``; its call also takes ``op``, which is always a sum;

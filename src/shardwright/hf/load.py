@@ -180,7 +180,7 @@ def read_weights(
 
 
 def encoded_names(model: nn.Module) -> frozenset[str]:
-    """Names of the weights that ``quantise`` encodes: matrices, but for the head's. Local."""
+    """Names of the weights that ``quantise`` encodes: all matrices except the head's. Local."""
     return frozenset(quantisable(model)) - {f"{hints_of(model).head}.weight"}
 
 

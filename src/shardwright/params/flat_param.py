@@ -97,7 +97,7 @@ class FlatParam(ShardedParam):
     # ---- copies
 
     def twin(self, *places: list[ParamSite]) -> ShardedParam:
-        """Another parameter split alike, as ``ShardedParam.twin``."""
+        """Another parameter split in the same way, as ``ShardedParam.twin``."""
         twin: Any = super().twin(places[0])  # whose members have no places yet
         pairs = zip(self.members, places[1:], strict=True)
         twin.members = [Member(member.entry, sites, member.attributes) for member, sites in pairs]
@@ -126,7 +126,7 @@ class FlatParam(ShardedParam):
 
 
 def _shared(attributes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Flags that all members have alike."""
+    """Flags that are the same for all members."""
     return {
         name: value
         for name, value in attributes[0].items()

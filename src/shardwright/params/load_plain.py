@@ -24,8 +24,8 @@ def shard_plain_entries(
 
     module: the one being loaded; ``prefix`` is its name in ``state``. params: those that it shows, also
     where another group holds them (tied weights); flat ones are its own. Other entries (shards, other shapes)
-    are left for ``load_state_dict`` to take or to complain of. No communication: every rank has the whole;
-    but for shards of the members of a flat parameter, which are gathered one at a time.
+    are left for ``load_state_dict`` to take or to complain of. No communication: every rank has the whole.
+    Only shards of the members of a flat parameter are gathered, one at a time.
     missing, errors: what ``load_state_dict`` will say.
     """
     names = {id(child): f"{name}." if name else "" for name, child in module.named_modules()}

@@ -129,7 +129,8 @@ class ShardedParam:
         self.show(self.sharded)
 
     def twin(self, *places: list[ParamSite]) -> "ShardedParam":
-        """Another parameter split alike, whose shard is what ``places`` show now: a plain parameter."""
+        """Another parameter split in the same way, whose shard is what ``places`` show now: a plain
+        parameter."""
         twin = copy.copy(self)
         twin.sites = sites = places[0]
         shard: Any = parameters_of(sites[0].module)[sites[0].name]
@@ -152,12 +153,12 @@ class ShardedParam:
         self.show(self.sharded)
 
     def __copy__(self) -> "ShardedParam":
-        """Split alike, and shown nowhere; the shard is still to come. Raises: InputError for a parameter that
-        tensor parallelism splits, too."""
+        """Split in the same way, and shown nowhere; the shard is still to come. Raises: InputError for a
+        parameter that tensor parallelism splits, too."""
         if self.inner is not None:
             raise InputError(
                 f"parameter {self.fqn!r} is split by tensor parallelism too, and can't be copied; save the "
-                "model's state_dict() with a checkpoint, and load that into a model that is made alike"
+                "model's state_dict() with a checkpoint, and load that into a model that you build again"
             )
         twin = object.__new__(type(self))
         twin.__dict__ = self.__dict__ | dict.fromkeys(("accumulated", "bound", "sharded"))

@@ -41,7 +41,7 @@ class Split:
 
     @property
     def pages_state(self) -> bool:
-        """Whether the optimizer's state alone lies on the host, but for the length of a step."""
+        """Whether the optimizer's state alone lies on the host, except during a step."""
         return self.offload_streams is not None and not self.on_host
 
     @property

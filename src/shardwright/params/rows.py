@@ -56,7 +56,7 @@ class Rows:
 
 
 class _Rows:
-    """The rows that travel, alike on all ranks, each rank's in a place as long as the longest of them.
+    """The rows that travel, the same on all ranks, each rank's in a place as long as the longest of them.
 
     ids: int64, ascending. places: the row of each where they travel. own: this rank's, within its shard.
     spans: elements of each rank's; of its whole place where the transport moves equal parts.

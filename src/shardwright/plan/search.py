@@ -1,8 +1,8 @@
 """``search``: the fastest way to train a model within a budget of memory, of those that can be asked for.
 
 A candidate is a value for each lever. Greedy: from a start, the best change of one lever is taken, until none
-is better; the starts are the plain choice and the one that holds least. Nothing is traced twice but for other
-sizes of the microbatch; everything else is the same workload, changed (``levers``) and simulated.
+is better; the starts are the plain choice and the one that holds least. Only another size of the microbatch
+is traced again; everything else is the same workload, changed (``levers``) and simulated.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

@@ -76,7 +76,7 @@ def simulate(
 ) -> Timeline:
     """One step: so many times a forward and a backward, each with its reductions, and once the optimizer's.
 
-    From the second microbatch on all are alike, so no more than two are gone through. keeps: with all
+    From the second microbatch on all are the same, so no more than two are gone through. keeps: with all
     intervals of those, for a picture.
     """
     step = _Step(workload, prices, _Lanes(keeps=keeps))

@@ -74,7 +74,7 @@ class GroupSize(NamedTuple):
     coded: tuple[int, int] = (0, 0)
 
     def at(self, itemsize: int) -> int:
-        """Bytes of its parameters with so many for each element, but for those that are codes."""
+        """Bytes of its parameters with so many for each element, except those that are codes."""
         return (self.numel - self.coded[0]) * itemsize + self.coded[1]
 
 

@@ -11,7 +11,7 @@ that lies not ahead has to be asked for:
              Then those that left the schedule tell their orders, and all plan the same wider one
 
 A first step is the same with an empty schedule. Ranks synchronize at the begin of a phase and at its end: a
-few words, combined by OR. What they come for must be the same, except that a rank which is elsewhere
+few words, combined by OR. Their sync points must be the same, except that a rank which is elsewhere
 participates in another one's evaluation (launches its schedule and throws the results away), so that ranks
 may evaluate different numbers of batches.
 

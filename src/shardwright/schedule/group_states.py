@@ -9,7 +9,7 @@ from shardwright.schedule.schedule import Action, ActionKind
 
 
 class GroupStates(NamedTuple):
-    """Where the groups stand; bits of groups but for the last two.
+    """Where the groups stand; bits of groups, except the last two.
 
     live: gathered by collectives that were agreed on, so that it is the same on all ranks. post_forward:
     those that every rank can gather over the smaller world. held: those that this rank holds, more than
@@ -77,7 +77,7 @@ class Groups:
         self.set(live=self.states.live & ~(1 << group))
 
     def reshard(self, group: int, busy: bool, post_forward: bool) -> None:
-        """Reshard what this rank holds, but for what is busy. post_forward: keep shards over the smaller
+        """Reshard what this rank holds, unless it is busy. post_forward: keep shards over the smaller
         world."""
         if not self.states.held >> group & 1:
             return

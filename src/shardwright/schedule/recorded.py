@@ -156,8 +156,9 @@ def bits(groups: Iterable[int]) -> int:
 def supersequence(first: Sequence[T], second: Sequence[T]) -> tuple[T, ...]:
     """The shortest sequence that has both as subsequences; the same for the same arguments.
 
-    Where they differ the part of ``first`` comes first. What begins and ends alike is cut off beforehand;
-    what lies between costs the product of its lengths, and is put end to end where that is too much.
+    Where they differ the part of ``first`` comes first. What is the same at the beginning and the end is cut
+    off beforehand; what lies between costs the product of its lengths, and is put end to end where that is
+    too much.
     """
     start = 0
     while start < min(len(first), len(second)) and first[start] == second[start]:

@@ -4,7 +4,7 @@ A *sync* is what one rank can't decide alone. The engine asks the other ranks (`
 asks simulated ones. The answer to each kind is the same on every rank:
 
     sync            answer
-    Synchronize     :class:`ConsensusResult`: what the ranks came for, and the union of what they said
+    Synchronize     :class:`ConsensusResult`: the sync point of all ranks, and the union of what they said
     AllReduceMin    the smallest of all ranks' numbers
     Broadcast       :class:`Recorded`: the orders that ranks have recorded, each once, in the same sequence
     Diverge         none: it raises ``Diverged`` on every rank
@@ -47,8 +47,8 @@ class RecordedOrder(NamedTuple):
 
 
 class Synchronize(NamedTuple):
-    """Every rank comes for ``point``. ``used``: bits of the groups that this rank's forwards have run since
-    the last backward. digest: equal on two ranks where they have agreed on the same schedules."""
+    """Every rank synchronizes at ``point``. ``used``: bits of the groups that this rank's forwards have run
+    since the last backward. digest: equal on two ranks where they have agreed on the same schedules."""
 
     point: SyncPoint
     entry: int
@@ -69,7 +69,7 @@ class Broadcast(NamedTuple):
 
 
 class Diverge(NamedTuple):
-    """Ranks came for different things: every rank raises, and names what each came for."""
+    """Ranks are at different sync points: every rank raises, and names that of each."""
 
     point: SyncPoint
     entry: int

@@ -72,7 +72,7 @@ class RunConfig(Section):
 
     folder: str = Field(default="", description="the run's folder; empty: runs/<name of the recipe>")
     seed: int = Field(
-        default=0, ge=0, description="of the initial weights, the order of the data, and dropout"
+        default=0, ge=0, description="seed of the random numbers: initial weights, order of the data, dropout"
     )
     resume: Annotated[str, BeforeValidator(_resume), _RESUME] = Field(
         default="",
@@ -400,7 +400,9 @@ class ScheduleConfig(Section):
         default=0, ge=0, description="bytes that the copies of wire may take on a rank; 0: no bound"
     )
     agreement: Literal["strict", "off"] = Field(
-        default="strict", description="whether ranks agree on what they launch; off: all must run alike"
+        default="strict",
+        description="whether ranks agree on what they launch; off: all must run the same modules in "
+        "the same order",
     )
     transport: Annotated[Literal["auto", "sockets", "collectives"], BeforeValidator(_transport)] = Field(
         default="auto", description="how bytes move; auto: shared memory between CPU ranks of one host"

@@ -2,7 +2,7 @@
 arXiv:2110.02861).
 
 bitsandbytes steps plain tensors, so each rank's shards are stepped as such. Its state is in blocks of 256
-elements of a shard, which no other number of ranks cuts alike: checkpoints have it in float32, as AdamW's.
+elements of a shard, which another number of ranks cuts elsewhere: checkpoints have it in float32, as AdamW's.
 """
 
 from collections.abc import Iterable, Iterator

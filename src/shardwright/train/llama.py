@@ -1,6 +1,6 @@
 """A run's byte-level model as a folder of Hugging Face: a Llama, with a tokenizer whose tokens are the bytes.
 
-Our blocks are Llama's but for two matrices that are several there: qkv, and gate and up. Nothing is imported
+Our blocks are Llama's, except that two matrices are several there: qkv, and gate and up. Nothing is imported
 for it: the folder is JSON and safetensors.
 """
 

@@ -40,7 +40,7 @@ _GLOO_LAZY, _GLOO_OVER = "TORCH_GLOO_LAZY_INIT", "GLOO_DEVICE_TRANSPORT"  # vari
 class Attempt:
     """The ranks ``0..world-1`` that use ``store`` now, as ``rank`` sees them.
 
-    token: random, alike on all ranks; "" until this rank has met the first one.
+    token: random, the same on all ranks; "" until this rank has met the first one.
     """
 
     def __init__(self, store: Store, rank: int, world: int) -> None:

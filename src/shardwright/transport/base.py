@@ -85,7 +85,7 @@ def spread(joined: torch.Tensor, parts: list[torch.Tensor]) -> None:
 
 def copy_together(places: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copy each of ``sources`` into its place: one call, and on a device one kernel, for all pairs that have
-    the same two dtypes and lie alike."""
+    the same two dtypes and strides."""
     alike: dict[object, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for place, source in zip(places, sources, strict=True):
         if place.numel():
@@ -158,7 +158,7 @@ class Comm(Protocol):
     """The collectives of one mesh axis. All ranks of the axis issue the same calls in the same order.
 
     world, rank: number of ranks on the axis, and this rank's place on it.
-    sent_nbytes: bytes that this rank has sent since the start, but for coded messages. coded_nbytes: of
+    sent_nbytes: bytes that this rank has sent since the start, without coded messages. coded_nbytes: of
         these, as they were sent; 0 where the transport has none.
     exposed_s: seconds that this rank's host thread has spent in collectives, issuing them and waiting; None
         where waiting is done by a device stream and the host doesn't know.
@@ -200,7 +200,8 @@ class Comm(Protocol):
         return self
 
     def all_gather(self, segments: Sequence[Segment], key: str) -> Gather:
-        """Fill every rank's span of every segment. ``key`` names group and purpose, alike on all ranks."""
+        """Fill every rank's span of every segment. ``key`` names group and purpose; it is the same on all
+        ranks."""
         ...
 
     def reduce_scatter(
@@ -259,7 +260,7 @@ class AllReduce:
     """An all-reduce in flight, in two halves: a reduce-scatter and an all-gather of the same elements.
 
     Each rank sends ``2 (W - 1) / W`` of the bytes. The first half runs beside whatever follows; the second is
-    issued with the next all-reduce of the transport, or by ``wait``: alike on all ranks.
+    issued with the next all-reduce of the transport, or by ``wait``: the same on all ranks.
     """
 
     def __init__(self, comm: Comm, values: Sequence[torch.Tensor], key: str) -> None:

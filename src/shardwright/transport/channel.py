@@ -110,7 +110,7 @@ def broadcast(
     """Every rank gets what the ranks have to say, each *kind* of it once: ``{key: data}``.
 
     Every rank of the channel calls it. ``data`` of None says nothing. Ranks whose keys are of one kind say
-    alike, so only those with the smallest key of each kind are heard: as many rounds as there are kinds,
+    the same, so only those with the smallest key of each kind are heard: as many rounds as there are kinds,
     however many ranks. Ranks with the same key have the same data.
     """
     told: dict[int, bytes] = {}

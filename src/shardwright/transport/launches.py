@@ -1,9 +1,9 @@
 """What this rank has launched, and what it waits for. Kept always, read when a rank waits for long.
 
-Every transport has a :class:`LaunchLog`: a ring of its last launches, numbered alike on all its ranks. What a
-thread waits for, since when, stands in ``process_state``, together with the phase that the runtime is in.
-Writing it down costs under a microsecond; making sense of it is the watch's work (``observe/``), which also
-leaves its diagnosis there: whoever waits or launches next raises it.
+Every transport has a :class:`LaunchLog`: a ring of its last launches, numbered the same on all its ranks.
+What a thread waits for, since when, stands in ``process_state``, together with the phase that the runtime is
+in. Writing it down costs under a microsecond; making sense of it is the watch's work (``observe/``), which
+also leaves its diagnosis there: whoever waits or launches next raises it.
 """
 
 import threading
@@ -100,7 +100,7 @@ _made: Counter[tuple[tuple[int, ...], str]] = Counter()
 class LaunchLog:
     """The launches of one transport.
 
-    name: alike on all its ranks. ranks: of the default process group, in the transport's order.
+    name: the same on all its ranks. ranks: of the default process group, in the transport's order.
     operations: of c10d that launches became, where the transport says so (``became``).
     ended: places on the transport of those whose connection to this one is closed.
     """
@@ -109,7 +109,8 @@ class LaunchLog:
         self.ranks = tuple(ranks)
         self.ended: set[int] = set()
         self._groups: list[ref[ProcessGroup]] = []
-        # Ranks make the transports of one set of ranks in one order, so counting names them alike.
+        # Ranks make the transports of one set of ranks in one order, so counting gives each the same name on
+        # all.
         _made[self.ranks, kind] += 1
         self.name = f"{kind}{_made[self.ranks, kind]} of {','.join(map(str, self.ranks))}"
         self.launched = 0

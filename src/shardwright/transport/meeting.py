@@ -45,7 +45,8 @@ class Meeting:
         return {rank: data.decode() for rank, data in zip(ranks, found, strict=True)}
 
     def refusal(self, what: str, own: str | None) -> str | None:
-        """Return when all ranks have come here: why one of them refused, None where none did; alike on all.
+        """Return when all ranks have come here: why one of them refused, None where none did; the same on
+        all.
 
         own: this rank's reason ("": it has none to tell), None where it doesn't refuse.
         Raises: CommError where they don't come within the time limit, or the watch found why they can't.

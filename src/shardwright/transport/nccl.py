@@ -35,7 +35,7 @@ from shardwright.transport.streams import Due, Streams
 
 class NcclComm(Comm):
     """Collectives of one mesh axis: on an accelerator over one communicator, in the order in which they are
-    launched, alike on all ranks. Over Gloo gathers and reductions have a group each.
+    launched, which is the same on all ranks. Over Gloo gathers and reductions have a group each.
 
     On CUDA the host never blocks, so ``exposed_s`` is None: what is exposed is seen on the device only. Over
     Gloo the host waits, and its waits are counted.

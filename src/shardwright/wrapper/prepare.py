@@ -15,7 +15,7 @@ InitFn = Callable[[nn.Module], None]
 
 
 def own_modules(module: nn.Module, skipped: Iterable[nn.Module]) -> list[nn.Module]:
-    """The modules of a tree but for those that are skipped, with all that is inside of them."""
+    """The modules of a tree except those that are skipped, with all that is inside of them."""
     found: dict[nn.Module, None] = {}
     out = set(skipped)
 

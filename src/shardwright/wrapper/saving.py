@@ -170,7 +170,7 @@ class StatefulWrapper(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
         """Take whole tensors, DTensors, or (``LOCAL_STATE_DICT``) this rank's shards, by the names of the
-        model before it was wrapped; also where a module around this one is loaded. No communication, but
+        model before it was wrapped; also where a module around this one is loaded. Communicates only
         for DTensors into flat parameters: those are gathered one at a time."""
         if self._settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
             self._shard_local_entries(state_dict, prefix)

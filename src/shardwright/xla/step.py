@@ -33,7 +33,7 @@ def make_train_step(
 ) -> "TrainStep":
     """Compile forward, backward, reduction, clipping and the optimizer's update into one step of training.
 
-    Every process calls it alike.
+    Every process must call it, with the same arguments.
 
     Args:
         model: the outermost module given to ``fully_shard``.

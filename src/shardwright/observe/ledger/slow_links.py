@@ -16,7 +16,7 @@ from statistics import median
 from shardwright.observe.ledger.causes import NOBODY
 from shardwright.observe.steps.rings import Record, Ring
 
-_CLEARLY = 3.0  # times what is slow between the other ranks: of three that are alike it is twice that
+_CLEARLY = 3.0  # times what is slow between the other ranks: of three equally slow ones it is twice that
 _RECEIVER = 0.9  # of a second from one sender alone: what is received slowly comes so from all of them
 _SLOWER = 1.5  # than usual
 

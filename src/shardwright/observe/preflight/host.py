@@ -178,7 +178,7 @@ def nccl_interfaces(known: Iterable[Interface], given: str | None = None) -> lis
 
 
 def versions() -> dict[str, str]:
-    """Of what must be alike on all ranks."""
+    """Of what must be the same on all ranks."""
     try:
         own = version("shardwright")
     except PackageNotFoundError:

@@ -28,7 +28,8 @@ def judge(found: Readiness) -> list[Trouble]:
 
 
 def can_measure(troubles: Iterable[Trouble]) -> bool:
-    """Whether ranks can join a process group all the same: all are there, reach each other and are alike."""
+    """Whether ranks can join a process group all the same: all are there, reach each other and run the
+    same."""
     return not {trouble.what for trouble in troubles} & {"missing", "name", "interface", "reach", "versions"}
 
 
@@ -123,7 +124,7 @@ def _slow(found: Readiness) -> list[Trouble]:
             "latency",
             (a,),
             f"{1e3 * s:.0f} ms to rank {b}, one way",
-            "each collective takes at least as long: hosts of a job belong into one data centre",
+            "each collective takes at least as long: use hosts of one data centre",
         )
         for (a, b), s in far.items()
     ]

@@ -1,6 +1,7 @@
 """Rows of bars over seconds, with bytes below them: one HTML file, or a picture.
 
-A drawing knows nothing of where its bars come from: what a plan expects and what a step did are drawn alike.
+A drawing knows nothing of where its bars come from: what a plan expects and what a step did are drawn in the
+same way.
 """
 
 import html

@@ -34,10 +34,10 @@ class Record(NamedTuple):
 
     phase: "forward", "backward", "evaluation"; "" between phases. nbytes: of the groups' unsharded
     parameters, of their gradients where these are reduced, else 0. issue: when it was launched; of all but
-    waits, start. start, end: seconds of this rank's clock. transport, number: of a collective, alike on all
-    its ranks. note: its key, or what a span says besides; of what the training thread does the line of the
-    user's program where it was seen (a few times a second), then or in the same place of another step. met:
-    whether all ranks of the transport had launched it by ``end``. link: ranks of the job, () where a
+    waits, start. start, end: seconds of this rank's clock. transport, number: of a collective, the same on
+    all its ranks. note: its key, or what a span says besides; of what the training thread does the line of
+    the user's program where it was seen (a few times a second), then or in the same place of another step.
+    met: whether all ranks of the transport had launched it by ``end``. link: ranks of the job, () where a
     transport sends no messages of its own; of a wait the sender and the receiver of what came last, and no
     other message was missing for the last ``link_s`` seconds. Of a collective those of the message that took
     longest, and how long; the receiver alone, where another one took half as long.

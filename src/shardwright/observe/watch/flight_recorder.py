@@ -44,7 +44,7 @@ class InFlight:
 class GroupRecord:
     """What torch remembers of the collectives of one process group, by their numbers from 1.
 
-    name: torch's, alike on all ranks. title: its description, if it was given one. count: how many were
+    name: torch's, the same on all ranks. title: its description, if it was given one. count: how many were
     launched. keys: what they were, as "nccl:all_reduce". begun: how many the device has begun; None where
     nothing tells. pending: number of the oldest one that hasn't ended, and when that was launched.
     """
@@ -174,8 +174,8 @@ class FlightRecorder:
         return self._in_flight
 
     def launched(self) -> dict[str, Launched]:
-        """The launches of the caller's own groups, by a name that is alike on all ranks; none of a process in
-        which they come and go, since to read them takes it 35 ms."""
+        """The launches of the caller's own groups, by a name that is the same on all ranks; none of a process
+        in which they come and go, since to read them takes it 35 ms."""
         if self._groups is None and time.monotonic() - self.changed_s < STANDS_S:
             return {}
         own, groups, found = _own_logs(), self._read_groups(), {}

@@ -113,7 +113,7 @@ class Watch:
             except DistError as error:  # the store: the process that holds it has ended
                 self._known.store_error = str(error).splitlines()[0]
             except Exception:
-                logger.exception("rank %d: the watch met an error of its own, and goes on", self.rank)
+                logger.exception("rank %d: the watchdog failed in this round and continues", self.rank)
 
     def _look(self) -> None:
         self._status.sample()

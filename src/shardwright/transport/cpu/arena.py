@@ -143,7 +143,7 @@ class Operation(Protocol):
 
 
 class Arena:
-    """All ranks' segments, as one of them sees them. Operations are numbered from 1, alike on all ranks.
+    """All ranks' segments, as one of them sees them. Operations are numbered from 1, the same on all ranks.
 
     log: where operations are written down when published.
     """
@@ -193,7 +193,7 @@ class Arena:
     def _reserve(self, nbytes: int) -> tuple[int, slice]:
         number = self._number + 1
         oldest = number - NUM_RECORDS
-        # An unshard that nobody came for, say: every rank has come to this operation, and none goes beyond
+        # An unshard that nobody waited for, say: every rank has come to this operation, and none goes beyond
         # it before all have read that one.
         if (forgotten := self._open.pop(oldest, None)) is not None:
             forgotten.complete()

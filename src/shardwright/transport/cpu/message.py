@@ -65,7 +65,7 @@ class Incoming:
 
     @property
     def name(self) -> tuple[int, int, str]:
-        """What must be alike on both ends."""
+        """What must be the same on both ends."""
         return self.number, self.nbytes, self.key
 
 

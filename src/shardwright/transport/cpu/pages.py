@@ -81,7 +81,7 @@ def give_back_freed_pages() -> None:
 
 class Pool:
     """Blocks of host memory that are used again. Never gives memory back: it holds at most what was in use at
-    once, but for sizes that don't fit each other.
+    once, except where sizes don't fit each other.
 
     held_nbytes: of all blocks. free_nbytes: of those that no tensor uses.
     """

@@ -203,7 +203,7 @@ class SocketComm(Comm):
         self._coder.do(code)
 
     def _send_filled(self, connection: Connection, transfer: Transfer, parts: Sequence[torch.Tensor]) -> None:
-        """The same, but for zeros where there are many."""
+        """The same, without zeros where there are many."""
         found = [filled_runs(part) for part in parts]
         if all(runs is None for runs in found):
             self._send(connection, transfer, parts)
