@@ -84,6 +84,7 @@ DIST ?= dist
 
 dist: setup
 	$(BIN)/python -m hatchling build --directory $(DIST)
+	$(BIN)/python -m tests.dist $(DIST)
 
 # The XLA backend has an environment of its own. torchax is taken without its dependencies: it asks for none that
 # the backend uses, and its releases fail to import with torch 2.13 (hence the pinned nightly).
