@@ -1,7 +1,9 @@
 """The command before any verb, and ``shardwright recipe``: real processes, none of which imports torch."""
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 from importlib.metadata import version
@@ -46,6 +48,34 @@ def test_help_lists_every_verb_in_its_section_with_its_purpose_and_ends_with_exa
 def test_the_version_names_torch_too():
     out, _ = run("--version")
     assert out.startswith(f"shardwright {version('shardwright')} (torch {version('torch')}, Python 3.")
+
+
+def without_a_reader(*arguments):
+    """(exit code, stderr) of Python where stdout is a pipe that nobody reads any more."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run((sys.executable, *arguments), stdout=writer, stderr=subprocess.PIPE, timeout=60)
+    finally:
+        os.close(writer)
+    return done.returncode, done.stderr.decode()
+
+
+@pytest.mark.parametrize("arguments", ["--version", "recipe", "recipe quickstart", "schema", "--help"])
+def test_a_command_whose_output_nobody_reads_ends_without_a_word(arguments):
+    code = 0 if arguments == "--help" else 128 + signal.SIGPIPE  # argparse itself ignores a closed pipe
+    assert without_a_reader("-m", "shardwright", *arguments.split()) == (code, "")
+
+
+def test_a_failure_is_told_also_where_nobody_reads_the_output():
+    code, told = without_a_reader("-m", "shardwright", "recipe", "nosuch")
+    assert (code, told[:22]) == (2, "shardwright: no recipe")
+
+
+def test_ranks_whose_output_nobody_reads_end_without_a_traceback_of_their_own():
+    starts = "from shardwright.train.launch import launch; launch(['recipe'], 1)"
+    _, told = without_a_reader("-c", starts)
+    assert told.count("Traceback") == 1 and told.endswith("BrokenPipeError\n")
 
 
 def test_recipes_are_listed_printed_and_found_by_name():

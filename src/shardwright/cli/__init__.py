@@ -2,18 +2,22 @@
 is given: importing torch takes seconds, and ``--help``, ``--version`` and ``recipe`` don't need it.
 
 Exit codes: 0 done (or stopped and saved), 1 failed or found damaged, 2 wrong usage or configuration (nothing
-was started).
+was started), 141 whoever read the output has closed the pipe, as ``head`` does.
 """
 
 import argparse
+import os
 import platform
+import select
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import version
 from typing import NamedTuple
 
 from shardwright.errors import ConfigError, MissingExtra, ShardwrightError
+from shardwright.train.launch import CLOSED_PIPE
 
 
 class Verb(NamedTuple):
@@ -68,6 +72,11 @@ examples:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command on ``arguments`` (default: those of the process) and return its exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    with _ends_with_its_pipe():
+        return _run(given)
+
+
+def _run(given: list[str]) -> int:
     try:
         parser = command_parser(given[:1])
         if "--version" in given[:1]:
@@ -83,6 +92,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ShardwrightError as error:
         print(f"shardwright: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError | MissingExtra) else 1
+
+
+@contextmanager
+def _ends_with_its_pipe() -> Iterator[None]:
+    """Where nobody reads stdout any more, end without a word, with the code of SIGPIPE, as Unix tools do."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        if not _stdout_is_closed():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is buffered
+        sys.exit(CLOSED_PIPE)
+
+
+def _stdout_is_closed() -> bool:
+    """Whether stdout is a pipe that has no reader; False where the system can't say."""
+    if not hasattr(select, "poll"):
+        return False
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def command_parser(verbs: Iterable[str]) -> argparse.ArgumentParser:

@@ -33,6 +33,9 @@ STORE_VARIABLE = "SHARDWRIGHT_STORE"
 FAILURE_VARIABLE = "SHARDWRIGHT_FAILURE"
 """Set for ranks that this launcher starts: where a rank that fails writes its :class:`Failure`."""
 
+CLOSED_PIPE = 128 + 13
+"""Exit code of a process that nobody reads any more: what a shell reports of one that SIGPIPE has ended."""
+
 CPU_RANKS = 2
 """Ranks of ``launch.ranks = auto`` on a machine without accelerators."""
 
@@ -82,6 +85,7 @@ def launch(arguments: Sequence[str], ranks: int, variables: Mapping[str, str] | 
 
     Raises:
         LaunchError: a rank failed; the message holds its traceback. No rank is left running.
+        BrokenPipeError: a rank ended because nobody reads its output, which is this process's.
     """
     with tempfile.TemporaryDirectory(prefix="shardwright-") as scratch:
         # Blocked while ranks start: they inherit the mask and lift it once they can save and leave, so that a
@@ -143,6 +147,8 @@ def _watch(processes: Sequence[subprocess.Popen[bytes]], scratch: Path) -> None:
         if any(codes):  # neither running (None) nor well (0)
             ended = {rank: code for rank, code in enumerate(codes) if code}
             _end(processes)
+            if CLOSED_PIPE in ended.values():
+                raise BrokenPipeError
             raise LaunchError(_tell(_failures(ended, scratch), len(processes)))
         if all(code == 0 for code in codes):
             return

@@ -28,7 +28,14 @@ from shardwright.observe.watch.lifecycle import amendments, keep_watch, leave, s
 from shardwright.torch_private import default_store
 from shardwright.train.config import LaunchConfig, Recipe
 from shardwright.train.data import Share
-from shardwright.train.launch import CPU_RANKS, FAILURE_VARIABLE, STOP_SIGNALS, STORE_VARIABLE, Failure
+from shardwright.train.launch import (
+    CLOSED_PIPE,
+    CPU_RANKS,
+    FAILURE_VARIABLE,
+    STOP_SIGNALS,
+    STORE_VARIABLE,
+    Failure,
+)
 from shardwright.transport.attempt import join_job
 from shardwright.transport.launches import LaunchLog, process_state
 
@@ -206,6 +213,8 @@ def life_of_a_rank() -> Iterator[None]:
     code = 0
     try:
         yield
+    except BrokenPipeError:
+        os._exit(CLOSED_PIPE)  # nobody reads the output: the launcher, or the shell, knows why
     except BaseException as error:
         code = 1
         rank = int(os.environ.get("RANK", "0"))

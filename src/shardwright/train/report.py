@@ -25,10 +25,17 @@ def figures(report: StepReport) -> str:
     return f"loss {report.loss:.3f}{more}, {report.tokens_per_s:,.0f} tokens/s"
 
 
+class _Console(Console):
+    """Leaves it to the command what to do where nobody reads what is printed; rich would end the process."""
+
+    def on_broken_pipe(self) -> None:
+        raise  # it is called where the error was caught
+
+
 def open_console(*, shown: bool = True, stderr: bool = False) -> Console:
     """For text and tables: as wide as the terminal, and without an end in a pipe or a file."""
     width = None if (sys.stderr if stderr else sys.stdout).isatty() else _NEVER_CUT
-    return Console(quiet=not shown, stderr=stderr, width=width, highlight=False, soft_wrap=True)
+    return _Console(quiet=not shown, stderr=stderr, width=width, highlight=False, soft_wrap=True)
 
 
 def as_json(value: Any) -> str:
