@@ -336,7 +336,8 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
         model: a model with at least one sharded module.
 
     Returns:
-        The names and tensors, on the mesh's first rank.
+        The names and tensors, each in its full shape and the dtype at rest, on the mesh's first rank; ``{}``
+            on the others.
 
     Raises:
         InputError: the model has no sharded module.
@@ -367,7 +368,7 @@ def stream_state_dict(
         decoded: give quantised weights in this dtype under their own names, instead of codes and scales.
 
     Returns:
-        An iterator of ``(name, tensor)``, with tensors in the dtype at rest.
+        An iterator of ``(name, tensor)``, with tensors in their full shapes and the dtype at rest.
 
     Raises:
         InputError: the model has no sharded module.

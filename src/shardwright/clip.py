@@ -36,7 +36,8 @@ def clip_grad_norm_(
         foreach: as in torch: True or False chooses the implementation, None leaves the choice to torch.
 
     Returns:
-        The norm before clipping, a plain 0-d tensor with the same value on every rank.
+        The norm before clipping, a plain 0-d tensor in the dtype of the gradients, with the same value on
+            every rank.
 
     Raises:
         InputError: ``norm_type`` isn't above 0.

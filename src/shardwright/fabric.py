@@ -128,7 +128,8 @@ class ShardwrightStrategy(ShardsModules, *_DDP):
             error_if_nonfinite: raise where the norm is infinite or NaN.
 
         Returns:
-            The norm before clipping, a plain 0-d tensor with the same value on every rank.
+            The norm before clipping, a plain 0-d tensor in the dtype of the gradients, with the same value on
+                every rank.
 
         Raises:
             InputError: ``norm_type`` isn't above 0.

@@ -25,7 +25,7 @@ def gathered(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         tensors: sharded parameters, their gradients or optimizer state. Plain tensors are only detached.
 
     Returns:
-        One tensor for each, detached.
+        One tensor for each, detached, of the same logical shape and dtype.
 
     Examples:
         >>> model = shardwright.fully_shard(nn.Linear(8, 4))
@@ -49,8 +49,8 @@ def scattered(like: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
         whole: a plain tensor of the logical shape of ``like``, of any dtype.
 
     Returns:
-        A DTensor placed like ``like``, in the dtype of ``whole`` and on the device of ``like``; ``whole``
-            itself if ``like`` is plain.
+        A DTensor of the shape of ``whole``, placed like ``like``, in the dtype of ``whole`` and on the device
+            of ``like``; ``whole`` itself if ``like`` is plain.
 
     Raises:
         InputError: the shapes differ.

@@ -34,11 +34,12 @@ def from_bitsandbytes(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tens
     Codes keep their bits; scales are rounded to bfloat16. Local, on the device of the tensors.
 
     Args:
-        state: a state dict with the keys of ``Linear4bit`` (see the top of this module); other entries are
-            passed on.
+        state: a state dict with the keys, shapes and dtypes of ``Linear4bit`` (see the top of this module);
+            other entries, of any shape and dtype, are passed on.
 
     Returns:
-        A new state dict, with ``weight`` and ``weight_absmax`` for each encoded weight.
+        A new state dict, with ``weight`` (uint8 [..., cols / 2]) and ``weight_absmax`` (bfloat16 [...,
+            cols / 64]) for each encoded weight.
 
     Raises:
         InputError: a weight has other levels than NF4's, rows that blocks cross, or blocks that aren't a
@@ -70,7 +71,7 @@ def to_bitsandbytes(
         dtype: what bitsandbytes is to decode the weights to.
 
     Returns:
-        A new state dict, with the keys of ``Linear4bit``.
+        A new state dict, with the keys, shapes and dtypes of ``Linear4bit``.
 
     Raises:
         InputError: a weight's rows are no multiple of 64 elements.

@@ -32,7 +32,7 @@ def linear_cross_entropy(
         hidden: [n, width], floating point.
         weight: [vocabulary, width], of the same dtype.
         targets: int64 [n], each below ``vocabulary``, or ``ignore_index``.
-        bias: [vocabulary], or None.
+        bias: [vocabulary], of the same dtype, or None.
         ignore_index: rows with this target don't count.
 
     Returns:

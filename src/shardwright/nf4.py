@@ -119,7 +119,7 @@ def dequantize_double(
         out: a contiguous tensor of ``shape`` and ``dtype`` to fill; None: a fresh one.
 
     Returns:
-        The weight, on the device of the codes; ``out`` where it was given.
+        The weight, of ``shape`` and ``dtype``, on the device of the codes; ``out`` where it was given.
 
     Raises:
         InputError: the shapes don't belong together.
@@ -142,14 +142,14 @@ def dequantize(
 
     Args:
         codes: uint8 [..., ceil(cols / 2)].
-        absmax: the scales, [..., ceil(cols / block)].
+        absmax: the scales, [..., ceil(cols / block)], of any floating point dtype.
         shape: that of the weight, [..., cols].
         dtype: of the result.
         block: the one that the weight was quantised with.
         out: a contiguous tensor of ``shape`` and ``dtype`` to fill; None: a fresh one.
 
     Returns:
-        The weight, on the device of the codes; ``out`` where it was given.
+        The weight, of ``shape`` and ``dtype``, on the device of the codes; ``out`` where it was given.
 
     Raises:
         InputError: the shapes don't belong together.

@@ -70,7 +70,7 @@ class Plan:
         policy: when collectives are issued.
         mp_policy: dtypes of all groups.
         step_s: predicted seconds of a step.
-        exposed_s: the part of ``step_s`` in which nothing is computed.
+        exposed_s: seconds of ``step_s`` in which nothing is computed.
         peak_nbytes: predicted peak bytes of a device.
         devices: the devices that it was predicted for.
         offload: what is on the host at rest, "none", "optimizer" or "all".

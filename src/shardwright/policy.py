@@ -465,14 +465,15 @@ class WatchPolicy:
     Args:
         on: False starts no watchdog thread and sends nothing. A missing rank is then only detected by the
             time limit of the process group.
-        suspect_s: a rank that has waited this long asks all others what they are doing.
-        answer_s: how long it waits for their answers.
-        lost_s: a rank that hasn't answered for this long counts as lost, even if its process or its
+        suspect_s: seconds after which a waiting rank asks all others what they are doing.
+        answer_s: seconds for which it waits for their answers.
+        lost_s: a rank that hasn't answered for so many seconds counts as lost, even if its process or
             connection seems alive.
-        stall_s: an error is raised if others wait for a rank that has neither computed nor waited for this
-            long. None: the rank is reported and waited for, since a program may sleep. 600 suits most jobs.
-        collective_s: an error is raised if all ranks have launched a collective and it hasn't ended for this
-            long. None: the network is reported as slow, and waited for.
+        stall_s: an error is raised if others wait for a rank that has neither computed nor waited for so
+            many seconds. None: the rank is reported and waited for, since a program may sleep. 600 suits most
+            jobs.
+        collective_s: an error is raised if all ranks have launched a collective and it hasn't ended after so
+            many seconds. None: the network is reported as slow, and waited for.
         signal: the signal SIGUSR1 prints the table of all ranks, and SIGTERM prints which ranks are lost
             before the process ends. False doesn't handle either signal.
 

@@ -11,6 +11,8 @@ from classes of this package. The rules:
 - ``Raises:`` names each exception that the function raises itself, or by a function or constructor that it
   calls by name: one of its own file is followed, of one of another file the docstring is believed. What an
   ``except`` around the call takes doesn't count. A base class stands for its subclasses.
+- Of a tensor that is taken or returned the shape and the dtype are said, or that any will do; seconds and
+  bytes are called so where the name ends in ``_s``, ``_nbytes`` and the like.
 """
 
 import ast
@@ -71,6 +73,22 @@ MADE_BY = {
     "TrainStep": "make_train_step",
 }
 """Class -> the public function that makes its instances; the docstring names it in place of Args."""
+
+NO_SHAPE = {
+    "wrapper.fsdp1: FullyShardedDataParallel.named_buffers": "the model's own buffers, as torch gives them",
+}
+"""Public function -> why nothing is to be said of its tensors' shapes and dtypes."""
+
+SHAPE = re.compile(r"\[[^\]]*\]|\b(shapes?|scalar|\d-d|\d-D|one element|logical|parameters?)\b|\b[Aa]s ``")
+DTYPE = re.compile(
+    r"\b(dtypes?|u?int\d+|fp\d+|bfloat16|float\d+|floating point|unchanged|parameters?)\b|\b[Aa]s ``"
+)
+"""What says the shape of a tensor, and its dtype; parameters are what the model has."""
+UNITS = {
+    re.compile(r"_s$|_seconds$|timeout$"): re.compile(r"\b[Ss]econds?\b"),
+    re.compile(r"_nbytes$|_mb$|budget$|(^|_)memory$|bandwidth$"): re.compile(r"\b([Bb]ytes?|[KMGT]iB)\b"),
+}
+"""Name of a number -> what must say its unit."""
 
 SAYS_WHO = re.compile(r"\b(ranks?|process(es)?|thread|Local|Trainer calls)\b|[Nn]o communication")
 HAS_NO_EFFECT = re.compile(r"^(Accepted|Symmetric memory isn't supported)")
@@ -289,9 +307,45 @@ class Package:
             found.append(f"{place}: Raises lacks {sorted(missing)}")
         if self.is_given_a_model(item) and not SAYS_WHO.search(doc) and not HAS_NO_EFFECT.match(doc):
             found.append(f"{place}: doesn't say who must call it")
+        found += [f"{place}: {complaint}" for complaint in self._unsaid(item, said, place)]
         if "Raises" not in said and re.search(r"\bRaises: ", doc):
             found.append(f"{place}: Raises is no section")
         return found
+
+    def _unsaid(self, item: Documented, said: dict[str, dict[str, str]], place: str) -> Iterator[str]:
+        """What isn't said of shapes, dtypes and units."""
+        texts = {**said.get("Args", {}), **said.get("Attributes", {})}
+        given = {name: (kind, texts.get(name, "")) for name, kind in self.annotations(item).items()}
+        if isinstance(item.node, AnyFunction) and item.node.returns is not None:
+            returned = {**said.get("Returns", {}), **said.get("Yields", {})}.get("")
+            text = returned or (ast.get_docstring(item.node) or "").partition("\n\n")[0]
+            given[item.node.name] = (ast.unparse(item.node.returns), text)
+        for name, (kind, text) in given.items():
+            if re.search(r"\bTensor\b", kind) and "Callable" not in kind and place not in NO_SHAPE:
+                lacks = [what for what, says in (("shape", SHAPE), ("dtype", DTYPE)) if not says.search(text)]
+                if lacks:
+                    yield f"{name} is a tensor, and nothing says its {' and '.join(lacks)}"
+            for of_names, says in UNITS.items():
+                number = re.search(r"\b(float|int)\b", kind)
+                if number and of_names.search(name) and not says.search(text):
+                    yield f"{name} has a unit, and nothing says it"
+
+    def annotations(self, item: Documented) -> dict[str, str]:
+        """Parameter or field -> its annotation, of those that have one."""
+        wanted, node = self.parameters(item), item.node
+        owners = (
+            [owner for _, owner in self.lineage(item.module, node)] if isinstance(node, ast.ClassDef) else []
+        )
+        made = [method for owner in owners for method in methods_of(owner) if method.name == "__init__"]
+        found: dict[str, str] = {}
+        for function in [node] if isinstance(node, AnyFunction) else made:
+            spec = function.args
+            given = (*spec.posonlyargs, *spec.args, *spec.kwonlyargs)
+            found = {arg.arg: ast.unparse(arg.annotation) for arg in given if arg.annotation} | found
+        for owner in owners:
+            fields = [field for field in owner.body if isinstance(field, ast.AnnAssign)]
+            found = {ast.unparse(field.target): ast.unparse(field.annotation) for field in fields} | found
+        return {name: kind for name, kind in found.items() if name in wanted}
 
     def is_given_a_model(self, item: Documented) -> bool:
         """Whether it is a method of a sharded model, or a function with a parameter of that name."""

@@ -23,7 +23,7 @@ def test_what_the_package_exports_is_looked_at():
     assert {"FSDPModule.set_requires_gradient_sync", "FSDPModule.unsharded", "Cluster.load"} <= names
 
 
-@pytest.mark.parametrize("table", ["CANNOT_RAISE", "NEVER_RAISES", "MADE_BY"])
+@pytest.mark.parametrize("table", ["CANNOT_RAISE", "NEVER_RAISES", "MADE_BY", "NO_SHAPE"])
 def test_each_exception_to_the_rules_is_needed(table, monkeypatch):
     found = PACKAGE.documented()
     for name in [*getattr(docstrings, table)]:
@@ -107,6 +107,42 @@ def test_a_docstring_that_leaves_something_out_is_seen(old, new, expected):
     assert old in GOOD
     source = GOOD.replace(old, new)
     assert any(expected in complaint for complaint in complaints_of(source, other=OTHER))
+
+
+TENSORS = '''
+def f(rows: Tensor, wait_s: float, keep_nbytes: int | None, hook: Callable[[Tensor], None]) -> Tensor:
+    """Do it.
+
+    Args:
+        rows: [n, width], of any dtype.
+        wait_s: seconds to wait.
+        keep_nbytes: bytes to keep.
+        hook: called first.
+
+    Returns:
+        The sum, of shape () in fp32.
+    """
+'''
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("", "", None),
+        (
+            "[n, width], of any dtype",
+            "what is summed, of any dtype",
+            "rows is a tensor, and nothing says its shape",
+        ),
+        ("[n, width], of any dtype", "[n, width]", "rows is a tensor, and nothing says its dtype"),
+        ("of shape () in fp32", "on every rank", "f is a tensor, and nothing says its shape and dtype"),
+        ("seconds to wait", "how long to wait", "wait_s has a unit, and nothing says it"),
+        ("bytes to keep", "what to keep", "keep_nbytes has a unit, and nothing says it"),
+    ],
+)
+def test_a_tensor_has_shape_and_dtype_and_a_number_its_unit(old, new, expected):
+    found = complaints_of(TENSORS.replace(old, new) if old else TENSORS)
+    assert found == ([f"public: f: {expected}"] if expected else [])
 
 
 def test_what_a_called_function_is_documented_to_raise_counts_unless_it_is_caught():

@@ -315,7 +315,7 @@ def read_tensor(reader: Reader, key: str, entry: TensorEntry) -> torch.Tensor:
         entry: what the manifest says of it.
 
     Returns:
-        The tensor.
+        The tensor, a plain one of the shape and dtype of ``entry``.
 
     Raises:
         CheckpointError: it is damaged; file and tensor are named.

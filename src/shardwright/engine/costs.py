@@ -27,7 +27,7 @@ class Stats:
         full_nbytes: bytes of these elements, in the dtype at rest.
         at_rest_nbytes: bytes of this rank's shards.
         unsharded_nbytes: bytes that the buffers of unsharded parameters hold now.
-        peak_unsharded_nbytes: the peak of ``unsharded_nbytes`` since the start.
+        peak_unsharded_nbytes: the peak of ``unsharded_nbytes`` since the start, in bytes.
         sent_nbytes: bytes that this rank has sent since the start.
         exposed_s: seconds that the host was blocked in waits since the start; None on CUDA, where a stream
             waits instead of the host.

@@ -112,7 +112,7 @@ class ShardedTrainer:
             **kwargs: as of ``Trainer``.
 
         Returns:
-            The loss, as of ``Trainer``.
+            The loss of the microbatch, detached: a tensor of shape () in the dtype that the model gives it.
         """
         self.model.set_requires_gradient_sync(self.accelerator.sync_gradients)
         return super().training_step(model, *args, **kwargs)  # type: ignore[misc]

@@ -118,7 +118,7 @@ class LoraLinear(nn.Linear):
         """The layer's output and the adapter's; the adapter computes in its own dtype.
 
         Args:
-            input: [..., in].
+            input: [..., in], of a dtype that the layer takes.
 
         Returns:
             [..., out], in the dtype of the layer's output.

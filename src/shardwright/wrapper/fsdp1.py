@@ -343,7 +343,8 @@ class FullyShardedDataParallel(StatefulWrapper):
             norm_type: the order of the norm, above 0; ``math.inf`` is one.
 
         Returns:
-            The norm before clipping, a plain 0-d tensor with the same value on every rank.
+            The norm before clipping, a plain 0-d tensor in the dtype of the gradients, with the same value on
+                every rank.
 
         Raises:
             InputError: ``norm_type`` isn't above 0.

@@ -70,7 +70,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
         model: the outermost module given to ``fully_shard``.
 
     Returns:
-        Names and tensors, in the dtype at rest.
+        Names and tensors, in their full shapes and the dtype at rest.
 
     Raises:
         InputError: the module isn't sharded.
@@ -101,7 +101,8 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, torch.Tensor
 
     Args:
         model: the outermost module given to ``fully_shard``.
-        state_dict: by the names of the unsharded model, the same on every process; dtypes are converted.
+        state_dict: tensors of the shapes of the unsharded model by its names, the same on every process;
+            dtypes are converted.
 
     Raises:
         InputError: the module isn't sharded, or a name is missing, unexpected or of another shape; all are
