@@ -18,6 +18,7 @@ import torch
 from tests.fences import Fence, copy_repository, excuse_for, fences, in_text, run_command, toy
 from tests.ranks.pool import as_torchrun, free_port, run_ranks
 
+ROOT = Path(__file__).parents[2]
 ELSEWHERE = (
     "examples.md",
     "huggingface.md",
@@ -102,7 +103,13 @@ def test_the_first_script_leaves_plain_weights_of_the_whole_model(tmp_path):
 
 
 def test_the_first_file_of_the_readme_is_as_short_as_a_face_must_be():
-    assert len([line for line in README.text.splitlines() if line]) <= 16
+    assert len([line for line in README.text.splitlines() if line]) <= 12
+
+
+def test_what_the_readme_says_before_it_leads_on_fits_on_one_screen():
+    first, found, _ = (ROOT / "README.md").read_text().partition("\nRead next: ")
+    assert found and len(first.splitlines()) <= 60 and len(first.split()) <= 600
+    assert first.index("$ make train") < first.index("$ make test") < len(first) / 3
 
 
 @pytest.mark.slow
