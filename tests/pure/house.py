@@ -98,6 +98,10 @@ EXCEPTIONS: dict[tuple[str, str, str], tuple[int, str]] = {
         "what ranks say, and the one judgement of it",
     ),
     ("schedule/schedule.py", "attributes", "GroupSpec"): (13, "all that a planner knows of a group"),
+    ("plan/cluster.py", "attributes", "DeviceSpec"): (
+        16,
+        "a row of the library, with all that a data sheet says",
+    ),
     ("planned.py", "attributes", "Plan"): (14, "what one call applies, and what was predicted"),
     ("policy.py", "attributes", "SchedulePolicy"): (15, "every choice of when a collective is issued"),
     ("train/config.py", "attributes", "ScheduleConfig"): (

@@ -138,6 +138,8 @@ def test_a_cluster_is_read_back_as_it_was_written(tmp_path):
     for mine in (
         Cluster(replace(DEVICES["H100"], name="ours", memory_nbytes=1e9), 24, 4, 1e9),
         Cluster(replace(DEVICES["H100"], matmul=0.7), 16),
+        Cluster(replace(DEVICES["H100"], dtype="float32"), 16),
+        Cluster(DeviceSpec("slow", 1.0, 100.0, 1.0, 1.0), 16),
         Cluster(DEVICES["A100-40GB"], 8),
     ):
         mine.save(path)
@@ -191,6 +193,10 @@ def test_a_device_that_nobody_knows_is_refused_with_what_to_do(name):
         ('ranks = 8\ndevice = {name = "half"}', r"\[device\] peak_flops is missing, and 'half' isn't in the"),
         ('ranks = 8\ndevice = {name = "H100", speed = 1}', r"\[device\] speed is unknown; known: peak_flops"),
         ('ranks = 8\ndevice = {name = "H100", matmul = "1"}', r"\[device\] matmul is '1', expected a number"),
+        (
+            'ranks = 8\ndevice = {name = "H100", dtype = "int8"}',
+            "dtype is 'int8', expected one of bfloat16, float",
+        ),
         ('ranks = 0\ndevice = "H100"', "ranks is 0, expected a number above 0"),
         ('ranks = 8.5\ndevice = "H100"', "ranks is 8.5, expected a whole number"),
         ('ranks = 8\nhosts = 1\ndevice = "H100"', "hosts is unknown; known: ranks, ranks_per_host"),

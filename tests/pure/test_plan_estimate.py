@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from bench import model as bench_model
 from bench.rankzero import rank_zero_of
 from shardwright import MixedPrecisionPolicy, SchedulePolicy, fully_shard
-from shardwright.errors import InputError
+from shardwright.errors import ConfigError, InputError
 from shardwright.plan import Choice, estimate
 from shardwright.plan.cluster import DEVICES, Cluster
 from shardwright.plan.groups import groups_of_calls
@@ -230,6 +230,91 @@ def test_the_table_says_what_fits_how_fast_and_at_what_cost():
     assert [line.split("  ")[0] for line in lines] == [
         "cluster", "fits", "GiB at most", "step", "tokens/s", "MFU", "without compute",
     ]  # fmt: skip
+
+
+class Wide(nn.Module):
+    """Matmuls, and nothing else that takes long."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4096, 4096, bias=False) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+def wide(device, dtype, convolution=False):
+    """One rank that computes in a dtype."""
+    with torch.device("meta"):
+        model, x = Wide(), torch.empty(8192, 4096)
+        if convolution:
+            model.layers, x = (
+                nn.ModuleList(nn.Conv2d(64, 64, 3) for _ in range(4)),
+                torch.empty(64, 64, 64, 64),
+            )
+    return estimate(model, x, Cluster(device, 1), Choice(mp_policy=MixedPrecisionPolicy(param_dtype=dtype)))
+
+
+@pytest.fixture
+def highest():
+    """Float32 as torch has it at first: without TF32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+def matmuls_s(found):
+    """Of the compute, which is little else."""
+    return float(found.timeline.compute_s)
+
+
+@pytest.mark.parametrize("name", ["A100-80GB", "H100", "B200"])
+def test_matmuls_in_float32_are_priced_in_float32_and_in_tf32_where_torch_takes_it(name, highest):
+    device = replace(DEVICES[name], memory_bandwidth=1e18)
+    half = matmuls_s(wide(device, torch.bfloat16))
+    assert matmuls_s(wide(device, torch.float16)) == half
+    assert matmuls_s(wide(device, None)) == pytest.approx(half / device.float32, rel=0.01)
+    assert 12 < 1 / device.float32 <= 30
+    torch.set_float32_matmul_precision("high")
+    assert matmuls_s(wide(device, None)) == pytest.approx(2 * half, rel=0.01)
+
+
+def test_torch_takes_tf32_for_convolutions_unless_told_otherwise(highest):
+    dtypes = {op.dtype for op in forward_ops(wide(DEVICES["H100"], None, convolution=True)) if op.flops}
+    assert dtypes == {"tf32"}
+
+
+def forward_ops(found):
+    return [op for _, stretch in found.workload.phases[Phase.FORWARD] for op in stretch.ops]
+
+
+def test_mfu_is_of_the_peak_in_the_dtype_that_is_computed_in(highest):
+    device = DEVICES["H100"]
+    half, whole = wide(device, torch.bfloat16), wide(device, None)
+    assert whole.mfu == pytest.approx(whole.model_flops / whole.step_s / 67e12)
+    assert half.mfu == pytest.approx(half.model_flops / half.step_s / 989e12)
+    assert "of the peak in bfloat16 (3 x" in str(half) and "of the peak in float32 (3 x" in str(whole)
+
+
+@pytest.mark.parametrize(
+    ("changes", "dtype", "says"),
+    [
+        ({}, torch.float64, "matmuls in float64, and of 'H100' only the rates in bfloat16, .*float32"),
+        ({"float32": 0.0}, None, "matmuls in float32, and of 'H100' only the rates in bfloat16, .*tf32 are"),
+        (
+            {"dtype": "float32"},
+            torch.bfloat16,
+            "matmuls in bfloat16, and of 'H100' only the rates in float32",
+        ),
+    ],
+)
+def test_a_dtype_whose_rate_is_not_known_is_refused_with_what_to_do(changes, dtype, says, highest):
+    with pytest.raises(ConfigError, match=rf"{says}.*bench compute --dtype"):
+        wide(replace(DEVICES["H100"], **changes), dtype)
+    assert wide(replace(DEVICES["H100"], dtype="float32"), None).mfu < 1
 
 
 def test_a_host_that_computes_does_not_run_ahead_of_it():

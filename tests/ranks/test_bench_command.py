@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from bench.model import Size, Transformer
+from shardwright import MixedPrecisionPolicy
 from shardwright.cli import main
 from shardwright.plan import Choice, estimate, measure
 from shardwright.plan.cluster import DEVICES, Cluster
@@ -44,8 +45,10 @@ def test_ranks_measure_their_devices_and_links_together_into_a_file_that_an_esti
     with torch.device("meta"):
         model, sample = Transformer(Size(layers=2, width=64)), torch.empty(2, 17, dtype=torch.int64)
     ours, theirs = (
-        estimate(model, sample, each, Choice()).timeline for each in (links, Cluster(DEVICES["H100"], 2))
+        estimate(model, sample, each, Choice(mp_policy=MixedPrecisionPolicy())).timeline
+        for each in (links, Cluster(DEVICES["H100"], 2))
     )
+    assert (links.device.dtype, again.device.dtype) == ("float32", "bfloat16")
     assert ours.compute_s > theirs.compute_s > 0
 
 

@@ -32,9 +32,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="true|false|RANKS",
         help="RANKS: shards are kept over so many until the backward (default true)",
     )
-    group.add_argument("--param-dtype", choices=tuple(_DTYPES), help="that is computed with (default bfloat16)")
-    group.add_argument("--reduce-dtype", choices=tuple(_DTYPES), help="of sums of gradients (default float32)")
-    group.add_argument("--offload", choices=tuple(OFFLOADS), help="what is on the host at rest (default none)")
+    group.add_argument(
+        "--param-dtype", choices=tuple(_DTYPES), help="that is computed with (default bfloat16)"
+    )
+    group.add_argument(
+        "--reduce-dtype", choices=tuple(_DTYPES), help="of sums of gradients (default float32)"
+    )
+    group.add_argument(
+        "--offload", choices=tuple(OFFLOADS), help="what is on the host at rest (default none)"
+    )
     group.add_argument("--base", choices=tuple(BASES), help="frozen weights: as they are, or in 4 bits")
 
 

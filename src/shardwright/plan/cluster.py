@@ -20,7 +20,7 @@ class DeviceSpec:
 
     Args:
         name: what it is called.
-        peak_flops: dense FLOP/s in bfloat16.
+        peak_flops: dense FLOP/s in ``dtype``.
         memory_nbytes: bytes of its memory.
         memory_bandwidth: bytes/s of that memory.
         link_bandwidth: bytes/s, in one direction, of all its links to the other devices of its host.
@@ -28,10 +28,13 @@ class DeviceSpec:
         attention: share of it that the usual fused attention reaches (see docs/plan.md).
         ring: share of ``link_bandwidth`` that the rings of a collective use.
         float8: FLOP/s of matmuls in 8 bits over those in bfloat16; 1 where it has none.
+        float32: FLOP/s of matmuls in float32, without TF32, over those in bfloat16; 0: not known.
+        tf32: FLOP/s of those in TF32 over those in bfloat16; 0: not known.
         reserved: bytes that torch's caching allocator was seen to take for each byte in use, where there was
             enough.
         host_link: bytes/s, in one direction, between it and its host's memory.
         host_memory: bytes/s of that memory which one of the host's ranks has.
+        dtype: of ``peak_flops``: "float32" where it was measured in that, without any other.
     """
 
     name: str
@@ -43,9 +46,37 @@ class DeviceSpec:
     attention: float = 0.5
     ring: float = 0.8
     float8: float = 1.0
+    float32: float = 0.0
+    tf32: float = 0.0
     reserved: float = 1.36
     host_link: float = 25e9
     host_memory: float = 25e9
+    dtype: str = "bfloat16"
+
+    def flops_in(self, dtype: str) -> float:
+        """FLOP/s of matmuls in one dtype, dense, as ``peak_flops`` is.
+
+        Args:
+            dtype: torch's name of it; "float8" for each kind of 8 bits, or "tf32".
+
+        Returns:
+            The number.
+
+        Raises:
+            ConfigError: it isn't known.
+        """
+        known = {"bfloat16": 1.0, "float16": 1.0, "float8": self.float8, "float32": self.float32}
+        known["tf32"] = self.tf32
+        if self.dtype == "float32":  # and in TF32 if torch was set to take it where this was measured
+            known = {"float32": 1.0, "tf32": 1.0}
+        if not known.get(dtype):
+            names = ", ".join(name for name, share in known.items() if share)
+            raise ConfigError(
+                f"the model has matmuls in {dtype}, and of {self.name!r} only the rates in {names} are "
+                "known; compute in one of these (MixedPrecisionPolicy.param_dtype, --param-dtype), measure "
+                "the device (shardwright bench compute --dtype ...), or describe it in a file (docs/plan.md)"
+            )
+        return self.peak_flops * known[dtype]
 
     @property
     def host_network(self) -> float:
@@ -95,6 +126,7 @@ class Cluster:
         ]
         if not known:
             lines += ["", "[device]", f"name = {json.dumps(self.device.name)}"]
+            lines += [f"dtype = {json.dumps(self.device.dtype)}  # of peak_flops"]
             lines += [f"{name} = {getattr(self.device, name)!r}  # {_UNITS[name]}" for name in _DEVICE]
         if self.constants != Constants():
             lines += ["", "[constants] # what each is: docs/plan.md"]
@@ -127,9 +159,11 @@ class Cluster:
                 return Cluster(device(given), **fields)
             if not isinstance(given, dict) or not isinstance(given.get("name"), str):
                 raise ValueError(f"device is {given!r}, expected a name, or a table with a name")
-            numbers = {name: value for name, value in given.items() if name != "name"}
+            numbers = {name: value for name, value in given.items() if name not in ("name", "dtype")}
             _check(numbers, _DEVICE, "[device] ")
             known = _known(given["name"])
+            if "dtype" in given:
+                numbers["dtype"] = _one_of(given["dtype"], _DTYPES, "[device] dtype")
             missing = [name for name in _DEVICE[:4] if name not in numbers and known is None]
             if missing:
                 raise ValueError(
@@ -151,12 +185,13 @@ class Cluster:
 
 _CLUSTER = ("ranks", "ranks_per_host", "host_bandwidth")
 _DEVICE = ("peak_flops", "memory_nbytes", "memory_bandwidth", "link_bandwidth", "matmul", "attention", "ring")
-_DEVICE += ("float8", "reserved", "host_link", "host_memory")
+_DEVICE += ("float8", "float32", "tf32", "reserved", "host_link", "host_memory")
+_DTYPES = ("bfloat16", "float16", "float32")
 _UNITS = {
     "ranks": "devices in all",
     "ranks_per_host": "of them in one host",
     "host_bandwidth": "bytes/s of a host to the others, in one direction",
-    "peak_flops": "FLOP/s in bfloat16, dense",
+    "peak_flops": "FLOP/s in dtype, dense",
     "memory_nbytes": "bytes",
     "memory_bandwidth": "bytes/s",
     "link_bandwidth": "bytes/s to the other devices of its host, in one direction",
@@ -164,13 +199,22 @@ _UNITS = {
     "attention": "share of peak_flops that fused attention reaches",
     "ring": "share of link_bandwidth that a collective uses",
     "float8": "matmuls in 8 bits over those in bfloat16",
+    "float32": "matmuls in float32 without TF32 over those in bfloat16; 0: not known",
+    "tf32": "matmuls in TF32 over those in bfloat16; 0: not known",
     "reserved": "bytes that the allocator takes, for each byte in use",
     "host_link": "bytes/s to the memory of its host, in one direction",
     "host_memory": "bytes/s of the host's memory that one rank has",
 }
 
 
-_MAY_BE_ZERO = ("narrow", "hop_s", "launch_s", "contention")
+_MAY_BE_ZERO = ("narrow", "hop_s", "launch_s", "contention", "float32", "tf32")
+
+
+def _one_of(value: object, known: tuple[str, ...], where: str) -> str:
+    """Raises: ValueError."""
+    if value not in known:
+        raise ValueError(f"{where} is {value!r}, expected one of {', '.join(known)}")
+    return str(value)
 
 
 def _check(given: dict[str, Any], known: tuple[str, ...], where: str) -> None:
@@ -196,9 +240,21 @@ _A100 = DeviceSpec(
     matmul=0.869,
     attention=0.70,
     ring=0.78,
+    float32=19.5 / 312,  # of the same data sheets, as all in float32 and TF32: without sparsity
+    tf32=1 / 2,
 )
 _H100 = DeviceSpec(
-    "H100", 989e12, 80 * GIB, 3.35e12, 450e9, matmul=0.803, attention=0.35, float8=1.77, host_link=50e9
+    "H100",
+    989e12,
+    80 * GIB,
+    3.35e12,
+    450e9,
+    matmul=0.803,
+    attention=0.35,
+    float8=1.77,
+    float32=67 / 989,
+    tf32=1 / 2,
+    host_link=50e9,
 )
 # Cards for a PCIe slot: NVIDIA's data sheets "A100 Tensor Core GPU" (2021), "H100 Tensor Core GPU" (2023).
 # Their bridges of NVLink join pairs, so a ring of more goes by PCIe: 32 GB/s in one direction; PCIe 5: 64.
@@ -206,7 +262,12 @@ _A100_PCIE = replace(
     _A100, name="A100-80GB-PCIe", memory_bandwidth=1.935e12, link_bandwidth=32e9, matmul=0.811
 )
 _H100_PCIE = replace(
-    _H100, name="H100-PCIe", peak_flops=756e12, memory_bandwidth=2.039e12, link_bandwidth=64e9
+    _H100,
+    name="H100-PCIe",
+    peak_flops=756e12,
+    float32=51 / 756,
+    memory_bandwidth=2.039e12,
+    link_bandwidth=64e9,
 )
 
 DEVICES = {
@@ -228,6 +289,7 @@ DEVICES = {
             _H100_PCIE,
             name="H100-NVL",
             peak_flops=835e12,
+            float32=60 / 835,
             memory_nbytes=94 * GIB,
             memory_bandwidth=3.938e12,
         ),
@@ -241,6 +303,7 @@ DEVICES = {
             link_bandwidth=900e9,
             matmul=0.776,
             float8=1.97,
+            float32=75 / 2250,
         ),
         DeviceSpec(
             "MI300X",
@@ -250,6 +313,8 @@ DEVICES = {
             448e9,
             matmul=0.514,
             attention=0.25,
+            float32=163.4 / 1300,
+            tf32=1 / 2,
             reserved=1.1,
             host_link=50e9,
         ),

@@ -104,6 +104,7 @@ def measured_device(dtype: torch.dtype = torch.bfloat16) -> tuple[DeviceSpec, Co
         attention=min(_attention(comm, device, dtype) / peak_flops, 1.0),
         ring=1.0,
         reserved=1.0 if device.type == "cpu" else DeviceSpec.reserved,
+        dtype=str(dtype).removeprefix("torch."),
     )
     constants = Constants(
         matmul=1.0,

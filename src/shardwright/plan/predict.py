@@ -1,5 +1,6 @@
 """``estimate``: a model on the meta device, a sample batch and a cluster in; seconds and bytes out."""
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -155,14 +156,26 @@ class Estimate:
         """FLOPs of a step on one rank: three times the matmuls and the attention of the forward, so
         recomputation doesn't count.
         """
-        stretches = [stretch for _, stretch in self.workload.phases[Phase.FORWARD]]
-        ops = [op for stretch in stretches for op in stretch.ops if op.kind is not OpKind.MEMORY]
-        return 3.0 * self.choice.microbatches * sum(op.flops for op in ops)
+        return sum(self._flops_by_dtype.values())
+
+    @property
+    def _flops_by_dtype(self) -> Mapping[str, float]:
+        """``model_flops``, by the dtype that they are computed in, the most first."""
+        found: defaultdict[str, float] = defaultdict(float)
+        for _, stretch in self.workload.phases[Phase.FORWARD]:
+            for op in stretch.ops:
+                if op.kind is not OpKind.MEMORY:
+                    found[op.dtype] += 3.0 * self.choice.microbatches * op.flops
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
 
     @property
     def mfu(self) -> float:
-        """``model_flops`` divided by the FLOPs that the device can do in that time by its data sheet."""
-        return self.model_flops / (self.step_s * self.cluster.device.peak_flops)
+        """``model_flops`` divided by the FLOPs that the device can do in that time, each at the peak of the
+        dtype that it is computed in, by the data sheet (or as measured).
+        """
+        device, flops = self.cluster.device, self._flops_by_dtype
+        at_peak_s = sum(each / device.flops_in(dtype) for dtype, each in flops.items())
+        return at_peak_s / self.step_s
 
     def cost_per_billion_tokens(self, price_per_hour: float) -> float:
         """The cost of a billion tokens.
@@ -219,6 +232,7 @@ class Estimate:
         if self.host_nbytes:
             phases["on the host"] = self.host_nbytes
         exposed = float(self.timeline.exposed_s) / self.step_s
+        peaks = ", ".join(self._flops_by_dtype)
         moment = named(held.at, self.schedule.names)
         rows = [
             ("cluster", f"{self.cluster.ranks} x {device.name}, {self.choice.runtime}"),
@@ -228,7 +242,8 @@ class Estimate:
             ("GiB at most", ", ".join(f"{name} {nbytes / GIB:.1f}" for name, nbytes in phases.items())),
             ("step", f"{self.step_s:.3f} s (+- 10%)"),
             ("tokens/s", f"{total:,.0f}, {total / self.cluster.ranks:,.0f} per device (+- 10%)"),
-            ("MFU", f"{self.mfu:.1%} (3 x forward's matmuls and attention, half where causal)"),
+            ("MFU", f"{self.mfu:.1%} of the peak in {peaks} (3 x forward's matmuls and attention, half where "
+             "causal)"),
             ("without compute", f"{exposed:.1%} of the step (communication and the host)"),
         ]  # fmt: skip
         if price_per_hour is not None:

@@ -64,15 +64,18 @@ class Prices:
     # ---- compute
 
     def op(self, op: Op) -> Seconds:
-        """Seconds of one operation: what its units take, and what its bytes take."""
+        """Seconds of one operation: what its units take in its dtype, and what its bytes take.
+
+        Raises: ConfigError where the device's rate in that dtype isn't known.
+        """
         constants, device = self.constants, self.cluster.device
-        seconds = self.copy(op.nbytes)
-        if op.kind in (OpKind.MATMUL, OpKind.MATMUL8):
+        if op.kind is OpKind.MATMUL:
             reached = device.matmul * constants.matmul / (1 + constants.narrow / op.narrowest)
-            faster = device.float8 if op.kind is OpKind.MATMUL8 else 1.0
-            return op.flops / (device.peak_flops * reached * faster)
+            return op.flops / (device.flops_in(op.dtype) * reached)
+        seconds = self.copy(op.nbytes)
         if op.kind is OpKind.ATTENTION:
-            return seconds + op.flops / (device.peak_flops * device.attention * constants.attention)
+            reached = device.attention * constants.attention
+            return seconds + op.flops / (device.flops_in(op.dtype) * reached)
         return seconds
 
     def compute(self, stretch: Stretch) -> Seconds:

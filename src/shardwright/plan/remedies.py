@@ -130,11 +130,11 @@ def _space(case: Exhausted) -> tuple[Space, Candidate]:
 def _device(where: torch.device, nbytes: int) -> DeviceSpec:
     """As the library knows it; of any other only the order of changes by seconds depends on its numbers."""
     if where.type == "cpu":
-        return DeviceSpec("cpu", 1e11, nbytes, 2e10, 1e10)
+        return DeviceSpec("cpu", 1e11, nbytes, 2e10, 1e10, float32=1.0, tf32=1.0)
     try:
         return device(torch.get_device_module(where).get_device_name(where))
     except ConfigError:
-        return DeviceSpec("accelerator", 3e14, nbytes, 2e12, 1e11)
+        return DeviceSpec("accelerator", 3e14, nbytes, 2e12, 1e11, float32=1 / 16, tf32=1 / 2)
 
 
 def _sample(model: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:

@@ -246,15 +246,27 @@ def _op(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
         return None
     nbytes = float(sum(tensor.numel() * tensor.itemsize for tensor in (*inputs, *outputs)))
     if "scaled_dot_product" in base or "_attention_" in base:
-        return Op(OpKind.ATTENTION, _attention_flops(base, args), nbytes)
-    if base == "_grouped_mm":
-        return Op(OpKind.MATMUL, _grouped_flops(args[0], args[1], out), nbytes, _narrowest(inputs, outputs))
-    if function.overloadpacket in flop_registry:
-        flops = float(flop_registry[function.overloadpacket](*args, **kwargs, out_val=out))
-        return Op(OpKind.MATMUL, flops, nbytes, _narrowest(inputs, outputs))
+        return Op(OpKind.ATTENTION, _attention_flops(base, args), nbytes, dtype=_dtype(base, inputs))
+    if base == "_grouped_mm" or function.overloadpacket in flop_registry:
+        grouped = base == "_grouped_mm"
+        count = flop_registry.get(function.overloadpacket)
+        flops = _grouped_flops(args[0], args[1], out) if grouped else count(*args, **kwargs, out_val=out)
+        return Op(
+            OpKind.MATMUL, float(flops), nbytes, _narrowest(inputs, outputs), dtype=_dtype(base, inputs)
+        )
     if base == "embedding":  # it reads the rows that it looks up
         nbytes = 2.0 * sum(tensor.numel() * tensor.itemsize for tensor in outputs)
     return Op(OpKind.MEMORY, 0.0, nbytes)
+
+
+def _dtype(base: str, inputs: Sequence[Tensor]) -> str:
+    """That a matmul multiplies in: TF32 in place of float32 where this process lets torch take it."""
+    dtype = next((tensor.dtype for tensor in inputs if tensor.is_floating_point()), inputs[0].dtype)
+    if dtype is torch.float32:
+        of = torch.backends.cudnn.conv if "conv" in base else torch.backends.cuda.matmul
+        return "tf32" if of.fp32_precision == "tf32" else "float32"
+    name = str(dtype).removeprefix("torch.")
+    return "float8" if name.startswith("float8") else name
 
 
 def _grouped_flops(a: Tensor, b: Tensor, out: Tensor) -> float:

@@ -142,12 +142,12 @@ def block_saved(arch: Architecture, batch: Microbatch) -> int:
 def _block(arch: Architecture, batch: Microbatch) -> tuple[Stretch, Stretch]:
     """Forward and backward of one block."""
     tokens = batch.tokens
-    kind = OpKind.MATMUL8 if batch.float8 else OpKind.MATMUL
-    matmuls = [matmul(tokens, k, n)._replace(kind=kind) for k, n in arch.matrices]
+    dtype = "float8" if batch.float8 else "bfloat16"
+    matmuls = [matmul(tokens, k, n)._replace(dtype=dtype) for k, n in arch.matrices]
     elementwise, elementwise_back = _elementwise(arch, batch)
     forward = (*matmuls, attention(arch, batch), elementwise)
     backward = (
-        *(matmul(tokens, k, n, 2)._replace(kind=kind) for k, n in arch.matrices),
+        *(matmul(tokens, k, n, 2)._replace(dtype=dtype) for k, n in arch.matrices),
         attention(arch, batch, 2.5),
         elementwise_back,
     )

@@ -8,11 +8,9 @@ from shardwright.schedule.schedule import Event, EventKind, Phase
 
 
 class OpKind(StrEnum):
-    """What limits an operation: the units that multiply matrices (in 16 bits, or in 8), those in fused
-    attention, or memory."""
+    """What limits an operation: the units that multiply matrices, those in fused attention, or memory."""
 
     MATMUL = "matmul"
-    MATMUL8 = "matmul8"
     ATTENTION = "attention"
     MEMORY = "memory"
 
@@ -21,7 +19,8 @@ class Op(NamedTuple):
     """Kernels of one kind and shape.
 
     flops: floating-point operations of all of them. nbytes: read and written. narrowest: of a matmul, the
-    least of its three sizes. kernels: how many.
+    least of its three sizes. kernels: how many. dtype: that a matmul or an attention multiplies in, by
+    torch's name; "float8" for each kind of 8 bits, and "tf32" for float32 where torch may take TF32.
     """
 
     kind: OpKind
@@ -29,6 +28,7 @@ class Op(NamedTuple):
     nbytes: float = 0.0
     narrowest: float = 1.0
     kernels: int = 1
+    dtype: str = "bfloat16"
 
 
 class Stretch(NamedTuple):
