@@ -99,8 +99,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("runs")
     parser.add_argument("models")
     known = parser.parse_args(arguments)
-    models = runs.architectures(runs.read(known.models))
-    rows = [row for row in runs.read(known.runs) if row["tokens_per_s_per_gpu"] and row["oom"] != "1"]
+    models = runs.architectures(runs.read(known.models, runs.MODEL_COLUMNS))
+    rows = [
+        row
+        for row in runs.read(known.runs, runs.RUN_COLUMNS)
+        if row["tokens_per_s_per_gpu"] and row["oom"] != "1"
+    ]
     setups = [runs.setup(row, models) for row in rows]
     seconds = np.array([measured_s(row) for row in rows])
     targets = np.log(seconds)

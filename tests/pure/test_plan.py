@@ -1,6 +1,7 @@
 """Plans: the schedule of a step, simulated in time and counted in bytes, with neither a device nor a rank."""
 
 import csv
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -232,8 +233,8 @@ def test_the_command_predicts_the_rows_it_can_and_says_why_not_the_others(tmp_pa
     assert main(["plan", "--runs", str(files[0]), "--models", str(files[1]), "--out", str(files[2])]) == 0
     said = capsys.readouterr()
     assert "1 of 3 runs predicted" in said.out
-    assert "row two: tp > 1" in said.err
-    assert "row three: the table of models has no 'large'" in said.err
+    assert "row two: column tp is '2', expected 1: only sharded data parallelism" in said.err
+    assert "row three: column model_id is 'large', expected a row of the table of models" in said.err
     with open(out, newline="") as file:
         one, *others = csv.DictReader(file)
     assert tuple(one) == runs.COLUMNS
@@ -245,10 +246,103 @@ def test_the_command_predicts_the_rows_it_can_and_says_why_not_the_others(tmp_pa
 
 def test_a_table_that_is_not_there_or_has_no_numbers_is_named(tmp_path):
     with pytest.raises(ConfigError, match="can't read the table"):
-        runs.read(tmp_path / "none.csv")
+        runs.read(tmp_path / "none.csv", runs.RUN_COLUMNS)
     (tmp_path / "models.csv").write_text(MODELS.replace("4,256", "four,256"))
-    with pytest.raises(ConfigError, match="row small: column n_layers must be a number, got 'four'"):
-        runs.architectures(runs.read(tmp_path / "models.csv"))
+    with pytest.raises(ConfigError, match="row small: column n_layers is 'four', expected a number above 0"):
+        runs.architectures(runs.read(tmp_path / "models.csv", runs.MODEL_COLUMNS))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"sharding": "DDP"}, "FSDP, the one that is predicted"),
+        ({"sharding": "NO_SHARD"}, "FSDP, the one that is predicted"),
+        ({"framework": "DeepSpeed ZeRO-3"}, "FSDP, the one that is predicted"),
+        ({"sharding": "rows"}, "FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD"),
+        ({"n_gpus": "12", "sharding": "HYBRID_SHARD", "global_batch_seqs": ""}, "a multiple of the 8"),
+        ({"n_gpus": "0"}, "a number above 0"),
+        ({"n_gpus": "1.5"}, "a whole number"),
+        ({"compute_dtype": "fp32"}, "bf16, fp16 or fp8"),
+        ({"allgather_dtype": "fp32"}, "bf16, fp16 or fp8"),
+        ({"reduce_dtype": "int8"}, "bf16, fp16 or fp32"),
+        ({"activation_ckpt": "weird"}, "none, full, selective_op"),
+        ({"activation_ckpt": "selective_every_0th_layer"}, "every 1st layer"),
+        ({"torch_compile": "perhaps"}, "0 or 1"),
+        ({"microbatch_seqs_per_gpu": "-1"}, "a number above 0"),
+        ({"global_batch_seqs": "100"}, "n_gpus x grad_accum (32) x microbatch_seqs_per_gpu (4)"),
+        ({"global_batch_seqs": "7", "microbatch_seqs_per_gpu": ""}, "n_gpus x grad_accum (32)"),
+        ({"grad_accum": "inf"}, "a number above 0"),
+        ({"internode_gbps_per_node": "fast"}, "a number above 0"),
+        ({"gpu_mem_gb": "much"}, "a number above 0"),
+        ({"gpu": "abacus"}, "a device of the library: no device 'abacus' is"),
+        ({"pp": "two"}, "a number above 0"),
+    ],
+)
+def test_a_run_that_cannot_be_predicted_stays_empty_with_its_reason_and_the_others_are_written(
+    changes, expected, tmp_path, capsys
+):
+    one = next(csv.DictReader(RUNS.splitlines()))
+    with open(tmp_path / "runs.csv", "w", newline="") as file:
+        table = csv.DictWriter(file, one)
+        table.writeheader()
+        table.writerows([one | {"row_id": "bad"} | changes, one])
+    (tmp_path / "models.csv").write_text(MODELS)
+    out = tmp_path / "predicted.csv"
+    files = [str(tmp_path / "runs.csv"), "--models", str(tmp_path / "models.csv"), "--out", str(out)]
+    assert main(["plan", "--runs", *files]) == 0
+    column, got = next(iter(changes.items()))
+    assert f"row bad: column {column} is {got!r}, expected {expected}" in capsys.readouterr().err
+    with open(out, newline="") as file:
+        bad, good = csv.DictReader(file)
+    assert [bad[column] for column in runs.COLUMNS] == ["bad", "", "", "", "", ""]
+    assert float(good["step_time_s"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        (
+            "runs.csv",
+            RUNS.replace("sharding,tp", "tp"),
+            r"runs.csv lacks the column\(s\) sharding; it has row_id",
+        ),
+        ("runs.csv", "", r"runs.csv lacks the column\(s\) row_id, .*; it has none"),
+        (
+            "models.csv",
+            MODELS.replace(",norm", ""),
+            r"models.csv lacks the column\(s\) norm; it has model_id",
+        ),
+        ("out", "a folder", r"can't write the predictions to --out .*; name another file"),
+    ],
+)
+def test_a_table_that_lacks_a_column_or_cannot_be_written_is_told_before_anything_is_priced(
+    name, text, says, tmp_path, capsys, monkeypatch
+):
+    def priced(*_):
+        raise AssertionError("nothing is to be priced")
+
+    monkeypatch.setattr(runs, "predict", priced)
+    (tmp_path / "runs.csv").write_text(RUNS)
+    (tmp_path / "models.csv").write_text(MODELS)
+    out = tmp_path / "out"
+    if name == "out":
+        out.mkdir()
+    else:
+        (tmp_path / name).write_text(text)
+    files = [str(tmp_path / "runs.csv"), "--models", str(tmp_path / "models.csv"), "--out", str(out)]
+    assert main(["plan", "--runs", *files]) == 2
+    assert re.search(says, capsys.readouterr().err)
+
+
+def test_a_model_that_cannot_be_read_loses_its_own_runs_alone(tmp_path, capsys):
+    (tmp_path / "runs.csv").write_text(RUNS)
+    (tmp_path / "models.csv").write_text(MODELS + MODELS.splitlines()[1].replace("small,4", "large,none"))
+    out = tmp_path / "predicted.csv"
+    files = [str(tmp_path / "runs.csv"), "--models", str(tmp_path / "models.csv"), "--out", str(out)]
+    assert main(["plan", "--runs", *files]) == 0
+    said = capsys.readouterr()
+    assert "1 of 3 runs predicted" in said.out
+    assert "row large: column n_layers is 'none', expected a number above 0" in said.err
 
 
 def test_the_allocator_takes_more_than_is_in_use_until_the_device_is_full():
@@ -260,8 +354,12 @@ def test_the_allocator_takes_more_than_is_in_use_until_the_device_is_full():
 
 @published
 def test_compiled_llama_reserves_as_much_less_on_128_devices_as_was_measured():
-    models = runs.architectures(runs.read(PUBLISHED / "models.csv"))
-    row = next(row for row in runs.read(PUBLISHED / "measured_runs.csv") if row["row_id"] == "TTH002")
+    models = runs.architectures(runs.read(PUBLISHED / "models.csv", runs.MODEL_COLUMNS))
+    row = next(
+        row
+        for row in runs.read(PUBLISHED / "measured_runs.csv", runs.RUN_COLUMNS)
+        if row["row_id"] == "TTH002"
+    )
     found = []
     for ranks in (8, 128):
         there = {**row, "n_gpus": str(ranks), "global_batch_seqs": str(2 * ranks)}
@@ -272,9 +370,9 @@ def test_compiled_llama_reserves_as_much_less_on_128_devices_as_was_measured():
 
 @published
 def test_published_runs_are_predicted_as_docs_plan_says():
-    models = runs.architectures(runs.read(PUBLISHED / "models.csv"))
+    models = runs.architectures(runs.read(PUBLISHED / "models.csv", runs.MODEL_COLUMNS))
     errors, memories = [], {}
-    for row in runs.read(PUBLISHED / "measured_runs.csv"):
+    for row in runs.read(PUBLISHED / "measured_runs.csv", runs.RUN_COLUMNS):
         setup = runs.setup(row, models)
         found = runs.predict(setup, Constants())
         assert found["fits"] == "1", row["row_id"]

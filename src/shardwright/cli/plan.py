@@ -6,6 +6,8 @@ shardwright plan --runs runs.csv --models models.csv --out predicted.csv
 
 import argparse
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
 from importlib import import_module
@@ -14,7 +16,7 @@ from typing import Any
 
 from shardwright.cli.plan_choice import add_arguments, changed
 from shardwright.cli.verb import add_verb
-from shardwright.errors import ConfigError
+from shardwright.errors import ConfigError, InputError
 from shardwright.plan import runs
 from shardwright.plan.cluster import GIB, Cluster, device
 from shardwright.plan.configs import architecture, has_numbers, is_config
@@ -93,18 +95,27 @@ def _predict_table(known: argparse.Namespace) -> int:
     """Every row. One that can't be predicted stays empty, and standard error says why."""
     if known.models is None or known.out is None:
         raise ConfigError("shardwright plan --runs needs --models CSV and --out CSV as well")
-    models = runs.architectures(runs.read(known.models))
-    found, refused = [], 0
-    for row in runs.read(known.runs):
-        try:
-            found.append(runs.predict(runs.setup(row, models), Constants()))
-        except ConfigError as error:
-            print(f"shardwright plan: {error}", file=sys.stderr)
-            found.append({"row_id": row["row_id"]})
-            refused += 1
+    rows, models, found = runs.read(known.runs, runs.RUN_COLUMNS), {}, []
+    for row in runs.read(known.models, runs.MODEL_COLUMNS):
+        with _refusals_told():
+            models.update(runs.architectures([row]))
+    runs.write(known.out, [])  # that it can be written is known before anything is priced
+    for row in rows:
+        found.append({"row_id": row["row_id"]})
+        with _refusals_told():
+            found[-1] = runs.predict(runs.setup(row, models), Constants())
     runs.write(known.out, found)
-    print(f"{len(found) - refused} of {len(found)} runs predicted: {known.out}")
+    print(f"{sum(len(each) > 1 for each in found)} of {len(found)} runs predicted: {known.out}")
     return 0
+
+
+@contextmanager
+def _refusals_told() -> Iterator[None]:
+    """On standard error, in place of ending the command."""
+    try:
+        yield
+    except (ConfigError, InputError) as error:
+        print(f"shardwright plan: {error}", file=sys.stderr)
 
 
 def _predict_model(known: argparse.Namespace) -> int:
@@ -202,7 +213,7 @@ def _cluster(known: argparse.Namespace) -> Cluster:
 def _asked(known: argparse.Namespace) -> tuple[Subject, Choice]:
     """The model, and how it is trained."""
     if known.models is not None:
-        rows = runs.architectures(runs.read(known.models))
+        rows = runs.architectures(runs.read(known.models, runs.MODEL_COLUMNS))
         if known.model not in rows:
             raise ConfigError(f"{known.models} has no model {known.model!r}; it has {', '.join(rows)}")
         if known.out is not None:

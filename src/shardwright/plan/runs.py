@@ -1,10 +1,12 @@
 """``shardwright plan --runs``: rows of runs in, predictions out, for tables as published runs come in."""
 
 import csv
+import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 from shardwright.errors import ConfigError
 from shardwright.plan.cluster import GIB, Cluster, device
@@ -16,7 +18,18 @@ from shardwright.plan.simulate import Timeline, simulate
 from shardwright.plan.transformer import Architecture, Microbatch, Recompute, workload
 
 Row = Mapping[str, str]
+_T = TypeVar("_T")
 
+MODEL_COLUMNS = (
+    *("model_id", "n_layers", "d_model", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "ffn_gated"),
+    *("vocab_size", "tied_embeddings", "biases", "norm", "pos"),
+)
+RUN_COLUMNS = (
+    *("row_id", "model_id", "seq_len_tokens", "n_gpus", "gpus_per_node", "gpu", "gpu_mem_gb"),
+    *("internode_gbps_per_node", "framework", "sharding", "tp", "pp", "cp", "activation_ckpt"),
+    *("torch_compile", "compute_dtype", "allgather_dtype", "reduce_dtype", "microbatch_seqs_per_gpu"),
+    *("grad_accum", "global_batch_seqs"),
+)
 
 COLUMNS: tuple[str, ...] = (
     "row_id",
@@ -49,95 +62,201 @@ class Setup:
     old_torch: bool = False
 
 
-def read(path: str | Path) -> list[dict[str, str]]:
-    """The rows of a table with commas. Raises: ConfigError where there is none."""
+def read(path: str | Path, columns: Sequence[str]) -> list[dict[str, str]]:
+    """The rows of a table with commas; a cell that a row lacks is empty.
+
+    Raises: ConfigError where there is no such table, or it lacks one of ``columns``.
+    """
     try:
         with open(path, newline="", encoding="utf-8") as file:
-            return list(csv.DictReader(file))
-    except OSError as error:
+            table = csv.DictReader(file, restkey="", restval="")
+            missing = [column for column in columns if column not in (table.fieldnames or ())]
+            if missing:
+                raise ConfigError(
+                    f"the table {path} lacks the column(s) {', '.join(missing)}; it has "
+                    f"{', '.join(table.fieldnames or ['none'])}; see docs/plan.md, Columns"
+                )
+            return list(table)
+    except (OSError, UnicodeError, csv.Error) as error:
         raise ConfigError(f"can't read the table {path}: {error}") from error
 
 
 def architectures(rows: Iterable[Row]) -> dict[str, Architecture]:
     """By ``model_id``. Raises: ConfigError naming the row and the column that can't be read."""
-    return {row["model_id"]: _architecture(row) for row in rows}
+    return {row["model_id"]: _architecture(_Cells(row, row["model_id"])) for row in rows}
 
 
-def _architecture(row: Row) -> Architecture:
-    def number(column: str) -> int:
-        return _number(row, column, row.get("model_id", "?"))
-
+def _architecture(cells: "_Cells") -> Architecture:
+    sizes = ("n_layers", "d_model", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size")
     return Architecture(
-        *map(number, ("n_layers", "d_model", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size")),
-        gated=row["ffn_gated"] == "1",
-        tied=row["tied_embeddings"] == "1",
-        biases=row["biases"] == "1",
-        rotary=row["pos"].startswith("rope"),
-        rms=row["norm"] == "rmsnorm",
+        *map(cells.whole, sizes),
+        gated=cells.flag("ffn_gated"),
+        tied=cells.flag("tied_embeddings"),
+        biases=cells.flag("biases"),
+        rotary=cells.one_of("pos", {"rope.*": True, "learned.*": False}, "rope or learned"),
+        rms=cells.one_of("norm", {"rmsnorm": True, "layernorm": False}, "rmsnorm or layernorm"),
     )
 
 
-def _number(row: Row, column: str, name: str, default: float | None = None) -> int:
-    text = (row.get(column) or "").strip()
-    try:
-        return int(float(text)) if text or default is None else int(default)
-    except ValueError:
-        raise ConfigError(f"row {name}: column {column} must be a number, got {text!r}") from None
+class _Cells(NamedTuple):
+    """A row's cells as they are meant. Each method raises ConfigError: row, column, what is there, what is
+    expected."""
+
+    row: Row
+    name: str
+
+    def text(self, column: str) -> str:
+        """Without spaces around it."""
+        return self.row[column].strip()
+
+    def refusal(self, column: str, expected: str) -> ConfigError:
+        """That something else is expected there."""
+        return ConfigError(f"row {self.name}: column {column} is {self.text(column)!r}, expected {expected}")
+
+    def number(self, column: str) -> float:
+        """Above 0."""
+        try:
+            found = float(self.text(column))
+        except ValueError:
+            found = math.nan
+        if not 0 < found < math.inf:
+            raise self.refusal(column, "a number above 0")
+        return found
+
+    def whole(self, column: str, default: int | None = None) -> int:
+        """A whole number above 0."""
+        if default is not None and not self.text(column):
+            return default
+        found = self.number(column)
+        if found % 1:
+            raise self.refusal(column, "a whole number")
+        return int(found)
+
+    def flag(self, column: str) -> bool:
+        """1 or 0; empty is 0."""
+        return self.one_of(column, {"1": True, "0|": False}, "0 or 1")
+
+    def one_of(self, column: str, meant: Mapping[str, _T], expected: str) -> _T:
+        """What the first pattern means that the whole cell is, in any case."""
+        for pattern, value in meant.items():
+            if re.fullmatch(pattern, self.text(column), re.IGNORECASE):
+                return value
+        raise self.refusal(column, expected)
+
+
+_HALF = r"bf16|bfloat16|fp16|float16"
+_EIGHT = r".*(fp8|float8|e4m3|e5m2).*"
+_FSDP = r"FSDP|FULL.SHARD|SHARD_GRAD_OP|HYBRID|HSDP"
+_OTHER = r"DEEPSPEED|MEGATRON|NO_SHARD|\bDDP\b|(?<!_)ZERO"
 
 
 def setup(row: Row, models: Mapping[str, Architecture]) -> Setup:
     """What a row says. Raises: ConfigError for what isn't known, or can't be predicted."""
-    name, framework, sharding = row["row_id"], row["framework"], row["sharding"].upper()
+    cells = _Cells(row, row["row_id"])
     if row["model_id"] not in models:
-        raise ConfigError(f"row {name}: the table of models has no {row['model_id']!r}")
-    split = [axis for axis in ("tp", "pp", "cp") if _number(row, axis, name, 1) > 1]
-    if split:
-        raise ConfigError(f"row {name}: {', '.join(split)} > 1; only sharded data parallelism is predicted")
-    ranks, accumulated = _number(row, "n_gpus", name), _number(row, "grad_accum", name, 1)
+        raise cells.refusal("model_id", "a row of the table of models that can be read")
+    for axis in ("tp", "pp", "cp"):
+        if cells.whole(axis, 1) > 1:
+            raise cells.refusal(axis, "1: only sharded data parallelism is predicted")
+    sharding, runtime = cells.text("sharding").upper(), _runtime(cells)
+    ranks, accumulated = cells.whole("n_gpus"), cells.whole("grad_accum", 1)
     found = Setup(
-        name,
+        cells.name,
         models[row["model_id"]],
-        _batch(row, name, ranks * accumulated),
-        _cluster(row, name, ranks),
-        preset("fsdp2" if "FSDP2" in framework or "FSDP2" in sharding else "fsdp1"),
-        min(ranks, _number(row, "gpus_per_node", name, 8)) if "HYBRID" in sharding else ranks,
+        _batch(cells, ranks * accumulated),
+        _cluster(cells, ranks),
+        preset(runtime),
+        _shards(cells, ranks),
         accumulated,
-        (1 if "8" in row["allgather_dtype"] else 2, 2 if row["reduce_dtype"] == "bf16" else 4),
-        reshards="GRAD_OP" not in sharding,
-        old_torch=re.search(r"torch 1\.", framework) is not None,
+        (
+            cells.one_of("allgather_dtype", {f"{_HALF}|": 2, _EIGHT: 1}, "bf16, fp16 or fp8"),
+            cells.one_of("reduce_dtype", {_HALF: 2, "fp32|float32|": 4}, "bf16, fp16 or fp32"),
+        ),
+        reshards=not re.search("GRAD_OP|ZERO2", sharding),
+        old_torch=re.search(r"torch 1\.", row["framework"]) is not None,
     )
     if "nth" in row["activation_ckpt"] and not fits(held(found).total, found.cluster.device):
         return replace(found, batch=replace(found.batch, recompute_every=1))
     return found
 
 
-def _batch(row: Row, name: str, microbatches: int) -> Microbatch:
-    framework, said = row["framework"], row["activation_ckpt"]
-    every = 1
-    recompute = Recompute.NONE if said in ("", "none") else Recompute.FULL
-    if said == "selective_op":
-        recompute = Recompute.SELECTIVE
-    elif said.startswith("selective_every"):  # "nth" of a table that doesn't state n: 2, or 1 where that fits
-        every = int((re.findall(r"\d+", said) or ["2"])[0])
+def _runtime(cells: _Cells) -> str:
+    """The name of the preset."""
+    for column in ("framework", "sharding"):
+        if re.search(_OTHER, cells.text(column).upper()):
+            raise cells.refusal(column, "FSDP, the one that is predicted")
+    both = f"{cells.text('framework')} {cells.text('sharding')}".upper()
+    if not re.search(_FSDP, cells.text("sharding").upper()):
+        raise cells.refusal("sharding", "FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD, or FSDP1 or FSDP2 ...")
+    return "fsdp2" if "FSDP2" in both else "fsdp1"
+
+
+def _shards(cells: _Cells, ranks: int) -> int:
+    """Ranks that a parameter is sharded over: those of a host, or as many as it says ("8-way")."""
+    sharding = cells.text("sharding").upper()
+    if "HYBRID" not in sharding and "HSDP" not in sharding:
+        return ranks
+    said = re.search(r"(\d+)-WAY", sharding)
+    shards = min(ranks, int(said[1]) if said else cells.whole("gpus_per_node", 8))
+    if not shards or ranks % shards:
+        raise cells.refusal("n_gpus", f"a multiple of the {shards} that a parameter is sharded over")
+    return shards
+
+
+def _batch(cells: _Cells, microbatches: int) -> Microbatch:
+    framework, said = cells.text("framework"), cells.text("activation_ckpt")
+    every = re.fullmatch(r"selective_every_(\d+|n)\D*", said)
+    recompute = Recompute.FULL
+    if not every:
+        meant = {"none|": Recompute.NONE, "full": Recompute.FULL, "selective_op": Recompute.SELECTIVE}
+        recompute = cells.one_of(
+            "activation_ckpt",
+            meant,
+            "none, full, selective_op or selective_every_2nd_layer (or another number)",
+        )
+    elif every[1] == "0":
+        raise cells.refusal("activation_ckpt", "every 1st layer or fewer")
     return Microbatch(
-        _number(row, "seq_len_tokens", name),
-        _number(row, "microbatch_seqs_per_gpu", name, _number(row, "global_batch_seqs", name) / microbatches),
+        cells.whole("seq_len_tokens"),
+        _sequences(cells, microbatches),
         recompute,
-        every,
-        compiled=row["torch_compile"] == "1",
+        1
+        if not every
+        else 2
+        if every[1] == "n"
+        else int(every[1]),  # n isn't stated: 2, or 1 where that fits
+        compiled=cells.flag("torch_compile"),
         fused_loss="llm-foundry" in framework,
         fused_norms="fused_rmsnorm" in framework,
-        float8="8" in row["compute_dtype"],
+        float8=cells.one_of("compute_dtype", {f"{_HALF}|": False, _EIGHT: True}, "bf16, fp16 or fp8"),
     )
 
 
-def _cluster(row: Row, name: str, ranks: int) -> Cluster:
-    spec = device(_DEVICES.get(row["gpu"], row["gpu"]))
-    if row["gpu_mem_gb"]:
-        spec = replace(spec, memory_nbytes=float(row["gpu_mem_gb"]) * GIB)
-    cluster = Cluster(spec, ranks, min(ranks, _number(row, "gpus_per_node", name, 8)))
-    if row["internode_gbps_per_node"]:
-        return replace(cluster, host_bandwidth=float(row["internode_gbps_per_node"]) * 1e9 / 8)
+def _sequences(cells: _Cells, microbatches: int) -> int:
+    """Rows of a microbatch: as stated, else what the global batch is divided into."""
+    stated = cells.text("microbatch_seqs_per_gpu") and cells.whole("microbatch_seqs_per_gpu")
+    if stated and not cells.text("global_batch_seqs"):
+        return stated
+    of_all = cells.whole("global_batch_seqs")
+    found = stated or of_all // microbatches or 1
+    if of_all != found * microbatches:
+        expected = f"n_gpus x grad_accum ({microbatches}) x microbatch_seqs_per_gpu"
+        raise cells.refusal(
+            "global_batch_seqs", f"{expected} ({stated})" if stated else f"{expected}, a whole one"
+        )
+    return found
+
+
+def _cluster(cells: _Cells, ranks: int) -> Cluster:
+    try:
+        spec = device(_DEVICES.get(cells.text("gpu"), cells.text("gpu")))
+    except ConfigError as error:
+        raise cells.refusal("gpu", f"a device of the library: {error}") from error
+    if cells.text("gpu_mem_gb"):
+        spec = replace(spec, memory_nbytes=cells.number("gpu_mem_gb") * GIB)
+    cluster = Cluster(spec, ranks, min(ranks, cells.whole("gpus_per_node", 8)))
+    if cells.text("internode_gbps_per_node"):
+        return replace(cluster, host_bandwidth=cells.number("internode_gbps_per_node") * 1e9 / 8)
     return cluster
 
 
@@ -177,8 +296,13 @@ def predict(setup: Setup, constants: Constants) -> dict[str, str]:
 
 
 def write(path: str | Path, rows: Iterable[Mapping[str, str]]) -> None:
-    """The predictions as a table with commas; what a row lacks stays empty."""
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        table = csv.DictWriter(file, COLUMNS)
-        table.writeheader()
-        table.writerows(rows)
+    """The predictions as a table with commas; what a row lacks stays empty. Raises: ConfigError."""
+    try:
+        with open(path, "w", newline="", encoding="utf-8") as file:
+            table = csv.DictWriter(file, COLUMNS)
+            table.writeheader()
+            table.writerows(rows)
+    except OSError as error:
+        raise ConfigError(
+            f"can't write the predictions to --out {path}: {error}; name another file"
+        ) from error
