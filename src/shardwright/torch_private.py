@@ -9,6 +9,7 @@ What is read in every step is an alias or an ``operator.attrgetter``, so that it
 What torch reads of our modules, the other way round, stands in engine/torch_state.py.
 """
 
+import logging
 import pickle
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
@@ -66,7 +67,13 @@ with _known():
         torch.UntypedStorage, "_checkpoint_offset"
     )
     # A mode in which torch.load reads the structure of a file without its data, and a model runs without any.
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
     from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+
+    # What an operation raises in it whose result, or the shape of that, is decided by values.
+    NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException)
+    # Where torch writes the traceback of an operation that fails in it, also of one that is caught.
+    fake_tensor_log = logging.getLogger("torch._subclasses.fake_tensor")
 
     # Sees every operation that is dispatched inside of it.
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode

@@ -211,6 +211,24 @@ def test_a_file_that_is_no_cluster_is_refused_with_what_is_wrong(text, says, tmp
         Cluster.load(tmp_path / "none.toml")
 
 
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: Cluster("H100", 8), "Cluster.device is 'H100', expected a DeviceSpec: .*device"),
+        (lambda: Cluster(DEVICES["H100"], 0), "Cluster.ranks is 0, expected a number above 0"),
+        (lambda: Cluster(DEVICES["H100"], -4), "Cluster.ranks is -4, expected a number above 0"),
+        (lambda: Cluster(DEVICES["H100"], 2.5), "Cluster.ranks is 2.5, expected a whole number"),
+        (lambda: Cluster(DEVICES["H100"], 8, 0), "Cluster.ranks_per_host is 0, expected a number above 0"),
+        (lambda: Cluster(DEVICES["H100"], 8, host_bandwidth=-1.0), "Cluster.host_bandwidth is -1.0"),
+        (lambda: replace(DEVICES["H100"], peak_flops=0.0), "'H100' peak_flops is 0.0, expected a number"),
+        (lambda: replace(DEVICES["H100"], dtype="int8"), "'H100' dtype is 'int8', expected one of"),
+    ],
+)
+def test_a_cluster_in_python_is_checked_like_one_of_a_file(make, says):
+    with pytest.raises(ConfigError, match=says):
+        make()
+
+
 MODELS = (
     "model_id,n_layers,d_model,n_heads,n_kv_heads,head_dim,ffn_dim,ffn_gated,vocab_size,tied_embeddings,biases,"
     "norm,pos\nsmall,4,256,4,4,64,1024,1,1000,0,0,rmsnorm,rope\n"

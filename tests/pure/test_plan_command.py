@@ -229,6 +229,11 @@ def test_a_step_is_drawn_on_demand(tmp_path, capsys):
     assert "A step on 64 x H100" in (tmp_path / "step.html").read_text()
 
 
+def test_a_drawing_that_cannot_be_saved_is_refused_before_anything_is_priced(tmp_path, capsys):
+    says = plan(capsys, tmp_path / "no model", *ON, "--draw", "x.gif", code=1)
+    assert "a drawing is saved as .html, .png or .svg, got 'x.gif'" in says
+
+
 def test_the_table_says_what_is_assumed_between_hosts(tmp_path, capsys):
     config_in(tmp_path / "llama")
     lines = plan(capsys, tmp_path / "llama", "--device", "A100", "--ranks", 64)
@@ -280,6 +285,18 @@ def test_what_does_not_fit_says_so_and_what_to_try(tmp_path, capsys):
         (("other", *ON, "--models", "{}/models.csv"), "has no model 'other'; it has eight"),
         (("eight", *ON, "--models", "{}/models.csv", "--out", "x"), "--out: a row of numbers has no names"),
         (("--runs", "x.csv"), "--runs needs --models CSV and --out CSV"),
+        (
+            ("--runs", "x", "--models", "y", "--out", "z", "--device", "H100", "--price=2"),
+            "--device, --price: of no effect with --runs, which takes --models and --out alone; leave it out",
+        ),
+        (
+            ("{}", *ON, "--draw", "no/x.html"),
+            "no/x.html can't be written: there is no folder no; make it first",
+        ),
+        (
+            ("{}", *ON, "--out", "no/x.toml"),
+            "no/x.toml can't be written: there is no folder no; make it first",
+        ),
         (
             ("{}/mixtral", *ON),
             "this needs transformers, which is not installed: pip install 'shardwright[hf]'",

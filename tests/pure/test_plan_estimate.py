@@ -13,7 +13,7 @@ from bench import model as bench_model
 from bench.rankzero import rank_zero_of
 from shardwright import MixedPrecisionPolicy, SchedulePolicy, fully_shard
 from shardwright.errors import ConfigError, InputError
-from shardwright.plan import Choice, estimate
+from shardwright.plan import Choice, estimate, search
 from shardwright.plan.cluster import DEVICES, Cluster
 from shardwright.plan.groups import groups_of_calls
 from shardwright.plan.memory import Category
@@ -347,6 +347,17 @@ class Deciding(nn.Module):
         return self.layers[int(x.sum() > 0)](x).sum()
 
 
+def test_a_sample_of_a_wrong_shape_is_named_and_torch_writes_no_traceback(capfd):
+    with torch.device("meta"):
+        model, x = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))), torch.empty(4, 5)
+    says = (
+        r"Sequential fails with this sample \(\[4, 5\] float32\): a and b .*5\] X \[8, 8\]\. Pass as sample"
+    )
+    with pytest.raises(InputError, match=says):
+        estimate(model, x, EIGHT, loss=torch.sum)
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_what_cannot_be_planned_is_refused_with_what_to_do():
     with torch.device("meta"):
         model, deciding = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))), Deciding()
@@ -358,5 +369,12 @@ def test_what_cannot_be_planned_is_refused_with_what_to_do():
     assert estimate(model, x, EIGHT, loss=lambda out: F.mse_loss(out, out.detach())).step_s > 0
     with pytest.raises(InputError, match=r"Deciding can't be traced without data"):
         estimate(deciding, x, EIGHT)
+    with pytest.raises(ConfigError, match=r"the cluster is 'H100', expected a .*Cluster\(device"):
+        estimate(model, x, "H100", loss=torch.sum)
+    for wrong in ({"microbatches": 0}, {"shards": -1}):
+        with pytest.raises(InputError, match="must be at least 1, got"):
+            Choice(**wrong)
+    with pytest.raises(ConfigError, match=r"the cluster is 'H100', expected a .*Cluster\(device"):
+        search(model, x, "H100", loss=torch.sum)
     with pytest.raises(InputError, match=r"shards must divide the cluster's 8 ranks, got 3"):
         estimate(on_meta(), sample(), EIGHT, Choice(shards=3))

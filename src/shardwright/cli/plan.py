@@ -17,6 +17,7 @@ from typing import Any
 from shardwright.cli.plan_choice import add_arguments, changed
 from shardwright.cli.verb import add_verb
 from shardwright.errors import ConfigError, InputError
+from shardwright.observe.steps.drawing import savable
 from shardwright.plan import runs
 from shardwright.plan.cluster import GIB, Cluster, device
 from shardwright.plan.configs import architecture, has_numbers, is_config
@@ -95,6 +96,13 @@ def _predict_table(known: argparse.Namespace) -> int:
     """Every row. One that can't be predicted stays empty, and standard error says why."""
     if known.models is None or known.out is None:
         raise ConfigError("shardwright plan --runs needs --models CSV and --out CSV as well")
+    flags = [word.partition("=")[0] for word in known.given if word.startswith("--")]
+    others = [flag for flag in flags if flag not in ("--runs", "--models", "--out")]
+    if others:
+        raise ConfigError(
+            f"{', '.join(others)}: of no effect with --runs, which takes --models and --out alone; leave it "
+            "out (each run's row has its own devices, sizes and policies)"
+        )
     rows, models, found = runs.read(known.runs, runs.RUN_COLUMNS), {}, []
     for row in runs.read(known.models, runs.MODEL_COLUMNS):
         with _refusals_told():
@@ -132,6 +140,9 @@ def _predict_model(known: argparse.Namespace) -> int:
         raise ConfigError(
             "--budget goes with --search, --largest or --fewest: give one of them, or leave it out"
         )
+    for path in (known.draw and savable(known.draw), known.out and Path(known.out)):
+        if path and not path.parent.is_dir():
+            raise ConfigError(f"{path} can't be written: there is no folder {path.parent}; make it first")
     if len(known.runtime or []) > 1:
         return _predict_runtimes(known, asked)
     subject, choice = _asked(known)

@@ -35,6 +35,9 @@ class DeviceSpec:
         host_link: bytes/s, in one direction, between it and its host's memory.
         host_memory: bytes/s of that memory which one of the host's ranks has.
         dtype: of ``peak_flops``: "float32" where it was measured in that, without any other.
+
+    Raises:
+        ConfigError: one of these isn't a number above 0, or ``dtype`` isn't known.
     """
 
     name: str
@@ -52,6 +55,13 @@ class DeviceSpec:
     host_link: float = 25e9
     host_memory: float = 25e9
     dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        try:
+            _check({name: getattr(self, name) for name in _DEVICE}, _DEVICE, f"of the device {self.name!r} ")
+            _one_of(self.dtype, _DTYPES, f"of the device {self.name!r} dtype")
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
 
     def flops_in(self, dtype: str) -> float:
         """FLOP/s of matmuls in one dtype, dense, as ``peak_flops`` is.
@@ -96,6 +106,9 @@ class Cluster:
         host_bandwidth: bytes/s, in one direction, between one host and the others; 0, the default, takes the
             device's ``host_network``.
         constants: what no data sheet says; others than the fitted ones where the cluster was measured.
+
+    Raises:
+        ConfigError: ``device`` isn't one, or a number isn't above 0.
     """
 
     device: DeviceSpec
@@ -105,7 +118,16 @@ class Cluster:
     constants: Constants = field(default=Constants())
 
     def __post_init__(self) -> None:
+        if not isinstance(self.device, DeviceSpec):
+            raise ConfigError(
+                f"Cluster.device is {self.device!r}, expected a DeviceSpec: shardwright.plan.cluster.device("
+                '"H100") is one, by its name in the library'
+            )
         object.__setattr__(self, "host_bandwidth", self.host_bandwidth or self.device.host_network)
+        try:
+            _check({name: getattr(self, name) for name in _CLUSTER}, _CLUSTER, "Cluster.")
+        except ValueError as error:
+            raise ConfigError(f"{error}; ranks are devices in all, as Cluster(device, ranks=8)") from error
 
     @property
     def hosts(self) -> int:
@@ -219,7 +241,7 @@ def _one_of(value: object, known: tuple[str, ...], where: str) -> str:
 
 def _check(given: dict[str, Any], known: tuple[str, ...], where: str) -> None:
     """Raises: ValueError for a name that isn't known, or what isn't a number above 0."""
-    if not where and "ranks" not in given:
+    if not where and "ranks" not in given:  # of a file
         raise ValueError("ranks is missing")
     for name, value in given.items():
         if name not in known:
@@ -228,7 +250,7 @@ def _check(given: dict[str, Any], known: tuple[str, ...], where: str) -> None:
         if isinstance(value, bool) or not isinstance(value, int | float) or not value >= least:
             raise ValueError(f"{where}{name} is {value!r}, expected a number above 0")
         if name.startswith("ranks") and not isinstance(value, int):
-            raise ValueError(f"{name} is {value!r}, expected a whole number")
+            raise ValueError(f"{where}{name} is {value!r}, expected a whole number")
 
 
 _A100 = DeviceSpec(

@@ -50,7 +50,7 @@ class Choice:
             aren't yet), else "plain".
 
     Raises:
-        InputError: ``base`` is neither.
+        InputError: ``base`` is neither, or ``shards`` or ``microbatches`` is below 1.
     """
 
     runtime: str = "shardwright"
@@ -66,6 +66,10 @@ class Choice:
     def __post_init__(self) -> None:
         if self.base not in BASES:
             raise InputError(f"Choice.base must be one of {', '.join(BASES)}, got {self.base!r}")
+        for name in ("microbatches", "shards"):
+            value = getattr(self, name)
+            if value is not None and not value >= 1:
+                raise InputError(f"Choice.{name} must be at least 1, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -284,7 +288,8 @@ def estimate(
     Raises:
         InputError: the model can't be traced without data, has no loss or can't be grouped, or the ranks
             can't be divided as asked.
-        ConfigError: the runtime isn't known.
+        ConfigError: the runtime isn't known, ``cluster`` isn't one, or the rate of its device in a dtype of
+            the model isn't known.
 
     Examples:
         >>> from shardwright.plan import Choice, estimate
@@ -325,6 +330,7 @@ def price(
 
     Raises: InputError where the ranks can't be divided as asked.
     """
+    cluster = a_cluster(cluster)
     runs = preset(choice.runtime)
     workload = coded(workload) if choice.base != "plain" else workload
     if choice.policy is not None:
@@ -343,6 +349,16 @@ def price(
     held = memory(planned, workload, runs, sharding)
     planned = replace(planned, names=tuple(group.name for group in workload.groups))
     return Estimate(cluster, choice, workload, planned, timeline, tuple(held), sharding.keeps(workload))
+
+
+def a_cluster(given: object) -> Cluster:
+    """What was passed, if it is a cluster. Raises: ConfigError."""
+    if isinstance(given, Cluster):
+        return given
+    raise ConfigError(
+        f"the cluster is {given!r}, expected a shardwright.plan.cluster.Cluster: "
+        'Cluster(device("H100"), ranks=8), or Cluster.load("cluster.toml")'
+    )
 
 
 def chosen_groups(model: nn.Module, choice: Choice) -> list[TracedGroup]:

@@ -18,7 +18,7 @@ from shardwright.errors import InputError
 from shardwright.plan.cluster import GIB, Cluster
 from shardwright.plan.levers import cut_off, merged, neighbours, recomputed, whole_groups
 from shardwright.plan.memory import CONTEXT_NBYTES
-from shardwright.plan.predict import Choice, Estimate, price
+from shardwright.plan.predict import Choice, Estimate, a_cluster, price
 from shardwright.plan.presets import preset
 from shardwright.plan.subject import Subject, of_model
 from shardwright.plan.workload import Workload
@@ -256,6 +256,7 @@ def search(
         True
     """
     choice = choice or Choice()
+    cluster = a_cluster(cluster)
     return fastest(of_model(model, sample, choice, loss), cluster, choice, budget)
 
 

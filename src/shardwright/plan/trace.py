@@ -6,7 +6,8 @@ memory that was taken and given back since the one before, among the events that
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -23,9 +24,11 @@ from shardwright.plan.events import StepEvents, TracedGroup
 from shardwright.plan.workload import GroupSize, Op, OpKind, ParamSize, Stretch, Workload
 from shardwright.schedule.schedule import Event, EventKind, Phase
 from shardwright.torch_private import (
+    NEEDS_DATA,
     FakeTensorMode,
     TorchDispatchMode,
     current_graph_task,
+    fake_tensor_log,
     tree_flatten,
     tree_map,
 )
@@ -75,14 +78,10 @@ def trace(
         events = recorder.events = StepEvents(model, groups, params, dtype, recorder.note)
         state = {f"model.{name}": tensor for name, tensor in (params | buffers).items()}
         try:
-            with events, recorder:
+            with events, recorder, _without_torchs_traceback():
                 functional_call(_Whole(model, loss), state, args, kwargs)
         except (RuntimeError, NotImplementedError) as error:
-            raise InputError(
-                f"{type(model).__name__} can't be traced without data: {str(error).splitlines()[0]}. Its "
-                "forward must not decide by values (.item(), nonzero, a mask of data); or pass a row of "
-                "architecture numbers instead (shardwright plan --runs)"
-            ) from error
+            raise _untraceable(model, (tuple(sample), dict(named)), error) from error
         kept = {
             recorder.held[_key(grad)]: group for group, grad in events.taken if _key(grad) in recorder.held
         }
@@ -102,6 +101,32 @@ def trace(
         next((index for index, group in enumerate(groups) if "" in group.modules), None),
         max((param.itemsize for param in params.values()), default=2),
         outside_nbytes=outside,
+    )
+
+
+@contextmanager
+def _without_torchs_traceback() -> Iterator[None]:
+    """Of an operation that fails under fake tensors: the error that we raise says all of it."""
+    before, fake_tensor_log.disabled = fake_tensor_log.disabled, True
+    try:
+        yield
+    finally:
+        fake_tensor_log.disabled = before
+
+
+def _untraceable(model: nn.Module, sample: Any, error: Exception) -> InputError:
+    """Says whether the forward needs data, or its sample or an operation is at fault."""
+    name, first = type(model).__name__, str(error).partition("\n")[0].rstrip(".")
+    if isinstance(error, NEEDS_DATA):
+        return InputError(
+            f"{name} can't be traced without data: {first}. Its forward must not decide by values (.item(), "
+            "nonzero, a mask of data); or pass a row of architecture numbers instead (shardwright plan "
+            "--runs)"
+        )
+    given = ", ".join(f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in _tensors(sample))
+    return InputError(
+        f"{name} fails with this sample ({given}): {first}. Pass as sample what its forward takes on one "
+        "rank: these arguments, shapes and dtypes; every operation must run without data, on the meta device"
     )
 
 

@@ -83,6 +83,14 @@ class Level(NamedTuple):
     label: str = ""
 
 
+def savable(path: str | Path) -> Path:
+    """Where a drawing is saved. Raises: InputError for another ending."""
+    path = Path(path)
+    if path.suffix not in (".html", ".png", ".svg"):
+        raise InputError(f"a drawing is saved as .html, .png or .svg, got {str(path)!r}")
+    return path
+
+
 @dataclass(frozen=True)
 class Drawing:
     """``save`` writes it. bars: rows of known lanes stand first, others in the order in which they come.
@@ -138,13 +146,11 @@ class Drawing:
 
         Raises: InputError for another ending; MissingExtra for a picture where matplotlib isn't installed.
         """
-        path = Path(path)
+        path = savable(path)
         if path.suffix == ".html":
             path.write_text(self._html(), encoding="utf-8")
-        elif path.suffix in (".png", ".svg"):
-            _plot(self, path)
         else:
-            raise InputError(f"a drawing is saved as .html, .png or .svg, got {str(path)!r}")
+            _plot(self, path)
 
     def _html(self) -> str:
         number = {row: place for place, row in enumerate(self.rows)}
