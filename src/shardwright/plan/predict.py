@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.errors import InputError
+from shardwright.errors import ConfigError, InputError
 from shardwright.grouped import Groups
 from shardwright.observe.steps.drawing import Drawing
 from shardwright.params.quantized.module import encodings

@@ -272,10 +272,10 @@ def _op(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
     nbytes = float(sum(tensor.numel() * tensor.itemsize for tensor in (*inputs, *outputs)))
     if "scaled_dot_product" in base or "_attention_" in base:
         return Op(OpKind.ATTENTION, _attention_flops(base, args), nbytes, dtype=_dtype(base, inputs))
-    if base == "_grouped_mm" or function.overloadpacket in flop_registry:
-        grouped = base == "_grouped_mm"
-        count = flop_registry.get(function.overloadpacket)
-        flops = _grouped_flops(args[0], args[1], out) if grouped else count(*args, **kwargs, out_val=out)
+    count = flop_registry.get(function.overloadpacket)
+    if base == "_grouped_mm" or count is not None:
+        is_grouped = base == "_grouped_mm" or count is None
+        flops = _grouped_flops(args[0], args[1], out) if is_grouped else count(*args, **kwargs, out_val=out)
         return Op(
             OpKind.MATMUL, float(flops), nbytes, _narrowest(inputs, outputs), dtype=_dtype(base, inputs)
         )
@@ -288,8 +288,8 @@ def _dtype(base: str, inputs: Sequence[Tensor]) -> str:
     """That a matmul multiplies in: TF32 in place of float32 where this process lets torch take it."""
     dtype = next((tensor.dtype for tensor in inputs if tensor.is_floating_point()), inputs[0].dtype)
     if dtype is torch.float32:
-        of = torch.backends.cudnn.conv if "conv" in base else torch.backends.cuda.matmul
-        return "tf32" if of.fp32_precision == "tf32" else "float32"
+        of = (torch.backends.cudnn, "conv") if "conv" in base else (torch.backends.cuda, "matmul")
+        return "tf32" if getattr(*of).fp32_precision == "tf32" else "float32"
     name = str(dtype).removeprefix("torch.")
     return "float8" if name.startswith("float8") else name
 
