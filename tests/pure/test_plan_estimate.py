@@ -224,7 +224,7 @@ def test_the_table_says_what_fits_how_fast_and_at_what_cost():
     assert (
         found.table(2.0)
         .splitlines()[-1]
-        .startswith(f"a billion tokens       {dollars:,.2f} (+- 10%), at 2 for")
+        .startswith(f"a billion tokens       {dollars:,.2f} (+- 8%), at 2 for")
     )
     lines = str(found).splitlines()
     assert [line.split("  ")[0] for line in lines] == [
@@ -315,6 +315,37 @@ def test_a_dtype_whose_rate_is_not_known_is_refused_with_what_to_do(changes, dty
     with pytest.raises(ConfigError, match=rf"{says}.*bench compute --dtype"):
         wide(replace(DEVICES["H100"], **changes), dtype)
     assert wide(replace(DEVICES["H100"], dtype="float32"), None).mfu < 1
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "says"),
+    [
+        (DEVICES["H100"], torch.bfloat16, "(+- 8%, in the mean 4%: fitted to published runs)"),
+        (DEVICES["H100"], None, "(+- 30%, in the mean 17%: from a data sheet; shardwright bench compute"),
+        (
+            DEVICES["B200"],
+            torch.bfloat16,
+            "(+- 30%, in the mean 17%: from a data sheet; shardwright bench compute",
+        ),
+        (
+            replace(DEVICES["B200"], source="measured"),
+            torch.float16,
+            "(+- 10%, in the mean 6%: measured on this",
+        ),
+        (replace(DEVICES["B200"], source="measured"), None, "(+- 30%, in the mean 17%: from a data sheet"),
+        (
+            replace(DEVICES["B200"], source="measured", dtype="float32"),
+            None,
+            "(+- 10%, in the mean 6%: measured",
+        ),
+    ],
+)
+def test_error_bars_say_how_the_numbers_of_the_device_were_obtained(device, dtype, says, highest):
+    lines = {line.split("  ")[0]: line for line in wide(device, dtype).table(2.0).splitlines()}
+    assert says in lines["step"]
+    bar = says.partition(",")[0] + ")"
+    assert all(bar in lines[name] for name in ("tokens/s", "MFU", "a billion tokens"))
+    assert "(+- 5%)" in lines["fits"]
 
 
 def test_a_host_that_computes_does_not_run_ahead_of_it():

@@ -49,6 +49,7 @@ def test_ranks_measure_their_devices_and_links_together_into_a_file_that_an_esti
         for each in (links, Cluster(DEVICES["H100"], 2))
     )
     assert (links.device.dtype, again.device.dtype) == ("float32", "bfloat16")
+    assert links.device.source == again.device.source == "measured"
     assert ours.compute_s > theirs.compute_s > 0
 
 

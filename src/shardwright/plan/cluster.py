@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.errors import ConfigError
-from shardwright.plan.constants import Constants
+from shardwright.plan.constants import ACCURACY, Constants
 
 GIB = 2**30
 
@@ -35,9 +35,11 @@ class DeviceSpec:
         host_link: bytes/s, in one direction, between it and its host's memory.
         host_memory: bytes/s of that memory which one of the host's ranks has.
         dtype: of ``peak_flops``: "float32" where it was measured in that, without any other.
+        source: where these numbers are from: "measured" (by ``shardwright bench compute``), "fitted" (the
+            constants were fitted to runs on it) or "data sheet". Error bars depend on it.
 
     Raises:
-        ConfigError: one of these isn't a number above 0, or ``dtype`` isn't known.
+        ConfigError: one of these isn't a number above 0, or ``dtype`` or ``source`` isn't known.
     """
 
     name: str
@@ -55,11 +57,13 @@ class DeviceSpec:
     host_link: float = 25e9
     host_memory: float = 25e9
     dtype: str = "bfloat16"
+    source: str = "data sheet"
 
     def __post_init__(self) -> None:
         try:
             _check({name: getattr(self, name) for name in _DEVICE}, _DEVICE, f"of the device {self.name!r} ")
-            _one_of(self.dtype, _DTYPES, f"of the device {self.name!r} dtype")
+            for name, known in _WORDED.items():
+                _one_of(getattr(self, name), known, f"of the device {self.name!r} {name}")
         except ValueError as error:
             raise ConfigError(str(error)) from error
 
@@ -148,7 +152,7 @@ class Cluster:
         ]
         if not known:
             lines += ["", "[device]", f"name = {json.dumps(self.device.name)}"]
-            lines += [f"dtype = {json.dumps(self.device.dtype)}  # of peak_flops"]
+            lines += [f"{name} = {json.dumps(getattr(self.device, name))}" for name in _WORDED]
             lines += [f"{name} = {getattr(self.device, name)!r}  # {_UNITS[name]}" for name in _DEVICE]
         if self.constants != Constants():
             lines += ["", "[constants] # what each is: docs/plan.md"]
@@ -181,11 +185,11 @@ class Cluster:
                 return Cluster(device(given), **fields)
             if not isinstance(given, dict) or not isinstance(given.get("name"), str):
                 raise ValueError(f"device is {given!r}, expected a name, or a table with a name")
-            numbers = {name: value for name, value in given.items() if name not in ("name", "dtype")}
+            numbers = {name: value for name, value in given.items() if name not in ("name", *_WORDED)}
             _check(numbers, _DEVICE, "[device] ")
             known = _known(given["name"])
-            if "dtype" in given:
-                numbers["dtype"] = _one_of(given["dtype"], _DTYPES, "[device] dtype")
+            for name in _WORDED.keys() & given.keys():
+                numbers[name] = _one_of(given[name], _WORDED[name], f"[device] {name}")
             missing = [name for name in _DEVICE[:4] if name not in numbers and known is None]
             if missing:
                 raise ValueError(
@@ -208,7 +212,7 @@ class Cluster:
 _CLUSTER = ("ranks", "ranks_per_host", "host_bandwidth")
 _DEVICE = ("peak_flops", "memory_nbytes", "memory_bandwidth", "link_bandwidth", "matmul", "attention", "ring")
 _DEVICE += ("float8", "float32", "tf32", "reserved", "host_link", "host_memory")
-_DTYPES = ("bfloat16", "float16", "float32")
+_WORDED = {"dtype": ("bfloat16", "float16", "float32"), "source": tuple(ACCURACY)}
 _UNITS = {
     "ranks": "devices in all",
     "ranks_per_host": "of them in one host",
@@ -295,16 +299,17 @@ _H100_PCIE = replace(
 DEVICES = {
     spec.name: spec
     for spec in (
-        _A100,
+        replace(_A100, source="fitted"),
         replace(_A100, name="A100-40GB", memory_nbytes=40 * GIB, memory_bandwidth=1.555e12),
         _A100_PCIE,
         replace(_A100_PCIE, name="A100-40GB-PCIe", memory_nbytes=40 * GIB, memory_bandwidth=1.555e12),
-        _H100,
+        replace(_H100, source="fitted"),
         replace(
             _H100,
             name="H100-96GB-500W",
             memory_nbytes=96 * GIB,
             memory_bandwidth=2.4e12,
+            source="fitted",
         ),
         _H100_PCIE,
         replace(

@@ -1,6 +1,7 @@
 """The constants of the prices: what no data sheet says, fitted to published runs. Each has a unit."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -28,3 +29,24 @@ class Constants:
     launch_s: float = 6e-6
     contention: float = 0.0894
     old_torch: float = 1.045
+
+
+class Accuracy(NamedTuple):
+    """How far predicted seconds were off where the device's numbers were obtained in the same way.
+
+    mean: the mean of relative errors. most: what nine of ten were within. why: how they were obtained.
+    """
+
+    mean: float
+    most: float
+    why: str
+
+
+ACCURACY = {
+    "measured": Accuracy(0.06, 0.10, "measured on this cluster"),
+    "fitted": Accuracy(0.04, 0.08, "fitted to published runs"),
+    "data sheet": Accuracy(0.17, 0.30, "from a data sheet; shardwright bench compute measures it"),
+}
+"""By a device's ``source`` (docs/plan.md, Accuracy, has the runs)."""
+MEMORY_ERROR = 0.05
+"""What the predicted bytes were off at most, where a run states its peak."""

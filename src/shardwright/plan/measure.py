@@ -105,6 +105,7 @@ def measured_device(dtype: torch.dtype = torch.bfloat16) -> tuple[DeviceSpec, Co
         ring=1.0,
         reserved=1.0 if device.type == "cpu" else DeviceSpec.reserved,
         dtype=str(dtype).removeprefix("torch."),
+        source="measured",
     )
     constants = Constants(
         matmul=1.0,

@@ -13,7 +13,7 @@ from shardwright.grouped import Groups
 from shardwright.observe.steps.drawing import Drawing
 from shardwright.params.quantized.module import encodings
 from shardwright.plan.cluster import GIB, Cluster
-from shardwright.plan.constants import Constants
+from shardwright.plan.constants import ACCURACY, MEMORY_ERROR, Accuracy, Constants
 from shardwright.plan.events import TracedGroup
 from shardwright.plan.groups import traced_groups
 from shardwright.plan.levers import coded
@@ -181,6 +181,16 @@ class Estimate:
         at_peak_s = sum(each / device.flops_in(dtype) for dtype, each in flops.items())
         return at_peak_s / self.step_s
 
+    @property
+    def accuracy(self) -> Accuracy:
+        """How far seconds were off where a device's numbers were obtained as this one's were. In another
+        dtype than that in which they were measured or fitted, they are those of a data sheet.
+        """
+        device = self.cluster.device
+        dtype = next(iter(self._flops_by_dtype), device.dtype)
+        known = dtype == device.dtype or {dtype, device.dtype} <= {"bfloat16", "float16"}
+        return ACCURACY[device.source if known else "data sheet"]
+
     def cost_per_billion_tokens(self, price_per_hour: float) -> float:
         """The cost of a billion tokens.
 
@@ -211,7 +221,7 @@ class Estimate:
         return f"{gbytes:,.4g} GB/s from a host, in one direction{assumed if gbytes == usual else ''}"
 
     def _fits_in_words(self) -> str:
-        near = [fits(self.peak.total * share, self.cluster.device) for share in (1.0, 1.05)]
+        near = [fits(self.peak.total * share, self.cluster.device) for share in (1.0, 1.0 + MEMORY_ERROR)]
         return "yes" if all(near) else "barely" if any(near) else "NO"
 
     def __str__(self) -> str:
@@ -236,24 +246,26 @@ class Estimate:
         if self.host_nbytes:
             phases["on the host"] = self.host_nbytes
         exposed = float(self.timeline.exposed_s) / self.step_s
-        peaks = ", ".join(self._flops_by_dtype)
+        peaks, accuracy = ", ".join(self._flops_by_dtype), self.accuracy
+        off = f"(+- {accuracy.most:.0%})"
+        because = f"(+- {accuracy.most:.0%}, in the mean {accuracy.mean:.0%}: {accuracy.why})"
         moment = named(held.at, self.schedule.names)
         rows = [
             ("cluster", f"{self.cluster.ranks} x {device.name}, {self.choice.runtime}"),
             *([("between hosts", self._network())] if self.cluster.hosts > 1 else []),
-            ("fits", f"{self._fits_in_words()}: {held.total / GIB:.1f} (+- 5%) of "
+            ("fits", f"{self._fits_in_words()}: {held.total / GIB:.1f} (+- {MEMORY_ERROR:.0%}) of "
              f"{device.memory_nbytes / GIB:.1f} GiB, {moment} ({by_category})"),
             ("GiB at most", ", ".join(f"{name} {nbytes / GIB:.1f}" for name, nbytes in phases.items())),
-            ("step", f"{self.step_s:.3f} s (+- 10%)"),
-            ("tokens/s", f"{total:,.0f}, {total / self.cluster.ranks:,.0f} per device (+- 10%)"),
-            ("MFU", f"{self.mfu:.1%} of the peak in {peaks} (3 x forward's matmuls and attention, half where "
-             "causal)"),
+            ("step", f"{self.step_s:.3f} s {because}"),
+            ("tokens/s", f"{total:,.0f}, {total / self.cluster.ranks:,.0f} per device {off}"),
+            ("MFU", f"{self.mfu:.1%} {off} of the peak in {peaks} (3 x forward's matmuls and attention, half "
+             "where causal)"),
             ("without compute", f"{exposed:.1%} of the step (communication and the host)"),
         ]  # fmt: skip
         if price_per_hour is not None:
             cost = self.cost_per_billion_tokens(price_per_hour)
             rows.append(
-                ("a billion tokens", f"{cost:,.2f} (+- 10%), at {price_per_hour:g} for a device and hour")
+                ("a billion tokens", f"{cost:,.2f} {off}, at {price_per_hour:g} for a device and hour")
             )
         return "\n".join(_TABLE.format(*row) for row in rows)
 

@@ -18,6 +18,7 @@ from shardwright.module import original_class
 from shardwright.observe.memory import Category
 from shardwright.observe.watch.status import in_words
 from shardwright.plan.cluster import Cluster, DeviceSpec, device
+from shardwright.plan.constants import MEMORY_ERROR
 from shardwright.plan.predict import Choice
 from shardwright.plan.search import Candidate, Space, Tried, any_loss, space_of
 from shardwright.plan.subject import of_model
@@ -65,7 +66,10 @@ def changes_that_fit(case: Exhausted) -> list[str]:
             f"{_in_words(space, plain, least, base, more)}. Take more ranks, or a smaller model"
         ]
     lines = [f"  {_in_words(space, plain, one, base, more)}" for one in found[:_SHOWN]]
-    return [f"{head}. By the plan's prices (+- 5% of memory) these fit, the fastest first:", *lines]
+    return [
+        f"{head}. By the plan's prices (+- {MEMORY_ERROR:.0%} of memory) these fit, the fastest first:",
+        *lines,
+    ]
 
 
 def _fastest(space: Space, changes: list[Candidate], base: Tried, room: int) -> list[Tried]:
