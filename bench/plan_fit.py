@@ -13,6 +13,7 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, fields
+from pathlib import Path
 
 import numpy as np
 
@@ -38,6 +39,14 @@ _DRAWN = 0.5
 """Standard deviation of a constant's logarithm about the guess; of a run's error it is ``_NOISE``."""
 _NOISE = 0.03
 _ROUNDS = 6
+
+
+def measured(runs_csv: str | Path, models_csv: str | Path) -> tuple[list[dict[str, str]], list[runs.Setup]]:
+    """The runs whose speed was measured."""
+    models = runs.architectures(runs.read(models_csv, runs.MODEL_COLUMNS))
+    every = runs.read(runs_csv, (*runs.RUN_COLUMNS, "tokens_per_s_per_gpu", "oom"))
+    rows = [row for row in every if row["tokens_per_s_per_gpu"] and row["oom"] != "1"]
+    return rows, [runs.setup(row, models) for row in rows]
 
 
 def measured_s(row: runs.Row) -> float:
@@ -99,13 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("runs")
     parser.add_argument("models")
     known = parser.parse_args(arguments)
-    models = runs.architectures(runs.read(known.models, runs.MODEL_COLUMNS))
-    rows = [
-        row
-        for row in runs.read(known.runs, runs.RUN_COLUMNS)
-        if row["tokens_per_s_per_gpu"] and row["oom"] != "1"
-    ]
-    setups = [runs.setup(row, models) for row in rows]
+    rows, setups = measured(known.runs, known.models)
     seconds = np.array([measured_s(row) for row in rows])
     targets = np.log(seconds)
     whole = fit(setups, targets)

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bench import plan_fit
 from shardwright.cli import main
 from shardwright.errors import ConfigError
 from shardwright.plan import cluster, runs
@@ -402,3 +403,15 @@ def test_published_runs_are_predicted_as_docs_plan_says():
     assert np.quantile(errors, 0.9) < 0.08
     assert len(memories) == 6
     assert all(abs(error) < 0.05 for error in memories.values()), memories
+
+
+@published
+@pytest.mark.slow
+def test_model_sizes_that_were_left_out_of_the_fit_are_predicted_as_docs_plan_says():
+    rows, setups = plan_fit.measured(PUBLISHED / "measured_runs.csv", PUBLISHED / "models.csv")
+    seconds = np.array([plan_fit.measured_s(row) for row in rows])
+    sizes = [plan_fit.size(row["model_id"]) for row in rows]
+    errors = np.abs(plan_fit.left_out(setups, np.log(seconds), sizes))
+    assert len(errors) == 158
+    assert np.mean(errors) < 0.04
+    assert np.quantile(errors, 0.9) < 0.09

@@ -272,13 +272,9 @@ def _op(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
     nbytes = float(sum(tensor.numel() * tensor.itemsize for tensor in (*inputs, *outputs)))
     if "scaled_dot_product" in base or "_attention_" in base:
         return Op(OpKind.ATTENTION, _attention_flops(base, args), nbytes, dtype=_dtype(base, inputs))
-    count = flop_registry.get(function.overloadpacket)
-    if base == "_grouped_mm" or count is not None:
-        is_grouped = base == "_grouped_mm" or count is None
-        flops = _grouped_flops(args[0], args[1], out) if is_grouped else count(*args, **kwargs, out_val=out)
-        return Op(
-            OpKind.MATMUL, float(flops), nbytes, _narrowest(inputs, outputs), dtype=_dtype(base, inputs)
-        )
+    flops = _matmul_flops(function, args, kwargs, out)
+    if flops is not None:
+        return Op(OpKind.MATMUL, flops, nbytes, _narrowest(inputs, outputs), dtype=_dtype(base, inputs))
     if base == "embedding":  # it reads the rows that it looks up
         nbytes = 2.0 * sum(tensor.numel() * tensor.itemsize for tensor in outputs)
     return Op(OpKind.MEMORY, 0.0, nbytes)
@@ -292,6 +288,14 @@ def _dtype(base: str, inputs: Sequence[Tensor]) -> str:
         return "tf32" if getattr(*of).fp32_precision == "tf32" else "float32"
     name = str(dtype).removeprefix("torch.")
     return "float8" if name.startswith("float8") else name
+
+
+def _matmul_flops(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float | None:
+    """None for what is no matmul."""
+    if str(function) == "aten._grouped_mm.default":
+        return _grouped_flops(args[0], args[1], out)
+    count = flop_registry.get(function.overloadpacket)
+    return None if count is None else float(count(*args, **kwargs, out_val=out))
 
 
 def _grouped_flops(a: Tensor, b: Tensor, out: Tensor) -> float:
