@@ -1,5 +1,8 @@
 """``shardwright plan`` of models of transformers: traced as they are, on the meta device."""
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 
 pytest.importorskip("transformers", reason="needs the extra: pip install 'shardwright[hf]' (make test-hf)")
@@ -9,13 +12,19 @@ import transformers
 
 from shardwright import MixedPrecisionPolicy
 from shardwright.cli import main
-from shardwright.plan import Choice, estimate
+from shardwright.finetune.engine import adapted_model
+from shardwright.finetune.expected import expected_peak, subject_of
+from shardwright.hf.load import encoded_names
+from shardwright.params.quantized.codec import codec_of
+from shardwright.plan import Choice, Plan, estimate
 from shardwright.plan.cluster import DEVICES, Cluster
 from shardwright.plan.configs import architecture
+from shardwright.plan.predict import price
 from shardwright.plan.subject import of_architecture
 from shardwright.plan.transformer import Microbatch
 from shardwright.plan.workload import OpKind
 from shardwright.schedule.schedule import Phase
+from shardwright.train.resolve import resolve
 from tests.hf.models import SIZES
 
 EIGHT = Cluster(DEVICES["H100"], 8)
@@ -80,3 +89,52 @@ def test_a_type_that_has_no_numbers_is_traced_without_being_asked(tmp_path, caps
     CONFIGS["phi"].save_pretrained(tmp_path)
     assert main(["plan", str(tmp_path), "--device", "H100", "--ranks", "8", "--sequence", "16"]) == 0
     assert "fits                   yes" in capsys.readouterr().out
+
+
+def tuned(folder, name, sizes=SIZES):
+    """A recipe of the package, for a folder that has a config and no weights."""
+    transformers.LlamaConfig(**sizes).save_pretrained(folder / "base")
+    text = Path("recipes", f"finetune-{name}.toml").read_text()
+    for given in ("runs/quickstart-llama", "models/llama"):
+        text = text.replace(given, str(folder / "base"))
+    (folder / "mine.toml").write_text(text)
+    return folder / "mine.toml"
+
+
+@pytest.mark.parametrize("name", ["full", "lora", "qlora", "qlora-real"])
+def test_a_recipe_of_fine_tuning_holds_what_its_run_expects_to_hold(name, tmp_path, capsys):
+    path = tuned(tmp_path, name)
+    sized = ["--sequence", "32", "--batch", "2", "--microbatches", "1"]
+    out = tmp_path / "plan.toml"
+    assert main(["plan", str(path), "--device", "H100", "--ranks", "8", *sized, "--out", str(out)]) == 0
+    sizes = [("training.sequence_length", "32"), ("training.batch_size", "2"), ("training.accumulation", "1")]
+    recipe = resolve(path, sizes).recipe
+    expected = expected_peak(recipe, SimpleNamespace(world=8, device_type="cuda"))
+    assert Plan.load(out).peak_nbytes == expected.total
+    assert Plan.load(out).base == ("nf4" if "qlora" in name else "plain")
+    model = adapted_model(recipe)
+    assert f"{sum(param.numel() for param in model.parameters()):,} parameters" in capsys.readouterr().out
+
+
+def test_a_search_keeps_the_encoding_of_a_recipe(tmp_path, capsys):
+    path, out = tuned(tmp_path, "qlora"), tmp_path / "plan.toml"
+    on = ("--device", "H100", "--ranks", "8", "--batch", "1", "--sequence", "32")
+    assert main(["plan", str(path), *on, "--search", "--out", str(out)]) == 0
+    assert Plan.load(out).base == "nf4"
+
+
+def test_codes_that_are_not_nf4_count_with_their_own_bytes(tmp_path, capsys):
+    path = tuned(tmp_path, "qlora")
+    path.write_text(path.read_text().replace('"nf4"', '"int8"'))
+    recipe = resolve(path).recipe
+    found = price(subject_of(recipe, Choice()).workload, EIGHT, Choice())
+    names = encoded_names(adapted_model(recipe))
+    params = dict(adapted_model(recipe).named_parameters())
+    codes = sum(part.nbytes for name in names for part in codec_of("int8").encode(params[name].detach()))
+    assert sum(group.coded[1] for group in found.workload.groups) == codes
+
+
+def test_preferences_have_no_price_and_the_error_says_what_has(tmp_path, capsys):
+    on = ("--device", "H100", "--ranks", "8")
+    assert main(["plan", str(tuned(tmp_path, "dpo")), *on]) == 2
+    assert "plan the recipe with 'cross-entropy'" in capsys.readouterr().err

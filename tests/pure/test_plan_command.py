@@ -267,6 +267,12 @@ def test_what_does_not_fit_says_so_and_what_to_try(tmp_path, capsys):
     assert lines[-1] == "It doesn't fit as it is: --search looks for a way that does."
 
 
+def test_a_recipe_whose_base_is_not_there_says_how_to_get_it(capsys):
+    said = plan(capsys, "recipes/finetune-lora-real.toml", *ON, code=1)
+    assert "base.folder = 'models/llama': no such folder; it is a local folder" in said
+    assert "`make finetune` makes it" in plan(capsys, "recipes/finetune-qlora.toml", *ON, code=1)
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -300,6 +306,10 @@ def test_what_does_not_fit_says_so_and_what_to_try(tmp_path, capsys):
         (
             ("{}/mixtral", *ON),
             "this needs transformers, which is not installed: pip install 'shardwright[hf]'",
+        ),
+        (
+            ("recipes/finetune-lora-real.toml", *ON),
+            "base.folder = 'models/llama': no such folder; it is a local",
         ),
         (("{}/none", *ON), "vocab_size is None, expected a whole number above 0; a llama needs num_hidden"),
     ],

@@ -1,27 +1,47 @@
 """``shardwright plan RECIPE``: the model of a recipe, traced, as the recipe trains it."""
 
 import argparse
+from importlib import import_module
 
 from shardwright.cli.plan_choice import changed
 from shardwright.errors import ConfigError
 from shardwright.plan.predict import Choice
 from shardwright.plan.subject import Subject, of_model
+from shardwright.planned import OFFLOADS
+from shardwright.train.config import Recipe
 from shardwright.train.eager import precision_of
 from shardwright.train.expected import loss_of_logits, meta_transformer
+from shardwright.train.inputs import check_inputs
 from shardwright.train.resolve import resolve
 
 
 def asked(known: argparse.Namespace) -> tuple[Subject, Choice]:
-    """What the recipe says, except where the command line says otherwise. Raises: ConfigError."""
+    """What the recipe says, except what the command line says.
+
+    Raises: ConfigError; of a recipe with a base InputError and DataError, as its run would, and MissingExtra.
+    """
     options = {"sequence_length": known.sequence, "batch_size": known.batch}
     options["accumulation"] = known.microbatches
     given = [(f"training.{key}", str(value)) for key, value in options.items() if value is not None]
     recipe = resolve(known.model, given).recipe
-    training, base = recipe.training, recipe.base.folder
-    if base:
+    choice = changed(_choice(recipe), known)
+    if not recipe.base.folder:
+        return of_model(*meta_transformer(recipe), choice, loss_of_logits), choice
+    if recipe.training.loss == "dpo":
         raise ConfigError(
-            f"{known.model} trains the model of {base}: give that folder in place of the recipe"
+            f"{known.model}: training.loss = 'dpo' has no price, since its step has a forward of the "
+            "reference as well; plan the recipe with 'cross-entropy' and twice its batch_size, which holds as much"
         )
-    options = Choice(mp_policy=precision_of(recipe), microbatches=training.accumulation)
-    choice = changed(options, known)
-    return of_model(*meta_transformer(recipe), choice, loss_of_logits), choice
+    check_inputs(recipe)
+    tuned = import_module("shardwright.finetune.expected")  # transformers comes with an extra
+    return tuned.subject_of(recipe, choice), choice
+
+
+def _choice(recipe: Recipe) -> Choice:
+    training = recipe.training
+    return Choice(
+        mp_policy=precision_of(recipe),
+        microbatches=training.accumulation,
+        offload=OFFLOADS[training.offload],
+        base="nf4" if recipe.base.quantise == "nf4" else "plain",
+    )

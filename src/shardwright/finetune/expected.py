@@ -1,6 +1,8 @@
-"""The most memory that a step of fine-tuning is expected to take; see ``train.expected``."""
+"""A step of fine-tuning to the planner: traced as it is trained, and the most memory that it is expected to
+take (see ``train.expected``)."""
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from shardwright.hf.load import encoded_names
 from shardwright.params.quantized.codec import codec_of
 from shardwright.plan.memory import HeldBytes
 from shardwright.plan.predict import Choice, chosen_groups, workload_of
+from shardwright.plan.subject import Subject, names_of_groups
 from shardwright.plan.workload import Workload
 from shardwright.train.config import Recipe
 from shardwright.train.eager import precision_of
@@ -27,23 +30,48 @@ class _ChangedLogits(Exception):
 def expected_peak(recipe: Recipe, place: TrainingProcess) -> HeldBytes:
     """See ``train.expected.peak_of``. Decoding each weight where it is read (``base.dequantise = "layer"``)
     takes less. Raises: InputError where the model can't be traced; and as ``hf.load``."""
-    model = adapted_model(recipe)
-    try:
-        work = _traced(recipe, model, at_head=recipe.training.loss in ("cross-entropy", "dpo"))
-    except _ChangedLogits:
-        work = _traced(recipe, model, at_head=False)
+    model, choice = adapted_model(recipe), Choice(mp_policy=precision_of(recipe))
+    work = _traced(recipe, model, choice)
     if recipe.base.quantise != "none":
-        work = _encoded(recipe, model, work)
+        work = _encoded(recipe, model, choice, work)
     return peak_of(recipe, place, work, recipe.schedule.policy())
 
 
-def _traced(recipe: Recipe, model: Any, at_head: bool) -> Workload:
+def subject_of(recipe: Recipe, choice: Choice) -> Subject:
+    """The model of ``base.folder`` as the recipe trains it, with its adapters and its loss, for a plan.
+
+    What it encodes in NF4 is what ``choice.base`` is about; another encoding is in the workload for good.
+    Raises: InputError, as ``hf.load``.
+    """
+    model, training = adapted_model(recipe), recipe.training
+
+    @cache
+    def at(rows: int, sequence: int | None) -> Workload:
+        size = {"batch_size": rows, "sequence_length": sequence}
+        sized = recipe.model_copy(update={"training": training.model_copy(update=size)})
+        work = _traced(sized, model, choice)
+        if recipe.base.quantise == "none":
+            return work
+        work, is_nf4 = _encoded(recipe, model, choice, work), recipe.base.quantise == "nf4"
+        groups = (group._replace(frozen=group.coded if is_nf4 else (0, 0)) for group in work.groups)
+        return replace(work, groups=tuple(groups))
+
+    return Subject(names_of_groups(model, choice), training.batch_size, training.sequence_length, at)
+
+
+def _traced(recipe: Recipe, model: Any, choice: Choice) -> Workload:
     """One microbatch, with the loss that is made of it."""
+    try:
+        return _with_loss(recipe, model, choice, at_head=recipe.training.loss in ("cross-entropy", "dpo"))
+    except _ChangedLogits:
+        return _with_loss(recipe, model, choice, at_head=False)
+
+
+def _with_loss(recipe: Recipe, model: Any, choice: Choice, at_head: bool) -> Workload:
     training = recipe.training
     rows = training.batch_size * (2 if training.loss == "dpo" else 1)  # a pair is two
     targets = torch.zeros(rows, training.sequence_length, dtype=torch.int64)
     sample = {"input_ids": targets.to("meta"), "use_cache": False}
-    choice = Choice(mp_policy=precision_of(recipe))
     head: nn.Module = model.get_output_embeddings()
 
     def loss(out: Any) -> Tensor:
@@ -65,13 +93,11 @@ def _traced(recipe: Recipe, model: Any, at_head: bool) -> Workload:
         vars(head).pop("forward", None)
 
 
-def _encoded(recipe: Recipe, model: nn.Module, work: Workload) -> Workload:
+def _encoded(recipe: Recipe, model: nn.Module, choice: Choice, work: Workload) -> Workload:
     """The workload whose groups have codes at rest and on the wire, as ``hf.read_weights`` encodes them."""
     names, codec = encoded_names(model), codec_of(recipe.base.quantise)
     groups = []
-    for group, size in zip(
-        chosen_groups(model, Choice(mp_policy=precision_of(recipe))), work.groups, strict=True
-    ):
+    for group, size in zip(chosen_groups(model, choice), work.groups, strict=True):
         params = [model.get_parameter(name) for name in group.parameters if name in names]
         nbytes = sum(part.nbytes for param in params for part in codec.encode(param.detach()))
         groups.append(size._replace(coded=(sum(param.numel() for param in params), nbytes)))

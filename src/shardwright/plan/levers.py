@@ -37,6 +37,7 @@ def merged(workload: Workload, parts: Sequence[Collection[int]]) -> Workload:
             sum(workload.groups[group].numel for group in part),
             sum(workload.groups[group].trained for group in part),
             max(workload.groups[group].entry_nbytes for group in part),
+            tuple(param for group in part for param in workload.groups[group].params),
             part_of=_part_of(workload, part, number),
             frozen=_added(workload.groups[group].frozen for group in part),
             coded=_added(workload.groups[group].coded for group in part),

@@ -6,12 +6,13 @@ The order is the host's: an allocator counts a block from the call that takes it
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import NamedTuple
 
 from shardwright.observe.memory import Category
 from shardwright.plan.cluster import DeviceSpec
 from shardwright.plan.presets import Preset
-from shardwright.plan.workload import Stretch, Workload
+from shardwright.plan.workload import GroupSize, Stretch, Workload
 from shardwright.policy import DEFAULT_OFFLOAD, CPUOffloadPolicy, OffloadPolicy
 from shardwright.schedule.schedule import RESHARDS, Action, ActionKind, EventKind, Phase, Schedule
 
@@ -56,7 +57,7 @@ class Sharding:
     def keeps(self, workload: Workload) -> "AtRest":
         """Bytes at rest."""
         trained = workload.trained // self.shards
-        at_rest = sum(group.at(_MASTER) for group in workload.groups) // self.shards
+        at_rest = sum(map(_at_rest, workload.groups)) // self.shards
         offload = self.offload if isinstance(self.offload, CPUOffloadPolicy) else None
         device = AtRest(at_rest, trained * _ADAM, trained * _MASTER)
         if offload is None:
@@ -66,6 +67,16 @@ class Sharding:
         grads = 0 if offload.grads else trained * _MASTER
         on_host = sum(device) - (0 if offload.shards_on_host else at_rest) - grads
         return AtRest(params, 0, grads, on_host, 0 if offload.shards_on_host else trained * _ADAM)
+
+
+def _at_rest(group: GroupSize) -> int:
+    """Bytes of a group's parameters: float32, and frozen ones in their own dtype where that is known."""
+    if not group.params:
+        return group.at(_MASTER)
+    frozen = [param for param in group.params if not param.trained]
+    itemsize = max((param.itemsize for param in frozen), default=0)
+    plain = sum(prod(param.shape) * param.itemsize for param in frozen) - group.coded[0] * itemsize
+    return group.trained * _MASTER + plain + group.coded[1]
 
 
 def memory(schedule: Schedule, workload: Workload, preset: Preset, sharding: Sharding) -> list[HeldBytes]:

@@ -282,7 +282,7 @@ def estimate(
     """Predict one training step: its seconds, and its bytes by category at every event.
 
     No process group is needed, nothing is computed, and the model isn't changed. Adam with two states in
-    float32 is counted, and parameters in float32 at rest.
+    float32 is counted. At rest trained parameters are in float32, frozen ones in their own dtype.
 
     Args:
         model: not sharded yet; on any device. On the meta device it takes no memory.

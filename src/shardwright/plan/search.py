@@ -156,7 +156,9 @@ class Space:
     def values(self) -> dict[str, tuple[Any, ...]]:
         """Of each lever, by its name in ``Candidate``."""
         ranks, host = self.cluster.ranks, min(self.cluster.ranks_per_host, self.cluster.ranks)
-        count = sum(group.part_of is None for group in self.workloads[1].groups)
+        groups = self.workloads[1].groups
+        count = sum(group.part_of is None for group in groups)
+        may_be_coded = self.choice.base == "plain" and any(group.frozen[0] for group in groups)
         return {
             "groups": tuple(dict.fromkeys(max(1, count // size) for size in (1, 2, 4, 8, 16, 32))),
             "recomputed": _RECOMPUTED,
@@ -167,7 +169,7 @@ class Space:
             "ahead": _AHEAD,
             "split": tuple(self.workloads),
             "offload": tuple(OFFLOADS),
-            "base": BASES if any(group.frozen[0] for group in self.workloads[1].groups) else ("plain",),
+            "base": BASES if may_be_coded else (self.choice.base,),
         }
 
     def all(self) -> Iterable[Candidate]:

@@ -69,8 +69,12 @@ def of_model(
     def at(rows: int, sequence: int | None) -> Workload:
         return workload_of(model, _resized(sample, rows, sequence), choice, loss)
 
-    names = [() if group.deferred else group.modules for group in chosen_groups(model, choice)]
-    return Subject(tuple(names), rows, sequence, at)
+    return Subject(names_of_groups(model, choice), rows, sequence, at)
+
+
+def names_of_groups(model: nn.Module, choice: Choice) -> tuple[tuple[str, ...], ...]:
+    """``Subject.modules`` of a module in the groups of ``choice``. Raises: InputError."""
+    return tuple(() if group.deferred else group.modules for group in chosen_groups(model, choice))
 
 
 def of_architecture(arch: Architecture, batch: Microbatch) -> Subject:
