@@ -180,6 +180,15 @@ def test_the_plan_of_a_recipe_is_for_its_batch_and_dtype(tmp_path, capsys):
     assert halved[0].endswith("on each rank 2 x 128 tokens a step")
 
 
+def test_the_plan_of_a_recipe_recomputes_what_the_recipe_does(tmp_path, capsys):
+    (tmp_path / "mine.toml").write_text(RECIPE + "activation_checkpointing = true\n")
+    words = (tmp_path / "mine.toml", "--device", "A100", "--ranks", 2, "--out", tmp_path / "plan.toml")
+    for given, blocks in (((), 4), (("--recompute", 0), 0), (("--recompute", 0.5), 2)):
+        plan(capsys, *words, *given)
+        found = Plan.load(tmp_path / "plan.toml")
+        assert found.modules_to_recompute == tuple(f"blocks.{n}" for n in range(blocks))
+
+
 def test_a_cluster_of_a_file_is_in_place_of_a_device_and_ranks(tmp_path, capsys):
     config_in(tmp_path / "llama")
     Cluster(DEVICES["H100"], 64).save(tmp_path / "cluster.toml")
@@ -199,6 +208,7 @@ def test_the_command_asks_what_a_choice_in_python_asks(tmp_path, capsys):
         (("--shards", 8), Choice(shards=8)),
         (("--reshard-after-forward", "false"), Choice(reshard_after_forward=False)),
         (("--reshard-after-forward", "8"), Choice(reshard_after_forward=8)),
+        (("--recompute", "0.5"), Choice(recompute=0.5)),
         (("--offload", "all"), Choice(offload=OFFLOADS["all"])),
         (
             ("--reduce-dtype", "bfloat16"),
@@ -206,6 +216,9 @@ def test_the_command_asks_what_a_choice_in_python_asks(tmp_path, capsys):
         ),
     ):
         assert plan(capsys, tmp_path, *ON, *words)[1:9] == price(work, cluster, choice).table().splitlines()
+    assert "Choice.recompute must be a share from 0 to 1, got 2.0" in plan(
+        capsys, tmp_path, *ON, "--recompute", 2, code=1
+    )
     assert "Choice.shards must divide the cluster's 64 ranks, got 3" in plan(
         capsys, tmp_path, *ON, "--shards", 3, code=1
     )
@@ -284,6 +297,7 @@ def test_a_recipe_whose_base_is_not_there_says_how_to_get_it(capsys):
         (("{}", "--device", "abacus", "--ranks", 8), "no device 'abacus' is in the library"),
         (("{}", *ON, "--batch", 0), "--batch must be more than 0, got 0"),
         (("{}", *ON, "--budget", 3), "--budget goes with --search, --largest or --fewest"),
+        (("{}", *ON, "--savings", "--recompute", 1), "--savings tries every --recompute by itself"),
         (("{}", *ON, "--search", "--offload", "all"), "--search tries every --offload by itself"),
         (("{}", *ON, "--runtime", "fsdp1", "--runtime", "fsdp2", "--search"), "--search is of one --runtime"),
         (("{}", *ON, "--param-dtype", "float32"), "priced in 16 bits; --trace traces"),

@@ -27,6 +27,8 @@ from shardwright.policy import CPUOffloadPolicy, OffloadPolicy, OptimizerOffload
 from shardwright.quantize import quantisable
 from shardwright.schedule.check import check
 from shardwright.schedule.schedule import ActionKind, Phase
+from shardwright.train.config import ModelConfig
+from shardwright.train.models import Transformer
 
 OURS = PRESETS["shardwright"]
 DEEP = workload(Architecture(32, 1024, 16, 16, 64, 4096, 32000), Microbatch(2048, 4))
@@ -135,6 +137,16 @@ def test_recomputing_a_workload_is_what_the_architecture_numbers_say_of_it():
     assert peaks[1] == pytest.approx(peaks[2], rel=0.1)
 
 
+def test_a_model_that_recomputes_by_itself_is_not_asked_to_recompute_again():
+    with torch.device("meta"):
+        model = Transformer(ModelConfig(num_layers=2, dim=64), activation_checkpointing=True)
+    subject = of_model(model, torch.empty(2, 16, dtype=torch.int64), loss=lambda logits: logits.sum())
+    cluster = Cluster(DEVICES["H100"], 8)
+    with pytest.raises(InputError, match="pass the model without activation checkpointing"):
+        price(subject.workload, cluster, Choice(recompute=0.5))
+    assert space_of(subject, cluster, Choice()).values["recomputed"] == (0.0,)
+
+
 def test_a_traced_block_begins_from_its_input_alone():
     with torch.device("meta"):
         model = bench_model.Transformer(SIZE)
@@ -214,7 +226,9 @@ def test_a_base_in_four_bits_is_priced_by_the_bytes_that_quantize_makes():
     groups = merged(four.workload, neighbours(four.workload, 2)).groups
     assert sum(group.coded[1] for group in groups) == sum(part.nbytes for part in parts) > 0
     elements = sum(group.coded[0] for group in groups)
-    saved = (4 * elements - sum(part.nbytes for part in parts)) // 8
+    whole = [model().get_parameter(name) for name in frozen]
+    assert elements == sum(param.numel() for param in whole)
+    saved = (sum(param.nbytes for param in whole) - sum(part.nbytes for part in parts)) // 8
     assert plain.kept.params - four.kept.params == pytest.approx(saved, abs=8)
     assert plain.kept.state == four.kept.state == 8 * (plain.workload.trained // 8)
     gathering = [

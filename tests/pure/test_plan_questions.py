@@ -92,6 +92,17 @@ def test_savings_are_what_a_change_of_one_lever_frees_the_most_first():
     assert by_lever["reshards"].nbytes < 0  # to keep everything unsharded frees nothing
 
 
+def test_a_large_model_fits_on_some_devices_once_its_blocks_are_recomputed():
+    large = Architecture(80, 8192, 64, 8, 128, 28672, 128256)
+    subject, hosts = of_architecture(large, Microbatch(8192, 1)), Cluster(DEVICES["H100"], 8)
+    with pytest.raises(InputError, match=r"or recompute blocks \(Choice.recompute, --recompute 1\)"):
+        fewest_ranks(subject, hosts)
+    found = fewest_ranks(subject, hosts, Choice(recompute=1.0))
+    assert found.estimate.fits and found.beyond is not None and not found.beyond.fits
+    some = largest_batch(subject, replace(hosts, ranks=512), Choice(recompute=1.0))
+    assert some.value >= 1 and not some.beyond.fits
+
+
 def test_what_never_fits_is_refused_with_what_to_do():
     wide = of_architecture(ARCH, Microbatch(2048, 64))
     with pytest.raises(InputError, match=r"no number of devices is enough: on .* each holds .* GiB; ask for"):

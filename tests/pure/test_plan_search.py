@@ -1,5 +1,7 @@
 """``plan.search``: the fastest of the candidates that fit, and why the others lost."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -65,6 +67,10 @@ def test_a_smaller_budget_costs_time_and_is_kept_to():
     assert tight.estimate.peak.total <= budget
     assert tight.estimate.step_s >= free.estimate.step_s
     assert tight.modules_to_recompute or tight.candidate.split > 1
+    again = estimate(on_meta(), sample(), cluster, replace(tight.choice, recompute=0.0))
+    assert bool(tight.modules_to_recompute) == (tight.choice.recompute > 0)
+    if tight.modules_to_recompute:
+        assert again.peak.total > tight.estimate.peak.total
     names = dict(on_meta().named_modules())
     assert set(tight.modules_to_recompute) <= set(names)
 

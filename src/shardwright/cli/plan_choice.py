@@ -12,7 +12,7 @@ from shardwright.plan.presets import PRESETS
 from shardwright.planned import BASES, OFFLOADS
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_SEARCHED = ("shards", "reshard_after_forward", "offload", "base")
+_SEARCHED = ("shards", "reshard_after_forward", "offload", "base", "recompute")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,6 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--offload", choices=tuple(OFFLOADS), help="what is on the host at rest (default none)"
+    )
+    group.add_argument(
+        "--recompute", type=float, metavar="SHARE", help="of the blocks, in the backward: 0 to 1 (default 0)"
     )
     group.add_argument("--base", choices=tuple(BASES), help="frozen weights: as they are, or in 4 bits")
 

@@ -1,6 +1,7 @@
 """``shardwright plan RECIPE``: the model of a recipe, traced, as the recipe trains it."""
 
 import argparse
+from dataclasses import replace
 from importlib import import_module
 
 from shardwright.cli.plan_choice import changed
@@ -24,13 +25,20 @@ def asked(known: argparse.Namespace) -> tuple[Subject, Choice]:
     options["accumulation"] = known.microbatches
     given = [(f"training.{key}", str(value)) for key, value in options.items() if value is not None]
     recipe = resolve(known.model, given).recipe
-    choice = changed(_choice(recipe), known)
+    choice = _choice(recipe)
+    to_plan = known.out and not recipe.base.folder  # a run with a plan recomputes what the plan names
+    if to_plan or known.search or known.savings or known.recompute is not None:
+        choice = replace(choice, recompute=float(recipe.training.activation_checkpointing))
+        training = recipe.training.model_copy(update={"activation_checkpointing": False})
+        recipe = recipe.model_copy(update={"training": training})
+    choice = changed(choice, known)
     if not recipe.base.folder:
         return of_model(*meta_transformer(recipe), choice, loss_of_logits), choice
     if recipe.training.loss == "dpo":
         raise ConfigError(
             f"{known.model}: training.loss = 'dpo' has no price, since its step has a forward of the "
-            "reference as well; plan the recipe with 'cross-entropy' and twice its batch_size, which holds as much"
+            "reference as well; plan the recipe with 'cross-entropy' and twice its batch_size, which holds "
+            "as much"
         )
     check_inputs(recipe)
     tuned = import_module("shardwright.finetune.expected")  # transformers comes with an extra

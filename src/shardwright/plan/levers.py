@@ -120,6 +120,23 @@ def neighbours(workload: Workload, count: int) -> list[list[int]]:
     return together + [[group] for group in sorted(absent)]
 
 
+def first_blocks(workload: Workload, share: float) -> tuple[int, ...]:
+    """The groups of the first blocks that a forward runs, of all but the last, with what is cut off them:
+    what runs last is needed first in the backward, so that to compute it again would win nothing."""
+    blocks = [
+        group
+        for group in whole_groups(workload)
+        if group != workload.root and workload.groups[group].entry_nbytes
+    ][:-1]
+    chosen = blocks[: round(share * len(blocks))]
+    return tuple(each for group in chosen for each in (group, *cut_off(workload, group)))
+
+
+def recomputes(workload: Workload) -> bool:
+    """Whether the model itself computes something again in its backward."""
+    return any(event.kind is EventKind.RECOMPUTE for event, _ in workload.phases[Phase.BACKWARD])
+
+
 def recomputed(workload: Workload, groups: Collection[int]) -> Workload:
     """The workload in which the forward of these groups keeps its inputs alone; their backward repeats it.
 

@@ -16,7 +16,7 @@ from shardwright.plan.cluster import GIB, Cluster
 from shardwright.plan.constants import ACCURACY, MEMORY_ERROR, Accuracy, Constants
 from shardwright.plan.events import TracedGroup
 from shardwright.plan.groups import traced_groups
-from shardwright.plan.levers import coded
+from shardwright.plan.levers import coded, first_blocks, recomputed, recomputes
 from shardwright.plan.memory import AtRest, HeldBytes, Sharding, fits, memory, peak
 from shardwright.plan.picture import drawing_of, named
 from shardwright.plan.presets import preset, schedule
@@ -46,11 +46,13 @@ class Choice:
         microbatches: samples that gradients are accumulated over in a step.
         policy: when collectives are issued, instead of the runtime's own policy.
         offload: as ``fully_shard(offload_policy=...)`` takes it.
+        recompute: share of the blocks under activation checkpointing, 0 to 1: the first ones in the order in
+            which they run, and never the group that runs last.
         base: "nf4" if frozen weights are quantised for training (in the model passed to ``estimate`` they
             aren't yet), else "plain".
 
     Raises:
-        InputError: ``base`` is neither, or ``shards`` or ``microbatches`` is below 1.
+        InputError: ``base`` is neither, ``shards`` or ``microbatches`` is below 1, or ``recompute`` is no share.
     """
 
     runtime: str = "shardwright"
@@ -62,6 +64,7 @@ class Choice:
     policy: SchedulePolicy | None = None
     offload: OffloadPolicy = DEFAULT_OFFLOAD
     base: str = "plain"
+    recompute: float = 0.0
 
     def __post_init__(self) -> None:
         if self.base not in BASES:
@@ -70,6 +73,8 @@ class Choice:
             value = getattr(self, name)
             if value is not None and not value >= 1:
                 raise InputError(f"Choice.{name} must be at least 1, got {value!r}")
+        if not 0 <= self.recompute <= 1:
+            raise InputError(f"Choice.recompute must be a share from 0 to 1, got {self.recompute!r}")
 
 
 @dataclass(frozen=True)
@@ -344,7 +349,7 @@ def price(
     """
     cluster = a_cluster(cluster)
     runs = preset(choice.runtime)
-    workload = coded(workload) if choice.base != "plain" else workload
+    workload = _changed(workload, choice)
     if choice.policy is not None:
         runs = replace(runs, policy=choice.policy)
     planned = schedule(workload, runs, choice.reshard_after_forward)
@@ -371,6 +376,18 @@ def a_cluster(given: object) -> Cluster:
         f"the cluster is {given!r}, expected a shardwright.plan.cluster.Cluster: "
         'Cluster(device("H100"), ranks=8), or Cluster.load("cluster.toml")'
     )
+
+
+def _changed(workload: Workload, choice: Choice) -> Workload:
+    """With frozen weights as codes and blocks that are computed again, as asked. Raises: InputError."""
+    if choice.recompute:
+        if recomputes(workload):
+            raise InputError(
+                f"Choice.recompute is {choice.recompute:g}, and the model recomputes by itself: leave it "
+                "out, or pass the model without activation checkpointing"
+            )
+        workload = recomputed(workload, first_blocks(workload, choice.recompute))
+    return coded(workload) if choice.base != "plain" else workload
 
 
 def chosen_groups(model: nn.Module, choice: Choice) -> list[TracedGroup]:

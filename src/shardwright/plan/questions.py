@@ -125,7 +125,8 @@ def fewest_ranks(
         last = max(seen)
         raise InputError(
             f"no number of devices is enough: on {seen[last].cluster.ranks:,} each holds "
-            f"{_short(seen[last])}; ask for a smaller microbatch, or search for what to recompute"
+            f"{_short(seen[last])}; ask for a smaller microbatch, or recompute blocks "
+            "(Choice.recompute, --recompute 1)"
         )
     return Fitting(seen[place].cluster.ranks, seen[place], seen.get(place - 1))
 
@@ -167,7 +168,7 @@ def _most(
     if place == 1:
         raise InputError(
             f"{what}: {unit} is too much already, {_short(seen[1])} on each of {cluster.ranks} x "
-            f"{cluster.device.name}; take more devices, or search for what to recompute"
+            f"{cluster.device.name}; take more devices, or recompute blocks (Choice.recompute, --recompute 1)"
         )
     last = max(seen) if place is None else place - 1
     return Fitting(last * unit, seen[last], None if place is None else seen[place])

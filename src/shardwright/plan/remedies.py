@@ -19,6 +19,7 @@ from shardwright.observe.memory import Category
 from shardwright.observe.watch.status import in_words
 from shardwright.plan.cluster import Cluster, DeviceSpec, device
 from shardwright.plan.constants import MEMORY_ERROR
+from shardwright.plan.levers import first_blocks
 from shardwright.plan.predict import Choice
 from shardwright.plan.search import Candidate, Space, Tried, any_loss, space_of
 from shardwright.plan.subject import of_model
@@ -85,7 +86,8 @@ def _fastest(space: Space, changes: list[Candidate], base: Tried, room: int) -> 
 def _in_words(space: Space, plain: Candidate, one: Tried, base: Tried, more: int) -> str:
     new, words = one.candidate, []
     if new.recomputed != plain.recomputed:
-        again, blocks = len(space.prepare(new)[1]), len(space.prepare(new._replace(recomputed=1.0))[1])
+        work, _ = space.prepare(new)
+        again, blocks = (len(first_blocks(work, share)) for share in (new.recomputed, 1.0))
         words.append(f"compute {again} of {blocks} blocks again in the backward (torch.utils.checkpoint)")
     if new.split != plain.split:
         words.append(f"1/{new.split} of the rows in a microbatch, {new.split} microbatches for each one now")

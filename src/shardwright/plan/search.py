@@ -5,7 +5,7 @@ is better; the starts are the plain choice and the one that holds least. Only an
 is traced again; everything else is the same workload, changed (``levers``) and simulated.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import product
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shardwright.columns import in_columns
 from shardwright.errors import InputError
 from shardwright.plan.cluster import GIB, Cluster
-from shardwright.plan.levers import cut_off, merged, neighbours, recomputed, whole_groups
+from shardwright.plan.levers import first_blocks, merged, neighbours, recomputes
 from shardwright.plan.memory import CONTEXT_NBYTES
 from shardwright.plan.predict import Choice, Estimate, a_cluster, price
 from shardwright.plan.presets import preset
@@ -161,7 +161,7 @@ class Space:
         may_be_coded = self.choice.base == "plain" and any(group.frozen[0] for group in groups)
         return {
             "groups": tuple(dict.fromkeys(max(1, count // size) for size in (1, 2, 4, 8, 16, 32))),
-            "recomputed": _RECOMPUTED,
+            "recomputed": _RECOMPUTED[:1] if recomputes(self.workloads[1]) else _RECOMPUTED,
             "shards": tuple(
                 dict.fromkeys(s for s in (ranks, 8 * host, host) if ranks % s == 0 and s <= ranks)
             ),
@@ -176,24 +176,16 @@ class Space:
         """Every candidate: only for small spaces."""
         return (Candidate(*values) for values in product(*self.values.values()))
 
-    def prepare(self, candidate: Candidate) -> tuple[Workload, tuple[int, ...], list[list[int]]]:
-        """Its workload, which of its groups are computed again, and which traced groups each is made of."""
+    def prepare(self, candidate: Candidate) -> tuple[Workload, list[list[int]]]:
+        """Its workload before anything is computed again, and which traced groups each group is made of."""
         traced = self.workloads[candidate.split]
         parts = neighbours(traced, candidate.groups)
-        work = merged(traced, parts)
-        # What runs last is needed first in the backward: to drop it would win nothing.
-        whole = [
-            group for group in whole_groups(work) if group != work.root and work.groups[group].entry_nbytes
-        ]
-        blocks = whole[:-1]
-        chosen = blocks[: round(candidate.recomputed * len(blocks))]
-        again = tuple(each for group in chosen for each in (group, *cut_off(work, group)))
-        return recomputed(work, again), again, parts
+        return merged(traced, parts), parts
 
     def price(self, candidate: Candidate) -> Tried:
         """Simulate it, once."""
         if candidate not in self.seen:
-            work, _, _ = self.prepare(candidate)
+            work, _ = self.prepare(candidate)
             policy = replace(self.choice.policy or preset(self.choice.runtime).policy, depth=1)
             if candidate.ahead > 1:
                 sizes = [group.numel for index, group in enumerate(work.groups) if index not in work.of_root]
@@ -203,6 +195,7 @@ class Space:
                 self.choice,
                 shards=candidate.shards,
                 reshard_after_forward=candidate.reshards,
+                recompute=candidate.recomputed,
                 microbatches=self.choice.microbatches * candidate.split,
                 policy=policy,
                 offload=OFFLOADS[candidate.offload],
@@ -269,12 +262,12 @@ def fastest(subject: Subject, cluster: Cluster, choice: Choice, budget: float | 
         raise InputError(f"search: budget must be a positive number of bytes, got {budget!r}")
     space = space_of(subject, cluster, choice)
     best = thriftiest(space, greedy(space, most), most)
-    _, again, parts = space.prepare(best.candidate)
+    _, parts = space.prepare(best.candidate)
     listed = [tuple(name for group in part for name in subject.modules[group]) for part in parts]
     found = space.seen[best.candidate][1]
     named = [list(names) for names in listed if names not in ((), ("",))]
     found = replace(found, choice=replace(found.choice, groups=named))
-    plan = planned(found, listed, again)
+    plan = planned(found, listed)
     return FoundPlan(
         **{each.name: getattr(plan, each.name) for each in fields(Plan)},
         estimate=found,
@@ -297,7 +290,7 @@ def grouped(model: nn.Module, sample: Any, cluster: Cluster, choice: Choice) -> 
     plain = plain._replace(shards=choice.shards or cluster.ranks, reshards=choice.reshard_after_forward)
     tried = [space.price(plain._replace(groups=count)) for count in space.values["groups"]]
     best = thriftiest(space, min(tried, key=lambda one: _rank(one, most)), most)
-    _, _, parts = space.prepare(best.candidate)
+    _, parts = space.prepare(best.candidate)
     names = [[name for group in part for name in subject.modules[group]] for part in parts]
     return [listed for listed in names if listed not in ([], [""])]
 
@@ -316,10 +309,11 @@ def space_of(subject: Subject, cluster: Cluster, choice: Choice) -> Space:
     return Space(cluster, choice, workloads)
 
 
-def planned(found: Estimate, listed: Sequence[tuple[str, ...]], again: Collection[int] = ()) -> Plan:
-    """What ``fully_shard`` needs of an estimate. listed: names of the modules of each group of the workload;
-    again: those that are recomputed. A root that has names is a group that stays unsharded."""
+def planned(found: Estimate, listed: Sequence[tuple[str, ...]]) -> Plan:
+    """What ``fully_shard`` needs of an estimate. listed: names of the modules of each group of the workload.
+    A root that has names is a group that stays unsharded."""
     choice, root = found.choice, found.workload.root
+    again = first_blocks(found.workload, choice.recompute)
     return Plan(
         ranks=found.cluster.ranks,
         shards=choice.shards or found.cluster.ranks,
@@ -346,7 +340,7 @@ def greedy(space: Space, budget: float) -> Tried:
     """The best that changes of one lever at a time lead to, from two starts."""
     values = space.values
     plain = Candidate(*(each[0] for each in values.values()))
-    least = plain._replace(recomputed=1.0, split=values["split"][-1])
+    least = plain._replace(recomputed=values["recomputed"][-1], split=values["split"][-1])
     starts = [plain, least]
     if space.price(least).nbytes > budget:
         starts.append(least._replace(offload=values["offload"][-1]))
