@@ -278,12 +278,10 @@ def _shard_as_planned(
     if plan.base != "plain":
         frozen = [name for name in quantisable(model) if not model.get_parameter(name).requires_grad]
         quantize_(model, plan.base, frozen)
-    kept = {
-        model.get_submodule(name) for g in plan.groups if not g.reshard_after_forward for name in g.modules
-    }
+    said = {model.get_submodule(name): g.reshard_after_forward for g in plan.groups for name in g.modules}
 
     def shard(modules: list[nn.Module], ignored: set[int]) -> None:
-        reshards = False if kept.intersection(modules) else None
+        reshards = next((said[module] for module in modules if said.get(module, True) is not True), None)
         offload = options.offload if plan.offload == "none" else OFFLOADS[plan.offload]
         of_group = replace(options, reshard_after_forward=reshards, precision=plan.mp_policy, offload=offload)
         _shard(mesh, of_group, modules, ignored)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import nn
@@ -46,11 +46,11 @@ class PlannedGroup(NamedTuple):
     """Modules, by name, whose parameters are one group.
 
     reshard_after_forward: False keeps it unsharded until its backward; True frees it after its forward,
-    unless the policy of the schedule keeps it (``keep_last``).
+    unless the policy of the schedule keeps it (``keep_last``); an int keeps shards over so many ranks.
     """
 
     modules: tuple[str, ...]
-    reshard_after_forward: bool = True
+    reshard_after_forward: bool | int = True
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Plan:
         base: "nf4" quantises frozen weights (``quantize_``) before they are sharded; else "plain".
 
     Raises:
-        InputError: the ranks can't be divided, two groups name a module, or ``offload`` or ``base`` is
+        InputError: the ranks or the shards can't be divided, two groups name a module, or ``offload`` or ``base`` is
             unknown.
     """
 
@@ -108,6 +108,13 @@ class Plan:
                 raise InputError(
                     f"a plan's {name} must be one of {', '.join(known)}, got {getattr(self, name)!r}"
                 )
+        smaller = [group.reshard_after_forward for group in self.groups]
+        wrong = [each for each in smaller if not isinstance(each, bool) and (each < 1 or self.shards % each)]
+        if wrong:
+            raise InputError(
+                f"a plan's reshard_after_forward must be true, false or a factor of its {self.shards} shards, "
+                f"got {wrong[0]}"
+            )
         names = [name for group in self.groups for name in group.modules]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice or not all(group.modules for group in self.groups):
@@ -266,7 +273,7 @@ _TOP |= {
     "groups": list,
 }
 _PREDICTED = {"devices": str, "step_s": float, "exposed_s": float, "peak_nbytes": int}
-_GROUP = {"modules": list, "reshard_after_forward": bool}
+_GROUP = {"modules": list, "reshard_after_forward": bool | int}
 
 
 def _plan(found: dict[str, Any]) -> Plan:
@@ -291,7 +298,7 @@ def _plan(found: dict[str, Any]) -> Plan:
     )
 
 
-def _check(where: str, found: Any, kinds: Mapping[str, type]) -> None:
+def _check(where: str, found: Any, kinds: Mapping[str, Any]) -> None:
     if not isinstance(found, dict):
         raise ValueError(f"{where}got {found!r}, expected {', '.join(kinds)}")
     for name in (*kinds, *found):
@@ -299,12 +306,12 @@ def _check(where: str, found: Any, kinds: Mapping[str, type]) -> None:
             raise ValueError(f"{where}{name} is missing")
         if name not in kinds:
             raise ValueError(f"{where}{name} is unknown; known: {', '.join(kinds)}")
-        if type(found[name]) is not kinds[name]:
+        if type(found[name]) not in (get_args(kinds[name]) or (kinds[name],)):
             raise ValueError(f"{where}{name}: got {found[name]!r}, expected {_SAID[kinds[name]]}")
 
 
-_SAID: dict[type, str] = {int: "a whole number", float: "a number as 1.5", bool: "true or false"}
-_SAID |= {str: "text", list: "a list", dict: "a table"}
+_SAID: dict[Any, str] = {int: "a whole number", float: "a number as 1.5", bool: "true or false"}
+_SAID |= {str: "text", list: "a list", dict: "a table", bool | int: "true, false or a number of ranks"}
 
 
 def _policy(where: str, make: Any, fields: Mapping[str, Any]) -> Any:

@@ -27,7 +27,9 @@ from shardwright.errors import ConfigError, InputError, MissingExtra
 from shardwright.params.quantized.module import encodings
 from shardwright.plan import Choice, Plan, estimate, search
 from shardwright.plan.cluster import DEVICES, GIB, Cluster
-from shardwright.plan.search import grouped
+from shardwright.plan.predict import price
+from shardwright.plan.search import grouped, planned
+from shardwright.plan.subject import of_model
 from shardwright.planned import PlannedGroup
 from shardwright.train.report import Screen, beside_prediction
 from shardwright.train.run import _expected_peak
@@ -83,12 +85,25 @@ def test_a_model_that_is_sharded_by_a_plan_has_the_schedule_that_was_priced(rank
         assert {unit_of(model.blocks[0]).group.axis.world} == {plan.shards}
 
 
+def test_a_plan_that_reshards_to_a_smaller_world_is_applied_as_it_was_priced(tmp_path):
+    subject = of_model(on_meta(), sample(), FP32)
+    priced = price(subject.workload, Cluster(DEVICES["H100"], 32), replace(FP32, reshard_after_forward=8))
+    path = tmp_path / "plan.toml"
+    planned(priced, subject.modules).save(path)
+    assert {group.reshard_after_forward for group in Plan.load(path).groups} == {8}
+    with rank_zero_of(32):
+        model = fully_shard(bench_model.build(SIZE), plan=path)
+        steps(model)
+        assert str(replace(model.schedule(), names=())) == str(replace(priced.schedule, names=()))
+        assert unit_of(model.blocks[0]).group.gatherer.smaller_world is not None
+
+
 def test_a_plan_keeps_every_field_in_its_file(tmp_path):
     policy = SchedulePolicy(
         depth=3, keep_nbytes=7, ahead={"forward": {"blocks.0": ["blocks.1"]}}, agreement="off"
     )
     precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-    groups = (PlannedGroup(('a."b"', "c"), False), PlannedGroup(("d",)))
+    groups = (PlannedGroup(('a."b"', "c"), False), PlannedGroup(("d",), 4))
     plan = Plan(
         64, 8, groups, 2, 8192, ("d",), policy, precision, 0.5, 0.1, 3 * GIB, "H100", "optimizer", "nf4"
     )
@@ -205,6 +220,8 @@ groups = [{modules = ["a"], reshard_after_forward = true}]
     [
         ("ranks = 8", "ranks = ", "Invalid value"),
         ("ranks = 8\n", "", "ranks is missing"),
+        ("= true}", "= 3}", "reshard_after_forward must be true, false or a factor of its 8 shards, got 3"),
+        ("= true}", '= "8"}', "reshard_after_forward: got '8', expected true, false or a number of ranks"),
         ("ranks = 8", "ranks = true", "ranks: got True, expected a whole number"),
         ("ranks = 8", "ranks = 12", "shards must divide its 12 ranks, got 8"),
         ("microbatches = 1", "microbatches = 0", "microbatches must be at least 1, got 0"),

@@ -9,7 +9,9 @@ from bench import model as bench_model
 from shardwright.errors import InputError
 from shardwright.plan import Choice, estimate, search
 from shardwright.plan.cluster import DEVICES, GIB, Cluster
-from shardwright.plan.search import Space, greedy
+from shardwright.plan.predict import price
+from shardwright.plan.search import Space, fastest, greedy
+from shardwright.plan.subject import of_architecture
 from shardwright.plan.transformer import Architecture, Microbatch, workload
 
 SIZE = bench_model.Size(layers=4, width=512, vocab=4096, sequence=256, batch=8)
@@ -88,6 +90,18 @@ def test_the_front_is_what_nothing_beats_and_every_loser_has_a_reason():
     assert all(("GiB more than there is" in why) == (candidate in over) for candidate, why in lost.items())
     assert f"{len(plan.tried)} candidates tried" in str(plan)
     assert sum(line.endswith("<-") for line in str(plan).splitlines()) <= 1
+
+
+def test_a_search_reshards_to_the_ranks_of_a_host_where_links_between_hosts_are_slow():
+    subject = of_architecture(Architecture(16, 4096, 32, 8, 128, 14336, 32000), Microbatch(4096, 1))
+    slow = Cluster(DEVICES["H100"], 32, host_bandwidth=100e9)
+    plan = fastest(subject, slow, Choice(), 8 * GIB)
+    assert plan.candidate.reshards == plan.choice.reshard_after_forward == 8
+    assert {group.reshard_after_forward for group in plan.groups} == {8, False}  # the root's stays
+    whole = price(subject.workload, slow, replace(plan.choice, reshard_after_forward=True))
+    assert whole.step_s > plan.step_s
+    one_host = fastest(subject, replace(slow, ranks=8), Choice())
+    assert {one.candidate.reshards for one in one_host.tried} == {True, False}
 
 
 def test_a_budget_of_nothing_is_refused():

@@ -93,7 +93,7 @@ def specs(
             reshard_after_forward=_reshards(preset, reshard_after_forward, index in workload.of_root),
             nbytes=group.at(workload.itemsize),
             grad_nbytes=group.trained * workload.itemsize,
-            bucket_key=0,
+            bucket_key=None if is_smaller and index not in workload.of_root else 0,  # it gathers by itself
             part_of=group.part_of,
             smaller_world=is_smaller and index not in workload.of_root,
         )

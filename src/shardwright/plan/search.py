@@ -37,7 +37,8 @@ class Candidate(NamedTuple):
     """A value for each lever.
 
     groups: parts that the model is in. recomputed: share of them that is computed again in the backward.
-    shards: ranks that a parameter is sharded over. reshards: after a forward. ahead: 1, the next group is
+    shards: ranks that a parameter is sharded over. reshards: after a forward; an int keeps shards over so many
+    ranks until the backward. ahead: 1, the next group is
     gathered ahead; 2, what takes the bytes of the two largest. split: microbatches in the place of each one
     of the sample's. offload: what is on the host at rest, by its name in ``planned.OFFLOADS``. base: frozen
     weights are as they are ("plain"), or in 4 bits ("nf4"), which changes results.
@@ -46,7 +47,7 @@ class Candidate(NamedTuple):
     groups: int
     recomputed: float
     shards: int
-    reshards: bool
+    reshards: bool | int
     ahead: int
     split: int
     offload: str
@@ -165,7 +166,7 @@ class Space:
             "shards": tuple(
                 dict.fromkeys(s for s in (ranks, 8 * host, host) if ranks % s == 0 and s <= ranks)
             ),
-            "reshards": (True, False),
+            "reshards": (True, False, *([host] if 1 < host < ranks else [])),
             "ahead": _AHEAD,
             "split": tuple(self.workloads),
             "offload": tuple(OFFLOADS),
@@ -191,10 +192,11 @@ class Space:
                 sizes = [group.numel for index, group in enumerate(work.groups) if index not in work.of_root]
                 largest = max(sizes, default=0) * work.itemsize
                 policy = replace(policy, depth=len(work.groups), budget_nbytes=int(_GROUPS_AHEAD * largest))
+            is_smaller = candidate.reshards not in (True, False) and candidate.reshards < candidate.shards
             choice = replace(
                 self.choice,
                 shards=candidate.shards,
-                reshard_after_forward=candidate.reshards,
+                reshard_after_forward=candidate.reshards if is_smaller else bool(candidate.reshards),
                 recompute=candidate.recomputed,
                 microbatches=self.choice.microbatches * candidate.split,
                 policy=policy,
@@ -218,7 +220,7 @@ def search(
     """Find the fastest way to train a model on a cluster within the memory of its devices.
 
     The search varies the number of groups, which of them are under activation checkpointing, over how many
-    ranks a parameter is sharded, whether groups are resharded after the forward, how much is prefetched, the
+    ranks a parameter is sharded, whether and how far groups are resharded after the forward, how much is prefetched, the
     size of microbatches, what is on the host at rest, and, only if nothing else fits, frozen weights in 4
     bits. A step has the same samples in all of them. No process group is needed, and nothing is computed.
 
@@ -318,7 +320,7 @@ def planned(found: Estimate, listed: Sequence[tuple[str, ...]]) -> Plan:
         ranks=found.cluster.ranks,
         shards=choice.shards or found.cluster.ranks,
         groups=tuple(
-            PlannedGroup(names, bool(choice.reshard_after_forward) and index != root)
+            PlannedGroup(names, index != root and choice.reshard_after_forward)
             for index, names in enumerate(listed)
             if names not in ((), ("",))
         ),
