@@ -77,8 +77,8 @@ class Plan:
         base: "nf4" quantises frozen weights (``quantize_``) before they are sharded; else "plain".
 
     Raises:
-        InputError: the ranks or the shards can't be divided, two groups name a module, or ``offload`` or ``base`` is
-            unknown.
+        InputError: the ranks or the shards can't be divided, two groups name a module, or ``offload`` or
+            ``base`` is unknown.
     """
 
     ranks: int
@@ -112,8 +112,8 @@ class Plan:
         wrong = [each for each in smaller if not isinstance(each, bool) and (each < 1 or self.shards % each)]
         if wrong:
             raise InputError(
-                f"a plan's reshard_after_forward must be true, false or a factor of its {self.shards} shards, "
-                f"got {wrong[0]}"
+                f"a plan's reshard_after_forward must be true, false or a factor of its {self.shards} "
+                f"shards, got {wrong[0]}"
             )
         names = [name for group in self.groups for name in group.modules]
         twice = sorted({name for name in names if names.count(name) > 1})

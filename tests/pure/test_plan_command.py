@@ -14,6 +14,7 @@ from shardwright.errors import ConfigError
 from shardwright.plan import Choice, Plan, largest_batch
 from shardwright.plan.cluster import DEVICES, GIB, Cluster
 from shardwright.plan.configs import architecture
+from shardwright.plan.memory import reserved
 from shardwright.plan.predict import price
 from shardwright.plan.subject import of_architecture
 from shardwright.plan.transformer import Architecture, Microbatch
@@ -73,18 +74,23 @@ def test_a_config_and_a_row_of_the_same_numbers_give_the_same_table(tmp_path, ca
     work = of_architecture(arch, Microbatch(4096, 2)).workload
     found = price(work, Cluster(DEVICES["H100"], 64), Choice(microbatches=3))
     assert ours[0].endswith("8,030,261,248 parameters; on each rank 3 x 8,192 tokens a step")
-    assert ours[1:] == found.table(2.5).splitlines()
-    assert [line.split("  ")[0] for line in ours] == [
-        "model", "cluster", "between hosts", "fits", "GiB at most", "step", "tokens/s", "MFU",
-        "without compute", "a billion tokens",
+    assert ours[1:] == [*found.table(2.5).splitlines(), "", *found.by_phase().splitlines()]
+    assert [line.split("  ")[0] for line in ours[: ours.index("")]] == [
+        "model", "cluster", "between hosts", "fits", "GiB at most", "reserved", "a checkpoint", "step",
+        "tokens/s", "MFU", "without compute", "a billion tokens",
     ]  # fmt: skip
-    phases = found.phases
-    assert list(phases) == ["load", "first step", "step", "evaluation", "save"]
-    assert phases["load"] == phases["save"] == 8_030_261_248 // 64 * 12
-    assert phases["step"] == found.peak.total
-    assert phases["first step"] == found.peak.total - 8_030_261_248 // 64 * 8
+    numel, phases = 8_030_261_248, found.phases
+    held = {name: phase.total for name, phase in phases.items()}
+    assert list(held) == ["load", "first step", "step", "evaluation", "save", "resume"]
+    assert held["load"] == numel // 64 * 4
+    assert held["save"] == held["resume"] == numel // 64 * 12
+    assert phases["step"].nbytes == found.peak.nbytes
+    assert held["first step"] == held["step"] - numel // 64 * 8
     logits = 2 * 4096 * 128256 * 2
-    assert phases["save"] + 2 * logits < phases["evaluation"] < phases["step"]
+    assert held["save"] + 2 * logits < held["evaluation"] < held["step"]
+    assert phases["save"].disk == phases["resume"].disk == numel * 12
+    assert phases["save"].host == numel * 12 // 64 and not phases["step"].host
+    assert found.reserved_nbytes == reserved(found.peak.total, DEVICES["H100"])
 
 
 class Block(nn.Module):
@@ -215,7 +221,7 @@ def test_the_command_asks_what_a_choice_in_python_asks(tmp_path, capsys):
             Choice(mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)),
         ),
     ):
-        assert plan(capsys, tmp_path, *ON, *words)[1:9] == price(work, cluster, choice).table().splitlines()
+        assert plan(capsys, tmp_path, *ON, *words)[1:11] == price(work, cluster, choice).table().splitlines()
     assert "Choice.recompute must be a share from 0 to 1, got 2.0" in plan(
         capsys, tmp_path, *ON, "--recompute", 2, code=1
     )

@@ -228,7 +228,8 @@ def test_the_table_says_what_fits_how_fast_and_at_what_cost():
     )
     lines = str(found).splitlines()
     assert [line.split("  ")[0] for line in lines] == [
-        "cluster", "fits", "GiB at most", "step", "tokens/s", "MFU", "without compute",
+        "cluster", "fits", "GiB at most", "reserved", "a checkpoint", "step", "tokens/s", "MFU",
+        "without compute",
     ]  # fmt: skip
 
 

@@ -160,7 +160,8 @@ def _predict_model(known: argparse.Namespace) -> int:
         plan = fastest(subject, cluster, choice, budget)
         found, text = plan.estimate, str(plan).partition("\n\n")[2]
     else:
-        found, text = price(subject.workload, cluster, choice), ""
+        found = price(subject.workload, cluster, choice)
+        text = found.by_phase()
         plan = planned(found, subject.modules)
     work = subject.workload
     print(f"{'model':22} {known.model}, {work.numel:,} parameters; on each rank "

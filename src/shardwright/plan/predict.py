@@ -17,7 +17,8 @@ from shardwright.plan.constants import ACCURACY, MEMORY_ERROR, Accuracy, Constan
 from shardwright.plan.events import TracedGroup
 from shardwright.plan.groups import traced_groups
 from shardwright.plan.levers import coded, first_blocks, recomputed, recomputes
-from shardwright.plan.memory import AtRest, HeldBytes, Sharding, fits, memory, peak
+from shardwright.plan.memory import AtRest, HeldBytes, Sharding, fits, memory, peak, reserved
+from shardwright.plan.phases import PhaseBytes, in_table, phases_of
 from shardwright.plan.picture import drawing_of, named
 from shardwright.plan.presets import preset, schedule
 from shardwright.plan.prices import Prices
@@ -26,7 +27,7 @@ from shardwright.plan.trace import trace
 from shardwright.plan.workload import OpKind, Workload
 from shardwright.planned import BASES
 from shardwright.policy import DEFAULT_OFFLOAD, MixedPrecisionPolicy, OffloadPolicy, SchedulePolicy
-from shardwright.schedule.schedule import RESHARDS, ActionKind, Phase, Schedule
+from shardwright.schedule.schedule import Phase, Schedule
 
 _BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 _TABLE = "{:22} {}"
@@ -122,33 +123,26 @@ class Estimate:
         return fits(self.peak.total, self.cluster.device)
 
     @property
-    def phases(self) -> dict[str, int]:
-        """Peak bytes by phase: while a model and its optimizer are loaded, in the first step (whose optimizer
-        has no state until its end), in a steady step, in an evaluation of a microbatch, and in a save.
+    def phases(self) -> dict[str, PhaseBytes]:
+        """Bytes by phase, of a device by category, of a rank's host and of files: while a model is loaded, in
+        the first step (whose optimizer has no state until its end), in a steady step, in an evaluation of a
+        microbatch, in a save of model and optimizer, and while both are loaded from that.
         """
-        kept, work = self.kept, self.workload
-        states, most = kept.params + kept.state, self.peak.total
-        stepped = states + kept.lent + kept.grads
-        evaluated, unsharded = 0, set[int]()
-        for entry, (_, stretch) in zip(
-            self.schedule.phases[Phase.FORWARD], work.phases[Phase.FORWARD], strict=True
-        ):
-            for action in entry.actions:
-                if action.kind is ActionKind.UNSHARD:
-                    unsharded.update(action.groups)
-                elif action.kind in RESHARDS:
-                    unsharded.difference_update(action.groups)
-            sizes = [work.groups[group] for group in unsharded]
-            gathered = sum(size.at(work.itemsize) + size.coded[0] * work.itemsize for size in sizes)
-            computed = max(stretch.saved_nbytes, 0) + stretch.transient_nbytes
-            evaluated = max(evaluated, gathered + computed)
-        return {
-            "load": states,
-            "first step": max(most - kept.state, stepped),
-            "step": max(most, stepped),
-            "evaluation": states + evaluated,
-            "save": states,
-        }
+        shards = self.choice.shards or self.cluster.ranks
+        return phases_of(self.schedule, self.workload, self.kept, self.peak, shards)
+
+    def by_phase(self) -> str:
+        """``phases`` as a table.
+
+        Returns:
+            Lines of text, in GiB.
+        """
+        return in_table(self.phases)
+
+    @property
+    def reserved_nbytes(self) -> int:
+        """Bytes that torch's caching allocator takes for the peak at most, as was seen in few runs."""
+        return int(reserved(self.peak.total, self.cluster.device))
 
     @property
     def host_nbytes(self) -> int:
@@ -247,7 +241,7 @@ class Estimate:
             for category, nbytes in sorted(held.nbytes.items(), key=lambda item: -item[1])
             if nbytes >= 0.05 * GIB
         )
-        total, phases = self.tokens_per_s, dict(self.phases)
+        total, phases = self.tokens_per_s, {name: each.total for name, each in self.phases.items()}
         if self.host_nbytes:
             phases["on the host"] = self.host_nbytes
         exposed = float(self.timeline.exposed_s) / self.step_s
@@ -261,6 +255,8 @@ class Estimate:
             ("fits", f"{self._fits_in_words()}: {held.total / GIB:.1f} (+- {MEMORY_ERROR:.0%}) of "
              f"{device.memory_nbytes / GIB:.1f} GiB, {moment} ({by_category})"),
             ("GiB at most", ", ".join(f"{name} {nbytes / GIB:.1f}" for name, nbytes in phases.items())),
+            ("reserved", f"up to {self.reserved_nbytes / GIB:.1f} GiB by torch's caching allocator"),
+            ("a checkpoint", f"{self.phases['save'].disk / GIB:.1f} GiB of files, of all ranks together"),
             ("step", f"{self.step_s:.3f} s {because}"),
             ("tokens/s", f"{total:,.0f}, {total / self.cluster.ranks:,.0f} per device {off}"),
             ("MFU", f"{self.mfu:.1%} {off} of the peak in {peaks} (3 x forward's matmuls and attention, half "

@@ -37,11 +37,11 @@ class Candidate(NamedTuple):
     """A value for each lever.
 
     groups: parts that the model is in. recomputed: share of them that is computed again in the backward.
-    shards: ranks that a parameter is sharded over. reshards: after a forward; an int keeps shards over so many
-    ranks until the backward. ahead: 1, the next group is
-    gathered ahead; 2, what takes the bytes of the two largest. split: microbatches in the place of each one
-    of the sample's. offload: what is on the host at rest, by its name in ``planned.OFFLOADS``. base: frozen
-    weights are as they are ("plain"), or in 4 bits ("nf4"), which changes results.
+    shards: ranks that a parameter is sharded over. reshards: after a forward; an int keeps shards over so
+    many ranks until the backward. ahead: 1, the next group is gathered ahead; 2, what takes the bytes of the
+    two largest. split: microbatches in the place of each one of the sample's. offload: what is
+    on the host at rest, by its name in ``planned.OFFLOADS``. base: frozen weights are as they are ("plain"),
+    or in 4 bits ("nf4"), which changes results.
     """
 
     groups: int
@@ -220,7 +220,7 @@ def search(
     """Find the fastest way to train a model on a cluster within the memory of its devices.
 
     The search varies the number of groups, which of them are under activation checkpointing, over how many
-    ranks a parameter is sharded, whether and how far groups are resharded after the forward, how much is prefetched, the
+    ranks a parameter is sharded, over how many it is resharded after the forward, how much is prefetched, the
     size of microbatches, what is on the host at rest, and, only if nothing else fits, frozen weights in 4
     bits. A step has the same samples in all of them. No process group is needed, and nothing is computed.
 
