@@ -327,10 +327,6 @@ def test_a_recipe_whose_base_is_not_there_says_how_to_get_it(capsys):
             ("{}/mixtral", *ON),
             "this needs transformers, which is not installed: pip install 'shardwright[hf]'",
         ),
-        (
-            ("recipes/finetune-lora-real.toml", *ON),
-            "base.folder = 'models/llama': no such folder; it is a local",
-        ),
         (("{}/none", *ON), "vocab_size is None, expected a whole number above 0; a llama needs num_hidden"),
     ],
 )

@@ -47,10 +47,10 @@ class Choice:
         microbatches: samples that gradients are accumulated over in a step.
         policy: when collectives are issued, instead of the runtime's own policy.
         offload: as ``fully_shard(offload_policy=...)`` takes it.
-        recompute: share of the blocks under activation checkpointing, 0 to 1: the first ones in the order in
-            which they run, and never the group that runs last.
         base: "nf4" if frozen weights are quantised for training (in the model passed to ``estimate`` they
             aren't yet), else "plain".
+        recompute: share of the blocks under activation checkpointing, 0 to 1: the first ones in the order in
+            which they run, and never the group that runs last.
 
     Raises:
         InputError: ``base`` is neither, ``shards`` or ``microbatches`` is below 1, or ``recompute`` is no share.
