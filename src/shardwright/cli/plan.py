@@ -148,7 +148,7 @@ def _predict_model(known: argparse.Namespace) -> int:
     subject, choice = _asked(known)
     if choice.base != "plain" and not any(group.frozen[0] for group in subject.workload.groups):
         raise ConfigError(f"--base {choice.base}: {known.model} has no frozen weights, so none would be in 4 "
-                          "bits; of a model with adapters ask shardwright.plan.estimate")  # fmt: skip
+                          "bits; give a recipe with adapters, or ask shardwright.plan.estimate")  # fmt: skip
     cluster = _cluster(known)
     budget = None if known.budget is None else known.budget * GIB
     if known.savings:

@@ -26,8 +26,7 @@ def asked(known: argparse.Namespace) -> tuple[Subject, Choice]:
     given = [(f"training.{key}", str(value)) for key, value in options.items() if value is not None]
     recipe = resolve(known.model, given).recipe
     choice = _choice(recipe)
-    to_plan = known.out and not recipe.base.folder  # a run with a plan recomputes what the plan names
-    if to_plan or known.search or known.savings or known.recompute is not None:
+    if known.out or known.search or known.savings or known.recompute is not None:  # a plan names the blocks
         choice = replace(choice, recompute=float(recipe.training.activation_checkpointing))
         training = recipe.training.model_copy(update={"activation_checkpointing": False})
         recipe = recipe.model_copy(update={"training": training})
