@@ -103,6 +103,26 @@ def test_a_large_first_block_and_root_are_cut_in_two_as_the_runtime_cuts_them(po
     assert len(theirs.workload.groups) == len(sizes) - 1
 
 
+@pytest.mark.parametrize(
+    ("apart", "part_of"), [(["embedding"], [1, None, 5]), (["embedding", "position"], [2, None])]
+)
+def test_a_head_that_is_left_to_the_root_is_gathered_when_the_runtime_gathers_it(apart, part_of):
+    def calls(model):
+        return [*([model.get_submodule(name)] for name in apart), *([each] for each in model.blocks), [model]]
+
+    model = on_meta(LARGE)
+    groups = groups_of_calls(model, lambda shard: [shard(each, set()) for each in calls(model)], FP32)
+    work = trace(model, [sample(LARGE)], {}, groups)
+    assert [group.part_of for group in work.groups[len(apart) + 3 :]] == part_of
+    with rank_zero_of(8):
+        model = bench_model.build(LARGE)
+        for each in calls(model):
+            fully_shard(*each)
+        for step in range(2):
+            model(bench_model.tokens(LARGE, 0, step)).backward()
+        assert schedule(work, preset("shardwright")) == model.schedule()
+
+
 def test_a_traced_model_reads_its_parameters_from_tables_of_its_own_again():
     model = on_meta(LARGE)
     estimate(model, sample(LARGE), EIGHT)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from shardwright import SchedulePolicy, explain, fully_shard, stats
+from shardwright import SchedulePolicy, explain, fully_shard, set_transport, stats
 from shardwright.engine.runtime import Phase
 from tests.ranks import models
 from tests.ranks.pool import run_ranks
@@ -17,11 +17,13 @@ WIDTH, VOCAB = 264, 1001  # each end is larger than a MiB, up to which small gro
 
 
 class Model(nn.Module):
-    """``reads``: where and how the forward reads the head's weight."""
+    """``reads``: where and how the forward reads the head's weight. ``position``: a small module of the root
+    comes before the blocks, beside the embedding."""
 
-    def __init__(self, reads="in its forward", tied=False):
+    def __init__(self, reads="in its forward", tied=False, position=False):
         super().__init__()
         self.embedding = nn.Embedding(VOCAB, WIDTH)
+        self.position = nn.Linear(1, WIDTH) if position else None
         self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB)
         self.reads = reads
@@ -31,6 +33,8 @@ class Model(nn.Module):
     def forward(self, x):
         penalty = 0.0
         x = self.embedding((x * 100).long().abs() % VOCAB)
+        if self.position is not None:
+            x = x + self.position(x.new_ones(1))
         if self.reads == "before the blocks":
             penalty = self.head.weight.square().mean()
         elif self.reads == "in a list":
@@ -86,6 +90,31 @@ def test_the_head_is_gathered_beside_the_blocks_and_reduced_before_them():
     run_ranks(2, schedules)
 
 
+def embedding_apart(rank, world, position):
+    """The root's groups but the embedding's, and the actions of a forward."""
+    set_transport("sockets")
+    model, reference = made(position=position), made(position=position)
+    fully_shard(model.embedding)
+    sharded(model).set_schedule_policy(SchedulePolicy(bucket_cap_mb=0))
+    equal_steps(model, reference, rank, world)
+    forward = lines(model, Phase.FORWARD)
+    twin = copy.deepcopy(model)
+    equal_steps(twin, unsharded(twin), rank, world, steps=2)
+    assert lines(twin, Phase.FORWARD) == forward
+    return [(row.modules, row.exposed) for row in explain(model).groups[4:]], forward
+
+
+@pytest.mark.parametrize("position", [False, True])
+def test_a_head_that_has_little_or_nothing_of_the_root_before_the_blocks_is_gathered_beside_them(position):
+    head = 5 if position else 4
+    for rows, forward in run_ranks(2, embedding_apart, position):
+        *_, (modules, exposed) = rows
+        assert modules == (("norm", "head") if position else ("",)) and exposed == ""
+        (issued,) = (event for event, actions in forward.items() if f"unshard {head}" in actions)
+        assert issued == "F+ 3"  # the last block's
+        assert forward[f"F+ {head}"] == [f"wait {head}"]
+
+
 READS = ("in its forward", "beside its forward", "before the blocks", "in a list", "by its name", "never")
 
 
@@ -100,7 +129,7 @@ def trains(rank, world, reads):
 
 def unsharded(model):
     """One that isn't sharded, with the same weights."""
-    twin = made(reads=model.reads)
+    twin = made(reads=model.reads, position=model.position is not None)
     with torch.no_grad():
         for param, own in zip(twin.parameters(), model.parameters(), strict=True):
             param.copy_(models.full(own))

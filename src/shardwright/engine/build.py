@@ -166,10 +166,11 @@ def shard_modules(
     groups = _by_axis(params)
     last: list[ShardedParam] = []
     if len(groups) == len(modules) == 1 and not options.flat:
-        groups[0], last = ends(
+        first, last = ends(
             params, modules[0], (m for each in nested for m in each.modules), options.precision
         )
-    for place, members in enumerate([*groups, last] if last else groups):
+        groups = [members for members in (first, last) if members]
+    for place, members in enumerate(groups):
         name = f"{unit.name}.{shown_by(members, modules[0]) if members is last else place}"
         own = unit if not place else Unit(name, (), None, (), options.precision, runtime)
         own.group = _make_group(own.name, members, options, worlds[members[0].axis])
@@ -196,7 +197,7 @@ def _cut_first_block(nested: Sequence[Unit]) -> None:
     if unit is None or unit.group is None or len(unit.modules) != 1:
         return
     (block,) = unit.modules
-    if any(part.deferred for each in nested for part in each.parts):
+    if any(owner.deferred for each in nested for owner in (each, *each.parts)):
         return
     group, runtime = unit.group, unit.runtime
     spec = runtime.requested(group)

@@ -1,11 +1,13 @@
-"""Groups that are cut in two, where one would be gathered or reduced with nothing computed beside it.
+"""Groups that are cut in two or gathered late, where one would be gathered or reduced with nothing computed
+beside it.
 
 What no inner call of ``fully_shard`` has taken is the outermost module's: mostly an embedding, which a
 forward reads first, and a head, which it reads last. In one group both would be gathered before anything is
 computed, and reduced when the last gradient is there. The first block's all-gather begins a step, and its
 reduce-scatter ends one: in two groups, one half hides behind the other half's computation. Of both the second
 group's forward begins where one of its parameters is first read: from then on its place in the step is
-recorded as any other group's.
+recorded as any other group's. So does that of the outermost module's only group, where all of it is read last
+(the embedding is a group by itself).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -120,7 +122,7 @@ def ends(
 ) -> tuple[list[Param], list[Param]]:
     """``params`` of ``root`` in two groups: those to gather at its begin, and those that only modules show
     which come after the last of ``inner``, in the order of ``root.modules()``. The second is empty where
-    nothing is to be won (see ``_unless_small``).
+    nothing is to be won (it isn't large, see ``_is_large``); the first where nothing else is left.
     """
     place = {id(module): number for number, module in enumerate(root.modules())}
     inside = [place[id(module)] for each in inner for module in each.modules() if id(module) in place]
@@ -129,7 +131,7 @@ def ends(
         modules = [site.module for site in param.sites]
         behind = bool(inside) and all(place.get(id(module), 0) > max(inside) for module in modules)
         parts[behind and _is_plain(param)].append(param)
-    return _unless_small(params, parts, policy)
+    return parts if _is_large(parts[1], policy) else (list(params), [])
 
 
 def halves(
@@ -137,7 +139,7 @@ def halves(
 ) -> tuple[list[Param], list[Param]]:
     """``params`` of ``block`` in two groups of about as many bytes, in the order of ``block.modules()``, a
     module's own together. The second is empty where one is shown by modules outside of ``block`` too, and
-    where nothing is to be won (see ``_unless_small``).
+    where nothing is to be won (one isn't large, see ``_is_large``).
     """
     place = {id(module): number for number, module in enumerate(block.modules())}
     first_at: dict[Param, int] = {}
@@ -150,7 +152,8 @@ def halves(
         ([p for p in params if first_at[p] < at], [p for p in params if first_at[p] >= at])
         for at in sorted({*first_at.values()})
     ]
-    return _unless_small(params, max(cuts, key=lambda cut: min(_sizes(cut, policy))), policy)
+    first, last = max(cuts, key=lambda cut: min(_nbytes(part, policy) for part in cut))
+    return (first, last) if _is_large(first, policy) and _is_large(last, policy) else (list(params), [])
 
 
 def hardly_computes(params: Sequence[_Cuttable], policy: MixedPrecisionPolicy) -> bool:
@@ -158,7 +161,7 @@ def hardly_computes(params: Sequence[_Cuttable], policy: MixedPrecisionPolicy) -
     modules are no first block, whose computation would hide one."""
     looked_up = [any(looks_up(site.module) and site.name == "weight" for site in p.sites) for p in params]
     rest = [param for param, looks in zip(params, looked_up, strict=True) if not looks]
-    return any(looked_up) and _sizes([rest], policy)[0] <= SchedulePolicy().bucket_cap_nbytes
+    return any(looked_up) and not _is_large(rest, policy)
 
 
 def _is_plain(param: _Cuttable) -> bool:
@@ -166,19 +169,15 @@ def _is_plain(param: _Cuttable) -> bool:
     return not (param.extended or param.members or any(encodings(site.module) for site in param.sites))
 
 
-def _sizes(parts: Iterable[Sequence[_Cuttable]], policy: MixedPrecisionPolicy) -> list[int]:
-    """Bytes of each, gathered."""
-    return [sum(p.layout.numel * p.compute_dtype(policy).itemsize for p in part) for part in parts]
+def _nbytes(params: Iterable[_Cuttable], policy: MixedPrecisionPolicy) -> int:
+    """Bytes of ``params``, gathered."""
+    return sum(p.layout.numel * p.compute_dtype(policy).itemsize for p in params)
 
 
-def _unless_small(
-    params: Sequence[Param],
-    parts: tuple[list[Param], list[Param]],
-    policy: MixedPrecisionPolicy,
-) -> tuple[list[Param], list[Param]]:
-    """``parts``, if each is larger than what may share a collective with others
-    (``SchedulePolicy.bucket_cap_mb`` by default); else all in the first."""
-    return parts if min(_sizes(parts, policy)) > SchedulePolicy().bucket_cap_nbytes else (list(params), [])
+def _is_large(params: Iterable[_Cuttable], policy: MixedPrecisionPolicy) -> bool:
+    """Whether ``params`` are more than what may share a collective with others
+    (``SchedulePolicy.bucket_cap_mb`` by default)."""
+    return _nbytes(params, policy) > SchedulePolicy().bucket_cap_nbytes
 
 
 def shown_by(params: Iterable[_Placed], root: nn.Module) -> str:

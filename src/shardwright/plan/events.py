@@ -28,13 +28,21 @@ from shardwright.torch_private import (
 @dataclass(frozen=True)
 class TracedGroup:
     """Modules whose parameters are one group, by their names in the model. parameters: by theirs. lookup: its
-    backward reads no parameters, so that none has to be there. deferred: the second of two groups that the
-    modules' parameters are cut into, which is unsharded when one of it is first read."""
+    backward reads no parameters, so that none has to be there. deferred: it is unsharded when one of its
+    parameters is first read, most often as the second of two groups of these modules (see ``cut_from``)."""
 
     modules: tuple[str, ...]
     parameters: tuple[str, ...]
     lookup: bool = False
     deferred: bool = False
+
+
+def cut_from(groups: Sequence[TracedGroup], index: int) -> int | None:
+    """The first group of the modules whose second group this is; None for any other group."""
+    if not groups[index].deferred:
+        return None
+    modules = groups[index].modules
+    return next((n for n, each in enumerate(groups) if each.modules == modules and not each.deferred), None)
 
 
 @dataclass(frozen=True)
@@ -255,7 +263,7 @@ def _units(model: nn.Module, groups: Sequence[TracedGroup]) -> list[_Unit]:
     owner = {name: index for index, group in enumerate(groups) for name in group.parameters}
     units = []
     for index, group in enumerate(groups):
-        if group.deferred:
+        if cut_from(groups, index) is not None:
             continue
         modules = [model.get_submodule(name) for name in group.modules]
         shown = [names[id(param)] for module in modules for param in module.parameters()]
@@ -265,7 +273,7 @@ def _units(model: nn.Module, groups: Sequence[TracedGroup]) -> list[_Unit]:
             if all(any(_is_inside(name, mine) for mine in group.modules) for name in each.modules)
         }
         shared = [owner[name] for name in shown if name in owner and owner[name] not in inside]
-        parts = [other for other, e in enumerate(groups) if e.deferred and e.modules == group.modules]
+        parts = [other for other in range(len(groups)) if cut_from(groups, other) == index]
         units.append(_Unit(tuple(modules), (index, *parts, *dict.fromkeys(shared)), group.lookup))
     if not any("" in group.modules for group in groups):
         units.append(_Unit((model,), (), False))

@@ -20,7 +20,8 @@ def traced_groups(
 ) -> list[TracedGroup]:
     """The groups that ``fully_shard(model, groups=groups)`` would make, by its numbers. Changes nothing.
 
-    cuts: large first blocks and ends of a model are two groups, as ours are (``engine/deferred.py``).
+    cuts: large first blocks are two groups, and a large head is gathered late, as ours are
+        (``engine/deferred.py``).
     """
     return groups_of_calls(model, lambda shard: shard_groups(model, groups, set(), shard), precision, cuts)
 
@@ -46,8 +47,12 @@ def groups_of_calls(
     def cut(unit: _ShardCall, parts: tuple[list[_Param], list[_Param]], into: _ShardCall) -> None:
         first, last = parts
         if cuts and last and unit.group is not None:
+            unit.cut = True
+            if not first:
+                found[unit.group] = replace(found[unit.group], deferred=True)
+                return
             found[unit.group] = replace(found[unit.group], parameters=tuple(each.name for each in first))
-            unit.cut, unit.own = True, first
+            unit.own = first
             add(replace(unit, numbered=into.numbered), last, deferred=True)
 
     def shard(modules: list[nn.Module], ignored: set[int]) -> None:
@@ -102,7 +107,8 @@ class _Param:
 @dataclass(eq=False)
 class _ShardCall:
     """What one call of ``fully_shard`` makes. own: parameters of its group, which ``group`` numbers. cut: it
-    has a second group. numbered: the groups of the runtime that it is part of, in their order."""
+    has a second group, or its only one is gathered late. numbered: the groups of the runtime that it is part
+    of, in their order."""
 
     modules: list[nn.Module]
     own: list[_Param] = field(default_factory=list)

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shardwright.plan.events import cut_from
 from shardwright.plan.predict import Choice, chosen_groups, workload_of
 from shardwright.plan.transformer import Architecture, Microbatch, workload
 from shardwright.plan.workload import Workload
@@ -74,7 +75,8 @@ def of_model(
 
 def names_of_groups(model: nn.Module, choice: Choice) -> tuple[tuple[str, ...], ...]:
     """``Subject.modules`` of a module in the groups of ``choice``. Raises: InputError."""
-    return tuple(() if group.deferred else group.modules for group in chosen_groups(model, choice))
+    groups = chosen_groups(model, choice)
+    return tuple(() if cut_from(groups, n) is not None else group.modules for n, group in enumerate(groups))
 
 
 def of_architecture(arch: Architecture, batch: Microbatch) -> Subject:

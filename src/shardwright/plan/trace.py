@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 from shardwright.errors import InputError
 from shardwright.params.quantized.codec import NF4
 from shardwright.params.quantized.module import is_base
-from shardwright.plan.events import StepEvents, TracedGroup
+from shardwright.plan.events import StepEvents, TracedGroup, cut_from
 from shardwright.plan.workload import GroupSize, Op, OpKind, ParamSize, Stretch, Workload
 from shardwright.schedule.schedule import Event, EventKind, Phase
 from shardwright.torch_private import (
@@ -168,14 +168,11 @@ def _entry(forward: Sequence[_Noted], group: int) -> int:
 
 
 def _size(model: nn.Module, groups: Sequence[TracedGroup], index: int, entry_nbytes: int) -> GroupSize:
-    group, part_of = groups[index], None
+    group, part_of = groups[index], cut_from(groups, index)
     params = [model.get_parameter(name) for name in group.parameters]
     trained = sum(param.numel() for param in params if param.requires_grad)
     name = "+".join(group.modules) or "root"
-    if group.deferred:
-        part_of = next(
-            n for n, other in enumerate(groups) if other.modules == group.modules and not other.deferred
-        )
+    if part_of is not None:
         inside = [parameter.removeprefix(f"{name}.") for parameter in group.parameters]
         parts = "+".join(dict.fromkeys(parameter.rpartition(".")[0] for parameter in inside))
         name = f"{name}.{parts}" if any(group.modules) else parts
