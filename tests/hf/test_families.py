@@ -13,11 +13,12 @@ from safetensors.torch import load_file
 from shardwright import hf
 from shardwright.finetune import afterwards
 from shardwright.finetune.apart import keeps_apart
+from shardwright.finetune.engine import lora_of
 from shardwright.finetune.head import HeadLoss
 from shardwright.finetune.tuned import find_tuned
-from shardwright.train.config import Recipe
+from shardwright.train.config import AdapterConfig, Recipe
 from shardwright.train.folder import RunFolder
-from shardwright.train.lora import Lora, save_adapter
+from shardwright.train.lora import add_lora, save_adapter
 from shardwright.train.resolve import Resolved
 from tests.hf import models
 from tests.hf.test_afterwards import decoded, merged_by_peft
@@ -26,9 +27,7 @@ from tests.ranks.pool import run_ranks
 
 peft = pytest.importorskip("peft")
 
-TARGETS = {"phi": ("*_proj", "dense", "fc1", "fc2")}
-"""Layers with adapters, where they aren't called ``*_proj``."""
-FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "mistral", "phi", "phi3")
+FAMILIES = ("llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "mistral", "phi", "phi3")
 FAMILIES += ("mixtral", "qwen2_moe", "qwen3_moe")
 STEPS, LR, CPU = 3, 0.5, torch.device("cpu")
 
@@ -43,7 +42,7 @@ def tune_one(rank, world, root, kind):
     with torch.no_grad():
         whole = models.whole(base)(mine).logits
         off = (hf.load(base)(mine).logits - whole).abs().max() / whole.abs().max()
-    lora = Lora(TARGETS.get(kind, ("*_proj",)), rank=4, alpha=8)
+    lora = lora_of(AdapterConfig(rank=4, alpha=8))
     model = hf.load(base, quantise="nf4", lora=lora)
     save_adapter(root / f"{kind}-first", model, base=str(base))
     apart, loss = keeps_apart(model, CPU), HeadLoss(model.train())
@@ -77,6 +76,17 @@ def tuned_by_peft(root, kind, world):
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses, peft.get_peft_model_state_dict(model)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_by_default_a_familys_adapters_are_on_all_linear_layers_except_head_and_routers(kind):
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(models.config(kind))
+        theirs = transformers.AutoModelForCausalLM.from_config(models.config(kind))
+    chosen = add_lora(model, lora_of(AdapterConfig(rank=4)))
+    peft.get_peft_model(theirs, peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear"))
+    found = {name for name, module in theirs.named_modules() if isinstance(module, peft.tuners.lora.Linear)}
+    assert set(chosen) == {name for name in found if not name.endswith("shared_expert_gate")}
 
 
 @pytest.fixture(scope="module")

@@ -67,6 +67,8 @@ def test_the_schema_takes_what_a_recipe_may_hold_and_nothing_else(capsys):
     for path in (ROOT / "recipes").glob("*.toml"):
         check(tomllib.loads(path.read_text()))
     sources = {"sources": [{"path": "a.jsonl", "weight": 3}]}
+    check({"adapter": {"targets": "auto"}})
+    check({"adapter": {"targets": ["q_proj"]}})
     check({"run": {"resume": 150}, "launch": {"ranks": "auto"}, "data": sources, "track": {"to": ["wandb"]}})
     wrong = [
         {"trainin": {}},

@@ -87,12 +87,13 @@ class FineTuning:
     def opening(self) -> list[str]:
         """See ``Job``."""
         base, adapter = self.recipe.base, self.recipe.adapter
+        layers = "all linear layers" if adapter.targets == "auto" else ", ".join(adapter.targets)
         return [
             *self.feed.opening(self.recipe),
             f"base: {base.folder}"
             + ("" if base.quantise == "none" else f" in {base.quantise}")
             + (
-                f", frozen; adapters of rank {adapter.rank} on {', '.join(adapter.targets)}"
+                f", frozen; adapters of rank {adapter.rank} on {layers}"
                 if adapter.rank
                 else ", all of it is trained"
             ),

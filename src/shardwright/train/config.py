@@ -198,9 +198,10 @@ class AdapterConfig(Section):
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0, description="of the adapters' inputs")
     rslora: bool = Field(default=False, description="the factor is alpha / sqrt(rank)")
     dora: bool = Field(default=False, description="train the lengths of the weights' rows, too")
-    targets: Names = Field(
-        default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
-        description="layers that get one: names, their last parts, or patterns as '*.mlp.*'",
+    targets: Literal["auto"] | Names = Field(
+        default="auto",
+        description="layers that get one: auto, all linear ones except head and routers; or a list of names, "
+        "their last parts, or patterns as '*.mlp.*'",
     )
 
 

@@ -33,6 +33,7 @@ from shardwright.checkpoint.live import Whole
 from shardwright.engine.unit import units_in
 from shardwright.errors import CheckpointError, InputError
 from shardwright.extras import from_extra
+from shardwright.grouped import hints_of
 from shardwright.module import FSDPModule
 from shardwright.params.quantized.module import encoded_class, encodings, own_class
 from shardwright.torch_private import look_up_again, parameters_of
@@ -55,7 +56,8 @@ class Lora:
 
     Args:
         targets: which layers get one: their name, its last parts (``"q_proj"``), or a pattern
-            (``"*.mlp.*"``).
+            (``"*.mlp.*"``); "auto": every ``nn.Linear``, except the head (``get_output_embeddings``) and
+            routers.
         rank: rows of A and columns of B, at least 1.
         alpha: the product is scaled by ``alpha / rank``, or by ``alpha / sqrt(rank)`` with ``rslora``.
         dropout: probability, of the adapter's input; at least 0 and below 1.
@@ -66,7 +68,7 @@ class Lora:
         InputError: a value is out of range, or there are no targets.
     """
 
-    targets: tuple[str, ...]
+    targets: tuple[str, ...] = ("auto",)
     rank: int = 8
     alpha: float = 16
     dropout: float = 0.0
@@ -87,20 +89,6 @@ class Lora:
     def scaling(self) -> float:
         """The factor of the product."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
-
-    def matches(self, name: str) -> bool:
-        """Whether a layer gets an adapter.
-
-        Args:
-            name: of the layer in the model.
-
-        Returns:
-            The answer.
-        """
-        return any(
-            name == target or name.endswith("." + target) or fnmatchcase(name, target)
-            for target in self.targets
-        )
 
 
 class LoraLinear(nn.Linear):
@@ -163,14 +151,7 @@ def add_lora(model: nn.Module, lora: Lora, dtype: torch.dtype | None = None) -> 
     """
     if units_in(model):
         raise InputError("the model is sharded already; call add_lora before fully_shard")
-    layers = _linears(model)
-    for target in lora.targets:
-        if not any(Lora((target,)).matches(name) for name in layers):
-            raise InputError(
-                f"target {target!r} matches no nn.Linear of this {type(model).__name__}; it has, for example "
-                f"{sorted({name.rpartition('.')[2] for name in layers})[:10]}"
-            )
-    chosen = {name: layer for name, layer in layers.items() if lora.matches(name)}
+    chosen = _chosen(model, lora)
     model.requires_grad_(False)
     for layer in chosen.values():
         _adapt(layer, lora, dtype)
@@ -488,6 +469,30 @@ def _lengths(layer: LoraLinear) -> torch.Tensor:
 
 def _linears(model: nn.Module) -> dict[str, nn.Module]:
     return {name: m for name, m in model.named_modules() if own_class(type(m)) is nn.Linear}
+
+
+def _chosen(model: nn.Module, lora: Lora) -> dict[str, nn.Module]:
+    """The layers that get an adapter. Raises: InputError where a target matches none of them."""
+    layers, head, found = _linears(model), hints_of(model).head, set[str]()
+    for target in lora.targets:
+        if target == "auto":
+            names = {name for name, layer in layers.items() if name != head and not _is_router(name, layer)}
+        else:
+            names = {n for n in layers if f".{n}".endswith(f".{target}") or fnmatchcase(n, target)}
+        if not names:
+            raise InputError(
+                f"target {target!r} matches no nn.Linear of this {type(model).__name__}; it has, for example "
+                f"{sorted({name.rpartition('.')[2] for name in layers})[:10]}"
+            )
+        found |= names
+    return {name: layer for name, layer in layers.items() if name in found}
+
+
+def _is_router(name: str, layer: Any) -> bool:
+    """Whether a layer scores experts: it has a router's name, and fewer outputs than inputs (a SwiGLU's gate
+    has more)."""
+    last = name.rpartition(".")[2]
+    return (last in ("gate", "router") or last.endswith("_gate")) and layer.out_features < layer.in_features
 
 
 def _become(layer: nn.Module, cls: type) -> None:
