@@ -268,23 +268,15 @@ def tune_and_tell(rank, world, recipe):
     return printed.getvalue()
 
 
+def write_pairs(path):
+    pairs = [{"prompt": f"{i} + 1?", "chosen": str(i + 1), "rejected": "no"} for i in range(40)]
+    path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+
+
 def test_dpo_from_a_recipe_learns_which_answer_is_preferred(place, tmp_path):
-    with (tmp_path / "pairs.jsonl").open("w") as file:
-        for i in range(40):
-            prompt, good, bad = f"{i} + 1?", str(i + 1), "no"
-            file.write(json.dumps({"prompt": prompt, "chosen": good, "rejected": bad}) + "\n")
-    toy = [
-        ("run.folder", str(tmp_path / "run")),
-        ("base.folder", str(place / "llama")),
-        ("data.path", str(tmp_path / "pairs.jsonl")),
-        ("training.epochs", "0"),
-        ("training.steps", "8"),
-        ("training.batch_size", "2"),
-        ("training.log_every", "1"),
-        ("optimizer.lr", "0.01"),
-        ("optimizer.warmup_steps", "2"),
-        ("sample.num_bytes", "3"),
-    ]
+    write_pairs(tmp_path / "pairs.jsonl")
+    toy = toy_of(place, tmp_path, "pairs.jsonl")
+    toy += [("training.steps", "8"), ("optimizer.lr", "0.01"), ("optimizer.warmup_steps", "2")]
     printed, _ = run_ranks(2, tune_and_tell, resolve(RECIPES / "finetune-dpo.toml", toy).recipe)
     assert "nats per pair" in printed and "a sample of at most 3 tokens" in printed
     assert re.search(r"unigram entropy.*nats per token", printed) and "3 tokens that the model" in printed
@@ -298,6 +290,37 @@ def test_dpo_from_a_recipe_learns_which_answer_is_preferred(place, tmp_path):
     assert right[8] == 1 and by[8] > 0.2
     plain = recipe_of(place, tmp_path / "none", data={"path": str(tmp_path / "pairs.jsonl")})
     run_ranks(1, needs_dpo, plain)
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in RECIPES.glob("finetune-*.toml")))
+def test_every_recipe_trains_at_toy_size_and_exports_what_it_trained(name, place, tmp_path):
+    write_pairs(tmp_path / "pairs.jsonl")
+    pairs = "pairs.jsonl" if "dpo" in name else ""
+    recipe = resolve(RECIPES / f"{name}.toml", toy_of(place, tmp_path, pairs)).recipe
+    run_ranks(2, tune, recipe)
+    run = tmp_path / "run"
+    assert list(losses(run)) == [1, 2, 3] and all(map(math.isfinite, losses(run).values()))
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["peak_nbytes"] == pytest.approx(summary["expected_peak_nbytes"], rel=0.3)
+    adapted, exported = recipe.adapter.rank > 0, run / "exported" / "step-000003"
+    assert (exported / "adapter_model.safetensors").exists() == adapted
+    assert (exported / "config.json").exists() == (not adapted)
+
+
+def toy_of(place, folder, pairs):
+    """What differs from a recipe's own numbers, paths and names."""
+    return [
+        ("run.folder", str(folder / "run")),
+        ("base.folder", str(place / "llama")),
+        ("data.path", str(folder / pairs if pairs else place / "chats.jsonl")),
+        ("training.epochs", "0"),
+        ("training.steps", "3"),
+        ("training.batch_size", "2"),
+        ("training.accumulation", "1"),
+        ("training.sequence_length", "32"),
+        ("training.log_every", "1"),
+        ("sample.num_bytes", "3"),
+    ]
 
 
 def needs_dpo(rank, world, recipe):
