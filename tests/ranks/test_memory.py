@@ -8,6 +8,7 @@ import sys
 import traceback
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -270,3 +271,41 @@ def test_a_rank_that_comes_over_its_budget_says_so_before_the_kernel_ends_it():
     assert own.stderr.count("rank 1 of 2 ran out of memory in its forward. Alive on it:") == 1, own.stderr
     most, held = float(said[2].replace(",", "")), float(re.search(r"holds (\d+) MiB", own.stderr)[1])
     assert held < most + 130  # what one module takes at once, and no more of them
+
+
+class TakesInBackward(torch.autograd.Function):
+    """Takes 100 times the bytes of its gradient in its backward, and keeps them."""
+
+    kept: ClassVar[list[torch.Tensor]] = []
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        TakesInBackward.kept.append(grad.repeat(100, 1))
+        return grad
+
+
+class Hungry(nn.Module):
+    def forward(self, x):
+        return TakesInBackward.apply(x)
+
+
+def over_budget_in_backward(rank, world):
+    os.environ[VARIABLE] = f"{resident_nbytes() // MIB + 200}MiB"
+    model = nn.Sequential(*(Block(128) for _ in range(4)), Hungry(), nn.Linear(128, 4))
+    fully_shard(model, groups=[["0"], ["1"], ["2"], ["3"], ["5"]])
+    step(model, torch.randn(4096, 128))
+
+
+def test_a_budget_that_runs_out_in_a_backward_gives_three_changes_too_where_fewer_kinds_fit():
+    (one,) = run_scripts(1, over_budget_in_backward)
+    assert one.error == "OutOfMemory"
+    note = one.stderr.partition("rank 0 of 1 ran out of memory in its backward. Alive on it:")[2]
+    assert "As it is, a step takes " in note and "No change could be priced" not in note, one.stderr
+    assert "fake_tensor" not in one.stderr
+    changes = note.partition("the fastest first:")[2].splitlines()
+    assert sum(", a step takes " in line for line in changes) == 3, one.stderr
+    assert len({re.sub(r"[\d.,]+", "", line) for line in changes if ", a step takes " in line}) < 3

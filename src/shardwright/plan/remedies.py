@@ -4,6 +4,7 @@ import copy
 import inspect
 import os
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -24,18 +25,25 @@ from shardwright.plan.predict import Choice
 from shardwright.plan.search import Candidate, Space, Tried, any_loss, space_of
 from shardwright.plan.subject import of_model
 from shardwright.planned import OFFLOADS
-from shardwright.torch_private import STATE_KEY, tree_map
+from shardwright.torch_private import STATE_KEY, current_graph_task, tree_map
 
 _SHOWN = 3
 
 
 def changes_that_fit(case: Exhausted) -> list[str]:
     """Lines for people: the changes of one lever that would fit, or of two where fewer than three do, by the
-    seconds of a step.
+    seconds of a step. Where fewer than three kinds of change fit, one kind has several.
 
     The step is traced on the meta device and nothing is computed. Adam's states are counted where the
     optimizer has none yet. Raises: InputError for a model that can't be traced.
     """
+    if torch.is_grad_enabled() and current_graph_task() == -1:
+        return _changes_that_fit(case)
+    with ThreadPoolExecutor(1) as thread:  # it isn't in this backward, and its tensors have gradients
+        return thread.submit(_changes_that_fit, case).result()
+
+
+def _changes_that_fit(case: Exhausted) -> list[str]:
     space, plain = _space(case)
     base, measured = space.price(plain), case.report.by_category
     planned = space.seen[plain][1].peak.nbytes[Category.STATES]
@@ -50,14 +58,15 @@ def changes_that_fit(case: Exhausted) -> list[str]:
         for value in values
         if value != getattr(plain, lever) and (lever != "offload" or not is_host)
     ]
-    found = _fastest(space, changes, base, room)
+    both: list[Candidate] = []
+    found = _fastest(_fitting(space, changes, base, room), base)
     if len(found) < _SHOWN:
         both = [
             plain._replace(recomputed=r, split=s)
             for r in space.values["recomputed"][1:]
             for s in space.values["split"][1:]
         ]
-        found = sorted(found + _fastest(space, both, base, room), key=lambda one: one.step_s)
+        found += _fastest(_fitting(space, both, base, room), base)
     most, there_is = in_words(base.nbytes + more), in_words(case.capacity_nbytes)
     head = f"As it is, a step takes {most} at most, of {there_is}"
     if not found:
@@ -66,21 +75,32 @@ def changes_that_fit(case: Exhausted) -> list[str]:
             f"{head}. Of {len(space.seen) - 1} changes that were priced none fits; least holds: "
             f"{_in_words(space, plain, least, base, more)}. Take more ranks, or a smaller model"
         ]
-    lines = [f"  {_in_words(space, plain, one, base, more)}" for one in found[:_SHOWN]]
+    others = [one for one in _fitting(space, changes + both, base, room) if one not in found]
+    shown = sorted(found, key=_step_s)[:_SHOWN] + others[: max(0, _SHOWN - len(found))]
+    lines = [f"  {_in_words(space, plain, one, base, more)}" for one in sorted(shown, key=_step_s)]
     return [
         f"{head}. By the plan's prices (+- {MEMORY_ERROR:.0%} of memory) these fit, the fastest first:",
         *lines,
     ]
 
 
-def _fastest(space: Space, changes: list[Candidate], base: Tried, room: int) -> list[Tried]:
-    """Of each kind of change the fastest that fits."""
+def _step_s(one: Tried) -> float:
+    return one.step_s
+
+
+def _fitting(space: Space, changes: list[Candidate], base: Tried, room: int) -> list[Tried]:
+    """Those that hold less and fit, the fastest first."""
+    tried = sorted(map(space.price, changes), key=_step_s)
+    return [one for one in tried if one.nbytes <= room and one.nbytes < base.nbytes]
+
+
+def _fastest(fitting: list[Tried], base: Tried) -> list[Tried]:
+    """The first of each kind of change."""
     best: dict[tuple[str, ...], Tried] = {}
-    for one in sorted(map(space.price, changes), key=lambda one: one.step_s):
+    for one in fitting:
         kind = tuple(k for k in Candidate._fields if getattr(one.candidate, k) != getattr(base.candidate, k))
-        if one.nbytes <= room and one.nbytes < base.nbytes:
-            best.setdefault(kind, one)
-    return sorted(best.values(), key=lambda one: one.step_s)
+        best.setdefault(kind, one)
+    return list(best.values())
 
 
 def _in_words(space: Space, plain: Candidate, one: Tried, base: Tried, more: int) -> str:
