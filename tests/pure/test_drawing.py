@@ -8,7 +8,7 @@ import torch
 
 from bench import model as bench_model
 from shardwright.errors import InputError
-from shardwright.observe.steps.drawing import Bar, Drawing, Level
+from shardwright.observe.steps.drawing import Bar, Drawing, Level, figure_of
 from shardwright.plan import Choice, estimate
 from shardwright.plan.cluster import DEVICES, Cluster
 from tests.browser import needs_chromium, opened
@@ -46,6 +46,28 @@ def test_a_page_holds_every_bar_and_level_and_asks_for_nothing_from_a_network(tm
 def test_a_picture_is_written_as_its_name_ends(tmp_path, ending, begins):
     DRAWING.save(tmp_path / f"step{ending}")
     assert (tmp_path / f"step{ending}").read_bytes().startswith(begins)
+
+
+def test_a_picture_shows_all_of_its_text_and_bars_have_most_of_its_width():
+    long = "model.language_model.layers.0.self_attention+"
+    drawing = Drawing(
+        "A step",
+        (Bar(f"rank 0 {long * 3}", "x", 0.0, 1.0, kind=long * 2), Bar("rank 1 wait", "x", 0.5, 1.0)),
+        (Level(0.0, {long * 2: 5 << 20}), Level(0.5, {long * 2: 9 << 20})),
+        notes=(f"rank 0: exposed communication 14.7% (2.1% for the link; {long * 4})", "W" * 60 + " last"),
+    )
+    figure = figure_of(drawing)
+    figure.draw_without_rendering()
+    whole, axes = figure.bbox, [each.get_window_extent() for each in figure.axes]
+    assert all(each.width > 0.55 * whole.width for each in axes)
+    text = " ".join(each.get_text() for each in figure.texts)
+    assert text.count("self_attention") == 4 and text.endswith("last")
+    beside = [label for each in figure.axes for label in each.get_legend().get_texts()]
+    beside += [label for each in figure.axes for label in each.get_yticklabels() if label.get_visible()]
+    for each in (*figure.texts, *beside):
+        box = each.get_window_extent()
+        assert box.x0 >= 0 and box.x1 <= whole.width and box.y1 <= whole.height, each
+    assert min(each.get_window_extent().y0 for each in figure.texts) > max(each.y1 for each in axes)
 
 
 def test_another_ending_is_an_error_and_writes_nothing(tmp_path):

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from textwrap import wrap
 from typing import Any, NamedTuple
 
 from shardwright.errors import InputError
@@ -42,6 +43,8 @@ COLOURS = {
 """By row, and by category of memory: what a lane fills has its colour."""
 OTHER = "#7f7f7f"
 _EXPOSED = "#f7d9d9"
+_LINE, _NAME = 120, 24  # characters that fit into the width of a picture, and beside its axes
+_LINE_HEIGHT = 0.17  # inches
 _SQUASHED = 2.0  # a device so many times larger than what is held isn't drawn: one would see nothing else
 
 
@@ -191,36 +194,57 @@ def _own_colour(bar: Bar) -> list[str]:
 
 def _plot(drawing: Drawing, path: Path) -> None:
     """Write it as the ending of ``path`` says, by matplotlib."""
+    figure_of(drawing).savefig(path, dpi=120)
+
+
+def figure_of(drawing: Drawing) -> Any:
+    """A figure of matplotlib's. Text is folded, so that bars have most of the width whatever names are.
+
+    Raises: MissingExtra where matplotlib isn't installed.
+    """
     with from_extra("plots"):
         figures, patches = (importlib.import_module(f"matplotlib.{name}") for name in ("figure", "patches"))
     heights = [0.45 * len(drawing.rows) + 0.2, 3.0] if drawing.levels else [0.45 * len(drawing.rows) + 0.2]
-    figure = figures.Figure(figsize=(11, sum(heights) + 1.0), layout="constrained")
+    lines = [line for text in (drawing.title, *drawing.notes) for line in wrap(text, _LINE)]
+    head, below = _LINE_HEIGHT * len(lines) + 0.1, sum(heights) + 0.8
+    figure = figures.Figure(figsize=(11, head + below), layout="constrained")
+    figure.get_layout_engine().set(rect=(0.0, 0.0, 1.0, below / (head + below)))
+    figure.text(0.01, 1 - 0.05 / (head + below), "\n".join(lines), va="top", parse_math=False)
     axes = figure.subplots(
         len(heights), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights}
     )[:, 0]
-    places = {row: place for place, row in enumerate(drawing.rows)}
-    for shade in drawing.shades:
-        top, bottom = places[shade.first] - 0.5, places[shade.last] + 0.5
-        axes[0].broken_barh([(shade.start, shade.end - shade.start)], (top, bottom - top), color=_EXPOSED)
-    for row, place in places.items():
-        bars = [bar for bar in drawing.bars if bar.row == row]
-        spans = [(bar.start, bar.end - bar.start) for bar in bars]
-        colours = [colour_of(bar.kind or row) for bar in bars]
-        axes[0].broken_barh(spans, (place - 0.38, 0.76), color=colours, ec="white", lw=0.2)
-    for arrow in drawing.arrows:
-        ends = (arrow.end, places[arrow.to_row]), (arrow.start, places[arrow.row])
-        axes[0].annotate("", *ends, arrowprops={"arrowstyle": "-|>", "lw": 0.8, "shrinkA": 0, "shrinkB": 0})
-    axes[0].set_yticks(range(len(drawing.rows)), drawing.rows)
-    axes[0].invert_yaxis()
-    axes[0].set_title("\n".join((drawing.title, *drawing.notes)), loc="left", fontsize="medium")
+    _plot_rows(drawing, axes[0])
     if drawing.kinds:
-        keys = [patches.Patch(color=colour_of(kind), label=kind) for kind in drawing.kinds]
-        keys.append(patches.Patch(color=_EXPOSED, label="exposed communication"))
+        keys = [patches.Patch(color=colour_of(kind), label=_folded(kind)) for kind in drawing.kinds]
+        keys.append(patches.Patch(color=_EXPOSED, label=_folded("exposed communication")))
         axes[0].legend(handles=keys, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     if drawing.levels:
         _plot_memory(drawing, axes[1])
     axes[-1].set_xlabel("seconds")
-    figure.savefig(path, dpi=120)
+    return figure
+
+
+def _folded(name: str) -> str:
+    """A name beside the axes, as one or two lines of few characters."""
+    short = name if len(name) <= 2 * _NAME else f"{name[: 2 * _NAME - 4]}..."
+    return "\n".join(wrap(short, _NAME))
+
+
+def _plot_rows(drawing: Drawing, axes: Any) -> None:
+    places = {row: place for place, row in enumerate(drawing.rows)}
+    for shade in drawing.shades:
+        top, bottom = places[shade.first] - 0.5, places[shade.last] + 0.5
+        axes.broken_barh([(shade.start, shade.end - shade.start)], (top, bottom - top), color=_EXPOSED)
+    for row, place in places.items():
+        bars = [bar for bar in drawing.bars if bar.row == row]
+        spans = [(bar.start, bar.end - bar.start) for bar in bars]
+        colours = [colour_of(bar.kind or row) for bar in bars]
+        axes.broken_barh(spans, (place - 0.38, 0.76), color=colours, ec="white", lw=0.2)
+    for arrow in drawing.arrows:
+        ends = (arrow.end, places[arrow.to_row]), (arrow.start, places[arrow.row])
+        axes.annotate("", *ends, arrowprops={"arrowstyle": "-|>", "lw": 0.8, "shrinkA": 0, "shrinkB": 0})
+    axes.set_yticks(range(len(drawing.rows)), map(_folded, drawing.rows))
+    axes.invert_yaxis()
 
 
 def _plot_memory(drawing: Drawing, axes: Any) -> None:
@@ -232,7 +256,7 @@ def _plot_memory(drawing: Drawing, axes: Any) -> None:
     scale, unit = (2**30, "GiB") if most >= 2**30 else (2**20, "MiB")
     for (name, colour), amounts in zip(drawing.coloured, stacked, strict=True):
         above = [low + nbytes / scale for low, nbytes in zip(below, amounts, strict=True)]
-        axes.stairs(above, times, baseline=below, fill=True, color=colour, label=name)
+        axes.stairs(above, times, baseline=below, fill=True, color=colour, label=_folded(name))
         below = above
     if drawing.line_nbytes is not None:
         axes.axhline(drawing.line_nbytes / scale, color="#d62728", linestyle="--", label="device")
