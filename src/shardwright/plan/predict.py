@@ -53,7 +53,8 @@ class Choice:
             which they run, and never the group that runs last.
 
     Raises:
-        InputError: ``base`` is neither, ``shards`` or ``microbatches`` is below 1, or ``recompute`` is no share.
+        InputError: ``base`` is neither, ``shards`` or ``microbatches`` is below 1, or
+            ``recompute`` is no share.
     """
 
     runtime: str = "shardwright"
