@@ -203,6 +203,9 @@ _ALONE = (
     "schedule that calls it looks whether anything is still queued then"
 )
 NOT_SEEN = {
+    "bucketer.py ReduceScatterHandle._call: self.wait()": (
+        "a callback runs once the sums of its collective have landed, and nothing is left to wait for"
+    ),
     "engine/batches.py rehearse: reduction.wait()": _ALONE,
     "engine/batches.py rehearse: reducer.copies.all_reduce(totals, f'all-reduce {reducer.name}').wait()": (
         _ALONE
