@@ -311,9 +311,9 @@ def train(kind: str, number: int, rank: int, place: Place | None = None) -> list
         seen += [state for optimizer in optimizers for state in _state_of(optimizer)]
         if between == "state":
             seen += [inner_of(each.to_local()).clone() for each in shards_in(model.state_dict())]
-        if between == "whole state" and "subclass" not in kind:
+        if between == "whole state" and "subclass" not in kind:  # which torch's own collectives gather
             seen += full_state_dict(model).values()
-        if between == "saving" and "subclass" not in kind:
+        if between == "saving":
             seen += _saved(model, rank)
     for unit in (unit for unit in model.modules() if isinstance(unit, FSDPModule)):
         unit.reshard()  # what an evaluation has left
@@ -403,7 +403,7 @@ def _saved(model: nn.Module, rank: int) -> list[torch.Tensor]:
     """What a checkpoint in the background writes."""
     live = collect(model, None, None)
     parts = {key: part_of(key, tensor, rank) for key, tensor in live.tensors.items()}
-    return [part.local.clone() for part in staged(Snapshot(parts, {}, {})).parts.values()]
+    return [inner_of(part.local).clone() for part in staged(Snapshot(parts, {}, {})).parts.values()]
 
 
 def _by_hand(model: nn.Module, edits: bool) -> list[torch.Tensor]:

@@ -221,7 +221,7 @@ class Job:
             (building, "keep_watch", lambda: None),
             (meshes, "_make_comm", self._make_comm),
             (dist, "all_reduce", self._all_reduce),
-            (saving, "_is_on_device", lambda t: not self.world.device.memory.is_on_host(t)),
+            (saving, "_is_on_device", lambda t: not self.world.device.memory.is_on_host(cases.inner_of(t))),
             (torch.accelerator, "current_stream", lambda: self.world.device.current[-1]),
             (torch.accelerator, "is_available", lambda: True),
             (torch.accelerator, "synchronize", lambda: self.world.device.synchronize()),
