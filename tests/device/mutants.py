@@ -26,6 +26,7 @@ KINDS_OF: dict[str, tuple[str, ...]] = {
     "bucketer.py": ("sums in buckets",),
     "checkpoint/save.py": ("plain", "half"),
     "engine/away.py": ("plain", "another dim"),
+    "engine/backward.py": ("plain",),
     "engine/batches.py": ("plain", "different layers by rank, in a smaller world"),
     "engine/executor.py": (
         "plain",
@@ -97,7 +98,6 @@ ELSEWHERE = {
     "checkpoint/lease.py": "a thread of the host",
     "checkpoint/load.py": "agreement of ranks before files are read",
     "checkpoint/tools.py": "reads files, with no model",
-    "engine/backward.py": "forgets which calls a backward has come to, no memory",
 }
 """Files and folders with such calls that aren't on the way of a device, with the reason."""
 CALLS = {"wait", "wait_event", "wait_stream", "wait_on_host", "land", "release", "_release", "settle"}
