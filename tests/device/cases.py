@@ -5,6 +5,7 @@ device ``NcclComm`` over simulated communicators, in threads. What it returns is
 """
 
 import random
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import pairwise
@@ -20,8 +21,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwright import (
     CPUOffloadPolicy,
+    DiskOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
+    ReduceScatterBucketer,
     SchedulePolicy,
     StepInBackward,
     clip_grad_norm_,
@@ -49,6 +52,7 @@ from tests.ranks.test_rows import Scores
 HALF = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
 SMALLER = {"reshard_after_forward": 2}
 OFFLOADED = {"offload_policy": CPUOffloadPolicy()}
+IN_FILES = {"offload_policy": DiskOffloadPolicy(folder=tempfile.gettempdir())}
 KEPT = {"offload_policy": OptimizerOffloadPolicy()}
 GRADS_STAY = {"offload_policy": CPUOffloadPolicy(grads=False)}
 STATE_ALONE = {"offload_policy": CPUOffloadPolicy(params=False, grads=False)}
@@ -235,6 +239,7 @@ KINDS: dict[str, tuple[int, Callable[[random.Random], tuple[nn.Module, int]], di
     "rows in use": (2, lambda draw: (Lookup(draw.choice((9, 211))), 3), {"row_wise": True}),
     "subclass": (2, converted(Bf16Gathered), {}),
     "subclass of two tensors": (2, converted(ScaledInt8), {}),
+    "offloaded to files": (2, layers, IN_FILES),
 }
 """Ranks, model, and options of ``fully_shard``, by the way that parameters are gathered."""
 
@@ -248,6 +253,7 @@ OTHERS: dict[str, tuple[int, Callable[[random.Random], tuple[nn.Module, int]], d
     "groups cut in two, offloaded": (2, layers, {"cut": True} | OFFLOADED),
     "custom collectives": (2, layers, {"custom": True}),
     "a hook on a stream": (2, layers, {"hooked": True}),
+    "sums in buckets": (2, layers, {"buckets": True}),
     "steps in the backward": (2, layers, {"steps": True}),
     "steps in the backward, offloaded": (2, layers, {"steps": True} | OFFLOADED),
     "steps in the backward, state alone on the host": (2, layers, {"steps": True} | STATE_ALONE),
@@ -288,8 +294,11 @@ def train(kind: str, number: int, rank: int, place: Place | None = None) -> list
         inside = StepInBackward(model, lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9))
         optimizers = [*inside.optimizers.values()]
         _note_steps(model, optimizers, seen)
+    bucketer = ReduceScatterBucketer((0, 1e-3, 1e-2)[number % 3])
     for step in range(2):
         seen += _step(kind, run, inputs, draw, _turn(HAPPENS, kind, 2 * number + step))
+        if "buckets" in setting(kind)[2]:
+            seen += _summed(bucketer, next(inputs), draw)
         between = _turn(BETWEEN, kind, 2 * number + step)
         if between == "clipping" and can_clip(kind):
             seen.append(clip_grad_norm_(model.parameters(), 0.01))
@@ -302,14 +311,32 @@ def train(kind: str, number: int, rank: int, place: Place | None = None) -> list
         seen += [state for optimizer in optimizers for state in _state_of(optimizer)]
         if between == "state":
             seen += [inner_of(each.to_local()).clone() for each in shards_in(model.state_dict())]
-        if between == "whole state" and "subclass" not in kind:
+        if between == "whole state" and "subclass" not in kind:  # which torch's own collectives gather
             seen += full_state_dict(model).values()
-        if between == "saving" and "subclass" not in kind:
+        if between == "saving":
             seen += _saved(model, rank)
     for unit in (unit for unit in model.modules() if isinstance(unit, FSDPModule)):
         unit.reshard()  # what an evaluation has left
     seen += [inner_of(param.detach().to_local()) for param in model.parameters()]
     return place.read(seen)
+
+
+def _summed(bucketer: ReduceScatterBucketer, like: torch.Tensor, draw: random.Random) -> list[torch.Tensor]:
+    """Lists of tensors over all ranks, small and large ones, beside what the model moves; their sums."""
+    handles, later = [], []
+    for number in range(draw.randint(4, 12)):
+        rows = like.flatten().repeat(draw.choice((1, 2, 40)))
+        inputs = [rows * (number + rank) for rank in range(dist.get_world_size())]
+        if draw.random() < 0.3:  # as neighbouring parts of one tensor
+            inputs = [*torch.stack(inputs)]
+        handles.append(bucketer.reduce_scatter_async(inputs, callback_fn=lambda sums: later.append(sums * 2)))
+        if draw.random() < 0.2:
+            later.append(draw.choice(handles).wait() + 1)
+    bucketer.flush()
+    seen = [handle.wait().clone() for handle in handles]
+    if draw.random() < 0.5:
+        bucketer.teardown()
+    return seen + later
 
 
 def _note_steps(model: nn.Module, optimizers: list[torch.optim.Optimizer], seen: list[torch.Tensor]) -> None:
@@ -376,7 +403,7 @@ def _saved(model: nn.Module, rank: int) -> list[torch.Tensor]:
     """What a checkpoint in the background writes."""
     live = collect(model, None, None)
     parts = {key: part_of(key, tensor, rank) for key, tensor in live.tensors.items()}
-    return [part.local.clone() for part in staged(Snapshot(parts, {}, {})).parts.values()]
+    return [inner_of(part.local).clone() for part in staged(Snapshot(parts, {}, {})).parts.values()]
 
 
 def _by_hand(model: nn.Module, edits: bool) -> list[torch.Tensor]:
@@ -583,8 +610,8 @@ def model_of(
     place = place or Place()
     _, make, options = setting(kind)
     options, world = dict(options), dist.get_world_size()
-    names = ("row_wise", "custom", "hooked", "cut", "steps")
-    row_wise, custom, hooked, cut, _ = (options.pop(name, False) for name in names)
+    names = ("row_wise", "custom", "hooked", "cut", "steps", "buckets")
+    row_wise, custom, hooked, cut, *_ = (options.pop(name, False) for name in names)
     shape = (2, world // 2) if options.pop("hybrid", False) else (world,)
     with _disable_current_modes():
         torch.manual_seed(number)

@@ -71,10 +71,12 @@ class Kernels(TorchDispatchMode):
         memory = self.device.memory
         if kind.name == "aten::is_pinned":
             return memory.find(tensors[0]).pinned
+        if kind.name == "aten::from_file":
+            return self._mapped(func(*args, **kwargs))
         if kind.name == "aten::_pin_memory":
             return self._pinned_copy(tensors[0])
         pins = kwargs.pop("pin_memory", False)  # which a build of torch without a device refuses
-        on_host = [memory.find(t).stream is None for t in tensors]
+        on_host = [memory.is_on_host(t) for t in tensors]
         if kind.names_memory:
             out = func(*args, **kwargs)
             if not kind.is_view:
@@ -98,10 +100,15 @@ class Kernels(TorchDispatchMode):
             self.device.wait(kind.name)
         return out
 
+    def _mapped(self, file: torch.Tensor) -> torch.Tensor:
+        """Memory of the host that can't be pinned."""
+        self._place(file, True)
+        return file
+
     def _pinned_copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """Made by the host, of a tensor that lies there."""
         source = self.device.memory.address(tensor)
-        assert self.device.memory.find(tensor).stream is None, "only memory of the host can be pinned"
+        assert self.device.memory.is_on_host(tensor), "only memory of the host can be pinned"
         copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
         self._place(copy, True, True)
         self.device.memory.address(copy).tensor().copy_(source.tensor())
@@ -120,7 +127,7 @@ class Kernels(TorchDispatchMode):
         return [address(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
     def _at_once(self, func: Any, kind: _Kind, call: Any, leaves: list[Any], tree: Any) -> Any:
-        host = all(self.device.memory.find(t).stream is None for t in leaves if isinstance(t, torch.Tensor))
+        host = all(self.device.memory.is_on_host(t) for t in leaves if isinstance(t, torch.Tensor))
         args, kwargs = _whole(_there(self._addresses(leaves)), tree)
         with torch._C._AutoDispatchBelowAutograd():
             result = func(*args, **kwargs)

@@ -16,7 +16,7 @@ from shardwright import nf4
 from shardwright.engine import build as building
 from shardwright.engine import hooks
 from shardwright.engine.unit import units_in
-from shardwright.policy import CPUOffloadPolicy
+from shardwright.policy import CPUOffloadPolicy, DiskOffloadPolicy
 from shardwright.transport import mesh as meshes
 from shardwright.transport.base import Comm, sum_in_rank_order
 from shardwright.transport.launches import LaunchLog
@@ -221,7 +221,7 @@ class Job:
             (building, "keep_watch", lambda: None),
             (meshes, "_make_comm", self._make_comm),
             (dist, "all_reduce", self._all_reduce),
-            (saving, "_is_on_device", lambda t: self.world.device.memory.find(t).stream is not None),
+            (saving, "_is_on_device", lambda t: not self.world.device.memory.is_on_host(cases.inner_of(t))),
             (torch.accelerator, "current_stream", lambda: self.world.device.current[-1]),
             (torch.accelerator, "is_available", lambda: True),
             (torch.accelerator, "synchronize", lambda: self.world.device.synchronize()),
@@ -287,7 +287,11 @@ class Job:
         self._places[self.world.device.rank].all_reduce(total, op, group)
 
     def _offload(self, model: torch.nn.Module) -> None:
+        device = self.world.device
         for param in (param for unit in units_in(model) for param in unit.params):
-            if param.split.on_host:
-                pinned = self._pins and isinstance(param.split.offload, CPUOffloadPolicy)
-                put_on_host(self.world.device, param.local, pinned)
+            offload = param.split.offload
+            if param.split.on_host and not device.memory.is_on_host(param.local):
+                in_files = isinstance(offload, DiskOffloadPolicy)
+                assert not (in_files and param.local.numel()), f"{param.fqn} should lie in a file"
+                pinned = self._pins and isinstance(offload, CPUOffloadPolicy) and not in_files
+                put_on_host(device, param.local, pinned)

@@ -226,6 +226,10 @@ class Memory:
             self.device.launch(lambda: self._bytes(place)[: len(held)].copy_(held))
         return place
 
+    def is_on_host(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in memory of the host."""
+        return self.find(tensor).stream is None
+
     def take(self, storage: torch.UntypedStorage, host: bool = False, pinned: bool = False) -> Place:
         """Memory for a storage, on the current stream or on the host. It isn't written."""
         expired = torch.UntypedStorage._expired

@@ -5,16 +5,19 @@ and how far each rank's host runs ahead.
 """
 
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwright import fully_shard
 from shardwright.checkpoint.agree import ranks
+from shardwright.schedule.schedule import Phase
 from shardwright.transport.launches import LaunchLog
 from shardwright.transport.streams import Streams
 from tests.device import cases, mutants
@@ -203,6 +206,9 @@ _ALONE = (
     "schedule that calls it looks whether anything is still queued then"
 )
 NOT_SEEN = {
+    "bucketer.py ReduceScatterHandle._call: self.wait()": (
+        "a callback runs once the sums of its collective have landed, and nothing is left to wait for"
+    ),
     "engine/batches.py rehearse: reduction.wait()": _ALONE,
     "engine/batches.py rehearse: reducer.copies.all_reduce(totals, f'all-reduce {reducer.name}').wait()": (
         _ALONE
@@ -216,6 +222,10 @@ NOT_SEEN = {
 """What schedules come to and can be left out without a trace here, with the reason."""
 FILLED = "engine/group.py ParamGroup.fill: streams.filled([segment.flat for segment in segments])"
 """What isn't said to be filled waits for compute: later, and right. A test of its own shows it."""
+BEGIN_FORGETS = "engine/backward.py Backward.begin: self.forget()"
+END_FORGETS = "engine/backward.py Backward.end: self.forget()"
+"""What a backward has counted: of one that failed, or of calls whose inputs ask for no gradient."""
+OWN_TESTS = {FILLED, BEGIN_FORGETS, END_FORGETS}
 _ON_HOSTS = "only hosts have it: an accelerator's collectives are launched at once, and its streams wait"
 _SAVES = "ranks come to a save by words in a store, which a test of its own shows"
 NOT_REACHED = {
@@ -245,11 +255,12 @@ def test_files_that_no_device_has_to_do_with_and_kinds_of_schedules_are_listed_f
 
 def test_the_document_says_how_many_places_are_left_out_in_turn_and_how_many_are_seen():
     sites = [str(site) for site in mutants.sites()]
-    assert {*NOT_SEEN, *NOT_REACHED, FILLED} <= {*sites}
-    num_seen = len(sites) - len(NOT_REACHED) - len(NOT_SEEN) - 1
+    assert {*NOT_SEEN, *NOT_REACHED, *OWN_TESTS} <= {*sites}
+    num_seen = len(sites) - len(NOT_REACHED) - len(NOT_SEEN) - len(OWN_TESTS)
     told = (
         f"({len(sites)} places)",
         f"{num_seen} of them are seen so",
+        f"{len(OWN_TESTS)} more",
         f"{len(NOT_REACHED)} aren't on a device's way",
         f"{len(NOT_SEEN)} can be left out without a trace",
     )
@@ -298,6 +309,46 @@ def test_no_gather_of_a_group_waits_for_what_compute_queues_after_its_copy_in():
     assert run_ranks(1, late_gathers, [site])[0] > 0
 
 
+def backward_events(rank, world, fails, sites):
+    """Of a backward that follows another at once, which failed in the middle of the first group or whose
+    first group's inputs asked for no gradient: kinds of events of that group."""
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    model = nn.Sequential(block, nn.Linear(4, 4))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    x = torch.randn(2, 4)
+    with ExitStack() as stack:
+        for site in sites:
+            stack.enter_context(mutants.left_out(site))
+        if fails:
+            handle = block[0].register_forward_hook(
+                lambda *args: args[-1].register_hook(cases._fail) and None
+            )
+            first = model(x).sum()
+            handle.remove()
+            second = model(x).sum()
+            with suppress(cases._Failed):
+                first.backward()
+            model.zero_grad()
+        else:
+            model(x).sum().backward()
+            second = model(x.requires_grad_()).sum()
+        second.backward()
+    return [str(entry.event.kind) for entry in model.trace().phases[Phase.BACKWARD] if not entry.event.group]
+
+
+@pytest.mark.parametrize(
+    ("fails", "site", "right", "wrong"),
+    [(True, BEGIN_FORGETS, "B+ G", "B+ G G"), (False, END_FORGETS, "B+ G B-", "B+ G")],
+)
+def test_a_backward_counts_neither_gradients_nor_calls_of_the_one_before(fails, site, right, wrong):
+    [left] = [each for each in mutants.sites() if str(each) == site]
+    assert run_ranks(1, backward_events, fails, []) == [right.split()]
+    assert run_ranks(1, backward_events, fails, [left]) == [wrong.split()]
+
+
 class Operations(TorchDispatchMode):
     """seen: names of what torch does with tensors."""
 
@@ -337,5 +388,5 @@ def seen():
 @pytest.mark.parametrize("site", mutants.sites(), ids=str)
 def test_some_schedule_shows_that_a_wait_a_record_or_a_reference_is_left_out(site, seen):
     shown, reached = seen
-    assert (shown[site] is None) == (str(site) in {*NOT_SEEN, *NOT_REACHED, FILLED}), shown[site]
+    assert (shown[site] is None) == (str(site) in {*NOT_SEEN, *NOT_REACHED, *OWN_TESTS}), shown[site]
     assert ((site.file, site.function) not in reached) == (str(site) in NOT_REACHED)
