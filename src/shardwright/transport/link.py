@@ -1,6 +1,9 @@
 """How fast ranks reach each other, and whether it pays to code what they send (``wire="auto"``)."""
 
+import os
+import platform
 import time
+import zlib
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +17,7 @@ from shardwright.transport.base import Comm, Segment
 from shardwright.transport.cpu.coder import Coder
 from shardwright.transport.cpu.views import view_of
 from shardwright.transport.kept import Kept, Sends
+from shardwright.transport.liveness import boot_id
 
 _PART_NBYTES = (256 << 10, 1 << 20, 4 << 20)  # by turns, until one takes long enough to be measured
 _LONG_US = 50_000
@@ -25,15 +29,15 @@ _MARGIN = 2.0  # the coder's time is taken from compute, where a link's may be h
 
 class LinkSpeed(NamedTuple):
     """Of the slowest rank, the same on all: seconds for a byte over the link, through coder and decoder, and
-    through both where nothing has changed; and bytes of host memory that are free."""
+    through both where nothing has changed."""
 
     s: float
     coded_s: float
     unchanged_s: float
-    free_nbytes: int
 
 
 _links: "WeakKeyDictionary[Comm, LinkSpeed]" = WeakKeyDictionary()
+_free: "WeakKeyDictionary[Comm, int]" = WeakKeyDictionary()
 
 
 def measured(comm: Comm) -> LinkSpeed:
@@ -42,6 +46,18 @@ def measured(comm: Comm) -> LinkSpeed:
     if comm not in _links:
         _links[comm] = _measure(comm)
     return _links[comm]
+
+
+def free_nbytes(comm: Comm) -> int:
+    """Bytes of free host memory for each rank of a host, on the host of ``comm`` that has least: the same on
+    all ranks, read once. Every rank calls it."""
+    if comm not in _free:
+        host = zlib.crc32((boot_id() or platform.node()).encode())
+        hosts = [row[0] for row in comm.exchange([host], "ranks of each host")]
+        # Other axes may have ranks here, too, which the launcher knows of.
+        ranks = max(hosts.count(host), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        _free[comm] = -_largest(comm, [-(_host_free_nbytes() // ranks)])[0]
+    return _free[comm]
 
 
 def _measure(comm: Comm) -> LinkSpeed:
@@ -54,10 +70,10 @@ def _measure(comm: Comm) -> LinkSpeed:
         if took_us > _LONG_US:
             break
     comm.sent_nbytes = sent_nbytes
-    coded_us, unchanged_us, free = _largest(comm, [*_coding_us(), -_free_nbytes()])
+    coded_us, unchanged_us = _largest(comm, _coding_us())
     sample_nbytes = 2 * _SAMPLE_NUMEL
     link_s = took_us / 1e6 / (nbytes * (comm.world - 1))
-    return LinkSpeed(link_s, coded_us / 1e6 / sample_nbytes, unchanged_us / 1e6 / sample_nbytes, -free)
+    return LinkSpeed(link_s, coded_us / 1e6 / sample_nbytes, unchanged_us / 1e6 / sample_nbytes)
 
 
 def what_pays(link: LinkSpeed, frozen: bool) -> Sends:
@@ -94,7 +110,7 @@ def _coding_us() -> tuple[int, int]:
     return took_us[-2], took_us[-1]
 
 
-def _free_nbytes() -> int:
+def _host_free_nbytes() -> int:
     """Bytes of the host's memory that can be taken; 0 where the kernel doesn't say."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
