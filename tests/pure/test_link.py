@@ -59,3 +59,23 @@ def test_what_pays_depends_on_the_time_of_a_byte_on_the_link_and_in_the_coder(gb
         names = ("changes", "codes", "gradients")
         assert [name for name in names if getattr(found, name)] == expected.split()
         assert bool(found.why) == (not expected)
+
+
+TABLES = LinkSpeed(0, 1 / 0.30e9, 1 / 3.1e9)  # the coder of docs/design/wire.md
+
+
+@pytest.mark.parametrize("coder", [0.75, 1.0, 1.4])
+@pytest.mark.parametrize(
+    ("gbit", "trained", "frozen"),
+    [
+        (0.1, (True, True, True), True),
+        (1, (True, False, False), True),
+        (10, (False, False, False), None),
+    ],
+)
+def test_what_pays_at_a_usual_speed_is_the_same_with_a_slower_or_faster_coder(gbit, trained, frozen, coder):
+    """Of groups that are trained: changes, coded, gradients too. Of frozen ones: changes (None: either)."""
+    link = LinkSpeed(GBIT_S / gbit, TABLES.coded_s / coder, TABLES.unchanged_s / coder)
+    found = what_pays(link, frozen=False)
+    assert (found.changes, found.codes, found.gradients) == trained
+    assert frozen in (None, what_pays(link, frozen=True).changes)
