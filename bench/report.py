@@ -122,7 +122,7 @@ def interval(ratios: list[float]) -> tuple[float, float]:
 COLUMNS = (
     "system",
     "step / local",
-    "(90% interval)",
+    "(interval)",
     "step ms",
     "local ms",
     "CPU ms, local",

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from shardwright.engine.deferred import halves, is_large
 from shardwright.engine.gatherer import has_lookup
 from shardwright.engine.group import ParamGroup, gathered_nbytes
 from shardwright.engine.unit import Unit, units_in
 from shardwright.errors import InputError
 from shardwright.params.quantized.codec import Encoding
-from shardwright.policy import CPUOffloadPolicy, MixedPrecisionPolicy, ReductionPolicy
+from shardwright.policy import BackwardPrefetch, CPUOffloadPolicy, MixedPrecisionPolicy, ReductionPolicy
 from shardwright.schedule.exposed import exposed
 from shardwright.torch_private import parameters_of
 
@@ -43,8 +44,9 @@ class GroupRow:
     kept_nbytes: bytes of the copy on the host that its all-gathers send changes of (``SchedulePolicy.wire``).
     gradients: how they are reduced. changed: what differs from the defaults.
     exposed_nbytes: bytes that this rank receives for it in a step of training with nothing computed beside
-    them, by the schedule of the last step; 0 before one. exposed: which collectives those are, and the call
-    that would hide them.
+    them, by the schedule of the last step and before ``SchedulePolicy.wire`` makes them fewer; 0 before a
+    step. exposed: which collectives those are, and the call that would hide them or have them move less, if
+    there is one.
     """
 
     modules: tuple[str, ...]
@@ -99,7 +101,10 @@ class Explanation:
         lines.append("dtypes: at rest -> in compute and on the wire -> in reduction")
         exposed_nbytes = sum(group.exposed_nbytes for group in self.groups)
         if exposed_nbytes:
-            lines.append(f"{_size(exposed_nbytes)} a step are received with nothing computed beside them")
+            uncoded = ", uncoded," if any(group.kept_nbytes for group in self.groups) else ""
+            lines.append(
+                f"{_size(exposed_nbytes)}{uncoded} a step are received with nothing computed beside them"
+            )
         if self.unmanaged:
             lines.append(f"not sharded: {', '.join(self.unmanaged)}")
         return "\n".join(lines)
@@ -176,11 +181,11 @@ def _row(unit: Unit, group: ParamGroup, names: dict[int, str]) -> GroupRow:
         _resharded(unit, group),
         _gradients(group),
         tuple(_changes(unit, group)),
-        *_exposed(unit, group),
+        *_exposed(unit, group, names),
     )
 
 
-def _exposed(unit: Unit, group: ParamGroup) -> tuple[int, str]:
+def _exposed(unit: Unit, group: ParamGroup, names: dict[int, str]) -> tuple[int, str]:
     """Bytes that this rank receives with nothing beside them, and which those are."""
     runtime, axis = unit.runtime, group.axis
     spec, number = runtime.effective(group), runtime.groups.index(group)
@@ -189,25 +194,75 @@ def _exposed(unit: Unit, group: ParamGroup) -> tuple[int, str]:
         return 0, ""
     share = (axis.world - 1) / axis.world
     sizes = [round((spec.grad_nbytes if each.reduces else spec.nbytes) * share) for each in found]
+    sends = group.gatherer.sends
     named = [
-        f"{'reduce-scatter at the end of' if each.reduces else 'all-gather in'} {each.phase} ({_size(size)})"
+        f"{'reduce-scatter at the end of' if each.reduces else 'all-gather in'} {each.phase} ({_size(size)}"
+        f"{', uncoded' * (sends.gradients if each.reduces else sends.changes)})"
         for each, size in zip(found, sizes, strict=True)
     ]
-    return sum(sizes), f"{', '.join(named)}, with nothing computed beside; {_hides(unit, group)}"
+    return sum(sizes), f"{', '.join(named)}, with nothing computed beside; {_hides(unit, group, names)}"
 
 
-def _hides(unit: Unit, group: ParamGroup) -> str:
-    """The call that would hide a group's collectives behind computation."""
-    if len(unit.runtime.groups) == 1:
+def _hides(unit: Unit, group: ParamGroup, names: dict[int, str]) -> str:
+    """The call that would hide some of a group's collectives behind computation, or have them move less; or
+    that there is none."""
+    if group.gatherer.rows is not None:
+        return "no fully_shard call hides it: only rows in use are moved already"
+    if len(unit.runtime.groups) == 1 and len(_modules_of(group)) > 1:
         return "call fully_shard on the blocks of the model first: one group has nothing to hide behind"
-    if has_lookup(group.params):
-        return (
-            "call fully_shard on the embedding by itself, with SchedulePolicy(row_wise=True): then only rows "
-            "in use are moved"
-        )
+    policy = unit.runtime.policy
+    if not (
+        policy.depth and policy.forward_prefetch and policy.backward_prefetch is not BackwardPrefetch.NONE
+    ):
+        return "leave depth and prefetch of SchedulePolicy at their defaults: then groups are gathered ahead"
     return (
-        "call fully_shard on one half of its modules before: each half hides behind the other's computation"
+        _moves_by_rows(unit, group, names)
+        or _hides_in_parts(unit, group, names)
+        or "no fully_shard call hides it: a step needs these bytes first, or has them last"
     )
+
+
+def _moves_by_rows(unit: Unit, group: ParamGroup, names: dict[int, str]) -> str:
+    """The call that has a lookup's weight move rows in use only; "" where none would."""
+    runtime, gatherer = unit.runtime, group.gatherer
+    lookups = [param for param in group.params if has_lookup([param])]
+    found = [param for param in lookups if not gatherer.why_no_rows_of(param, runtime.policy)]
+    if not found or gatherer.sends.codes:  # what has changed of it is less than its rows in use
+        return ""
+    call = "take SchedulePolicy(row_wise=True)"
+    if len(group.params) > 1 or group in runtime.table.root:
+        name = names.get(id(found[0].sites[0].module), found[0].fqn)
+        call = f"call fully_shard on {name} by itself, with SchedulePolicy(row_wise=True)"
+    elif runtime.requested(group).reshard_after_forward is False:
+        call = f"leave out its reshard_after_forward=False, and {call}"
+    return f"{call}: then only rows in use are moved"
+
+
+def _hides_in_parts(unit: Unit, group: ParamGroup, names: dict[int, str]) -> str:
+    """The call that makes two groups of one, of which one hides behind the other's computation, or behind
+    the blocks'; "" where none would."""
+    if len(_modules_of(group)) == 1 or any(owner.deferred for owner in (unit, *unit.parts)):
+        return ""  # of two parts it is one already
+    if group in unit.runtime.table.root:
+        large = [p for p in group.params if is_large([p], group.policy) and not has_lookup([p])]
+        found = [names[id(p.sites[0].module)] for p in large if len(p.sites) == 1]
+        return (
+            f"call fully_shard on {found[0]} by itself, before: it is gathered beside the blocks"
+            if found
+            else ""
+        )
+    if len(unit.modules) > 1:
+        return "call fully_shard on each of its modules: one hides behind another's computation"
+    _, last = halves(group.params, unit.modules[0], group.policy)
+    if not last or len(units_in(unit.modules[0])) > 1:
+        return ""
+    half = ", ".join(dict.fromkeys(names[id(param.sites[0].module)] for param in last))
+    return f"call fully_shard([{half}]) before: each half hides behind the other's computation"
+
+
+def _modules_of(group: ParamGroup) -> set[int]:
+    """Those that show its parameters, each by the first that does."""
+    return {id(param.sites[0].module) for param in group.params}
 
 
 def _codec(encoding: Encoding) -> str:

@@ -87,12 +87,12 @@ class Wire(StrEnum):
 
     - ``PLAIN``: every rank's shards, and gradients without their zeros.
     - ``DIFFERENCE``: what has changed since the last all-gather of the same group, compressed without loss.
-      Each rank keeps a copy of the whole model on the host, in the dtype that is sent. Gradients are
-      compressed without loss, too. This needs ``pip install 'shardwright[wire]'``.
+      Each rank keeps a copy of the whole model on the host, in the dtype that is sent, as far as
+      ``SchedulePolicy.wire_nbytes`` allows. Gradients are compressed without loss, too. This needs
+      ``pip install 'shardwright[wire]'``.
     - ``AUTO``: the faster choice for the link, which is measured before the first step. A slow link gets all
       of ``DIFFERENCE``; on a faster one nothing is compressed, and unchanged values aren't gathered a second
-      time. The copies take at most ``wire_nbytes``, or a quarter of the host's free memory. This needs the
-      same extra.
+      time. This needs the same extra.
     """
 
     PLAIN = "plain"
@@ -172,7 +172,8 @@ class SchedulePolicy(_WithoutRemoved):
             new group.
         wire: a ``Wire``, or its value or name as text.
         wire_nbytes: bytes of host memory that the copies for ``wire`` may take on a rank; the first groups
-            that fit get one. None: no bound, or that of ``Wire.AUTO``. ``explain`` shows their bytes.
+            that fit get one. None: a quarter of the host's free memory, divided by its ranks. ``explain``
+            shows their bytes, and which groups have none.
         agreement: an ``Agreement``, or its value or name as text. The default is the environment variable
             ``SHARDWRIGHT_AGREEMENT``, else strict. If ranks differ in it, an error is raised before their
             first all-gather.

@@ -10,7 +10,6 @@ from shardwright.transport.cpu import coder
 from shardwright.transport.cpu.coder import Coder, Damaged, ordered
 from shardwright.transport.cpu.views import view_of
 from shardwright.transport.kept import Kept
-from shardwright.transport.link import LinkSpeed, what_pays
 
 DTYPES = [
     torch.bfloat16,
@@ -142,25 +141,3 @@ def test_a_damaged_message_is_refused(monkeypatch):
     monkeypatch.setattr(coder, "zstandard", None)
     with pytest.raises(Damaged, match=r"pip install 'shardwright\[wire\]'"):
         decode(coded, torch.empty(100_000))
-
-
-GBIT_S = 8e-9
-
-
-@pytest.mark.parametrize(
-    ("gbit", "trained", "frozen"),
-    [
-        (0.1, "changes codes gradients", "changes"),
-        (0.5, "changes codes", "changes"),
-        (1, "changes", "changes"),
-        (5, "", "changes"),
-        (10, "", ""),
-    ],
-)
-def test_what_pays_depends_on_the_time_of_a_byte_on_the_link_and_in_the_coder(gbit, trained, frozen):
-    link = LinkSpeed(GBIT_S / gbit, 4e-9, 6e-10, 0)
-    for is_frozen, expected in ((False, trained), (True, frozen)):
-        found = what_pays(link, is_frozen)
-        names = ("changes", "codes", "gradients")
-        assert [name for name in names if getattr(found, name)] == expected.split()
-        assert bool(found.why) == (not expected)

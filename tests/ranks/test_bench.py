@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -58,6 +59,35 @@ def test_the_bench_measures_a_tiny_model_end_to_end(tmp_path):
     assert result["machine"]["cores"] == os.cpu_count()
     if importlib.util.find_spec("deepspeed") is None:
         assert "deepspeed: skipped: the package deepspeed is not installed" in done.stdout
+
+
+def toy(script):
+    """What a bench prints at toy size, started as a user starts it; it must end well."""
+    words = [sys.executable, f"bench/{script}", "--toy"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_bench_of_entropy_prints_a_row_for_each_class_of_tensors_and_for_each_coder():
+    printed = toy("entropy.py")
+    for run in ("from scratch, 1e-3", "fine-tune, 1e-3"):
+        for kind in ("embedding", "norm", "matrix"):
+            assert all(f"| {run} | {step} | {kind} | " in printed for step in (2, 3))
+    assert "| coder | of | bits |" in printed
+    if importlib.util.find_spec("zstandard") is not None:
+        assert all(f"| zstd 1, shuffle | {what} | " in printed for what in ("differences", "gradients"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("zstandard") is None, reason="the extra wire isn't installed")
+def test_the_bench_of_differences_compares_bit_for_bit_at_each_rate_and_sends_fewer_bytes():
+    found = re.findall(
+        r"lr (\S+): 6 steps .* equal bit for bit; MiB a step (\S+) plain, (\S+) diff", toy("difference.py")
+    )
+    assert [rate for rate, _, _ in found] == ["0.001", "0.0001", "1e-05"]
+    assert all(float(fewer) < 0.6 * float(plain) for _, plain, fewer in found)
 
 
 def job(tmp_path: Path, system: str) -> Job:

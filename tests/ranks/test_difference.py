@@ -14,7 +14,7 @@ from shardwright import MixedPrecisionPolicy, SchedulePolicy, explain, fully_sha
 from shardwright.checkpoint import load, save
 from shardwright.engine.unit import unit_of
 from shardwright.errors import CommError, MissingExtra
-from shardwright.transport.link import LinkSpeed, _links, measured
+from shardwright.transport.link import LinkSpeed, _free, _links, free_nbytes, measured
 from tests.ranks.pool import run_ranks
 from tests.ranks.quantised import COLS
 from tests.ranks.quantised import build as build_quantised
@@ -363,24 +363,27 @@ def test_a_killed_rank_is_named():
 AUTO = SchedulePolicy(wire="auto", keep_last=0)
 
 
-def automatic(rank, world, link):
-    """Training by a link that is measured, or is said to be so fast; what it was, and what was measured."""
+def automatic(rank, world, link, policy=AUTO, free=None):
+    """Training by a link that is measured, or is said to be so fast, on a host that has so many bytes free
+    for each rank; what was measured, and what ``explain`` says."""
     set_transport("sockets")
-    training = Training(rank, AUTO)
+    training = Training(rank, policy)
     comm = unit_of(training.model.head).group.axis.comm
     if link is not None:
         _links[comm] = link
+    if free is not None:
+        _free[comm] = free
     training.step()
     sent = training.sent(training.step)
-    return training.bits(), sent, measured(comm), explain(training.model).groups[2].changed
+    found = measured(comm), free_nbytes(comm)
+    return training.bits(), sent, found, explain(training.model).groups[2].changed
 
 
 def test_on_a_slow_link_auto_sends_changes_and_on_a_fast_one_whole_shards_the_same_on_all_ranks():
-    slow, fast = (LinkSpeed(s, 4e-9, 6e-10, 1 << 40) for s in (8e-8, 1e-11))
-    full = LinkSpeed(8e-8, 4e-9, 6e-10, 0)
+    slow, fast = (LinkSpeed(s, 4e-9, 6e-10) for s in (8e-8, 1e-11))
     plain = run_ranks(2, trained, PLAIN, BF16, 2)
     changes = run_ranks(2, trained, DIFFERENCE, BF16, 2)
-    for link in (slow, fast, full, None):
+    for link in (slow, fast, None):
         ranks = run_ranks(2, automatic, link)
         assert ranks[0][2] == ranks[1][2]  # the slowest rank's
         for rank, (bits, sent, found, changed) in enumerate(ranks):
@@ -390,10 +393,17 @@ def test_on_a_slow_link_auto_sends_changes_and_on_a_fast_one_whole_shards_the_sa
                 assert any("all-gathers send what has changed, coded" in line for line in changed)
             elif link is fast:
                 assert any("its link moves 100000 MB/s" in line for line in changed)
-            elif link is full:
-                assert any("its copy doesn't fit" in line for line in changed)
             else:
-                assert found.s > 0 and found.unchanged_s > 0 and found.coded_s > 0 and found.free_nbytes > 0
+                assert min(*found[0], found[1]) > 0
+
+
+@pytest.mark.parametrize("policy", [DIFFERENCE, AUTO], ids=["difference", "auto"])
+def test_on_a_host_without_free_memory_whole_shards_are_sent_and_explain_says_why(policy):
+    plain = run_ranks(2, trained, PLAIN, BF16, 2)
+    ranks = run_ranks(2, automatic, LinkSpeed(8e-8, 4e-9, 6e-10), policy, 0)
+    for (_, bits, sent), (same, whole, _, changed) in zip(plain, ranks, strict=True):
+        assert (same, whole) == (bits, sent[1])
+        assert any("its copy doesn't fit" in line and "free memory" in line for line in changed)
 
 
 @pytest.mark.parametrize("lr", [1e-5, 1e-4, 1e-3])

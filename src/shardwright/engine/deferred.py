@@ -122,7 +122,7 @@ def ends(
 ) -> tuple[list[Param], list[Param]]:
     """``params`` of ``root`` in two groups: those to gather at its begin, and those that only modules show
     which come after the last of ``inner``, in the order of ``root.modules()``. The second is empty where
-    nothing is to be won (it isn't large, see ``_is_large``); the first where nothing else is left.
+    nothing is to be won (it isn't large, see ``is_large``); the first where nothing else is left.
     """
     place = {id(module): number for number, module in enumerate(root.modules())}
     inside = [place[id(module)] for each in inner for module in each.modules() if id(module) in place]
@@ -131,7 +131,7 @@ def ends(
         modules = [site.module for site in param.sites]
         behind = bool(inside) and all(place.get(id(module), 0) > max(inside) for module in modules)
         parts[behind and _is_plain(param)].append(param)
-    return parts if _is_large(parts[1], policy) else (list(params), [])
+    return parts if is_large(parts[1], policy) else (list(params), [])
 
 
 def halves(
@@ -139,7 +139,7 @@ def halves(
 ) -> tuple[list[Param], list[Param]]:
     """``params`` of ``block`` in two groups of about as many bytes, in the order of ``block.modules()``, a
     module's own together. The second is empty where one is shown by modules outside of ``block`` too, and
-    where nothing is to be won (one isn't large, see ``_is_large``).
+    where nothing is to be won (one isn't large, see ``is_large``).
     """
     place = {id(module): number for number, module in enumerate(block.modules())}
     first_at: dict[Param, int] = {}
@@ -153,7 +153,7 @@ def halves(
         for at in sorted({*first_at.values()})
     ]
     first, last = max(cuts, key=lambda cut: min(_nbytes(part, policy) for part in cut))
-    return (first, last) if _is_large(first, policy) and _is_large(last, policy) else (list(params), [])
+    return (first, last) if is_large(first, policy) and is_large(last, policy) else (list(params), [])
 
 
 def hardly_computes(params: Sequence[_Cuttable], policy: MixedPrecisionPolicy) -> bool:
@@ -161,7 +161,7 @@ def hardly_computes(params: Sequence[_Cuttable], policy: MixedPrecisionPolicy) -
     modules are no first block, whose computation would hide one."""
     looked_up = [any(looks_up(site.module) and site.name == "weight" for site in p.sites) for p in params]
     rest = [param for param, looks in zip(params, looked_up, strict=True) if not looks]
-    return any(looked_up) and not _is_large(rest, policy)
+    return any(looked_up) and not is_large(rest, policy)
 
 
 def _is_plain(param: _Cuttable) -> bool:
@@ -174,7 +174,7 @@ def _nbytes(params: Iterable[_Cuttable], policy: MixedPrecisionPolicy) -> int:
     return sum(p.layout.numel * p.compute_dtype(policy).itemsize for p in params)
 
 
-def _is_large(params: Iterable[_Cuttable], policy: MixedPrecisionPolicy) -> bool:
+def is_large(params: Iterable[_Cuttable], policy: MixedPrecisionPolicy) -> bool:
     """Whether ``params`` are more than what may share a collective with others
     (``SchedulePolicy.bucket_cap_mb`` by default)."""
     return _nbytes(params, policy) > SchedulePolicy().bucket_cap_nbytes

@@ -106,22 +106,26 @@ class Gatherer:
         self.unmet = tuple(unmet)
 
     def _why_no_rows(self, policy: SchedulePolicy) -> str:
-        """Why other code could read the weight while it is unsharded, or why it isn't in rows."""
-        param = self.params[0]
-        module = param.sites[0].module
         if len(self.params) > 1:
             return "it has other parameters; call fully_shard on the embedding by itself"
-        if len(param.sites) > 1:
-            return "its weight is tied, and another module reads all of it"
-        if self.options.stays:
-            return (
+        why = self.why_no_rows_of(self.params[0], policy)
+        if not why and self.options.stays:
+            why = (
                 "it stays unsharded after its forward (reshard_after_forward=False, or the outermost module)"
             )
+        return why
+
+    def why_no_rows_of(self, param: ShardedParam, policy: SchedulePolicy) -> str:
+        """Why a lookup's weight can't move rows in use only, by itself: other code could read it while it is
+        unsharded, or it isn't in rows; "" where it can."""
+        module = param.sites[0].module
+        if len(param.sites) > 1:
+            return "its weight is tied, and another module reads all of it"
         if not isinstance(module, nn.Embedding) or module.max_norm is not None:
             return "its forward changes the weight (max_norm)"
         if param.layout.dim != 0 or param.inner is not None or param.split.on_host:
             return "its weight isn't sharded by rows on this device"
-        if self.decoding.extended:
+        if param in self.decoding.parts or param.extended:
             return "its weight is a tensor subclass that says itself what is gathered"
         if self.options.smaller_world is not None or self.options.all_gather or self.options.reduce_scatter:
             return "its collectives were replaced, or it is resharded to a smaller world"

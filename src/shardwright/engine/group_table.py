@@ -15,8 +15,13 @@ from shardwright.policy import SchedulePolicy, Wire
 from shardwright.schedule.schedule import Event, EventKind, GroupSpec
 from shardwright.transport.base import Comm
 from shardwright.transport.kept import WHOLE, Sends
-from shardwright.transport.link import measured, what_pays
+from shardwright.transport.link import free_nbytes, measured, what_pays
 from shardwright.transport.recorder import Label
+
+_NO_ROOM = (
+    "its copy doesn't fit beside those before it in SchedulePolicy.wire_nbytes (by default a quarter of the "
+    "host's free memory, divided by its ranks)"
+)
 
 tables: "WeakSet[GroupTable]" = WeakSet()
 """Of every sharded model that is alive."""
@@ -136,7 +141,7 @@ class GroupTable:
         for group in self.groups:
             sends, nbytes = _sends(group, policy), gathered_nbytes(group)
             if sends.changes and nbytes > left:
-                sends = Sends(why="its copy doesn't fit SchedulePolicy.wire_nbytes beside those before it")
+                sends = Sends(why=_NO_ROOM)
             asks = policy.row_wise
             if asks is None:  # what has changed of an embedding is less than the rows in use of it
                 asks = group.axis.comm.over_network and not sends.codes
@@ -155,14 +160,14 @@ class GroupTable:
         return list({id(comm): comm for comms in used for comm in comms if comm is not None}.values())
 
 
-def _is_measured(group: ParamGroup, policy: SchedulePolicy) -> bool:
-    """Whether the link decides what is sent; the same on all ranks, which measure it together."""
-    return policy.wire is Wire.AUTO and group.axis.world > 1 and not group.axis.comm.why_plain
+def _may_code(group: ParamGroup, policy: SchedulePolicy) -> bool:
+    """Whether the group's ranks may send less than whole shards; the same on all ranks."""
+    return policy.wire is not Wire.PLAIN and group.axis.world > 1 and not group.axis.comm.why_plain
 
 
 def _sends(group: ParamGroup, policy: SchedulePolicy) -> Sends:
     """What the group's collectives are to send, by ``SchedulePolicy.wire``."""
-    if _is_measured(group, policy):
+    if policy.wire is Wire.AUTO and _may_code(group, policy):  # all ranks measure the link together
         frozen = not any(param.sharded.requires_grad for param in group.params)
         return what_pays(measured(group.axis.comm.network), frozen)
     return WHOLE if policy.wire is Wire.PLAIN else Sends(changes=True, codes=True, gradients=True)
@@ -172,5 +177,5 @@ def _copies_nbytes(groups: Sequence[ParamGroup], policy: SchedulePolicy) -> floa
     """Bytes that the copies of all groups may take on this rank."""
     if policy.wire_nbytes is not None:
         return policy.wire_nbytes
-    links = [measured(each.axis.comm.network) for each in groups if _is_measured(each, policy)]
-    return min((link.free_nbytes / 4 for link in links), default=inf)
+    comms = [group.axis.comm.network for group in groups if _may_code(group, policy)]
+    return min((free_nbytes(comm) / 4 for comm in comms), default=inf)

@@ -398,7 +398,9 @@ class ScheduleConfig(Section):
         description="what all-gathers over a network send: shards, or what has changed of them",
     )
     wire_nbytes: int = Field(
-        default=0, ge=0, description="bytes that the copies of wire may take on a rank; 0: no bound"
+        default=0,
+        ge=0,
+        description="bytes that the copies of wire may take on a rank; 0: by the host's memory",
     )
     agreement: Literal["strict", "off"] = Field(
         default="strict",

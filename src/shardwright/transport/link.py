@@ -1,6 +1,9 @@
 """How fast ranks reach each other, and whether it pays to code what they send (``wire="auto"``)."""
 
+import os
+import platform
 import time
+import zlib
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,26 +17,29 @@ from shardwright.transport.base import Comm, Segment
 from shardwright.transport.cpu.coder import Coder
 from shardwright.transport.cpu.views import view_of
 from shardwright.transport.kept import Kept, Sends
+from shardwright.transport.liveness import boot_id
 
 _PART_NBYTES = (256 << 10, 1 << 20, 4 << 20)  # by turns, until one takes long enough to be measured
 _LONG_US = 50_000
 _SAMPLE_NUMEL = 1 << 19
 _SAVED_AGAIN = 0.5  # of an all-gather, where only the second one of a step sends nothing
 _SAVED_CODED, _SAVED_GRADIENTS = 0.85, 0.3  # bytes of bf16 that coding saves (docs/performance.md)
-_MARGIN = 2.0  # the coder's time is taken from compute, where a link's may be hidden behind it
+# The time of coding, or of finding out what has changed, is taken from compute, where a link's may be hidden.
+# With differences that saved twice their coder's time a step took as long as without, or longer.
+_MARGIN_CODED, _MARGIN_UNCHANGED = 3.0, 2.0
 
 
 class LinkSpeed(NamedTuple):
     """Of the slowest rank, the same on all: seconds for a byte over the link, through coder and decoder, and
-    through both where nothing has changed; and bytes of host memory that are free."""
+    through both where nothing has changed."""
 
     s: float
     coded_s: float
     unchanged_s: float
-    free_nbytes: int
 
 
 _links: "WeakKeyDictionary[Comm, LinkSpeed]" = WeakKeyDictionary()
+_free: "WeakKeyDictionary[Comm, int]" = WeakKeyDictionary()
 
 
 def measured(comm: Comm) -> LinkSpeed:
@@ -42,6 +48,18 @@ def measured(comm: Comm) -> LinkSpeed:
     if comm not in _links:
         _links[comm] = _measure(comm)
     return _links[comm]
+
+
+def free_nbytes(comm: Comm) -> int:
+    """Bytes of free host memory for each rank of a host, on the host of ``comm`` that has least: the same on
+    all ranks, read once. Every rank calls it."""
+    if comm not in _free:
+        host = zlib.crc32((boot_id() or platform.node()).encode())
+        hosts = [row[0] for row in comm.exchange([host], "ranks of each host")]
+        # Other axes may have ranks here, too, which the launcher knows of.
+        ranks = max(hosts.count(host), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        _free[comm] = -_largest(comm, [-(_host_free_nbytes() // ranks)])[0]
+    return _free[comm]
 
 
 def _measure(comm: Comm) -> LinkSpeed:
@@ -54,17 +72,17 @@ def _measure(comm: Comm) -> LinkSpeed:
         if took_us > _LONG_US:
             break
     comm.sent_nbytes = sent_nbytes
-    coded_us, unchanged_us, free = _largest(comm, [*_coding_us(), -_free_nbytes()])
+    coded_us, unchanged_us = _largest(comm, _coding_us())
     sample_nbytes = 2 * _SAMPLE_NUMEL
     link_s = took_us / 1e6 / (nbytes * (comm.world - 1))
-    return LinkSpeed(link_s, coded_us / 1e6 / sample_nbytes, unchanged_us / 1e6 / sample_nbytes, -free)
+    return LinkSpeed(link_s, coded_us / 1e6 / sample_nbytes, unchanged_us / 1e6 / sample_nbytes)
 
 
 def what_pays(link: LinkSpeed, frozen: bool) -> Sends:
     """What is worth its coder's time on a link, of a group that is wholly frozen or not."""
-    codes = not frozen and _SAVED_CODED * link.s > _MARGIN * link.coded_s
-    again = (1.0 if frozen else _SAVED_AGAIN) * link.s > _MARGIN * link.unchanged_s
-    gradients = not frozen and _SAVED_GRADIENTS * link.s > _MARGIN * link.coded_s
+    codes = not frozen and _SAVED_CODED * link.s > _MARGIN_CODED * link.coded_s
+    again = (1.0 if frozen else _SAVED_AGAIN) * link.s > _MARGIN_UNCHANGED * link.unchanged_s
+    gradients = not frozen and _SAVED_GRADIENTS * link.s > _MARGIN_CODED * link.coded_s
     why = "" if codes or again else f"its link moves {1e-6 / link.s:.0f} MB/s, and it would not be faster"
     return Sends(codes or again, codes, gradients, why)
 
@@ -94,7 +112,7 @@ def _coding_us() -> tuple[int, int]:
     return took_us[-2], took_us[-1]
 
 
-def _free_nbytes() -> int:
+def _host_free_nbytes() -> int:
     """Bytes of the host's memory that can be taken; 0 where the kernel doesn't say."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
