@@ -73,6 +73,15 @@ def seconds_of(data, row, label=""):
     return sum(bar[3] - bar[2] for bar in data["bars"] if bar[0] == number and bar[1].startswith(label))
 
 
+def while_late_s(data):
+    """How long rank 0 waited while rank 1 was in what made it late."""
+    rows = [name for name, _ in data["rows"]]
+    late = ("rank 1 compute", "data (shuffled)")
+    held = next(bar for bar in data["bars"] if (rows[bar[0]], bar[1]) == late)
+    waits = [bar for bar in data["bars"] if rows[bar[0]] == "rank 0 wait"]
+    return sum(max(0.0, min(bar[3], held[3]) - max(bar[2], held[2])) for bar in waits)
+
+
 def test_what_waited_for_a_late_rank_is_told_apart_from_what_waited_for_the_link(folder):
     data = data_of(folder / "trace.html")
     waited, late = (next(note for note in data["notes"] if note.startswith(f"rank {r}: ")) for r in (0, 1))
@@ -85,8 +94,8 @@ def test_what_waited_for_a_late_rank_is_told_apart_from_what_waited_for_the_link
             waited,
         ).groups(),
     )
-    assert for_late == pytest.approx(100 * LATE_S / end, abs=5)
-    assert for_late + link + own <= exposed + 0.2 and link < 10
+    assert for_late == pytest.approx(100 * while_late_s(data) / end, abs=2)
+    assert for_late + link + own <= exposed + 0.2 and link < for_late
     assert re.match(r"rank 1: compute .*, data [\d.]+%", late) and "% for rank 0: data" not in late
 
 
@@ -101,11 +110,13 @@ def test_exposed_communication_is_shaded_where_a_rank_waits_and_an_arrow_leads_t
     }
     assert {rows[last] for _, last, *_ in data["shades"]} == {"rank 0 wait", "rank 1 wait"}
     waits_s = seconds_of(data, "rank 0 wait")
-    assert LATE_S < waits_s <= shaded[0] < waits_s + 0.2
-    assert shaded[1] < LATE_S  # it was late, and waited little
+    late_s = while_late_s(data)
+    assert LATE_S / 2 < late_s < waits_s <= shaded[0]
+    assert shaded[1] < shaded[0]  # it was late, and waited less
     (label, row, start, to_row, came_s), *_ = sorted(data["arrows"], key=lambda each: -seconds_told(each[0]))
-    assert (rows[row], rows[to_row]) == ("rank 0 wait", "rank 1 compute") and seconds_told(label) > LATE_S
-    assert came_s <= start and start - came_s < 0.1  # from the end of the wait to when the late rank came
+    assert (rows[row], rows[to_row]) == ("rank 0 wait", "rank 1 compute")
+    assert late_s <= seconds_told(label) + 1e-5 and seconds_told(label) <= waits_s
+    assert came_s <= start  # from the end of the wait to when the late rank came
     assert all(seconds_told(each[0]) > 0.004 * LATE_S for each in data["arrows"])
 
 

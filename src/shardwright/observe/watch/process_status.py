@@ -138,6 +138,7 @@ class ProcessStatus:
                 name, caller = foreign_call(frame)
                 call = (id(caller), getattr(caller, "f_lasti", 0))
                 stands = (process_state.thread, id(frame), getattr(frame, "f_lasti", 0))
+            del frame, caller  # while they are held, what the functions' variables hold isn't freed
         if (name, call) != self._foreign[:2]:
             self._foreign = (name, call, now)
             self._call = InFlight("", 0, name, now) if name else None
