@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from shardwright.observe.ledger import lateness
-from shardwright.observe.ledger.lateness import STEPS, Late, Lateness, Looks, Waits, history, judged
+from shardwright.observe.ledger.lateness import STEPS, Late, Lateness, Looks, WaitChange, history, judged
 from shardwright.transport.launches import process_state
 from shardwright.transport.recorder import WAIT
 from tests.pure import test_ledger
@@ -149,18 +149,18 @@ def test_that_a_rank_is_late_no_more_is_said_and_so_is_that_it_is_late_again(mon
 def test_a_rank_that_did_not_answer_is_no_reason_to_say_that_another_one_is_late_no_more():
     late = Late(0.0, 1, "node", 0.2, STEPS, "data", "")
     shares = {0: 0.0, 1: 0.2}
-    looks, lines = Looks().then(1, Waits(True, True, False), late, shares)
+    looks, lines = Looks().then(1, WaitChange(True, True, False), late, shares)
     assert lines == [late.text()]
-    looks, lines = looks.then(2, Waits(True, False, False), None, {})
+    looks, lines = looks.then(2, WaitChange(True, False, False), None, {})
     assert not lines and looks.told
-    looks, lines = looks.then(4, Waits(False, False, True), None, {0: 0.0, 1: 0.01})
+    looks, lines = looks.then(4, WaitChange(False, False, True), None, {0: 0.0, 1: 0.01})
     assert lines == ["rank 1 on node no longer costs the others much: data has ended"] and not looks.told
 
 
 def test_a_look_that_a_ring_was_missing_from_is_done_again_after_20_steps():
     before = Looks(window=10, pause=64)
-    assert before.then(12, Waits(True, True, False), None, {})[0].pause == 1
-    assert before.then(74, Waits(True, False, False), None, {})[0].pause == 64
+    assert before.then(12, WaitChange(True, True, False), None, {})[0].pause == 1
+    assert before.then(74, WaitChange(True, False, False), None, {})[0].pause == 64
 
 
 def found_in(seed, world, late_ms, cause):

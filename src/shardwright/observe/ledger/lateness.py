@@ -47,7 +47,7 @@ _FALLEN = 4  # windows with fewer waits, until a rise to what they were is one
 _LOOKS_AFTER = 2  # waits have ended: the first of the 20 steps then may still be slow
 
 
-class Waits(NamedTuple):
+class WaitChange(NamedTuple):
     """Of a rank in 20 steps. much: it waits for more than 5% of its time. risen: by more than that since it
     last rose. ended: it waited much, and does hardly now."""
 
@@ -65,7 +65,7 @@ class Lateness:
         self._last = deque[float](maxlen=_FALLEN)
         self._looks_after = 0
 
-    def waits(self) -> Waits | None:
+    def waits(self) -> WaitChange | None:
         """Once for each 20 steps, the same ones on all ranks. None where it has been asked already."""
         if self.window <= self._window:
             return None
@@ -84,7 +84,7 @@ class Lateness:
             self._known_s = waited_s
         ended = self._looks_after > 0 and waited_s < _OVER * step_s
         self._looks_after = _LOOKS_AFTER if much else self._looks_after - ended
-        return Waits(much, risen, ended)
+        return WaitChange(much, risen, ended)
 
     @property
     def window(self) -> int:
@@ -129,7 +129,7 @@ class Late(NamedTuple):
         )
 
 
-class Told(NamedTuple):
+class NamedLate(NamedTuple):
     """That the log has named a rank, with a cause and the share of the others' time that it cost then."""
 
     rank: int
@@ -147,17 +147,17 @@ class Looks(NamedTuple):
 
     window: int = 0
     pause: int = 1
-    told: tuple[Told, ...] = ()
+    told: tuple[NamedLate, ...] = ()
     latest: tuple[int, str] | None = None
 
-    def is_due(self, window: int, waits: Waits) -> bool:
+    def is_due(self, window: int, waits: WaitChange) -> bool:
         """Whether a rank is to look."""
         if waits.risen or (waits.ended and self.told):
             return True
         return (waits.much or bool(self.told)) and window >= self.window + self.pause
 
     def then(
-        self, window: int, waits: Waits, found: Late | None, shares: Mapping[int, float]
+        self, window: int, waits: WaitChange, found: Late | None, shares: Mapping[int, float]
     ) -> tuple["Looks", list[str]]:
         """After another look, for which these ``waits`` were the reason, and the new lines for the log.
 
@@ -179,7 +179,7 @@ class Looks(NamedTuple):
             again = known is None
             if known is None or found.share > max(_GROWN * known.share, known.share + SHARE):
                 told = [each for each in told if each is not known]
-                told.append(Told(found.rank, found.host, found.cause, found.share))
+                told.append(NamedLate(found.rank, found.host, found.cause, found.share))
                 lines.append(found.text())
         latest = None if found is None else (found.rank, found.cause)
         pause = 1 if again else min(2 * self.pause, _MOST_STEPS // STEPS)
@@ -200,7 +200,7 @@ class Looks(NamedTuple):
         if not text:
             return Looks()
         window, pause, told, latest = json.loads(text)
-        return Looks(window, pause, tuple(Told(*each) for each in told), latest and tuple(latest))
+        return Looks(window, pause, tuple(NamedLate(*each) for each in told), latest and tuple(latest))
 
 
 def judged(rings: Sequence[Ring], world: int) -> tuple[Late | None, dict[int, float]]:

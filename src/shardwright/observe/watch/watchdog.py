@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 
 from torch.distributed import DistError
 
-from shardwright.observe.ledger.lateness import STEPS, Lateness, Looks, Waits, judged
+from shardwright.observe.ledger.lateness import STEPS, Lateness, Looks, WaitChange, judged
 from shardwright.observe.steps.recording import ring
 from shardwright.observe.steps.rings import Ring
 from shardwright.observe.watch.backoff import Backoff
@@ -170,7 +170,7 @@ class Watch:
         if line:
             logger.warning("rank %d: %s: %s", self.rank, diagnosis.fault, line)
 
-    def _look_for_late(self, waits: Waits) -> None:
+    def _look_for_late(self, waits: WaitChange) -> None:
         """Say which rank costs the others much, if one does, and which no longer does; unless others look, or
         there is no reason to."""
         window, looks = self._lateness.window, Looks.from_json(self.exchange.looks())
