@@ -137,6 +137,14 @@ def test_a_trace_is_what_the_published_format_says(folder):
     assert kinds["s"] and kinds["C"]
 
 
+def test_a_trace_calls_waits_by_the_words_of_the_page(folder):
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    waits = {event["name"] for event in events if event.get("cat") == "wait"}
+    assert "waits in an agreement of ranks" in waits
+    assert any(re.fullmatch(r"waits in all-gather .*blocks\.1.*", name) for name in waits)
+    assert not [event["name"] for event in events if "agree on" in event["name"]]
+
+
 def test_a_picture_is_one(folder):
     assert (folder / "trace.png").read_bytes().startswith(b"\x89PNG")
 
