@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from shardwright.engine.costs import exposed_s
 from shardwright.schedule.layout import equal_spans
 from shardwright.transport import device_times
 from shardwright.transport.base import Segment
@@ -37,6 +38,7 @@ class Ran:
         self.world = World(2, seed)
         self.written = [[], []]
         self.made = [[], []]
+        self.exposed = [0.0, 0.0]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(device_times, "clock", lambda: self.world.now_s)
             patch.setattr(device_times, "recorder", SimpleNamespace(write=self.write))
@@ -64,6 +66,7 @@ class Ran:
                 if self.asks:
                     streams.times.read()
                 self.made[rank].append(streams.times.num_made)
+            self.exposed[rank] = exposed_s([comm, comm])
         self.waits = device.waits
 
 
@@ -131,6 +134,16 @@ def test_times_of_a_device_that_is_always_behind_its_host_are_right_to_what_lies
     assert len(written) > 100
     for _, _, number, start, _ in written:
         assert start == pytest.approx(number * between_s + behind_s, abs=between_s)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_exposed_seconds_are_those_from_each_stall_to_the_end_of_its_collective(seed):
+    ran = Ran(seed)
+    for rank, written in enumerate(ran.written):
+        ended = {record[2]: record[4] for record in written if record[0] == DEVICE}
+        stalled = {record[2]: record[3] for record in written if record[0] == STALL}
+        waited = [max(0.0, ended[number] - at) for number, at in stalled.items()]
+        assert ran.exposed[rank] == pytest.approx(sum(waited)) and any(waited)
 
 
 @pytest.mark.parametrize("kind", ["plain", "hybrid"])

@@ -9,6 +9,8 @@ import torch
 from bench import model as bench_model
 from shardwright.errors import InputError
 from shardwright.observe.steps.drawing import Bar, Drawing, Level, figure_of
+from shardwright.observe.steps.rings import Record, RecordedStep, Ring
+from shardwright.observe.steps.step_page import draw
 from shardwright.plan import Choice, estimate
 from shardwright.plan.cluster import DEVICES, Cluster
 from tests.browser import needs_chromium, opened
@@ -68,6 +70,28 @@ def test_a_picture_shows_all_of_its_text_and_bars_have_most_of_its_width():
         box = each.get_window_extent()
         assert box.x0 >= 0 and box.x1 <= whole.width and box.y1 <= whole.height, each
     assert min(each.get_window_extent().y0 for each in figure.texts) > max(each.y1 for each in axes)
+
+
+def test_the_runtimes_own_time_is_drawn_with_what_it_did_and_without_the_waits_inside():
+    def record(kind, action, start, end, groups=("blocks.1",)):
+        return Record(kind, action, groups, 1, "forward", 0, start, start, end, "all", 1)
+
+    records = [
+        record("runtime", "F+", 1.0, 4.0),
+        record("action", "unshard", 1.0, 1.5),
+        record("action", "wait", 1.5, 3.5),
+        record("wait", "all-gather", 2.0, 3.5),
+        record("compute", "", 4.0, 6.0),
+        record("runtime", "F-", 6.0, 7.0),
+    ]
+    ring = Ring(0, 1, "node0", {}, [RecordedStep(1, 1.0, 7.0)], records, [])
+    bars = [bar for bar in draw([ring]).bars if bar.kind == "own schedule"]
+    first = "own schedule: unshard of blocks.1, wait of blocks.1"
+    assert [bar[:4] for bar in bars] == [
+        ("rank 0 compute", first, 1.0, 2.0),
+        ("rank 0 compute", first, 3.5, 4.0),
+        ("rank 0 compute", "own schedule", 6.0, 7.0),
+    ]
 
 
 def test_another_ending_is_an_error_and_writes_nothing(tmp_path):

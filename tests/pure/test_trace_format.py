@@ -2,6 +2,8 @@
 
 import pytest
 
+from shardwright.observe.steps.rings import Record, RecordedStep, Ring
+from shardwright.observe.steps.trace_events import trace_events
 from tests import trace_format
 
 X = {"ph": "X", "name": "a", "cat": "c", "ts": 0.0, "dur": 10.0, "pid": 0, "tid": 1}
@@ -33,3 +35,15 @@ def test_events_inside_of_each_other_and_pairs_are_read_by_kind():
 def test_what_the_format_does_not_allow_is_refused(events, why):
     with pytest.raises(ValueError, match=why):
         trace_format.read(trace(*events))
+
+
+def test_a_trace_calls_waits_by_the_words_of_the_page():
+    records = [
+        Record("wait", "words", (), 1, "forward", 0, 0.0, 0.0, 1.0, "all", 1, "agree on 14 words (1)"),
+        Record(
+            "wait", "all-gather", ("a", "b"), 1, "forward", 8, 1.0, 1.0, 2.0, "all", 2, "all-gather a (2)"
+        ),
+    ]
+    ring = Ring(0, 2, "node0", {}, [RecordedStep(1, 0.0, 2.0)], records, [])
+    names = [event["name"] for event in trace_format.read(trace_events([ring]))["X"]]
+    assert names == ["waits in an agreement of ranks", "waits in all-gather a, b"]

@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -64,6 +66,7 @@ def test_a_page_names_the_late_rank_and_what_it_did(folder):
     labels = {bar[1] for bar in data["bars"]}
     assert {"forward of blocks.1", "backward of blocks.1", "optimizer"} <= labels
     assert any(re.match(r"all-gather .*blocks\.1.* \(\d.* KiB\)", label) for label in labels)
+    assert any(re.match(r"own schedule: .*unshard of .*blocks\.1", label) for label in labels)
     assert "planned: 50.0 ms" in data["notes"]
     assert data["categories"][0][0] == "unsharded"
 
@@ -194,6 +197,31 @@ def test_the_ranks_of_a_running_job_are_asked_through_its_store(tmp_path):
     run_ranks(2, live, str(tmp_path / "page"))
     rows = [row for row, _ in data_of(tmp_path / "page" / "trace.html")["rows"]]
     assert "rank 0 wait" in rows and "rank 1 wait" in rows
+
+
+ENDS_WHEN_ASKED = """
+import os, sys, time
+from torch.distributed import TCPStore
+from shardwright.observe.watch.status_exchange import open_exchange
+
+store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+exchange = open_exchange(store, 2, "attempt")
+print(store.port, flush=True)
+while not exchange.latest():
+    time.sleep(0.01)
+os._exit(0)
+"""
+
+
+def test_a_job_that_ends_while_it_is_asked_is_said_in_one_line_with_the_remedy(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", ENDS_WHEN_ASKED], stdout=subprocess.PIPE, text=True) as job:
+        address = f"127.0.0.1:{job.stdout.readline().strip()}"
+        command = [sys.executable, "-m", "shardwright", "trace", address, "--out", str(tmp_path / "page")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"shardwright: the job at {address} has ended while it was asked")
+    assert "give the run's folder" in line and not list(tmp_path.iterdir())
 
 
 def test_a_folder_without_a_run_is_refused_and_nothing_written(tmp_path, capsys):

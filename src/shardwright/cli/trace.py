@@ -68,15 +68,28 @@ def _rings(job: str, steps: int) -> list[Ring]:
     if folder.is_dir() and not (folder / JOB_FILE).exists():
         return load(left if left.is_dir() else folder)
     try:
-        exchange = exchange_at(store_of(job))
-    except ShardwrightError:  # it was killed: nobody has said that it ended
+        asked = _asked(job, steps)
+    except ShardwrightError:  # it was killed, and nobody has said that it ended; or it ended meanwhile
         if left.is_dir():
             return load(left)
         raise
-    found = [Ring.from_bytes(data) for data in exchange.rings(max(1, steps), _ANSWER_S)]
+    found = [Ring.from_bytes(data) for data in asked]
     if not found:
         raise CommError(
             f"no rank of the job at {job} has answered within {_ANSWER_S:g} s: its processes are held up, or "
             "run another version of Shardwright"
         )
     return found
+
+
+def _asked(job: str, steps: int) -> list[bytes]:
+    """What the ranks of a running job answer."""
+    exchange = exchange_at(store_of(job))
+    try:
+        return exchange.rings(max(1, steps), _ANSWER_S)
+    except RuntimeError as error:  # the store is gone, and with it the process that held it
+        raise CommError(
+            f"the job at {job} has ended while it was asked for its last steps. If it was a run of "
+            "`shardwright train`, give the run's folder, where its ranks have left them; else call "
+            "model.trace().save(folder) before it ends"
+        ) from error

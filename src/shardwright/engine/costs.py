@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,8 @@ from shardwright.engine.group_table import GroupTable
 from shardwright.policy import SchedulePolicy
 from shardwright.schedule.planner import plan
 from shardwright.schedule.schedule import ActionKind, Event, EventKind, Phase, Schedule, ScheduleEntry
+from shardwright.transport.base import Comm
+from shardwright.transport.device_times import DeviceTimes
 from shardwright.transport.streams import wait_for_device
 
 
@@ -29,8 +31,8 @@ class Stats:
         unsharded_nbytes: bytes that the buffers of unsharded parameters hold now.
         peak_unsharded_nbytes: the peak of ``unsharded_nbytes`` since the start, in bytes.
         sent_nbytes: bytes that this rank has sent since the start.
-        exposed_s: seconds that the host was blocked in waits since the start; None on CUDA, where a stream
-            waits instead of the host.
+        exposed_s: seconds that the host was blocked in waits since the start; on an accelerator, that its
+            compute stream was, as far as its events have been read. None where nothing counts it.
     """
 
     num_groups: int
@@ -49,7 +51,6 @@ def stats(executor: Executor) -> Stats:
     executor.memory.count(table.groups)  # a setter may have dropped shards over a smaller world
     params = [param for group in table.groups for param in group.params]
     logical = [each for group in table.groups for each in _logical(group)]
-    exposed = [comm.exposed_s for comm in table.comms()]
     return Stats(
         num_groups=len(table.groups),
         param_numel=sum(math.prod(shape) for shape, _ in logical),
@@ -58,8 +59,25 @@ def stats(executor: Executor) -> Stats:
         unsharded_nbytes=executor.memory.now_nbytes,
         peak_unsharded_nbytes=executor.memory.peak_nbytes,
         sent_nbytes=sum(comm.sent_nbytes + comm.coded_nbytes for comm in table.comms()),
-        exposed_s=None if None in exposed else sum(value for value in exposed if value is not None),
+        exposed_s=exposed_s(table.comms()),
     )
+
+
+def exposed_s(comms: Sequence[Comm]) -> float | None:
+    """Seconds that were waited for the collectives of these transports; None where one of them doesn't know.
+    Over a device its events say it, as far as they have been passed by now."""
+    found, timed = 0.0, dict[int, DeviceTimes]()  # transports may share their streams
+    for comm in comms:
+        times = None if comm.streams is None or comm.world == 1 else comm.streams.times
+        if comm.exposed_s is not None:
+            found += comm.exposed_s
+        elif times is not None:
+            timed[id(times)] = times
+        else:
+            return None
+    for times in timed.values():
+        times.read()
+    return found + sum(times.exposed_s for times in timed.values())
 
 
 def _logical(group: ParamGroup) -> list[tuple[tuple[int, ...], torch.dtype]]:

@@ -65,7 +65,7 @@ def build_step(recipe: Recipe, model: Transformer) -> TrainStep:
 class CompiledEngine:
     """See ``Engine``. ``batches`` are those of this process's devices, in order."""
 
-    exposed_s = 0.0  # collectives run inside the program
+    exposed_s = None  # collectives run inside the program
 
     def __init__(
         self, recipe: Recipe, place: DevicePlace, batches: Sequence[TrainBatches], windows: Tensor

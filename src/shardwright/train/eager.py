@@ -170,9 +170,9 @@ class RankEngine(ABC):
         """See ``Engine``."""
 
     @property
-    def exposed_s(self) -> float:
-        """See ``Engine``; on CUDA a stream waits, not the host."""
-        return stats(self.model).exposed_s or 0.0
+    def exposed_s(self) -> float | None:
+        """See ``Engine``."""
+        return stats(self.model).exposed_s
 
     def step(self, number: int, position: int) -> Reading:
         """See ``Engine``."""

@@ -63,8 +63,8 @@ class TrainingProcess(Protocol):
 class Sizes:
     """What a run's summary says of the sharded model, the largest rank's: None where nothing counts it.
 
-    communication_s: seconds that the collectives of one step take alone. exposed_s: False where no time that
-    the host waits is known.
+    communication_s: seconds that the collectives of one step take alone. exposed_is_known: whether
+    the time in which they were waited for is.
     """
 
     parameters: int
@@ -82,8 +82,9 @@ class Engine(Protocol):
     def place(self) -> TrainingProcess: ...
 
     @property
-    def exposed_s(self) -> float:
-        """Seconds so far that the host has waited for collectives; 0 where it never does."""
+    def exposed_s(self) -> float | None:
+        """Seconds so far that the host, or the device's compute stream, has waited for collectives; None
+        where nothing counts it."""
         ...
 
     @property

@@ -76,7 +76,7 @@ class StepReport:
     time: seconds since 1970. loss: nats per byte, or token, the mean over ranks; grad_norm: before clipping.
     tokens: that all ranks have seen since the run began. Since the last report: tokens_per_s of all ranks;
     mfu (``train.flops``); and of this rank, by step, data_s: seconds in which it got its batches ready, and
-    exposed_s: in which its host waited for collectives (None on accelerators, where a stream waits).
+    exposed_s: in which its host, or its device's compute stream, waited for collectives (None: not known).
     Of the largest rank: host_nbytes, which its process has now, and device_nbytes, which its tensors took
     there at most. figures: what the objective has besides its loss, by key.
     """
@@ -190,7 +190,7 @@ class Loop:
     def _step(self) -> StepReport | None:
         """One optimizer step; a report when one is due."""
         training, progress = self.recipe.training, self.progress
-        started, exposed_s = time.perf_counter(), self.engine.exposed_s
+        started, exposed_s = time.perf_counter(), self.engine.exposed_s or 0.0
         step = progress.step + 1
         reading = self.engine.step(step, progress.position)
         windows = self.engine.place.world * training.batch_size * training.accumulation
@@ -201,7 +201,7 @@ class Loop:
         loss, grad_norm, figures = reading() if due else (0.0, 0.0, {})
         progress.step_s.append(time.perf_counter() - started)  # after the reading, which waits for the device
         progress.trained_s += progress.step_s[-1]
-        progress.exposed_s.append(self.engine.exposed_s - exposed_s)
+        progress.exposed_s.append((self.engine.exposed_s or 0.0) - exposed_s)
         if not due:
             return None
         return self._report(loss, grad_norm, figures)
@@ -209,14 +209,12 @@ class Loop:
     def _report(self, loss: float, grad_norm: float, figures: dict[str, float]) -> StepReport:
         """The row of the step that was made."""
         recipe, progress, engine = self.recipe, self.progress, self.engine
-        now = _Clock(
-            len(progress.step_s), progress.tokens, progress.trained_s, engine.data_s, engine.exposed_s
-        )
+        exposed_s, steps = engine.exposed_s, len(progress.step_s)
+        now = _Clock(steps, progress.tokens, progress.trained_s, engine.data_s, exposed_s or 0.0)
         last, self._since_report = self._since_report, now
         steps = now.steps - last.steps
         speed = (now.tokens - last.tokens) / (now.trained_s - last.trained_s)
         could = None if self._peak_flops is None else self._peak_flops * engine.place.world
-        on_host = engine.place.device_type == "cpu"
         accelerator = torch.accelerator.current_accelerator()
         # Beside XLA torch has an accelerator, too: torchax's, which counts no memory.
         counts = accelerator is not None and accelerator.type == engine.place.device_type
@@ -232,7 +230,7 @@ class Loop:
             tokens_per_s=speed,
             mfu=None if could is None else speed * engine.flops_per_token / could,
             data_s=(now.data_s - last.data_s) / steps,
-            exposed_s=(now.exposed_s - last.exposed_s) / steps if on_host else None,
+            exposed_s=None if exposed_s is None else (now.exposed_s - last.exposed_s) / steps,
             host_nbytes=int(host_nbytes),
             device_nbytes=int(device_nbytes) or None,
             figures=figures,

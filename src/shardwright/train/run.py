@@ -9,7 +9,7 @@ largest rank's), expected_peak_nbytes and peak_nbytes (what a rank was expected 
 ``train.expected``, and what the largest one did, ``Engine.peak_nbytes``), tokens_per_s (all ranks, evaluation
 and saving left out), communication_s (of one step, alone), exposed_s (of the median step: spent waiting for
 it, or for a slower rank), communication_hidden_share (1 - exposed_s / communication_s, within 0 and 1; null
-on one rank, and on CUDA, where no host waits; ranks of one host copy each other's parts themselves, so there
+on one rank, and where nothing counts it; ranks of one host copy each other's parts themselves, so there
 it is near 0 and small all the same), communication_share_of_step (exposed_s over the median step),
 heldout_loss and unigram_entropy (nats per unit: "byte", "token" or "pair"; the
 entropy per token then), corpus_sha256, trained_s, sample.
@@ -289,12 +289,12 @@ def _finish(folder: RunFolder, job: Job, loop: Loop, shown: tuple[Screen, int | 
 
 def _beside_the_plan(loop: Loop, progress: Progress) -> dict[str, float | None] | None:
     """Seconds of a step that the plan has, and what was measured on this rank: the median after the first two
-    steps, which plan and warm up; what was exposed only where the host is what waits. None without a plan, or
+    steps, which plan and warm up; what was exposed only where that is counted. None without a plan, or
     where no other step was made."""
     path, step_s = loop.recipe.training.plan, progress.step_s[WARM_UP_STEPS:]
     if not path or not step_s:
         return None
-    plan, waits = Plan.load(path), loop.engine.place.device_type == "cpu"
+    plan, waits = Plan.load(path), loop.engine.exposed_s is not None
     return {
         "step_s": plan.step_s,
         "exposed_s": plan.exposed_s,

@@ -32,10 +32,12 @@ class DeviceTimes:
     """The events of the streams of one transport. Its methods are called where collectives are.
 
     make_event: makes an event that takes times, and is recorded on the stream that is current.
+    exposed_s: seconds in which compute streams waited for collectives, of those that have been read.
     """
 
     def __init__(self, make_event: Callable[[], Any], stream: Any) -> None:
-        self.num_made = 0
+        self.num_made, self.exposed_s = 0, 0.0
+        self._ends_s: dict[tuple[str, int], float] = {}  # of collectives that no stream has waited for yet
         self._make_event, self._stream = make_event, stream
         self._free: list[Any] = []
         self._pending: deque[tuple[int, str, int, float, Any, Any]] = deque()
@@ -104,6 +106,15 @@ class DeviceTimes:
                 self._free.append(ended)
                 times = (end_s,) if begun is None else (start_s, end_s)
                 recorder.write((kind, name, number, *times))
+                self._count(kind, (name, number), end_s)
+
+    def _count(self, kind: int, collective: tuple[str, int], at_s: float) -> None:
+        if kind == STALL:
+            self.exposed_s += max(0.0, self._ends_s.pop(collective, at_s) - at_s)
+            return
+        self._ends_s[collective] = at_s
+        if len(self._ends_s) > MOST:  # the oldest one: it was never waited for
+            del self._ends_s[next(iter(self._ends_s))]
 
 
 _all: "WeakSet[DeviceTimes]" = WeakSet()

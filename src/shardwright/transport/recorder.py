@@ -36,7 +36,7 @@ STEPS = 64
 MOST = 100_000
 """Records of all of them: where steps have more, fewer steps are remembered."""
 CALL, PHASE, ACTION, LAUNCH, WAIT, DONE, SPAN, LINE, DEVICE, STALL, HELD, USE = range(12)
-LOOK_S = 0.004
+LOOK_S = 0.008
 """Seconds, at least, between two looks at what the kernel counts."""
 _COLLECTION_S = 200e-6  # a collection of garbage that takes less isn't worth a record
 

@@ -24,6 +24,7 @@ COLOURS = {
     "reduce": "#d9822b",
     "all-reduce": "#8e5bb5",
     "copies": "#a0614f",
+    "schedule": "#a0614f",
     "host": "#7f7f7f",
     "states": "#4c5b8c",
     "unsharded": "#2a9d5c",

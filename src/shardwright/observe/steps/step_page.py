@@ -1,6 +1,7 @@
 """The page of a step: what every rank did in it, on one clock; as a page, a picture and a trace for Perfetto.
 
-Lanes of each rank: compute (what its training thread does: the model, the loss, the optimizer, data, ...),
+Lanes of each rank: compute (what its training thread does: the model, the loss, the optimizer, data, the
+runtime's copies and launches, ...),
 gather and reduce (collectives, from their launch until what they bring is there) and wait (the thread is
 blocked until others come). On an accelerator compute and wait are those of its compute stream, collectives
 stand where the device ran them, and the training thread has a lane of its own (host). Behind them exposed
@@ -13,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from shardwright.errors import InputError, MissingExtra
-from shardwright.observe.ledger.causes import LINK
+from shardwright.observe.ledger.causes import LINK, SCHEDULE
 from shardwright.observe.ledger.late import LateRank, called, collective, doing, late_ranks
 from shardwright.observe.ledger.ledger import Ledger, booked
 from shardwright.observe.memory import Category
@@ -99,6 +100,7 @@ def draw(
         thread = _threads(ring)[0]
         lanes += [f"{name} {lane}" for lane in dict.fromkeys((thread, "compute", "gather", "reduce", "wait"))]
         bars += [bar for each in ring.records if (bar := _bar(name, thread, each)) is not None]
+        bars += [Bar(f"{name} {thread}", *each, kind=SCHEDULE) for each in _own_schedule(ring)]
         shades += [Shade(f"{name} compute", f"{name} wait", *each) for each in _exposed(ring)]
         notes.append(_shares(ring, ledger))
     found = sorted(late_ranks(rings), key=lambda each: each.wait.start - each.wait.end)
@@ -173,6 +175,26 @@ def _bar(name: str, thread: str, record: Record) -> Bar | None:
         size = f" ({in_words(record.nbytes)})" if record.nbytes else ""
         return Bar(f"{name} {_LANES[record.action]}", f"{collective(record)}{size}", *times)
     return None
+
+
+def _own_schedule(ring: Ring) -> Iterable[tuple[str, float, float]]:
+    """The calls of the runtime, with what they do, less the waits inside: they have a lane of their own."""
+    waits = [each for each in ring.records if each.kind == "wait"]
+    actions = [each for each in ring.records if each.kind == "action"]
+    wait = action = 0
+    for call in (each for each in ring.records if each.kind == "runtime"):
+        did = []
+        while action < len(actions) and actions[action].start < call.end:
+            did += [doing(actions[action])] if actions[action].start >= call.start else []
+            action += 1
+        label, start = f"{SCHEDULE}: {', '.join(dict.fromkeys(did))}" if did else SCHEDULE, call.start
+        while wait < len(waits) and waits[wait].start < call.end:
+            if waits[wait].start > start:
+                yield label, start, waits[wait].start
+            start = max(start, waits[wait].end)
+            wait += 1
+        if call.end > start:
+            yield label, start, call.end
 
 
 def _arrow(late: LateRank, threads: Mapping[int, tuple[str, str]]) -> Arrow:

@@ -9,7 +9,7 @@ microseconds.
 from collections.abc import Sequence
 from typing import Any
 
-from shardwright.observe.ledger.late import called, doing, late_ranks
+from shardwright.observe.ledger.late import called, collective, doing, late_ranks
 from shardwright.observe.steps.recording import VERBS
 from shardwright.observe.steps.rings import Record, Ring
 from shardwright.observe.steps.step_memory import levels
@@ -49,7 +49,7 @@ def _own(rank: int, record: Record) -> list[dict[str, Any]]:
     if record.kind == "background":
         return []
     on_device = record.kind == "device"
-    name = f"waits in {record.note}" if record.kind == "wait" else doing(record)
+    name = f"waits in {collective(record)}" if record.kind == "wait" else doing(record)
     if on_device:
         computes = f"{record.phase} of {called(record.groups)}"
         name = computes if record.action == "compute" else f"waits for {record.note}"

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 
 from torch.distributed import DistError
 
-from shardwright.observe.ledger.lateness import STEPS, Lateness, Looks, late_rank
+from shardwright.observe.ledger.lateness import STEPS, Lateness, Looks, WaitChange, judged
 from shardwright.observe.steps.recording import ring
 from shardwright.observe.steps.rings import Ring
 from shardwright.observe.watch.backoff import Backoff
@@ -128,8 +128,8 @@ class Watch:
             self._deliver(shared)
         elif self._backoff.is_due(self._status.stands_in):
             self._ask()
-        elif (risen := self._lateness.rise()) is not None:
-            self._look_for_late(risen)
+        elif (waits := self._lateness.waits()) is not None:
+            self._look_for_late(waits)
 
     def _answer(self) -> None:
         self._attempt.meet()  # a rank that comes later than this one needs the token
@@ -170,18 +170,20 @@ class Watch:
         if line:
             logger.warning("rank %d: %s: %s", self.rank, diagnosis.fault, line)
 
-    def _look_for_late(self, risen: bool) -> None:
-        """This rank waits: say which rank costs the others much, if one does; unless others look, or it was
-        looked not long ago and the waits have not ``risen`` since."""
+    def _look_for_late(self, waits: WaitChange) -> None:
+        """Say which rank costs the others much, if one does, and which no longer does; unless others look, or
+        there is no reason to."""
         window, looks = self._lateness.window, Looks.from_json(self.exchange.looks())
-        if not looks.is_due(window, risen) or not self.exchange.asks_first(window):
+        if not looks.is_due(window, waits) or not self.exchange.asks_first(window):
             return
         said = self.exchange.rings(STEPS + 1, self.policy.answer_s, self._answer)
-        found = late_rank([Ring.from_bytes(data) for data in said])
-        self.exchange.note_looks(looks.then(window, risen, found).to_json())
+        found, shares = judged([Ring.from_bytes(data) for data in said], self.exchange.world)
+        after, lines = looks.then(window, waits, found, shares)
+        self.exchange.note_looks(after.to_json())
         if found is not None:
             self.exchange.note_late(found._replace(stands=looks.stands(window, found)).to_json())
-            logger.warning("%s", found.text())
+        for line in lines:
+            logger.warning("%s", line)
 
     def _diagnose_alone(self) -> None:
         """Nobody can be asked any more: an error only once this rank needs others, which then won't come."""
