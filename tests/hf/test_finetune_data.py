@@ -20,6 +20,7 @@ from shardwright.finetune.apart import keeps_apart
 from shardwright.finetune.encode import Encoder
 from shardwright.finetune.feed import feed_of
 from shardwright.finetune.formats import chat_of
+from shardwright.finetune.sources import find
 from shardwright.finetune.store import tokenised
 from shardwright.hf import library
 from shardwright.train.config import DataConfig
@@ -89,6 +90,39 @@ def test_the_same_chats_in_every_format_and_source_are_trained_on_alike(place, t
         heldout = losses(tmp_path / "runs" / name, "heldout_loss")
         assert heldout[max(heldout)] < heldout[0]
     assert len(found) == 1
+
+
+def test_a_name_on_the_hub_is_asked_for_its_subset_and_split_alone(monkeypatch, tmp_path):
+    asked = []
+    table = datasets.Dataset.from_list(MESSAGES)
+
+    def load_dataset(*args, **kwargs):
+        asked.append((args, kwargs))
+        return table
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    source = find(DataConfig(path="someone/chats", subset="en", split="train[:10]"))
+    find(DataConfig(path="someone/chats"))
+    whole = {"split": "train"}
+    assert asked == [(("someone/chats", "en"), {"split": "train[:10]"}), (("someone/chats", None), whole)]
+    assert [row for _, row in source.table.rows()] == MESSAGES
+
+
+def test_what_datasets_loads_by_a_name_is_read_and_a_missing_split_is_told(monkeypatch, tmp_path):
+    table = datasets.Dataset.from_list(MESSAGES)
+    (tmp_path / "chats").mkdir()
+    table.to_parquet(tmp_path / "chats" / "train-00000-of-00001.parquet")
+    load = datasets.load_dataset
+    folders = {"cache_dir": str(tmp_path / "cache")}
+
+    def from_the_cache(name, subset, split):
+        return load(str(tmp_path / name.split("/")[1]), subset, split=split, **folders)
+
+    monkeypatch.setattr(datasets, "load_dataset", from_the_cache)
+    source = find(DataConfig(path="someone/chats", split="train"))
+    assert [row for _, row in source.table.rows()] == MESSAGES
+    with pytest.raises(DataError, match=r"someone/chats has no split 'test' .*'train'.*: set data\.split"):
+        find(DataConfig(path="someone/chats", split="test"))
 
 
 def test_data_that_is_not_there_is_told_without_a_network(place, tmp_path):  # noqa: F811

@@ -60,6 +60,20 @@ def test_loss_and_gradients_are_those_of_the_models_logits(kind, caplog):
     assert model(input_ids=inputs).logits.shape == logits.shape  # whoever else calls it gets its logits
 
 
+def test_where_the_cap_of_logits_is_reached_the_loss_is_that_of_the_capped_ones(caplog):
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(CHANGED_AFTERWARDS["gemma2"])
+    with torch.no_grad():  # a tied head that gives each token itself, so the first tokens have almost no loss
+        for name, param in model.named_parameters():
+            param.mul_(100 if "embed_tokens" in name else 0)
+    inputs, targets = batch()
+    logits = copy.deepcopy(model)(input_ids=inputs, use_cache=False).logits.flatten(0, 1)
+    wanted = F.cross_entropy(logits, targets.flatten(), reduction="sum")
+    assert F.cross_entropy(logits[:8], inputs[0, :8], reduction="sum") < 1 and logits.max() > 29
+    assert HeadLoss(model)(inputs, targets).item() == pytest.approx(wanted.item(), rel=1e-6)
+    assert "changes what its head returns" in caplog.text
+
+
 def of_shards(rank, world, kind):
     torch.manual_seed(0)
     config = AT_HEAD[kind]

@@ -121,6 +121,20 @@ def test_a_recipe_of_fine_tuning_holds_what_its_run_expects_to_hold(name, tmp_pa
     assert f"{sum(param.numel() for param in model.parameters()):,} parameters" in capsys.readouterr().out
 
 
+def test_a_base_decoded_per_use_is_expected_to_hold_its_largest_weight_and_no_decoded_group(tmp_path):
+    path, place = tuned(tmp_path, "qlora"), SimpleNamespace(world=8, device_type="cuda")
+    sizes = [("training.sequence_length", "8"), ("training.batch_size", "1")]
+    by_group = expected_peak(resolve(path, sizes).recipe, place)
+    by_layer = expected_peak(resolve(path, [*sizes, ("base.dequantise", "layer")]).recipe, place)
+    assert by_layer.total < by_group.total
+    recipe = resolve(path, [*sizes, ("base.dequantise", "layer")]).recipe
+    work = subject_of(recipe, Choice()).workload
+    params = dict(adapted_model(recipe).named_parameters())
+    largest = max(params[name].numel() for name in encoded_names(adapted_model(recipe)))
+    assert max(group.per_use for group in work.groups) == largest
+    assert all(group.decoded(4) == 0 for group in work.groups)
+
+
 def test_a_search_keeps_the_encoding_of_a_recipe(tmp_path, capsys):
     path, out = tuned(tmp_path, "qlora"), tmp_path / "plan.toml"
     on = ("--device", "H100", "--ranks", "8", "--batch", "1", "--sequence", "32")

@@ -1,8 +1,11 @@
 """The loss over head and vocabulary in chunks, beside the plain one."""
 
+import json
+
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
 
 from shardwright import linear_cross_entropy
 from shardwright.errors import InputError, StageError
@@ -37,7 +40,9 @@ def off(ours, theirs):
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize(("dtype", "rel"), [(torch.float32, 1e-6), (torch.bfloat16, 5e-3)])
+@pytest.mark.parametrize(
+    ("dtype", "rel"), [(torch.float32, 1e-6), (torch.bfloat16, 5e-3), (torch.float16, 1e-3)]
+)
 def test_loss_and_gradients_are_those_of_all_logits_at_once(dtype, rel, bias):
     hidden, weight, own, targets = made(dtype=dtype, bias=bias)
     theirs, ours = plain(hidden, weight, own, targets), linear_cross_entropy(hidden, weight, targets, own)
@@ -67,6 +72,41 @@ def test_there_are_never_more_logits_than_a_32nd_of_all(monkeypatch):
     linear_cross_entropy(hidden, weight, targets)
     assert sum(each.numel() for each in seen) == 640 * 500
     assert max(each.numel() for each in seen) * 32 <= 640 * 500
+
+
+def peak_nbytes(run, path):
+    """Most bytes that torch's allocator had given out at once, of those asked for in ``run``: what is
+    temporary within an operation is seen, too."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        run()
+    seen.export_chrome_trace(str(path))
+    events = [event for event in json.loads(path.read_text())["traceEvents"] if event["name"] == "[memory]"]
+    held, most = 0, 0
+    for event in sorted(events, key=lambda event: event["ts"]):
+        held += event["args"]["Bytes"]
+        most = max(most, held)
+    return most
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_beside_the_gradient_of_the_weight_its_peak_is_at_most_a_15th_of_the_plain_ones(
+    dtype, trained, tmp_path
+):
+    llama_3_by_32 = {"rows": 256, "width": 128, "words": 4008}
+    hidden, weight, _, targets = made(**llama_3_by_32, dtype=dtype, bias=False)
+    weight.requires_grad_(trained)
+    theirs = peak_nbytes(lambda: plain(hidden, weight, None, targets).backward(), tmp_path / "theirs.json")
+    hidden.grad = weight.grad = None
+    ours = peak_nbytes(
+        lambda: linear_cross_entropy(hidden, weight, targets).backward(), tmp_path / "ours.json"
+    )
+    own = weight.nbytes if trained else 0
+    assert theirs >= 3 * 4 * 256 * 4008  # the logits' softmax and two gradients, so the count sees them
+    assert 15 * (ours - own) <= theirs
+    assert ours - own >= hidden.nbytes
+    if not trained or dtype == torch.bfloat16:
+        assert 8 * ours <= theirs
 
 
 def test_rows_without_a_target_learn_nothing():

@@ -4,6 +4,7 @@ import copy
 import importlib.util
 import pickle
 import time
+import weakref
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 from shardwright import bnb, nf4, quantize_
 from shardwright.errors import InputError
 from shardwright.params.quantized import module as encoded
-from shardwright.params.quantized.codec import INT8, NF4, NF4_DOUBLE
+from shardwright.params.quantized.codec import INT8, NF4, NF4_DOUBLE, Encoding
 
 CODECS = pytest.mark.parametrize("codec", [NF4, NF4_DOUBLE, INT8], ids=lambda codec: codec.name)
 
@@ -201,6 +202,23 @@ def test_the_backward_keeps_no_decoded_weight(monkeypatch):
     model(torch.randn(2, 512, requires_grad=True)).sum().backward()
     assert sum(not isinstance(each, torch.Tensor) for each in kept) == 2  # both weights, as handles
     assert not any(isinstance(each, torch.Tensor) for each in kept)  # frozen: no input is needed
+
+
+def test_once_a_forward_has_ended_its_decoded_weights_are_freed(monkeypatch):
+    model = model_of(512)
+    quantize_(model, dequantise="layer")
+    weights, original = [], Encoding.decode
+
+    def decode(*args, **kwargs):
+        weight = original(*args, **kwargs)
+        weights.append(weakref.ref(weight.untyped_storage()))
+        return weight
+
+    monkeypatch.setattr(Encoding, "decode", decode)
+    loss = model(torch.randn(2, 512, requires_grad=True)).sum()
+    assert [weight() for weight in weights] == [None, None]
+    loss.backward()
+    assert [weight() for weight in weights] == [None] * 4  # each was decoded again
 
 
 def test_a_plain_state_dict_is_quantised_as_it_is_loaded():

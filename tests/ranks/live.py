@@ -59,6 +59,17 @@ class LiveStorages(TorchDispatchMode):
         return sum(storage.nbytes() for storage in alive)
 
 
+class PeakStorages(LiveStorages):
+    """most_nbytes: the most that lived after any operation while it was entered."""
+
+    most_nbytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = super().__torch_dispatch__(function, types, args, kwargs)
+        self.most_nbytes = max(self.most_nbytes, self.nbytes)
+        return out
+
+
 @contextmanager
 def counted_at_events(without):
     """Fills the list that it gives: at each event its name and the live bytes before what is done there, and

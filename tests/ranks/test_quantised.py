@@ -21,6 +21,7 @@ from shardwright import (
     stream_state_dict,
 )
 from shardwright.errors import InputError, StageError
+from tests.ranks.live import PeakStorages, storages_here
 from tests.ranks.models import full, train_on_parts
 from tests.ranks.pool import run_ranks
 from tests.ranks.quantised import COLS, QUANTISED, ROWS, build, shard
@@ -167,6 +168,27 @@ def test_decoding_per_use_holds_codes_only_and_nothing_is_left_after_reshard():
     for peak, at_use, dense, codes in run_ranks(2, held, "group"):
         assert dense <= at_use
         assert at_use + codes <= peak  # both are there while it decodes
+
+
+def most(rank, world, dequantise):
+    """Bytes of a third step beside what is at rest, at most, and those of one layer's decoded weights."""
+    others = storages_here()
+    model = shard(build("nf4", dequantise, layers=6))
+    x = torch.randn(2, COLS)
+    for _ in range(2):
+        model(x).sum().backward()
+    with PeakStorages(others) as live:
+        before = live.nbytes
+        model(x).sum().backward()
+    return live.most_nbytes - before, 4 * (2 * ROWS * COLS + 3 * COLS * COLS)
+
+
+def test_a_step_that_decodes_per_use_holds_fewer_bytes_than_one_that_decodes_by_group():
+    for (by_layer, dense), (by_group, _) in zip(
+        run_ranks(2, most, "layer"), run_ranks(2, most, "group"), strict=True
+    ):
+        assert by_layer < by_group
+        assert dense < by_group  # so the count sees decoded weights
 
 
 def states(rank, world):

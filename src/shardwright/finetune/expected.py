@@ -28,8 +28,8 @@ class _ChangedLogits(Exception):
 
 
 def expected_peak(recipe: Recipe, place: TrainingProcess) -> HeldBytes:
-    """See ``train.expected.peak_of``. Decoding each weight where it is read (``base.dequantise = "layer"``)
-    takes less. Raises: InputError where the model can't be traced; and as ``hf.load``."""
+    """See ``train.expected.peak_of``. Raises: InputError where the model can't be traced; and as
+    ``hf.load``."""
     model, choice = adapted_model(recipe), Choice(mp_policy=precision_of(recipe))
     work = _traced(recipe, model, choice)
     if recipe.base.quantise != "none":
@@ -100,5 +100,7 @@ def _encoded(recipe: Recipe, model: nn.Module, choice: Choice, work: Workload) -
     for group, size in zip(chosen_groups(model, choice), work.groups, strict=True):
         params = [model.get_parameter(name) for name in group.parameters if name in names]
         nbytes = sum(part.nbytes for param in params for part in codec.encode(param.detach()))
-        groups.append(size._replace(coded=(sum(param.numel() for param in params), nbytes)))
+        numels = [param.numel() for param in params]
+        per_use = max(numels, default=0) if recipe.base.dequantise == "layer" else 0
+        groups.append(size._replace(coded=(sum(numels), nbytes), per_use=per_use))
     return replace(work, groups=tuple(groups))

@@ -81,11 +81,11 @@ def on_the_hub(name: str, subset: str, split: str) -> Table:
     Raises: DataError where there is no network, and it wasn't kept; or no such data set, subset or split.
     """
     try:
-        return _of_split(datasets.load_dataset(name, subset or None), name, split)
-    except DataError:
-        raise
+        return Table(datasets.load_dataset(name, subset or None, split=split))
     except Exception as error:  # of the network, of the Hub, of its files: many classes
         text = " ".join(str(error).split())
+        if isinstance(error, ValueError) and "Unknown split" in text:
+            raise DataError(f"{name} has no split {split!r} ({text:.300}): set data.split") from None
         raise DataError(
             f"data.path = {name!r}: no such file or folder, and the Hugging Face Hub gives no data set of "
             f"this name ({type(error).__name__}: {text:.300}); correct the path, or download the data set "

@@ -41,6 +41,7 @@ def merged(workload: Workload, parts: Sequence[Collection[int]]) -> Workload:
             part_of=_part_of(workload, part, number),
             frozen=_added(workload.groups[group].frozen for group in part),
             coded=_added(workload.groups[group].coded for group in part),
+            per_use=max(workload.groups[group].per_use for group in part),
         )
         for part in parts
     )

@@ -14,7 +14,7 @@ from shardwright.plan.cluster import DeviceSpec
 from shardwright.plan.presets import Preset
 from shardwright.plan.workload import GroupSize, Stretch, Workload
 from shardwright.policy import DEFAULT_OFFLOAD, CPUOffloadPolicy, OffloadPolicy
-from shardwright.schedule.schedule import RESHARDS, Action, ActionKind, EventKind, Phase, Schedule
+from shardwright.schedule.schedule import RESHARDS, Action, ActionKind, Event, EventKind, Phase, Schedule
 
 _MASTER, _ADAM = 4, 8
 
@@ -92,8 +92,15 @@ def memory(schedule: Schedule, workload: Workload, preset: Preset, sharding: Sha
                 found.append(HeldBytes(f"{event} {action}", dict(ledger.held)))
             if event.kind is EventKind.BACKWARD_BEGIN:
                 ledger.gradients(event.group)
-            found.append(ledger.compute(f"{event}", stretch))
+            found.append(ledger.compute(event, stretch))
     return found
+
+
+def decoded_while_read(workload: Workload, event: Event) -> int:
+    """Bytes of the largest weight that is decoded only while it is read, in the pass that begins there."""
+    if event.kind not in (EventKind.FORWARD_BEGIN, EventKind.BACKWARD_BEGIN) or event.group < 0:
+        return 0
+    return workload.groups[event.group].per_use * workload.itemsize
 
 
 _FULL = 0.867
@@ -142,7 +149,7 @@ class _Ledger:
         held, kind = self.held, action.kind
         for group in action.groups:
             size, itemsize = self.workload.groups[group], self.workload.itemsize
-            nbytes, decoded = size.at(itemsize), size.coded[0] * itemsize
+            nbytes, decoded = size.at(itemsize), size.decoded(itemsize)
             staged = nbytes + nbytes // self.sharding.shards if self.preset.gather_copies else 0
             if kind is ActionKind.UNSHARD:
                 held[Category.UNSHARDED] -= self.kept.pop(group, 0)
@@ -187,10 +194,12 @@ class _Ledger:
         if not (self.sharding.accumulates or (isinstance(offload, CPUOffloadPolicy) and offload.grads)):
             self.held[Category.GRADIENTS] += trained * _MASTER // self.sharding.shards
 
-    def compute(self, label: str, stretch: Stretch) -> HeldBytes:
+    def compute(self, event: Event, stretch: Stretch) -> HeldBytes:
         """A stretch: what it holds at most, and what remains of it."""
         category = Category.HEAD if stretch.head else Category.ACTIVATIONS
         most = dict(self.held)
         most[category] = most.get(category, 0) + max(stretch.saved_nbytes, 0) + stretch.transient_nbytes
         self.held[category] += stretch.saved_nbytes
-        return HeldBytes(label, most)
+        read = decoded_while_read(self.workload, event)
+        most[Category.UNSHARDED] = most.get(Category.UNSHARDED, 0) + read
+        return HeldBytes(f"{event}", most)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from shardwright.columns import in_columns
 from shardwright.observe.memory import Category
 from shardwright.plan.cluster import GIB
-from shardwright.plan.memory import AtRest, HeldBytes, Sharding
+from shardwright.plan.memory import AtRest, HeldBytes, Sharding, decoded_while_read
 from shardwright.plan.workload import Workload
 from shardwright.schedule.schedule import RESHARDS, ActionKind, Phase, Schedule
 
@@ -58,7 +58,7 @@ def _evaluation(schedule: Schedule, workload: Workload) -> dict[Category, int]:
     """Of a forward that keeps nothing, besides the states."""
     most: dict[Category, int] = {}
     unsharded = set[int]()
-    for entry, (_, stretch) in zip(
+    for entry, (event, stretch) in zip(
         schedule.phases[Phase.FORWARD], workload.phases[Phase.FORWARD], strict=True
     ):
         for action in entry.actions:
@@ -67,8 +67,9 @@ def _evaluation(schedule: Schedule, workload: Workload) -> dict[Category, int]:
             elif action.kind in RESHARDS:
                 unsharded.difference_update(action.groups)
         sizes = [workload.groups[group] for group in unsharded]
-        gathered = sum(size.at(workload.itemsize) + size.coded[0] * workload.itemsize for size in sizes)
+        gathered = sum(size.at(workload.itemsize) + size.decoded(workload.itemsize) for size in sizes)
         computed = max(stretch.saved_nbytes, 0) + stretch.transient_nbytes
+        gathered += decoded_while_read(workload, event)
         category = Category.HEAD if stretch.head else Category.ACTIVATIONS
         most = _larger(most, {Category.UNSHARDED: gathered, category: computed})
     return most

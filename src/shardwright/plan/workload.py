@@ -61,7 +61,8 @@ class GroupSize(NamedTuple):
     params: each by itself, where that is known. part_of: the group whose modules it runs with, of a group
     that is cut off that one and gathered when it is first read. frozen: elements of frozen weights that
     ``quantize_`` takes, and bytes of their codes in NF4; coded: the same of those that are codes at rest and
-    on the wire.
+    on the wire. per_use: elements of the largest of these, if each is decoded only while it is read; 0: all
+    are decoded with the group.
     """
 
     name: str
@@ -72,10 +73,15 @@ class GroupSize(NamedTuple):
     part_of: int | None = None
     frozen: tuple[int, int] = (0, 0)
     coded: tuple[int, int] = (0, 0)
+    per_use: int = 0
 
     def at(self, itemsize: int) -> int:
         """Bytes of its parameters with so many for each element, except those that are codes."""
         return (self.numel - self.coded[0]) * itemsize + self.coded[1]
+
+    def decoded(self, itemsize: int) -> int:
+        """Bytes of what is decoded with the group, besides."""
+        return 0 if self.per_use else self.coded[0] * itemsize
 
 
 @dataclass(frozen=True)

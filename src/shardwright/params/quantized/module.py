@@ -52,6 +52,7 @@ class EncodedModule(nn.Module):
                 return super().forward(*args, **kwargs)
         finally:
             del self.__dict__[_DECODED]
+            decoded.clear()  # the graph keeps the hook, and with it this table
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _revive, (type(self).__mro__[2], tuple(encodings(self))), self.__dict__
