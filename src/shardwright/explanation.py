@@ -253,8 +253,11 @@ def _hides_in_parts(unit: Unit, group: ParamGroup, names: dict[int, str]) -> str
         )
     if len(unit.modules) > 1:
         return "call fully_shard on each of its modules: one hides behind another's computation"
-    _, last = halves(group.params, unit.modules[0], group.policy)
-    if not last or len(units_in(unit.modules[0])) > 1:
+    (block,) = unit.modules or (None,)
+    if block is None or len(units_in(block)) > 1:
+        return ""
+    _, last = halves(group.params, block, group.policy)
+    if not last:
         return ""
     half = ", ".join(dict.fromkeys(names[id(param.sites[0].module)] for param in last))
     return f"call fully_shard([{half}]) before: each half hides behind the other's computation"
