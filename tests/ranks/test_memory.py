@@ -15,17 +15,21 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from shardwright import SchedulePolicy, fully_shard
+from shardwright import SchedulePolicy, fully_shard, quantize_
 from shardwright.engine import held_memory
+from shardwright.engine.memory import memory_of
+from shardwright.engine.out_of_memory import Exhausted
 from shardwright.errors import StageError
 from shardwright.observe.host_memory import VARIABLE, resident_nbytes
-from shardwright.observe.memory import NO_GROUP, Category
+from shardwright.observe.memory import NO_GROUP, Amount, Category
 from shardwright.observe.steps.recording import ring
 from shardwright.observe.steps.step_memory import levels
 from shardwright.plan.host import Rank, live_bytes
 from shardwright.plan.predict import Choice, workload_of
 from shardwright.plan.presets import preset, schedule
+from shardwright.plan.remedies import changes_that_fit
 from shardwright.transport.recorder import clock
+from shardwright.wrapper import FSDP
 from tests.ranks.live import LiveStorages, storages_here
 from tests.ranks.planned import MODELS, loss_of
 from tests.ranks.pool import run_ranks
@@ -247,6 +251,33 @@ def test_running_out_of_memory_ends_with_what_was_alive_and_changes_that_do_fit(
     share = re.search(r"1/(\d) of the rows in a microbatch", changes)
     fits = run_ranks(2, exhausted, int(whole * 0.7), 2048 // int(share[1]))
     assert all(peak < whole * 0.7 for peak in fits), "what it says fits, fits"
+
+
+def without_price(rank, world, kind):
+    """What is said of a model that no plan can trace, of which activations and shards are alive."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(128) for _ in range(4)))
+    if kind == "quantised":
+        quantize_(model[:2])
+        fully_shard(model, groups=[[str(place)] for place in range(4)])
+    else:
+        model = FSDP(model, use_orig_params=False).module
+    x = torch.randn(512, 128)
+    loss_of(model(x)).backward()
+    amounts = [Amount(Category.ACTIVATIONS, "0", 64 * MIB), Amount(Category.UNSHARDED, "1", 8 * MIB)]
+    report = replace(memory_of(model), amounts=(*amounts, Amount(Category.STATES, "1", 40 * MIB)))
+    return changes_that_fit(Exhausted(model, ((x,), {}), report, 100 * MIB))
+
+
+@pytest.mark.parametrize("kind", ["flat", "quantised"])
+def test_running_out_of_memory_names_three_changes_also_of_a_model_that_no_plan_can_trace(kind):
+    head, *lines = run_ranks(2, without_price, kind)[0]
+    assert "is flat or quantised, so no step can be priced. Of what was alive these can free most" in head
+    assert lines == [
+        "  compute blocks again in the backward (torch.utils.checkpoint): 64.0 MiB",
+        "  half of the rows in a microbatch, and twice as many microbatches: 32.0 MiB",
+        "  twice as many ranks: 20.0 MiB",
+    ]
 
 
 def over_budget(rank, world):

@@ -28,6 +28,7 @@ from shardwright.planned import OFFLOADS
 from shardwright.torch_private import STATE_KEY, current_graph_task, tree_map
 
 _SHOWN = 3
+_FREE_AT_MOST = "Of what was alive these can free most, each at most:"
 
 
 def changes_that_fit(case: Exhausted) -> list[str]:
@@ -35,7 +36,8 @@ def changes_that_fit(case: Exhausted) -> list[str]:
     seconds of a step. Where fewer than three kinds of change fit, one kind has several.
 
     The step is traced on the meta device and nothing is computed. Adam's states are counted where the
-    optimizer has none yet. Raises: InputError for a model that can't be traced.
+    optimizer has none yet. Of a model with flat or quantised parameters, which can't be traced, those that
+    free most of what was alive. Raises: InputError for another one that can't be traced.
     """
     if torch.is_grad_enabled() and current_graph_task() == -1:
         return _changes_that_fit(case)
@@ -44,6 +46,8 @@ def changes_that_fit(case: Exhausted) -> list[str]:
 
 
 def _changes_that_fit(case: Exhausted) -> list[str]:
+    if (name := _without_price(case.model)) is not None:
+        return [f"{name!r} is flat or quantised, so no step can be priced. {_FREE_AT_MOST}", *_by_alive(case)]
     space, plain = _space(case)
     base, measured = space.price(plain), case.report.by_category
     planned = space.seen[plain][1].peak.nbytes[Category.STATES]
@@ -82,6 +86,36 @@ def _changes_that_fit(case: Exhausted) -> list[str]:
         f"{head}. By the plan's prices (+- {MEMORY_ERROR:.0%} of memory) these fit, the fastest first:",
         *lines,
     ]
+
+
+def _by_alive(case: Exhausted) -> list[str]:
+    """The three changes that can free most of what was alive, where no step can be priced."""
+    alive, runtime = case.report.by_category, unit_of(case.model).runtime
+    rows = "half of the rows in a microbatch, and twice as many microbatches"
+    freed = [
+        (alive[Category.ACTIVATIONS], "compute blocks again in the backward (torch.utils.checkpoint)"),
+        (alive[Category.ACTIVATIONS] // 2, rows),
+        (alive[Category.UNSHARDED], "reshard_after_forward=True, and smaller groups"),
+        (alive[Category.STATES] // 2, "twice as many ranks"),
+    ]
+    if runtime.groups[0].axis.device.type != "cpu":
+        freed.append((alive[Category.STATES], "keep parameters and states on the host (offload_policy)"))
+    most = sorted((each for each in freed if each[0]), reverse=True)[:_SHOWN]
+    return [f"  {words}: {in_words(nbytes)}" for nbytes, words in most]
+
+
+def _without_price(model: nn.Module) -> str | None:
+    """A parameter that the plan can't trace: a flat or quantised one."""
+    return next(
+        (
+            param.fqn
+            for unit in units_in(model)
+            for group in unit.groups
+            for param in group.params
+            if param.members or param.extended or group.gatherer.decoding.frozen
+        ),
+        None,
+    )
 
 
 def _step_s(one: Tried) -> float:
@@ -183,12 +217,12 @@ def twin_of(model: nn.Module) -> nn.Module:
 
     Raises: InputError for flat or quantised parameters.
     """
+    if (name := _without_price(model)) is not None:
+        raise InputError(f"{name!r} is flat or quantised, which has no price here")
     memo: dict[int, Any] = {}
     for unit in units_in(model):
         for group in unit.groups:
             for param in group.params:
-                if param.members or param.extended or group.gatherer.decoding.frozen:
-                    raise InputError(f"{param.fqn!r} is flat or quantised, which has no price here")
                 whole = torch.empty(param.spec.shape, dtype=param.local.dtype, device="meta")
                 made = nn.Parameter(whole, requires_grad=param.trainable)
                 memo[id(param.sharded)] = made
