@@ -82,7 +82,7 @@ def run(section: Section, device: str, worlds: list[int], limit_s: float) -> Non
             said = [f"with {world} ranks"] if world else ["alone"]
             where = ", ".join(said + [f"{name}={value}" for name, value in setting.items()])
             print(f"prove-gpu: {section.module} {where}", flush=True)
-            status = _run(words, log, left_s, setting)
+            status = _run(words, log, left_s, setting, python_of(section.module))
             found = [json.loads(line) for line in rows.read_text().splitlines()]
             for each in found:
                 if "row" in each:
@@ -96,7 +96,18 @@ def run(section: Section, device: str, worlds: list[int], limit_s: float) -> Non
     section.took_s = time.monotonic() - began
 
 
-def _run(words: list[str], log: Path, limit_s: float, setting: dict[str, str]) -> str:
+def python_of(module: str, root: Path = ROOT) -> str:
+    """That of ``make setup-bnb`` for fine-tuning, if it is there and this one is that of ``make setup``: then
+    both have the same torch. Else this one."""
+    others = root / ".venv-bnb"
+    if module != "finetune" or Path(sys.prefix) != root / ".venv" or not (others / ".installed").exists():
+        return sys.executable
+    return str(others / "bin" / "python")
+
+
+def _run(
+    words: list[str], log: Path, limit_s: float, setting: dict[str, str], python: str = sys.executable
+) -> str:
     """Run Python; empty if it ended well, else what happened. No process that it started is left."""
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
@@ -105,7 +116,7 @@ def _run(words: list[str], log: Path, limit_s: float, setting: dict[str, str]) -
         return "its time was over before it began"
     with log.open("w") as file:
         process = subprocess.Popen(
-            [sys.executable, *words], cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT
+            [python, *words], cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT
         )
         try:
             status = process.wait(limit_s)

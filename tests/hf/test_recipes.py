@@ -326,3 +326,14 @@ def toy_of(place, folder, pairs):
 def needs_dpo(rank, world, recipe):
     with pytest.raises(DataError, match='set it to "dpo" for preferences'):
         tune(rank, world, recipe)
+
+
+def test_a_run_whose_recipe_names_the_targets_that_were_the_default_is_resumed(place, tmp_path):
+    named = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    run_ranks(1, tune, recipe_of(place, tmp_path / "whole"))
+    expected = losses(tmp_path / "whole")
+    half = max(expected) // 2
+    named_recipe = recipe_of(place, tmp_path / "named", adapter={"targets": named})
+    run_ranks(1, tune, named_recipe, False, half)
+    run_ranks(1, tune, named_recipe, True)
+    assert losses(tmp_path / "named") == pytest.approx(expected, abs=1e-4)

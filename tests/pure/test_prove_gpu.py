@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench.prove_gpu import suite
-from bench.prove_gpu.__main__ import TOTAL_S, Section, sections
+from bench.prove_gpu.__main__ import TOTAL_S, Section, python_of, sections
 from bench.prove_gpu.device import Device, Trace, merged
 from bench.prove_gpu.page import page
 
@@ -99,3 +99,14 @@ def test_a_device_suite_that_hangs_is_interrupted_and_leaves_what_has_passed(tmp
     words = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--junitxml={report}", str(tests)]
     assert not suite._ended(words, dict(os.environ), 4.0)
     assert 'name="test_a"' in report.read_text()
+
+
+def test_fine_tuning_runs_where_setup_bnb_has_installed_its_libraries(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
+    assert python_of("finetune", tmp_path) == sys.executable  # they are not installed
+    (tmp_path / ".venv-bnb").mkdir()
+    (tmp_path / ".venv-bnb" / ".installed").touch()
+    assert python_of("finetune", tmp_path) == str(tmp_path / ".venv-bnb" / "bin" / "python")
+    assert python_of("losses", tmp_path) == sys.executable
+    monkeypatch.setattr(sys, "prefix", "/usr")  # a Python of the user's, whose torch may be another one
+    assert python_of("finetune", tmp_path) == sys.executable

@@ -244,3 +244,26 @@ def test_data_under_a_url_is_downloaded_once_by_one_rank_of_a_host_and_read_by_a
     assert (found, text) == other
     assert found == 2 and b"below/b.txt" * 50 in text
     assert len([line for line in bucket.requests() if line.startswith("download ")]) == 2
+
+
+def save_and_resume_in_memory(rank: int, world: int) -> int:
+    url = "memory://bucket/run"
+    model = fully_shard(build(3.0))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    save(url, model=model, optimizer=optimizer, step=7)
+    expected = [p.detach().to_local().clone() for p in model.parameters()]
+    again = fully_shard(build(-1.0))
+    other = torch.optim.AdamW(again.parameters())
+    restored = load(url, model=again, optimizer=other)
+    assert all(torch.equal(p.to_local(), q) for p, q in zip(again.parameters(), expected, strict=True))
+    moments = [other.state[p]["exp_avg"].to_local() for p in again.parameters()]
+    wanted = [optimizer.state[p]["exp_avg"].to_local() for p in model.parameters()]
+    assert all(map(torch.equal, moments, wanted))
+    return restored.step
+
+
+def test_one_rank_saves_to_memory_and_resumes_from_it(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert run_ranks(1, save_and_resume_in_memory) == [7]
