@@ -454,3 +454,21 @@ def test_sections_that_contradict_each_other_are_refused(tmp_path):
     path.write_text("[adapter]\nrank = 4\n")
     with pytest.raises(ConfigError, match=r"set base\.folder"):
         resolve(path)
+
+
+def test_offload_adamw_in_8_bits_and_decoding_per_use_train_together_from_a_recipe(place, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    together = {
+        "base": {"folder": str(place / "llama"), "quantise": "nf4", "dequantise": "layer"},
+        "training": {"epochs": 0, "steps": 6, "batch_size": 6, "sequence_length": 32, "offload": "optimizer"},
+    }
+    first = recipe_of(place, tmp_path / "run", **together, optimizer={"kind": "adamw-8bit"})
+    run_ranks(2, tune, first, False, 3)
+    run_ranks(2, tune, first, True)
+    found = losses(tmp_path / "run")
+    plain = {**together, "base": {"folder": str(place / "llama"), "quantise": "nf4"}}
+    run_ranks(2, tune, recipe_of(place, tmp_path / "plain", **plain))
+    expected = losses(tmp_path / "plain")
+    assert list(found) == list(expected) == [1, 2, 3, 4, 5, 6]
+    assert found[1] == pytest.approx(expected[1], rel=1e-5)  # before the optimizer has stepped
+    assert found[6] < found[1] and found[6] == pytest.approx(expected[6], rel=0.05)

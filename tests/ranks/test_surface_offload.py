@@ -70,10 +70,13 @@ def copies(rank, world):
     param = unit_of(model.blocks[0]).groups[0].params[1]
     made = []
     for step in range(3):
+        model.set_requires_gradient_sync(False)
         loss_of(model, batches(step, world)[rank]).backward()
         first = param._device_copy.of(param.local, param.version, param.own)
-        loss_of(model, batches(step, world)[rank]).backward()
+        model.set_requires_gradient_sync(True)
+        loss = loss_of(model, batches(step, world)[rank])
         assert param._device_copy.of(param.local, param.version, param.own) is first  # gathered from again
+        loss.backward()
         assert first.dtype == torch.bfloat16
         made.append(first)
         torch.testing.assert_close(first, param.local.bfloat16())
@@ -85,6 +88,35 @@ def copies(rank, world):
 @pytest.mark.slow
 def test_the_copy_on_the_device_is_made_once_after_each_change_of_the_shard():
     run_ranks(2, copies)
+
+
+def by_unmarked_steps(rank, world, by_data):
+    """Beside a model without offloading: each loss, with steps that shards' version counters don't show."""
+    losses = []
+    for policy in (None, OptimizerOffloadPolicy(False)):
+        model = shard_decoder(build(), fully_shard, **({"offload_policy": policy} if policy else {}))
+        params = [*model.parameters()]
+        optimizer = torch.optim.AdamW(params, lr=1e-2, fused=True)
+        losses.append([])
+        for step in range(4):
+            loss = loss_of(model, batches(step, world)[rank])
+            loss.backward()
+            losses[-1].append(loss.item())
+            if not by_data:
+                with torch.no_grad():
+                    loss_of(model, batches(step, world)[rank])  # copies the shards before the step
+            if by_data:
+                for param in params:
+                    param.data.add_(param.grad, alpha=-0.5)
+            else:
+                optimizer.step()
+            model.zero_grad()
+    assert losses[0] == losses[1], losses
+
+
+@pytest.mark.parametrize("by_data", [False, True])
+def test_a_step_that_no_version_counter_shows_reaches_the_copy_on_the_device(by_data):
+    run_ranks(2, by_unmarked_steps, by_data)
 
 
 class Pinning:

@@ -268,6 +268,9 @@ class Executor:
             while self._paging:
                 self._paging.pop().arrive()
             self.forget_versions()
+            for group in self.table.groups:
+                if not keeps_grads(group):  # else another microbatch comes before the step
+                    group.forget_device_copies()
         elif phase is Phase.EVALUATION and not nested:
             # Between a backward and its step the shards have gradients, and who clips or reads them by
             # ``model.parameters()`` would miss those of what has stayed unsharded.

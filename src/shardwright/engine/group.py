@@ -129,11 +129,16 @@ class ParamGroup:
         if written or self.stage is Stage.SHARDED:
             self._gathered_versions = ()
 
+    def forget_device_copies(self) -> None:
+        """From here on shards may be written without a mark: by ``AdamW(fused=True)``, or by ``.data``. What
+        is gathered next is copied to the device anew."""
+        for param in self.params:
+            param.forget_device_copy()
+
     def let_go(self) -> None:
         """Keep no reference to the memory of the shards, and no copy of them; at rest. It is taken anew."""
         self._bound, self._gathered_versions = None, ()
-        for param in self.params:
-            param.forget_device_copy()
+        self.forget_device_copies()
         if self.gatherer.smaller_world is not None:
             self.gatherer.smaller_world.forget()
 

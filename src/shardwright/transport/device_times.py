@@ -106,15 +106,12 @@ class DeviceTimes:
                 self._free.append(ended)
                 times = (end_s,) if begun is None else (start_s, end_s)
                 recorder.write((kind, name, number, *times))
-                self._count(kind, (name, number), end_s)
-
-    def _count(self, kind: int, collective: tuple[str, int], at_s: float) -> None:
-        if kind == STALL:
-            self.exposed_s += max(0.0, self._ends_s.pop(collective, at_s) - at_s)
-            return
-        self._ends_s[collective] = at_s
-        if len(self._ends_s) > MOST:  # the oldest one: it was never waited for
-            del self._ends_s[next(iter(self._ends_s))]
+                if kind == STALL:  # until the collective that it waited for had ended
+                    self.exposed_s += max(0.0, self._ends_s.pop((name, number), end_s) - end_s)
+                    continue
+                self._ends_s[name, number] = end_s
+                if len(self._ends_s) > MOST:  # the oldest one: it was never waited for
+                    del self._ends_s[next(iter(self._ends_s))]
 
 
 _all: "WeakSet[DeviceTimes]" = WeakSet()
