@@ -365,7 +365,7 @@ class OptimizerOffloadPolicy(CPUOffloadPolicy):
     ``CPUOffloadPolicy(params=False)``.
 
     The device keeps the shards in the dtype of the all-gather, so each shard is copied to it once a step
-    instead of at every all-gather.
+    instead of at every all-gather; in each forward, where a step has several backwards that reduce gradients.
 
     Args:
         params: False by default, unlike in ``CPUOffloadPolicy``.

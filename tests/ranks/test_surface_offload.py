@@ -102,9 +102,8 @@ def by_unmarked_steps(rank, world, by_data):
             loss = loss_of(model, batches(step, world)[rank])
             loss.backward()
             losses[-1].append(loss.item())
-            if not by_data:
-                with torch.no_grad():
-                    loss_of(model, batches(step, world)[rank])  # copies the shards before the step
+            with torch.no_grad():
+                loss_of(model, batches(step, world)[rank])  # copies the shards before the step
             if by_data:
                 for param in params:
                     param.data.add_(param.grad, alpha=-0.5)

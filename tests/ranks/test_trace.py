@@ -99,8 +99,8 @@ def test_what_waited_for_a_late_rank_is_told_apart_from_what_waited_for_the_link
     )
     late = 100 * while_late_s(data) / end
     # Where other processes have the cores, a seventh of it is booked to the waiting rank's own schedule.
-    assert late / 2 < for_late < late + 2, waited
-    assert for_late + link + own <= exposed + 0.2 and link + own < for_late
+    assert 0.8 * late < for_late < late + 2, waited
+    assert for_late + link + own <= exposed + 0.2 and link < 10
     assert re.match(r"rank 1: compute .*, data [\d.]+%", other) and "% for rank 0: data" not in other
 
 
@@ -116,12 +116,12 @@ def test_exposed_communication_is_shaded_where_a_rank_waits_and_an_arrow_leads_t
     assert {rows[last] for _, last, *_ in data["shades"]} == {"rank 0 wait", "rank 1 wait"}
     waits_s = seconds_of(data, "rank 0 wait")
     late_s = while_late_s(data)
-    assert LATE_S / 2 < late_s < waits_s <= shaded[0]
-    assert shaded[1] < shaded[0]  # it was late, and waited less
+    assert LATE_S / 2 < late_s < waits_s <= shaded[0] < waits_s + 0.2
+    assert shaded[1] < late_s  # it was late, and waited little
     (label, row, start, to_row, came_s), *_ = sorted(data["arrows"], key=lambda each: -seconds_told(each[0]))
     assert (rows[row], rows[to_row]) == ("rank 0 wait", "rank 1 compute")
-    assert late_s <= seconds_told(label) + 1e-5 and seconds_told(label) <= waits_s
-    assert came_s <= start  # from the end of the wait to when the late rank came
+    assert late_s <= seconds_told(label) + 1e-5 and seconds_told(label) <= waits_s + 1e-5
+    assert came_s <= start and start - came_s < 0.1  # from the end of the wait to when the late rank came
     assert all(seconds_told(each[0]) > 0.004 * LATE_S for each in data["arrows"])
 
 

@@ -48,6 +48,7 @@ class Stats:
 def stats(executor: Executor) -> Stats:
     """Bytes and seconds so far; no communication."""
     table = executor.table
+    comms = table.comms()
     executor.memory.count(table.groups)  # a setter may have dropped shards over a smaller world
     params = [param for group in table.groups for param in group.params]
     logical = [each for group in table.groups for each in _logical(group)]
@@ -58,8 +59,8 @@ def stats(executor: Executor) -> Stats:
         at_rest_nbytes=sum(param.local.nbytes for param in params),
         unsharded_nbytes=executor.memory.now_nbytes,
         peak_unsharded_nbytes=executor.memory.peak_nbytes,
-        sent_nbytes=sum(comm.sent_nbytes + comm.coded_nbytes for comm in table.comms()),
-        exposed_s=exposed_s(table.comms()),
+        sent_nbytes=sum(comm.sent_nbytes + comm.coded_nbytes for comm in comms),
+        exposed_s=exposed_s(comms),
     )
 
 

@@ -233,10 +233,13 @@ class Executor:
 
     def forget_stale(self) -> None:
         """Reshard what no longer shows the shards as they are, and what a phase that failed has left in
-        flight, since when they may have been written without a mark; drop shards over a smaller world."""
+        flight, since when they may have been written without a mark; drop shards over a smaller world, and
+        copies of shards except between microbatches, which no step separates."""
         for index, group in enumerate(self.table.groups):
             if group.gatherer.smaller_world is not None:
                 group.gatherer.smaller_world.forget()
+            if group.has_device_copies and not keeps_grads(group):
+                group.forget_device_copies()
             if group.stage is not Stage.SHARDED:
                 follow_freezing(group)
             if group.is_stale or (group.stage is Stage.GATHERING and index not in self.asked):
@@ -268,9 +271,6 @@ class Executor:
             while self._paging:
                 self._paging.pop().arrive()
             self.forget_versions()
-            for group in self.table.groups:
-                if not keeps_grads(group):  # else another microbatch comes before the step
-                    group.forget_device_copies()
         elif phase is Phase.EVALUATION and not nested:
             # Between a backward and its step the shards have gradients, and who clips or reads them by
             # ``model.parameters()`` would miss those of what has stayed unsharded.

@@ -79,6 +79,7 @@ class ParamGroup:
         self._bound: Bound | None = None
         self._gathered_versions: Versions = ()
         self._gather: Gather | None = None
+        self.has_device_copies = bool(self.params) and self.params[0].has_device_copy
         if self.params and self.params[0].split.offload_streams is not None:
             offloaded.add(self)
 
@@ -130,8 +131,8 @@ class ParamGroup:
             self._gathered_versions = ()
 
     def forget_device_copies(self) -> None:
-        """From here on shards may be written without a mark: by ``AdamW(fused=True)``, or by ``.data``. What
-        is gathered next is copied to the device anew."""
+        """Shards may have been written without a mark, as ``AdamW(fused=True)`` and ``.data`` do: what is
+        gathered next is copied to the device anew."""
         for param in self.params:
             param.forget_device_copy()
 

@@ -40,7 +40,6 @@ class OptimizerGuard:
             if unsettled:
                 _check_settled(optimizer, params)
             _forget_unsharded(params)
-            _forget_device_copies(params)
             _settle_offloaded(params)
         if self._checked.get(optimizer) != len(params):
             self._check(optimizer, params)
@@ -80,15 +79,6 @@ def _forget_unsharded(written: list[Any]) -> None:
     for group in kept:
         if any(id(param.sharded) in ids for param in group.params):
             group.forget_versions(written=True)
-
-
-def _forget_device_copies(written: list[Any]) -> None:
-    """What an evaluation since the backward has copied to the device isn't used again."""
-    groups = [group for table in tuple(tables) for group in table.groups if group.params[0].has_device_copy]
-    ids = {id(param) for param in written} if groups else set()
-    for group in groups:
-        if any(id(param.sharded) in ids for param in group.params):
-            group.forget_device_copies()
 
 
 def _settle_offloaded(written: list[Any]) -> None:

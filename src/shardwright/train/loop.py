@@ -209,8 +209,10 @@ class Loop:
     def _report(self, loss: float, grad_norm: float, figures: dict[str, float]) -> StepReport:
         """The row of the step that was made."""
         recipe, progress, engine = self.recipe, self.progress, self.engine
-        exposed_s, steps = engine.exposed_s, len(progress.step_s)
-        now = _Clock(steps, progress.tokens, progress.trained_s, engine.data_s, exposed_s or 0.0)
+        exposed_s = engine.exposed_s
+        now = _Clock(
+            len(progress.step_s), progress.tokens, progress.trained_s, engine.data_s, exposed_s or 0.0
+        )
         last, self._since_report = self._since_report, now
         steps = now.steps - last.steps
         speed = (now.tokens - last.tokens) / (now.trained_s - last.trained_s)
