@@ -238,7 +238,7 @@ class Executor:
         for index, group in enumerate(self.table.groups):
             if group.gatherer.smaller_world is not None:
                 group.gatherer.smaller_world.forget()
-            if group.has_device_copies and not keeps_grads(group):
+            if group.params[0].has_device_copy and not keeps_grads(group):
                 group.forget_device_copies()
             if group.stage is not Stage.SHARDED:
                 follow_freezing(group)

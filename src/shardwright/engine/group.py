@@ -79,7 +79,6 @@ class ParamGroup:
         self._bound: Bound | None = None
         self._gathered_versions: Versions = ()
         self._gather: Gather | None = None
-        self.has_device_copies = bool(self.params) and self.params[0].has_device_copy
         if self.params and self.params[0].split.offload_streams is not None:
             offloaded.add(self)
 

@@ -322,7 +322,7 @@ class ShardedParam:
     def has_device_copy(self) -> bool:
         """Whether what is gathered is a copy of the shard that stays on the device."""
         offload = self.split.offload
-        return self.split.on_host and isinstance(offload, CPUOffloadPolicy) and not offload.params
+        return isinstance(offload, CPUOffloadPolicy) and not offload.params and self.split.on_host
 
     @property
     def device_copy(self) -> torch.Tensor:
