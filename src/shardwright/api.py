@@ -113,7 +113,8 @@ def fully_shard(
         reshard_after_forward: free the unsharded parameters after the forward and gather them again for the
             backward. False keeps them in between. None means True for nested modules and False for the root.
             With an int (a divisor of the number of ranks) they are sharded over that many neighbouring ranks
-            in between.
+            in between, and from a microbatch that doesn't reduce (``set_requires_gradient_sync(False)``) to
+            the next one.
         shard_placement_fn: called with each parameter. It returns the ``Shard(dim)`` to split it on (uneven
             splits are allowed), None for dim 0, or a ``ShardPlacementResult`` to shard it on another mesh.
         mp_policy: mixed precision; see ``MixedPrecisionPolicy``.
@@ -126,8 +127,8 @@ def fully_shard(
             neighbouring modules, in the order of definition, so that the model itself owns nothing that
             another module can hold.
         shard_over_all: shard over both axes of a 2-D mesh (nodes, ranks of a node), so that nothing is stored
-            twice. A forward gathers over all ranks, between nodes first; shards over the node are kept for
-            the backward.
+            twice. The first forward of a step gathers over all ranks, between nodes first; shards over the
+            node are kept for the backward, and for the next microbatch after one that doesn't reduce.
         plan: the plan that ``shardwright.plan.search`` found for this model, or the path of its file. It sets
             all groups, what is resharded, the dtypes, copies of shards, the schedule's policy, what is on the
             host at rest, whether frozen weights are quantised, and the modules under activation

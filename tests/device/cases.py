@@ -519,6 +519,8 @@ def _step(
     if happens == "by hand":
         seen += _by_hand(model, draw.random() < 0.5)
         seen += _in_one_batch(model)
+    if happens == "accumulation":
+        model.set_requires_gradient_sync(draw.random() < 0.5)
     loss = model(next(inputs)).square().mean()
     if happens == "evaluation" and draw.random() < 0.5:
         seen.append(_evaluated(model, inputs))
@@ -528,6 +530,7 @@ def _step(
     loss.backward()
     seen += [loss.detach(), *_held(model), _num_reduced(model)]
     if happens == "accumulation":
+        model.set_requires_gradient_sync(True)
         model(next(inputs)).square().mean().backward()
         x = next(inputs)
         if not isinstance(model, Routed):  # a third that fails, with gathers in flight, and is left out

@@ -92,6 +92,43 @@ def bytes_sent(rank, world):
         # Inside of them a half for each all-gather, forward and backward, and for gradients.
         assert inside == 3 * nbytes // 2
         assert stats(model).sent_nbytes - before[2] == inside + across
+    for step in range(3):
+        before = node.sent_nbytes, between.sent_nbytes
+        for micro in range(3):  # each of its own inputs; shares of the node serve all of them
+            model.set_requires_gradient_sync(micro == 2)
+            model(torch.ones(2, 64)).sum().backward()
+        run.step()
+        assert between.sent_nbytes - before[1] == nbytes // 4 + nbytes // 4, step
+        assert node.sent_nbytes - before[0] == 7 * nbytes // 2, step
+
+
+def accumulated(rank, world, options):
+    """The weights after steps of three microbatches, an evaluation and an edit between them."""
+    model = shard_decoder(build(tied=True), fully_shard, **options)
+    run = Run.of(model)
+    for step in range(3):
+        for micro in range(3):
+            model.set_requires_gradient_sync(micro == 2)
+            loss_of(model, batches(3 * step + micro, world)[rank]).backward()
+            if micro == 0 and step == 1:
+                with torch.no_grad():
+                    loss_of(model, batches(0, world)[rank])
+            if micro == 1 and step == 1:
+                with torch.no_grad():
+                    next(iter(model.parameters())).to_local().mul_(0.5)
+        run.step()
+    return full_state_dict(model)
+
+
+def accumulated_beside_copies(rank, world):
+    mesh = {"mesh": mesh_of(world)}
+    for options, plain in ((mesh | {"shard_over_all": True}, mesh), ({"reshard_after_forward": 2}, {})):
+        ours, theirs = accumulated(rank, world, options), accumulated(rank, world, plain)
+        assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+
+
+def test_microbatches_that_do_not_reduce_are_gathered_from_the_shares_of_the_first_bit_for_bit():
+    run_ranks(4, accumulated_beside_copies)
 
 
 def test_a_step_gathers_between_nodes_once_and_each_rank_holds_its_share_of_everything():

@@ -128,10 +128,12 @@ class Consensus:
             return 0, 0, 0, 0, mask
         every = (1 << len(groups)) - 1
         missing = bits(index for index, group in enumerate(groups) if group.stage is Stage.SHARDED)
-        if point is not SyncPoint.BACKWARD:
+        if point not in (SyncPoint.FORWARD, SyncPoint.BACKWARD):
             return missing, every, 0, 0, 0
         kept = [index for index in self._reshard_smaller if groups[index].has_post_forward_shards]
         not_post_forward = every - bits(kept)
+        if point is SyncPoint.FORWARD:
+            return missing, not_post_forward, 0, 0, 0
         kept = bits(index for index, group in enumerate(groups) if group.reducer.unresolved.keeps)
         always = bits(i for i, group in enumerate(groups) if group.reducer.policy.unused_params)
         return missing, not_post_forward, used | always, kept, 0

@@ -99,8 +99,9 @@ class Executor:
             self.asked.discard(index)
             if group.stage is not Stage.SHARDED:
                 held_nbytes = group.held_nbytes
-                edits.reshard(group, post_forward)
-                kept = post_forward and group.gatherer.smaller_world is not None  # before the rest is freed
+                keeps = post_forward or keeps_grads(group)  # the next microbatch has the same parameters
+                edits.reshard(group, keeps)
+                kept = keeps and group.gatherer.smaller_world is not None  # before the rest is freed
                 self.memory.count([group], freed_nbytes=held_nbytes if kept else 0)
 
     def _reshard_post_forward(self, action: Action) -> None:
@@ -186,7 +187,8 @@ class Executor:
     def local(self, phase: Phase) -> Local:
         """What the groups are, at the begin of a phase."""
         groups = self.table.groups
-        kept = [i for i, g in enumerate(groups) if phase is Phase.BACKWARD and g.has_post_forward_shards]
+        evaluates = phase is Phase.EVALUATION
+        kept = [i for i, g in enumerate(groups) if not evaluates and g.has_post_forward_shards]
         held = [index for index, group in enumerate(groups) if group.stage is not Stage.SHARDED]
         return Local(held=bits(held), post_forward=bits(kept))
 
@@ -233,13 +235,12 @@ class Executor:
 
     def forget_stale(self) -> None:
         """Reshard what no longer shows the shards as they are, and what a phase that failed has left in
-        flight, since when they may have been written without a mark; drop shards over a smaller world, and
+        flight, since when they may have been written without a mark; drop shards over a smaller world and
         copies of shards except between microbatches, which no step separates."""
         for index, group in enumerate(self.table.groups):
-            if group.gatherer.smaller_world is not None:
-                group.gatherer.smaller_world.forget()
-            if group.params[0].has_device_copy and not keeps_grads(group):
-                group.forget_device_copies()
+            smaller = group.gatherer.smaller_world
+            if (smaller is not None or group.params[0].has_device_copy) and not keeps_grads(group):
+                group.forget_copies()
             if group.stage is not Stage.SHARDED:
                 follow_freezing(group)
             if group.is_stale or (group.stage is Stage.GATHERING and index not in self.asked):

@@ -129,18 +129,18 @@ class ParamGroup:
         if written or self.stage is Stage.SHARDED:
             self._gathered_versions = ()
 
-    def forget_device_copies(self) -> None:
+    def forget_copies(self) -> None:
         """Shards may have been written without a mark, as ``AdamW(fused=True)`` and ``.data`` do: what is
-        gathered next is copied to the device anew."""
+        gathered next is copied to the device anew, and gathered from all ranks."""
         for param in self.params:
             param.forget_device_copy()
+        if self.gatherer.smaller_world is not None:
+            self.gatherer.smaller_world.forget()
 
     def let_go(self) -> None:
         """Keep no reference to the memory of the shards, and no copy of them; at rest. It is taken anew."""
         self._bound, self._gathered_versions = None, ()
-        self.forget_device_copies()
-        if self.gatherer.smaller_world is not None:
-            self.gatherer.smaller_world.forget()
+        self.forget_copies()
 
     def _versions(self) -> Versions:
         shards = [(param.sharded, local_of(param.sharded)) for param in self.params]
