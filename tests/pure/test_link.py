@@ -47,15 +47,15 @@ GBIT_S = 8e-9
     [
         (0.1, "changes codes gradients", "changes"),
         (0.5, "changes codes", "changes"),
-        (1, "changes", "changes"),
+        (1, "", "changes"),
         (5, "", "changes"),
         (10, "", ""),
     ],
 )
 def test_what_pays_depends_on_the_time_of_a_byte_on_the_link_and_in_the_coder(gbit, trained, frozen):
     link = LinkSpeed(GBIT_S / gbit, 4e-9, 6e-10)
-    for is_frozen, expected in ((False, trained), (True, frozen)):
-        found = what_pays(link, is_frozen)
+    for share, expected in ((0.0, trained), (1.0, frozen)):
+        found = what_pays(link, share)
         names = ("changes", "codes", "gradients")
         assert [name for name in names if getattr(found, name)] == expected.split()
         assert bool(found.why) == (not expected)
@@ -69,13 +69,18 @@ TABLES = LinkSpeed(0, 1 / 0.30e9, 1 / 3.1e9)  # the coder of docs/design/wire.md
     ("gbit", "trained", "frozen"),
     [
         (0.1, (True, True, True), True),
-        (1, (True, False, False), True),
+        (1, (False, False, False), True),
         (10, (False, False, False), None),
     ],
 )
 def test_what_pays_at_a_usual_speed_is_the_same_with_a_slower_or_faster_coder(gbit, trained, frozen, coder):
     """Of groups that are trained: changes, coded, gradients too. Of frozen ones: changes (None: either)."""
     link = LinkSpeed(GBIT_S / gbit, TABLES.coded_s / coder, TABLES.unchanged_s / coder)
-    found = what_pays(link, frozen=False)
+    found = what_pays(link, 0.0)
     assert (found.changes, found.codes, found.gradients) == trained
-    assert frozen in (None, what_pays(link, frozen=True).changes)
+    assert frozen in (None, what_pays(link, 1.0).changes)
+
+
+def test_a_frozen_base_with_adapters_is_kept_where_weights_that_are_trained_are_not():
+    found = what_pays(LinkSpeed(GBIT_S, TABLES.coded_s, TABLES.unchanged_s), 0.97)
+    assert (found.changes, found.codes, found.gradients) == (True, False, False)

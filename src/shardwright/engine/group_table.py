@@ -168,8 +168,9 @@ def _may_code(group: ParamGroup, policy: SchedulePolicy) -> bool:
 def _sends(group: ParamGroup, policy: SchedulePolicy) -> Sends:
     """What the group's collectives are to send, by ``SchedulePolicy.wire``."""
     if policy.wire is Wire.AUTO and _may_code(group, policy):  # all ranks measure the link together
-        frozen = not any(param.sharded.requires_grad for param in group.params)
-        return what_pays(measured(group.axis.comm.network), frozen)
+        frozen = sum(p.layout.numel for p in group.params if not p.sharded.requires_grad)
+        share = frozen / sum(p.layout.numel for p in group.params)
+        return what_pays(measured(group.axis.comm.network), share)
     return WHOLE if policy.wire is Wire.PLAIN else Sends(changes=True, codes=True, gradients=True)
 
 

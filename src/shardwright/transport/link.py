@@ -22,10 +22,10 @@ from shardwright.transport.liveness import boot_id
 _PART_NBYTES = (256 << 10, 1 << 20, 4 << 20)  # by turns, until one takes long enough to be measured
 _LONG_US = 50_000
 _SAMPLE_NUMEL = 1 << 19
-_SAVED_AGAIN = 0.5  # of an all-gather, where only the second one of a step sends nothing
 _SAVED_CODED, _SAVED_GRADIENTS = 0.85, 0.3  # bytes of bf16 that coding saves (docs/performance.md)
 # The time of coding, or of finding out what has changed, is taken from compute, where a link's may be hidden.
-# With differences that saved twice their coder's time a step took as long as without, or longer.
+# With differences that saved twice their coder's time a step took as long as without, or longer, and so did
+# one in which only the second all-gather of what is trained was saved (docs/design/wire.md).
 _MARGIN_CODED, _MARGIN_UNCHANGED = 3.0, 2.0
 
 
@@ -78,13 +78,13 @@ def _measure(comm: Comm) -> LinkSpeed:
     return LinkSpeed(link_s, coded_us / 1e6 / sample_nbytes, unchanged_us / 1e6 / sample_nbytes)
 
 
-def what_pays(link: LinkSpeed, frozen: bool) -> Sends:
-    """What is worth its coder's time on a link, of a group that is wholly frozen or not."""
-    codes = not frozen and _SAVED_CODED * link.s > _MARGIN_CODED * link.coded_s
-    again = (1.0 if frozen else _SAVED_AGAIN) * link.s > _MARGIN_UNCHANGED * link.unchanged_s
-    gradients = not frozen and _SAVED_GRADIENTS * link.s > _MARGIN_CODED * link.coded_s
-    why = "" if codes or again else f"its link moves {1e-6 / link.s:.0f} MB/s, and it would not be faster"
-    return Sends(codes or again, codes, gradients, why)
+def what_pays(link: LinkSpeed, frozen: float) -> Sends:
+    """What is worth its coder's time on a link, of a group of which this share is frozen (0 to 1)."""
+    codes = frozen < 1 and _SAVED_CODED * link.s > _MARGIN_CODED * link.coded_s
+    unchanged = frozen * link.s > _MARGIN_UNCHANGED * link.unchanged_s
+    gradients = frozen < 1 and _SAVED_GRADIENTS * link.s > _MARGIN_CODED * link.coded_s
+    why = "" if codes or unchanged else f"its link moves {1e-6 / link.s:.0f} MB/s, and it would not be faster"
+    return Sends(codes or unchanged, codes, gradients, why)
 
 
 def _largest(comm: Comm, words: Sequence[int]) -> list[int]:
