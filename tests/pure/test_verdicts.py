@@ -7,6 +7,7 @@ faults with real processes, devices excepted, are in tests/ranks/test_watch.py a
 """
 
 import random
+import re
 from collections import defaultdict
 from types import SimpleNamespace
 
@@ -182,7 +183,7 @@ def drawn(chance, slow):
 
 
 def verdicts(ranks, chance, until_s, clock, notes=(), ended=(frozenset(), NEVER)):
-    """Each diagnosis of a rank that asks, with its time."""
+    """Each diagnosis of a rank that asks, with its time and what is logged of it."""
     asking = [Backoff(POLICY.suspect_s) for _ in ranks]
     waited = [None] * WORLD
     now = 0.0
@@ -207,8 +208,7 @@ def verdicts(ranks, chance, until_s, clock, notes=(), ended=(frozenset(), NEVER)
             told = [note for note in notes if now >= note.at_s]
             found = Findings(WORLD, answers, told, gone if not told else frozenset(), took_s=took_s)
             diagnosis = diagnose(found, POLICY)
-            asking[rank.number].back_off(diagnosis)
-            yield now + took_s, diagnosis
+            yield now + took_s, diagnosis, asking[rank.number].back_off(diagnosis, found)
 
 
 @pytest.fixture
@@ -219,14 +219,17 @@ def clock(monkeypatch):
 
 
 def test_nobody_is_accused_in_1000_steps_in_which_ranks_and_devices_take_up_to_30_s(clock):
-    chance, asked = random.Random(0), 0
+    chance, asked, logged = random.Random(0), 0, []
     for step in range(1000):
         ranks = ran(drawn(chance, slow=step % 5 == 0))
         assert all(rank.place == len(rank.program) for rank in ranks)
-        for _, diagnosis in verdicts(ranks, chance, max(rank.now for rank in ranks), clock):
+        for _, diagnosis, line in verdicts(ranks, chance, max(rank.now for rank in ranks), clock):
             assert diagnosis.fault is Fault.SLOW, (step, diagnosis)
             asked += 1
+            logged += [line] if line else []
     assert asked > 300  # it was looked at, while they were slow
+    waited_s = [float(re.search(r"has (?:waited|been) ([0-9.]+) s", line)[1]) for line in logged]
+    assert waited_s and min(waited_s) >= POLICY.suspect_s  # no line of a wait that has ended meanwhile
 
 
 def left_out(program, chance):
@@ -262,7 +265,8 @@ def test_a_fault_is_told_within_5_s_of_the_moment_from_which_nothing_goes_on(clo
             notes = [Note(culprit, "ValueError: bad", "train.py:1", ranks[culprit].now)]
             gone = frozenset({culprit}), ranks[culprit].now
         wanted = {"killed": Fault.LOST, "raised": Fault.FAILED}.get(fault, Fault.DIVERGED)
-        told = [(at, d) for at, d in verdicts(ranks, chance, stuck_s + 8, clock, notes, gone) if d.is_error]
+        said = verdicts(ranks, chance, stuck_s + 8, clock, notes, gone)
+        told = [(at, d) for at, d, _ in said if d.is_error]
         assert told, (fault, [rank.doing(stuck_s + 8) for rank in ranks])
         at, diagnosis = told[0]
         assert diagnosis.fault is wanted, diagnosis

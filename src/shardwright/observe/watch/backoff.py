@@ -3,7 +3,7 @@
 import threading
 import time
 
-from shardwright.observe.watch.diagnosis import Diagnosis
+from shardwright.observe.watch.diagnosis import Diagnosis, Findings
 from shardwright.observe.watch.flight_recorder import InFlight
 from shardwright.transport.launches import Wait
 
@@ -42,8 +42,9 @@ class Backoff:
                 self._next_s = wait.since_s + self.suspect_s
         return now >= self._next_s
 
-    def back_off(self, diagnosis: Diagnosis) -> str:
-        """The ranks were asked and nothing is wrong: ask later. Returns the line to log, if any."""
+    def back_off(self, diagnosis: Diagnosis, found: Findings) -> str:
+        """The ranks were asked and nothing is wrong: ask later. Returns the line to log, if any; none where
+        what this rank waited for has come while they were asked, and no rank has waited for long."""
         now = time.monotonic()
         if self.error:
             self._next_s = now + _URGENT_PAUSE_S
@@ -56,7 +57,13 @@ class Backoff:
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
         waited_s = now - self._wait.since_s if self._wait else 0.0
         at_s, longest_s = self._logged
-        if now - at_s < _QUIET_S and waited_s < 2 * longest_s:
+        if _longest_s(found) < self.suspect_s or (now - at_s < _QUIET_S and waited_s < 2 * longest_s):
             return ""
         self._logged = (now, waited_s)
         return f"{diagnosis.sentence}. {diagnosis.remedy}"
+
+
+def _longest_s(found: Findings) -> float:
+    """Seconds that some rank has waited, in a collective of ours or of torch's, or has not answered."""
+    waits = [max(a.foreign_s, a.waits.since_s if a.waits else 0.0) for a in found.answers.values()]
+    return max(0.0, *waits, *found.silent.values())

@@ -166,7 +166,7 @@ class Watch:
         if diagnosis.is_error:
             self._deliver(self.exchange.publish(diagnosis, tell(diagnosis, found)))
             return
-        line = self._backoff.back_off(diagnosis)
+        line = self._backoff.back_off(diagnosis, found)
         if line:
             logger.warning("rank %d: %s: %s", self.rank, diagnosis.fault, line)
 
