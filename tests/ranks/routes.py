@@ -114,7 +114,7 @@ class Log:
 
     def _noting(self, launch: Callable, number: int) -> Callable:
         def noted(*args):
-            kept = self.agreed if args[-1].startswith("agree") else self.keys
+            kept = self.agreed if args[-1].startswith("agreement") else self.keys
             kept.append(f"{number} {args[-1]}")
             return launch(*args)
 
@@ -123,7 +123,7 @@ class Log:
     @property
     def num_asked(self) -> int:
         """How often the ranks asked each other for what the schedule didn't have."""
-        return sum("agree on 1 words" in key for key in self.agreed)
+        return sum("agreement on 1 integers" in key for key in self.agreed)
 
     def assert_same_on_all_ranks(self) -> None:
         logs: list = [None] * dist.get_world_size()

@@ -102,11 +102,11 @@ def check(world, rounds):
         of_store = world if rank == 0 else 0  # which is in its process
         assert sockets[1] <= sockets[0] + 3 + of_store  # what it is called at, and what wakes its event loop
         assert "ranks are in different collectives" in elsewhere
-        assert f"rank {LOST} is in 'agree on 2 words" in elsewhere
+        assert f"rank {LOST} is in 'agreement on 2 integers" in elsewhere
         assert differing_s < 10
         if rank != LOST:
             assert re.match(rf"rank {LOST} has ended|the connection to rank {LOST} broke", lost)
-            assert f"(rank {rank} was in 'agree on 1 words" in lost
+            assert f"(rank {rank} was in 'agreement on 1 integers" in lost
             assert lost_s < 10
     return max(each_s for _, each_s, _, _ in found)
 

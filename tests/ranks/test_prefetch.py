@@ -212,7 +212,7 @@ def count_collectives(comm, counts):
         inner = getattr(comm, kind)
 
         def counted(*args, kind=kind, inner=inner):
-            counts[kind] += not args[-1].startswith("agree on ")
+            counts[kind] += not args[-1].startswith("agreement ")
             return inner(*args)
 
         setattr(comm, kind, counted)

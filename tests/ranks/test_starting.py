@@ -176,4 +176,4 @@ def test_words_that_ranks_agree_on_travel_from_host_to_host():
     for on_device, on_host in run_ranks(2, agree_beside_an_accelerator):
         assert on_device == ["all-gather Linear", "reduce-scatter Linear"]
         assert {"lockstep", "compare models", "the weights of a step's losses"} <= set(on_host)
-        assert any(key.startswith("agree on") for key in on_host)
+        assert any(key.startswith("agreement") for key in on_host)

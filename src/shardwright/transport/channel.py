@@ -87,7 +87,8 @@ class AxisChannel:
         comm = self._comm
         if not self._number:  # all ranks are here for the first time; one of them may have made it earlier
             self._number = _used[comm] = _used.get(comm, 0) + 1
-        key = f"agree on {len(words)} words ({self._number})"
+        other = f", channel {self._number}" if self._number > 1 else ""
+        key = f"agreement on {len(words)} integers{other}"
         return comm.all_reduce_words(words, COMBINE[combine], key)
 
 
