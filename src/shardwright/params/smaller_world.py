@@ -1,7 +1,8 @@
-"""A group's parameters between forward and backward, sharded over a smaller world.
+"""A group's parameters between two uses, sharded over a smaller world: from a forward to its backward, and
+from there to the next microbatch where gradients aren't reduced.
 
-The all-gather of the backward then stays among neighbours, at the price of larger shards in between. The
-smaller layout fits the group's buffer: its padding is never longer than the larger world's.
+The second all-gather then stays among neighbours, at the price of larger shards in between. The smaller
+layout fits the group's buffer: its padding is never longer than the larger world's.
 """
 
 from collections.abc import Callable, Sequence

@@ -161,7 +161,8 @@ class GroupSpec:
         that its backward doesn't read its parameters (``check`` takes both for True).
     steps: its parameters are stepped in the backward. needs_copies_reduced: their gradients are complete only
         at its end, after an all-reduce over copies that runs beside the rest of it.
-    smaller_world: after a forward its shards are kept over a smaller world, from which the backward gathers.
+    smaller_world: after a forward its shards are kept over a smaller world, from which the backward gathers,
+        and after a backward whose gradients aren't reduced, for the next forward.
     part_of: the first group of the same modules, with whose backward this one's begins.
     """
 
