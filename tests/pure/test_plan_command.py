@@ -214,6 +214,7 @@ def test_the_command_asks_what_a_choice_in_python_asks(tmp_path, capsys):
         (("--shards", 8), Choice(shards=8)),
         (("--reshard-after-forward", "false"), Choice(reshard_after_forward=False)),
         (("--reshard-after-forward", "8"), Choice(reshard_after_forward=8)),
+        (("--keep", "0.5"), Choice(keep=0.5)),
         (("--recompute", "0.5"), Choice(recompute=0.5)),
         (("--offload", "all"), Choice(offload=OFFLOADS["all"])),
         (
@@ -304,6 +305,7 @@ def test_a_recipe_whose_base_is_not_there_says_how_to_get_it(capsys):
         (("{}", *ON, "--batch", 0), "--batch must be more than 0, got 0"),
         (("{}", *ON, "--budget", 3), "--budget goes with --search, --largest or --fewest"),
         (("{}", *ON, "--savings", "--recompute", 1), "--savings tries every --recompute by itself"),
+        (("{}", *ON, "--search", "--keep", 1), "--search tries every --keep by itself"),
         (("{}", *ON, "--search", "--offload", "all"), "--search tries every --offload by itself"),
         (("{}", *ON, "--runtime", "fsdp1", "--runtime", "fsdp2", "--search"), "--search is of one --runtime"),
         (("{}", *ON, "--param-dtype", "float32"), "priced in 16 bits; --trace traces"),

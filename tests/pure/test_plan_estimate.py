@@ -18,6 +18,8 @@ from shardwright.plan.cluster import DEVICES, Cluster
 from shardwright.plan.groups import groups_of_calls
 from shardwright.plan.memory import Category
 from shardwright.plan.presets import preset, schedule
+from shardwright.plan.search import planned
+from shardwright.plan.subject import names_of_groups
 from shardwright.plan.trace import trace
 from shardwright.plan.transformer import Architecture, Microbatch, workload
 from shardwright.plan.workload import OpKind
@@ -53,16 +55,29 @@ GROUPS = {
 @pytest.mark.parametrize(
     "policy", [SchedulePolicy(), SchedulePolicy(depth=2, bucket_cap_mb=0.0, keep_last=0)]
 )
-def test_the_schedule_that_is_priced_is_the_one_that_the_runtime_plans(groups, policy):
-    found = estimate(on_meta(), sample(), EIGHT, Choice(groups=groups, mp_policy=FP32, policy=policy))
-    with rank_zero_of(8):
-        model = bench_model.build(SIZE)
-        fully_shard(model, groups=groups)
-        model.set_schedule_policy(policy)
-        for step in range(2):
-            model(bench_model.tokens(SIZE, 0, step)).backward()
-        assert found.schedule == model.schedule()
-        assert str(found.schedule) == str(model.schedule())
+@pytest.mark.parametrize(("keep", "reshards"), [(0.0, True), (0.5, True), (0.5, 2), (1.0, True)])
+def test_the_schedule_that_is_priced_is_the_one_that_the_runtime_plans(
+    groups, policy, keep, reshards, tmp_path
+):
+    choice = Choice(groups=groups, mp_policy=FP32, policy=policy, keep=keep, reshard_after_forward=reshards)
+    found = estimate(on_meta(), sample(), EIGHT, choice)
+    plan = planned(found, names_of_groups(on_meta(), choice))
+    plan.save(tmp_path / "plan.toml")
+    kept = [each.reshard_after_forward for each in plan.groups].count(False)
+    backward = found.workload.orders[Phase.BACKWARD]
+    begun = {event.group for event in backward if event.kind is EventKind.BACKWARD_BEGIN}
+    inner = begun - set(found.workload.of_root)
+    assert kept == round(keep * len(inner))
+    ways = [{"plan": tmp_path / "plan.toml"}, *([] if keep or reshards is not True else [{"groups": groups}])]
+    for way in ways:
+        with rank_zero_of(8):
+            model = bench_model.build(SIZE)
+            fully_shard(model, **way)
+            model.set_schedule_policy(policy)
+            for step in range(2):
+                model(bench_model.tokens(SIZE, 0, step)).backward()
+            assert found.schedule == model.schedule()
+            assert str(found.schedule) == str(model.schedule())
 
 
 def test_an_estimate_speaks_of_modules_and_in_plain_numbers():
@@ -423,6 +438,9 @@ def test_what_cannot_be_planned_is_refused_with_what_to_do():
         estimate(deciding, x, EIGHT)
     with pytest.raises(ConfigError, match=r"the cluster is 'H100', expected a .*Cluster\(device"):
         estimate(model, x, "H100", loss=torch.sum)
+    for name in ("recompute", "keep"):
+        with pytest.raises(InputError, match=rf"Choice\.{name} must be a share from 0 to 1, got 2"):
+            Choice(**{name: 2})
     for wrong in ({"microbatches": 0}, {"shards": -1}):
         with pytest.raises(InputError, match="must be at least 1, got"):
             Choice(**wrong)

@@ -12,7 +12,7 @@ from shardwright.errors import InputError
 from shardwright.plan.cluster import DEVICES, Cluster
 from shardwright.plan.constants import Constants
 from shardwright.plan.groups import traced_groups
-from shardwright.plan.levers import merged, neighbours, recomputed
+from shardwright.plan.levers import kept_groups, merged, neighbours, recomputed
 from shardwright.plan.memory import Category, Sharding, memory, peak
 from shardwright.plan.predict import Choice, estimate, price
 from shardwright.plan.presets import PRESETS, schedule
@@ -284,3 +284,23 @@ def test_shards_over_a_smaller_world_are_kept_for_the_backward_and_gathered_in_a
     assert smaller.held[-1].nbytes[Category.UNSHARDED] == whole.held[-1].nbytes[Category.UNSHARDED]
     with pytest.raises(InputError, match=r"or a factor of the 16 ranks that .*, got 3"):
         price(DEEP, sixteen, Choice(reshard_after_forward=3))
+
+
+def test_groups_that_are_kept_are_those_that_the_backward_needs_first_and_save_their_all_gather():
+    names = [group.name for group in DEEP.groups]
+    assert [names[group] for group in kept_groups(DEEP, 0.1)] == ["layers.31", "layers.30", "layers.29"]
+    cluster = Cluster(DEVICES["H100"], 64)
+
+    def found(share, runtime="shardwright"):
+        priced = price(DEEP, cluster, Choice(runtime, keep=share))
+        check(priced.schedule)
+        entries = priced.schedule.phases[Phase.BACKWARD]
+        gathered = {g for e in entries for a in e.actions if a.kind is ActionKind.UNSHARD for g in a.groups}
+        return gathered, max(held.nbytes.get(Category.UNSHARDED, 0) for held in priced.held)
+
+    for runtime, kept_anyway in (("shardwright", 1), ("fsdp2", 0)):
+        (before, least), (after, most) = found(0.0, runtime), found(0.25, runtime)
+        assert before == set(range(32 - kept_anyway))
+        assert after == set(range(24 - kept_anyway))  # ``keep_last`` keeps one of the others
+        assert most - least == pytest.approx(2 * 8 * DEEP.groups[0].numel, rel=0.3)
+        assert found(1.0, runtime)[0] == set()

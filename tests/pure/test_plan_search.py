@@ -1,5 +1,6 @@
 """``plan.search``: the fastest of the candidates that fit, and why the others lost."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -101,7 +102,32 @@ def test_a_search_reshards_to_the_ranks_of_a_host_where_links_between_hosts_are_
     whole = price(subject.workload, slow, replace(plan.choice, reshard_after_forward=True))
     assert whole.step_s > plan.step_s
     one_host = fastest(subject, replace(slow, ranks=8), Choice())
-    assert {one.candidate.reshards for one in one_host.tried} == {True, False}
+    assert {one.candidate.reshards for one in one_host.tried} == {True}
+
+
+def test_a_search_keeps_the_last_groups_for_the_backward_where_there_is_memory_for_some():
+    subject = of_architecture(Architecture(16, 4096, 32, 8, 128, 14336, 32000), Microbatch(2048, 1))
+    slow, budget = Cluster(DEVICES["H100"], 64, ranks_per_host=1, host_bandwidth=25e9), 9.5 * GIB
+    plan = fastest(subject, slow, Choice("shardwright-cpu"), budget)  # gathers and reductions share a link
+    kept = plan.candidate.kept
+    assert 0 < kept < 1 and plan.peak_nbytes <= budget
+    stays = [not group.reshard_after_forward for group in plan.groups[:-1]]  # the last one is the root's
+    assert stays == sorted(stays) and sum(stays) == len(stays) * kept
+    none = price(plan.estimate.workload, slow, replace(plan.choice, keep=0.0, recompute=0.0))
+    assert none.step_s > plan.step_s and none.peak.total < plan.peak_nbytes
+    lost = plan.lost()
+    assert "GiB more than there is" in lost[plan.candidate._replace(kept=1.0)]
+    assert re.match(r"takes \d.*% longer, and holds \d", lost[plan.candidate._replace(kept=0.0)])
+    head, *rows = str(plan).splitlines()[-len(plan.front) - 1 :]
+    (shown,) = (row for row in rows if row.endswith("<-"))
+    assert shown.split()[head.split().index("kept")] == str(kept)
+
+
+def test_of_two_that_hold_as_much_the_faster_one_is_the_plan():
+    subject = of_architecture(Architecture(16, 4096, 32, 8, 128, 14336, 32000), Microbatch(2048, 1))
+    cluster = Cluster(DEVICES["H100"], 64, host_bandwidth=200e9)
+    plan = fastest(subject, cluster, Choice("fsdp2"), 14 * GIB)
+    assert plan.candidate in {one.candidate for one in plan.front}
 
 
 def test_a_budget_of_nothing_is_refused():

@@ -12,7 +12,7 @@ from shardwright.plan.presets import PRESETS
 from shardwright.planned import BASES, OFFLOADS
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_SEARCHED = ("shards", "reshard_after_forward", "offload", "base", "recompute")
+_SEARCHED = ("shards", "reshard_after_forward", "keep", "offload", "base", "recompute")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,6 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_reshard,
         metavar="true|false|RANKS",
         help="RANKS: shards are kept over so many until the backward (default true)",
+    )
+    group.add_argument(
+        "--keep",
+        type=float,
+        metavar="SHARE",
+        help="of the groups, the last ones, unsharded until the backward: 0 to 1 (default 0)",
     )
     group.add_argument(
         "--param-dtype", choices=tuple(_DTYPES), help="that is computed with (default bfloat16)"

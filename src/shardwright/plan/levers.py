@@ -133,6 +133,19 @@ def first_blocks(workload: Workload, share: float) -> tuple[int, ...]:
     return tuple(each for group in chosen for each in (group, *cut_off(workload, group)))
 
 
+def kept_groups(workload: Workload, share: float) -> tuple[int, ...]:
+    """The first of the groups that a backward gathers, with what is cut off them: of all groups these are
+    unsharded for the shortest time from their forward on. The root's stays in any case."""
+    begun = (event.group for event, _ in workload.phases[Phase.BACKWARD] if event.kind in BEGINS)
+    needed = [
+        group
+        for group in dict.fromkeys(begun)
+        if group not in workload.of_root and workload.groups[group].part_of is None
+    ]
+    chosen = needed[: round(share * len(needed))]
+    return tuple(each for group in chosen for each in (group, *cut_off(workload, group)))
+
+
 def recomputes(workload: Workload) -> bool:
     """Whether the model itself computes something again in its backward."""
     return any(event.kind is EventKind.RECOMPUTE for event, _ in workload.phases[Phase.BACKWARD])

@@ -16,7 +16,7 @@ from shardwright.plan.cluster import GIB, Cluster
 from shardwright.plan.constants import ACCURACY, MEMORY_ERROR, Accuracy, Constants
 from shardwright.plan.events import TracedGroup
 from shardwright.plan.groups import traced_groups
-from shardwright.plan.levers import coded, first_blocks, recomputed, recomputes
+from shardwright.plan.levers import coded, first_blocks, kept_groups, recomputed, recomputes
 from shardwright.plan.memory import AtRest, HeldBytes, Sharding, fits, memory, peak, reserved
 from shardwright.plan.phases import PhaseBytes, in_table, phases_of
 from shardwright.plan.picture import drawing_of, named
@@ -51,10 +51,12 @@ class Choice:
             aren't yet), else "plain".
         recompute: share of the blocks under activation checkpointing, 0 to 1: the first ones in the order in
             which they run, and never the group that runs last.
+        keep: share of the groups that stay unsharded from their forward to their backward, 0 to 1: the ones
+            that the backward needs first. The others are resharded as ``reshard_after_forward`` says.
 
     Raises:
         InputError: ``base`` is neither, ``shards`` or ``microbatches`` is below 1, or
-            ``recompute`` is no share.
+            ``recompute`` or ``keep`` is no share.
     """
 
     runtime: str = "shardwright"
@@ -67,6 +69,7 @@ class Choice:
     offload: OffloadPolicy = DEFAULT_OFFLOAD
     base: str = "plain"
     recompute: float = 0.0
+    keep: float = 0.0
 
     def __post_init__(self) -> None:
         if self.base not in BASES:
@@ -75,8 +78,9 @@ class Choice:
             value = getattr(self, name)
             if value is not None and not value >= 1:
                 raise InputError(f"Choice.{name} must be at least 1, got {value!r}")
-        if not 0 <= self.recompute <= 1:
-            raise InputError(f"Choice.recompute must be a share from 0 to 1, got {self.recompute!r}")
+        for name in ("recompute", "keep"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise InputError(f"Choice.{name} must be a share from 0 to 1, got {getattr(self, name)!r}")
 
 
 @dataclass(frozen=True)
@@ -349,7 +353,8 @@ def price(
     workload = _changed(workload, choice)
     if choice.policy is not None:
         runs = replace(runs, policy=choice.policy)
-    planned = schedule(workload, runs, choice.reshard_after_forward)
+    kept = kept_groups(workload, choice.keep)
+    planned = schedule(workload, runs, choice.reshard_after_forward, kept)
     shards = choice.shards or cluster.ranks
     if cluster.ranks % shards:
         raise InputError(f"Choice.shards must divide the cluster's {cluster.ranks} ranks, got {shards}")

@@ -1,7 +1,7 @@
 """Who runs the step: this package, or one of torch's two. Each is a policy of the same planner. Pure."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
-from functools import cache
 
 from shardwright.errors import ConfigError
 from shardwright.plan.workload import Workload
@@ -83,21 +83,17 @@ def preset(name: str) -> Preset:
     return PRESETS[name]
 
 
-def specs(
-    workload: Workload, preset: Preset, reshard_after_forward: bool | int = True
-) -> tuple[GroupSpec, ...]:
-    """What the planner knows of each group."""
-    is_smaller = not isinstance(reshard_after_forward, bool)
-    return tuple(
-        GroupSpec(
-            reshard_after_forward=_reshards(preset, reshard_after_forward, index in workload.of_root),
-            nbytes=group.at(workload.itemsize),
-            grad_nbytes=group.trained * workload.itemsize,
-            bucket_key=None if is_smaller and index not in workload.of_root else 0,  # it gathers by itself
-            part_of=group.part_of,
-            smaller_world=is_smaller and index not in workload.of_root,
-        )
-        for index, group in enumerate(workload.groups)
+def _spec(workload: Workload, preset: Preset, index: int, reshard_after_forward: bool | int) -> GroupSpec:
+    """What the planner knows of a group."""
+    group, is_root = workload.groups[index], index in workload.of_root
+    is_smaller = not (isinstance(reshard_after_forward, bool) or is_root)
+    return GroupSpec(
+        reshard_after_forward=_reshards(preset, reshard_after_forward, is_root),
+        nbytes=group.at(workload.itemsize),
+        grad_nbytes=group.trained * workload.itemsize,
+        bucket_key=None if is_smaller else 0,  # it gathers by itself
+        part_of=group.part_of,
+        smaller_world=is_smaller,
     )
 
 
@@ -109,8 +105,16 @@ def _reshards(preset: Preset, reshard_after_forward: bool | int, is_root: bool) 
     return preset.reshards
 
 
-def schedule(workload: Workload, preset: Preset, reshard_after_forward: bool | int = True) -> Schedule:
-    """The schedule of a step, by the planner that the runtime itself uses."""
-    return plan(
-        workload.orders, preset.policy, cache(specs(workload, preset, reshard_after_forward).__getitem__)
-    )
+def schedule(
+    workload: Workload,
+    preset: Preset,
+    reshard_after_forward: bool | int = True,
+    kept: Collection[int] = (),
+) -> Schedule:
+    """The schedule of a step, by the planner that the runtime itself uses. kept: the groups that stay
+    unsharded until their backward; the others are resharded as is said of all."""
+    known = [
+        _spec(workload, preset, index, index not in kept and reshard_after_forward)
+        for index in range(len(workload.groups))
+    ]
+    return plan(workload.orders, preset.policy, known.__getitem__)

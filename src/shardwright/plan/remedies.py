@@ -151,6 +151,9 @@ def _in_words(space: Space, plain: Candidate, one: Tried, base: Tried, more: int
         words.append(f"shard each parameter over {new.shards} ranks in the place of {plain.shards}")
     if new.reshards != plain.reshards:
         words.append(f"reshard_after_forward={new.reshards}")
+    if new.kept != plain.kept:
+        share = f"False for the last {new.kept:.0%} of the groups alone" if new.kept else "True"
+        words.append(f"reshard_after_forward={share}")
     if new.ahead != plain.ahead:
         words.append("gather less ahead (SchedulePolicy.depth, budget_nbytes)")
     if new.offload != plain.offload:
@@ -166,12 +169,12 @@ def _space(case: Exhausted) -> tuple[Space, Candidate]:
     runtime, names = unit_of(case.model).runtime, group_names(case.model)
     first = runtime.groups[0]
     parts = [name.split("+") for name in names.values() if name != "(root)"]
-    reshards = any(runtime.requested(group).reshard_after_forward is not False for group in names)
+    inner = [group for group, name in names.items() if name != "(root)"]
+    stays = [runtime.requested(group).reshard_after_forward is False for group in inner] or [False]
     world = first.axis.world
     choice = Choice(
         groups=parts,
         mp_policy=first.policy,
-        reshard_after_forward=reshards,
         shards=world,
         policy=runtime.policy,
     )
@@ -184,7 +187,7 @@ def _space(case: Exhausted) -> tuple[Space, Candidate]:
     ahead = space.values["ahead"][runtime.policy.depth > 1]
     offload = first.params[0].split.offload
     named = next((name for name, policy in OFFLOADS.items() if policy == offload), next(iter(OFFLOADS)))
-    return space, Candidate(count, 0.0, world, reshards, ahead, 1, named, "plain")
+    return space, Candidate(count, 0.0, world, True, sum(stays) / len(stays), ahead, 1, named, "plain")
 
 
 def _device(where: torch.device, nbytes: int) -> DeviceSpec:

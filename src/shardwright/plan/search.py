@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shardwright.columns import in_columns
 from shardwright.errors import InputError
 from shardwright.plan.cluster import GIB, Cluster
-from shardwright.plan.levers import first_blocks, merged, neighbours, recomputes
+from shardwright.plan.levers import first_blocks, kept_groups, merged, neighbours, recomputes
 from shardwright.plan.memory import CONTEXT_NBYTES
 from shardwright.plan.predict import Choice, Estimate, a_cluster, price
 from shardwright.plan.presets import preset
@@ -26,7 +26,7 @@ from shardwright.planned import BASES, OFFLOADS, Plan, PlannedGroup
 from shardwright.torch_private import tree_leaves
 
 _SPLITS = (1, 2, 4, 8)
-_RECOMPUTED = (0.0, 0.25, 0.5, 0.75, 1.0)
+_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 _AHEAD = (1, 2)
 _GROUPS_AHEAD = 2.25
 """Bytes that two groups ahead may take, in largest groups: a runtime pads them to the ranks."""
@@ -38,16 +38,18 @@ class Candidate(NamedTuple):
 
     groups: parts that the model is in. recomputed: share of them that is computed again in the backward.
     shards: ranks that a parameter is sharded over. reshards: after a forward; an int keeps shards over so
-    many ranks until the backward. ahead: 1, the next group is gathered ahead; 2, what takes the bytes of the
-    two largest. split: microbatches in the place of each one of the sample's. offload: what is
-    on the host at rest, by its name in ``planned.OFFLOADS``. base: frozen weights are as they are ("plain"),
-    or in 4 bits ("nf4"), which changes results.
+    many ranks until the backward. kept: share of the groups that stay unsharded until then, in any case.
+    ahead: 1, the next group is gathered ahead; 2, what takes the bytes of the two largest. split:
+    microbatches in the place of each one of the sample's. offload: what is on the host at rest, by its name
+    in ``planned.OFFLOADS``. base: frozen weights are as they are ("plain"), or in 4 bits ("nf4"), which
+    changes results.
     """
 
     groups: int
     recomputed: float
     shards: int
     reshards: bool | int
+    kept: float
     ahead: int
     split: int
     offload: str
@@ -162,11 +164,12 @@ class Space:
         may_be_coded = self.choice.base == "plain" and any(group.frozen[0] for group in groups)
         return {
             "groups": tuple(dict.fromkeys(max(1, count // size) for size in (1, 2, 4, 8, 16, 32))),
-            "recomputed": _RECOMPUTED[:1] if recomputes(self.workloads[1]) else _RECOMPUTED,
+            "recomputed": _SHARES[:1] if recomputes(self.workloads[1]) else _SHARES,
             "shards": tuple(
                 dict.fromkeys(s for s in (ranks, 8 * host, host) if ranks % s == 0 and s <= ranks)
             ),
-            "reshards": (True, False, *([host] if 1 < host < ranks else [])),
+            "reshards": (True, *([host] if 1 < host < ranks else [])),
+            "kept": _SHARES,
             "ahead": _AHEAD,
             "split": tuple(self.workloads),
             "offload": tuple(OFFLOADS),
@@ -198,6 +201,7 @@ class Space:
                 shards=candidate.shards,
                 reshard_after_forward=candidate.reshards if is_smaller else bool(candidate.reshards),
                 recompute=candidate.recomputed,
+                keep=candidate.kept,
                 microbatches=self.choice.microbatches * candidate.split,
                 policy=policy,
                 offload=OFFLOADS[candidate.offload],
@@ -220,9 +224,10 @@ def search(
     """Find the fastest way to train a model on a cluster within the memory of its devices.
 
     The search varies the number of groups, which of them are under activation checkpointing, over how many
-    ranks a parameter is sharded, over how many it is resharded after the forward, how much is prefetched, the
-    size of microbatches, what is on the host at rest, and, only if nothing else fits, frozen weights in 4
-    bits. A step has the same samples in all of them. No process group is needed, and nothing is computed.
+    ranks a parameter is sharded, which groups stay unsharded from their forward to their backward, over how
+    many ranks the others are resharded, how much is prefetched, the size of microbatches, what is on the host
+    at rest, and, only if nothing else fits, frozen weights in 4 bits. A step has the same samples in all of
+    them. No process group is needed, and nothing is computed.
 
     Args:
         model: as ``estimate``.
@@ -289,7 +294,8 @@ def grouped(model: nn.Module, sample: Any, cluster: Cluster, choice: Choice) -> 
     space = Space(cluster, choice, {1: subject.workload})
     most = cluster.device.memory_nbytes - CONTEXT_NBYTES
     plain = Candidate(*(each[0] for each in space.values.values()))
-    plain = plain._replace(shards=choice.shards or cluster.ranks, reshards=choice.reshard_after_forward)
+    reshards = choice.reshard_after_forward
+    plain = plain._replace(shards=choice.shards or cluster.ranks, reshards=reshards, kept=choice.keep)
     tried = [space.price(plain._replace(groups=count)) for count in space.values["groups"]]
     best = thriftiest(space, min(tried, key=lambda one: _rank(one, most)), most)
     _, parts = space.prepare(best.candidate)
@@ -315,12 +321,13 @@ def planned(found: Estimate, listed: Sequence[tuple[str, ...]]) -> Plan:
     """What ``fully_shard`` needs of an estimate. listed: names of the modules of each group of the workload.
     A root that has names is a group that stays unsharded."""
     choice, root = found.choice, found.workload.root
+    kept = kept_groups(found.workload, choice.keep)
     again = first_blocks(found.workload, choice.recompute)
     return Plan(
         ranks=found.cluster.ranks,
         shards=choice.shards or found.cluster.ranks,
         groups=tuple(
-            PlannedGroup(names, index != root and choice.reshard_after_forward)
+            PlannedGroup(names, index not in (root, *kept) and choice.reshard_after_forward)
             for index, names in enumerate(listed)
             if names not in ((), ("",))
         ),
@@ -361,7 +368,7 @@ def thriftiest(space: Space, best: Tried, budget: float) -> Tried:
         and one.step_s <= best.step_s * (1 + _NEAR)
         and one.candidate[-2:] == best.candidate[-2:]
     ]
-    return min(near, key=lambda one: one.nbytes)
+    return min(near, key=lambda one: (one.nbytes, one.step_s))
 
 
 def _climb(space: Space, start: Candidate, budget: float) -> Tried:
