@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from shardwright.plan import estimate
-from shardwright.plan.cluster import DEVICES, Cluster
+from shardwright.plan.cluster import DEVICES, Cluster, device
 from shardwright.train.config import ModelConfig
-from shardwright.train.flops import flops_per_token
+from shardwright.train.flops import flops_per_token, peak_flops
 from shardwright.train.models import Transformer, flops_of
 from shardwright.train.trackers import TrackedRun, tracking
 from tests.ranks.pool import run_ranks
@@ -163,6 +163,32 @@ def test_the_flops_of_a_token_are_those_that_a_plan_counts():
     planned = estimate(model, sample, Cluster(DEVICES["H100"], 1), loss=lambda logits: logits.float().sum())
     assert flops_of(config, 32) == pytest.approx(planned.model_flops / 64, rel=0.01)  # vectors are in one
     assert flops_per_token(10, 0, 0) == 40  # frozen: nothing is computed for their gradients
+
+
+@pytest.mark.parametrize(
+    ("printed", "dtype", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989),
+        ("NVIDIA H100 80GB HBM3", torch.float32, 67),
+        ("NVIDIA A100-SXM4-40GB", torch.float32, 19.5),
+        ("AMD Instinct MI300X", torch.float16, 1300),
+        ("NVIDIA GeForce RTX 4090", torch.bfloat16, None),
+    ],
+)
+def test_the_peak_of_a_device_is_in_the_dtype_that_is_trained_in(printed, dtype, tflops, monkeypatch):
+    monkeypatch.setattr(
+        torch, "get_device_module", lambda _: SimpleNamespace(get_device_name=lambda: printed)
+    )
+    found = peak_flops("any", 0.0, dtype)
+    assert found == (tflops and pytest.approx(tflops * 1e12))
+    assert peak_flops("any", 2.0, dtype) == 2e12 and peak_flops("cpu", 0.0, dtype) is None
+    if dtype is torch.float32:
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("high")
+        try:
+            assert peak_flops("any", 0.0, dtype) == device(printed).peak_flops / 2
+        finally:
+            torch.set_float32_matmul_precision(before)
 
 
 class Fails:

@@ -278,10 +278,15 @@ def _op(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
 
 
 def _dtype(base: str, inputs: Sequence[Tensor]) -> str:
-    """That a matmul multiplies in: TF32 in place of float32 where this process lets torch take it."""
     dtype = next((tensor.dtype for tensor in inputs if tensor.is_floating_point()), inputs[0].dtype)
+    return multiplied_in(dtype, "conv" in base)
+
+
+def multiplied_in(dtype: torch.dtype, convolves: bool = False) -> str:
+    """What a matmul of tensors in ``dtype`` multiplies in, by torch's name: TF32 in place of float32 where
+    this process lets torch take it."""
     if dtype is torch.float32:
-        of = (torch.backends.cudnn, "conv") if "conv" in base else (torch.backends.cuda, "matmul")
+        of = (torch.backends.cudnn, "conv") if convolves else (torch.backends.cuda, "matmul")
         return "tf32" if getattr(*of).fp32_precision == "tf32" else "float32"
     name = str(dtype).removeprefix("torch.")
     return "float8" if name.startswith("float8") else name

@@ -10,6 +10,7 @@ import torch
 
 from shardwright.errors import ConfigError
 from shardwright.plan.cluster import device
+from shardwright.plan.trace import multiplied_in
 
 
 def flops_per_token(parameters: int, trained: int, attention: int) -> float:
@@ -18,15 +19,15 @@ def flops_per_token(parameters: int, trained: int, attention: int) -> float:
     return 4.0 * parameters + 2.0 * trained + 6.0 * attention
 
 
-def peak_flops(device_type: str, stated_tflops: float) -> float | None:
-    """FLOP/s of one device: what is stated, else dense bfloat16 by the data sheet of an accelerator that the
-    planner knows by its name; None: not known."""
+def peak_flops(device_type: str, stated_tflops: float, dtype: torch.dtype) -> float | None:
+    """FLOP/s of one device: what is stated, else those of dense matmuls in ``dtype`` (TF32 for float32, where
+    this process lets torch take it) by the data sheet of a device that the planner knows; None: not known."""
     if stated_tflops:
         return stated_tflops * 1e12
     if device_type in ("cpu", "xla"):
         return None
     try:
         name = torch.get_device_module(device_type).get_device_name()
-        return device(name.removeprefix("NVIDIA ")).peak_flops
+        return device(name).flops_in(multiplied_in(dtype))
     except ConfigError:
         return None

@@ -140,7 +140,9 @@ class Loop:
         self._epoch_steps = epoch_steps if recipe.training.epochs else 0
         self.progress = Progress()
         self._since_report = _Clock()
-        self._peak_flops = peak_flops(engine.place.device_type, recipe.track.peak_tflops)
+        is_half = recipe.training.dtype == "bf16" or (recipe.base.folder and recipe.base.dtype != "fp32")
+        dtype = torch.bfloat16 if is_half else torch.float32  # files of a base are nearly always in 16 bits
+        self._peak_flops = peak_flops(engine.place.device_type, recipe.track.peak_tflops, dtype)
 
     def run(self, listener: Listener, stop: StopRequest) -> bool:
         """Train to the end or until a stop is asked for, and save. Returns whether it is the end."""
