@@ -11,13 +11,14 @@ size.
 import argparse
 import re
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import asdict, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import numpy as np
 
 from shardwright.plan import runs
+from shardwright.plan.cluster import DEVICES, DeviceSpec
 from shardwright.plan.constants import Constants
 
 NAMES = [field.name for field in fields(Constants)]
@@ -39,6 +40,22 @@ _DRAWN = 0.5
 """Standard deviation of a constant's logarithm about the guess; of a run's error it is ``_NOISE``."""
 _NOISE = 0.03
 _ROUNDS = 6
+
+_A100 = DEVICES["A100-80GB"]
+_AMPERE_ON_HOPPER = 0.629
+"""Share of Hopper's peak that Ampere's instructions for matrices (mma.sync), those of FlashAttention 2, were
+measured to reach (Luo et al. 2024, arXiv 2402.13499). No data sheet has it, and it isn't fitted to runs."""
+SHARES = {
+    "as measured on H100": {},
+    "matmul as on A100": {"matmul": _A100.matmul},
+    "both as on A100": {"matmul": _A100.matmul, "attention": _A100.attention},
+    f"both, attention x {_AMPERE_ON_HOPPER}": {
+        "matmul": _A100.matmul,
+        "attention": _A100.attention * _AMPERE_ON_HOPPER,
+    },
+    "as DeviceSpec has by default": {"matmul": DeviceSpec.matmul, "attention": DeviceSpec.attention},
+}
+"""Shares of H100's peak that are taken in turn, by where they are from."""
 
 
 def measured(runs_csv: str | Path, models_csv: str | Path) -> tuple[list[dict[str, str]], list[runs.Setup]]:
@@ -125,8 +142,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     h100 = [index for index, name in enumerate(devices) if name == "H100"]
     sheet = fit([setups[i] for i in a100], targets[a100])
     print("\nH100 from its data sheet, fitted to A100")
-    found = predicted([setups[i] for i in h100], sheet) / seconds[h100] - 1
-    print("\n".join(table([tables[i] for i in h100], found)))
+    found = []
+    for shares in SHARES.values():
+        there = [with_shares(setups[i], shares) for i in h100]
+        found.extend(predicted(there, sheet) / seconds[h100] - 1)
+    names = [name for name in SHARES for _ in h100]
+    print("\n".join(table(names, np.array(found))[:-1]))
+
+
+def with_shares(setup: runs.Setup, shares: Mapping[str, float]) -> runs.Setup:
+    """The run on a device of other shares."""
+    return replace(setup, cluster=replace(setup.cluster, device=replace(setup.cluster.device, **shares)))
 
 
 def left_out(setups: Sequence[runs.Setup], targets: np.ndarray, folds: Sequence[str]) -> np.ndarray:
