@@ -1,25 +1,30 @@
 """The inverse questions: what fits, and that the neighbour doesn't; in Python and on the command line."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 from bench import model as bench_model
+from shardwright import MixedPrecisionPolicy
 from shardwright.errors import InputError
 from shardwright.plan import (
+    Architecture,
     Choice,
+    Microbatch,
     estimate,
     fewest_ranks,
     largest_batch,
     longest_sequence,
     of_model,
     savings,
+    search,
 )
 from shardwright.plan.cluster import DEVICES, GIB, Cluster
 from shardwright.plan.predict import price
 from shardwright.plan.subject import of_architecture
-from shardwright.plan.transformer import Architecture, Microbatch
+from shardwright.plan.transformer import Recompute, workload
 from tests.pure.test_plan_command import ON, config_in, plan
 
 ARCH = Architecture(32, 4096, 32, 8, 128, 14336, 128256)
@@ -32,6 +37,33 @@ def fits(cluster, rows=1, sequence=2048, budget=None):
     """By an estimate that is made anew."""
     found = price(of_architecture(ARCH, Microbatch(sequence, rows)).workload, cluster, Choice())
     return found.fits if budget is None else found.peak.total <= budget
+
+
+def test_numbers_are_planned_like_the_module_that_they_describe():
+    numbers, batch = Architecture(3, 256, 4, 4, 64, 1024, 1000), Microbatch(128, 2)
+    assert (
+        estimate(numbers, batch, SIXTEEN).step_s == price(workload(numbers, batch), SIXTEEN, Choice()).step_s
+    )
+    found = search(numbers, batch, SIXTEEN)
+    assert found.groups[-1].modules == ("model.embed_tokens", "model.norm", "lm_head")
+    assert found.step_s <= estimate(numbers, batch, SIXTEEN).step_s * 1.01
+    assert largest_batch(of_model(numbers, batch), SIXTEEN).value > 100
+    for given, choice, says in (
+        (
+            torch.empty(2, 128),
+            None,
+            r"expected with an Architecture a shardwright\.plan\.Microbatch, as Microbatch\(",
+        ),
+        (replace(batch, recompute=Recompute.FULL), None, r"Choice\.recompute is the share"),
+        (
+            batch,
+            Choice(mp_policy=MixedPrecisionPolicy()),
+            r"priced in 16 bits, and .*param_dtype is None: set it",
+        ),
+    ):
+        for ask in (partial(estimate, numbers, given, SIXTEEN), partial(search, numbers, given, SIXTEEN)):
+            with pytest.raises(InputError, match=says):
+                ask(choice)
 
 
 @pytest.mark.parametrize("budget", [None, 60 * GIB])

@@ -4,12 +4,15 @@ from shardwright.plan.predict import Choice, Estimate, estimate
 from shardwright.plan.questions import fewest_ranks, largest_batch, longest_sequence, savings
 from shardwright.plan.search import FoundPlan, search
 from shardwright.plan.subject import Subject, of_model
+from shardwright.plan.transformer import Architecture, Microbatch
 from shardwright.planned import Plan
 
 __all__ = [
+    "Architecture",
     "Choice",
     "Estimate",
     "FoundPlan",
+    "Microbatch",
     "Plan",
     "Subject",
     "estimate",

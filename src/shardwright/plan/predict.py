@@ -24,6 +24,8 @@ from shardwright.plan.presets import preset, schedule
 from shardwright.plan.prices import Prices
 from shardwright.plan.simulate import Timeline, simulate
 from shardwright.plan.trace import trace
+from shardwright.plan.transformer import Architecture, Microbatch, Recompute
+from shardwright.plan.transformer import workload as workload_of_numbers
 from shardwright.plan.workload import OpKind, Workload
 from shardwright.planned import BASES
 from shardwright.policy import DEFAULT_OFFLOAD, MixedPrecisionPolicy, OffloadPolicy, SchedulePolicy
@@ -277,7 +279,7 @@ class Estimate:
 
 
 def estimate(
-    model: nn.Module,
+    model: nn.Module | Architecture,
     sample: Any,
     cluster: Cluster,
     choice: Choice | None = None,
@@ -291,9 +293,10 @@ def estimate(
     float32 is counted. At rest trained parameters are in float32, frozen ones in their own dtype.
 
     Args:
-        model: not sharded yet; on any device. On the meta device it takes no memory.
+        model: not sharded yet; on any device. On the meta device it takes no memory. Or the numbers of a
+            decoder, of which each block is a group, whatever ``choice.groups`` says.
         sample: one microbatch of one rank: a tensor, a sequence of arguments or a mapping of named ones. Only
-            shapes and dtypes matter, so they may be on the meta device too.
+            shapes and dtypes matter, so they may be on the meta device too. Of numbers a ``Microbatch``.
         cluster: the devices and the links between them.
         choice: how it is trained; None: the defaults of ``Choice``.
         loss: makes a tensor of one element from the model's output; None if the output is one, or has
@@ -305,7 +308,7 @@ def estimate(
 
     Raises:
         InputError: the model can't be traced without data, has no loss or can't be grouped, or the ranks
-            can't be divided as asked.
+            can't be divided as asked; or numbers come without a ``Microbatch``, or in more than 16 bits.
         ConfigError: the runtime isn't known, ``cluster`` isn't one, or the rate of its device in a dtype of
             the model isn't known.
 
@@ -326,9 +329,14 @@ def estimate(
 
 
 def workload_of(
-    model: nn.Module, sample: Any, choice: Choice, loss: Callable[[Any], Tensor] | None = None
+    model: nn.Module | Architecture,
+    sample: Any,
+    choice: Choice,
+    loss: Callable[[Any], Tensor] | None = None,
 ) -> Workload:
     """The model and one microbatch, in the groups of ``choice``. Raises: InputError as ``estimate``."""
+    if isinstance(model, Architecture):
+        return workload_of_numbers(model, a_microbatch(sample, choice))
     args, named = _arguments(sample)
     groups = chosen_groups(model, choice)
     quantised = next((name for name, module in model.named_modules() if encodings(module)), None)
@@ -378,6 +386,22 @@ def a_cluster(given: object) -> Cluster:
         f"the cluster is {given!r}, expected a shardwright.plan.cluster.Cluster: "
         'Cluster(device("H100"), ranks=8), or Cluster.load("cluster.toml")'
     )
+
+
+def a_microbatch(given: object, choice: Choice) -> Microbatch:
+    """What was passed with the numbers of a model, if they can be priced. Raises: InputError."""
+    if not isinstance(given, Microbatch) or given.recompute is not Recompute.NONE:
+        raise InputError(
+            f"the sample is {given!r}, expected with an Architecture a shardwright.plan.Microbatch, as "
+            "Microbatch(sequence=2048, sequences=4); of recomputation Choice.recompute is the share"
+        )
+    dtype = choice.mp_policy.param_dtype
+    if dtype not in (torch.bfloat16, torch.float16):
+        raise InputError(
+            f"numbers alone are priced in 16 bits, and Choice.mp_policy.param_dtype is {dtype}: set it to "
+            "torch.bfloat16, or pass the module instead"
+        )
+    return given
 
 
 def _changed(workload: Workload, choice: Choice) -> Workload:

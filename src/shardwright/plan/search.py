@@ -21,6 +21,7 @@ from shardwright.plan.memory import CONTEXT_NBYTES
 from shardwright.plan.predict import Choice, Estimate, a_cluster, price
 from shardwright.plan.presets import preset
 from shardwright.plan.subject import Subject, of_model
+from shardwright.plan.transformer import Architecture
 from shardwright.plan.workload import Workload
 from shardwright.planned import BASES, OFFLOADS, Plan, PlannedGroup
 from shardwright.torch_private import tree_leaves
@@ -213,7 +214,7 @@ class Space:
 
 
 def search(
-    model: nn.Module,
+    model: nn.Module | Architecture,
     sample: Any,
     cluster: Cluster,
     choice: Choice | None = None,
@@ -230,7 +231,7 @@ def search(
     them. No process group is needed, and nothing is computed.
 
     Args:
-        model: as ``estimate``.
+        model: as ``estimate``. Of numbers the plan names modules as a Llama of transformers does.
         sample: as ``estimate``.
         cluster: as ``estimate``.
         choice: everything that the search doesn't vary; None: the defaults of ``Choice``.

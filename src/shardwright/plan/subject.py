@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwright.plan.events import cut_from
-from shardwright.plan.predict import Choice, chosen_groups, workload_of
+from shardwright.plan.predict import Choice, a_microbatch, chosen_groups, workload_of
 from shardwright.plan.transformer import Architecture, Microbatch, workload
 from shardwright.plan.workload import Workload
 from shardwright.torch_private import tree_map
@@ -41,7 +41,7 @@ class Subject:
 
 
 def of_model(
-    model: nn.Module,
+    model: nn.Module | Architecture,
     sample: Any,
     choice: Choice | None = None,
     loss: Callable[[Any], Tensor] | None = None,
@@ -62,6 +62,8 @@ def of_model(
         InputError: as ``estimate``.
     """
     choice = choice or Choice()
+    if isinstance(model, Architecture):
+        return of_architecture(model, a_microbatch(sample, choice))
     first = _first_tensor(sample)
     rows = first.shape[0] if first is not None else 1
     sequence = first.shape[1] if first is not None and first.dim() > 1 else None

@@ -22,10 +22,22 @@ class Recompute(StrEnum):
 
 @dataclass(frozen=True)
 class Architecture:
-    """Numbers of a decoder: ``n_layers`` blocks of attention and a feed-forward network, embedding and head.
+    """The numbers of a decoder: blocks of attention and a feed-forward network, embedding and head.
+    ``estimate``, ``search`` and ``of_model`` take them in the place of a module.
 
-    gated: the network has three matrices (SwiGLU). tied: the head is the embedding. rotary: positions are
-    rotations of queries and keys, else rows of a table. rms: norms are of root mean squares.
+    Args:
+        n_layers: blocks.
+        d_model: width of the activations between them.
+        n_heads: heads of queries.
+        n_kv_heads: heads of keys, and of values.
+        head_dim: width of a head.
+        ffn_dim: width inside of the feed-forward network.
+        vocab_size: rows of the embedding and of the head.
+        gated: the network has three matrices (SwiGLU), not two.
+        tied: the head is the embedding.
+        biases: matrices and layer norms have biases.
+        rotary: positions are rotations of queries and keys, else rows of a table.
+        rms: norms are of root mean squares, else layer norms.
     """
 
     n_layers: int
@@ -66,7 +78,14 @@ class Architecture:
         return sum(k * n for k, n in self.matrices) + biases + norms
 
     def root_numel(self, sequence: int) -> int:
-        """Parameters outside of blocks."""
+        """Parameters outside of blocks.
+
+        Args:
+            sequence: rows of the table of positions, if there is one.
+
+        Returns:
+            The number of elements.
+        """
         positions = 0 if self.rotary else sequence * self.d_model
         norm = self.d_model * (1 if self.rms else 1 + self.biases)
         return self.vocab_size * self.d_model * (1 if self.tied else 2) + positions + norm
@@ -74,12 +93,18 @@ class Architecture:
 
 @dataclass(frozen=True)
 class Microbatch:
-    """One microbatch on one rank, and how it is computed.
+    """One microbatch of one rank, and how an ``Architecture`` computes it.
 
-    recompute: see ``Recompute``; of every ``recompute_every``-th block. compiled: elementwise kernels are
-    fused, those of the loss too. fused_loss: the loss alone is one kernel, that reads logits as they are;
-    else it is taken in float32. fused_norms: each norm is one kernel. float8: the matmuls of blocks are in 8
-    bits.
+    Args:
+        sequence: tokens of a row.
+        sequences: rows.
+        recompute: what a backward computes again, of rows of a table of runs; elsewhere ``Choice.recompute``
+            says it.
+        recompute_every: of so many blocks one; 1: all.
+        compiled: elementwise kernels are fused, those of the loss too.
+        fused_loss: the loss alone is one kernel, that reads logits as they are; else it is taken in float32.
+        fused_norms: each norm is one kernel.
+        float8: the matmuls of blocks are in 8 bits.
     """
 
     sequence: int
