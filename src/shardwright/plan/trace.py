@@ -95,8 +95,9 @@ def trace(
         if each.is_backward:
             backward.insert(1, _Noted(each.group, True, each.op))
             each.op = None
+    entries = _entries_nbytes(forward)
     return Workload(
-        tuple(_size(model, groups, index, _entry(forward, index)) for index in range(len(groups))),
+        tuple(_size(model, groups, index, entries[index]) for index in range(len(groups))),
         {Phase.FORWARD: _entries(forward, kept), Phase.BACKWARD: _entries(backward, kept)},
         next((index for index, group in enumerate(groups) if "" in group.modules), None),
         max((param.itemsize for param in params.values()), default=2),
@@ -159,12 +160,15 @@ def _fake_parameter(param: nn.Parameter, dtype: torch.dtype | None) -> nn.Parame
     return nn.Parameter(torch.empty(param.shape, dtype=changed), requires_grad=param.requires_grad)
 
 
-def _entry(forward: Sequence[_Noted], group: int) -> int:
-    """Bytes that the forward of a group reads and others have made."""
-    mine = [noted for noted in forward if noted.group == group]
-    made = {key for noted in mine for key, _ in noted.taken}
-    read = {key for noted in mine for key in noted.read} - made
-    return sum(nbytes for noted in forward for key, nbytes in noted.taken if key in read)
+def _entries_nbytes(forward: Sequence[_Noted]) -> Counter[int]:
+    """By group, the bytes that its forward reads and others have made."""
+    made = {key: (noted.group, nbytes) for noted in forward for key, nbytes in noted.taken}
+    read = {(noted.group, key) for noted in forward for key in noted.read if key in made}
+    found: Counter[int] = Counter()
+    for group, key in read:
+        if made[key][0] != group:
+            found[group] += made[key][1]
+    return found
 
 
 def _size(model: nn.Module, groups: Sequence[TracedGroup], index: int, entry_nbytes: int) -> GroupSize:
@@ -198,6 +202,17 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
 
 
+def _leaves(tree: Any) -> list[Tensor]:
+    """The same of what an operation takes or returns, whose containers are plain ones."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, list | tuple):
+        return []
+    return [leaf for part in tree for leaf in _leaves(part)]
+
+
 class _Recorder(TorchDispatchMode):
     """Notes every operation. held: storages that aren't given back yet, each with a number of its own; those
     of parameters never count."""
@@ -217,14 +232,16 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, _: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if function is torch.ops.prim.device.default:  # autograd asks for it more often than for all else
+            return args[0].device
         kwargs = kwargs or {}
         out = _shaped(function, args, kwargs)
         if function.namespace == "prim":
             return out
-        outputs = _tensors(out)
-        read = frozenset(self.held.get(_key(tensor), 0) for tensor in _tensors((args, kwargs)))
+        inputs, outputs = _leaves((args, kwargs)), _leaves(out)
+        read = frozenset(self.held.get(_key(tensor), 0) for tensor in inputs)
         group = self.events.inside[-1] if self.events.inside else _NOBODY
-        op = _op(function, args, kwargs, out)
+        op = _op(function, args, kwargs, out, inputs, outputs)
         self.noted.append(noted := _Noted(group, current_graph_task() != -1, op, read))
         for tensor in outputs:
             storage, key = tensor.untyped_storage(), _key(tensor)
@@ -259,10 +276,16 @@ def _storage_nbytes(function: Any, args: tuple[Any, ...], storage: torch.Untyped
     return storage.nbytes()
 
 
-def _op(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Op | None:
+def _op(
+    function: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    out: Any,
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+) -> Op | None:
     """None for a view: it computes and moves nothing."""
-    name, inputs, outputs = str(function), _tensors((args, kwargs)), _tensors(out)
-    there = {_key(tensor) for tensor in inputs}
+    name, there = str(function), {_key(tensor) for tensor in inputs}
     base = name.split(".")[1] if name.count(".") else name
     if outputs and all(_key(tensor) in there for tensor in outputs) and not base.endswith("_"):
         return None
