@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwright import offload_states, reload_states
+from shardwright import FSDPModule, offload_states, reload_states
 from shardwright.engine.away import _leaves
 from shardwright.engine.unit import units_in
 from shardwright.transport.streams import Streams
@@ -45,20 +45,25 @@ class CountedJob(Job):
 
 
 def counted(rank, world, kind, seed):
-    """Of one run: what the hosts waited for, groups copied to the host, groups, backwards and steps."""
+    """Of one run: what the hosts waited for, groups copied to the host, groups, backwards that reduce their
+    gradients, and steps."""
     if dist.is_initialized():
         dist.destroy_process_group()
     Counted.num_offloads = 0
     job, backward, step = CountedJob(kind, seed, Counted), torch.Tensor.backward, torch.optim.SGD.step
+    sync = FSDPModule.set_requires_gradient_sync
     with (
         patch.object(cases, "HAPPENS", ("step", "evaluation", "accumulation")),
         patch.object(cases, "BETWEEN", ("nothing",)),
         patch.object(torch.Tensor, "backward", autospec=True, side_effect=backward) as backwards,
         patch.object(torch.optim.SGD, "step", autospec=True, side_effect=step) as steps,
+        patch.object(FSDPModule, "set_requires_gradient_sync", autospec=True, side_effect=sync) as syncs,
     ):
         job.run(seed % MODELS)
     waits = [each for device in job.world.devices for each in device.waits]
-    return waits, Counted.num_offloads, job.num_trained, backwards.call_count, steps.call_count
+    num_kept = sum(call.args[1] is False for call in syncs.call_args_list)  # each before one backward
+    num_reduced = backwards.call_count - num_kept
+    return waits, Counted.num_offloads, job.num_trained, num_reduced, steps.call_count
 
 
 @pytest.mark.parametrize(
