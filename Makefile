@@ -143,13 +143,13 @@ setup-track: .venv-track/.installed
 test-track: setup-track
 	.venv-track/bin/python -m pytest tests/ranks/test_trackers.py
 
-# s3://, against a server of moto: an environment of its own, since botocore needs an older python-dateutil.
+# s3:// and gs://, against a server of each: an environment of its own, since botocore needs an older python-dateutil.
 setup-storage: .venv-storage/.installed
 
 .venv-storage/.installed: requirements.lock pyproject.toml
 	$(PYTHON) -m venv .venv-storage
 	grep -v '^python-dateutil==' requirements.lock > .venv-storage/requirements.txt
-	.venv-storage/bin/python -m pip install --quiet --disable-pip-version-check --requirement .venv-storage/requirements.txt "s3fs==2026.9.0" "moto[server]==5.2.5"
+	.venv-storage/bin/python -m pip install --quiet --disable-pip-version-check --requirement .venv-storage/requirements.txt "s3fs==2026.9.0" "moto[server]==5.2.5" "gcsfs==2026.8.2" "gcp-storage-emulator==2026.7.19"
 	.venv-storage/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@
 

@@ -1,5 +1,6 @@
-"""An object store for tests: moto's server for ``s3://`` where it is installed (`make test-storage`), else a
-folder behind fsspec's ``file://``, which the code treats like any other store, without rename.
+"""Object stores for tests: servers for ``s3://`` (moto) and ``gs://`` where they are installed (`make
+test-storage`), else a folder behind fsspec's ``file://``, which the code treats like any other store, without
+rename.
 """
 
 import contextlib
@@ -35,6 +36,7 @@ class Bucket:
     def enter(self) -> None:
         """From here on this process reaches it."""
         os.environ.update(self.environment, XDG_CACHE_HOME=str(self.cache))
+        fsspec.config.set_conf_env(fsspec.config.conf)
 
     def watch(self) -> None:
         """Enter, and log the requests of this process."""
@@ -94,36 +96,54 @@ class Bucket:
         return {f"{file.parts[-3]}/{file.parts[-2]}": file for file in files}
 
 
-HAS_S3 = all(importlib.util.find_spec(name) for name in ("s3fs", "moto"))
+PACKAGES = {"s3": ("s3fs", "moto"), "gs": ("gcsfs", "gcp_storage_emulator")}
+SCHEMES = [name for name, of in PACKAGES.items() if all(map(importlib.util.find_spec, of))] or ["file"]
+"""Of the stores that tests have a server for here, or the local one."""
+
+
+def _server_of(scheme: str, port: int) -> tuple[list[str], Mapping[str, str]]:
+    """The command of a server, and what a process's environment needs to reach it."""
+    if scheme == "s3":
+        return ["moto_server", "-H", "127.0.0.1", "-p", str(port)], {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+            "AWS_ACCESS_KEY_ID": "test",
+            "AWS_SECRET_ACCESS_KEY": "test",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_EC2_METADATA_DISABLED": "true",
+        }
+    return ["gcp-storage-emulator", "start", "--host", "127.0.0.1", "--port", str(port), "--in-memory"], {
+        "STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{port}",
+        "FSSPEC_GS_TOKEN": "anon",
+        "FSSPEC_GS_PROJECT": "test",
+        "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # which asks Google over gRPC what bucket it is
+    }
 
 
 @contextlib.contextmanager
-def s3_server() -> Iterator[Mapping[str, str]]:
-    """A server for ``s3://`` with the bucket ``bucket``; what a process's environment needs to reach it."""
+def server(scheme: str) -> Iterator[Mapping[str, str]]:
+    """A server for a scheme with the bucket ``bucket``; what a process's environment needs to reach it."""
+    if scheme == "file":
+        yield {}
+        return
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    listing = [str(Path(sys.executable).with_name("moto_server")), "-H", "127.0.0.1", "-p", str(port)]
-    server = subprocess.Popen(listing, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    environment = {
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_EC2_METADATA_DISABLED": "true",
-    }
+    (name, *arguments), environment = _server_of(scheme, port)
+    listing = [str(Path(sys.executable).with_name(name)), *arguments]
+    process = subprocess.Popen(listing, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 60
         while True:
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
                 break
-            assert time.monotonic() < deadline, "moto's server did not start"
+            assert time.monotonic() < deadline, f"{name} did not start"
             time.sleep(0.1)
         with pytest.MonkeyPatch.context() as patch:
-            for name, value in environment.items():
-                patch.setenv(name, value)
-            fsspec.filesystem("s3").mkdir("bucket")
+            for key, value in environment.items():
+                patch.setenv(key, value)
+            fsspec.config.set_conf_env(fsspec.config.conf)  # which fsspec read when it was imported
+            fsspec.filesystem(scheme).mkdir("bucket")
             yield environment
     finally:
-        server.kill()
-        server.wait()
+        process.kill()
+        process.wait()

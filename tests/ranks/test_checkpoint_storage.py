@@ -1,10 +1,9 @@
 """Checkpoints under a URL keep the promises of the local ones: never half published, verified on read.
 
-Without s3fs and moto the URL is ``file://``, through fsspec, and nothing is renamed; `make test-storage` runs
-the same tests against a server of ``s3://``.
+Without servers the URL is ``file://``, through fsspec, and nothing is renamed; `make test-storage` runs the
+same tests against one of ``s3://`` and one of ``gs://``.
 """
 
-import contextlib
 import json
 import os
 import signal
@@ -24,19 +23,27 @@ from shardwright.errors import CheckpointError, DamagedError, InputError
 from shardwright.storage import location_of
 from shardwright.train.config import DataConfig
 from shardwright.train.data import read_corpus
-from tests.buckets import HAS_S3, Bucket, s3_server
+from tests.buckets import SCHEMES, Bucket, server
 from tests.ranks.pool import run_ranks
 
 
+@pytest.fixture(scope="module", params=SCHEMES)
+def scheme(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def environment() -> Iterator[Mapping[str, str]]:
-    with s3_server() if HAS_S3 else contextlib.nullcontext({}) as found:
+def environment(scheme: str) -> Iterator[Mapping[str, str]]:
+    with server(scheme) as found:
         yield found
 
 
 @pytest.fixture
-def bucket(environment: Mapping[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bucket:
-    url = f"s3://bucket/{tmp_path.name}/run" if HAS_S3 else f"file://{tmp_path}/bucket/run"
+def bucket(
+    scheme: str, environment: Mapping[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Bucket:
+    place = f"{tmp_path}/bucket" if scheme == "file" else f"bucket/{tmp_path.name}"
+    url = f"{scheme}://{place}/run"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return Bucket(url, tmp_path / "cache", tmp_path / "log", environment)
 
@@ -180,6 +187,8 @@ def test_a_kill_while_a_save_is_uploaded_leaves_the_last_whole_one(bucket: Bucke
 def test_who_saves_holds_a_lock_that_a_killed_one_loses_and_a_late_one_publishes_nothing(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if bucket.url.startswith("gs:"):
+        pytest.skip("the emulator replaces an object that gcsfs asks it to put only where there is none")
     monkeypatch.setattr(lease, "BEAT_S", 0.1)
     monkeypatch.setattr(lease, "LOST_S", 1.5)
     monkeypatch.setattr(lease, "_LOOK_S", 0.05)
