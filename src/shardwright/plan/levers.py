@@ -129,8 +129,7 @@ def first_blocks(workload: Workload, share: float) -> tuple[int, ...]:
         for group in whole_groups(workload)
         if group != workload.root and workload.groups[group].entry_nbytes
     ][:-1]
-    chosen = blocks[: round(share * len(blocks))]
-    return tuple(each for group in chosen for each in (group, *cut_off(workload, group)))
+    return _first(workload, blocks, share)
 
 
 def kept_groups(workload: Workload, share: float) -> tuple[int, ...]:
@@ -142,7 +141,12 @@ def kept_groups(workload: Workload, share: float) -> tuple[int, ...]:
         for group in dict.fromkeys(begun)
         if group not in workload.of_root and workload.groups[group].part_of is None
     ]
-    chosen = needed[: round(share * len(needed))]
+    return _first(workload, needed, share)
+
+
+def _first(workload: Workload, groups: Sequence[int], share: float) -> tuple[int, ...]:
+    """The first of ``groups``, of which they are this share, with what is cut off them."""
+    chosen = groups[: round(share * len(groups))]
     return tuple(each for group in chosen for each in (group, *cut_off(workload, group)))
 
 

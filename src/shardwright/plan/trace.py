@@ -202,17 +202,6 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
 
 
-def _leaves(tree: Any) -> list[Tensor]:
-    """The same of what an operation takes or returns, whose containers are plain ones."""
-    if isinstance(tree, Tensor):
-        return [tree]
-    if isinstance(tree, dict):
-        tree = tree.values()
-    elif not isinstance(tree, list | tuple):
-        return []
-    return [leaf for part in tree for leaf in _leaves(part)]
-
-
 class _Recorder(TorchDispatchMode):
     """Notes every operation. held: storages that aren't given back yet, each with a number of its own; those
     of parameters never count."""
@@ -238,7 +227,7 @@ class _Recorder(TorchDispatchMode):
         out = _shaped(function, args, kwargs)
         if function.namespace == "prim":
             return out
-        inputs, outputs = _leaves((args, kwargs)), _leaves(out)
+        inputs, outputs = _tensors((args, kwargs)), _tensors(out)
         read = frozenset(self.held.get(_key(tensor), 0) for tensor in inputs)
         group = self.events.inside[-1] if self.events.inside else _NOBODY
         op = _op(function, args, kwargs, out, inputs, outputs)
