@@ -99,10 +99,12 @@ class Executor:
             self.asked.discard(index)
             if group.stage is not Stage.SHARDED:
                 held_nbytes = group.held_nbytes
-                keeps = post_forward or keeps_grads(group)  # the next microbatch has the same parameters
+                keeps = group.gatherer.smaller_world is not None and (
+                    post_forward or keeps_grads(group)  # the next microbatch has the same parameters
+                )
                 edits.reshard(group, keeps)
-                kept = keeps and group.gatherer.smaller_world is not None  # before the rest is freed
-                self.memory.count([group], freed_nbytes=held_nbytes if kept else 0)
+                # What is kept is there before the rest is freed.
+                self.memory.count([group], freed_nbytes=held_nbytes if keeps else 0)
 
     def _reshard_post_forward(self, action: Action) -> None:
         self._reshard(action, post_forward=True)
@@ -238,8 +240,8 @@ class Executor:
         flight, since when they may have been written without a mark; drop shards over a smaller world and
         copies of shards except between microbatches, which no step separates."""
         for index, group in enumerate(self.table.groups):
-            smaller = group.gatherer.smaller_world
-            if (smaller is not None or group.params[0].has_device_copy) and not keeps_grads(group):
+            has_copies = group.gatherer.smaller_world is not None or group.params[0].has_device_copy
+            if has_copies and not keeps_grads(group):
                 group.forget_copies()
             if group.stage is not Stage.SHARDED:
                 follow_freezing(group)
