@@ -157,7 +157,7 @@ def test_what_is_gathered_for_others_beside_ones_own_is_held_until_the_collectiv
 
 
 @pytest.mark.slow
-def test_so_they_are_in_a_thousand_schedules():
+def test_so_they_are_in_schedules_of_random_models():
     assert differing_of([(kind, seed) for seed in range(100, 100 + EACH) for kind in ALL]) == []
 
 
