@@ -9,7 +9,8 @@ from shardwright import api, module, policy, torch_fsdp, wrapper
 from shardwright.engine.torch_state import TorchState
 
 _SHARDING = ("fully_shard",)
-_MODULES = ("FSDPModule", "UnshardHandle", "register_fsdp_forward_method", "share_comm_ctx")
+_HANDLES = ("GradientReductionHandle", "UnshardHandle")
+_MODULES = ("FSDPModule", *_HANDLES, "register_fsdp_forward_method", "share_comm_ctx")
 _POLICIES = ("CPUOffloadPolicy", "DataParallelMeshDims", "MixedPrecisionPolicy", "OffloadPolicy")
 _WRAPPER = tuple(name for name in wrapper.__all__ if name not in ("FSDP", "TrainingState"))
 _OURS: dict[str, Any] = {

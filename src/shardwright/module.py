@@ -2,15 +2,18 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 from torch import nn
 
+from shardwright.engine.backward import Backward, backward_of
 from shardwright.engine.clone import deep_copy, rebuild
 from shardwright.engine.edits import unsharded_versions, write_back
 from shardwright.engine.hooks import reset_step
 from shardwright.engine.memory import memory_of, recorded
 from shardwright.engine.methods import run_as_forward
+from shardwright.engine.runtime import Runtime
 from shardwright.engine.setters import GradientSetters, ScheduleSetters
 from shardwright.engine.torch_state import TorchState, show_state
 from shardwright.engine.unit import Unit
@@ -18,15 +21,15 @@ from shardwright.errors import InputError, StageError
 from shardwright.observe.memory import MemoryLog, MemoryReport
 from shardwright.observe.steps.trace import Trace
 from shardwright.params.param import keep_attributes
-from shardwright.schedule.schedule import ActionKind, Schedule
-from shardwright.torch_fsdp import TorchFSDPModule
+from shardwright.schedule.schedule import ActionKind, Phase, Schedule
+from shardwright.torch_fsdp import RefusingFSDPModule, TorchFSDPModule
 
 
-class FSDPModule(GradientSetters, ScheduleSetters, TorchFSDPModule):
+class FSDPModule(GradientSetters, ScheduleSetters, RefusingFSDPModule):
     """The class that a module gets, in addition to its own, by ``fully_shard``: it adds these methods.
 
     It has the name of torch's class because frameworks check for it by ``isinstance``, but inherits nothing
-    from it.
+    from it: methods of the installed torch's class that aren't here raise InputError.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -116,13 +119,68 @@ class FSDPModule(GradientSetters, ScheduleSetters, TorchFSDPModule):
         Raises:
             StageError: the module isn't the model's root.
         """
-        unit = self._unit()
-        inside = {group for other in self._units(True) for group in other.groups}
-        if set(unit.runtime.groups) - inside:
+        reset_step(self._root_runtime("reset_iter_state"))
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Whether ``finalize_backward`` ends the backwards of a step, instead of the last backward itself.
+
+        For schedules in which reducing gradients is a step of its own (``torch.distributed.pipelining``).
+        While it is on, ``set_is_last_backward`` has no effect. Call it on the root, on every rank, between
+        the steps; it communicates nothing. As in torch 2.15.
+
+        Args:
+            enabled: True before the first forward of a step.
+
+        Raises:
+            StageError: the module isn't the model's root, or a step has begun that isn't finalized yet.
+        """
+        runtime = self._root_runtime("set_manual_backward_finalization")
+        if enabled != runtime.step.finalizes_by_hand:
+            if runtime.phase is Phase.BACKWARD or backward_of(runtime).partial:
+                raise StageError(
+                    f"set_manual_backward_finalization({enabled}) was called in a step whose backward has "
+                    "begun; call it before the forward, or end the step with finalize_backward or "
+                    "reset_iter_state"
+                )
+            runtime.step = replace(runtime.step, finalizes_by_hand=enabled)
+
+    def finalize_backward(self, *, async_op: bool = False) -> "GradientReductionHandle | None":
+        """Reduce what the step's backwards have kept, reshard, and wait until all gradients are reduced.
+
+        After ``set_manual_backward_finalization(True)`` call it on the root after all backwards of a step,
+        before gradients are read; every rank of the mesh calls it. If there were several backwards, only the
+        setting of ``set_requires_gradient_sync`` that holds now counts for what they have kept. Groups whose
+        ``set_reshard_after_backward`` is True are resharded. Before the first forward it does nothing.
+
+        Args:
+            async_op: return when the reductions are launched; gradients are complete after the handle's
+                ``wait``.
+
+        Returns:
+            The handle with ``async_op``, else None.
+
+        Raises:
+            StageError: the module isn't the model's root, the mode is off, a backward is running, or an
+                earlier handle wasn't waited for.
+        """
+        runtime = self._root_runtime("finalize_backward")
+        backward = backward_of(runtime)
+        if not runtime.step.finalizes_by_hand:
             raise StageError(
-                f"reset_iter_state must be called on the root FSDP module; {unit.name} is inside another one"
+                "finalize_backward was called without set_manual_backward_finalization(True); the last "
+                "backward of a step ends it otherwise: leave this call out, or call that before the forward"
             )
-        reset_step(unit.runtime)
+        if runtime.pass_number:
+            backward.finalize(settles=not async_op)
+            for group in runtime.groups:
+                if runtime.requested(group).reshard_after_backward:
+                    runtime.do(ActionKind.RESHARD, group)
+        if not async_op:
+            return None
+        handle = GradientReductionHandle()
+        if backward.launched:
+            handle._backward, handle._number = backward, backward.launched
+        return handle
 
     def join_evaluations(self) -> None:
         """Take part in the other ranks' evaluations, until every rank has called this.
@@ -197,6 +255,16 @@ class FSDPModule(GradientSetters, ScheduleSetters, TorchFSDPModule):
 
     # ---- inside
 
+    def _root_runtime(self, caller: str) -> Runtime:
+        """Raises: StageError where the module is inside of another sharded one."""
+        unit = self._unit()
+        inside = {group for other in self._units(True) for group in other.groups}
+        if set(unit.runtime.groups) - inside:
+            raise StageError(
+                f"{caller} must be called on the root FSDP module; {unit.name} is inside another one"
+            )
+        return unit.runtime
+
     def _get_name(self) -> str:
         """The original class's: libraries look it up in their tables, and ``print(model)`` shows it."""
         return original_class(type(self)).__name__
@@ -254,6 +322,25 @@ class _UnitHandle(UnshardHandle):
             for group in self._unit.groups:
                 self._unit.runtime.do(ActionKind.WAIT, group)
             self._unit = None
+
+
+class GradientReductionHandle:
+    """The handle that ``FSDPModule.finalize_backward(async_op=True)`` returns."""
+
+    _backward: Backward | None = None
+    _number = 0
+
+    def wait(self) -> None:
+        """Return when all gradients of the step are reduced. A second call does nothing.
+
+        Every rank that called ``finalize_backward`` calls it.
+
+        Raises:
+            StageError: ``reset_iter_state`` has discarded the step since.
+        """
+        backward, self._backward = self._backward, None
+        if backward is not None:
+            backward.settle(self._number)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

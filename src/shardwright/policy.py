@@ -6,7 +6,7 @@ planned from it can tell by identity whether it is still the one in force.
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
@@ -38,15 +38,20 @@ class MixedPrecisionPolicy:
 
     Args:
         param_dtype: dtype of the all-gather, and of the parameters that forward and backward see.
-        reduce_dtype: dtype in which gradients are summed over ranks; None stands for ``param_dtype``.
-            Gradients whose own dtype converts to it exactly are sent in their own dtype and converted on
-            arrival.
+        reduce_dtype: dtype in which gradients are summed over ranks and over microbatches. None means what
+            it means in the installed torch: from 2.15 on the dtype that the parameter has at rest, before
+            2.15 ``param_dtype``. Gradients whose own dtype converts to it exactly are sent in their own
+            dtype and converted on arrival.
         output_dtype: floating-point outputs of the module's forward are cast to it.
         cast_forward_inputs: whether floating-point inputs of the module's forward are cast to
             ``param_dtype``.
+        param_dtype_override_fn: called once with each parameter when it is sharded; it must answer the same
+            on every rank. Where it returns the parameter's own dtype, the parameter is gathered and used in
+            that (norms or routers that stay in float32); None or ``param_dtype`` changes nothing. As in torch
+            2.15.
 
     Raises:
-        InputError: a dtype isn't a floating-point ``torch.dtype``.
+        InputError: a dtype isn't a floating-point ``torch.dtype``, or the function can't be called.
 
     Examples:
         >>> bf16 = shardwright.MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
@@ -59,10 +64,55 @@ class MixedPrecisionPolicy:
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+    param_dtype_override_fn: Callable[[torch.nn.Parameter], torch.dtype | None] | None = dataclasses.field(
+        default=None,
+        kw_only=True,
+        repr=False,  # ranks compare what it has said of each parameter
+    )
 
     def __post_init__(self) -> None:
         for field in ("param_dtype", "reduce_dtype", "output_dtype"):
             _check_dtype("MixedPrecisionPolicy", field, getattr(self, field))
+        if self.param_dtype_override_fn is not None and not callable(self.param_dtype_override_fn):
+            raise InputError(
+                "MixedPrecisionPolicy.param_dtype_override_fn must be a function of a parameter or None, got "
+                f"{self.param_dtype_override_fn!r}"
+            )
+
+    def keeps_dtype(self, fqn: str, param: torch.nn.Parameter) -> bool:
+        """Whether ``param_dtype_override_fn`` leaves a parameter in the dtype that it has at rest. Local.
+
+        Args:
+            fqn: its name, for the error.
+            param: the parameter before it is sharded, of any shape.
+
+        Returns:
+            True where the function returned the parameter's own dtype.
+
+        Raises:
+            InputError: the function returned anything but that, ``param_dtype`` and None.
+        """
+        if self.param_dtype_override_fn is None:
+            return False
+        dtype = self.param_dtype_override_fn(param)
+        if dtype not in (None, self.param_dtype, param.dtype):
+            raise InputError(
+                f"MixedPrecisionPolicy.param_dtype_override_fn returned {dtype!r} for parameter {fqn!r}; "
+                f"expected None, param_dtype ({self.param_dtype}) or the parameter's own ({param.dtype})"
+            )
+        return dtype is not None and dtype == param.dtype
+
+    def sum_dtype(self, at_rest: torch.dtype, unsharded: torch.dtype) -> torch.dtype:
+        """The dtype in which a parameter's gradient is summed over ranks and over microbatches. Local.
+
+        Args:
+            at_rest: dtype of its shards.
+            unsharded: dtype in which it is gathered.
+
+        Returns:
+            ``reduce_dtype``; where that is None, one of both, as the installed torch means it.
+        """
+        return self.reduce_dtype or (at_rest if torch_fsdp.SUMS_AT_REST else unsharded)
 
 
 DEFAULT_PRECISION = MixedPrecisionPolicy()
@@ -406,10 +456,22 @@ DEFAULT_OFFLOAD = OffloadPolicy()
 
 
 def adopt(policy: Any) -> Any:
-    """Torch's own policy as ours of the same fields; anything else as it is."""
+    """Torch's own policy as ours of the same fields; anything else as it is.
+
+    Raises: InputError for a field of a newer torch that ours doesn't have and that isn't at its default.
+    """
     for theirs, ours in _ADOPTED.items():
         if isinstance(policy, theirs):
-            return ours(**{field.name: getattr(policy, field.name) for field in dataclasses.fields(theirs)})
+            known = {field.name for field in dataclasses.fields(ours)}
+            values = {field.name: getattr(policy, field.name) for field in dataclasses.fields(theirs)}
+            untouched = theirs() if values.keys() - known else policy
+            for name in values.keys() - known:
+                if values[name] != getattr(untouched, name):
+                    raise InputError(
+                        f"{theirs.__name__}.{name} is {values[name]!r}: Shardwright doesn't have this field "
+                        f"of torch {torch.__version__}; leave it at its default, {getattr(untouched, name)!r}"
+                    )
+            return ours(**{name: value for name, value in values.items() if name in known})
     return policy
 
 
@@ -453,6 +515,7 @@ _ADOPTED: dict[Any, Any] = {
     torch_fsdp.TorchOffloadPolicy: OffloadPolicy,
     torch_fsdp.TorchDataParallelMeshDims: DataParallelMeshDims,
 }
+_ADOPTED.pop(None, None)  # a class that this torch hasn't
 _ON_OFF = {"on": True, "off": False}
 _WATCH_SECONDS = ("suspect_s", "answer_s", "lost_s", "stall_s", "collective_s")
 

@@ -20,7 +20,13 @@ from shardwright.gather import gathered, scattered
 from shardwright.installed import install, uninstall
 from shardwright.linear_loss import linear_cross_entropy
 from shardwright.loss import loss_weights
-from shardwright.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
+from shardwright.module import (
+    FSDPModule,
+    GradientReductionHandle,
+    UnshardHandle,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
 from shardwright.observe.watch.lifecycle import set_watch
 from shardwright.params.at_rest import pickle_shards
 from shardwright.policy import (
@@ -50,6 +56,7 @@ __all__ = [
     "Explanation",
     "FSDPModule",
     "FullyShardedDataParallel",
+    "GradientReductionHandle",
     "Grouping",
     "MixedPrecisionPolicy",
     "OffloadPolicy",

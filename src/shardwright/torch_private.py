@@ -1,17 +1,20 @@
-"""Every private name of torch that this package uses: no other file may have one (tests/pure/house.py).
+"""Every private name of torch that this package uses: no other file may have one (tests/pure/house.py). And
+every public one that is newer than the oldest supported torch (``torch_fsdp`` has those of its module).
 
-Torch changes such names without notice, and has no public name that does the same. So each stands here once,
-under a name of ours, with its reason, and is looked up when this file is imported: a torch that lacks one is
-refused at once, by its version. Unless its comment says otherwise, each was seen to work on every version in
-``SEEN_ON``; docs/versions.md says what was run there.
+Torch changes private names without notice, and has no public name that does the same. So each stands here
+once, under a name of ours, with its reason, and is looked up when this file is imported: a torch that lacks
+one is refused at once, by its version. Of a name that only one feature needs, only that feature is refused,
+when it is used. Unless its comment says otherwise, each was seen to work on every version in ``SEEN_ON``;
+docs/versions.md says what was run there.
 
 What is read in every step is an alias or an ``operator.attrgetter``, so that it costs no Python call.
 What torch reads of our modules, the other way round, stands in engine/torch_state.py.
 """
 
+import inspect
 import logging
 import pickle
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from operator import attrgetter
@@ -27,7 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.errors import UnsupportedTorch
 
-SEEN_ON = ("2.13.0", "2.14.1")
+SEEN_ON = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 """Versions of torch that the package's tests were run on."""
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -40,7 +43,7 @@ def _known() -> Iterator[None]:
         yield
     except (ImportError, AttributeError) as error:
         raise UnsupportedTorch(
-            f"torch {torch.__version__} lacks a private name that Shardwright needs: {error}. Install a "
+            f"torch {torch.__version__} lacks a name that Shardwright needs: {error}. Install a "
             f"torch that Shardwright was seen to work on ({', '.join(SEEN_ON)}), or a newer Shardwright"
         ) from error
 
@@ -49,6 +52,11 @@ def _reader(owner: object, name: str) -> Callable[[Any], Any]:
     """What reads this attribute of objects such as ``owner``, as quickly as the attribute itself."""
     getattr(owner, name)
     return attrgetter(name)
+
+
+def _newest_reader(owner: object, *names: str) -> Callable[[Any], Any]:
+    """As ``_reader``, of the first of these names that ``owner`` has: the newest one stands first."""
+    return _reader(owner, next((name for name in names if hasattr(owner, name)), names[0]))
 
 
 with _known():
@@ -104,8 +112,10 @@ with _known():
     # One axis of several; one mesh of two (``init_device_mesh`` makes process groups anew).
     _flatten, _concatenate = DeviceMesh._flatten, DeviceMesh._concatenate
     # Rules of DTensor for kernels. Of the public ``register_sharding`` each argument needs one by placement.
-    from torch.distributed.tensor._ops._pointwise_ops import _register_single_dim_pointwise
+    # torch 2.11 hasn't this name: only fused SGD and Adagrad are refused there (``has_optimizer_kernels``).
+    from torch.distributed.tensor._ops import _pointwise_ops
 
+    _register_single_dim_pointwise = getattr(_pointwise_ops, "_register_single_dim_pointwise", None)
     _dispatcher = DTensor._op_dispatcher
     _fused = (torch.ops.aten._fused_sgd_, torch.ops.aten._fused_adagrad_)
 
@@ -178,6 +188,19 @@ with _known():
     from torch.distributed._composable.contract import STATE_KEY as STATE_KEY
 
     # ---- process groups
+    # Collectives of one tensor, and of several at once. torch 2.13 has them under the first names; earlier
+    # ones under the second, which take the same arguments and warn from 2.13 on that they are deprecated.
+    all_gather_of = _newest_reader(dist, "all_gather_single", "all_gather_into_tensor")
+    reduce_scatter_of = _newest_reader(dist, "reduce_scatter_single", "reduce_scatter_tensor")
+    all_gather_coalesced_of = _newest_reader(
+        dist.ProcessGroup, "all_gather_single_coalesced", "allgather_into_tensor_coalesced"
+    )
+    reduce_scatter_coalesced_of = _newest_reader(
+        dist.ProcessGroup, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"
+    )
+    # torch 2.11 sorts the ranks of a new group: see ``check_order``.
+    _takes_order = "sort_ranks" in inspect.signature(dist.new_group).parameters
+    _KEEPS_ORDER: dict[str, Any] = {"sort_ranks": False} if _takes_order else {}
     # The process groups that there are, and the store of each. ``get_group_store`` has another prefix.
     from torch.distributed.distributed_c10d import _world
 
@@ -240,11 +263,33 @@ def register_optimizer_kernels() -> None:
     ``_fused_adam_`` is right for these too. Without it ``SGD(fused=True)`` and ``Adagrad(fused=True)`` raise
     "does not have a sharding strategy registered". (``Rprop`` assigns through a mask, which DTensor refuses.)
     """
+    if _register_single_dim_pointwise is None:
+        return
     known = _dispatcher.sharding_propagator.op_single_dim_strategy_funcs
     for packet in _fused:
         for op in (packet.default, packet.tensor_lr):
             if op not in known:
                 _register_single_dim_pointwise(op)
+
+
+def has_optimizer_kernels() -> bool:
+    """Whether this torch takes a rule for them."""
+    return _register_single_dim_pointwise is not None
+
+
+def new_group_of(ranks: Sequence[int], timeout: timedelta, backend: str) -> Any:
+    """``dist.new_group`` among ``ranks``, which all call it, in this order (see ``check_order``)."""
+    return dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True, **_KEEPS_ORDER)
+
+
+def check_order(ranks: Sequence[int]) -> None:
+    """Raises: UnsupportedTorch where this torch can't make a process group of ``ranks`` in this order."""
+    if not _KEEPS_ORDER and list(ranks) != sorted(ranks):
+        raise UnsupportedTorch(
+            f"a process group of ranks in the order {list(ranks)}, which shard_over_all=True makes for a 2-D "
+            f"mesh, needs torch 2.12 or newer, and this is {torch.__version__}: install a newer torch, or "
+            "leave shard_over_all out"
+        )
 
 
 def set_local(tensor: DTensor, local: Tensor) -> None:

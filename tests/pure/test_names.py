@@ -21,6 +21,7 @@ NAMES = [
     "Explanation",
     "FSDPModule",
     "FullyShardedDataParallel",
+    "GradientReductionHandle",
     "Grouping",
     "MixedPrecisionPolicy",
     "OffloadPolicy",

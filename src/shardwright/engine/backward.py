@@ -6,6 +6,7 @@ begin ── enter(unit, call) ──> B+ ── input_done, the last one ──
 
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 
 from shardwright.engine.group import ParamGroup, keeps_grads
 from shardwright.engine.runtime import Runtime
@@ -57,13 +58,14 @@ class Backward:
     """The backward of one model: begins with the first hook that fires, ends with autograd's callback.
 
     number: how many have begun. partial: the one before wasn't the last of its step, so that reductions of
-        it may land in this one.
+        it may land in this one. launched: the one that ``finalize`` ran and that nobody has waited for; or 0.
     """
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = weakref.ref(runtime)  # which holds this
         self.number = 0
         self.partial = False
+        self.launched = 0
         self._active: dict[Unit, set[Call]] = {}
         self._arrived: dict[ParamGroup, int] = {}
         self._ending: Callable[[], _Ending | None] = lambda: None
@@ -141,6 +143,38 @@ class Backward:
             del self._arrived[group]
             runtime.at(EventKind.GRADS_READY, group)  # all that this backward can bring by now are there
 
+    def finalize(self, settles: bool) -> None:
+        """As ``reduce_held``, in a step whose backwards don't end it themselves. settles: wait for all
+        reductions; else ``settle`` does. Raises: StageError inside of a phase, and before ``settle``."""
+        if self.runtime.phase is not None:
+            raise StageError(
+                f"finalize_backward was called inside a {self.runtime.phase}; call it after the last "
+                "backward of the step has ended"
+            )
+        if self.launched:
+            raise StageError(
+                "finalize_backward was called again before wait() of its handle: call that first"
+            )
+        self._reduce(settles)
+        self.launched = 0 if settles else self.number
+
+    def settle(self, launched: int) -> None:
+        """Wait for the reductions that this one launched. Raises: StageError where they were discarded."""
+        if launched != self.launched:
+            raise StageError(
+                "the gradients of this handle were discarded by reset_iter_state: leave wait() out"
+            )
+        self.launched = 0
+        self._reduce(settles=True)
+
+    def _reduce(self, settles: bool) -> None:
+        step = self.runtime.step
+        self.runtime.step = replace(step, is_last_backward=settles, finalizes_by_hand=False)
+        try:
+            self.reduce_held()
+        finally:
+            self.runtime.step = step
+
     def reduce_held(self) -> None:
         """Reduce the gradients that earlier backwards have kept, as a backward that brings none; every rank
         of the model's meshes calls it."""
@@ -170,7 +204,7 @@ class Backward:
             if group.has_grads or others_may:
                 self.runtime.at(EventKind.GRADS_READY, group)
         self.runtime.at(EventKind.STEP_END)
-        self.partial = not self.runtime.step.is_last_backward
+        self.partial = not self.runtime.step.settles
         self.runtime.end()
 
 

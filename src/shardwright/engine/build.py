@@ -289,7 +289,8 @@ def _split(fqn: str, param: nn.Parameter, axis: Axis, options: GroupOptions) -> 
     _check_composes(fqn, param, axis, options.dims)
     if is_extended(param) and (dim % max(ndim, 1) or not ndim or isinstance(param, DTensor)):
         raise InputError(not_extensible(fqn, param))
-    return Split(axis, dim % ndim if ndim else None, options.offload, options.dims)
+    keeps_dtype = options.precision.keeps_dtype(fqn, param)
+    return Split(axis, dim % ndim if ndim else None, options.offload, options.dims, keeps_dtype)
 
 
 def _check_composes(fqn: str, param: nn.Parameter, axis: Axis, dims: DataParallelMeshDims | None) -> None:

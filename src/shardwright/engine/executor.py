@@ -334,10 +334,11 @@ def _lines(group: ParamGroup) -> list[str]:
     by_rows = "" if group.gatherer.rows is None else ", rows in use"
     for param in group.params:
         layout = param.layout
+        kept = ", which the policy leaves in it" if param.split.keeps_dtype else ""
         name = param.compared.get(param.fqn, param.fqn)
         lines.append(
             f"parameter {name} of group {group.name}: shape {list(layout.shape)}, sharded on dim "
-            f"{layout.dim}, {param.sharded.dtype}{by_rows}"
+            f"{layout.dim}, {param.sharded.dtype}{kept}{by_rows}"
         )
         names = [(member.names[0], list(member.shape)) for member in param.members]
         lines += [f"  its member {param.compared.get(name, name)}: shape {shape}" for name, shape in names]

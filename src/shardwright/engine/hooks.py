@@ -361,7 +361,9 @@ def hooks_of(module: nn.Module) -> ModuleHooks:
 
 def reset_step(runtime: Runtime) -> None:
     """Forget a step that was cut short, after what is in flight has ended."""
-    backward_of(runtime).forget()
+    backward = backward_of(runtime)
+    backward.forget()
+    backward.launched = 0
     runtime.abandon()
     runtime.rest()
     runtime.executor.land(runtime.groups)

@@ -17,8 +17,8 @@ from shardwright.engine.group_table import tables
 from shardwright.engine.paging import page_in
 from shardwright.engine.runtime import unsettled
 from shardwright.engine.unit import sharded_from
-from shardwright.errors import StageError
-from shardwright.torch_private import current_graph_task
+from shardwright.errors import StageError, UnsupportedTorch
+from shardwright.torch_private import current_graph_task, has_optimizer_kernels
 
 _LEFT_OUT = "_left_out_of_sharding"
 
@@ -55,6 +55,7 @@ class OptimizerGuard:
                 "would train nothing. Build the optimizer after both, from model.parameters()"
             )
         _check_sharded(optimizer, params)
+        _check_kernels(optimizer)
         self._checked[optimizer] = len(params)
         stepped.add(optimizer)
         _choose_foreach(optimizer)
@@ -101,6 +102,21 @@ def _check_sharded(optimizer: Optimizer, params: list[Any]) -> None:
             f"after an evaluation ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}): stepping it "
             "would train nothing. Call reshard() on their modules and build it then, or build it earlier"
         )
+
+
+def _check_kernels(optimizer: Optimizer) -> None:
+    """Raises: UnsupportedTorch for fused kernels that this torch can't be told to run on shards."""
+    kind = next((cls for cls in (torch.optim.SGD, torch.optim.Adagrad) if isinstance(optimizer, cls)), None)
+    for group in optimizer.param_groups if not has_optimizer_kernels() else ():
+        if (
+            kind is not None
+            and group.get("fused")
+            and any(isinstance(param, DTensor) for param in group["params"])
+        ):
+            raise UnsupportedTorch(
+                f"{kind.__name__}(fused=True) steps sharded parameters with torch 2.12 or newer, and this is "
+                f"{torch.__version__}: build it with foreach=True, or install a newer torch"
+            )
 
 
 def leave_out(params: Iterable[torch.Tensor]) -> None:

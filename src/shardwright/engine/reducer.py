@@ -35,6 +35,7 @@ from shardwright.errors import StageError
 from shardwright.params.offload import empty_on_host
 from shardwright.params.param import ShardedParam
 from shardwright.policy import MixedPrecisionPolicy, ReductionPolicy
+from shardwright.torch_fsdp import SUMS_AT_REST
 from shardwright.torch_private import (
     IN_BACKWARD_OPTIMIZERS,
     foreach_add_,
@@ -260,7 +261,7 @@ class Reducer:
         precision = self._precision
         if precision.reduce_dtype is not None:
             return [precision.reduce_dtype] * len(params)
-        if precision.param_dtype is None:
+        if precision.param_dtype is None or SUMS_AT_REST:
             return [param.sharded.dtype for param in params]
         return [param.compute_dtype(precision) for param in params]
 

@@ -22,7 +22,7 @@ class TorchState:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._state_ctx = self
-        self._comm_ctx = None
+        self._comm_ctx: Any = unit_of(module).runtime  # torch's pipelining compares whose stages share one
         self._fsdp_param_groups = self.all_states = ()
 
     def _root_post_backward_final_callback(self) -> None:

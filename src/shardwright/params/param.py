@@ -96,7 +96,7 @@ class ShardedParam:
     place: where its shards lie. attributes: what the caller had set on it; every face has them.
     accumulated: unsharded gradient of earlier microbatches in the reduce dtype, or None.
     compared: its names, and by each the one to compare with other ranks' where that is another (``census``).
-    kept_dtype: it is never cast (codes, scales).
+    kept_dtype: it is never cast (codes, scales, and what ``param_dtype_override_fn`` says).
     bound: its unsharded face; None until it is made, before the first all-gather or by it.
     extended: its class says itself what is gathered. shows_itself: to show it takes more than to write its
         sites. members: of a flat parameter those that it is made of, one after another; else ().
@@ -121,7 +121,7 @@ class ShardedParam:
         self.accumulated: torch.Tensor | None = None
         self.compared: Mapping[str, str] = {}
         # bitsandbytes packs 4-bit codes into whatever dtype ``quant_storage`` names, also a floating one.
-        self.kept_dtype = getattr(param, "quant_state", None) is not None
+        self.kept_dtype = split.keeps_dtype or getattr(param, "quant_state", None) is not None
         self.bound: Unsharded | None = None
         self._device_copy = DeviceCopy()
         self.sharded = give(self.attributes, self._shard(whole.detach(), param.requires_grad))
@@ -281,7 +281,7 @@ class ShardedParam:
 
     def reduce_dtype(self, policy: MixedPrecisionPolicy) -> torch.dtype:
         """Dtype in which the gradient is summed over ranks and over microbatches."""
-        return policy.reduce_dtype or self.compute_dtype(policy)
+        return policy.sum_dtype(self.sharded.dtype, self.compute_dtype(policy))
 
     # ---- unsharded
 

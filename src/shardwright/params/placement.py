@@ -22,12 +22,14 @@ class Split:
 
     dim: the dim that is cut (None: kept whole). offload: where its shard lies.
     dims: the data-parallel axes, where the parameter is a DTensor on a mesh that has them already.
+    keeps_dtype: the policy's ``param_dtype_override_fn`` leaves it in its dtype.
     """
 
     axis: Axis
     dim: int | None
     offload: OffloadPolicy = DEFAULT_OFFLOAD
     dims: DataParallelMeshDims | None = None
+    keeps_dtype: bool = False
 
     @property
     def on_host(self) -> bool:

@@ -2,6 +2,7 @@
 
     fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy) -> (tensors, metadata)
     fsdp_post_all_gather(outputs, metadata, param_dtype, *, out=None) -> (unsharded, tensors to be freed)
+    fsdp_should_release_all_gather_outputs_after_post_all_gather() -> whether ``outputs`` go then (optional)
 
 at rest      the subclass, this rank's rows (``torch.chunk``'s)
 gathering    ``wire``: what the first method gave, of all ranks
@@ -28,10 +29,12 @@ from shardwright.transport.base import Segment
 from shardwright.transport.mesh import Axis
 
 _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+_RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"  # torch calls it from 2.15 on
 
 
 def is_extended(param: torch.Tensor) -> bool:
-    """Whether a parameter's class has both methods. Raises: InputError where it has one of them only."""
+    """Whether a parameter's class has both methods. Raises: InputError where it has one of them only, or only
+    the third one."""
     local = local_of(param) if isinstance(param, DTensor) else param
     has = [hasattr(local, name) for name in (_PRE, _POST)]
     if has[0] != has[1]:
@@ -39,6 +42,8 @@ def is_extended(param: torch.Tensor) -> bool:
             f"Both {_PRE} and {_POST} should be defined if using all-gather extensions; "
             f"{type(local).__name__} has only one of them"
         )
+    if hasattr(local, _RELEASE) and not has[0]:
+        raise InputError(f"{_RELEASE} requires {_PRE} and {_POST}, which {type(local).__name__} doesn't have")
     return has[0]
 
 
@@ -133,13 +138,14 @@ class ExtendedParam(ShardedParam):
     def arrive(self, policy: MixedPrecisionPolicy) -> None:
         """Make the unsharded parameter of what was gathered."""
         assert self._wire is not None
-        dtype = policy.param_dtype or self.sharded.dtype
+        dtype = self.sharded.dtype if self.kept_dtype else policy.param_dtype or self.sharded.dtype
         post = getattr(self.local, _POST)
         outputs = tuple(self._wire.outputs)
         if self._made:
             for storage, nbytes in self._inner:
                 storage.resize_(nbytes)
             post(outputs, self._metadata, dtype, out=self.unsharded)
+            self._release()
             return
         made, inner = post(outputs, self._metadata, dtype)
         if made.shape != self.spec.shape:  # padded like its inputs
@@ -150,6 +156,14 @@ class ExtendedParam(ShardedParam):
         self._inner = tuple((storage, storage.nbytes()) for storage in storages.values())
         self._expose(nn.Parameter(made, requires_grad=self.trainable))
         self._made = True
+        self._release()
+
+    def _release(self) -> None:
+        """Free what was gathered, if the class says that the unsharded parameter doesn't read it."""
+        assert self._wire is not None
+        asks = getattr(self.local, _RELEASE, None)
+        for buffer in self._wire.buffers if asks is not None and asks() else ():
+            buffer.free()
 
     def free(self) -> None:
         """Give the memory of the wire and of the unsharded parameter back."""

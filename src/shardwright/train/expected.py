@@ -28,7 +28,7 @@ def peak_of(recipe: Recipe, place: TrainingProcess, work: Workload, policy: Sche
     """
     runs = replace(preset("shardwright"), policy=policy)
     precision, on_host = precision_of(recipe), place.device_type == "cpu"
-    itemsize = (precision.reduce_dtype or precision.param_dtype or torch.float32).itemsize
+    itemsize = precision.sum_dtype(torch.float32, precision.param_dtype or torch.float32).itemsize
     offload = DEFAULT_OFFLOAD if on_host else policies_of(recipe)["offload_policy"]
     sharding = Sharding(place.world, itemsize, offload=offload)
     held = peak(memory(schedule(work, runs), work, runs, sharding))

@@ -28,7 +28,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from shardwright.errors import CommError
-from shardwright.torch_private import default_store, default_store_is
+from shardwright.torch_private import default_store, default_store_is, new_group_of
 from shardwright.transport import liveness
 from shardwright.transport.process import process_is_ours
 
@@ -127,7 +127,7 @@ def new_group(ranks: Sequence[int], backend: str, timeout: timedelta) -> Process
     """
     keys = keys_of(ranks, timeout, "to make a process group")
     with _swapping, default_store_is(keys):
-        made = dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True, sort_ranks=False)
+        made = new_group_of(ranks, timeout, backend)
     assert isinstance(made, ProcessGroup)
     return made
 

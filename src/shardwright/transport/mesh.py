@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from shardwright.errors import InputError
 from shardwright.policy import DataParallelMeshDims
-from shardwright.torch_private import backend_names, concatenated, flattened, timeouts
+from shardwright.torch_private import backend_names, check_order, concatenated, flattened, timeouts
 from shardwright.transport.attempt import join_job, keys_of, new_group
 from shardwright.transport.base import Comm
 from shardwright.transport.cpu.arena import Arena
@@ -225,11 +225,15 @@ def _axis(mesh: DeviceMesh, shards: tuple[bool, ...]) -> Axis:
 
 
 def _axis_over_all(mesh: DeviceMesh) -> Axis:
-    """All ranks of a 2-D mesh, in the order of ``TwoLevelComm``: those of one place follow one another."""
+    """All ranks of a 2-D mesh, in the order of ``TwoLevelComm``: those of one place follow one another.
+
+    Raises: UnsupportedTorch where this torch can't make a process group in that order.
+    """
     kind, groups = mesh.device_type, (mesh.get_group(0), mesh.get_group(1))
     made = _made_here().joined
     if groups not in made:
         ranks = [rank for place in zip(*mesh.mesh.tolist(), strict=True) for rank in place]
+        check_order(ranks)
         backend = "gloo" if kind == "cpu" else dist.get_default_backend_for_device(kind)
         group = new_group(ranks, backend, min(TIMEOUT, timeout_of(groups[0])))
         joined = DeviceMesh.from_group(group, kind, mesh=ranks, mesh_dim_names=("shard",))

@@ -25,7 +25,14 @@ from torch.distributed.distributed_c10d import (
 )
 
 from shardwright.schedule.layout import pack
-from shardwright.torch_private import foreach_copy_, foreach_zero_
+from shardwright.torch_private import (
+    all_gather_coalesced_of,
+    all_gather_of,
+    foreach_copy_,
+    foreach_zero_,
+    reduce_scatter_coalesced_of,
+    reduce_scatter_of,
+)
 from shardwright.transport.base import Comm, Reduction, Segment
 from shardwright.transport.collect import collect
 from shardwright.transport.launches import Launch, LaunchLog
@@ -92,11 +99,11 @@ class NcclComm(Comm):
             if self._coalesce:
                 options = AllgatherOptions()
                 options.asyncOp = True
-                flight.add(self._gather_group.all_gather_single_coalesced(outputs, inputs, options))
+                flight.add(all_gather_coalesced_of(self._gather_group)(outputs, inputs, options))
             else:
                 whole, parts = ([each.view(torch.uint8) for each in side] for side in (outputs, inputs))
                 flight.works.extend(  # as bytes: Gloo refuses float8 and int16
-                    dist.all_gather_single(full, shard, self._gather_group, async_op=True)
+                    all_gather_of(dist)(full, shard, self._gather_group, async_op=True)
                     for full, shard in zip(whole, parts, strict=True)
                 )
         if self.times is not None:
@@ -132,13 +139,13 @@ class NcclComm(Comm):
                 options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
                 options.asyncOp = True
                 flight.add(
-                    self._reduce_group.reduce_scatter_single_coalesced(
+                    reduce_scatter_coalesced_of(self._reduce_group)(
                         [outputs[i] for i in members], [inputs[i] for i in members], options
                     )
                 )
             else:
                 flight.works.extend(
-                    dist.reduce_scatter_single(outputs[i], inputs[i], group=self._reduce_group, async_op=True)
+                    reduce_scatter_of(dist)(outputs[i], inputs[i], group=self._reduce_group, async_op=True)
                     for i in members
                 )
         if self.times is not None:

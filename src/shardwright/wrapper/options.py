@@ -134,7 +134,8 @@ class MixedPrecision:
         Raises:
             InputError: ``param_dtype`` or ``reduce_dtype`` isn't a floating-point dtype.
         """
-        return MixedPrecisionPolicy(self.param_dtype, self.reduce_dtype, None, cast_forward_inputs=False)
+        sums = self.reduce_dtype or self.param_dtype  # None means something else to fully_shard of torch 2.15
+        return MixedPrecisionPolicy(self.param_dtype, sums, None, cast_forward_inputs=False)
 
 
 def adopt(option: Any) -> Any:
