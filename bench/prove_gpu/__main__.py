@@ -97,9 +97,9 @@ def run(section: Section, device: str, worlds: list[int], limit_s: float) -> Non
 
 
 def python_of(module: str, root: Path = ROOT) -> str:
-    """That of ``make setup-bnb`` for fine-tuning, if it is there and this one is that of ``make setup``: then
+    """That of ``make setup-hf`` for fine-tuning, if it is there and this one is that of ``make setup``: then
     both have the same torch. Else this one."""
-    others = root / ".venv-bnb"
+    others = root / ".venv-hf"
     if module != "finetune" or Path(sys.prefix) != root / ".venv" or not (others / ".installed").exists():
         return sys.executable
     return str(others / "bin" / "python")

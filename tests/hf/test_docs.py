@@ -14,14 +14,14 @@ from tests.ranks.pool import free_port, run_ranks
 from tests.ranks.test_docs import run_file
 
 EXCUSED = [
-    (r"\.venv-bnb/|^make setup-bnb$", "another environment: make test-bnb"),
+    (r"^make setup-hf$", "this environment"),
     (r"^vllm |llama\.cpp/", "another tool, which the page says was not run"),
 ]
 PAGES = ("finetuning.md", "serving.md", "tutorial-qlora.md")
 # Commands that take minutes, and what runs instead: less text, fewer steps.
 SHORTER = [
     (r"^make finetune$", "make finetune CORPUS=notes.txt"),
-    (r"(bench/tokenise\.py)$", r"\1 --toy"),
+    (r"(bench/(tokenise|finetune|dequantise)\.py)( --steps 10)?$", r"\1 --toy"),
     (r"(bench/llama\.py .*)$", r"\1 --toy"),
     (r"(--run\.folder runs/billion)$", r"\1 --training.epochs 1 --training.sequence_length 128"),
     (r"(--run\.folder runs/mine)$", r"\1 --training.epochs 1 --training.sequence_length 128"),

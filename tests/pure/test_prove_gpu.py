@@ -104,9 +104,9 @@ def test_a_device_suite_that_hangs_is_interrupted_and_leaves_what_has_passed(tmp
 def test_fine_tuning_runs_where_setup_bnb_has_installed_its_libraries(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
     assert python_of("finetune", tmp_path) == sys.executable  # they are not installed
-    (tmp_path / ".venv-bnb").mkdir()
-    (tmp_path / ".venv-bnb" / ".installed").touch()
-    assert python_of("finetune", tmp_path) == str(tmp_path / ".venv-bnb" / "bin" / "python")
+    (tmp_path / ".venv-hf").mkdir()
+    (tmp_path / ".venv-hf" / ".installed").touch()
+    assert python_of("finetune", tmp_path) == str(tmp_path / ".venv-hf" / "bin" / "python")
     assert python_of("losses", tmp_path) == sys.executable
     monkeypatch.setattr(sys, "prefix", "/usr")  # a Python of the user's, whose torch may be another one
     assert python_of("finetune", tmp_path) == sys.executable

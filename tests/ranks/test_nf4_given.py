@@ -13,7 +13,7 @@ from tests.ranks.pool import run_ranks
 
 nf4 = pytest.importorskip(
     "torchao.quantization.quantize_.workflows.nf4.nf4_tensor",
-    reason="needs torchao: make setup-bnb, and this in its environment",
+    reason="needs torchao: make setup-hf, and this in its environment",
 )
 WIDTH = 512
 

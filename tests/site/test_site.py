@@ -121,12 +121,12 @@ def test_a_broken_link_and_a_broken_anchor_fail_the_build(tmp_path):
     for name in ("docs", "mkdocs.yml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, tmp_path / name)
-    for name in ("src", ".venv", ".venv-docs"):
+    for name in ("src", ".venv", ".venv-extras"):
         (tmp_path / name).symlink_to(ROOT / name)
     start = tmp_path / "docs" / "start.md"
     start.write_text(start.read_text() + "\n[one](no-such-page.md) [two](watch.md#no-such-heading)\n")
     done = subprocess.run(
-        [".venv-docs/bin/mkdocs", "build"],
+        [".venv-extras/bin/mkdocs", "build"],
         cwd=tmp_path,
         env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
