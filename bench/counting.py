@@ -1,10 +1,15 @@
 """What a call makes the host do, counted: Python calls, frames above a collective, kernels launched."""
 
+import ast
 import gc
+import inspect
+import io
 import sys
+import tokenize
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -79,6 +84,54 @@ def count_instructions(step: Callable[[], None], folder: str) -> Counter[str]:
         finally:
             sys.settrace(before)
     return seen
+
+
+class Function(NamedTuple):
+    """A function that was run, and how many lines of code it has."""
+
+    file: str
+    name: str
+    num_lines: int
+
+
+def functions_run(codes: Iterable[CodeType]) -> list[Function]:
+    """The functions among ``codes``, in the order of their files. Comprehensions and lambdas belong to the
+    functions that they stand in. The lines of a function inside another one are counted once."""
+    found, counted, lines_of = [], set[tuple[str, int]](), dict[str, set[int]]()
+    for code in sorted(codes, key=lambda code: (code.co_filename, code.co_firstlineno)):
+        if code.co_name.startswith("<"):
+            continue
+        file = code.co_filename
+        if file not in lines_of:
+            lines_of[file] = code_lines(Path(file).read_text())
+        text, first = inspect.getsourcelines(code)
+        lines = {(file, line) for line in lines_of[file] if first <= line < first + len(text)}
+        found.append(Function(file, code.co_qualname, len(lines - counted)))
+        counted |= lines
+    return found
+
+
+_NO_CODE = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
+
+
+def code_lines(source: str) -> set[int]:
+    """The numbers of the lines that hold code: neither blank, nor a comment alone, nor of a docstring."""
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in _NO_CODE:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(source)):
+        said = node.value if isinstance(node, ast.Expr) else None
+        if isinstance(said, ast.Constant) and isinstance(said.value, str):
+            lines.difference_update(range(said.lineno, (said.end_lineno or said.lineno) + 1))
+    return lines
 
 
 @contextmanager

@@ -8,7 +8,9 @@ Transformer, and then the Transformer. Counted per group and step are the Python
 package, the kernels that a GPU would be given beside the collectives, and the collectives; per step, the
 exchanges of control words. "Frames (files)" lie between the hook that torch calls and the collective, where
 they are most. The world divides the rows of ``even``, not those of ``uneven`` (one less than ``--width``);
-``last dim`` shards every parameter on its last dimension.
+``last dim`` shards every parameter on its last dimension. Below the table stands how many functions an even
+step of the last world runs, of how many files, and how many lines of code these functions have;
+``tests/ranks/test_ceilings.py`` counts the same on two real ranks.
 
 Timed are forward, backward and ``zero_grad``: milliseconds per group over a local step, the median of
 ``--pairs`` rounds in which local, FSDP2 and this package alternate, and the median ratio of the pairs with
@@ -43,7 +45,7 @@ from torch.distributed.tensor import Shard
 
 import shardwright
 from bench import rankzero
-from bench.counting import KernelCount, Seen, count_calls
+from bench.counting import KernelCount, Seen, count_calls, functions_run
 from bench.model import Size, build
 from bench.toy import add_toy
 from shardwright.transport.device_times import read_device_times
@@ -205,7 +207,7 @@ def print_counts(options: argparse.Namespace) -> None:
         "| world | rows | system | calls | kernels | collectives | exchanges | all-gather | reduce-scatter |"
     )
     print("| ---: | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |")
-    cases = {}
+    cases, widths = {}, {}
     for world in options.worlds:
         even = Case(world, options.width, options.layers)
         cases[world, "even"] = even
@@ -215,12 +217,20 @@ def print_counts(options: argparse.Namespace) -> None:
     for (world, rows), case in cases.items():
         for name in SYSTEMS:
             found = cost(name, case)
+            if rows == "even":
+                widths[name] = functions_run(found.seen.calls)
             ways = (found.seen.ways[kind] for kind in ("all-gather", "reduce-scatter"))
             shown = " | ".join(f"{len(way.frames)} ({way.num_files})" if way.frames else "-" for way in ways)
             print(
                 f"| {world} | {rows} | {name} | {found.calls:.0f} | {found.kernels:.1f} | "
                 f"{found.collectives:.1f} | {found.exchanges} | {shown} |"
             )
+    print()
+    for name, functions in widths.items():
+        files, lines = {each.file for each in functions}, sum(each.num_lines for each in functions)
+        print(
+            f"a step of {name} runs {len(functions)} functions of {len(files)} files, {lines} lines of code"
+        )
 
 
 def print_times(options: argparse.Namespace) -> None:
