@@ -48,6 +48,7 @@ from bench import rankzero
 from bench.counting import KernelCount, Seen, count_calls, functions_run
 from bench.model import Size, build
 from bench.toy import add_toy
+from shardwright.torch_private import all_gather_of, reduce_scatter_of
 from shardwright.transport.device_times import read_device_times
 from shardwright.transport.recorder import CALL, LOOK_S, clock, recorder
 
@@ -62,7 +63,7 @@ class System(NamedTuple):
     collectives: Mapping[str, CodeType]
 
 
-_TORCH = {"all-gather": dist.all_gather_single, "reduce-scatter": dist.reduce_scatter_single}
+_TORCH = {"all-gather": all_gather_of(dist), "reduce-scatter": reduce_scatter_of(dist)}
 SYSTEMS = {
     "shardwright": System(
         shardwright.fully_shard, os.path.dirname(shardwright.__file__), rankzero.COLLECTIVES

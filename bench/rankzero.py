@@ -18,6 +18,7 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401 (registers
 
 from shardwright.engine import held_memory
 from shardwright.observe.watch import lifecycle
+from shardwright.torch_private import new_group_of
 from shardwright.transport import mesh
 from shardwright.transport.base import Comm
 from shardwright.transport.channel import AxisChannel
@@ -86,7 +87,7 @@ def _make_comm(ranks: list[int], device_type: str, within: ProcessGroup, host: C
 
 
 def _new_group(ranks: list[int], backend: str, timeout: timedelta) -> ProcessGroup:
-    made = dist.new_group(ranks, timeout, "fake", use_local_synchronization=True, sort_ranks=False)
+    made = new_group_of(ranks, timeout, "fake")
     assert isinstance(made, ProcessGroup)
     return made
 

@@ -25,6 +25,7 @@ import shardwright
 import shardwright.wrapper
 from bench.adapted import adapted
 from bench.model import PRECISIONS, Block, Transformer
+from shardwright.torch_private import all_gather_of, reduce_scatter_of
 
 ALONE_REPEATS = 3
 LEARNING_RATE = 1e-4
@@ -147,9 +148,9 @@ class Sharded(System):
         def gather_and_reduce() -> None:
             groups = list(zip(fulls, shards, strict=True))
             for full, shard in groups + groups[1:]:  # [0] is the root: gathered once
-                dist.all_gather_single(full, shard)
+                all_gather_of(dist)(full, shard)
             for full, shard in groups:
-                dist.reduce_scatter_single(shard, full)
+                reduce_scatter_of(dist)(shard, full)
 
         return alone_s(gather_and_reduce)
 

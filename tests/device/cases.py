@@ -45,6 +45,7 @@ from shardwright.engine.unit import unit_of, units_in
 from shardwright.params.buffer import ReorderedBuffer
 from shardwright.policy import OptimizerOffloadPolicy
 from shardwright.schedule.schedule import ActionKind, Phase
+from shardwright.torch_private import all_gather_of, reduce_scatter_of
 from tests.ranks.models import Run
 from tests.ranks.test_extended import Bf16Gathered, ScaledInt8
 from tests.ranks.test_rows import Scores
@@ -189,11 +190,11 @@ class Place:
 
     def all_gather(self, whole: torch.Tensor, own: torch.Tensor, group: Any) -> Any:
         """In flight."""
-        return dist.all_gather_single(whole, own, group=group, async_op=True)
+        return all_gather_of(dist)(whole, own, group=group, async_op=True)
 
     def reduce_scatter(self, total: torch.Tensor, values: torch.Tensor, group: Any) -> Any:
         """In flight."""
-        return dist.reduce_scatter_single(total, values, group=group, async_op=True)
+        return reduce_scatter_of(dist)(total, values, group=group, async_op=True)
 
     def sharded(self, model: nn.Module) -> None:
         """A model was sharded."""

@@ -17,6 +17,7 @@ from shardwright.engine import build as building
 from shardwright.engine import hooks
 from shardwright.engine.unit import units_in
 from shardwright.policy import CPUOffloadPolicy, DiskOffloadPolicy
+from shardwright.torch_private import new_group_of
 from shardwright.transport import mesh as meshes
 from shardwright.transport.base import Comm, sum_in_rank_order
 from shardwright.transport.launches import LaunchLog
@@ -78,6 +79,10 @@ class Communicator:
                 total.copy_(sum_in_rank_order([part.clone() for part in parts], total.dtype, None))
 
         return self._launch(lambda: [each.tensor().clone() for each in sources], write)
+
+    # The names that torch 2.11 and 2.12 have.
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def allreduce_coalesced(self, tensors: Any, _: Any = None) -> "Work":
         places = [self._device.memory.address(t) for t in tensors]
@@ -194,7 +199,7 @@ def _mesh_on_host(mesh: Any) -> meshes.Axis:
 
 
 def _new_group(ranks: list[int], backend: str, timeout: Any) -> dist.ProcessGroup:
-    return dist.new_group(ranks, timeout, "fake", use_local_synchronization=True, sort_ranks=False)
+    return new_group_of(ranks, timeout, "fake")
 
 
 class Job:

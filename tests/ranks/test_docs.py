@@ -38,7 +38,7 @@ CHANGES = [fence for fence in FENCES if re.search(r"^\+from shardwright\b", fenc
 # Commands that don't run here, and why. A pattern is searched for in the whole command.
 EXCUSED = [
     (r"--link \d+[gm]bit| 1gbit\.json|bench\.waits$", "root: links are made of network namespaces"),
-    (r"\.venv-hf/|^make setup-hf$|^make finetune|/finetune-[\w-]+\.toml|finetune-\*", "another environment: make test-hf"),
+    (r"\.venv-hf/|^make (setup-hf$|finetune)|/finetune-[\w-]+\.toml|finetune-\*", "that of make test-hf"),
     (r"^make test(-torch .*)?$", "it would run itself"),
     (r"^make prove-gpu", "an accelerator; simulated: test_prove_gpu.py"),
     (r"^\S*pip install|^make dist", "a download"),

@@ -154,6 +154,10 @@ class Group:
                 own.copy_(whole.view(self.size(), -1)[self.rank()] * self.size())
         return self._run("reduce-scatter", inputs, outputs)
 
+    # The names that torch 2.11 and 2.12 have.
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
     def allreduce_coalesced(self, tensors, _=None):
         with torch.utils._python_dispatch._disable_current_modes():
             for each in tensors:

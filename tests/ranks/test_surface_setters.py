@@ -27,6 +27,7 @@ from shardwright.engine.unit import unit_of
 from shardwright.errors import InputError, StageError
 from shardwright.observe.steps.recording import ring
 from shardwright.schedule.schedule import Event, EventKind, Phase
+from shardwright.torch_private import all_gather_of, reduce_scatter_of
 from tests.ranks.models import (
     Block,
     Run,
@@ -249,13 +250,13 @@ class Collective:
 class OwnGather(Collective):
     def __call__(self, output_tensor, input_tensor, group, async_op=False):
         self.calls += 1
-        return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+        return all_gather_of(dist)(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 class OwnScatter(Collective):
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
         self.calls += 1
-        return dist.reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        return reduce_scatter_of(dist)(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
 def custom(rank, world):
