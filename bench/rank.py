@@ -31,7 +31,7 @@ import torch._dynamo  # imported by the first optimizer step otherwise: 2 s and 
 import torch.distributed as dist
 from torch import Tensor
 
-from bench.model import Size, build, tokens
+from bench.model import Size, Transformer, build, tokens
 from bench.systems import System, build_system, local_of
 
 WARM_UP_STEPS = 2
@@ -54,6 +54,7 @@ class Job:
     folder: str
     size: Size = field(default_factory=Size)
     precision: str = "fp32"
+    compiles: bool = False
 
     @property
     def stem(self) -> str:
@@ -122,11 +123,17 @@ def perform(job: Job) -> None:
     dist.destroy_process_group()
 
 
+def model_of(job: Job) -> Transformer:
+    """The model that every system trains; with ``compiles`` each block is compiled before it is sharded."""
+    model = build(job.size, job.precision)
+    for index, block in enumerate(model.blocks) if job.compiles else ():
+        model.blocks[index] = torch.compile(block)
+    return model
+
+
 def paired(job: Job) -> dict[str, list[float]]:
     """What ``measure`` gives for each block, for the local step and the system's."""
-    local, system = (
-        build_system(name, build(job.size, job.precision)) for name in (local_of(job.system), job.system)
-    )
+    local, system = (build_system(name, model_of(job)) for name in (local_of(job.system), job.system))
     count = iter(range(1 << 30))
 
     def section(one: System, steps: int) -> tuple[float, ...]:
@@ -161,7 +168,7 @@ def measure(job: Job, system: System, batches: list[Tensor]) -> tuple[float, ...
 
 def solo(job: Job, base_nbytes: int) -> dict[str, float | list[float] | None]:
     """Peak memory over the import, the mean loss of every step, and communication alone."""
-    system = build_system(job.system, build(job.size, job.precision))
+    system = build_system(job.system, model_of(job))
     losses = [system.step(tokens(job.size, job.rank, step)) for step in range(SOLO_STEPS)]
     system.flush()
     peak_nbytes = memory_nbytes("VmHWM") - base_nbytes

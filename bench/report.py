@@ -171,6 +171,7 @@ def heading(machine: dict[str, Any], options: dict[str, Any]) -> str:
     """One line: link and ranks, then the machine."""
     return (
         f"{options['link']}, {options['world']} ranks, {options.get('precision', 'fp32')}, "
+        f"{'each block compiled, ' if options.get('compiles') else ''}"
         f"{options['blocks']} blocks of {options['steps']} steps; "
         f"{machine['cores']} cores, torch {machine['torch']}, {machine['date']}, commit {machine['commit']}"
     )

@@ -55,6 +55,7 @@ class Options:
     out: Path | None
     size: Size = field(default_factory=Size)
     precision: str = "fp32"
+    compiles: bool = False
 
     def __post_init__(self) -> None:
         known = [*SYSTEMS, *OPTIONAL]
@@ -96,6 +97,12 @@ def parse(arguments: list[str]) -> Options:
         choices=list(PRECISIONS),
         default="fp32",
         help="dtypes of compute and of sums over ranks",
+    )
+    parser.add_argument(
+        "--compile",
+        dest="compiles",
+        action="store_true",
+        help="torch.compile each block, the local step's too",
     )
     parser.add_argument("--pin", action="store_true", help="pin each rank to a core of its own")
     parser.add_argument(
@@ -207,6 +214,7 @@ def measure(options: Options, system: str, ranks: Ranks, folder: str) -> Row:
                 folder=folder,
                 size=options.size,
                 precision=options.precision,
+                compiles=options.compiles,
             )
             for rank, home in enumerate(ranks.homes)
         ]

@@ -11,7 +11,7 @@ settings.load_profile("no deadline")
 
 def pytest_collection_modifyitems(items):
     """Of the slow cases of a test that is marked ``sampled`` CI runs the first, the middle and the last: both
-    ends of each option. The others become ``exhaustive``: only ``make test-all`` runs them."""
+    ends of each option. The others become ``exhaustive``: ``make test-all`` runs them, and CI doesn't."""
     sampled = [item for item in items if item.get_closest_marker("sampled")]
     slow = [item for item in sampled if item.get_closest_marker("slow")]
     for _, group in groupby(slow, key=lambda item: item.nodeid.partition("[")[0]):

@@ -386,6 +386,7 @@ def seen():
     return first | second, set().union(*reached.values())
 
 
+@pytest.mark.exhaustive  # minutes of both cores, for what the tests see and not for what the package does
 @pytest.mark.slow
 @pytest.mark.parametrize("site", mutants.sites(), ids=str)
 def test_some_schedule_shows_that_a_wait_a_record_or_a_reference_is_left_out(site, seen):

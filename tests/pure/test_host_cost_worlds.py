@@ -142,6 +142,7 @@ def counted(way, world):
     return instructions, kernels.kernels, kernels.num_tensors
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "way", [way if way in QUICK else pytest.param(way, marks=pytest.mark.slow) for way in WAYS]
 )

@@ -124,6 +124,7 @@ def load_fresh(rank: int, world: int, path: str, kind: str, sharding: str) -> di
     return everything(model, optimizer)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("kind", "saved", "loaded"),
     [

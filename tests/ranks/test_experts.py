@@ -88,6 +88,7 @@ def trains(rank, world, shape, api, agreement):
     return model.blocks[0].routed.experts.up.to_local().shape[0]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("agreement", ["off", "strict"])
 @pytest.mark.parametrize("api", list(example.APIS))
 @pytest.mark.parametrize("shape", [(1, 2), (1, 3), (2, 2)], ids=str)

@@ -33,6 +33,7 @@ def sgd_parity(rank, world, tied, reshard, transport="auto"):
     train_beside(Run.of(model), Run.of(build(tied=tied)), rank, world)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("tied", [False, True])
 def test_three_steps_of_sgd_equal_one_process(world, tied):
@@ -85,6 +86,7 @@ def test_gradients_that_are_zeroed_in_place_are_added_to():
     run_ranks(2, zeroed_in_place)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("transport", ["sockets", "collectives"])
 def test_every_transport_equals_one_process(world, transport):
@@ -356,6 +358,7 @@ def full_state(rank, world, transport):
     reference.load_state_dict(state)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("transport", ["auto", "sockets"])
 def test_full_state_dict_is_the_unsharded_models_on_rank_0(world, transport):

@@ -111,6 +111,7 @@ def exactness(rank, world, make, prefetch, plans=PLANS):
             assert asked[-1] == 0, f"{plan.__name__}: {asked}"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("make", [by_fully_shard, by_wrapper])
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("prefetch", PREFETCH)

@@ -139,6 +139,7 @@ def test_predicted_live_bytes_are_those_that_are_counted_at_every_event():
     check(2, ["mlp", "transformer", "mixed precision", "cut block"], ["default", "on demand"])
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("world", [1, 2, 3, 4])

@@ -45,6 +45,7 @@ def parity(rank, world, codec, dequantise):
     return losses
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize(("codec", "dequantise"), [("nf4", "group"), ("nf4", "layer"), ("int8", "group")])
 def test_a_quantised_base_trains_alike_on_any_number_of_ranks(world, codec, dequantise):

@@ -141,6 +141,7 @@ WAYS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("way", WAYS)
 def test_what_two_ranks_saved_loads_on_three_to_the_bit(saved, way):
     run_ranks(3, loaded, saved, [WAYS[way]])

@@ -96,6 +96,7 @@ def test_rows_in_use_train_as_the_whole_embedding_does_bit_for_bit(world):
             assert sum(saved) > 0.5 * 10 * weight * (world - 1)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "options",
     [

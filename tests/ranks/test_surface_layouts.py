@@ -267,6 +267,7 @@ def smaller_world(rank, world, size, placement, hybrid_mesh):
     )  # of a world of one everything stays, as by False
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("world", "size", "placement", "hybrid_mesh"),
     [
