@@ -201,7 +201,9 @@ class Backward:
         for group in self.runtime.groups:
             reducer = group.reducer
             others_may = reducer.policy.unused_params and not reducer.done and group.buffer is not None
-            if group.has_grads or others_may:
+            # An earlier microbatch ran what this one, which reduces, left out (an adapter, a vision tower).
+            kept = reducer.policy.reduce and keeps_grads(group)
+            if group.has_grads or others_may or kept:
                 self.runtime.at(EventKind.GRADS_READY, group)
         self.runtime.at(EventKind.STEP_END)
         self.partial = not self.runtime.step.settles

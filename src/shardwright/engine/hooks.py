@@ -104,20 +104,23 @@ def _watch_grads(owner: Unit) -> None:
 class _Outermost:
     """The outermost sharded module that runs, and the frame that has called it: a ``KeyboardInterrupt`` in
     user code ends its forward without a hook, which is seen when it is called again and that frame is
-    gone."""
+    gone. listed: units of several modules that have begun in it."""
 
     def __init__(self) -> None:
         self.unit: Unit | None = None
+        self.listed: list[Unit] = []
         self._frame: FrameType | None = None
         self._thread = 0
 
     def enter(self, unit: Unit) -> None:
         """It begins to run."""
+        self.listed.clear()  # an exception may have ended the one before
         self.unit, self._frame, self._thread = unit, sys._getframe(3), threading.get_ident()
 
     def leave(self) -> None:
         """It has ended."""
         self.unit = self._frame = None
+        self.listed.clear()
 
     def runs(self) -> bool:
         """Whether its frame still runs, as far as its own thread can tell."""
@@ -245,6 +248,8 @@ class ModuleHooks:
         unit.now.running += 1
         if not unit.now.awaited:
             unit.now.awaited = set(unit.modules)
+            if len(unit.modules) > 1:
+                _outermost.listed.append(unit)
             if unit.now.running == 1:
                 for owner in owners:
                     owner.enter_pass(runtime.pass_number)
@@ -330,14 +335,14 @@ class ModuleHooks:
         unit.now.running -= 1
         unit.now.awaited.discard(module)
         if unit.now.running == 0 and not unit.now.awaited:
-            for owner in unit.owners:
-                if owner.deferred is not None and owner.deferred.waits:
-                    owner.deferred.stop()
-                elif not failed:
-                    owner.now.users -= 1
-                    if owner.now.users == 0:
-                        runtime.at(EventKind.FORWARD_END, owner.group)
+            _end_forward(unit, runtime, failed)
         if runtime.depth == 0:
+            for listed in _outermost.listed:
+                if (
+                    listed.now.awaited
+                ):  # only some of its modules ran: a chunked loss calls the head by itself
+                    listed.now.awaited.clear()
+                    _end_forward(listed, runtime, failed)
             _outermost.leave()
             runtime.end(failed)
 
@@ -351,6 +356,17 @@ class ModuleHooks:
     def _enter_if_missed(self, call: Call) -> None:
         if call.task != current_graph_task():
             backward_of(self.unit.runtime).enter(self.unit, call)
+
+
+def _end_forward(unit: Unit, runtime: Runtime, failed: bool) -> None:
+    """The last of a unit's modules has run: its groups are used by one less."""
+    for owner in unit.owners:
+        if owner.deferred is not None and owner.deferred.waits:
+            owner.deferred.stop()
+        elif not failed:
+            owner.now.users -= 1
+            if owner.now.users == 0:
+                runtime.at(EventKind.FORWARD_END, owner.group)
 
 
 def hooks_of(module: nn.Module) -> ModuleHooks:
