@@ -32,7 +32,14 @@ def run(*command, cwd, limit_s=100.0):
 def dist(tmp_path_factory):
     """(wheel, sdist) of this tree; nothing is installed anew for it."""
     folder = tmp_path_factory.mktemp("dist")
-    run("make", "--old-file=setup", "dist", f"BIN={Path(sys.executable).parent}", f"DIST={folder}", cwd=ROOT)
+    run(
+        "make",
+        "--old-file=setup",
+        "dist",
+        f"BIN={Path(sys.executable).parent}",
+        f"DIST={os.path.relpath(folder, ROOT)}",
+        cwd=ROOT,
+    )
     (wheel,), (source,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
     return wheel, source
 
