@@ -42,7 +42,10 @@ EXCUSED = [
     (r"\.venv-hf/|^make finetune|/finetune-[\w-]+\.toml|finetune-\*", "another environment: make test-hf"),
     (r"^make test(-torch .*)?$", "it would run itself"),
     (r"^make prove-gpu", "an accelerator; simulated: test_prove_gpu.py"),
-    (r"^\S*pip install", "a download"),
+    (
+        r"^\S*pip install",
+        "a download; the lines of install.md and README, but for the index of torch: test_dist.py",
+    ),
     (r"^make (dist|release)$", "test_dist.py; what a release asks for besides: test_release.py"),
 ]
 # Commands that take minutes, and what runs instead. Benches get their documented ``--toy`` besides.
