@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup train test test-ci test-all test-torch check bench dist setup-xla test-xla setup-hf test-hf finetune test-bnb clients clients-short setup-extras test-track test-storage prove-gpu pictures docs
+.PHONY: setup train test test-ci test-all test-torch check bench setup-dist dist release setup-xla test-xla setup-hf test-hf finetune test-bnb clients clients-short setup-extras test-track test-storage prove-gpu pictures docs
 
 setup: .venv/.installed
 
@@ -87,12 +87,31 @@ PROVE_PYTHON ?=
 prove-gpu: $(if $(PROVE_PYTHON),,setup)
 	PYTHONPATH=src:. $(or $(PROVE_PYTHON),$(BIN)/python) -m bench.prove_gpu --device $(DEVICE) --page $(PAGE)
 
-# A wheel and a source distribution, for projects of one's own: pip install -c requirements.lock 'dist/shardwright-...whl[train]'
+# A wheel and a source distribution, as a release has them (docs/releasing.md): of any tree that names one version.
+# twine has an environment of its own: it brings 30 packages (keyring, cryptography, ...), of which the lock has five.
 DIST ?= dist
+VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+FILES = $(DIST)/shardwright-$(VERSION)-py3-none-any.whl $(DIST)/shardwright-$(VERSION).tar.gz
 
-dist: setup
+setup-dist: .venv-dist/.installed
+
+.venv-dist/.installed: requirements.lock
+	$(PYTHON) -m venv .venv-dist
+	.venv-dist/bin/python -m pip install --quiet --disable-pip-version-check --constraint requirements.lock "twine==7.0.0"
+	@touch $@
+
+dist: setup setup-dist
+	$(BIN)/python -m tests.release
 	$(BIN)/python -m hatchling build --directory $(DIST)
 	$(BIN)/python -m tests.dist $(DIST)
+	.venv-dist/bin/twine check --strict $(FILES)
+
+# What a maintainer runs: refuses what isn't committed, and says at the end how to publish what it has made.
+release: setup
+	$(BIN)/python -m tests.release --now
+	$(MAKE) dist
+	$(BIN)/python -m pytest tests/pure/test_release.py tests/ranks/test_dist.py
+	@echo "Ready. To publish it: git tag v$(VERSION), then .venv-dist/bin/twine upload $(FILES)"
 
 # The XLA backend has an environment of its own. torchax is taken without its dependencies: it asks for none that
 # the backend uses, and its releases fail to import with torch 2.13 (hence the pinned nightly).

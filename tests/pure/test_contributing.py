@@ -39,9 +39,3 @@ def test_every_name_of_ours_on_a_page_for_those_who_come_from_elsewhere_is_there
         r"`(training|optimizer|checkpoint)\.(\w+)`", "".join(row[0] for row in cells)
     ):
         assert key in type(getattr(Recipe(), section)).model_fields, f"{section}.{key}"
-
-
-def test_the_citation_is_of_this_version():
-    version = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    cited = re.search(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
-    assert version and cited and cited[1] == version[1]

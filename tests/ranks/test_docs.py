@@ -41,7 +41,11 @@ EXCUSED = [
     (r"\.venv-hf/|^make (setup-hf$|finetune)|/finetune-[\w-]+\.toml|finetune-\*", "that of make test-hf"),
     (r"^make test(-torch .*)?$", "it would run itself"),
     (r"^make prove-gpu", "an accelerator; simulated: test_prove_gpu.py"),
-    (r"^\S*pip install|^make dist", "a download"),
+    (
+        r"^\S*pip install",
+        "a download; the lines of install.md and README, but for the index of torch: test_dist.py",
+    ),
+    (r"^make (dist|release)$", "test_dist.py; what a release asks for besides: test_release.py"),
 ]
 # Commands that take minutes, and what runs instead. Benches get their documented ``--toy`` besides.
 SHORTER = [
