@@ -1,11 +1,12 @@
 """Runs a function on a few Gloo ranks, each in a process of its own, in tenths of a second.
 
-    test --run_ranks(2, fn, x)--> server (imported torch once) --fork--> rank 0: fn(0, 2, x)
+    test --run_ranks(2, fn, x)--> server (imports once) --fork--> rank 0: fn(0, 2, x)
                                                                --fork--> rank 1: fn(1, 2, x)
 
-Starting Python and importing torch costs seconds per rank, forking a process that already did costs 10 ms. So
-every call gets *new* ranks: no process group, cache, memory peak or half-finished collective of one test can
-reach another, and a rank that hangs is ended by its pid without harm to the next call.
+Starting Python and importing torch and the package costs seconds per rank, forking a process that already
+did costs 10 ms. So every call gets *new* ranks: no process group, cache, memory peak or half-finished
+collective of one test can reach another, and a rank that hangs is ended by its pid without harm to the next
+call.
 """
 
 import contextlib
@@ -44,6 +45,8 @@ _PRELOAD = [
     "torch.utils.checkpoint",
     "numpy",
     "pytest",
+    "shardwright.public",  # 0.3 s of processor time in each rank of each test otherwise
+    "tests.ranks.models",
 ]
 _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(_PRELOAD)
