@@ -52,7 +52,7 @@ TORCH ?= 2.14.1
 OTHER := .venv-torch-$(TORCH)
 
 test-torch: $(OTHER)/.installed
-	$(OTHER)/bin/python -m pytest tests/pure tests/ranks tests/device -m "not slow"
+	$(call PYTEST,$(OTHER)/bin,tests/pure tests/ranks tests/device -m "not slow")
 
 $(OTHER)/.installed: .venv/.installed
 	$(call OVER_VENV,$(OTHER),torch==$(TORCH))
