@@ -105,7 +105,7 @@ setup-hf: .venv-hf/.installed
 
 .venv-hf/.installed: requirements.lock pyproject.toml
 	$(PYTHON) -m venv .venv-hf
-	.venv-hf/bin/python -m pip install --quiet --disable-pip-version-check --requirement requirements.lock "transformers==5.23.0" "accelerate==1.15.0" "datasets==5.2.0" "peft==0.21.2" "lightning-fabric==2.6.6" "lightning==2.6.6" "bitsandbytes==0.50.2"
+	.venv-hf/bin/python -m pip install --quiet --disable-pip-version-check --requirement requirements.lock "transformers==5.24.0" "accelerate==1.15.0" "datasets==5.2.0" "peft==0.21.2" "lightning-fabric==2.6.6" "lightning==2.6.6" "bitsandbytes==0.50.2"
 	.venv-hf/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@
 
@@ -118,7 +118,7 @@ setup-clients: .venv-clients/.installed
 
 .venv-clients/.installed: requirements.lock pyproject.toml
 	$(PYTHON) -m venv .venv-clients
-	.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check --requirement requirements.lock "transformers==5.23.0" "accelerate==1.15.0" "peft==0.21.2" "trl==1.16.0" "lightning-fabric==2.6.6" "lightning==2.6.6"
+	.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check --requirement requirements.lock "transformers==5.24.0" "accelerate==1.15.0" "peft==0.21.2" "trl==1.16.0" "lightning-fabric==2.6.6" "lightning==2.6.6"
 	-.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check --no-deps "torchtitan==0.3.0" "spmd_types==0.2.3" "torch_checkpointing==0.1.1" "tyro==1.0.17" "einops==0.8.2" "torchdata==0.11.0" "typeguard==4.6.0" "docstring_parser==0.18.0"
 	.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@
@@ -170,7 +170,7 @@ setup-bnb: .venv-bnb/.installed
 
 .venv-bnb/.installed: requirements.lock pyproject.toml
 	$(PYTHON) -m venv .venv-bnb
-	.venv-bnb/bin/python -m pip install --quiet --disable-pip-version-check --requirement requirements.lock "bitsandbytes==0.50.2" "torchao==0.18.0" "peft==0.21.2" "transformers==5.23.0"
+	.venv-bnb/bin/python -m pip install --quiet --disable-pip-version-check --requirement requirements.lock "bitsandbytes==0.50.2" "torchao==0.18.0" "peft==0.21.2" "transformers==5.24.0"
 	.venv-bnb/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@
 
