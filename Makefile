@@ -131,7 +131,7 @@ test-xla: setup-xla
 setup-hf: .venv-hf/.installed
 
 .venv-hf/.installed: .venv/.installed
-	$(call OVER_VENV,.venv-hf,"transformers==5.23.0" "accelerate==1.15.0" "datasets==5.2.0" "peft==0.21.2" "trl==1.16.0" "lightning-fabric==2.6.6" "lightning==2.6.6" "bitsandbytes==0.50.2" "torchao==0.18.0")
+	$(call OVER_VENV,.venv-hf,"transformers==5.24.0" "accelerate==1.15.0" "datasets==5.2.0" "peft==0.21.2" "trl==1.16.0" "lightning-fabric==2.6.6" "lightning==2.6.6" "bitsandbytes==0.50.2" "torchao==0.18.0")
 	-.venv-hf/bin/python -m pip install --quiet --disable-pip-version-check --no-deps "torchtitan==0.3.0" "spmd_types==0.2.3" "torch_checkpointing==0.1.1" "tyro==1.0.17" "einops==0.8.2" "torchdata==0.11.0" "typeguard==4.6.0" "docstring_parser==0.18.0"
 	@touch $@
 

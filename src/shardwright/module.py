@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from torch import nn
 
+from shardwright.checkpoint.agree import ranks
 from shardwright.engine.backward import Backward, backward_of
 from shardwright.engine.clone import deep_copy, rebuild
 from shardwright.engine.edits import unsharded_versions, write_back
@@ -391,14 +392,27 @@ _classes: dict[type, type] = {}
 
 
 def _save_pretrained(self: Any, folder: Any, *args: Any, **kwargs: Any) -> Any:
-    """As of the model's own class, where a whole ``state_dict`` is given. Raises: InputError without one."""
-    if kwargs.get("state_dict") is None and len(args) < 2:
+    """As of the model's own class, where that gathers the shards or gets a whole ``state_dict``.
+
+    Raises: InputError where neither holds. CheckpointError: it gathers, and not all ranks call it.
+    """
+    own: Any = original_class(type(self))
+    if _gathers(self, own):
+        ranks().arrive(f"{own.__name__}.save_pretrained")
+    elif kwargs.get("state_dict") is None and len(args) < 2:
         raise InputError(
             "this model is sharded, and its own save_pretrained would write this rank's rows alone: call "
             "shardwright.hf.save_pretrained(model, folder) on every rank, or pass state_dict= on rank 0, "
             "from shardwright.full_state_dict(model)"
         )
-    return original_class(type(self)).save_pretrained(self, folder, *args, **kwargs)  # type: ignore[attr-defined]
+    return own.save_pretrained(self, folder, *args, **kwargs)
+
+
+def _gathers(model: Any, own: type) -> bool:
+    """Whether transformers has sharded it (``distributed_config``): its ``save_pretrained`` then gathers from
+    all ranks, also where a ``state_dict`` is given."""
+    config = getattr(getattr(model, "config", None), "distributed_config", None)
+    return hasattr(own, "gather_sharded_state_dict_for_save") and getattr(config, "dp_size", 1) > 1
 
 
 def become_fsdp_module(module: nn.Module) -> None:

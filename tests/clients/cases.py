@@ -7,6 +7,8 @@ and norms. On the CPU Accelerate has no FSDP: ``as_on_a_gpu`` says to it that th
 
 import os
 import sys
+from functools import partial
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import torch
@@ -23,6 +25,14 @@ SIZES = {
 
 def run(rank, world, case, ours, folder):
     """A case's figures, and the classes of its sharded modules' package."""
+    as_launched(rank, world, ours)
+    figures, model = CASES[case](rank, world, folder)
+    sharded = [type(m) for m in model.modules() if isinstance(m, torch.distributed.fsdp.FSDPModule)]
+    mine = [cls for cls in sharded if issubclass(cls, shardwright.FSDPModule)]
+    return figures, len(sharded), len(mine)
+
+
+def as_launched(rank, world, ours=True):
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(world),
@@ -32,10 +42,6 @@ def run(rank, world, case, ours, folder):
     os.environ |= {"LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29998"}
     if ours:
         shardwright.install()
-    figures, model = CASES[case](rank, world, folder)
-    sharded = [type(m) for m in model.modules() if isinstance(m, torch.distributed.fsdp.FSDPModule)]
-    mine = [cls for cls in sharded if issubclass(cls, shardwright.FSDPModule)]
-    return figures, len(sharded), len(mine)
 
 
 def tokens(step, rank):
@@ -98,26 +104,24 @@ def accelerate_plugin(rank, world, folder):
     return figures, model
 
 
-def fsdp_arguments(cls, folder, **options):
+def arguments(cls, folder, **options):
+    common = {"save_strategy": "no", "report_to": [], "disable_tqdm": True, "use_cpu": True}
     args = cls(
         output_dir=str(folder),
         per_device_train_batch_size=2,
         max_steps=4,
         logging_steps=1,
         learning_rate=1e-2,
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=True,
-        save_strategy="no",
-        fsdp=True,
-        fsdp_config={"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
         gradient_accumulation_steps=2,
         max_grad_norm=0.5,
-        **options,
+        **common | options,
     )
     assert args.device.type == "cpu"  # asked here, since asking makes Accelerate look at the machine anew
     as_on_a_gpu()
     return args
+
+
+FSDP2 = {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
 
 
 def logged(trainer):
@@ -128,13 +132,87 @@ def logged(trainer):
 def transformers_trainer(rank, world, folder):
     import transformers
 
-    args = fsdp_arguments(transformers.TrainingArguments, folder)
-    rows = torch.randint(3, 96, (32, 12), generator=torch.Generator().manual_seed(5))
-    data = [{"input_ids": row, "labels": row} for row in rows]
-    trainer = transformers.Trainer(llama(), args, train_dataset=data)
-    trainer.train()
+    trainer = trained_by_trainer(llama(), arguments(transformers.TrainingArguments, folder, **FSDP2))
     trainer.save_model(str(folder / "model"))
     return logged(trainer), trainer.model
+
+
+def trained_by_trainer(model, args, kind=None, resume=None):
+    import transformers
+
+    rows = torch.randint(3, 96, (32, 12), generator=torch.Generator().manual_seed(5))
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    trainer = (kind or transformers.Trainer)(model, args, train_dataset=data)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def transformers_native(sizes, rank, world, folder):
+    """Sharded by transformers itself, in ``from_pretrained``. sizes: of its ``DistributedConfig``."""
+    import transformers
+    from transformers.distributed import DistributedConfig
+    from transformers.distributed import load_optimizer_distributed as load_optimizer
+    from transformers.distributed import save_optimizer_distributed as save_optimizer
+
+    config = DistributedConfig(**sizes)
+    place = rank // config.tp_size
+
+    def steps(model, optimizer, first, last):
+        return [each for i in range(first, last) for each in clipped_step(model, optimizer, i, place)]
+
+    model = native_llama(rank, folder, sizes)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    figures = steps(model, optimizer, 0, 3)
+    model.save_pretrained(folder / "whole")
+    assert_holds(read_llama(folder / "whole"), model)
+    model.save_pretrained(folder / "shards", distributed_checkpoint=True)
+    save_optimizer(model, optimizer, str(folder / "optimizer"))
+    figures += steps(model, optimizer, 3, 5)
+    for saved in ("whole", "shards"):
+        model = read_llama(folder / saved, config)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        load_optimizer(model, optimizer, str(folder / "optimizer"))
+        assert steps(model, optimizer, 3, 5) == figures[-4:], "resumed"
+    options = {"save_strategy": "steps", "save_steps": 2, "save_only_model": True}
+    args = arguments(transformers.TrainingArguments, folder / "trainer", **options)
+    trainer = trained_by_trainer(read_llama(folder / "whole", config), args)
+    trainer.save_model()
+    for saved in ("trainer", "trainer/checkpoint-4"):
+        assert_holds(read_llama(folder / saved), trainer.model)
+    return figures + logged(trainer), trainer.model
+
+
+def native_llama(rank, folder, sizes):
+    from transformers.distributed import DistributedConfig
+
+    if rank == 0:
+        llama().save_pretrained(folder / "llama")
+    torch.distributed.barrier()
+    return read_llama(folder / "llama", DistributedConfig(**sizes))
+
+
+def read_llama(folder, config=None):
+    import transformers
+
+    return transformers.LlamaForCausalLM.from_pretrained(folder, distributed_config=config)
+
+
+def clipped_step(model, optimizer, number, place):
+    batch = tokens(number, place)
+    loss = model(batch, labels=batch).loss
+    loss.backward()
+    grads = [param.grad for param in model.parameters()]
+    norm = torch.stack([grad.full_tensor().norm() for grad in grads]).norm()
+    for grad in grads:  # torch's clip_grad_norm_ takes no gradients of several meshes
+        grad.mul_((0.5 / norm).clamp(max=1.0).item())
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item(), norm.item()
+
+
+def assert_holds(whole, model):
+    for name, param in model.named_parameters():
+        assert torch.equal(param.full_tensor(), whole.get_parameter(name)), name
 
 
 def trl_sft(rank, world, folder):
@@ -151,7 +229,7 @@ def trl_sft(rank, world, folder):
     rows = torch.randint(3, 96, (32, 12), generator=torch.Generator().manual_seed(5)).tolist()
     data = datasets.Dataset.from_dict({"text": [" ".join(f"w{i}" for i in row) for row in rows]})
     options = {"max_length": 16, "bf16": False, "gradient_checkpointing": False}
-    args = fsdp_arguments(trl.SFTConfig, folder, **options)
+    args = arguments(trl.SFTConfig, folder, **FSDP2, **options)
     trainer = trl.SFTTrainer(llama(), args, train_dataset=data, processing_class=tokenizer)
     trainer.train()
     return logged(trainer), trainer.model
@@ -201,36 +279,60 @@ def fabric_model_parallel(rank, world, folder):
     return figures, model
 
 
-def torchtitan_llama3(rank, world, folder):
-    # Kernels for experts, written in Triton, which a build of torch for the CPU doesn't bring.
-    sys.modules["torchtitan.distributed.minimal_async_ep.kernels"] = MagicMock()
-    from torch.distributed.device_mesh import init_device_mesh
-    from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
+def torchtitan_llama3(backend, tp, rank, world, folder):
+    """backend: its ``parallelism.spmd_backend``. tp: ranks of its tensor parallelism."""
+    # Kernels for experts, written in Triton, which a build of torch for the CPU doesn't bring; what logs.
+    for absent in ("torchtitan.distributed.minimal_async_ep.kernels", "torch.utils.tensorboard"):
+        sys.modules[absent] = MagicMock()
+    from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+    from torchtitan.distributed import ParallelDims, parallel_dims
+    from torchtitan.distributed.full_dtensor import parallelize_inputs
     from torchtitan.models.llama3 import llama3_configs
+    from torchtitan.models.llama3.parallelize import parallelize_llama
 
-    torch.manual_seed(7)
-    model = llama3_configs["debugmodel"](attn_backend="flex").build()
+    parallel_dims.device_type = "cpu"
+    parallelism = ParallelismConfig(tensor_parallel_degree=tp, spmd_backend=backend)
+    dims = ParallelDims.from_config(parallelism, world)
+    dims.build_mesh()
+    config = llama3_configs["debugmodel"](attn_backend="flex")
+    config.update_from_config(config=SimpleNamespace(parallelism=parallelism))
+    model = config.build()
     for module in model.modules():
         if type(module).__name__ == "FlexAttention":  # which has no backward on the CPU
             module.forward = _attention
-    model.init_states()
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("fsdp",))
-    apply_fsdp_to_decoder(model, mesh, torch.float32, torch.float32, pp_enabled=False)
+    parallelize_llama(
+        model,
+        parallel_dims=dims,
+        training=TrainingConfig(mixed_precision_param="float32"),
+        parallelism=parallelism,
+        compile_config=CompileConfig(),
+        ac_config=None,
+        dump_folder="",
+    )
+    torch.manual_seed(7)
+    with torch.no_grad():
+        model.init_states()
     for module in model.modules():
         if isinstance(module, torch.distributed.fsdp.FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # torch's own can't scale in Gloo
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     figures = []
     for step in range(3):
-        batch = tokens(step, rank)
-        out = model(batch)
+        batch = tokens(step, rank // tp)
+        if backend == "full_dtensor":
+            batch, *_ = parallelize_inputs(dims, batch, batch, {})
+        out, batch = plain(model(batch)), plain(batch)
         loss = nn.functional.cross_entropy(out[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
-        figures += [loss.item(), float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)]
+        figures += [loss.item(), float(plain(norm))]
     return figures, model
+
+
+def plain(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def _attention(q, k, v, *, scale=None, enable_gqa=False, **_):
@@ -243,7 +345,15 @@ def _attention(q, k, v, *, scale=None, enable_gqa=False, **_):
 CASES = {
     "accelerate": accelerate_plugin,
     "transformers": transformers_trainer,
+    "transformers-fsdp": partial(transformers_native, {"fsdp_size": 2}),
+    "transformers-hsdp": partial(
+        transformers_native, {"fsdp_size": 2, "dp_replicate_size": 2, "fsdp_mixed_precision": True}
+    ),
+    "transformers-tp": partial(transformers_native, {"fsdp_size": 2, "tp_size": 2}),
     "trl": trl_sft,
     "lightning-fabric": fabric_model_parallel,
-    "torchtitan": torchtitan_llama3,
+    "torchtitan": partial(torchtitan_llama3, "partial_dtensor", 1),
+    "torchtitan-tp": partial(torchtitan_llama3, "full_dtensor", 2),
 }
+WORLDS = {"transformers-hsdp": 4, "transformers-tp": 4, "torchtitan-tp": 4}
+"""Ranks of a case, where they are not 2."""

@@ -13,8 +13,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "docs/compatibility.md"
 HEAD = "|---|---|---|---|\n"
-CLIENT = "tests/clients/test_clients.py::test_a_client_trains_with_our_names_as_with_torchs_own"
+FILE = "tests/clients/test_clients.py"
+CLIENT = f"{FILE}::test_a_client_trains_with_our_names_as_with_torchs_own"
+ALONE = f"{FILE}::test_a_save_by_one_rank_alone_writes_nothing_and_names_who_is_missing"
+RESUMED = f"{FILE}::test_sharded_trainer_resumes_what_transformers_has_sharded"
+REFUSED = f"{FILE}::test_plain_parameters_with_spmd_types_are_refused_with_torchtitans_remedy"
 TRAINED = "training, accumulation, clipping"
+NATIVE = "a Llama: training, saving and loading whole and by shards, resuming, Trainer"
 ROWS = (
     (
         "Accelerate's FSDP2 plugin, after `install()`",
@@ -28,6 +33,14 @@ ROWS = (
         f"a Llama: {TRAINED}, `save_model`",
         f"{CLIENT}[transformers]",
     ),
+    *(
+        (f"transformers' `distributed_config`, {how}, after `install()`", "transformers", NATIVE, where)
+        for how, where in (
+            ("FSDP 2", f"{CLIENT}[transformers-fsdp] {ALONE}"),
+            ("HSDP 2 x 2 in bf16", f"{CLIENT}[transformers-hsdp]"),
+            ("FSDP 2 x TP 2", f"{CLIENT}[transformers-tp] {RESUMED}"),
+        )
+    ),
     ("`SFTTrainer(fsdp=...)`, after `install()`", "trl", f"a Llama on text: {TRAINED}", f"{CLIENT}[trl]"),
     (
         "`ModelParallelStrategy`, after `install()`",
@@ -38,8 +51,8 @@ ROWS = (
     (
         "torchtitan's llama3, after `install()`",
         "torchtitan",
-        "its debug model, sharded by its `apply_fsdp_to_decoder`: training, clipping",
-        f"{CLIENT}[torchtitan]",
+        "its debug model, by its `parallelize_llama`, FSDP 2 and FSDP 2 x TP 2: training, clipping",
+        f"{CLIENT}[torchtitan] {CLIENT}[torchtitan-tp] {REFUSED}",
     ),
     (
         "`torch.distributed.pipelining`",

@@ -47,9 +47,13 @@ def test_the_files_of_the_document_run_one_after_another(repository):
         if fence.is_file:
             path = repository / f"line{fence.line}.py"
             path.write_text(fence.text)
-            run_ranks(2, run_file, str(path), free_port(), limit_s=120.0)
+            if "install()" in fence.text:  # in a process that hasn't imported transformers before
+                wrote = run_command(f"torchrun --standalone --nproc-per-node 2 {path.name}", repository)
+                assert "imported names of torch.distributed.fsdp before" not in wrote
+            else:
+                run_ranks(2, run_file, str(path), free_port(), limit_s=120.0)
     made = {path.name for path in (repository / "models").iterdir()}
-    assert {"tuned", "adapter", "trained", "peft"} <= made
+    assert {"tuned", "adapter", "trained", "peft", "native"} <= made
 
 
 def test_the_commands_of_fine_tuning_run_one_after_another(repository):

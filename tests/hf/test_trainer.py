@@ -200,7 +200,7 @@ def wrong(rank, world, folder, out):
     with pytest.raises(CheckpointError, match="has no folder shardwright/"):
         Sharded(model, arguments(out, 2), train_dataset=data()).train(str(out / "checkpoint-1"))
     library.transformers.__version__ = "6.0.1"
-    with pytest.raises(InputError, match=r"from 5\.23 up to before 5\.24, this is 6\.0"):
+    with pytest.raises(InputError, match=r"from 5\.23 up to before 5\.25, this is 6\.0"):
         Sharded(model, arguments(out, 2))
 
 

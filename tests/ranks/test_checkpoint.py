@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from shardwright import fully_shard
 from shardwright.checkpoint import load, save
@@ -53,12 +54,21 @@ def wrapped(model: Net) -> nn.Module:
     return FSDP(model)
 
 
+def beside_tensor_parallelism(model: Net) -> nn.Module:
+    """One layer is split on both axes; of the rest each row of ranks along "data" holds all."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    parallelize_module(model, mesh["tensor"], {"narrow": ColwiseParallel(output_layouts=Replicate())})
+    return fully_shard(model, mesh=mesh["data"])
+
+
 def plain(model: Net) -> nn.Module:
     """One process, as it is."""
     return model
 
 
-SHARDINGS = {sharding.__name__: sharding for sharding in (by_layers, wrapped, plain)}
+SHARDINGS = {
+    sharding.__name__: sharding for sharding in (by_layers, wrapped, beside_tensor_parallelism, plain)
+}
 
 
 def build(kind: str, seed: int, sharding: str = "by_layers") -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -134,6 +144,8 @@ def load_fresh(rank: int, world: int, path: str, kind: str, sharding: str) -> di
         ("adamw", (2, "wrapped"), (2, "by_layers")),
         ("adamw", (3, "by_layers"), (2, "wrapped")),
         ("adamw", (4, "wrapped"), (5, "wrapped")),
+        ("adamw", (4, "beside_tensor_parallelism"), (2, "by_layers")),
+        ("sgd", (2, "by_layers"), (4, "beside_tensor_parallelism")),
         ("sgd", (2, "by_layers"), (4, "by_layers")),
         ("sgd", (3, "wrapped"), (8, "by_layers")),
         ("sgd", (4, "by_layers"), (1, "wrapped")),

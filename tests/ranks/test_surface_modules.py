@@ -159,6 +159,26 @@ def test_a_plain_full_state_dict_loads_into_a_sharded_model(world, assign):
     run_ranks(world, plain_state, assign)
 
 
+def plain_state_of_meta(rank, world, assign):
+    source = build(seed=9, tied=False)
+    with torch.device("meta"):
+        model = shard_decoder(build(tied=False), fully_shard)
+    if not assign:  # as transformers puts memory into a model that was sharded on the meta device
+        for module in model.modules():
+            for name, param in list(module.named_parameters(recurse=False)):
+                setattr(module, name, nn.Parameter(torch.empty_like(param, device="cpu")))
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                setattr(module, name, torch.empty_like(buffer, device="cpu"))
+    model.load_state_dict(source.state_dict(), assign=assign)
+    assert_same(model, source, 0.0)
+    train_beside(Run.of(model), Run.of(source), rank, world, 2)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_plain_full_state_dict_loads_into_a_model_that_was_sharded_without_memory(assign):
+    run_ranks(2, plain_state_of_meta, assign)
+
+
 def edited(rank, world):
     model, reference = shard_decoder(build(tied=True), fully_shard), build(tied=True)
     with model.unsharded():

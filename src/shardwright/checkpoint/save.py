@@ -337,10 +337,17 @@ def crc32_of(box: Box, view: torch.Tensor) -> int:
 
 
 def _diverged(written: Sequence[_Written]) -> list[str]:
-    saved = {(key, p.offset): p.crc32 for w in written for key, found in w.pieces.items() for p in found}
-    return sorted(
-        {key for w in written for (key, at), crc in w.copies.items() if saved.get((key, at)) != crc}
-    )
+    held = [(key, p.offset, p.crc32) for w in written for key, found in w.pieces.items() for p in found]
+    held += [(key, at, crc) for w in written for (key, at), crc in w.copies.items()]
+    first: dict[tuple[str, tuple[int, ...]], int | None] = {}
+    return sorted({key for key, at, crc in held if first.setdefault((key, at), crc) != crc})
+
+
+def _pieces(key: str, written: Sequence[_Written]) -> tuple[Piece, ...]:
+    """In order. What several ranks have written is taken of the first: a parameter that is sharded on one
+    axis of a mesh, and not on the other, has an owner in each row of that mesh."""
+    found = {(p.offset, p.shape): p for w in reversed(written) for p in w.pieces.get(key, ())}
+    return tuple(sorted(found.values(), key=lambda p: p.offset))
 
 
 def _merge(snapshot: Snapshot, written: Sequence[_Written], step: int, diverged: list[str]) -> Manifest:
@@ -348,7 +355,7 @@ def _merge(snapshot: Snapshot, written: Sequence[_Written], step: int, diverged:
         key: TensorEntry(
             part.shape,
             DTYPE_NAME[part.local.dtype],
-            tuple(sorted((p for w in written for p in w.pieces.get(key, ())), key=lambda p: p.offset)),
+            _pieces(key, written),
             snapshot.aliases.get(key, ()),
             part.sharded,
         )

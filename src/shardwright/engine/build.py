@@ -299,7 +299,8 @@ def _check_composes(fqn: str, param: nn.Parameter, axis: Axis, dims: DataParalle
         if dims is not None:
             raise InputError(
                 "When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD mesh (e.g. "
-                f"via distribute_module). Got plain tensor for parameter {fqn!r}; else leave dp_mesh_dims out"
+                f"via distribute_module). Got plain tensor for parameter {fqn!r}; else leave it out (types "
+                "of spmd_types aren't read: choose another parallelism.spmd_backend in torchtitan)"
             )
         return
     mesh, names = param.device_mesh, param.device_mesh.mesh_dim_names or ()

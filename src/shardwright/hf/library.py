@@ -1,7 +1,8 @@
 """The only file that imports transformers for models: built without weights, their file format.
 
 What isn't its public interface stands here too: the conversion between the names in files and those in the
-model (``core_model_loading``), and which tensors are initialised already (``_is_hf_initialized``).
+model (``core_model_loading``), which tensors are initialised already (``_is_hf_initialized``), and whether
+transformers has sharded a model.
 """
 # pyright: reportMissingImports=false
 
@@ -72,6 +73,12 @@ def version() -> tuple[int, int]:
     """Major and minor version of transformers."""
     major, minor = transformers.__version__.split(".")[:2]
     return int(major), int(minor)
+
+
+def take_from_trainer(model: Any) -> None:
+    """Have Trainer treat a model that transformers has sharded (``distributed_config``) as any other: of such
+    a one it refuses to checkpoint the optimizer."""
+    model._is_distributed_loading_by_transformers = False
 
 
 def tokenizer(folder: Path) -> Any:

@@ -32,7 +32,7 @@ from shardwright.module import FSDPModule, register_fsdp_forward_method
 from shardwright.train.lora import adapters_in, save_adapter, trained_part
 from shardwright.transport.collect import take_values_of_rank_0
 
-TESTED = ((5, 23), (5, 24))
+TESTED = ((5, 23), (5, 25))
 """Versions of transformers, from the first up to before the second."""
 _STATE = "shardwright"
 
@@ -46,9 +46,10 @@ class ShardedTrainer:
     shards of what is trained and of the optimizer, in ``shardwright/``, and resumes at any number of ranks.
 
     Args:
-        model: a sharded model, as ``hf.load`` or ``hf.shard`` make it. Or a whole one, on the host of every
-            rank: the constructor shards it at its end, and with it a reference model (``ref_model``). Of one
-            with peft's adapters (``get_peft_model``) every rank takes rank 0's values.
+        model: a sharded model, as ``hf.load`` or ``hf.shard`` make it, or transformers itself after
+            ``install()``. Or a whole one, on the host of every rank: the constructor shards it at its end,
+            and with it a reference model (``ref_model``). Of one with peft's adapters (``get_peft_model``)
+            every rank takes rank 0's values.
         *args: as of ``Trainer``.
         **kwargs: as of ``Trainer``.
 
@@ -75,6 +76,8 @@ class ShardedTrainer:
             )
         if model is None:
             raise InputError("ShardedTrainer got no model; give it one, whole or sharded (no model_init)")
+        if isinstance(model, FSDPModule):
+            library.take_from_trainer(model)
         super().__init__(model, *args, **kwargs)  # type: ignore[call-arg]  # transformers.Trainer is the next base
         for each in (self.model, getattr(self, "ref_model", None)):
             if each is not None:

@@ -47,7 +47,7 @@ def shard_plain_entries(
             if value.shape == param.spec.shape:
                 shard = param.shard_of(value.detach())
                 # A copy: with assign=True it becomes the parameter, and the whole tensor must be let go.
-                state[key] = param.dtensor(shard.to(param.local.device, copy=True).contiguous())
+                state[key] = param.dtensor(shard.to(param.home, copy=True).contiguous())
 
 
 def _flatten_entries(

@@ -198,6 +198,13 @@ class ShardedParam:
         return local_of(self.sharded)  # type: ignore[attr-defined]
 
     @property
+    def home(self) -> torch.device:
+        """Where its shard lies or, while that is on the meta device, is to lie."""
+        if not self.local.is_meta:
+            return self.local.device
+        return torch.device("cpu") if self.split.on_host else self.axis.device
+
+    @property
     def trainable(self) -> bool:
         """Whether the parameter asks for a gradient now (it may be frozen and unfrozen at any time)."""
         return self.sharded.requires_grad
