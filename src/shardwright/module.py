@@ -7,7 +7,6 @@ from typing import Any, cast
 
 from torch import nn
 
-from shardwright.checkpoint.agree import ranks
 from shardwright.engine.backward import Backward, backward_of
 from shardwright.engine.clone import deep_copy, rebuild
 from shardwright.engine.edits import unsharded_versions, write_back
@@ -143,7 +142,7 @@ class FSDPModule(GradientSetters, ScheduleSetters, RefusingFSDPModule):
                     "begun; call it before the forward, or end the step with finalize_backward or "
                     "reset_iter_state"
                 )
-            runtime.step = replace(runtime.step, finalizes_by_hand=enabled)
+            runtime.step = replace(runtime.step, finalizes_by_hand=enabled, is_last_backward=not enabled)
 
     def finalize_backward(self, *, async_op: bool = False) -> "GradientReductionHandle | None":
         """Reduce what the step's backwards have kept, reshard, and wait until all gradients are reduced.
@@ -398,6 +397,8 @@ def _save_pretrained(self: Any, folder: Any, *args: Any, **kwargs: Any) -> Any:
     """
     own: Any = original_class(type(self))
     if _gathers(self, own):
+        from shardwright.checkpoint.agree import ranks  # noqa: PLC0415 a step needs none of its 28 modules
+
         ranks().arrive(f"{own.__name__}.save_pretrained")
     elif kwargs.get("state_dict") is None and len(args) < 2:
         raise InputError(

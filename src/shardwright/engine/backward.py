@@ -169,7 +169,7 @@ class Backward:
 
     def _reduce(self, settles: bool) -> None:
         step = self.runtime.step
-        self.runtime.step = replace(step, is_last_backward=settles, finalizes_by_hand=False)
+        self.runtime.step = replace(step, is_last_backward=settles)
         try:
             self.reduce_held()
         finally:
@@ -206,7 +206,7 @@ class Backward:
             if group.has_grads or others_may or kept:
                 self.runtime.at(EventKind.GRADS_READY, group)
         self.runtime.at(EventKind.STEP_END)
-        self.partial = not self.runtime.step.settles
+        self.partial = not self.runtime.step.is_last_backward
         self.runtime.end()
 
 

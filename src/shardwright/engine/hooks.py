@@ -334,15 +334,21 @@ class ModuleHooks:
         runtime.depth -= 1
         unit.now.running -= 1
         unit.now.awaited.discard(module)
-        if unit.now.running == 0 and not unit.now.awaited:
-            _end_forward(unit, runtime, failed)
+        ended = [unit] if unit.now.running == 0 and not unit.now.awaited else []
+        if (
+            runtime.depth == 0
+        ):  # of a list only some modules may have run: a chunked loss calls the head alone
+            ended += [listed for listed in _outermost.listed if listed.now.awaited]
+        for each in ended:
+            each.now.awaited.clear()
+            for owner in each.owners:
+                if owner.deferred is not None and owner.deferred.waits:
+                    owner.deferred.stop()
+                elif not failed:
+                    owner.now.users -= 1
+                    if owner.now.users == 0:
+                        runtime.at(EventKind.FORWARD_END, owner.group)
         if runtime.depth == 0:
-            for listed in _outermost.listed:
-                if (
-                    listed.now.awaited
-                ):  # only some of its modules ran: a chunked loss calls the head by itself
-                    listed.now.awaited.clear()
-                    _end_forward(listed, runtime, failed)
             _outermost.leave()
             runtime.end(failed)
 
@@ -356,17 +362,6 @@ class ModuleHooks:
     def _enter_if_missed(self, call: Call) -> None:
         if call.task != current_graph_task():
             backward_of(self.unit.runtime).enter(self.unit, call)
-
-
-def _end_forward(unit: Unit, runtime: Runtime, failed: bool) -> None:
-    """The last of a unit's modules has run: its groups are used by one less."""
-    for owner in unit.owners:
-        if owner.deferred is not None and owner.deferred.waits:
-            owner.deferred.stop()
-        elif not failed:
-            owner.now.users -= 1
-            if owner.now.users == 0:
-                runtime.at(EventKind.FORWARD_END, owner.group)
 
 
 def hooks_of(module: nn.Module) -> ModuleHooks:

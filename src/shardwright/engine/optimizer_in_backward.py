@@ -102,7 +102,7 @@ class StepInBackward:
         def landed(_: torch.Tensor) -> None:
             runtime = self._unit.runtime
             backward = backward_of(runtime)
-            if backward.partial or not runtime.step.settles:
+            if backward.partial or not runtime.step.is_last_backward:
                 raise StageError(
                     f"StepInBackward got a part of the gradient of {name!r}: of a backward that was not the "
                     "last one of its step; accumulate with set_requires_gradient_sync(False) instead"

@@ -41,18 +41,13 @@ class StepPolicy:
     """What the caller said of the step that is running.
 
     is_last_backward: False lets reductions run on after this backward; the last one waits for them all.
-    finalizes_by_hand: no backward is the last one; ``finalize_backward`` ends the step's backwards instead.
+    finalizes_by_hand: so no backward is the last one, and ``finalize_backward`` ends the step.
     optimizer_event: recorded after the optimizer's step; the next forward's all-gathers wait for it.
     """
 
     is_last_backward: bool = True
     finalizes_by_hand: bool = False
     optimizer_event: Any = None
-
-    @property
-    def settles(self) -> bool:
-        """Whether the backward waits at its end for all reductions of the step."""
-        return self.is_last_backward and not self.finalizes_by_hand
 
 
 class Entry(NamedTuple):
@@ -252,7 +247,7 @@ class Runtime:
                     self._consensus.names[self._entry] = entry.name
             if not held and follower.mode is Mode.AGREED:
                 self.executor.asked.clear()
-                self._consensus.settles = self.step.settles
+                self._consensus.settles = self.step.is_last_backward
                 if phase is Phase.BACKWARD and not nested:
                     unsettled.add(self)
             self._runs.append(PhaseRun(phase, nested))
@@ -284,7 +279,7 @@ class Runtime:
                     "(the first exception says which): call the outermost module again"
                 )
             if kind is EventKind.STEP_END:
-                follower.settles = self._consensus.settles = self.step.settles
+                follower.settles = self._consensus.settles = self.step.is_last_backward
             for watcher in self.executor.memory.watchers:
                 watcher(event, group, False)
             with beneath_transforms():
@@ -332,7 +327,7 @@ class Runtime:
                     self.executor.reshard_unsharded()
             elif not run.nested:
                 self._write_down(step, start)
-                if run.phase is Phase.BACKWARD and self.step.settles:
+                if run.phase is Phase.BACKWARD and self.step.is_last_backward:
                     recorder.end_backward()
             recorder.write((PHASE, self.table.labels, run.phase, False, run.nested or failed, start, clock()))
 

@@ -87,7 +87,8 @@ class GradientSetters(Owner):
             is_last_backward: False before all backwards of a step but the last.
         """
         runtime = self._unit().runtime
-        runtime.step = replace(runtime.step, is_last_backward=is_last_backward)
+        if not runtime.step.finalizes_by_hand:
+            runtime.step = replace(runtime.step, is_last_backward=is_last_backward)
 
     def set_gradient_averaging(self, averaging: str, *, recurse: bool = True) -> None:
         """Whether gradients are the mean over ranks or their sum.
