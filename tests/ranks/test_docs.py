@@ -49,6 +49,7 @@ EXCUSED = [
 ]
 # Commands that take minutes, and what runs instead. Benches get their documented ``--toy`` besides.
 SHORTER = [
+    (r"^pytest tests/ranks/test_compared\.py$", "pytest --collect-only --quiet tests/ranks/test_compared.py"),
     (r"tests\.ranks\.faults$", 'tests.ranks.faults "raise in forward" SIGKILL'),
     (r"FAULT_RUNS=10 SHARDWRIGHT_FAULT_STEPS=1000", "FAULT_RUNS=1 SHARDWRIGHT_FAULT_STEPS=30"),
     (r"--training\.steps 300$", "--training.steps 152"),
@@ -244,7 +245,14 @@ def runs_here(document: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("document", sorted({fence.document for fence, _ in COMMANDS}))
+@pytest.mark.parametrize(
+    "document",
+    [
+        # Of benchmarks: two minutes of their toy forms, whose figures mean nothing.
+        pytest.param(document, marks=[pytest.mark.exhaustive] if document == "performance.md" else [])
+        for document in sorted({fence.document for fence, _ in COMMANDS})
+    ],
+)
 def test_the_commands_of_a_document_run_one_after_another(document, repository):
     commands = runs_here(document)
     if not commands:
@@ -278,5 +286,6 @@ def test_a_fence_is_found_whatever_its_label_and_commands_lose_what_is_said_of_t
 def test_ci_runs_every_suite():
     """Also those that excuse a command here: each has an environment of its own."""
     script = (Path(__file__).parents[2] / ".ci" / "run").read_text()
-    for target in ("check", "test-all", "docs", "test-hf", "test-xla", "clients-short"):
-        assert re.search(rf"^ *timed {target}$", script, re.MULTILINE), target
+    suites = ("check", "test-ci", "docs", "test-hf", "test-bnb", "test-track", "test-storage", "test-xla")
+    for target in (*suites, "clients-short"):
+        assert re.search(rf"^ *timed \d+ {target}$", script, re.MULTILINE), target
