@@ -53,6 +53,7 @@ SHORTER = [
     (r"tests\.ranks\.faults$", 'tests.ranks.faults "raise in forward" SIGKILL'),
     (r"FAULT_RUNS=10 SHARDWRIGHT_FAULT_STEPS=1000", "FAULT_RUNS=1 SHARDWRIGHT_FAULT_STEPS=30"),
     (r"--training\.steps 300$", "--training.steps 152"),
+    (r"(examples/experts\.py( --api wrapper)?)$", r"\1 --steps 30"),
     (r"(train mine\.toml)$", r"\1 --training.steps 2"),
     (r"(--data\.path ~/notes)$", r"\1 --training.steps 2"),
     (r"(torchrun .* train recipes/quickstart\.toml)$", r"\1 --training.steps 2 --run.folder runs/torchrun"),
