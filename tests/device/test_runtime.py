@@ -29,7 +29,8 @@ from tests.pure.test_streams import NoRule1, NoRule2, NoRule4, NoRule6, NoRule6E
 from tests.ranks.pool import run_ranks, start_server
 
 MODELS = 5
-SLOW = pytest.mark.slow
+# What the tests see, not what the package does: minutes of both cores.
+NOT_IN_CI = (pytest.mark.exhaustive, pytest.mark.slow)
 ALL = (*KINDS, *OTHERS)
 EACH = -(-int(os.environ.get("SHARDWRIGHT_TEST_SCHEDULES", "1000")) // len(ALL))
 """Seeds of each kind: .ci/run, which has 90 minutes for all, takes fewer than ``make test-all``."""
@@ -163,7 +164,10 @@ def test_so_they_are_in_schedules_of_random_models():
 
 @pytest.mark.parametrize(
     "rules",
-    [NoRule2, *(pytest.param(r, marks=SLOW) for r in (NoRule1, NoRule4, NoRule6, NoRule6Either, NoRule7))],
+    [
+        NoRule2,
+        *(pytest.param(r, marks=NOT_IN_CI) for r in (NoRule1, NoRule4, NoRule6, NoRule6Either, NoRule7)),
+    ],
 )
 def test_some_schedule_shows_that_a_rule_is_left_out(rules):
     offloads = rules in (NoRule6, NoRule6Either, NoRule7)
@@ -386,9 +390,7 @@ def seen():
     return first | second, set().union(*reached.values())
 
 
-@pytest.mark.exhaustive  # minutes of both cores, for what the tests see and not for what the package does
-@pytest.mark.slow
-@pytest.mark.parametrize("site", mutants.sites(), ids=str)
+@pytest.mark.parametrize("site", [pytest.param(site, marks=NOT_IN_CI) for site in mutants.sites()], ids=str)
 def test_some_schedule_shows_that_a_wait_a_record_or_a_reference_is_left_out(site, seen):
     shown, reached = seen
     assert (shown[site] is None) == (str(site) in {*NOT_SEEN, *NOT_REACHED, *OWN_TESTS}), shown[site]
