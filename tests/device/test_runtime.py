@@ -165,7 +165,7 @@ def test_so_they_are_in_schedules_of_random_models():
 @pytest.mark.parametrize(
     "rules",
     [
-        NoRule2,
+        pytest.param(NoRule2, marks=pytest.mark.slow),
         *(pytest.param(r, marks=NOT_IN_CI) for r in (NoRule1, NoRule4, NoRule6, NoRule6Either, NoRule7)),
     ],
 )

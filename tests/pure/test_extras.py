@@ -28,6 +28,7 @@ def run(code, cwd=ROOT):
     return done.stdout
 
 
+@pytest.mark.slow  # 40 s of processor time
 def test_the_core_needs_torch_and_numpy_and_trains_and_saves_without_any_extra(tmp_path):
     assert [name_of(each) for each in PROJECT["dependencies"]] == ["torch", "numpy"]
     blocked = {name_of(each) for extra in EXTRAS.values() for each in extra} - {"shardwright"}
