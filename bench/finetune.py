@@ -83,7 +83,7 @@ def _parse() -> argparse.Namespace:
         parser.add_argument(f"--{field.name}", type=int, default=default)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--store", help=argparse.SUPPRESS)
-    add_toy(parser, steps=1, layers=1, width=64, vocab=256, sequence=32, batch=1)
+    add_toy(parser, steps=1, layers=1, width=256, vocab=256, sequence=32, batch=1)
     options = parser.parse_args()
     unknown = sorted(set(options.systems.split(",")) - SYSTEMS.keys())
     if unknown or options.steps < 1 or options.world < 1:

@@ -5,7 +5,7 @@
     |   `-- MisuseError (also AssertionError)  where torch's ``fully_shard`` raises an AssertionError
     |-- ConfigError (ValueError)       a configuration file or command line; lists everything wrong at once
     |-- MissingExtra (ModuleNotFoundError)  a package that comes with an extra of ours and isn't installed
-    |-- UnsupportedTorch (ImportError) a torch that lacks a private name of torch that is needed
+    |-- UnsupportedTorch (ImportError) a torch that lacks a name that is needed
     |-- DataError (ValueError)         a corpus that is missing, empty or too small
     |-- ScheduleError (AssertionError) a schedule that isn't sound
     |-- StageError (RuntimeError)      a call that is illegal in the stage that a group is in
@@ -47,8 +47,8 @@ class MissingExtra(ShardwrightError, ModuleNotFoundError):
 
 
 class UnsupportedTorch(ShardwrightError, ImportError):
-    """An installed torch that lacks a private name that is needed; the message lists versions that have all
-    of them."""
+    """An installed torch that lacks a name that is needed, by everything or by the feature that is used; the
+    message says which torch has it."""
 
 
 class DataError(ShardwrightError, ValueError):

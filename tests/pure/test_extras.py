@@ -120,13 +120,13 @@ def test_a_torch_that_lacks_a_private_name_is_refused_by_its_version_and_told_wh
     version, said = json.loads(run(WITHOUT_NAME.format(names=NAMES)))
     for (_, name), (kind, message) in zip(NAMES, said, strict=True):
         assert kind == "UnsupportedTorch"
-        assert message.startswith(f"torch {version} lacks a private name that Shardwright needs: ")
+        assert message.startswith(f"torch {version} lacks a name that Shardwright needs: ")
         assert repr(name) in message
         assert all(seen in message for seen in SEEN_ON)
 
 
 def test_any_torch_from_the_lowest_that_was_tested_may_be_installed_and_the_docs_say_which_were():
-    assert min(SEEN_ON) == "2.13.0"
-    assert "torch>=2.13" in PROJECT["dependencies"]
+    assert min(SEEN_ON) == "2.11.0"
+    assert "torch>=2.11" in PROJECT["dependencies"]
     versions = (ROOT / "docs" / "versions.md").read_text()
     assert all(seen in versions for seen in SEEN_ON)

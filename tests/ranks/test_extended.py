@@ -63,6 +63,13 @@ class Bf16Gathered(torch.Tensor):
         return None
 
 
+class ReleasedGathered(Bf16Gathered):
+    """What was gathered isn't read once the unsharded parameter is made of it."""
+
+    def fsdp_should_release_all_gather_outputs_after_post_all_gather(self):
+        return True
+
+
 class PaddedGathered(Bf16Gathered):
     pads = True
 
@@ -122,6 +129,21 @@ def beside_torch(rank, world, kind, rows):
 )
 def test_extensions_train_as_under_torchs_fully_shard(world, kind, rows):
     run_ranks(world, beside_torch, kind, rows)
+
+
+def held(rank, world):
+    found = []
+    for kind in (Bf16Gathered, ReleasedGathered):
+        model = shard(build(kind, 12), fully_shard)
+        with model.unsharded():
+            found.append(stats(model).unsharded_nbytes)
+        train_on_parts(model, rank, world, WIDTH, lr=0.1)
+    return found
+
+
+def test_what_a_class_says_it_no_longer_reads_is_freed_once_the_unsharded_parameter_is_made():
+    kept, released = run_ranks(2, held)[0]
+    assert kept - released == 2 * 2 * WIDTH * WIDTH  # the bfloat16 of two weights
 
 
 def uneven_and_bytes(rank, world):

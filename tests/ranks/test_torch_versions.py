@@ -92,7 +92,7 @@ def test_a_policys_function_that_says_another_thing_on_another_rank_is_told():
     run_ranks(2, by_rank)
 
 
-def test_a_policys_function_that_names_another_dtype_is_refused_before_anything_is_sharded():
+def names_another_dtype(rank, world):
     model = Normed()
     wrong = MixedPrecisionPolicy(torch.bfloat16, param_dtype_override_fn=lambda _: torch.float64)
     with pytest.raises(InputError, match=r"returned torch.float64 for parameter 'up\.weight'"):
@@ -100,6 +100,10 @@ def test_a_policys_function_that_names_another_dtype_is_refused_before_anything_
     assert type(model) is Normed
     with pytest.raises(InputError, match="must be a function of a parameter or None, got 'fp32'"):
         MixedPrecisionPolicy(param_dtype_override_fn="fp32")
+
+
+def test_a_policys_function_that_names_another_dtype_is_refused_before_anything_is_sharded():
+    run_ranks(1, names_another_dtype)
 
 
 def sums(rank, world):
@@ -200,7 +204,7 @@ def test_finalizing_at_a_wrong_moment_is_refused():
 # ---- what only some versions have
 
 
-def test_methods_of_the_installed_torchs_class_that_ours_lacks_raise_and_say_so():
+def methods(rank, world):
     model = fully_shard(model_of())
     theirs = {name for name, value in vars(fsdp.FSDPModule).items() if callable(value) and name[:2] != "__"}
     classes = [cls for cls in type(model).__mro__ if cls.__module__.startswith("shardwright.")]
@@ -211,6 +215,10 @@ def test_methods_of_the_installed_torchs_class_that_ours_lacks_raise_and_say_so(
     assert theirs - defined <= {"set_keep_unsharded_storage"}, "new in this torch: define it, or say why not"
 
 
+def test_methods_of_the_installed_torchs_class_that_ours_lacks_raise_and_say_so():
+    run_ranks(1, methods)
+
+
 def test_a_method_of_a_torch_to_come_is_refused_too(monkeypatch):
     methods = {"fly": lambda self: None, "__len__": lambda self: 3}
     refused = torch_fsdp.refusing(type("FSDPModule", (), methods))
@@ -219,13 +227,14 @@ def test_a_method_of_a_torch_to_come_is_refused_too(monkeypatch):
     assert len(refused()) == 3
 
 
-def test_install_replaces_every_class_and_function_that_torch_has_of_ours():
+def installed(rank, world):
     shardwright.install()
-    try:
-        for name in torch_fsdp.originals(("FSDPModule", "GradientReductionHandle", "UnshardHandle")):
-            assert getattr(fsdp, name) is getattr(shardwright, name)
-    finally:
-        shardwright.uninstall()
+    for name in torch_fsdp.originals(("FSDPModule", "GradientReductionHandle", "UnshardHandle")):
+        assert getattr(fsdp, name) is getattr(shardwright, name)
+
+
+def test_install_replaces_every_class_that_torch_has_of_ours():
+    run_ranks(1, installed)
 
 
 def on_an_older_torch(rank, world):

@@ -145,7 +145,7 @@ class ExtendedParam(ShardedParam):
             for storage, nbytes in self._inner:
                 storage.resize_(nbytes)
             post(outputs, self._metadata, dtype, out=self.unsharded)
-            self._release()
+            self._drop_outputs()
             return
         made, inner = post(outputs, self._metadata, dtype)
         if made.shape != self.spec.shape:  # padded like its inputs
@@ -156,19 +156,21 @@ class ExtendedParam(ShardedParam):
         self._inner = tuple((storage, storage.nbytes()) for storage in storages.values())
         self._expose(nn.Parameter(made, requires_grad=self.trainable))
         self._made = True
-        self._release()
+        self._drop_outputs()
 
-    def _release(self) -> None:
+    def _drop_outputs(self) -> None:
         """Free what was gathered, if the class says that the unsharded parameter doesn't read it."""
-        assert self._wire is not None
         asks = getattr(self.local, _RELEASE, None)
-        for buffer in self._wire.buffers if asks is not None and asks() else ():
+        if asks is not None and asks():
+            self._free_wire()
+
+    def _free_wire(self) -> None:
+        for buffer in self._wire.buffers if self._wire is not None else ():
             buffer.free()
 
     def free(self) -> None:
         """Give the memory of the wire and of the unsharded parameter back."""
-        for buffer in self._wire.buffers if self._wire is not None else ():
-            buffer.free()
+        self._free_wire()
         for storage, _ in self._inner:
             storage.resize_(0)
 
