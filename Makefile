@@ -122,8 +122,11 @@ setup-xla: .venv-xla/.installed
 	.venv-xla/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --pre "torchax==0.0.14.dev20261026"
 	@touch $@
 
+# CASES='-m "not exhaustive"': as in CI, of sampled tests three cases.
+CASES ?=
+
 test-xla: setup-xla
-	$(call PYTEST,.venv-xla/bin,tests/xla)
+	$(call PYTEST,.venv-xla/bin,tests/xla $(CASES))
 
 # Models of Hugging Face, Lightning, other libraries of 4-bit weights, and frameworks that import torch.distributed.fsdp by
 # themselves. torchtitan is taken without its dependencies, of which it needs these here: others of them bring other

@@ -37,6 +37,8 @@ def equal(a, b) -> bool:
 LAYOUTS = {"each": {}, "flat": {"flatten_parameters": True}, "rows": {"shard_param_on_dim_0": True}}
 
 
+@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("options", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("kind", ["transformer", "convnet"])
 def test_rank_files_round_trip_to_another_layout_and_world(tmp_path, kind, options):

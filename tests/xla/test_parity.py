@@ -34,6 +34,8 @@ def train(kind, optimizer, world, *, steps=STEPS, clip_norm=None, **options):
     return max(losses), difference(xla.full_state_dict(model), plain)
 
 
+@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("kind", MODELS)
