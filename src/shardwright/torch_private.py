@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.errors import UnsupportedTorch
 
-SEEN_ON = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
+SEEN_ON = ("2.11.0", "2.13.0", "2.14.1", "2.15.0")
 """Versions of torch that the package's tests were run on."""
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
