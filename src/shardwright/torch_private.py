@@ -199,8 +199,7 @@ with _known():
         dist.ProcessGroup, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"
     )
     # torch 2.11 sorts the ranks of a new group: see ``check_order``.
-    _takes_order = "sort_ranks" in inspect.signature(dist.new_group).parameters
-    _KEEPS_ORDER: dict[str, Any] = {"sort_ranks": False} if _takes_order else {}
+    keeps_order = "sort_ranks" in inspect.signature(dist.new_group).parameters
     # The process groups that there are, and the store of each. ``get_group_store`` has another prefix.
     from torch.distributed.distributed_c10d import _world
 
@@ -279,12 +278,13 @@ def has_optimizer_kernels() -> bool:
 
 def new_group_of(ranks: Sequence[int], timeout: timedelta, backend: str) -> Any:
     """``dist.new_group`` among ``ranks``, which all call it, in this order (see ``check_order``)."""
-    return dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True, **_KEEPS_ORDER)
+    options: dict[str, Any] = {"sort_ranks": False} if keeps_order else {}
+    return dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True, **options)
 
 
 def check_order(ranks: Sequence[int]) -> None:
     """Raises: UnsupportedTorch where this torch can't make a process group of ``ranks`` in this order."""
-    if not _KEEPS_ORDER and list(ranks) != sorted(ranks):
+    if not keeps_order and list(ranks) != sorted(ranks):
         raise UnsupportedTorch(
             f"a process group of ranks in the order {list(ranks)}, which shard_over_all=True makes for a 2-D "
             f"mesh, needs torch 2.12 or newer, and this is {torch.__version__}: install a newer torch, or "

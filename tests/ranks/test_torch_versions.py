@@ -240,7 +240,7 @@ def test_install_replaces_every_class_that_torch_has_of_ours():
 def on_an_older_torch(rank, world):
     """The names that torch 2.11 lacks are taken away: only what needs them is refused."""
     torch_private._register_single_dim_pointwise = None
-    torch_private._KEEPS_ORDER = {}
+    torch_private.keeps_order = False
     mesh = init_device_mesh("cpu", (2, 2))
     with pytest.raises(UnsupportedTorch, match=r"order \[0, 2, 1, 3\], which shard_over_all=True makes"):
         fully_shard(model_of(), mesh=mesh, shard_over_all=True)
