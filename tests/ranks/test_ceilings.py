@@ -43,8 +43,8 @@ CEILINGS = {
     "code lines of a step": Ceiling(2_060, 1_800, _VERSIONS),
     "code lines of the core": Ceiling(10_687, 9_700, _VERSIONS),
     "code lines of src": Ceiling(35_289, 33_200, _VERSIONS),
-    "lines of tests": Ceiling(44_600, 41_500, _VERSIONS),
-    "words of README and docs": Ceiling(74_600, 60_000, _VERSIONS),
+    "lines of tests": Ceiling(44_539, 41_500, _VERSIONS),
+    "words of README and docs": Ceiling(74_405, 60_000, _VERSIONS),
     "mutable objects of modules": Ceiling(52, None),
 }
 
