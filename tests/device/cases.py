@@ -36,6 +36,7 @@ from shardwright import (
     quantize_,
     reload_states,
     stats,
+    torch_private,
 )
 from shardwright.checkpoint.live import collect, part_of
 from shardwright.checkpoint.save import Snapshot, staged
@@ -265,6 +266,11 @@ OTHERS: dict[str, tuple[int, Callable[[random.Random], tuple[nn.Module, int]], d
 def setting(kind: str) -> tuple[int, Callable[[random.Random], tuple[nn.Module, int]], dict[str, Any]]:
     """Of ``KINDS`` or ``OTHERS``."""
     return KINDS[kind] if kind in KINDS else OTHERS[kind]
+
+
+def is_supported(kind: str) -> bool:
+    """Whether the installed torch makes the process groups of this kind (``new_group(sort_ranks=)``)."""
+    return torch_private.keeps_order or "shard_over_all" not in setting(kind)[2]
 
 
 HAPPENS = (

@@ -18,7 +18,7 @@ from bench.counting import KernelCount
 from shardwright.engine.group import ParamGroup
 from shardwright.engine.unit import units_in
 from tests.device import cases
-from tests.device.cases import KINDS, ON_DIM_1, Layer
+from tests.device.cases import KINDS, ON_DIM_1, Layer, is_supported
 from tests.device.kernels import Kernels
 from tests.device.ranks import Job
 
@@ -32,6 +32,17 @@ MORE = {
     "params/rows.py": 70,  # for a table: ranks tell each other which rows they use, twice
 }
 """Kernels besides, of a way to gather or of a file."""
+
+
+EACH_KIND = [
+    pytest.param(
+        kind,
+        marks=pytest.mark.skipif(
+            not is_supported(kind), reason=f"torch {torch.__version__} has no new_group(sort_ranks=)"
+        ),
+    )
+    for kind in KINDS
+]
 
 
 class DeviceKernels(KernelCount):
@@ -98,7 +109,7 @@ class Counting(Job):
             dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EACH_KIND)
 def test_a_group_gives_the_device_few_kernels_a_step(kind):
     counted, num_groups = Counting(kind, 0).run(0)[0]
     files, operations = Counter(), Counter()
@@ -113,7 +124,7 @@ def test_a_group_gives_the_device_few_kernels_a_step(kind):
 ARRIVING = {"another dim": "params/buffer.py", "rows in use": "params/rows.py", "quantised": "nf4.py"}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EACH_KIND)
 def test_what_is_gathered_is_received_where_it_is_used(kind):
     counted, _ = Counting(kind, 0).run(0)[0]
     decodes = "quantised" in kind and "where it is read" not in kind

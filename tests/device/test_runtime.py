@@ -22,7 +22,7 @@ from shardwright.schedule.schedule import Phase
 from shardwright.transport.launches import LaunchLog
 from shardwright.transport.streams import Streams
 from tests.device import cases, mutants
-from tests.device.cases import KINDS, OTHERS, on_cpu, setting
+from tests.device.cases import KINDS, OTHERS, is_supported, on_cpu, setting
 from tests.device.ranks import Job
 from tests.device.sim import Device
 from tests.pure.test_streams import NoRule1, NoRule2, NoRule4, NoRule6, NoRule6Either, NoRule7
@@ -31,7 +31,7 @@ from tests.ranks.pool import run_ranks, start_server
 MODELS = 5
 # What the tests see, not what the package does: minutes of both cores.
 NOT_IN_CI = (pytest.mark.exhaustive, pytest.mark.slow)
-ALL = (*KINDS, *OTHERS)
+ALL = tuple(kind for kind in (*KINDS, *OTHERS) if is_supported(kind))
 EACH = -(-int(os.environ.get("SHARDWRIGHT_TEST_SCHEDULES", "1000")) // len(ALL))
 """Seeds of each kind: .ci/run, which has 90 minutes for all, takes fewer than ``make test-all``."""
 DOCUMENT = Path(__file__).parents[2] / "docs/design/streams.md"
@@ -143,7 +143,7 @@ BESIDE = "different layers by rank", 1
 def few():
     """Of a schedule for each way to gather, and of one more, those that differ; and the functions with waits,
     records and releases that they come to."""
-    schedules = [*((kind, seed) for seed, kind in enumerate(KINDS)), BESIDE]
+    schedules = [*((kind, seed) for seed, kind in enumerate(KINDS) if is_supported(kind)), BESIDE]
     args = wanted_of(schedules), mutants.sites()
     (first, called), (second, others) = in_two_processes(differing_and_reached, schedules, *args)
     return first + second, called | others
@@ -258,7 +258,7 @@ NOT_REACHED = {
 
 def test_files_that_no_device_has_to_do_with_and_kinds_of_schedules_are_listed_for_files_with_such_calls():
     assert mutants.KINDS_OF.keys() <= {site.file for site in mutants.sites()}
-    assert {kind for kinds in mutants.KINDS_OF.values() for kind in kinds} <= {*ALL}
+    assert {kind for kinds in mutants.KINDS_OF.values() for kind in kinds} <= KINDS.keys() | OTHERS.keys()
     others = [site.file for site in mutants.sites(elsewhere=True)]
     assert [start for start in mutants.ELSEWHERE if not any(file.startswith(start) for file in others)] == []
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import init_device_mesh
+from torch.torch_version import TorchVersion
 from torch.utils._pytree import tree_leaves
 
 import shardwright
@@ -147,6 +148,8 @@ def counted(way, world):
     "way", [way if way in QUICK else pytest.param(way, marks=pytest.mark.slow) for way in WAYS]
 )
 def test_what_a_step_asks_of_the_host_does_not_grow_with_the_world(way):
+    if way == "rows in use" and TorchVersion(torch.__version__) < "2.12":
+        pytest.skip("torch 2.11's fake backend writes no sums, so which rows change is left to chance")
     worlds = WORLDS[1:] if way in EVEN_IN_8 else WORLDS
     first, *others = [counted(way, world) for world in worlds]
     assert first[0].total() > 10_000 and first[1].total() > 3
