@@ -9,7 +9,6 @@ from torch import nn
 
 from shardwright.engine.backward import Backward, backward_of
 from shardwright.engine.clone import deep_copy, rebuild
-from shardwright.engine.edits import unsharded_versions, write_back
 from shardwright.engine.hooks import reset_step
 from shardwright.engine.memory import memory_of, recorded
 from shardwright.engine.methods import run_as_forward
@@ -95,18 +94,18 @@ class FSDPModule(GradientSetters, ScheduleSetters, RefusingFSDPModule):
             Parameter containing:
             tensor([0., 0., 0., 0.], requires_grad=True)
         """
-        pairs = [(unit.runtime, group) for unit in self._units(recurse) for group in unit.groups]
+        owners = [(unit.runtime, owner) for unit in self._units(recurse) for owner in unit.owners]
+        pairs = list(dict.fromkeys((runtime, owner.group) for runtime, owner in owners if owner.group))
         if any(runtime.phase is not None for runtime, _ in pairs):
             raise StageError("unsharded() was entered inside a forward or backward; enter it between steps")
         for kind in (ActionKind.RESHARD, ActionKind.UNSHARD, ActionKind.WAIT):
             for runtime, group in pairs:
                 runtime.do(kind, group)
-        versions = [unsharded_versions(group) for _, group in pairs]
         try:
             yield
         finally:
-            for (runtime, group), before in zip(pairs, versions, strict=True):
-                write_back(group, before)
+            for runtime, group in pairs:
+                group.write_back(unmarked=True)
                 runtime.do(ActionKind.RESHARD, group)
 
     def reset_iter_state(self) -> None:

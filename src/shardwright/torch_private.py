@@ -64,6 +64,10 @@ with _known():
 
     # The count of changes in place: tells edits from what was left alone, and what autograd may still use.
     version_of: Callable[[Tensor], int] = _reader(Tensor, "_version")
+    # Has each of a tuple of tensors count from another number on.
+    set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = (
+        torch._C._autograd._unsafe_set_version_counter
+    )
     # The tensor that a view is of: it keeps its autograd node when the view is changed in place.
     base_of: Callable[[Tensor], Tensor | None] = _reader(Tensor, "_base")
     # Hooks of ``register_post_accumulate_grad_hook``: autograd never calls those of a shard, so we do.

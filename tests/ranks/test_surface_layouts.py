@@ -311,11 +311,13 @@ def edited_in_between(rank, world):
     out = model(x)
     with torch.no_grad():
         model.weight.to_local().fill_(1.0)
-    out.sum().backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+    model(x).sum().backward()
     assert torch.equal(x.grad, torch.full((1, 4), 4.0))
 
 
-def test_an_edit_between_forward_and_backward_is_seen_though_neighbours_kept_the_old_weights():
+def test_an_edit_between_forward_and_backward_is_an_error_though_neighbours_kept_the_old_weights():
     run_ranks(4, edited_in_between)
 
 

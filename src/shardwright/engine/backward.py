@@ -111,6 +111,7 @@ class Backward:
         if any(each.reads_weights for each in together):
             for owner in unit.owners:
                 if any(owner.group in each.memory for each in together):
+                    owner.group.follow_writes()
                     self.runtime.at(EventKind.BACKWARD_BEGIN, owner.group)
             for each in together:
                 each.check_memory()

@@ -6,7 +6,7 @@ from itertools import zip_longest
 
 import torch
 
-from shardwright.engine import batches, edits
+from shardwright.engine import batches
 from shardwright.engine.group import ParamGroup, Stage, follow_freezing, keeps_grads
 from shardwright.engine.group_table import GroupTable
 from shardwright.engine.held_memory import Memory
@@ -102,7 +102,7 @@ class Executor:
                 keeps = group.gatherer.smaller_world is not None and (
                     post_forward or keeps_grads(group)  # the next microbatch has the same parameters
                 )
-                edits.reshard(group, keeps)
+                group.reshard(keeps)
                 # What is kept is there before the rest is freed.
                 self.memory.count([group], freed_nbytes=held_nbytes if keeps else 0)
 
@@ -281,8 +281,6 @@ class Executor:
                 kept = group.stage is Stage.UNSHARDED and index not in self.asked
                 if kept and any(param.sharded.grad is not None for param in group.params):
                     self._reshard(Action(ActionKind.RESHARD, (index,)))
-                elif kept:
-                    edits.show(group)
 
     def forget_versions(self) -> None:
         """From here on shards may be written in a way that leaves no mark."""

@@ -18,6 +18,7 @@ import torch
 
 from shardwright.engine.gatherer import Gatherer, GatherOptions, choose
 from shardwright.engine.reducer import Reducer
+from shardwright.engine.versions import FaceVersions, has_memory
 from shardwright.errors import StageError
 from shardwright.params.binding import Bound, own_buffer
 from shardwright.params.buffer import Buffer
@@ -78,6 +79,7 @@ class ParamGroup:
         self.trainable = 0
         self._bound: Bound | None = None
         self._gathered_versions: Versions = ()
+        self._face_versions = FaceVersions()
         self._gather: Gather | None = None
         if self.params and self.params[0].split.offload_streams is not None:
             offloaded.add(self)
@@ -106,6 +108,7 @@ class ParamGroup:
         self._choose(self.gatherer.options, None)
         self.buffer = self._bound = None
         self._gathered_versions = ()
+        self._face_versions = FaceVersions()
 
     @property
     def num_trainable(self) -> int:
@@ -145,6 +148,11 @@ class ParamGroup:
     def _versions(self) -> Versions:
         shards = [(param.sharded, local_of(param.sharded)) for param in self.params]
         return tuple([(id(local), version_of(local) + version_of(shard)) for shard, local in shards])
+
+    def _faces(self) -> tuple[torch.Tensor, ...]:
+        """What modules show of each parameter while it is unsharded."""
+        decoded = self.gatherer.decoding.faces
+        return tuple([decoded[param] if param in decoded else param.unsharded for param in self.params])
 
     def _bind(self) -> Bound:
         """Follow what was done to the parameters, and list where they lie now."""
@@ -264,6 +272,7 @@ class ParamGroup:
         if held_nbytes > self.held_nbytes:  # what was gathered was given back once it was decoded
             self._release()
         self._move(Stage.UNSHARDED)
+        self._face_versions.follow(self._faces(), self._gathered_versions or self._versions())
         self._bound.show(unsharded=True)
         if not decoding.is_idle:
             decoding.show()
@@ -291,6 +300,8 @@ class ParamGroup:
         """
         if self.stage is Stage.GATHERING:
             self.wait()
+        if any(self._face_versions.edited()) and not self.is_stale:
+            self.write_back()
         if post_forward:
             self.keep_post_forward_shards()
         follow_freezing(self)
@@ -299,9 +310,53 @@ class ParamGroup:
         self._bound.show(unsharded=False)
         self._free()
         self._release()
+        self._check_memory()
+
+    def _check_memory(self) -> None:
+        """The memory of unsharded parameters was given back: see that none has other memory.
+
+        Raises: StageError; the group is at rest, and makes its unsharded parameters anew."""
+        pairs = zip(self.params, self._faces(), strict=True)
+        moved = [param.fqn for param, face in pairs if not param.extended and has_memory(face)]
+        if moved:
+            self.let_go()
+            self.buffer = None
+            raise StageError(
+                f"parameter {moved[0]!r} was given other memory while it was unsharded "
+                "(`.to()`, `param.data = ...`), which its shards don't follow. Edit it in place, inside of "
+                "`with model.unsharded():`, or convert the model between steps, after model.reshard()"
+            )
+
+    def write_back(self, unmarked: bool = False) -> None:
+        """Copy this rank's rows of the unsharded parameters into the shards, where those were edited in place.
+
+        With ``unmarked``, where the dtype is that of the shards all are copied, since an edit of ``.data``
+        leaves no mark; else only what was edited, so that nothing is rounded without need.
+        """
+        if self.stage is not Stage.UNSHARDED:
+            return
+        edited, decoding = self._face_versions.edited(), self.gatherer.decoding
+        with torch.no_grad():
+            for param, is_edited in zip(self.params, edited, strict=True):
+                if param in decoding.parts:
+                    if is_edited:
+                        decoding.write_back(param)
+                    continue
+                may_be = unmarked and not param.extended and param.own.dtype == param.local.dtype
+                if is_edited or may_be:
+                    param.write_back()
+        self._gathered_versions = self._versions()
+        self._face_versions.count(self._gathered_versions)
+
+    def follow_writes(self) -> None:
+        """Before a backward of parameters that have stayed unsharded: of those whose shards were written
+        since, what autograd has saved isn't what they are."""
+        if self.stage is Stage.UNSHARDED and self.is_stale:
+            self._face_versions.follow(self._faces(), self._versions())
 
     def _free(self) -> None:
         assert self.buffer is not None
+        self._face_versions.hide()
         self.buffer.free()
         if not self.gatherer.decoding.is_idle:
             self.gatherer.decoding.free()

@@ -22,7 +22,6 @@ from shardwright.params.quantized.module import encodings, scales_name, set_comp
 from shardwright.params.subclass import extended_in
 from shardwright.policy import MixedPrecisionPolicy
 from shardwright.schedule.layout import GroupLayout, ParamLayout, pack
-from shardwright.torch_private import version_of
 from shardwright.transport.base import Segment, copy_together
 
 
@@ -199,13 +198,8 @@ class Decoding:
         own = sum(param.held_nbytes for param in self.extended)
         return own + self.wire.allocated_nbytes + self.dense.allocated_nbytes
 
-    def versions(self) -> list[int]:
-        """How often each decoded weight has been changed in place."""
-        return [version_of(self.faces[pair.codes]) for pair in self.pairs]
-
-    def write_back(self, before: Sequence[int]) -> None:
-        """Encode anew the weights that were changed since ``before``."""
-        for pair, version in zip(self.pairs, before, strict=True):
-            face = self.faces[pair.codes]
-            if version_of(face) != version:
-                pair.encode(face.detach())
+    def write_back(self, param: ShardedParam) -> None:
+        """Encode anew the decoded weight whose codes are ``param``, which was edited."""
+        for pair in self.pairs:
+            if pair.codes is param:
+                pair.encode(self.faces[param].detach())

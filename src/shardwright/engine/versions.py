@@ -1,0 +1,73 @@
+"""Version counters of unsharded parameters: by them autograd sees whether a backward reads what its forward
+has saved, and a group sees what was edited.
+
+Autograd saves with a tensor how often it was changed in place, and raises where that is another number in the
+backward. So a counter here goes up by what was written into either face of its parameter, the shard by an
+optimizer or a load, the unsharded one by an edit; and while the memory isn't whole, it is one higher than
+any that a forward can have saved.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardwright.params.smaller_world import Versions
+from shardwright.torch_private import local_of, set_versions, version_of
+
+
+class FaceVersions:
+    """The counters of a group's unsharded parameters.
+
+    is_whole: whether their memory is filled.
+    """
+
+    def __init__(self) -> None:
+        self.is_whole = False
+        self._faces: tuple[torch.Tensor, ...] = ()
+        self._versions: tuple[int, ...] = ()  # of each face, as of the last call
+        self._shards: Versions = ()  # that they stand for
+
+    def follow(self, faces: tuple[torch.Tensor, ...], shards: Versions) -> None:
+        """The memory of ``faces`` holds the shards, which have the versions ``shards``, one for each face."""
+        before = zip(self._faces, self._versions, self._shards, strict=True)
+        known = {id(face): (version, shard) for face, version, shard in before}
+        versions = []
+        for face, shard in zip(faces, shards, strict=True):
+            version, counted = known.get(id(face), (version_of(face), shard))
+            version = version_of(face) if self.is_whole else version
+            versions.append(version if shard == counted else version + 1)
+        self._faces, self._shards, self.is_whole = faces, shards, True
+        self._set(versions)
+
+    def edited(self) -> list[bool]:
+        """Of each face whether it was edited since its memory was filled."""
+        pairs = zip(self._faces, self._versions, strict=True)
+        return [version_of(face) != version for face, version in pairs]
+
+    def count(self, shards: Versions) -> None:
+        """The edits are in the shards now, which have the versions ``shards``."""
+        self._shards = shards
+        self._set(list(map(version_of, self._faces)))
+
+    def hide(self) -> None:
+        """The memory is given back."""
+        if self.is_whole:
+            versions = list(map(version_of, self._faces))  # also those of edits that were dropped
+            self._set([version + 1 for version in versions])
+            self._versions, self.is_whole = tuple(versions), False
+
+    def _set(self, versions: Sequence[int]) -> None:
+        self._versions = tuple(versions)
+        set_versions(self._faces, self._versions)
+        # Of a DTensor (tensor parallelism) also the local tensor's, which ``to_local()`` shares.
+        pairs = zip(self._faces, versions, strict=True)
+        inner = [(local_of(face), version) for face, version in pairs if isinstance(face, DTensor)]
+        if inner:
+            set_versions(tuple(face for face, _ in inner), tuple(version for _, version in inner))
+
+
+def has_memory(face: torch.Tensor) -> bool:
+    """Whether a tensor has memory of its own, and not a buffer's that was freed."""
+    plain = local_of(face) if isinstance(face, DTensor) else face
+    return plain.untyped_storage().nbytes() > 0

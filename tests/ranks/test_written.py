@@ -1,0 +1,198 @@
+"""A backward reads the weights that its forward has saved, or raises as it would in one process."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+
+from shardwright import SchedulePolicy, fully_shard
+from tests.ranks.models import full
+from tests.ranks.pool import run_ranks
+
+CHANGED = "modified by an inplace operation"
+
+
+class Block(nn.Module):
+    def __init__(self, keeps=None):
+        super().__init__()
+        self.lin = nn.Linear(16, 16)
+        self.keeps = keeps
+
+    def forward(self, x):
+        out = torch.tanh(self.lin(x))
+        if self.keeps is not None:
+            self.keeps.append((out @ self.lin.weight).square().mean())
+        return out
+
+
+WHOLE = object()
+
+
+def model_of(reshard, escapes=None, kind="nothing"):
+    torch.manual_seed(3)
+    blocks = nn.Sequential(*(Block(escapes if number == 1 else None) for number in range(5)))
+    KINDS[kind](blocks)
+    if reshard is not WHOLE:
+        for block in blocks:
+            fully_shard(block, reshard_after_forward=reshard)
+        fully_shard(blocks, reshard_after_forward=reshard).set_schedule_policy(
+            SchedulePolicy(bucket_cap_mb=0)
+        )
+    return blocks
+
+
+def batch(step):
+    return torch.randn(4, 16, generator=torch.Generator().manual_seed(step))
+
+
+def escaping(rank, world, reshard):
+    escapes = []
+    models = ours, whole = model_of(reshard, escapes), model_of(WHOLE, theirs := [])
+    for step in range(6):
+        for model, kept in ((ours, escapes), (whole, theirs)):
+            kept.clear()
+            model.zero_grad()
+            loss = model(batch(step)).square().mean()
+            if step >= 2:
+                loss = loss + kept[0]
+            try:
+                loss.backward()
+            except RuntimeError as error:
+                assert model is ours and step >= 2 and CHANGED in str(error), error
+                return "refused"
+        for (name, mine), other in zip(ours.named_parameters(), whole.parameters(), strict=True):
+            assert torch.allclose(full(mine.grad), other.grad, atol=1e-6), (step, name)
+    return "exact"
+
+
+@pytest.mark.parametrize(("reshard", "outcome"), [(True, "refused"), (False, "exact")])
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_tensor_that_escapes_from_a_forward_never_gives_gradients_of_other_weights(world, reshard, outcome):
+    assert run_ranks(world, escaping, reshard) == [outcome] * world
+
+
+def step(model, optimizer):
+    optimizer.step()
+
+
+def load(model, optimizer):
+    model.load_state_dict({name: torch.full(p.shape, 0.1) for name, p in model.state_dict().items()})
+
+
+def one_in_place(model, optimizer):
+    with torch.no_grad():
+        model[2].lin.weight.mul_(2)
+
+
+def one_bias(model, optimizer):
+    with torch.no_grad():
+        model[2].lin.bias.mul_(2)
+
+
+def first_weight(model, optimizer):
+    with torch.no_grad():
+        model[0].lin.weight.mul_(2)
+
+
+def edited(model, optimizer):
+    with model[3].unsharded() if hasattr(model, "unsharded") else nullcontext(), torch.no_grad():
+        model[3].lin.weight[:, 3] = 0
+
+
+def an_evaluation(model, optimizer):
+    with torch.no_grad():
+        model(batch(9))
+
+
+def another_forward(model, optimizer):
+    model(batch(9))
+
+
+def nothing(*_):
+    pass
+
+
+WRITES = {
+    write.__name__: write
+    for write in (
+        step,
+        load,
+        one_in_place,
+        one_bias,
+        first_weight,
+        edited,
+        an_evaluation,
+        another_forward,
+        nothing,
+    )
+}
+
+
+def tied(blocks):
+    blocks[3].lin.weight = blocks[1].lin.weight
+
+
+def frozen(blocks):
+    blocks[0].requires_grad_(False)
+    blocks[2].lin.weight.requires_grad_(False)
+
+
+def checkpointed(blocks):
+    for block in blocks[1:4]:
+        apply_activation_checkpointing(block, check_fn=lambda module: isinstance(module, nn.Linear))
+
+
+def compiled(blocks):
+    for block in blocks[1:4]:
+        block.compile(backend="aot_eager")
+
+
+KINDS = {kind.__name__: kind for kind in (nothing, tied, frozen, checkpointed, compiled)}
+
+
+def between(rank, world, reshard, kind):
+    """What a backward does after each of ``WRITES`` since its forward, here and in one process."""
+    found = {}
+    for name, write in WRITES.items():
+        models = ours, whole = model_of(reshard, kind=kind), model_of(WHOLE, kind=kind)
+        optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in models]
+        outcomes = []
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model(batch(0)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            loss = model(batch(1)).square().mean()
+            model(batch(2)).square().mean().backward()  # gradients for a step
+            write(model, optimizer)
+            optimizer.zero_grad()
+            try:
+                loss.backward()
+                outcomes.append("exact")
+            except RuntimeError as error:
+                outcomes.append("raises" if CHANGED in str(error) else str(error))
+        if outcomes == ["exact"] * 2:
+            for mine, other in zip(ours.parameters(), whole.parameters(), strict=True):
+                assert (mine.grad is None) == (other.grad is None)
+                if other.grad is not None:
+                    assert torch.allclose(full(mine.grad), other.grad, atol=1e-6), (name, rank)
+        found[name] = outcomes
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world", "reshard", "kind"),
+    [
+        *((world, reshard, "nothing") for world in (1, 2) for reshard in (None, True, False)),
+        *((2, reshard, kind) for kind in KINDS for reshard in (True, False) if kind != "nothing"),
+    ],
+)
+def test_a_backward_after_a_change_of_weights_raises_where_one_process_does(world, reshard, kind):
+    for found in run_ranks(world, between, reshard, kind):
+        assert {name: ours for name, (ours, _) in found.items()} == {
+            name: whole for name, (_, whole) in found.items()
+        }
+        if kind == "nothing":
+            raises = {name for name, (_, whole) in found.items() if whole == "raises"}
+            assert raises == {"step", "load", "one_in_place", "edited"}
