@@ -304,6 +304,10 @@ class ModuleHooks:
         if failed:
             explain_out_of_memory(sys.exc_info()[1])
         if not call.recomputed:
+            if torch.is_grad_enabled() and not any(t.requires_grad for t in tensors_in(output)):
+                # Nothing tells when a backward comes to it (it returns None, a closure, a generator, what was
+                # detached), so what is trained stays until one has ended.
+                unit.now.unseen = True
             self._leave(module, runtime, failed)
         if failed:
             name_remedy(sys.exc_info()[1])
@@ -346,6 +350,9 @@ class ModuleHooks:
                     owner.deferred.stop()
                 elif not failed:
                     owner.now.users -= 1
+                    owner.now.unseen |= each.now.unseen
+                    if owner.now.unseen and owner.group is not None and owner.group.trainable:
+                        runtime.hold(owner.group)
                     if owner.now.users == 0:
                         runtime.at(EventKind.FORWARD_END, owner.group)
         if runtime.depth == 0:

@@ -17,7 +17,7 @@ from shardwright.engine.memory import memory_of, see_other
 from shardwright.engine.unit import unit_of
 from shardwright.errors import OutOfMemory
 from shardwright.observe.memory import MemoryReport
-from shardwright.torch_private import tree_map
+from shardwright.torch_private import tree_flatten, tree_unflatten
 from shardwright.transport.launches import process_state
 
 _EXPLAINED = "_shardwright_explained"
@@ -51,7 +51,7 @@ class _LastForward:
 
     def __init__(self) -> None:
         self.model: Callable[[], nn.Module | None] = lambda: None
-        self.inputs: Any = ((), {})
+        self.inputs: Any = tree_flatten(((), {}))
         self.price: Callable[[Exhausted], list[str]] | None = None
 
 
@@ -66,7 +66,10 @@ def price_changes_by(price: Callable[[Exhausted], list[str]]) -> None:
 def note_forward(module: nn.Module, args: Any, kwargs: Any) -> None:
     """The outermost sharded module is called with these."""
     _last.model = weakref.ref(module)
-    _last.inputs = tree_map(_shape_of, (tuple(args), dict(kwargs)))
+    # Put together where they are read: the constructor of a container may look at its leaves, as that of
+    # ``PackedSequence`` does.
+    leaves, spec = tree_flatten((tuple(args), dict(kwargs)))
+    _last.inputs = [_shape_of(leaf) for leaf in leaves], spec
     see_other(module)
 
 
@@ -90,7 +93,8 @@ def explain_out_of_memory(error: BaseException | None) -> None:
         report = memory_of(model)
         lines.append(str(report))
         if _last.price is not None:
-            lines += _last.price(Exhausted(model, _last.inputs, report, _capacity_nbytes(model, report)))
+            inputs = tree_unflatten(*_last.inputs)
+            lines += _last.price(Exhausted(model, inputs, report, _capacity_nbytes(model, report)))
     except Exception as other:  # whatever it is, the error that is being explained is what must be seen
         lines.append(f"No change could be priced: {type(other).__name__}: {other}".splitlines()[0])
     error.add_note("\n".join(lines))

@@ -153,6 +153,11 @@ class Runtime:
         if kind is not ActionKind.UNSHARD or group.stage is Stage.SHARDED:
             self._follow(step)
 
+    def hold(self, group: ParamGroup) -> None:
+        """Keep ``group`` from the forward that runs to the end of the next backward."""
+        if self._follower is not None:
+            self._follower.hold(self.table.number(group))
+
     def set_policy(self, policy: SchedulePolicy) -> None:
         """Follow another policy, from the next phase on. Raises: InputError for a name of no group;
         MissingExtra for a ``wire`` whose coder isn't installed."""
@@ -288,7 +293,8 @@ class Runtime:
                 watcher(event, group, True)
             if kind is EventKind.FORWARD_END:
                 # What the caller sees between forward and backward doesn't depend on what the planner keeps.
-                if follower.recorded.specs[event.group].reshard_after_forward is None:
+                asked = follower.recorded.specs[event.group].reshard_after_forward
+                if asked is None and not follower.holds(event.group):
                     self.groups[event.group].show_sharded()
             elif kind in BEGINS:
                 self.groups[event.group].show_unsharded()

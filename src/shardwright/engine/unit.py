@@ -25,7 +25,7 @@ class Pass:
 
     number: of the pass that all this belongs to. running: how deep its modules run. awaited: those that are
     still to run. users: how many running units need the group. calls: of several modules whose backwards end
-    together.
+    together. unseen: a forward gave nothing by which its backward will be seen.
     """
 
     number: int = -1
@@ -33,6 +33,7 @@ class Pass:
     users: int = 0
     awaited: set[nn.Module] = field(default_factory=set)
     calls: list[Any] = field(default_factory=list)
+    unseen: bool = False
 
 
 @dataclass(eq=False)
