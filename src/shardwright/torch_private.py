@@ -68,6 +68,8 @@ with _known():
     set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = (
         torch._C._autograd._unsafe_set_version_counter
     )
+    # Whether two tensors share their memory.
+    is_alias_of: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of
     # The tensor that a view is of: it keeps its autograd node when the view is changed in place.
     base_of: Callable[[Tensor], Tensor | None] = _reader(Tensor, "_base")
     # Hooks of ``register_post_accumulate_grad_hook``: autograd never calls those of a shard, so we do.
@@ -171,6 +173,7 @@ with _known():
     from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
+    _copies_saved = _reader(torch.autograd.graph, "_allow_mutation_on_saved_tensors_enabled")
     peek_transforms: Callable[[], Any] = _functorch.peek_interpreter_stack
     beneath_all_transforms = temporarily_clear_interpreter_stack
 
@@ -278,6 +281,11 @@ def register_optimizer_kernels() -> None:
 def has_optimizer_kernels() -> bool:
     """Whether this torch takes a rule for them."""
     return _register_single_dim_pointwise is not None
+
+
+def copies_what_is_saved() -> bool:
+    """Whether ``torch.autograd.graph.allow_mutation_on_saved_tensors()`` is entered."""
+    return bool(_copies_saved(torch.autograd.graph))
 
 
 def new_group_of(ranks: Sequence[int], timeout: timedelta, backend: str) -> Any:

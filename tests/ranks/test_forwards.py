@@ -1,11 +1,16 @@
 """What a forward takes and gives may be anything; gradients are those of one process."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils._pytree import tree_leaves
 
-from shardwright import fully_shard
+from shardwright import MixedPrecisionPolicy, fully_shard
+from shardwright.errors import StageError
+from shardwright.wrapper import FSDP, MixedPrecision
 from tests.ranks.models import full
 from tests.ranks.pool import run_ranks
 
@@ -82,7 +87,7 @@ def trained(rank, world, way, reshard, outermost):
     fully_shard(ours, reshard_after_forward=reshard)
     optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in models]
     for step in range(4):
-        for number, model in enumerate(models):
+        for model in models:
             for sample in range(world):
                 if model is whole or sample == rank:
                     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + sample))
@@ -105,3 +110,121 @@ def test_what_a_block_gives_may_hide_its_tensors(way, reshard):
 @pytest.mark.parametrize("way", [way for way in WAYS if "late" not in way])
 def test_what_a_model_gives_may_hide_its_tensors(way):
     run_ranks(2, trained, way, True, True)
+
+
+class Held:
+    def __init__(self, weight):
+        self.weight = weight
+
+
+VIEWS = {
+    "itself": lambda weight: weight,
+    "transposed": lambda weight: {"table": [weight.t()]},
+    "row": lambda weight: weight[0],
+    "detached": lambda weight: weight.detach(),
+    "data": lambda weight: (weight.data, None),
+    "in an object": Held,
+}
+
+
+class Table(nn.Module):
+    """Gives a view of its own weight, as a tied head or a codebook does."""
+
+    def __init__(self, kind):
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(6, 8))
+        self.kind = kind
+
+    def forward(self):
+        return VIEWS[self.kind](self.weight)
+
+
+def giving_weights(rank, world, kind, reshard):
+    whole = Table(kind)
+    ours = nn.Sequential(Table(kind))
+    fully_shard(ours[0], reshard_after_forward=reshard)
+    fully_shard(ours)
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            given = tree_leaves((ours[0](), ours[0]()))
+            for mine, other in zip(given, tree_leaves((whole(), whole())), strict=True):
+                assert mine is other is None or torch.equal(mine, other)
+    mine, other = (next(t for t in tree_leaves(table()) if t is not None) for table in (ours[0], whole))
+    if other.requires_grad:
+        mine.square().sum().backward()
+        other.square().sum().backward()
+        assert torch.equal(full(ours[0].weight.grad), whole.weight.grad)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("kind", [kind for kind in VIEWS if kind != "in an object"])
+def test_a_forward_may_give_views_of_its_weights(kind, reshard):
+    run_ranks(2, giving_weights, kind, reshard)
+
+
+def held_in_an_object(rank, world):
+    table = fully_shard(Table("in an object"))
+    with pytest.raises(StageError, match=r"'Table' gives a view of one of its parameters in an object"):
+        table()
+    table.kind = "itself"
+    assert torch.equal(table(), Table("itself").weight)
+
+
+def test_a_view_of_a_weight_in_an_object_is_refused_by_name():
+    run_ranks(2, held_in_an_object)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.rnn, self.head = nn.GRU(4, 4), nn.Linear(4, 2)
+
+    def forward(self, packed, extra=None):
+        return self.head(self.rnn(packed)[0].data)
+
+
+def packed(rank, world):
+    model, whole = Recurrent(), Recurrent()
+    fully_shard(model.head)
+    fully_shard(model)
+    rows = pack_sequence([torch.randn(3, 4), torch.randn(2, 4)])
+    for _ in range(2):
+        assert torch.allclose(model(rows, extra=None), whole(rows), atol=1e-6)
+        model(rows).sum().backward()
+
+
+def test_containers_whose_constructors_look_at_their_leaves_are_taken():
+    run_ranks(1, packed)
+
+
+NORMS = {
+    "batch": (lambda: nn.BatchNorm2d(3), (5, 3, 4, 4)),
+    "instance": (lambda: nn.InstanceNorm2d(3, affine=True, track_running_stats=True), (5, 3, 4, 4)),
+    "without statistics": (lambda: nn.BatchNorm1d(3, track_running_stats=False), (5, 3)),
+    "group": (lambda: nn.GroupNorm(3, 3), (5, 3, 4, 4)),
+}
+
+
+def normed(rank, world, kind, flat):
+    make, shape = NORMS[kind]
+    torch.manual_seed(0)
+    half = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)
+    model = nn.Sequential(nn.Conv2d(3, 3, 1) if len(shape) == 4 else nn.Linear(3, 3), make(), nn.Tanh())
+    whole = copy.deepcopy(model)
+    if flat:
+        model = FSDP(model, use_orig_params=False, mixed_precision=MixedPrecision(torch.bfloat16))
+    else:
+        fully_shard(model, mp_policy=half)
+    x = torch.randn(shape)
+    for training in (True, False):
+        out, other = model.train(training)(x), whole.train(training)(x)
+        assert torch.allclose(out.float(), other, atol=0.05)
+        out.float().square().mean().backward()
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("kind", NORMS)
+def test_norms_with_running_statistics_train_under_mixed_precision(kind, flat):
+    run_ranks(2, normed, kind, flat)

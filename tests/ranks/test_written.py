@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
 from shardwright import SchedulePolicy, fully_shard
+from shardwright.errors import InputError, StageError
 from tests.ranks.models import full
 from tests.ranks.pool import run_ranks
 
@@ -49,7 +50,7 @@ def batch(step):
 
 def escaping(rank, world, reshard):
     escapes = []
-    models = ours, whole = model_of(reshard, escapes), model_of(WHOLE, theirs := [])
+    ours, whole = model_of(reshard, escapes), model_of(WHOLE, theirs := [])
     for step in range(6):
         for model, kept in ((ours, escapes), (whole, theirs)):
             kept.clear()
@@ -196,3 +197,90 @@ def test_a_backward_after_a_change_of_weights_raises_where_one_process_does(worl
         if kind == "nothing":
             raises = {name for name, (_, whole) in found.items() if whole == "raises"}
             assert raises == {"step", "load", "one_in_place", "edited"}
+
+
+def with_mutations(rank, world):
+    model = model_of(True)
+    refused = pytest.raises(StageError, match=r"inside of allow_mutation_on_saved_tensors\(\)")
+    with torch.autograd.graph.allow_mutation_on_saved_tensors(), refused:
+        model(batch(0))
+    model(batch(0)).sum().backward()
+
+
+def test_a_mode_that_copies_what_autograd_has_saved_is_refused():
+    run_ranks(2, with_mutations)
+
+
+def moved(rank, world, reshard):
+    """Other memory for an unsharded parameter, inside of a forward: its own copy would be used for ever."""
+    for change in (lambda lin: lin.to(torch.float64), lambda lin: setattr(lin.bias, "data", torch.ones(16))):
+        model, told = model_of(reshard), 0
+        handle = model[2].lin.register_forward_hook(lambda lin, _, out, change=change: change(lin) and None)
+        for _ in range(2):
+            try:
+                model(batch(0)).sum().backward()
+            except StageError as error:
+                assert "parameter 'lin." in str(error) and "was given other memory" in str(error)
+                told += 1
+        assert told
+        handle.remove()
+        fresh = model_of(WHOLE)
+        assert torch.equal(model(batch(1)), fresh(batch(1)))
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_other_memory_for_an_unsharded_parameter_is_refused_by_name(reshard):
+    run_ranks(2, moved, reshard)
+
+
+class Codebook(nn.Module):
+    """Changes its weights in place in its own forward, as running averages do."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(6, 4)
+        self.decay = nn.Parameter(torch.ones(4), requires_grad=False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.decay.mul_(0.9)
+            self.table.weight.clamp_(max=0.4)
+        return self.table(x) * self.decay
+
+
+def edited_inside(rank, world, reshard):
+    models = ours, whole = Codebook(), Codebook()
+    fully_shard(ours.table, reshard_after_forward=reshard)
+    fully_shard(ours, reshard_after_forward=reshard)
+    optimizers = [torch.optim.SGD([model.table.weight], 0.1) for model in models]
+    x = torch.arange(6)
+    for _ in range(3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            with torch.no_grad():
+                model(x)
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for mine, other in zip(ours.parameters(), whole.parameters(), strict=True):
+            assert torch.allclose(full(mine), other, atol=1e-6)
+
+
+@pytest.mark.parametrize("reshard", [None, True, False])
+def test_what_a_forward_changes_of_its_weights_in_place_is_kept(reshard):
+    run_ranks(2, edited_inside, reshard)
+
+
+def with_max_norm(rank, world):
+    for table in (nn.Embedding(6, 4, max_norm=0.5), nn.EmbeddingBag(6, 4, max_norm=0.5)):
+        if world == 1:
+            fully_shard(table)(torch.arange(6).view(2, 3))
+            assert full(table.weight).norm(dim=-1).max() < 0.51
+        else:
+            with pytest.raises(InputError, match=r"max_norm of '1' .*changes rows of its weight"):
+                fully_shard(nn.Sequential(nn.Linear(4, 4), table))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_table_whose_forward_changes_other_rows_on_each_rank_is_refused(world):
+    run_ranks(world, with_max_norm)

@@ -20,7 +20,7 @@ from shardwright.engine.runtime import Runtime
 from shardwright.engine.unit import Unit, is_sharded, mark, take_over, unit_of, units_in
 from shardwright.errors import InputError, MisuseError
 from shardwright.observe.watch.lifecycle import keep_watch
-from shardwright.params.param import ShardedParam
+from shardwright.params.param import ParamSite, ShardedParam
 from shardwright.params.placement import Split
 from shardwright.params.subclass import is_extended, not_extensible
 from shardwright.policy import (
@@ -141,7 +141,7 @@ def shard_modules(
     keep_watch()
     found = find_params(modules, ignored)
     check_shared_flat(found, options.flat)
-    splits = {param: _split(fqn, param, axis, options) for param, (fqn, _) in found.items()}
+    splits = {param: _split(fqn, param, sites, axis, options) for param, (fqn, sites) in found.items()}
     worlds = {split.axis: options.smaller_world(split.axis) for split in splits.values()}
     options.smaller_world(axis)
     # From here on nothing is refused any more.
@@ -268,7 +268,9 @@ def _by_axis(params: Sequence[ShardedParam]) -> list[list[ShardedParam]]:
     return list(members.values())
 
 
-def _split(fqn: str, param: nn.Parameter, axis: Axis, options: GroupOptions) -> Split:
+def _split(
+    fqn: str, param: nn.Parameter, sites: Sequence[ParamSite], axis: Axis, options: GroupOptions
+) -> Split:
     """How to shard a parameter. Raises: InputError for a placement that it can't have."""
     wanted = options.placement_fn(param) if options.placement_fn is not None else None
     if wanted is not None and not isinstance(wanted, Shard):
@@ -289,7 +291,15 @@ def _split(fqn: str, param: nn.Parameter, axis: Axis, options: GroupOptions) -> 
     _check_composes(fqn, param, axis, options.dims)
     if is_extended(param) and (dim % max(ndim, 1) or not ndim or isinstance(param, DTensor)):
         raise InputError(not_extensible(fqn, param))
-    keeps_dtype = options.precision.keeps_dtype(fqn, param)
+    if axis.world > 1 and any(getattr(site.module, "max_norm", None) is not None for site in sites):
+        raise InputError(
+            f"max_norm of {fqn.rpartition('.')[0]!r} (an Embedding) changes rows of its weight in each "
+            "forward: on each rank those of its own batch, most of which other ranks hold. Set max_norm = None, and "
+            "between steps call torch.embedding_renorm_ on the weight inside of `with model.unsharded():`"
+        )
+    # Kernels of batch norms take weights of the dtype of their running statistics, which aren't cast.
+    normalizes = any(getattr(site.module, "running_mean", None) is not None for site in sites)
+    keeps_dtype = options.precision.keeps_dtype(fqn, param) or normalizes
     return Split(axis, dim % ndim if ndim else None, options.offload, options.dims, keeps_dtype)
 
 

@@ -105,10 +105,11 @@ def check_shared_flat(found: Found, flat: bool) -> None:
 
 
 def flatten(found: Found, splits: dict[nn.Parameter, Split], unit: Unit) -> list[ShardedParam]:
-    """One flat parameter for all that is found; one for each dtype, and apart for frozen ones."""
+    """One flat parameter for all that is found; one for each dtype, and apart for
+    frozen ones and those that are never cast."""
     kinds: dict[Any, Found] = {}
     for param, places in found.items():
-        kinds.setdefault((param.dtype, param.requires_grad), {})[param] = places
+        kinds.setdefault((param.dtype, param.requires_grad, splits[param].keeps_dtype), {})[param] = places
     flats: list[ShardedParam] = []
     for place, members in enumerate(kinds.values()):
         site = ParamSite(unit.modules[0], f"{FLAT_NAME}_{place}" if place else FLAT_NAME)

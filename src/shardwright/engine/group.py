@@ -149,10 +149,11 @@ class ParamGroup:
         shards = [(param.sharded, local_of(param.sharded)) for param in self.params]
         return tuple([(id(local), version_of(local) + version_of(shard)) for shard, local in shards])
 
-    def _faces(self) -> tuple[torch.Tensor, ...]:
+    @property
+    def faces(self) -> tuple[torch.Tensor, ...]:
         """What modules show of each parameter while it is unsharded."""
         decoded = self.gatherer.decoding.faces
-        return tuple([decoded[param] if param in decoded else param.unsharded for param in self.params])
+        return tuple([decoded.get(param, param.unsharded) for param in self.params])
 
     def _bind(self) -> Bound:
         """Follow what was done to the parameters, and list where they lie now."""
@@ -272,7 +273,7 @@ class ParamGroup:
         if held_nbytes > self.held_nbytes:  # what was gathered was given back once it was decoded
             self._release()
         self._move(Stage.UNSHARDED)
-        self._face_versions.follow(self._faces(), self._gathered_versions or self._versions())
+        self._face_versions.follow(self.faces, self._gathered_versions or self._versions())
         self._bound.show(unsharded=True)
         if not decoding.is_idle:
             decoding.show()
@@ -316,7 +317,7 @@ class ParamGroup:
         """The memory of unsharded parameters was given back: see that none has other memory.
 
         Raises: StageError; the group is at rest, and makes its unsharded parameters anew."""
-        pairs = zip(self.params, self._faces(), strict=True)
+        pairs = zip(self.params, self.faces, strict=True)
         moved = [param.fqn for param, face in pairs if not param.extended and has_memory(face)]
         if moved:
             self.let_go()
@@ -328,7 +329,7 @@ class ParamGroup:
             )
 
     def write_back(self, unmarked: bool = False) -> None:
-        """Copy this rank's rows of the unsharded parameters into the shards, where those were edited in place.
+        """Copy this rank's rows of the unsharded parameters into the shards, where they were edited in place.
 
         With ``unmarked``, where the dtype is that of the shards all are copied, since an edit of ``.data``
         leaves no mark; else only what was edited, so that nothing is rounded without need.
@@ -352,7 +353,7 @@ class ParamGroup:
         """Before a backward of parameters that have stayed unsharded: of those whose shards were written
         since, what autograd has saved isn't what they are."""
         if self.stage is Stage.UNSHARDED and self.is_stale:
-            self._face_versions.follow(self._faces(), self._versions())
+            self._face_versions.follow(self.faces, self._versions())
 
     def _free(self) -> None:
         assert self.buffer is not None

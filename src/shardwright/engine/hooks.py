@@ -31,7 +31,7 @@ from torch.utils.hooks import RemovableHandle
 from shardwright.engine.backward import Call, backward_of
 from shardwright.engine.containers import cast_floating, map_tensors, opaque_tensors_in, tensors_in
 from shardwright.engine.factored import show_grads
-from shardwright.engine.group import ParamGroup
+from shardwright.engine.group import ParamGroup, Stage
 from shardwright.engine.lookups import is_lookup, wanted_rows
 from shardwright.engine.optimizer_guard import OptimizerGuard
 from shardwright.engine.out_of_memory import explain_out_of_memory, note_forward
@@ -39,14 +39,18 @@ from shardwright.engine.paging import page_out
 from shardwright.engine.runtime import Runtime
 from shardwright.engine.transforms import beneath_transforms
 from shardwright.engine.unit import Unit, unit_of
+from shardwright.errors import StageError
 from shardwright.observe.watch.lifecycle import amendments
 from shardwright.params.at_rest import name_remedy
 from shardwright.params.load_plain import shard_plain_entries
 from shardwright.schedule.schedule import EventKind, Phase
 from shardwright.torch_private import (
     base_of,
+    copies_what_is_saved,
     current_graph_task,
     forward_pre_hooks_of,
+    is_alias_of,
+    peek_transforms,
     register_optimizer_kernels,
     skipped_by_compiler,
     tree_flatten,
@@ -211,6 +215,12 @@ class ModuleHooks:
                 runtime.at(EventKind.RECOMPUTE, owner.group)
         else:
             if runtime.depth == 0:
+                if copies_what_is_saved():
+                    raise StageError(
+                        "a sharded model was called inside of allow_mutation_on_saved_tensors(), which takes "
+                        "gathering weights for changing what autograd has saved: call it outside, and change "
+                        "a copy (.clone()) where a saved tensor is to be changed in place"
+                    )
                 _root_left_out.enter(unit, module, (args, kwargs))
                 note_forward(module, args, kwargs)
             if unit.group is None or unit.group.gatherer.rows is None:
@@ -303,6 +313,9 @@ class ModuleHooks:
         failed = output is None and sys.exc_info()[1] is not None
         if failed:
             explain_out_of_memory(sys.exc_info()[1])
+        whole = output
+        if not failed:
+            output = self._without_weights(owners, output)
         if not call.recomputed:
             if torch.is_grad_enabled() and not any(t.requires_grad for t in tensors_in(output)):
                 # Nothing tells when a backward comes to it (it returns None, a closure, a generator, what was
@@ -329,7 +342,30 @@ class ModuleHooks:
                 self._watch_output(call, tensor)
             if hooked and len(unit.modules) > 1:
                 unit.now.calls.append(call)
-        return output if dtype is not None else None
+        return output if output is not whole else None
+
+    def _without_weights(self, owners: tuple[Unit, ...], output: Any) -> Any:
+        """``output`` with copies of what lies in the memory of a parameter (itself, a view of it), which is
+        given back. Raises: StageError for one in an object, which can't be replaced."""
+
+        def is_weight(tensor: torch.Tensor) -> bool:
+            base = base_of(tensor)
+            root = tensor if base is None else base
+            if root.grad_fn is not None or root.layout is not torch.strided or peek_transforms() is not None:
+                return False
+            groups = [owner.group for owner in owners if owner.group is not None]
+            unsharded = [group for group in groups if group.stage is Stage.UNSHARDED]
+            return any(is_alias_of(root, face) for group in unsharded for face in group.faces)
+
+        if not any(map(is_weight, tensors_in(output))):
+            return output
+        output = map_tensors(lambda tensor: tensor.clone() if is_weight(tensor) else tensor, output)
+        if any(map(is_weight, tensors_in(output))):
+            raise StageError(
+                f"the forward of {self.unit.name!r} gives a view of one of its parameters in an object; give "
+                "a copy of it (.clone()), since the memory of parameters is given back after the forward"
+            )
+        return output
 
     def _leave(self, module: nn.Module, runtime: Runtime, failed: bool) -> None:
         unit = self.unit
