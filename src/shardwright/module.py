@@ -111,9 +111,11 @@ class FSDPModule(GradientSetters, ScheduleSetters, RefusingFSDPModule):
     def reset_iter_state(self) -> None:
         """Discard a step that ended with an exception; call it on the root.
 
-        The next forward does the same automatically. It waits for everything in flight, reshards every group
-        and drops the step's gradients, including those of earlier microbatches. It launches no collective;
-        call it on each rank whose step ended with an exception.
+        It waits for everything in flight, reshards every group and drops the step's gradients, including
+        those of earlier microbatches. The next forward does the same automatically, but keeps those of
+        earlier microbatches, as one process does; where the backward that failed had already taken them, a
+        later backward raises unless ``zero_grad()`` was called. It launches no collective; call it on each
+        rank whose step ended with an exception.
 
         Raises:
             StageError: the module isn't the model's root.

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from shardwright import FSDPModule, stats
+from shardwright.params.unreduced import mark_of
 
 VOCAB, WIDTH = 17, 13  # odd sizes: every shard of every world is uneven
 
@@ -98,6 +99,11 @@ def mean_over_ranks(value: torch.Tensor) -> torch.Tensor:
 def full(tensor: torch.Tensor) -> torch.Tensor:
     """A DTensor's whole value, or the tensor itself."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def waits(param: torch.Tensor) -> bool:
+    """Whether its gradients wait to be reduced, so that nothing may read them."""
+    return mark_of(param.grad) is not None
 
 
 def differences(sharded: nn.Module, reference: nn.Module) -> Iterator[tuple[str, float]]:

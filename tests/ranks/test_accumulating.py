@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from shardwright import fully_shard
+from shardwright import clip_grad_norm_, fully_shard
+from shardwright.errors import StageError
 from tests.ranks.models import full
 from tests.ranks.pool import run_ranks
 
@@ -97,3 +98,100 @@ def each_alone(model, batch):
 @pytest.mark.parametrize("world", [1, 2])
 def test_modules_of_a_list_may_run_by_themselves_in_any_order_any_number_of_times(world, reshard, way):
     run_ranks(world, beside, way, reshard)
+
+
+def clearing(model):
+    """By name, ways to drop gradients."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    return {
+        "optimizer": optimizer.zero_grad,
+        "optimizer, in place": lambda: optimizer.zero_grad(set_to_none=False),
+        "model": model.zero_grad,
+        "model, in place": lambda: model.zero_grad(set_to_none=False),
+        "None": lambda: [setattr(param, "grad", None) for param in model.parameters()],
+        "foreach": lambda: torch._foreach_zero_([p.grad for p in model.parameters()]),
+        "fill": lambda: [p.grad.fill_(0.0) for p in model.parameters()],
+    }
+
+
+def thrown_away(rank, world, earlier):
+    """A microbatch without sync, after a step whose gradients were kept or not, is dropped."""
+    for name in clearing(Model()):
+        ours, whole = Model(), Model()
+        fully_shard(ours)
+        for model in (ours, whole):
+            if earlier:
+                of(model(rows(0, 0, 0), branch=True)).backward()
+            if model is ours:
+                model.set_requires_gradient_sync(False)
+            of(model(rows(0, 0, 1), branch=True)).backward()
+        for model in (ours, whole):
+            model.head.requires_grad_(False)  # which no forward ran
+            for param in model.head.parameters():
+                param.grad = torch.zeros_like(param)
+            clearing(model)[name]()
+            if model is ours:
+                model.set_requires_gradient_sync(True)
+            of(model(rows(0, 0, 2), branch=True)).backward()
+        for (path, mine), other in zip(ours.named_parameters(), whole.parameters(), strict=True):
+            if other.grad is not None and mine.grad is not None:
+                assert torch.allclose(full(mine.grad), other.grad, atol=1e-6), (name, path)
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_what_is_cleared_between_microbatches_is_gone(earlier):
+    run_ranks(2, thrown_away, earlier)
+
+
+def unreduced(rank, world):
+    model = fully_shard(Model())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model.set_requires_gradient_sync(False)
+    of(model(rows(0, rank, 0), branch=True)).backward()
+    grad = model.block.weight.grad
+    assert "aren't reduced yet" in repr(grad.to_local())
+    for read in (
+        optimizer.step,
+        lambda: clip_grad_norm_(model.parameters(), 1.0),
+        lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        lambda: grad.norm(),
+        lambda: grad.full_tensor(),
+        lambda: full(grad),
+    ):
+        with pytest.raises(StageError, match=r"set_requires_gradient_sync\(False\)"):
+            read()
+    before = full(model.block.weight)
+    model.set_requires_gradient_sync(True)
+    of(model(rows(0, rank, 0), branch=True)).backward()
+    optimizer.step()
+    assert not torch.equal(full(model.block.weight), before)
+
+
+def test_gradients_that_are_not_reduced_yet_are_neither_read_nor_stepped_with():
+    run_ranks(2, unreduced)
+
+
+def failing(rank, world):
+    """A last backward that fails after it had begun to reduce what earlier microbatches brought."""
+    model = fully_shard(nn.Sequential(fully_shard(nn.Linear(8, 8)), nn.Tanh(), fully_shard(nn.Linear(8, 8))))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for clears in (True, False):
+        model.set_requires_gradient_sync(False)
+        of(model(rows(0, rank, 0))).backward()
+        model.set_requires_gradient_sync(True)
+        handle = model[1].register_full_backward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            of(model(rows(0, rank, 1))).backward()
+        handle.remove()
+        if clears:
+            optimizer.zero_grad()
+            of(model(rows(0, rank, 1))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            with pytest.raises(StageError, match=r"'weight' were lost in a .*zero_grad\(\)"):
+                of(model(rows(0, rank, 1))).backward()
+
+
+def test_what_a_failed_backward_has_lost_of_earlier_microbatches_is_told():
+    run_ranks(2, failing)

@@ -79,15 +79,19 @@ class Backward:
 
     def begin(self) -> None:
         """Enter the backward, once per backward."""
+        self.abandon_failed()  # where this one follows it at once
         if self.runtime.phase is Phase.BACKWARD:
-            if self._ending() is not None:
-                return
-            self.forget()
-            self.runtime.abandon()  # an exception ended that backward, and this one follows it at once
+            return
         self._enter_phase()
         ending = _Ending(self)
         self._ending = weakref.ref(ending)
         queue_callback(ending)
+
+    def abandon_failed(self) -> None:
+        """Forget a backward that an exception ended. No-op where none was, and while one runs."""
+        if self.runtime.phase is Phase.BACKWARD and self._ending() is None:
+            self.forget()
+            self.runtime.abandon()
 
     def _enter_phase(self) -> None:
         self.number += 1

@@ -294,8 +294,9 @@ def _split(
     if axis.world > 1 and any(getattr(site.module, "max_norm", None) is not None for site in sites):
         raise InputError(
             f"max_norm of {fqn.rpartition('.')[0]!r} (an Embedding) changes rows of its weight in each "
-            "forward: on each rank those of its own batch, most of which other ranks hold. Set max_norm = None, and "
-            "between steps call torch.embedding_renorm_ on the weight inside of `with model.unsharded():`"
+            "forward: on each rank those of its own batch, most of which others hold. Set max_norm = None, "
+            "and between steps call torch.embedding_renorm_ on the weight inside of "
+            "`with model.unsharded():`"
         )
     # Kernels of batch norms take weights of the dtype of their running statistics, which aren't cast.
     normalizes = any(getattr(site.module, "running_mean", None) is not None for site in sites)

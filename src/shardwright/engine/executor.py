@@ -274,6 +274,8 @@ class Executor:
             while self._paging:
                 self._paging.pop().arrive()
             self.forget_versions()
+            for group in self.table.groups:
+                group.reducer.outlive()
         elif phase is Phase.EVALUATION and not nested:
             # Between a backward and its step the shards have gradients, and who clips or reads them by
             # ``model.parameters()`` would miss those of what has stayed unsharded.

@@ -7,8 +7,9 @@ from math import frexp
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardwright.errors import InputError
+from shardwright.errors import InputError, StageError
 from shardwright.params.param import ShardedParam
+from shardwright.params.unreduced import mark_of
 from shardwright.policy import MixedPrecisionPolicy
 from shardwright.schedule.layout import ParamLayout, equal_spans, pack
 from shardwright.torch_private import (
@@ -177,9 +178,19 @@ def add_sharded_grads(params: Sequence[ShardedParam], totals: Sequence[torch.Ten
         sharded = param.sharded
         shard, grad = local_of(sharded), sharded.grad
         local = total.view(shard.shape).to(shard.device)
+        mark = mark_of(grad)
+        if mark is not None:
+            grad = None if mark.cleared else mark.earlier
+        if mark is not None and mark.lost and not mark.cleared:
+            raise StageError(
+                f"gradients of earlier microbatches of {param.fqn!r} were lost in a backward that failed: "
+                "call zero_grad() after it, and begin the step again"
+            )
         if grad is None:
             sharded.grad = param.dtensor(local)
         elif isinstance(grad, DTensor):
+            if mark is not None:
+                sharded.grad = grad
             earlier.append(local_of(grad))
             later.append(local)
         else:

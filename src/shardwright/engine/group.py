@@ -393,10 +393,10 @@ class ParamGroup:
         return bool([p for p in self.params if p.bound is not None and p.bound.param.grad is not None])
 
     def drop_grads(self) -> None:
-        """Forget the gradients of a backward that failed; a reduction in flight ends unseen."""
+        """Forget the gradients of a backward that failed; a reduction in flight ends unseen. Those of earlier
+        microbatches stay."""
         self.reducer.drop()
         for param in self.params:
-            param.accumulated = None
             if param.bound is not None:
                 param.bound.param.grad = None
 
@@ -419,8 +419,10 @@ def gathered_nbytes(group: ParamGroup) -> int:
 
 
 def keeps_grads(group: ParamGroup) -> bool:
-    """Whether it has unsharded gradients of earlier microbatches."""
-    return bool([param for param in group.params if param.accumulated is not None])
+    """Whether it has gradients of earlier microbatches that a backward which reduces takes along."""
+    return group.reducer.keeps_partial or bool(
+        [param for param in group.params if param.accumulated is not None]
+    )
 
 
 def follow_freezing(group: ParamGroup) -> None:

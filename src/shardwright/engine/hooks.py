@@ -33,7 +33,7 @@ from shardwright.engine.containers import cast_floating, map_tensors, opaque_ten
 from shardwright.engine.factored import show_grads
 from shardwright.engine.group import ParamGroup, Stage
 from shardwright.engine.lookups import is_lookup, wanted_rows
-from shardwright.engine.optimizer_guard import OptimizerGuard
+from shardwright.engine.optimizer_guard import OptimizerGuard, show_waiting
 from shardwright.engine.out_of_memory import explain_out_of_memory, note_forward
 from shardwright.engine.paging import page_out
 from shardwright.engine.runtime import Runtime
@@ -194,7 +194,7 @@ class ModuleHooks:
         self.unit.runtime.rest()
 
     def _before_load(self, module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-        self.unit.runtime.rest()
+        self._at_rest()
         shown = [param for unit in (self.unit, *self.unit.shared_owners) for param in unit.params]
         shard_plain_entries(module, state, prefix, shown, missing=rest[2], errors=rest[4])
 
@@ -421,6 +421,8 @@ def reset_step(runtime: Runtime) -> None:
     runtime.abandon()
     runtime.rest()
     runtime.executor.land(runtime.groups)
+    for group in runtime.groups:
+        group.reducer.forget_waiting()
 
 
 def watch_sharded_grad(param: torch.Tensor, call: Callable[[torch.Tensor], None]) -> RemovableHandle:
@@ -440,6 +442,7 @@ def guard_optimizers() -> None:
         _guard.handle = register_optimizer_step_pre_hook(_guard)
         register_optimizer_step_pre_hook(recorder.begin_optimizer)
         register_optimizer_step_post_hook(show_grads)
+        register_optimizer_step_post_hook(show_waiting)
         register_optimizer_step_post_hook(page_out)
         register_optimizer_step_post_hook(recorder.end_optimizer)
         if process_is_ours():

@@ -27,6 +27,7 @@ from shardwright.observe.memory import (
     event_in_words,
     merged,
 )
+from shardwright.params.unreduced import mark_of
 from shardwright.schedule.schedule import Event, EventKind
 
 
@@ -83,7 +84,7 @@ def _known(names: dict[ParamGroup, str], device: torch.device) -> list[Amount]:
         tally.add(Category.STATES, name, [param.local for param in group.params])
         for param in group.params:
             tally.add(Category.STATES, name, states.get(id(param.sharded), {}).values())
-            tally.add(Category.GRADIENTS, name, [param.sharded.grad, param.accumulated])
+            tally.add(Category.GRADIENTS, name, [_real(param.sharded.grad), param.accumulated])
         tally.add(Category.GRADIENTS, name, [face.param.grad for face in faces])
         kept, in_flight = group.reducer.held
         tally.add(Category.GRADIENTS, name, _tensors_of(kept))
@@ -92,6 +93,11 @@ def _known(names: dict[ParamGroup, str], device: torch.device) -> list[Amount]:
             coded = sum(face.segment.kept.nbytes for face in faces if face.segment.kept is not None)
             tally.amounts.append(Amount(Category.TRANSPORT, name, coded))
     return tally.amounts
+
+
+def _real(grad: torch.Tensor | None) -> torch.Tensor | None:
+    mark = mark_of(grad)
+    return grad if mark is None else mark.earlier
 
 
 def _tensors_of(root: Any) -> Iterator[torch.Tensor]:

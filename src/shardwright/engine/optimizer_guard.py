@@ -18,6 +18,7 @@ from shardwright.engine.paging import page_in
 from shardwright.engine.runtime import unsettled
 from shardwright.engine.unit import sharded_from
 from shardwright.errors import StageError, UnsupportedTorch
+from shardwright.params.unreduced import mark_of, zeros_of
 from shardwright.torch_private import current_graph_task, has_optimizer_kernels
 
 _LEFT_OUT = "_left_out_of_sharding"
@@ -45,6 +46,7 @@ class OptimizerGuard:
             self._check(optimizer, params)
         page_in(optimizer)
         step_whole(optimizer)
+        _set_aside_waiting(optimizer, params)
 
     def _check(self, optimizer: Optimizer, params: list[Any]) -> None:
         stale = [found.fqn for found in map(sharded_from, params) if found is not None]
@@ -117,6 +119,34 @@ def _check_kernels(optimizer: Optimizer) -> None:
                 f"{kind.__name__}(fused=True) steps sharded parameters with torch 2.12 or newer, and this is "
                 f"{torch.__version__}: build it with foreach=True, or install a newer torch"
             )
+
+
+_waiting: WeakKeyDictionary[Optimizer, list[tuple[Any, Any]]] = WeakKeyDictionary()
+
+
+def _set_aside_waiting(optimizer: Optimizer, params: list[Any]) -> None:
+    """Gradients that wait to be reduced are none for this step. Raises: StageError where all wait."""
+    pairs = [(param, mark_of(param.grad)) for param in params]
+    waiting = [param for param, mark in pairs if mark is not None]
+    if not waiting:
+        return
+    marks = [mark for _, mark in pairs if mark is not None]
+    if len(waiting) == sum(param.grad is not None for param in params) and not all(m.cleared for m in marks):
+        raise StageError(
+            f"{type(optimizer).__name__} would step nothing: the gradients of all its {len(waiting)} "
+            f"parameters ({marks[0].fqn!r}, ...) wait to be reduced, since the last backward was one of "
+            "set_requires_gradient_sync(False), no_sync() or set_requires_all_reduce(False). Step after a "
+            "backward that synchronises"
+        )
+    _waiting[optimizer] = [(param, param.grad) for param in waiting]
+    for param, mark in zip(waiting, marks, strict=True):
+        param.grad = zeros_of(param.grad) if mark.cleared else mark.earlier
+
+
+def show_waiting(optimizer: Optimizer, *_: Any) -> None:
+    """After the step: what stands for the gradients that wait."""
+    for param, grad in _waiting.pop(optimizer, ()):
+        param.grad = grad
 
 
 def leave_out(params: Iterable[torch.Tensor]) -> None:

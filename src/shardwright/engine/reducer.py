@@ -191,6 +191,7 @@ class Reducer:
         self._all_reduce: tuple[Reduction, list[ShardedParam]] | None = None
         self._partial: dict[ShardedParam, torch.Tensor] = {}
         self._predivisor = 1.0
+        self._outlives = False  # the backward that has issued what is in flight
 
     @property
     def _ranks(self) -> int:
@@ -210,6 +211,12 @@ class Reducer:
         return not (self._held or self._reduction or self._all_reduce or self._partial)
 
     @property
+    def keeps_partial(self) -> bool:
+        """Whether gradients are summed over shards that this backward is to sum over copies."""
+        waits = any(not param.is_cleared for param in self._partial)
+        return waits and not self.done and self.policy.all_reduce
+
+    @property
     def held(self) -> tuple[list[Any], list[Any]]:
         """What has tensors of gradients now, besides the parameters: what is kept, and what is in flight."""
         return [self._held, self._partial, vars(self.unresolved)], [self._reduction, self._all_reduce]
@@ -224,6 +231,9 @@ class Reducer:
         """
         assert self._held is None, f"{self.name}: gradients are held already"
         assert self._reduction is None and self._all_reduce is None, f"{self.name}: wait and finalize first"
+        # Before others wait for the same parameters, in whose place nothing was cleared yet.
+        self._partial = {p: total for p, total in self._partial.items() if not p.is_cleared}
+        keeps_partial = self.keeps_partial
         if self.done and participates:
             self._refuse_optimizer_inside()
         self.done = True
@@ -233,28 +243,36 @@ class Reducer:
         self.unresolved.keeps = not self.policy.reduce
         trained = []
         for param in self.params:
-            if param.sharded.requires_grad:
+            if param.sharded.requires_grad or param.accumulated is not None or param in self._partial:
                 trained.append(param)
-            elif param.bound is not None:
+            if not param.sharded.requires_grad and param.bound is not None:
                 param.bound.param.grad = None  # frozen since the forward: as in one process it brings none
         taken = take_grads(trained)
         grads: Grads = [(p, grad) for p, grad in zip(trained, taken, strict=True) if grad is not None]
         if not self.unresolved.keeps:
+            if keeps_partial:  # zeros bring what waits along, where this backward has none of it
+                found = dict(grads)
+                lacking = [p for p in trained if p in self._partial and p not in found]
+                grads += zip(lacking, zero_grads(lacking, self._precision), strict=True)
+                grads.sort(key=lambda pair: self.params.index(pair[0]))
             self.unresolved.brought.update(trained if self.policy.unused_params else [p for p, _ in grads])
             if len(grads) < len(trained) and (participates or self.policy.unused_params):
                 missing = [param for param, grad in zip(trained, taken, strict=True) if grad is None]
                 zeros = dict(zip(missing, zero_grads(missing, self._precision), strict=True))
                 found = dict(grads) | zeros
                 grads = [(param, found[param]) for param in trained]
-        if promote or self.unresolved.keeps:
-            params = [param for param, _ in grads]
-            wide = cast([grad for _, grad in grads], self._reduce_dtypes(params))
-            grads = list(zip(params, wide, strict=True))
-        if not self.unresolved.keeps:
-            self._held = grads
-            return
-        for param, grad in grads:
+        if self.unresolved.keeps:
+            self._keep(grads)
+        else:
+            self._held = self._widened(grads) if promote else grads
+
+    def _keep(self, grads: Grads) -> None:
+        for param, grad in self._widened(grads):
             param.accumulated = grad
+
+    def _widened(self, grads: Grads) -> Grads:
+        params = [param for param, _ in grads]
+        return list(zip(params, cast([grad for _, grad in grads], self._reduce_dtypes(params)), strict=True))
 
     def _reduce_dtypes(self, params: Sequence[ShardedParam]) -> list[torch.dtype]:
         """In which their gradients are summed over ranks and over microbatches."""
@@ -301,13 +319,30 @@ class Reducer:
         notify_modes(self.gatherer.comm, Collective.REDUCE_SCATTER)
         self._reduction = reduction, params
 
+    def outlive(self) -> None:
+        """The backward ends that has issued what is in flight: who clears gradients then clears it."""
+        for out in (self._reduction, self._all_reduce):
+            for param in out[1] if out is not None else ():
+                param.wait()
+                self._outlives = True
+
+    def _uncleared(
+        self, totals: list[torch.Tensor], params: list[ShardedParam]
+    ) -> tuple[list[torch.Tensor], list[ShardedParam]]:
+        """Of what has come, what the caller hasn't cleared meanwhile."""
+        if not self._outlives:
+            return totals, params
+        kept = [(t, p) for t, p in zip(totals, params, strict=bool(params)) if not p.is_cleared]
+        self._outlives = self._reduction is not None or self._all_reduce is not None
+        return [total for total, _ in kept], [param for _, param in kept]
+
     def land(self) -> dict[ShardedParam, torch.Tensor]:
         """Wait for the reduce-scatter; what is to be all-reduced over copies now, if anything."""
         if self._reduction is None:
             return {}
         reduction, params = self._reduction
         self._reduction = None
-        totals = reduction.wait()
+        totals, params = self._uncleared(reduction.wait(), params)
         if not params:
             return {}
         if not self.has_copies:
@@ -318,6 +353,8 @@ class Reducer:
             foreach_add_([earlier for earlier, _ in again], [total for _, total in again])
         self._partial |= {p: t for p, t in zip(params, totals, strict=True) if p not in self._partial}
         if not self.policy.all_reduce:
+            for param in params:
+                param.wait()
             return {}
         partial, self._partial = self._partial, {}
         return partial
@@ -361,7 +398,7 @@ class Reducer:
         if self._all_reduce is not None:
             all_reduce, params = self._all_reduce
             self._all_reduce = None
-            totals = all_reduce.wait()
+            totals, params = self._uncleared(all_reduce.wait(), params)
             if params:
                 self._finish(totals, params)
 
@@ -385,8 +422,17 @@ class Reducer:
         return [(param, grad.fill_(1)) for param, grad in zip(params, grads, strict=True)]
 
     def drop(self) -> None:
-        """Forget the gradients of a backward that failed; what is in flight ends unseen."""
-        self._partial = {}
+        """Forget the gradients of a backward that failed; what is in flight ends unseen. Of earlier
+        microbatches those stay that it had not come to; those that it had are marked as lost."""
+        lost = [param for param, _ in self._held or ()]
+        for out in (self._reduction, self._all_reduce):
+            lost += out[1] if out is not None else []
+        for param in lost:
+            if param.mark is not None and not param.is_cleared:
+                param.mark.lost = True
+        if not self.policy.reduce:  # as in one process, what has come of it stays
+            taken = zip(self.params, take_grads(self.params), strict=True)
+            self._keep([(param, grad) for param, grad in taken if grad is not None])
         self._held = None
         self.unresolved.drop()
         self.done = False
@@ -394,6 +440,12 @@ class Reducer:
             self._reduction = (self._reduction[0], [])
         if self._all_reduce is not None:
             self._all_reduce = (self._all_reduce[0], [])
+
+    def forget_waiting(self) -> None:
+        """Forget the gradients of earlier microbatches."""
+        self._partial = {}
+        for param in self.params:
+            param.forget_waiting()
 
     def _finish(self, totals: list[torch.Tensor], params: Sequence[ShardedParam]) -> None:
         divisor = self.policy.divisor(self._ranks)

@@ -352,6 +352,8 @@ class Runtime:
 
     def rest(self) -> None:
         """Reshard every group, between phases (before parameters are saved, loaded, moved or cast)."""
+        if self.backward is not None:
+            self.backward.abandon_failed()
         refuse_away(self.groups, "what saves, loads, moves or casts parameters", State.PARAMS)
         if not self._runs and not self._turn.queue(self.rest):
             with self._turn:
