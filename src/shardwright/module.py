@@ -66,10 +66,15 @@ class FSDPModule(GradientSetters, ScheduleSetters, RefusingFSDPModule):
         """Free this module's own unsharded parameters (not those of nested sharded modules) and show the
         shards.
 
+        What is kept of them over a smaller world (``reshard_after_forward=int``, ``shard_over_all``) is freed
+        too. Call it after an edit of ``param.data`` between microbatches whose gradients aren't synchronised:
+        such edits leave no mark, so that the next forward would gather what was kept before them.
+
         No communication; a single rank may call it.
         """
         for group in self._unit().groups:
             self._unit().runtime.do(ActionKind.RESHARD, group)
+            group.forget_copies()
 
     @contextmanager
     def unsharded(self, recurse: bool = True) -> Iterator[None]:

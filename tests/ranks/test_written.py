@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.device_mesh import init_device_mesh
 
-from shardwright import SchedulePolicy, fully_shard
+from shardwright import CPUOffloadPolicy, OptimizerOffloadPolicy, SchedulePolicy, fully_shard, torch_private
 from shardwright.errors import InputError, StageError
 from tests.ranks.models import full
 from tests.ranks.pool import run_ranks
@@ -284,3 +285,36 @@ def with_max_norm(rank, world):
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_table_whose_forward_changes_other_rows_on_each_rank_is_refused(world):
     run_ranks(world, with_max_norm)
+
+
+def edited_without_a_mark(rank, world, way):
+    """``param.data`` between two microbatches that aren't synchronised; then reshard(), as the docs say."""
+    options = {
+        "smaller world": {"reshard_after_forward": 2},
+        "over all": {"mesh": init_device_mesh("cpu", (2, world // 2)), "shard_over_all": True},
+        "offloaded": {"offload_policy": OptimizerOffloadPolicy()},
+        "copies": {"offload_policy": CPUOffloadPolicy(params=False)},
+    }[way]
+    ours, whole = Block(), Block()
+    whole.load_state_dict(ours.state_dict())
+    fully_shard(ours.lin, **options)
+    fully_shard(ours, **options)
+    ours.set_requires_gradient_sync(False)
+    for factor in (1.0, 0.5, 3.0):
+        for model in (ours, whole):
+            for param in model.parameters():
+                param.data.mul_(factor)
+        ours.lin.reshard()
+        ours.reshard()
+        outs = [model(batch(0)) for model in (ours, whole)]
+        assert torch.allclose(*outs, atol=1e-6), factor
+        for out in outs:
+            out.sum().backward()
+
+
+@pytest.mark.each_case
+@pytest.mark.parametrize("way", ["smaller world", "over all", "offloaded", "copies"])
+def test_an_edit_without_a_mark_is_seen_after_reshard(way):
+    if way == "over all" and not torch_private.keeps_order:
+        pytest.skip(f"torch {torch.__version__} has no new_group(sort_ranks=)")
+    run_ranks(4, edited_without_a_mark, way)
