@@ -12,6 +12,7 @@ from shardwright.engine.group_table import GroupTable
 from shardwright.engine.held_memory import Memory
 from shardwright.engine.reducer import Reducer
 from shardwright.errors import Diverged
+from shardwright.params.first_weights import differing
 from shardwright.params.param import ShardedParam
 from shardwright.policy import Agreement
 from shardwright.schedule.recorded import bits
@@ -301,19 +302,39 @@ def _check_same_model(comm: Comm, groups: Sequence[ParamGroup], agreement: Agree
     """Every rank of the axis calls it with its groups that use ``comm``; one exchange of 16 bytes.
 
     Compares names, shapes, sharded dims, dtypes and precision policies, in order; before them whether ranks
-    agree on what they launch, since one that does waits for words that another never sends.
+    agree on what they launch, since one that does waits for words that another never sends; after them hashes
+    of the values that parameters and buffers began with.
     Raises: Diverged on every rank of the axis where they differ, with both sides of the first difference.
     """
     lines = [f'agreement="{agreement}"', *(line for group in groups for line in _lines(group))]
-    texts = compare(comm, "\n".join(lines), "compare models")
+    values = [line for group in groups for line in group.beginnings()]
+    texts = compare(comm, "\n".join([*lines, _VALUES, *values]), "compare models")
     if not texts:
         return
-    sides = [text.splitlines() for text in texts]
+    parts = [text.partition(_VALUES) for text in texts]
+    sides = [names.splitlines() for names, _, _ in parts]
+    if all(side == sides[0] for side in sides):
+        found = differing([values.splitlines()[1:] for _, _, values in parts])
+        if found is not None:
+            raise Diverged(_other_values(*found))
+        return
     other = next(rank for rank, side in enumerate(sides) if side != sides[0])
     nothing = "nothing: its model ends before"
     pairs = zip_longest(sides[0], sides[other], fillvalue=nothing)
     first, second = next(pair for pair in pairs if pair[0] != pair[1])
     raise Diverged(_told(first, second, other, sides[0][0] != sides[other][0]))
+
+
+_VALUES = "values"
+
+
+def _other_values(name: str, other: int) -> str:
+    return (
+        f"{name} had other values on rank 0 of the mesh than on rank {other} when it was sharded, so the "
+        "model would be made of rows of different models. Seed every rank alike before the model is built "
+        "(torch.manual_seed), load the same weights on every rank, broadcast rank 0's first "
+        "(FullyShardedDataParallel has sync_module_states=True), or initialise or load after fully_shard"
+    )
 
 
 def _told(first: str, second: str, other: int, by_option: bool) -> str:

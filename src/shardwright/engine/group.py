@@ -392,6 +392,12 @@ class ParamGroup:
         """Whether a backward has brought gradients that are not reduced yet."""
         return bool([p for p in self.params if p.bound is not None and p.bound.param.grad is not None])
 
+    def beginnings(self) -> list[str]:
+        """What ranks compare of the values that parameters began with."""
+        pairs = [(param.compared.get(param.fqn, param.fqn), param) for param in self.params]
+        told = [(name, p.beginning.told(p.local)) for name, p in pairs if p.beginning is not None]
+        return [f"parameter {name!r} of group {self.name!r} {value}" for name, value in told]
+
     def drop_grads(self) -> None:
         """Forget the gradients of a backward that failed; a reduction in flight ends unseen. Those of earlier
         microbatches stay."""

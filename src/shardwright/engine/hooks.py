@@ -29,6 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from shardwright.engine.backward import Call, backward_of
+from shardwright.engine.buffers import compare_buffers
 from shardwright.engine.containers import cast_floating, map_tensors, opaque_tensors_in, tensors_in
 from shardwright.engine.factored import show_grads
 from shardwright.engine.group import ParamGroup, Stage
@@ -249,7 +250,9 @@ class ModuleHooks:
             runtime.abandon()  # an exception ended that phase: its end never came
         if runtime.depth == 0:
             _outermost.enter(unit)
-            runtime.begin(Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION, unit.entry)
+            phase = Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION
+            compare_buffers(unit.modules[0], runtime, phase)
+            runtime.begin(phase, unit.entry)
         if unit.now.number != runtime.pass_number:
             self._calls.clear()
             unit.enter_pass(runtime.pass_number)

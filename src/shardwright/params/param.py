@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from shardwright.errors import InputError, StageError
 from shardwright.params.at_rest import guard
 from shardwright.params.buffer import Buffer
+from shardwright.params.first_weights import Beginning
 from shardwright.params.offload import DeviceCopy, placed
 from shardwright.params.placement import ParamPlacement, Split
 from shardwright.params.unreduced import Mark, mark_of, stand_in
@@ -98,6 +99,7 @@ class ShardedParam:
     mark: of gradients that wait to be reduced, unsharded (``accumulated``) or summed over shards alone.
     compared: its names, and by each the one to compare with other ranks' where that is another (``census``).
     kept_dtype: it is never cast (codes, scales, and what ``param_dtype_override_fn`` says).
+    beginning: of its values; None where no other rank has them.
     bound: its unsharded face; None until it is made, before the first all-gather or by it.
     extended: its class says itself what is gathered. shows_itself: to show it takes more than to write its
         sites. members: of a flat parameter those that it is made of, one after another; else ().
@@ -129,6 +131,7 @@ class ShardedParam:
         self.sharded = give(self.attributes, self._shard(whole.detach(), param.requires_grad))
         self._placed: Any = ref(self.local)  # the shard that lies where its policy wants it
         self.show(self.sharded)
+        self.beginning = Beginning(whole, self.local) if self.axis.world * self.axis.num_copies > 1 else None
 
     def twin(self, *places: list[ParamSite]) -> "ShardedParam":
         """Another parameter split in the same way, whose shard is what ``places`` show now: a plain

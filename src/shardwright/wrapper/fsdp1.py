@@ -148,7 +148,7 @@ class FullyShardedDataParallel(StatefulWrapper):
         own = prepare.own_modules(module, [*nested, *modules])
         prepare.materialise(own, param_init_fn, torch.device(mesh.device_type))
         if sync_module_states:
-            prepare.broadcast(own, mesh)
+            prepare.broadcast(module, own, mesh)
         options = GroupOptions(
             reshard_after_forward=self.sharding_strategy.reshard_after_forward,
             placement_fn=None,

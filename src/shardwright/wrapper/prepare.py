@@ -1,6 +1,7 @@
 """What is done to a module before it is sharded: materialised, made equal on all ranks, its buffers cast."""
 
 from collections.abc import Callable, Iterable
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
@@ -8,8 +9,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardwright.errors import InputError
+from shardwright.errors import Diverged, InputError
 from shardwright.torch_private import buffers_of
+from shardwright.transport.channel import compare
+from shardwright.transport.mesh import resolve
 
 InitFn = Callable[[nn.Module], None]
 
@@ -61,19 +64,42 @@ def _on_meta(module: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def broadcast(modules: list[nn.Module], mesh: DeviceMesh) -> None:
-    """Give every rank of the mesh the parameters and buffers of its first rank. Every rank of it calls."""
+def broadcast(root: nn.Module, modules: list[nn.Module], mesh: DeviceMesh) -> None:
+    """Give every rank of the mesh the parameters and buffers of its first rank, of ``modules`` in ``root``.
+    Every rank of it calls.
+
+    Raises: Diverged on every rank where they differ in names, order, shapes or dtypes; nothing was sent then.
+    """
     tensors: dict[int, torch.Tensor] = {}
     for module in modules:
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             if not isinstance(tensor, DTensor):
                 tensors[id(tensor)] = tensor
+    _check_alike(root, tensors, mesh)
     for axis in reversed(range(mesh.ndim)):
         group = mesh.get_group(axis)
         for tensor in tensors.values():
             whole = tensor.detach().contiguous()
             dist.broadcast(whole, group=group, group_src=0)
             tensor.detach().copy_(whole)
+
+
+def _check_alike(root: nn.Module, tensors: dict[int, torch.Tensor], mesh: DeviceMesh) -> None:
+    found = resolve(mesh)
+    names = {id(tensor): name for name, tensor in (*root.named_parameters(), *root.named_buffers())}
+    lines = [f"{names.get(key)}: {list(each.shape)}, {each.dtype}" for key, each in tensors.items()]
+    for comm in (found.comm, found.replicate):
+        texts = compare(comm, "\n".join(lines), "compare what is sent") if comm is not None else []
+        if texts:
+            sides = [text.splitlines() for text in texts]
+            other = next(rank for rank, side in enumerate(sides) if side != sides[0])
+            pairs = zip_longest(sides[0], sides[other], fillvalue="nothing: its model ends before")
+            first, second = next(pair for pair in pairs if pair[0] != pair[1])
+            raise Diverged(
+                "sync_module_states=True: ranks have different models, first seen between ranks 0 and "
+                f"{other} of the mesh:\n  rank 0: {first}\n  rank {other}: {second}\n"
+                "Build the same model on every rank"
+            )
 
 
 def cast_buffers(modules: list[nn.Module], dtype: torch.dtype | None) -> dict[int, torch.dtype]:
