@@ -123,6 +123,8 @@ with _known():
 
     _register_single_dim_pointwise = getattr(_pointwise_ops, "_register_single_dim_pointwise", None)
     _dispatcher = DTensor._op_dispatcher
+    # Operations of DTensors that a function of ours takes over, by operation.
+    _handlers: dict[Any, Callable[..., Any]] = _dispatcher._custom_op_handlers
     _fused = (torch.ops.aten._fused_sgd_, torch.ops.aten._fused_adagrad_)
 
     # ---- modules
@@ -286,6 +288,16 @@ def has_optimizer_kernels() -> bool:
 def copies_what_is_saved() -> bool:
     """Whether ``torch.autograd.graph.allow_mutation_on_saved_tensors()`` is entered."""
     return bool(_copies_saved(torch.autograd.graph))
+
+
+def before_numbers(check: Callable[[Any], None]) -> None:
+    """From now on call ``check(tensor)`` before a number is read from a DTensor (``item()``, ``float()``)."""
+
+    def number(operation: Any, args: Any, kwargs: Any) -> Any:
+        check(args[0])
+        return operation(local_of(args[0]), *args[1:], **(kwargs or {}))
+
+    _handlers[torch.ops.aten._local_scalar_dense.default] = number
 
 
 def new_group_of(ranks: Sequence[int], timeout: timedelta, backend: str) -> Any:

@@ -16,6 +16,7 @@ from shardwright.engine.gatherer import GatherOptions
 from shardwright.engine.group import ParamGroup
 from shardwright.engine.hooks import ModuleHooks
 from shardwright.engine.optimizer_guard import leave_out
+from shardwright.engine.references import warn_of_references
 from shardwright.engine.runtime import Runtime
 from shardwright.engine.unit import Unit, is_sharded, mark, take_over, unit_of, units_in
 from shardwright.errors import InputError, MisuseError
@@ -144,6 +145,7 @@ def shard_modules(
     splits = {param: _split(fqn, param, sites, axis, options) for param, (fqn, sites) in found.items()}
     worlds = {split.axis: options.smaller_world(split.axis) for split in splits.values()}
     options.smaller_world(axis)
+    warn_of_references(modules, {param: fqn for param, (fqn, _) in found.items()})
     # From here on nothing is refused any more.
     leave_out(param for module in modules for param in module.parameters() if id(param) in ignored)
     runtime = Runtime()

@@ -276,8 +276,12 @@ class Executor:
             while self._paging:
                 self._paging.pop().arrive()
             self.forget_versions()
-            for group in self.table.groups:
+            for index, group in enumerate(self.table.groups):
                 group.reducer.outlive()
+                if (
+                    index not in self.asked
+                ):  # kept by set_reshard_after_backward(False); shards have gradients
+                    group.show_sharded()
         elif phase is Phase.EVALUATION and not nested:
             # Between a backward and its step the shards have gradients, and who clips or reads them by
             # ``model.parameters()`` would miss those of what has stayed unsharded.

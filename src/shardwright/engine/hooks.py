@@ -37,6 +37,7 @@ from shardwright.engine.lookups import is_lookup, wanted_rows
 from shardwright.engine.optimizer_guard import OptimizerGuard, show_waiting
 from shardwright.engine.out_of_memory import explain_out_of_memory, note_forward
 from shardwright.engine.paging import page_out
+from shardwright.engine.references import warn_of_late
 from shardwright.engine.runtime import Runtime
 from shardwright.engine.transforms import beneath_transforms
 from shardwright.engine.unit import Unit, unit_of
@@ -251,6 +252,7 @@ class ModuleHooks:
         if runtime.depth == 0:
             _outermost.enter(unit)
             phase = Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION
+            warn_of_late(unit.modules[0], runtime, _guard.num_checked)
             compare_buffers(unit.modules[0], runtime, phase)
             runtime.begin(phase, unit.entry)
         if unit.now.number != runtime.pass_number:

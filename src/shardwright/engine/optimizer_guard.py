@@ -28,10 +28,12 @@ stepped: "WeakSet[Optimizer]" = WeakSet()
 
 
 class OptimizerGuard:
-    """Checks each optimizer once, before its first step; and each step against a backward cut short."""
+    """Checks each optimizer once, before its first step (``num_checked``); and each step against a backward
+    cut short."""
 
     def __init__(self) -> None:
         self.handle: Any = None
+        self.num_checked = 0
         self._checked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -59,6 +61,7 @@ class OptimizerGuard:
         _check_sharded(optimizer, params)
         _check_kernels(optimizer)
         self._checked[optimizer] = len(params)
+        self.num_checked += 1
         stepped.add(optimizer)
         _choose_foreach(optimizer)
         warn_of_roundings(optimizer, params)
@@ -155,13 +158,18 @@ def leave_out(params: Iterable[torch.Tensor]) -> None:
         setattr(param, _LEFT_OUT, True)
 
 
+def is_left_out(param: torch.Tensor) -> bool:
+    """Whether the caller has said so of a parameter."""
+    return hasattr(param, _LEFT_OUT)
+
+
 def _warn_of_left_out(optimizer: Optimizer, params: list[Any]) -> None:
     groups = [group for table in tables for group in table.groups]
     ours = {id(param.sharded): group.axis.world for group in groups for param in group.params}
     if max((ours.get(id(param), 1) for param in params), default=1) == 1:
         return
     plain = [p for p in params if id(p) not in ours and not isinstance(p, DTensor) and p.grad is not None]
-    left = [list(param.shape) for param in plain if not hasattr(param, _LEFT_OUT)]
+    left = [list(param.shape) for param in plain if not is_left_out(param)]
     if left:
         warnings.warn(
             f"{type(optimizer).__name__} steps {len(left)} parameters that no fully_shard call has taken, of "

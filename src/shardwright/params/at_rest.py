@@ -1,4 +1,5 @@
-"""Parameters at rest, taken for whole ones: pickling them is refused, computing with them explained.
+"""Parameters at rest, taken for whole ones: pickling them is refused, as are numbers of a rank's part, and
+computing with them is explained.
 
 At rest a parameter is a DTensor: its shape is the whole one, its numbers are this rank's. Torch's class is
 not ours to extend, so ours are known by their meshes.
@@ -17,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwright.errors import InputError
-from shardwright.torch_private import local_of, spec_of
+from shardwright.torch_private import before_numbers, local_of, spec_of
 
 _meshes: set[int] = set()  # hashes: a mesh would keep its process groups
 _allowed = ContextVar("pickle_shards", default=False)
@@ -35,6 +36,7 @@ def guard(mesh: DeviceMesh) -> None:
     if not _meshes:
         copyreg.pickle(DTensor, _reduced)  # type: ignore[arg-type]
         ForkingPickler.register(DTensor, _as_torch)  # through a queue it stays on this rank
+        before_numbers(_check_whole)
     _meshes.add(hash(mesh))
 
 
@@ -82,6 +84,17 @@ def _reduced(tensor: DTensor) -> Any:
 
 def _as_torch(tensor: DTensor) -> Any:
     return tensor.__reduce_ex__(2)
+
+
+def _check_whole(tensor: DTensor) -> None:
+    spec = spec_of(tensor)
+    parts = [spec.mesh.size(axis) > 1 and each.is_partial() for axis, each in enumerate(spec.placements)]
+    if any(parts) and hash(spec.mesh) in _meshes:
+        raise InputError(
+            f"a number was read (item(), float(), bool()) from a DTensor placed {spec.placements}: it is "
+            "this rank's part alone, which isn't reduced over ranks yet. Call full_tensor() on it first, on "
+            "all ranks, also where only one of them prints it (p.grad.norm().full_tensor().item())"
+        )
 
 
 def name_remedy(error: BaseException | None) -> None:
