@@ -9,6 +9,7 @@ from torch import nn
 
 from shardwright.engine.backward import Backward, backward_of
 from shardwright.engine.clone import deep_copy, rebuild
+from shardwright.engine.edits import write_back
 from shardwright.engine.hooks import reset_step
 from shardwright.engine.memory import memory_of, recorded
 from shardwright.engine.methods import run_as_forward
@@ -110,7 +111,7 @@ class FSDPModule(GradientSetters, ScheduleSetters, RefusingFSDPModule):
             yield
         finally:
             for runtime, group in pairs:
-                group.write_back(unmarked=True)
+                write_back(group, unmarked=True)
                 runtime.do(ActionKind.RESHARD, group)
 
     def reset_iter_state(self) -> None:

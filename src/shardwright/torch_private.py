@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.errors import UnsupportedTorch
 
-SEEN_ON = ("2.11.0", "2.13.0", "2.14.1", "2.15.0")
+SEEN_ON = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 """Versions of torch that the package's tests were run on."""
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -64,12 +64,14 @@ with _known():
 
     # The count of changes in place: tells edits from what was left alone, and what autograd may still use.
     version_of: Callable[[Tensor], int] = _reader(Tensor, "_version")
+    # A tensor of a class without memory of its own.
+    make_wrapper: Callable[..., Tensor] = Tensor._make_wrapper_subclass
     # Has each of a tuple of tensors count from another number on.
     set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = (
-        torch._C._autograd._unsafe_set_version_counter
+        torch._C._autograd._unsafe_set_version_counter  # pyright: ignore[reportAttributeAccessIssue]
     )
     # Whether two tensors share their memory.
-    is_alias_of: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of
+    is_alias_of: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of  # pyright: ignore[reportAttributeAccessIssue]
     # The tensor that a view is of: it keeps its autograd node when the view is changed in place.
     base_of: Callable[[Tensor], Tensor | None] = _reader(Tensor, "_base")
     # Hooks of ``register_post_accumulate_grad_hook``: autograd never calls those of a shard, so we do.

@@ -46,6 +46,7 @@ KINDS_OF: dict[str, tuple[str, ...]] = {
         "different quantised layers by rank",
     ),
     "engine/hooks.py": ("alone", "plain", "another dim", "hybrid", "groups cut in two"),
+    "engine/pending.py": ("plain", "hybrid", "offloaded", "steps in the backward, offloaded"),
     "engine/optimizer_guard.py": (
         "offloaded",
         "offloaded, half",

@@ -228,7 +228,7 @@ NOT_SEEN = {
 """What schedules come to and can be left out without a trace here, with the reason."""
 FILLED = "engine/group.py ParamGroup.fill: streams.filled([segment.flat for segment in segments])"
 """What isn't said to be filled waits for compute: later, and right. A test of its own shows it."""
-BEGIN_FORGETS = "engine/backward.py Backward.begin: self.forget()"
+BEGIN_FORGETS = "engine/backward.py Backward.abandon_failed: self.forget()"
 END_FORGETS = "engine/backward.py Backward.end: self.forget()"
 """What a backward has counted: of one that failed, or of calls whose inputs ask for no gradient."""
 OWN_TESTS = {FILLED, BEGIN_FORGETS, END_FORGETS}

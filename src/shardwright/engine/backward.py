@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 
+from shardwright.engine.edits import follow_writes
 from shardwright.engine.group import ParamGroup, keeps_grads
 from shardwright.engine.runtime import Runtime
 from shardwright.engine.unit import Unit
@@ -114,8 +115,8 @@ class Backward:
         active.update(together)
         if any(each.reads_weights for each in together):
             for owner in unit.owners:
-                if any(owner.group in each.memory for each in together):
-                    owner.group.follow_writes()
+                if owner.group is not None and any(owner.group in each.memory for each in together):
+                    follow_writes(owner.group)
                     self.runtime.at(EventKind.BACKWARD_BEGIN, owner.group)
             for each in together:
                 each.check_memory()

@@ -166,7 +166,7 @@ class Consensus:
         policies = [group.reducer.policy for group in self._table.groups]
         if point is SyncPoint.BACKWARD:
             reduced = sum(policy.reduce for policy in policies)
-            trained = sum(group.num_trainable for group in self._table.groups)
+            trained = sum(group.trainable.bit_count() for group in self._table.groups)
             what += f", reducing {reduced} of {len(policies)} groups, {trained} trainable parameters"
         kind = zlib.crc32(f"{what} {digest} {self._equals(point, entry, digest)}".encode())
         rank = self._table.groups[0].axis.mesh.get_rank()

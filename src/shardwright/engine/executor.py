@@ -2,24 +2,21 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from itertools import zip_longest
 
 import torch
 
-from shardwright.engine import batches
-from shardwright.engine.group import ParamGroup, Stage, follow_freezing, keeps_grads
+from shardwright.engine import batches, edits
+from shardwright.engine.group import ParamGroup, Stage, drop_grads, follow_freezing, keeps_grads
 from shardwright.engine.group_table import GroupTable
 from shardwright.engine.held_memory import Memory
 from shardwright.engine.reducer import Reducer
-from shardwright.errors import Diverged
-from shardwright.params.first_weights import differing
+from shardwright.engine.same_model import check_same_model
 from shardwright.params.param import ShardedParam
 from shardwright.policy import Agreement
 from shardwright.schedule.recorded import bits
 from shardwright.schedule.schedule import Action, ActionKind, Phase
 from shardwright.schedule.sync import Local
 from shardwright.transport.base import Comm
-from shardwright.transport.channel import compare
 from shardwright.transport.streams import Streams
 
 
@@ -103,7 +100,7 @@ class Executor:
                 keeps = group.gatherer.smaller_world is not None and (
                     post_forward or keeps_grads(group)  # the next microbatch has the same parameters
                 )
-                group.reshard(keeps)
+                edits.reshard(group, keeps)
                 # What is kept is there before the rest is freed.
                 self.memory.count([group], freed_nbytes=held_nbytes if keeps else 0)
 
@@ -220,7 +217,7 @@ class Executor:
         for comm in comms:
             if id(comm) not in self._compared:
                 groups = [g for g in self.table.groups if comm is g.axis.comm or comm is g.axis.replicate]
-                _check_same_model(comm, groups, self.agreement)
+                check_same_model(comm, groups, self.agreement)
                 self._compared.add(id(comm))
 
     # ---- between phases
@@ -262,7 +259,7 @@ class Executor:
         self.pending_steps.clear()
         self._partial.clear()
         for group in self.table.groups:
-            group.drop_grads()
+            drop_grads(group)
         self.reshard_unsharded()
 
     def reshard_unsharded(self) -> None:
@@ -283,12 +280,11 @@ class Executor:
                 ):  # kept by set_reshard_after_backward(False); shards have gradients
                     group.show_sharded()
         elif phase is Phase.EVALUATION and not nested:
-            # Between a backward and its step the shards have gradients, and who clips or reads them by
-            # ``model.parameters()`` would miss those of what has stayed unsharded.
+            # What has stayed unsharded shows its shards: who clips, averages or edits by
+            # ``model.parameters()`` finds there what an optimizer steps.
             for index, group in enumerate(self.table.groups):
-                kept = group.stage is Stage.UNSHARDED and index not in self.asked
-                if kept and any(param.sharded.grad is not None for param in group.params):
-                    self._reshard(Action(ActionKind.RESHARD, (index,)))
+                if group.stage is Stage.UNSHARDED and index not in self.asked:
+                    group.show_sharded()
 
     def forget_versions(self) -> None:
         """From here on shards may be written in a way that leaves no mark."""
@@ -300,72 +296,3 @@ def _kept_nbytes(groups: Sequence[ParamGroup]) -> int:
     """Bytes of shards over smaller worlds."""
     kept = [group.gatherer.smaller_world for group in groups]
     return sum(smaller.held_nbytes for smaller in kept if smaller is not None)
-
-
-def _check_same_model(comm: Comm, groups: Sequence[ParamGroup], agreement: Agreement) -> None:
-    """Every rank of the axis calls it with its groups that use ``comm``; one exchange of 16 bytes.
-
-    Compares names, shapes, sharded dims, dtypes and precision policies, in order; before them whether ranks
-    agree on what they launch, since one that does waits for words that another never sends; after them hashes
-    of the values that parameters and buffers began with.
-    Raises: Diverged on every rank of the axis where they differ, with both sides of the first difference.
-    """
-    lines = [f'agreement="{agreement}"', *(line for group in groups for line in _lines(group))]
-    values = [line for group in groups for line in group.beginnings()]
-    texts = compare(comm, "\n".join([*lines, _VALUES, *values]), "compare models")
-    if not texts:
-        return
-    parts = [text.partition(_VALUES) for text in texts]
-    sides = [names.splitlines() for names, _, _ in parts]
-    if all(side == sides[0] for side in sides):
-        found = differing([values.splitlines()[1:] for _, _, values in parts])
-        if found is not None:
-            raise Diverged(_other_values(*found))
-        return
-    other = next(rank for rank, side in enumerate(sides) if side != sides[0])
-    nothing = "nothing: its model ends before"
-    pairs = zip_longest(sides[0], sides[other], fillvalue=nothing)
-    first, second = next(pair for pair in pairs if pair[0] != pair[1])
-    raise Diverged(_told(first, second, other, sides[0][0] != sides[other][0]))
-
-
-_VALUES = "values"
-
-
-def _other_values(name: str, other: int) -> str:
-    return (
-        f"{name} had other values on rank 0 of the mesh than on rank {other} when it was sharded, so the "
-        "model would be made of rows of different models. Seed every rank alike before the model is built "
-        "(torch.manual_seed), load the same weights on every rank, broadcast rank 0's first "
-        "(FullyShardedDataParallel has sync_module_states=True), or initialise or load after fully_shard"
-    )
-
-
-def _told(first: str, second: str, other: int, by_option: bool) -> str:
-    if by_option:
-        return (
-            f"ranks differ in whether they agree on what they launch: {first} on rank 0 of the mesh, "
-            f"{second} on rank {other}. Give every rank the same SchedulePolicy(agreement=...), or the same "
-            "value of the environment variable SHARDWRIGHT_AGREEMENT"
-        )
-    return (
-        f"ranks have sharded different models, first seen between ranks 0 and {other} of the mesh:\n"
-        f"  rank 0: {first}\n  rank {other}: {second}\n"
-        "Build the same model on every rank, and call fully_shard on the same modules in the same order"
-    )
-
-
-def _lines(group: ParamGroup) -> list[str]:
-    lines = [f"group {group.name} with {group.policy}"]
-    by_rows = "" if group.gatherer.rows is None else ", rows in use"
-    for param in group.params:
-        layout = param.layout
-        kept = ", which the policy leaves in it" if param.split.keeps_dtype else ""
-        name = param.compared.get(param.fqn, param.fqn)
-        lines.append(
-            f"parameter {name} of group {group.name}: shape {list(layout.shape)}, sharded on dim "
-            f"{layout.dim}, {param.sharded.dtype}{kept}{by_rows}"
-        )
-        names = [(member.names[0], list(member.shape)) for member in param.members]
-        lines += [f"  its member {param.compared.get(name, name)}: shape {shape}" for name, shape in names]
-    return lines

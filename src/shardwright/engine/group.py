@@ -18,7 +18,7 @@ import torch
 
 from shardwright.engine.gatherer import Gatherer, GatherOptions, choose
 from shardwright.engine.reducer import Reducer
-from shardwright.engine.versions import FaceVersions, has_memory
+from shardwright.engine.versions import FaceVersions, moved_memory
 from shardwright.errors import StageError
 from shardwright.params.binding import Bound, own_buffer
 from shardwright.params.buffer import Buffer
@@ -78,8 +78,7 @@ class ParamGroup:
         self.buffer: Buffer | None = None
         self.trainable = 0
         self._bound: Bound | None = None
-        self._gathered_versions: Versions = ()
-        self._face_versions = FaceVersions()
+        self.face_versions = FaceVersions()
         self._gather: Gather | None = None
         if self.params and self.params[0].split.offload_streams is not None:
             offloaded.add(self)
@@ -107,30 +106,24 @@ class ParamGroup:
         self.params = self.reducer.params = tuple(params)
         self._choose(self.gatherer.options, None)
         self.buffer = self._bound = None
-        self._gathered_versions = ()
-        self._face_versions = FaceVersions()
-
-    @property
-    def num_trainable(self) -> int:
-        """How many of its parameters ask for a gradient."""
-        return self.trainable.bit_count()
+        self.face_versions = FaceVersions()
 
     @property
     def has_post_forward_shards(self) -> bool:
         """Whether this rank keeps its shard over the smaller world, of the parameters as they are now."""
         smaller = self.gatherer.smaller_world
-        return smaller is not None and smaller.holds(self._versions())
+        return smaller is not None and smaller.holds(self.shard_versions())
 
     @property
     def is_stale(self) -> bool:
         """Whether a shard has changed since the group was unsharded (an optimizer step, a load)."""
-        return self.stage is not Stage.SHARDED and self._versions() != self._gathered_versions
+        return self.stage is not Stage.SHARDED and self.shard_versions() != self.face_versions.gathered
 
     def forget_versions(self, written: bool = False) -> None:
         """From here on shards may be written in a way that leaves no mark (an edit of ``.data``).
         written: they are now, so that what is unsharded is stale."""
         if written or self.stage is Stage.SHARDED:
-            self._gathered_versions = ()
+            self.face_versions.gathered = ()
 
     def forget_copies(self) -> None:
         """Shards may have been written without a mark, as ``AdamW(fused=True)`` and ``.data`` do: what is
@@ -142,10 +135,12 @@ class ParamGroup:
 
     def let_go(self) -> None:
         """Keep no reference to the memory of the shards, and no copy of them; at rest. It is taken anew."""
-        self._bound, self._gathered_versions = None, ()
+        self._bound = None
+        self.face_versions.gathered = ()
         self.forget_copies()
 
-    def _versions(self) -> Versions:
+    def shard_versions(self) -> Versions:
+        """How often each shard was changed in place, and which tensor it is."""
         shards = [(param.sharded, local_of(param.sharded)) for param in self.params]
         return tuple([(id(local), version_of(local) + version_of(shard)) for shard, local in shards])
 
@@ -197,9 +192,10 @@ class ParamGroup:
         whether this rank has.
         """
         self._move(Stage.GATHERING)
-        before, self._gathered_versions = self._gathered_versions, self._versions()
+        before = self.face_versions.gathered
+        versions = self.face_versions.gathered = self.shard_versions()
         gatherer, smaller = self.gatherer, self.gatherer.smaller_world
-        if smaller is not None and not (smaller.holds(self._gathered_versions) if kept is None else kept):
+        if smaller is not None and not (smaller.holds(versions) if kept is None else kept):
             smaller = None
         notify_modes((smaller or gatherer).comm, Collective.ALL_GATHER)
         if smaller is not None or gatherer.rows is not None:
@@ -212,7 +208,7 @@ class ParamGroup:
         if streams is None:
             return self._copy_in()
         # Of rows the buffer is memory of compute, whose earlier use the host has waited for, to count them.
-        with streams.filling(changed=before != self._gathered_versions):
+        with streams.filling(changed=before != versions):
             segments = self._copy_in()
         streams.filled([segment.flat for segment in segments])
         return segments
@@ -234,7 +230,7 @@ class ParamGroup:
     def keep_post_forward_shards(self) -> None:
         """Keep shards over the smaller world of what is unsharded."""
         if self.gatherer.smaller_world is not None:
-            self.gatherer.smaller_world.keep(self._gathered_versions)
+            self.gatherer.smaller_world.keep(self.face_versions.gathered)
 
     def receive(self, gather: Gather) -> None:
         """The all-gather in flight that ``wait`` waits for."""
@@ -273,7 +269,7 @@ class ParamGroup:
         if held_nbytes > self.held_nbytes:  # what was gathered was given back once it was decoded
             self._release()
         self._move(Stage.UNSHARDED)
-        self._face_versions.follow(self.faces, self._gathered_versions or self._versions())
+        self.face_versions.follow(self.faces, self.face_versions.gathered or self.shard_versions())
         self._bound.show(unsharded=True)
         if not decoding.is_idle:
             decoding.show()
@@ -301,8 +297,6 @@ class ParamGroup:
         """
         if self.stage is Stage.GATHERING:
             self.wait()
-        if any(self._face_versions.edited()) and not self.is_stale:
-            self.write_back()
         if post_forward:
             self.keep_post_forward_shards()
         follow_freezing(self)
@@ -311,53 +305,15 @@ class ParamGroup:
         self._bound.show(unsharded=False)
         self._free()
         self._release()
-        self._check_memory()
-
-    def _check_memory(self) -> None:
-        """The memory of unsharded parameters was given back: see that none has other memory.
-
-        Raises: StageError; the group is at rest, and makes its unsharded parameters anew."""
-        pairs = zip(self.params, self.faces, strict=True)
-        moved = [param.fqn for param, face in pairs if not param.extended and has_memory(face)]
-        if moved:
+        moved = moved_memory(self.params, self.faces)
+        if moved is not None:
             self.let_go()
             self.buffer = None
-            raise StageError(
-                f"parameter {moved[0]!r} was given other memory while it was unsharded "
-                "(`.to()`, `param.data = ...`), which its shards don't follow. Edit it in place, inside of "
-                "`with model.unsharded():`, or convert the model between steps, after model.reshard()"
-            )
-
-    def write_back(self, unmarked: bool = False) -> None:
-        """Copy this rank's rows of the unsharded parameters into the shards, where they were edited in place.
-
-        With ``unmarked``, where the dtype is that of the shards all are copied, since an edit of ``.data``
-        leaves no mark; else only what was edited, so that nothing is rounded without need.
-        """
-        if self.stage is not Stage.UNSHARDED:
-            return
-        edited, decoding = self._face_versions.edited(), self.gatherer.decoding
-        with torch.no_grad():
-            for param, is_edited in zip(self.params, edited, strict=True):
-                if param in decoding.parts:
-                    if is_edited:
-                        decoding.write_back(param)
-                    continue
-                may_be = unmarked and not param.extended and param.own.dtype == param.local.dtype
-                if is_edited or may_be:
-                    param.write_back()
-        self._gathered_versions = self._versions()
-        self._face_versions.count(self._gathered_versions)
-
-    def follow_writes(self) -> None:
-        """Before a backward of parameters that have stayed unsharded: of those whose shards were written
-        since, what autograd has saved isn't what they are."""
-        if self.stage is Stage.UNSHARDED and self.is_stale:
-            self._face_versions.follow(self.faces, self._versions())
+            raise moved
 
     def _free(self) -> None:
         assert self.buffer is not None
-        self._face_versions.hide()
+        self.face_versions.hide()
         self.buffer.free()
         if not self.gatherer.decoding.is_idle:
             self.gatherer.decoding.free()
@@ -367,11 +323,6 @@ class ParamGroup:
         streams = self.axis.comm.streams
         if streams is not None:
             streams.release()
-
-    @property
-    def grad_nbytes(self) -> int:
-        """Bytes of the gradients that a backward brings now, of unsharded parameters in the dtype at rest."""
-        return sum(p.local.element_size() * p.layout.numel for p in self.params if p.trainable)
 
     @property
     def unsharded_nbytes(self) -> int:
@@ -392,20 +343,6 @@ class ParamGroup:
         """Whether a backward has brought gradients that are not reduced yet."""
         return bool([p for p in self.params if p.bound is not None and p.bound.param.grad is not None])
 
-    def beginnings(self) -> list[str]:
-        """What ranks compare of the values that parameters began with."""
-        pairs = [(param.compared.get(param.fqn, param.fqn), param) for param in self.params]
-        told = [(name, p.beginning.told(p.local)) for name, p in pairs if p.beginning is not None]
-        return [f"parameter {name!r} of group {self.name!r} {value}" for name, value in told]
-
-    def drop_grads(self) -> None:
-        """Forget the gradients of a backward that failed; a reduction in flight ends unseen. Those of earlier
-        microbatches stay."""
-        self.reducer.drop()
-        for param in self.params:
-            if param.bound is not None:
-                param.bound.param.grad = None
-
     # ---- stages
 
     def _move(self, to: Stage) -> None:
@@ -424,11 +361,25 @@ def gathered_nbytes(group: ParamGroup) -> int:
     return sum([param.layout.numel * param.compute_dtype(group.policy).itemsize for param in params])
 
 
+def grad_nbytes(group: ParamGroup) -> int:
+    """Bytes of the gradients that a backward brings now, of unsharded parameters in the dtype at rest."""
+    return sum(p.local.element_size() * p.layout.numel for p in group.params if p.trainable)
+
+
 def keeps_grads(group: ParamGroup) -> bool:
     """Whether it has gradients of earlier microbatches that a backward which reduces takes along."""
     return group.reducer.keeps_partial or bool(
         [param for param in group.params if param.accumulated is not None]
     )
+
+
+def drop_grads(group: ParamGroup) -> None:
+    """Forget the gradients of a backward that failed; a reduction in flight ends unseen. Those of earlier
+    microbatches stay."""
+    group.reducer.drop()
+    for param in group.params:
+        if param.bound is not None:
+            param.bound.param.grad = None
 
 
 def follow_freezing(group: ParamGroup) -> None:

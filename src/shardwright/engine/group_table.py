@@ -8,7 +8,7 @@ from typing import Any
 from weakref import WeakSet
 
 from shardwright.engine.gatherer import has_lookup
-from shardwright.engine.group import ParamGroup, gathered_nbytes
+from shardwright.engine.group import ParamGroup, gathered_nbytes, grad_nbytes
 from shardwright.errors import InputError
 from shardwright.params.param import ShardedParam
 from shardwright.policy import SchedulePolicy, Wire
@@ -68,7 +68,7 @@ class GroupTable:
     def label(self) -> None:
         """Have records name the groups as they are called now."""
         groups = self.groups
-        self.labels = tuple(Label(each.name, gathered_nbytes(each), each.grad_nbytes) for each in groups)
+        self.labels = tuple(Label(each.name, gathered_nbytes(each), grad_nbytes(each)) for each in groups)
 
     def regroup(self, group: ParamGroup, params: Sequence[ShardedParam]) -> None:
         """Give ``group`` other parameters; all at rest."""
@@ -101,7 +101,7 @@ class GroupTable:
         return replace(
             spec,
             nbytes=group.unsharded_nbytes,
-            grad_nbytes=group.grad_nbytes,
+            grad_nbytes=grad_nbytes(group),
             bucket_key=id(group.gatherer.comm) if group.gatherer.is_whole else None,
             needs_copies_reduced=group.axis.replicate is not None,
             smaller_world=group.gatherer.smaller_world is not None,

@@ -29,16 +29,17 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from shardwright.engine.backward import Call, backward_of
-from shardwright.engine.buffers import compare_buffers
 from shardwright.engine.containers import cast_floating, map_tensors, opaque_tensors_in, tensors_in
 from shardwright.engine.factored import show_grads
 from shardwright.engine.group import ParamGroup, Stage
 from shardwright.engine.lookups import is_lookup, wanted_rows
 from shardwright.engine.optimizer_guard import OptimizerGuard, show_waiting
 from shardwright.engine.out_of_memory import explain_out_of_memory, note_forward
+from shardwright.engine.outputs import without_weights
 from shardwright.engine.paging import page_out
 from shardwright.engine.references import warn_of_late
 from shardwright.engine.runtime import Runtime
+from shardwright.engine.same_model import compare_buffers
 from shardwright.engine.transforms import beneath_transforms
 from shardwright.engine.unit import Unit, unit_of
 from shardwright.errors import StageError
@@ -51,8 +52,6 @@ from shardwright.torch_private import (
     copies_what_is_saved,
     current_graph_task,
     forward_pre_hooks_of,
-    is_alias_of,
-    peek_transforms,
     register_optimizer_kernels,
     skipped_by_compiler,
     tree_flatten,
@@ -249,12 +248,12 @@ class ModuleHooks:
         ):
             backward_of(runtime).forget()
             runtime.abandon()  # an exception ended that phase: its end never came
-        if runtime.depth == 0:
+        root, outermost = unit.modules[0], runtime.depth == 0
+        gathers = outermost and any(group.stage is Stage.SHARDED for group in runtime.groups)
+        if outermost:
             _outermost.enter(unit)
-            phase = Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION
-            warn_of_late(unit.modules[0], runtime, _guard.num_checked)
-            compare_buffers(unit.modules[0], runtime, phase)
-            runtime.begin(phase, unit.entry)
+            warn_of_late(root, runtime, _guard.num_checked)
+            runtime.begin(Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION, unit.entry)
         if unit.now.number != runtime.pass_number:
             self._calls.clear()
             unit.enter_pass(runtime.pass_number)
@@ -273,6 +272,8 @@ class ModuleHooks:
                         runtime.at(EventKind.FORWARD_BEGIN, owner.group)
                     else:
                         owner.deferred.wait(partial(self._read, owner))
+        if gathers and runtime.phase is not None:  # else a rank may run it alone
+            compare_buffers(root, runtime.comms(), runtime.phase)
 
     @skipped_by_compiler
     def _read(self, owner: Unit) -> None:
@@ -320,7 +321,7 @@ class ModuleHooks:
             explain_out_of_memory(sys.exc_info()[1])
         whole = output
         if not failed:
-            output = self._without_weights(owners, output)
+            output = without_weights(unit.name, owners, output)
         if not call.recomputed:
             if torch.is_grad_enabled() and not any(t.requires_grad for t in tensors_in(output)):
                 # Nothing tells when a backward comes to it (it returns None, a closure, a generator, what was
@@ -349,29 +350,6 @@ class ModuleHooks:
                 unit.now.calls.append(call)
         return output if output is not whole else None
 
-    def _without_weights(self, owners: tuple[Unit, ...], output: Any) -> Any:
-        """``output`` with copies of what lies in the memory of a parameter (itself, a view of it), which is
-        given back. Raises: StageError for one in an object, which can't be replaced."""
-
-        def is_weight(tensor: torch.Tensor) -> bool:
-            base = base_of(tensor)
-            root = tensor if base is None else base
-            if root.grad_fn is not None or root.layout is not torch.strided or peek_transforms() is not None:
-                return False
-            groups = [owner.group for owner in owners if owner.group is not None]
-            unsharded = [group for group in groups if group.stage is Stage.UNSHARDED]
-            return any(is_alias_of(root, face) for group in unsharded for face in group.faces)
-
-        if not any(map(is_weight, tensors_in(output))):
-            return output
-        output = map_tensors(lambda tensor: tensor.clone() if is_weight(tensor) else tensor, output)
-        if any(map(is_weight, tensors_in(output))):
-            raise StageError(
-                f"the forward of {self.unit.name!r} gives a view of one of its parameters in an object; give "
-                "a copy of it (.clone()), since the memory of parameters is given back after the forward"
-            )
-        return output
-
     def _leave(self, module: nn.Module, runtime: Runtime, failed: bool) -> None:
         unit = self.unit
         if unit.now.number != runtime.pass_number:
@@ -392,10 +370,9 @@ class ModuleHooks:
                 elif not failed:
                     owner.now.users -= 1
                     owner.now.unseen |= each.now.unseen
-                    if owner.now.unseen and owner.group is not None and owner.group.trainable:
-                        runtime.hold(owner.group)
                     if owner.now.users == 0:
-                        runtime.at(EventKind.FORWARD_END, owner.group)
+                        holds = owner.now.unseen and owner.group is not None and owner.group.trainable != 0
+                        runtime.at(EventKind.FORWARD_END, owner.group, holds)
         if runtime.depth == 0:
             _outermost.leave()
             runtime.end(failed)

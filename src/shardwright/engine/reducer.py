@@ -31,6 +31,7 @@ from shardwright.engine.grads import (
     take_grads,
     zero_grads,
 )
+from shardwright.engine.pending import PendingReduction
 from shardwright.errors import StageError
 from shardwright.params.offload import empty_on_host
 from shardwright.params.param import ShardedParam
@@ -187,11 +188,10 @@ class Reducer:
         self._axis = axis
         self._precision = precision
         self._held: Grads | None = None
-        self._reduction: tuple[Reduction, list[ShardedParam]] | None = None
-        self._all_reduce: tuple[Reduction, list[ShardedParam]] | None = None
+        self._reduction: PendingReduction | None = None
+        self._all_reduce: PendingReduction | None = None
         self._partial: dict[ShardedParam, torch.Tensor] = {}
         self._predivisor = 1.0
-        self._outlives = False  # the backward that has issued what is in flight
 
     @property
     def _ranks(self) -> int:
@@ -213,7 +213,7 @@ class Reducer:
     @property
     def keeps_partial(self) -> bool:
         """Whether gradients are summed over shards that this backward is to sum over copies."""
-        waits = any(not param.is_cleared for param in self._partial)
+        waits = any(not param.waiting.is_cleared(param.sharded) for param in self._partial)
         return waits and not self.done and self.policy.all_reduce
 
     @property
@@ -232,10 +232,14 @@ class Reducer:
         assert self._held is None, f"{self.name}: gradients are held already"
         assert self._reduction is None and self._all_reduce is None, f"{self.name}: wait and finalize first"
         # Before others wait for the same parameters, in whose place nothing was cleared yet.
-        self._partial = {p: total for p, total in self._partial.items() if not p.is_cleared}
+        self._partial = {
+            param: total
+            for param, total in self._partial.items()
+            if not param.waiting.is_cleared(param.sharded)
+        }
         keeps_partial = self.keeps_partial
         if self.done and participates:
-            self._refuse_optimizer_inside()
+            _refuse_optimizer_inside(self.name, self.params)
         self.done = True
         self._held = []
         if not self._partial:  # what is added up must have been divided by the same number
@@ -283,16 +287,6 @@ class Reducer:
             return [param.sharded.dtype for param in params]
         return [param.compute_dtype(precision) for param in params]
 
-    def _refuse_optimizer_inside(self) -> None:
-        """Raises: StageError where a hook waits for the gradients of a group that is reduced once more."""
-        hooked = [p.fqn for p in self.params if post_accumulate_grad_hooks_of(p.sharded)]
-        if hooked:
-            raise StageError(
-                f"group {self.name!r} is reduced twice in one backward (ranks ran it in different "
-                f"orders, or it ran twice), but {hooked[0]!r} has a hook that takes each gradient for the "
-                "whole one: an optimizer inside of the backward; step after the backward instead"
-            )
-
     def release(self) -> Grads:
         """What is held; the caller reduces it. Empty where this backward has brought none."""
         held, self._held = self._held, None
@@ -317,32 +311,20 @@ class Reducer:
     def send(self, reduction: Reduction, params: list[ShardedParam]) -> None:
         """From here on the gradients of ``params`` are in flight."""
         notify_modes(self.gatherer.comm, Collective.REDUCE_SCATTER)
-        self._reduction = reduction, params
+        self._reduction = PendingReduction(reduction, params)
 
     def outlive(self) -> None:
-        """The backward ends that has issued what is in flight: who clears gradients then clears it."""
+        """The backward ends that has issued what is in flight."""
         for out in (self._reduction, self._all_reduce):
-            for param in out[1] if out is not None else ():
-                param.wait()
-                self._outlives = True
-
-    def _uncleared(
-        self, totals: list[torch.Tensor], params: list[ShardedParam]
-    ) -> tuple[list[torch.Tensor], list[ShardedParam]]:
-        """Of what has come, what the caller hasn't cleared meanwhile."""
-        if not self._outlives:
-            return totals, params
-        kept = [(t, p) for t, p in zip(totals, params, strict=bool(params)) if not p.is_cleared]
-        self._outlives = self._reduction is not None or self._all_reduce is not None
-        return [total for total, _ in kept], [param for _, param in kept]
+            if out is not None:
+                out.outlive()
 
     def land(self) -> dict[ShardedParam, torch.Tensor]:
         """Wait for the reduce-scatter; what is to be all-reduced over copies now, if anything."""
         if self._reduction is None:
             return {}
-        reduction, params = self._reduction
-        self._reduction = None
-        totals, params = self._uncleared(reduction.wait(), params)
+        reduction, self._reduction = self._reduction, None
+        totals, params = reduction.land()
         if not params:
             return {}
         if not self.has_copies:
@@ -354,7 +336,7 @@ class Reducer:
         self._partial |= {p: t for p, t in zip(params, totals, strict=True) if p not in self._partial}
         if not self.policy.all_reduce:
             for param in params:
-                param.wait()
+                param.waiting.begin(param.sharded)
             return {}
         partial, self._partial = self._partial, {}
         return partial
@@ -383,22 +365,21 @@ class Reducer:
         """As ``land``, but the current stream waits, which isn't compute; compute does at ``land``."""
         streams = self.follows_on
         assert self._reduction is not None and streams is not None
-        reduction = self._reduction[0]
+        reduction = self._reduction.reduction
         partial = self.land()
-        self._reduction = Followed(reduction, streams), []
+        self._reduction = PendingReduction(Followed(reduction, streams), [])
         return partial
 
     def send_copies(self, all_reduce: Reduction, params: list[ShardedParam]) -> None:
         """From here on the sums of ``params`` are in flight over the copies."""
         notify_modes(self.copies, Collective.ALL_REDUCE)
-        self._all_reduce = all_reduce, params
+        self._all_reduce = PendingReduction(all_reduce, params)
 
     def finalize(self) -> None:
         """Wait for the all-reduce, and add to the shards' gradients. No-op where none is out."""
         if self._all_reduce is not None:
-            all_reduce, params = self._all_reduce
-            self._all_reduce = None
-            totals, params = self._uncleared(all_reduce.wait(), params)
+            all_reduce, self._all_reduce = self._all_reduce, None
+            totals, params = all_reduce.land()
             if params:
                 self._finish(totals, params)
 
@@ -424,28 +405,23 @@ class Reducer:
     def drop(self) -> None:
         """Forget the gradients of a backward that failed; what is in flight ends unseen. Of earlier
         microbatches those stay that it had not come to; those that it had are marked as lost."""
-        lost = [param for param, _ in self._held or ()]
-        for out in (self._reduction, self._all_reduce):
-            lost += out[1] if out is not None else []
-        for param in lost:
-            if param.mark is not None and not param.is_cleared:
-                param.mark.lost = True
+        for param, _ in self._held or ():
+            param.waiting.lose(param.sharded)
         if not self.policy.reduce:  # as in one process, what has come of it stays
             taken = zip(self.params, take_grads(self.params), strict=True)
             self._keep([(param, grad) for param, grad in taken if grad is not None])
         self._held = None
         self.unresolved.drop()
         self.done = False
-        if self._reduction is not None:
-            self._reduction = (self._reduction[0], [])
-        if self._all_reduce is not None:
-            self._all_reduce = (self._all_reduce[0], [])
+        for out in (self._reduction, self._all_reduce):
+            if out is not None:
+                out.drop()
 
     def forget_waiting(self) -> None:
         """Forget the gradients of earlier microbatches."""
         self._partial = {}
         for param in self.params:
-            param.forget_waiting()
+            param.waiting.drop(param.sharded)
 
     def _finish(self, totals: list[torch.Tensor], params: Sequence[ShardedParam]) -> None:
         divisor = self.policy.divisor(self._ranks)
@@ -471,3 +447,14 @@ class Reducer:
                     hook(flat)
             for total, part in zip(members, flat.split([m.numel() for m in members]), strict=True):
                 total.copy_(part)
+
+
+def _refuse_optimizer_inside(name: str, params: Sequence[ShardedParam]) -> None:
+    """Raises: StageError where a hook waits for the gradients of a group that is reduced once more."""
+    hooked = [param.fqn for param in params if post_accumulate_grad_hooks_of(param.sharded)]
+    if hooked:
+        raise StageError(
+            f"group {name!r} is reduced twice in one backward (ranks ran it in different orders, or it ran "
+            f"twice), but {hooked[0]!r} has a hook that takes each gradient for the whole one: an optimizer "
+            "inside of the backward; step after the backward instead"
+        )

@@ -1,7 +1,7 @@
 """Parameters that sharding doesn't reach: other references to their memory, and those that came later."""
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -57,8 +57,9 @@ def _tensors_in(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
         inside = value
     elif isinstance(value, partial):
         inside = (value.func, *value.args, *value.keywords.values())
-    elif isinstance(value, Callable) and getattr(value, "__closure__", None):  # type: ignore[arg-type]
-        inside = [cell.cell_contents for cell in value.__closure__ if _is_filled(cell)]
+    else:
+        cells = getattr(value, "__closure__", None) or ()
+        inside = [cell.cell_contents for cell in cells if _is_filled(cell)]
     for each in inside if depth else ():
         yield from _tensors_in(each, depth - 1)
 

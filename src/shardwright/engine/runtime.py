@@ -153,11 +153,6 @@ class Runtime:
         if kind is not ActionKind.UNSHARD or group.stage is Stage.SHARDED:
             self._follow(step)
 
-    def hold(self, group: ParamGroup) -> None:
-        """Keep ``group`` from the forward that runs to the end of the next backward."""
-        if self._follower is not None:
-            self._follower.hold(self.table.number(group))
-
     def set_policy(self, policy: SchedulePolicy) -> None:
         """Follow another policy, from the next phase on. Raises: InputError for a name of no group;
         MissingExtra for a ``wire`` whose coder isn't installed."""
@@ -268,8 +263,9 @@ class Runtime:
                 unsettled.discard(self)
             recorder.write((PHASE, self.table.labels, phase, True, nested, start, clock()))
 
-    def at(self, kind: EventKind, group: ParamGroup | None = None) -> None:
+    def at(self, kind: EventKind, group: ParamGroup | None = None, holds: bool = False) -> None:
         """Take the actions of an event. After a begin event the group is unsharded, whatever was planned.
+        holds: it stays so to the end of the next backward.
 
         Raises: StageError for an event from inside of an action: a hook that runs in one runs the model.
         """
@@ -283,6 +279,8 @@ class Runtime:
                     f"this {self.phase or 'phase'} can't go on, since an action of Shardwright failed in it "
                     "(the first exception says which): call the outermost module again"
                 )
+            if holds:
+                follower.hold(event.group)
             if kind is EventKind.STEP_END:
                 follower.settles = self._consensus.settles = self.step.is_last_backward
             for watcher in self.executor.memory.watchers:
@@ -293,8 +291,7 @@ class Runtime:
                 watcher(event, group, True)
             if kind is EventKind.FORWARD_END:
                 # What the caller sees between forward and backward doesn't depend on what the planner keeps.
-                asked = follower.recorded.specs[event.group].reshard_after_forward
-                if asked is None and not follower.holds(event.group):
+                if follower.recorded.specs[event.group].reshard_after_forward is None and not holds:
                     self.groups[event.group].show_sharded()
             elif kind in BEGINS:
                 self.groups[event.group].show_unsharded()

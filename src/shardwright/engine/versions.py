@@ -12,6 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.tensor import DTensor
 
+from shardwright.errors import StageError
+from shardwright.params.param import ShardedParam
+from shardwright.params.quantized.group import Decoding
 from shardwright.params.smaller_world import Versions
 from shardwright.torch_private import local_of, set_versions, version_of
 
@@ -19,11 +22,13 @@ from shardwright.torch_private import local_of, set_versions, version_of
 class FaceVersions:
     """The counters of a group's unsharded parameters.
 
-    is_whole: whether their memory is filled.
+    is_whole: whether their memory is filled. gathered: versions of the shards that it was filled from; ()
+    where they may have been written without a mark since.
     """
 
     def __init__(self) -> None:
         self.is_whole = False
+        self.gathered: Versions = ()
         self._faces: tuple[torch.Tensor, ...] = ()
         self._versions: tuple[int, ...] = ()  # of each face, as of the last call
         self._shards: Versions = ()  # that they stand for
@@ -45,9 +50,22 @@ class FaceVersions:
         pairs = zip(self._faces, self._versions, strict=True)
         return [version_of(face) != version for face, version in pairs]
 
+    def write_back(self, params: Sequence[ShardedParam], decoding: Decoding, unmarked: bool) -> None:
+        """Copy what was edited of this rank's rows into the shards; with ``unmarked`` all rows that have the
+        dtype of the shards."""
+        with torch.no_grad():
+            for param, is_edited in zip(params, self.edited(), strict=True):
+                if param in decoding.parts:
+                    if is_edited:
+                        decoding.write_back(param)
+                    continue
+                may_be = unmarked and not param.extended and param.own.dtype == param.local.dtype
+                if is_edited or may_be:
+                    param.write_back()
+
     def count(self, shards: Versions) -> None:
         """The edits are in the shards now, which have the versions ``shards``."""
-        self._shards = shards
+        self.gathered = self._shards = shards
         self._set(list(map(version_of, self._faces)))
 
     def hide(self) -> None:
@@ -65,6 +83,18 @@ class FaceVersions:
         inner = [(local_of(face), version) for face, version in pairs if isinstance(face, DTensor)]
         if inner:
             set_versions(tuple(face for face, _ in inner), tuple(version for _, version in inner))
+
+
+def moved_memory(params: Sequence[ShardedParam], faces: Sequence[torch.Tensor]) -> StageError | None:
+    """What to raise where one of ``faces``, whose memory was given back, has other memory."""
+    for param, face in zip(params, faces, strict=True):
+        if not param.extended and has_memory(face):
+            return StageError(
+                f"parameter {param.fqn!r} was given other memory while it was unsharded (`.to()`, "
+                "`param.data = ...`), which its shards don't follow. Edit it in place, inside of "
+                "`with model.unsharded():`, or convert the model between steps, after model.reshard()"
+            )
+    return None
 
 
 def has_memory(face: torch.Tensor) -> bool:

@@ -13,7 +13,7 @@ _PIECES, _PIECE = 16, 1024
 
 def hash_of(tensor: torch.Tensor) -> int | None:
     """Of its numbers, sampled; None where it has none here (meta device), or is of a class of its own."""
-    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+    plain = isinstance(tensor, torch.Tensor) and not hasattr(tensor, "__tensor_flatten__")
     if not plain or tensor.is_meta or tensor.layout is not torch.strided:
         return None
     order = sorted(range(tensor.ndim), key=lambda dim: -tensor.stride(dim))

@@ -24,7 +24,7 @@ from shardwright.params.buffer import Buffer
 from shardwright.params.first_weights import Beginning
 from shardwright.params.offload import DeviceCopy, placed
 from shardwright.params.placement import ParamPlacement, Split
-from shardwright.params.unreduced import Mark, mark_of, stand_in
+from shardwright.params.unreduced import Waiting
 from shardwright.policy import CPUOffloadPolicy, MixedPrecisionPolicy
 from shardwright.schedule.flat_layout import FlatEntry
 from shardwright.schedule.layout import ParamLayout
@@ -96,7 +96,7 @@ class ShardedParam:
 
     sites: every place that shows it (more than one where modules share it).
     place: where its shards lie. attributes: what the caller had set on it; every face has them.
-    mark: of gradients that wait to be reduced, unsharded (``accumulated``) or summed over shards alone.
+    waiting: gradients that wait to be reduced, unsharded (``accumulated``) or summed over shards alone.
     compared: its names, and by each the one to compare with other ranks' where that is another (``census``).
     kept_dtype: it is never cast (codes, scales, and what ``param_dtype_override_fn`` says).
     beginning: of its values; None where no other rank has them.
@@ -121,8 +121,7 @@ class ShardedParam:
         self.spec = self.place.spec(param)
         guard(self.spec.mesh)
         self.attributes = attributes_of(param)
-        self._accumulated: torch.Tensor | None = None
-        self.mark: Mark | None = None
+        self.waiting = Waiting(fqn)
         self.compared: Mapping[str, str] = {}
         # bitsandbytes packs 4-bit codes into whatever dtype ``quant_storage`` names, also a floating one.
         self.kept_dtype = split.keeps_dtype or getattr(param, "quant_state", None) is not None
@@ -152,7 +151,7 @@ class ShardedParam:
         layout = ParamLayout(shape, self.axis.world, self.layout.dim)
         self.place = ParamPlacement(self.split, layout, self.inner)
         self.spec = self.place.spec(torch.empty(shape, dtype=rows.dtype, device="meta"))
-        self._accumulated = self.bound = None
+        self.waiting, self.bound = Waiting(self.fqn), None
         self.kept_dtype = True
         self.sharded = give(self.attributes, nn.Parameter(self.dtensor(rows), requires_grad=False))
         self.show(self.sharded)
@@ -166,8 +165,8 @@ class ShardedParam:
                 "model's state_dict() with a checkpoint, and load that into a model that you build again"
             )
         twin = object.__new__(type(self))
-        twin.__dict__ = self.__dict__ | dict.fromkeys(("_accumulated", "mark", "bound", "sharded"))
-        twin.sites, twin._device_copy = [], DeviceCopy()
+        twin.__dict__ = self.__dict__ | dict.fromkeys(("bound", "sharded"))
+        twin.sites, twin._device_copy, twin.waiting = [], DeviceCopy(), Waiting(self.fqn)
         return twin
 
     @property
@@ -295,39 +294,15 @@ class ShardedParam:
         """Dtype in which the gradient is summed over ranks and over microbatches."""
         return policy.sum_dtype(self.sharded.dtype, self.compute_dtype(policy))
 
-    # ---- gradients that wait
-
     @property
     def accumulated(self) -> torch.Tensor | None:
         """Unsharded gradient of earlier microbatches in the reduce dtype; None where the caller has cleared
         the parameter's since."""
-        if self._accumulated is not None and self.is_cleared:
-            self._accumulated = None
-        return self._accumulated
+        return self.waiting.grad_of(self.sharded)
 
     @accumulated.setter
     def accumulated(self, grad: torch.Tensor | None) -> None:
-        self._accumulated = grad
-        if grad is not None:
-            self.wait()
-
-    def wait(self) -> None:
-        """Show in the shard's ``.grad`` that gradients wait to be reduced."""
-        grad = self.sharded.grad
-        if self.is_cleared:
-            self.mark = Mark(self.fqn, None if mark_of(grad) is not None else grad)
-            self.sharded.grad = stand_in(self.mark, self.sharded)  # type: ignore[arg-type]
-
-    def forget_waiting(self) -> None:
-        """Forget the gradients that wait, and what stands for them."""
-        if self.mark is not None and not self.is_cleared:
-            self.sharded.grad = self.mark.earlier
-        self._accumulated = self.mark = None
-
-    @property
-    def is_cleared(self) -> bool:
-        """Whether the caller has cleared the gradients that wait."""
-        return self.mark is None or self.mark.cleared or mark_of(self.sharded.grad) is not self.mark
+        self.waiting.keep(grad, self.sharded)
 
     # ---- unsharded
 

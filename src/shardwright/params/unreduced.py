@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwright.errors import StageError
-from shardwright.torch_private import local_of, spec_of, tree_leaves, tree_map
+from shardwright.torch_private import foreach_zero_, local_of, make_wrapper, spec_of, tree_leaves, tree_map
 
 _CLEARS = ("aten::zero_", "aten::_foreach_zero_")
 _SAME = ("aten::detach", "aten::alias", "aten::detach_", "aten::view")  # as zero_grad() and to_local() do
@@ -40,7 +41,7 @@ class _Unreduced(torch.Tensor):
     @staticmethod
     def make(shard: torch.Tensor, mark: Mark) -> "_Unreduced":
         """Like the local shard, without memory."""
-        made: Any = torch.Tensor._make_wrapper_subclass(
+        made: Any = make_wrapper(
             _Unreduced, shard.shape, strides=shard.stride(), dtype=shard.dtype, device=shard.device
         )
         made.mark = mark
@@ -60,7 +61,7 @@ class _Unreduced(torch.Tensor):
                 each.mark.cleared = True
             if name != "aten::_foreach_zero_":
                 return args[0]
-            torch._foreach_zero_([each for each in args[0] if not isinstance(each, cls)])
+            foreach_zero_([each for each in args[0] if not isinstance(each, cls)])
             return None
         waiting = [each.mark.fqn for each in marked if not each.mark.cleared]
         if waiting:
@@ -80,11 +81,6 @@ def _zeros(like: torch.Tensor) -> torch.Tensor:
     return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
 
 
-def stand_in(mark: Mark, like: DTensor) -> Any:
-    """What ``.grad`` shows of the sharded parameter ``like``."""
-    return DTensor(_Unreduced.make(local_of(like), mark), spec_of(like), requires_grad=False)  # type: ignore[call-arg]
-
-
 def mark_of(grad: torch.Tensor | None) -> Mark | None:
     """The mark; None of a gradient that is one."""
     local = local_of(grad) if isinstance(grad, DTensor) else None
@@ -95,3 +91,48 @@ def zeros_of(grad: DTensor) -> torch.Tensor:
     """The gradient of zeros that a cleared one is."""
     local = local_of(grad)
     return DTensor(_zeros(local), spec_of(grad), requires_grad=False)  # type: ignore[call-arg]
+
+
+class Waiting:
+    """The gradients of a parameter that wait to be reduced, in sight of who clears ``.grad`` of its shard
+    (``sharded``, which may be replaced)."""
+
+    def __init__(self, fqn: str) -> None:
+        self._fqn = fqn
+        self._grad: torch.Tensor | None = None
+        self._mark: Mark | None = None
+
+    def begin(self, sharded: nn.Parameter) -> None:
+        """Something waits from here on, if nothing did before."""
+        if self.is_cleared(sharded):
+            grad: Any = sharded.grad
+            self._mark = Mark(self._fqn, grad if mark_of(grad) is None else None)
+            local: Any = local_of(sharded)
+            sharded.grad = DTensor(_Unreduced.make(local, self._mark), spec_of(sharded), requires_grad=False)  # type: ignore[call-arg]
+
+    def is_cleared(self, sharded: nn.Parameter) -> bool:
+        """Whether nothing waits, or the caller has cleared it."""
+        return self._mark is None or self._mark.cleared or mark_of(sharded.grad) is not self._mark
+
+    def keep(self, grad: torch.Tensor | None, sharded: nn.Parameter) -> None:
+        """The unsharded gradient that waits; None: it was taken."""
+        self._grad = grad
+        if grad is not None:
+            self.begin(sharded)
+
+    def grad_of(self, sharded: nn.Parameter) -> torch.Tensor | None:
+        """The unsharded gradient that waits."""
+        if self._grad is not None and self.is_cleared(sharded):
+            self._grad = None
+        return self._grad
+
+    def lose(self, sharded: nn.Parameter) -> None:
+        """What waited was dropped, as the backward failed that had taken it."""
+        if self._mark is not None and not self.is_cleared(sharded):
+            self._mark.lost = True
+
+    def drop(self, sharded: nn.Parameter) -> None:
+        """Forget it, and what stands for it."""
+        if self._mark is not None and not self.is_cleared(sharded):
+            sharded.grad = self._mark.earlier
+        self._grad = self._mark = None

@@ -131,7 +131,6 @@ class Follower:
         self._forwards: tuple[int, ...] | None = ()  # entries since the last backward; None: it was the last
         self._exact: tuple[Step, ...] = ()
         self._place = 0  # of ``_exact``
-        self._holds = 0  # bits of the groups of ``hold``
         self._passed: dict[tuple[Any, ...], tuple[Any, ...]] = {}  # see ``_leave_exact``
         self._agenda: tuple[tuple[Any, ...], ...] = ()
         self._answer: Answer = 0
@@ -148,15 +147,7 @@ class Follower:
     def snapshot(self) -> tuple[Any, ...]:
         """Everything that its next decisions depend on, hashable: equal where those are."""
         said = (self.mode, self.settles, self.used, self.recorded.digest, self._forwards, self._answer)
-        return (
-            *said,
-            self._holds,
-            self.groups.states,
-            self.cursors,
-            self._agenda,
-            bool(self._exact),
-            self._place,
-        )
+        return (*said, self.groups.states, self.cursors, self._agenda, bool(self._exact), self._place)
 
     # ---- events
 
@@ -252,15 +243,10 @@ class Follower:
     def hold(self, group: int) -> None:
         """Keep the group from the forward that runs to the end of the next backward, on this rank."""
         self._leave_exact()
-        self._holds |= 1 << group
-
-    def holds(self, group: int) -> bool:
-        """Whether ``hold`` keeps the group."""
-        return bool(self._holds >> group & 1)
+        self.groups.set(kept=self.groups.states.kept | 1 << group)
 
     def abandon(self) -> None:
         """Forget the phases that an exception ended, and the gradients on their way."""
-        self._holds = 0
         self.cursors, self._agenda, self._exact, self._place = (), (), (), 0
         self._taken, self._event, self._given = (), None, 0
         self.groups = Groups(self.groups.copied)
@@ -446,8 +432,6 @@ class Follower:
             self.groups.unshard((event.group,))  # the plan can be wrong about what earlier phases left behind
 
     def _reshard(self, group: int) -> None:
-        if self.holds(group):
-            return
         post_forward = self.cursors[-1].phase is Phase.FORWARD and self.recorded.specs[group].smaller_world
         self.groups.reshard(group, any(cursor.busy >> group & 1 for cursor in self.cursors), post_forward)
 
@@ -599,7 +583,7 @@ class Follower:
             self.groups.finalize(self._result.grad_mask)
 
     def _reshard_after_backward(self) -> None:
-        self._holds = 0
+        self.groups.set(kept=0)
         for group in _numbers(self.groups.states.held):
             if not _keeps(self.recorded.specs[group], Phase.BACKWARD):
                 self._move(busy=self.cursors[-1].busy & ~(1 << group))

@@ -13,7 +13,8 @@ class GroupStates(NamedTuple):
 
     live: gathered by collectives that were agreed on, so that it is the same on all ranks. post_forward:
     those that every rank can gather over the smaller world. held: those that this rank holds, more than
-    ``live`` or the same. used_by_some: those that some rank may have gradients of; the others are not
+    ``live`` or the same. kept: those that this rank doesn't reshard before the end of the next backward.
+    used_by_some: those that some rank may have gradients of; the others are not
     reduced. held_back: groups whose gradients wait for a collective to go with. in_flight: reductions in
     flight, of groups together.
     """
@@ -21,6 +22,7 @@ class GroupStates(NamedTuple):
     live: int = 0
     post_forward: int = 0
     held: int = 0
+    kept: int = 0
     used_by_some: int = 0
     held_back: tuple[int, ...] = ()
     in_flight: tuple[tuple[int, ...], ...] = ()
@@ -79,7 +81,7 @@ class Groups:
     def reshard(self, group: int, busy: bool, post_forward: bool) -> None:
         """Reshard what this rank holds, unless it is busy. post_forward: keep shards over the smaller
         world."""
-        if not self.states.held >> group & 1:
+        if not (self.states.held & ~self.states.kept) >> group & 1:
             return
         if not busy:
             self.do(ActionKind.RESHARD_POST_FORWARD if post_forward else ActionKind.RESHARD, (group,))

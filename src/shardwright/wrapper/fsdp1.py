@@ -79,6 +79,8 @@ class FullyShardedDataParallel(StatefulWrapper):
     Raises:
         InputError: arguments contradict each other or don't fit the model, or ``param_init_fn`` left a module
             on the meta device.
+        Diverged: ``sync_module_states=True``, and ranks have parameters or buffers of different names, order,
+            shapes or dtypes.
 
     Examples:
         >>> from shardwright.wrapper import FullyShardedDataParallel as FSDP, ModuleWrapPolicy

@@ -1,0 +1,87 @@
+"""Moving averages, teachers and targets beside a model, in every state that either of them can be in."""
+
+import copy
+from itertools import product
+
+import pytest
+import torch
+from torch import nn
+
+from shardwright import fully_shard
+from tests.ranks.models import full
+from tests.ranks.pool import run_ranks
+
+
+def model_of(reshard):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+    if reshard != "plain":
+        for part in (model[0], model):
+            fully_shard(part, reshard_after_forward=reshard)
+    return model
+
+
+def average(mean, model):
+    with torch.no_grad():
+        for own, param in zip(mean.parameters(), model.parameters(), strict=True):
+            own.lerp_(param, 0.25)
+
+
+def average_data(mean, model):
+    for module in (*mean.modules(), *model.modules()):
+        getattr(module, "reshard", lambda: None)()
+    for own, param in zip(mean.parameters(), model.parameters(), strict=True):
+        own.data.mul_(0.75).add_(param.data, alpha=0.25)
+
+
+def copied(mean, model):
+    mean.load_state_dict(model.state_dict())
+
+
+def beside(rank, world, reshard):
+    """Each way to update, after each of what may come before it: none, an evaluation of one or both."""
+    x = torch.linspace(-1, 1, 12).view(2, 6)
+    for update, *runs in product((average, average_data, copied), (False, True), (False, True)):
+        ours, whole = ([model_of(each), model_of(each)] for each in (reshard, "plain"))
+        for student, mean in (ours, whole):
+            mean.requires_grad_(False)
+            optimizer = torch.optim.SGD(student.parameters(), 0.1)
+            for _ in range(3):
+                student(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                with torch.no_grad():
+                    for model, runs_it in zip((student, mean), runs, strict=True):
+                        if runs_it:
+                            model(x)
+                update(mean, student)
+        with torch.no_grad():
+            for mine, other in zip(ours, whole, strict=True):
+                assert torch.allclose(mine(x), other(x), atol=1e-6), (update.__name__, runs)
+                for a, b in zip(mine.parameters(), other.parameters(), strict=True):
+                    assert torch.allclose(full(a), b, atol=1e-6), (update.__name__, runs)
+
+
+@pytest.mark.each_case
+@pytest.mark.parametrize("reshard", [None, True, False])
+def test_averages_are_those_of_one_process_whatever_ran_before(reshard):
+    run_ranks(2, beside, reshard)
+
+
+def averaged_model(rank, world):
+    plain = model_of("plain")
+    mean = torch.optim.swa_utils.AveragedModel(plain)
+    model = fully_shard(copy.deepcopy(plain))
+    fully_shard(mean)
+    for _ in range(3):
+        with torch.no_grad():
+            for param in model.parameters():
+                param.add_(1.0)
+        mean.update_parameters(model)
+    expected = [param + 2.0 for param in plain.parameters()]  # the mean of 1, 2 and 3 more
+    for param, other in zip(mean.parameters(), expected, strict=True):
+        assert torch.allclose(full(param), other, atol=1e-5)
+
+
+def test_torchs_averaged_model_may_be_sharded():
+    run_ranks(2, averaged_model)
