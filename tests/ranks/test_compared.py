@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
+from torch.torch_version import TorchVersion
 
 import shardwright
 from shardwright.checkpoint import load, save
@@ -301,6 +302,8 @@ def answers(tmp_path_factory):
 
 @pytest.mark.parametrize("question", QUESTIONS, ids=lambda question: question.__name__)
 def test_torchs_fully_shard_and_ours_answer_as_the_page_says(question, answers):
+    if question is tied_over_two_groups and TorchVersion(torch.__version__) < "2.12":
+        pytest.skip("torch 2.11's own fully_shard takes it; the page is of the newest")
     theirs, ours = QUESTIONS[question]
     for of_rank in answers:
         assert of_rank[question.__name__, "torch"] == theirs

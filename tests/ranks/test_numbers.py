@@ -22,7 +22,9 @@ def read(rank, world):
     }
     for name, part in parts.items():
         for number in (float, bool, lambda t: t.item()):
-            if world > 1:
+            if world > 1 and any(
+                placed.is_partial() for placed in part.placements
+            ):  # torch 2.15 reduces any()
                 with pytest.raises(InputError, match=r"rank's part alone.*full_tensor\(\)"):
                     number(part)
             number(part.full_tensor())
