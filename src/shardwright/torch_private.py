@@ -74,6 +74,10 @@ with _known():
     is_alias_of: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of  # pyright: ignore[reportAttributeAccessIssue]
     # The tensor that a view is of: it keeps its autograd node when the view is changed in place.
     base_of: Callable[[Tensor], Tensor | None] = _reader(Tensor, "_base")
+    # Hooks of ``register_hook``, which autograd never calls of a shard, either.
+    hooks_of: Callable[[Tensor], dict[int, Callable[[Tensor], Tensor | None]] | None] = _reader(
+        Tensor, "_backward_hooks"
+    )
     # Hooks of ``register_post_accumulate_grad_hook``: autograd never calls those of a shard, so we do.
     post_accumulate_grad_hooks_of: Callable[[Tensor], dict[int, Callable[[Tensor], None]] | None] = _reader(
         Tensor, "_post_accumulate_grad_hooks"
@@ -285,6 +289,16 @@ def register_optimizer_kernels() -> None:
 def has_optimizer_kernels() -> bool:
     """Whether this torch takes a rule for them."""
     return _register_single_dim_pointwise is not None
+
+
+def take_over_hooks(before: Tensor, param: Tensor) -> None:
+    """Have ``param`` call the hooks of the parameter ``before`` it; handles that were given for them hold."""
+    if hooks_of(before):
+        param._backward_hooks = hooks_of(before)
+    if post_accumulate_grad_hooks_of(before):
+        param._post_accumulate_grad_hooks = (  # pyright: ignore[reportAttributeAccessIssue]
+            post_accumulate_grad_hooks_of(before)
+        )
 
 
 def copies_what_is_saved() -> bool:

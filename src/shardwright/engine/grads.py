@@ -3,6 +3,7 @@ the shards'. What is copied, cast or added is one call for all that have the sam
 
 from collections.abc import Sequence
 from math import frexp
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -16,6 +17,7 @@ from shardwright.torch_private import (
     foreach_add_,
     foreach_copy_,
     foreach_div,
+    hooks_of,
     local_of,
     post_accumulate_grad_hooks_of,
 )
@@ -169,15 +171,33 @@ def separated(reduction: Reduction, together: Sequence[Sequence[int]], grads: Gr
     return _Separated(reduction, together, [p.layout.shard_numel(p.axis.rank) for p, _ in grads])
 
 
+def _hooked(param: ShardedParam, local: torch.Tensor) -> torch.Tensor:
+    """The local gradient after the caller's hooks, each of which may return another one."""
+    grad: Any = param.dtensor(local)
+    with torch.no_grad():
+        for hook in tuple((hooks_of(param.sharded) or {}).values()):
+            changed = hook(grad)
+            grad = grad if changed is None else changed
+    if not isinstance(grad, DTensor) or grad.shape != param.sharded.shape:
+        raise InputError(
+            f"a hook on the gradient of sharded parameter {param.fqn!r} returned {type(grad).__name__} of "
+            f"shape {list(grad.shape)}; return a DTensor like the gradient, or None"
+        )
+    return local_of(grad)
+
+
 def add_sharded_grads(params: Sequence[ShardedParam], totals: Sequence[torch.Tensor]) -> None:
-    """Add reduced gradients, 1-D, to ``sharded.grad`` (in the dtypes at rest), then call the
-    hooks that wait for them. Raises: InputError for a gradient that the caller has set to something else."""
+    """Add reduced gradients, 1-D, to ``sharded.grad`` (in the dtypes at rest), as the hooks of
+    ``register_hook`` change them; then call those that wait for them. Raises: InputError for a gradient that
+    the caller has set to something else."""
     earlier: list[torch.Tensor] = []
     later: list[torch.Tensor] = []
     for param, total in zip(params, cast(totals, [param.sharded.dtype for param in params]), strict=True):
         sharded = param.sharded
         shard, grad = local_of(sharded), sharded.grad
         local = total.view(shard.shape).to(shard.device)
+        if hooks_of(sharded):
+            local = _hooked(param, local)
         mark = mark_of(grad)
         if mark is not None:
             grad = None if mark.cleared else mark.earlier

@@ -28,7 +28,15 @@ from shardwright.params.unreduced import Waiting
 from shardwright.policy import CPUOffloadPolicy, MixedPrecisionPolicy
 from shardwright.schedule.flat_layout import FlatEntry
 from shardwright.schedule.layout import ParamLayout
-from shardwright.torch_private import DTensorSpec, TensorMeta, local_of, parameters_of, spec_of, version_of
+from shardwright.torch_private import (
+    DTensorSpec,
+    TensorMeta,
+    local_of,
+    parameters_of,
+    spec_of,
+    take_over_hooks,
+    version_of,
+)
 from shardwright.transport.base import Segment
 from shardwright.transport.kept import Kept
 from shardwright.transport.mesh import Axis
@@ -128,6 +136,7 @@ class ShardedParam:
         self.bound: Unsharded | None = None
         self._device_copy = DeviceCopy()
         self.sharded = give(self.attributes, self._shard(whole.detach(), param.requires_grad))
+        take_over_hooks(param, self.sharded)
         self._placed: Any = ref(self.local)  # the shard that lies where its policy wants it
         self.show(self.sharded)
         self.beginning = Beginning(whole, self.local) if self.axis.world * self.axis.num_copies > 1 else None
