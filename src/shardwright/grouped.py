@@ -6,6 +6,7 @@ root         parameters that lie right in modules around groups; most often none
 """
 
 import difflib
+import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -54,7 +55,7 @@ def shard_groups(model: Any, groups: Groups, ignored: set[int], shard: Shard) ->
         check_modules(_modules_of(model, group, params))
     nested = {name for name, module in model.named_modules() if is_sharded(module)}
     done = {*(name.rpartition(".")[0] if name in params else name for name in entries), *nested}
-    runs = leftovers(_node(model, "", ignored), done)
+    runs = leftovers(_node(model, "", ignored), done) if listed else []
     for group in sorted(listed, key=lambda group: -max(name.count(".") for name in group)):
         modules = _modules_of(model, group, params)
         mine = {id(params[name]) for name in group if name in params}
@@ -83,9 +84,11 @@ def chosen(model: nn.Module, groups: str | Grouping, ignored: set[int]) -> list[
         raise InputError(f'groups= must be "auto", a Grouping or lists of names, got {groups!r}')
     found = choices(model, groups if isinstance(groups, Grouping) else Grouping(), ignored)
     if not found:
-        raise InputError(
+        warnings.warn(
             f"nothing in {type(model).__name__} says how to group it: it has no _no_split_modules and no "
-            "list of modules of one class; pass Grouping(classes=[...]) or lists of names"
+            "list of modules, so all of it is gathered at once. Pass groups=Grouping(classes=[...]) or lists "
+            "of names, or leave groups out if that is meant",
+            stacklevel=5,
         )
     return found
 
@@ -112,10 +115,10 @@ def suggested(model: nn.Module, ignored: Collection[int] = ()) -> NamedGroups:
     found = groups_from_hints(classes, hints)
     if {*found.apart} - {hints.embedding}:
         return found
-    taken = (*found.apart, *found.last)
+    taken, node = (*found.apart, *found.last), _node(model, "", ignored)
     lists = [
         name
-        for name in repeated(_node(model, "", ignored))
+        for name in repeated(node) or repeated(node, mixed=True)
         if not any(f"{name}.".startswith(f"{outer}.") for outer in taken)
     ]
     return NamedGroups((*lists, *found.apart), found.last)

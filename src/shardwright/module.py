@@ -284,6 +284,20 @@ class FSDPModule(GradientSetters, ScheduleSetters, RefusingFSDPModule):
             keep_attributes(param)
         return self
 
+    def share_memory(self) -> Any:
+        """Refused: each rank has only its rows, and with torch the process crashes. No communication.
+
+        Returns:
+            Nothing.
+
+        Raises:
+            InputError: always.
+        """
+        raise InputError(
+            "share_memory() of a sharded module: each rank has only its rows, in memory that is allocated "
+            "anew. Share full_state_dict(model) instead"
+        )
+
     def _get_fsdp_state(self) -> Any:
         return TorchState(cast(nn.Module, self))
 

@@ -331,3 +331,13 @@ def left_out(rank, world, ignored):
 @pytest.mark.parametrize(("world", "ignored"), [(1, False), (2, False), (2, True)])
 def test_an_optimizer_of_parameters_that_nobody_averages_says_so_once(world, ignored):
     run_ranks(world, left_out, ignored)
+
+
+def shared_memory(rank, world):
+    model = fully_shard(nn.Linear(4, 4))
+    with pytest.raises(InputError, match=r"share_memory\(\) of a sharded module.*full_state_dict"):
+        model.share_memory()
+
+
+def test_sharing_the_memory_of_a_sharded_model_is_refused():
+    run_ranks(1, shared_memory)

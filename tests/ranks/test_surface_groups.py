@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from shardwright import Grouping, explain, fully_shard, stats
+from shardwright import FSDPModule, Grouping, explain, fully_shard, stats
+from shardwright.engine.unit import unit_of
 from shardwright.errors import InputError
 from shardwright.plan.cluster import DEVICES, Cluster
 from shardwright.planned import Plan, PlannedGroup
@@ -129,8 +130,15 @@ def refused(rank, world):
     for group, message in cases:
         with pytest.raises(InputError, match=message):
             fully_shard(model, groups=[["embedding"], group])
-    with pytest.raises(InputError, match="nothing in Linear says how to group it"):
-        fully_shard(nn.Linear(2, 2), groups="auto")
+    with pytest.warns(UserWarning, match="nothing in LSTM says how to group it"):
+        alone = fully_shard(nn.LSTM(2, 2), groups="auto")
+    assert [group.name for group in unit_of(alone).groups] == ["LSTM"]
+    layers = fully_shard(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 3)), groups="auto")
+    assert [name for name, module in layers.named_modules() if isinstance(module, FSDPModule)] == [
+        "",
+        "0",
+        "2",
+    ]
     with pytest.raises(InputError, match='must be "auto"'):
         fully_shard(model, groups="automatic")
     with pytest.raises(InputError, match="takes one model, got list"):

@@ -77,13 +77,16 @@ class Node:
     children: tuple["Node", ...] = ()
 
 
-def repeated(node: Node) -> list[str]:
-    """The members of every list (or sequence) of at least two modules of one class, the outermost only."""
+def repeated(node: Node, mixed: bool = False) -> list[str]:
+    """The members of every list (or sequence) of at least two modules of one class, the outermost only.
+    mixed: of any classes, where at least two have parameters."""
     members = node.children
     is_list = not node.runs or node.kind == "Sequential"
-    if is_list and len(members) > 1 and len({member.kind for member in members}) == 1:
-        return [member.name for member in members if member.nbytes and member.runs]
-    return [name for member in members for name in repeated(member)]
+    found = [member.name for member in members if member.nbytes and member.runs]
+    one_class = len(members) > 1 and len({member.kind for member in members}) == 1
+    if is_list and (one_class or (mixed and len(found) > 1)):
+        return found
+    return [name for member in members for name in repeated(member, mixed)]
 
 
 def leftovers(root: Node, grouped: Collection[str]) -> list[list[Node]]:
