@@ -9,6 +9,7 @@
     |-- DataError (ValueError)         a corpus that is missing, empty or too small
     |-- ScheduleError (AssertionError) a schedule that isn't sound
     |-- StageError (RuntimeError)      a call that is illegal in the stage that a group is in
+    |-- NonFinite (ArithmeticError)    a training step whose gradients are infinite or NaN
     |-- OutOfMemory (MemoryError)      a rank that holds more host memory than its budget
     |-- CommError (RuntimeError)       ranks in different collectives, or a rank that ended or never came
     |   |-- Diverged                   ranks wait for each other in different places: proven, not timed
@@ -61,6 +62,10 @@ class ScheduleError(ShardwrightError, AssertionError):
 
 class StageError(ShardwrightError, RuntimeError):
     """A call that isn't allowed in the current stage of a step or of a group."""
+
+
+class NonFinite(ShardwrightError, ArithmeticError):
+    """A step of a recipe whose gradients are infinite or NaN; the message names the step and a parameter."""
 
 
 class OutOfMemory(ShardwrightError, MemoryError):

@@ -107,6 +107,7 @@ with _known():
     foreach_copy_ = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
     foreach_div = torch._foreach_div  # pyright: ignore[reportPrivateImportUsage]
     foreach_div_ = torch._foreach_div_  # pyright: ignore[reportPrivateImportUsage]
+    foreach_norm = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
     foreach_zero_ = torch._foreach_zero_  # pyright: ignore[reportPrivateImportUsage]
 
     # ---- DTensors and meshes

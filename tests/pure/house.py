@@ -112,9 +112,10 @@ EXCEPTIONS: dict[tuple[str, str, str], tuple[int, str]] = {
         "every field of SchedulePolicy, and the transport",
     ),
     ("train/config.py", "file lines", "train/config.py"): (
-        490,
+        495,
         "every key of a recipe, each with what it means, and what an editor may take",
     ),
+    ("train/config.py", "attributes", "TrainingConfig"): (13, "one for each key of [training]"),
     ("train/config.py", "attributes", "DataConfig"): (13, "what is read, how, and where it is kept"),
     ("train/config.py", "attributes", "Recipe"): (14, "one for each section of a recipe"),
     ("hf/load.py", "parameters", "load"): (8, "fully_shard's policies, and what becomes of the weights"),

@@ -94,8 +94,9 @@ class CompiledEngine:
         ]
         inputs, targets = (torch.cat(rows) for rows in zip(*parts, strict=True))
         self.data_s += time.perf_counter() - began
-        loss, step = self.train_step(inputs, targets), self.train_step
-        return lambda: (float(loss), float(step.grad_norm), {})
+        loss = self.train_step(inputs, targets)
+        norm = self.train_step.grad_norm
+        return Reading(lambda: (float(loss), float(norm), {}), lambda: float(norm))
 
     def heldout_loss(self) -> float:
         """See ``Engine``. The last batch is filled up with rows that don't count."""

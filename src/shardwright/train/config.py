@@ -268,6 +268,11 @@ class TrainingConfig(Section):
         "recomputation; empty: a group per block",
     )
     log_every: int = Field(default=10, ge=1, description="steps between two logged ones")
+    on_nonfinite: Literal["stop", "skip", "go on"] = Field(
+        default="stop",
+        description="where the gradients of a step are infinite or NaN: stop, with the checkpoints before "
+        "it; skip the step, which waits for the device in each; or don't look",
+    )
 
 
 class OptimizerConfig(Section):
@@ -498,6 +503,8 @@ class Recipe(Section):
             wrong.append("adapter, base.quantise: they are for a model of [base]; set base.folder")
         if self.training.offload != "none" and self.launch.backend != "eager":
             wrong.append('training.offload: shards lie on the host on "eager" only; leave it out')
+        if self.training.on_nonfinite == "skip" and self.launch.backend != "eager":
+            wrong.append('training.on_nonfinite: a step is skipped on "eager" only; set it to "stop"')
         if self.optimizer.kind == "adamw-8bit" and self.launch.backend != "eager":
             wrong.append('optimizer.kind: adamw-8bit steps on "eager" only; take another one')
         if self.data.sources and not self.base.folder:

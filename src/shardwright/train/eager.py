@@ -3,6 +3,7 @@
 step:  [microbatch: forward, backward] x accumulation -> clip -> AdamW -> zero
 """
 
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from shardwright.api import communication_s, full_state_dict, fully_shard, stats
 from shardwright.checkpoint import Restored, async_save, load, save
@@ -27,6 +27,7 @@ from shardwright.train.data import TrainBatches, split_targets
 from shardwright.train.engine import Reading, Sizes
 from shardwright.train.loop import learning_rate
 from shardwright.train.models import Transformer, flops_of, loss_of
+from shardwright.train.norms import clip
 from shardwright.train.ranks import RankPlace
 from shardwright.transport.mesh import set_transport
 from shardwright.transport.recorder import recorder
@@ -184,13 +185,14 @@ class RankEngine(ABC):
         self._steps += 1
         with self._watched():
             loss = self.gradients(position)
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), recipe.optimizer.clip_norm)
-        self.optimizer.step()
+        norms = clip(self.model, recipe.optimizer.clip_norm)
+        if recipe.training.on_nonfinite != "skip" or math.isfinite(norms.total()):
+            self.optimizer.step()
         self.optimizer.zero_grad()
-        return lambda: (
-            self.place.total(loss.item())[0] / self.place.world,
-            float(norm.full_tensor() if isinstance(norm, DTensor) else norm),
-            self.figures(),
+        return Reading(
+            lambda: (self.place.total(loss.item())[0] / self.place.world, norms.total(), self.figures()),
+            norms.total,
+            norms.first_nonfinite,
         )
 
     def figures(self) -> dict[str, float]:

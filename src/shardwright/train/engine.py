@@ -15,9 +15,19 @@ from shardwright.train.config import Recipe, TrainingConfig
 from shardwright.train.data import Share
 from shardwright.train.folder import RunFolder
 
-Reading = Callable[[], tuple[float, float, dict[str, float]]]
-"""Reads the loss of a step (nats per byte, mean over ranks), the gradient's norm before clipping, and further
-figures by their keys in ``metrics.jsonl``, which waits for the device. Every rank calls it or none."""
+
+@dataclass(frozen=True)
+class Reading:
+    """Reads what a step has measured, which waits for the device. Every rank calls one of these, or none.
+
+    values: the loss (nats per byte, mean over ranks), the gradient's norm before clipping, and further
+    figures by their keys in ``metrics.jsonl``. norm: that norm alone. first_nonfinite: the first parameter
+    whose gradient isn't finite; "" where none is known.
+    """
+
+    values: Callable[[], tuple[float, float, dict[str, float]]]
+    norm: Callable[[], float]
+    first_nonfinite: Callable[[], str] = str
 
 
 class TrainingProcess(Protocol):

@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 import torch
 
 from shardwright.checkpoint import StopRequest
+from shardwright.errors import NonFinite
 from shardwright.observe.host_memory import resident_nbytes
 from shardwright.train.config import OptimizerConfig, Recipe
-from shardwright.train.engine import Engine
+from shardwright.train.engine import Engine, Reading
 from shardwright.train.flops import peak_flops
 
 
@@ -140,6 +141,7 @@ class Loop:
         self._epoch_steps = epoch_steps if recipe.training.epochs else 0
         self.progress = Progress()
         self._since_report = _Clock()
+        self._unchecked: Reading | None = None
         is_half = recipe.training.dtype == "bf16" or (recipe.base.folder and recipe.base.dtype != "fp32")
         dtype = torch.bfloat16 if is_half else torch.float32  # files of a base are nearly always in 16 bits
         self._peak_flops = peak_flops(engine.place.device_type, recipe.track.peak_tflops, dtype)
@@ -157,13 +159,18 @@ class Loop:
             if len(progress.step_s) == WARM_UP_STEPS + 1:
                 listener.warm(progress)
             epoch = bool(self._epoch_steps) and step % self._epoch_steps == 0
-            if last or epoch or step % heldout.every == 0:
+            evaluates = last or epoch or step % heldout.every == 0
+            saves = last or epoch or step % self.recipe.checkpoint.every == 0
+            if evaluates or saves:
+                self._check(step)
+            if evaluates:
                 self._evaluate(listener)
-            if last or epoch or step % self.recipe.checkpoint.every == 0:
+            if saves:
                 self._save(listener)
             if epoch and not last:
                 listener.epoch_ended(step)
         if progress.saved_step != progress.step:
+            self._check(progress.step)
             self._save(listener)
         return self.is_done
 
@@ -199,14 +206,36 @@ class Loop:
         progress.step = step
         progress.position += windows
         progress.tokens += windows * training.sequence_length
+        self._check(step - 1)  # one step late, so that the device isn't waited for
+        self._unchecked = reading
         due = step % training.log_every == 0 or step == training.steps
-        loss, grad_norm, figures = reading() if due else (0.0, 0.0, {})
+        loss, grad_norm, figures = reading.values() if due else (0.0, 0.0, {})
         progress.step_s.append(time.perf_counter() - started)  # after the reading, which waits for the device
         progress.trained_s += progress.step_s[-1]
         progress.exposed_s.append((self.engine.exposed_s or 0.0) - exposed_s)
         if not due:
             return None
         return self._report(loss, grad_norm, figures)
+
+    def _check(self, step: int) -> None:
+        """Raises: NonFinite, on every process, where the gradients of ``step`` weren't finite and the recipe
+        doesn't say otherwise."""
+        reading, self._unchecked = self._unchecked, None
+        if reading is None or self.recipe.training.on_nonfinite != "stop":
+            return
+        norm = reading.norm()
+        if not math.isfinite(norm):
+            first = reading.first_nonfinite()
+            where = f", first in {first!r}" if first else ""
+            raise NonFinite(
+                f"the norm of the gradients of step {step} is {norm}{where}, so the run stops (the "
+                f"checkpoints before it are kept). optimizer.lr was {self._rate(step):g}: lower it, raise "
+                'optimizer.warmup_steps, or look at the data of that step; training.on_nonfinite = "skip" '
+                'leaves such steps out, "go on" doesn\'t look'
+            )
+
+    def _rate(self, step: int) -> float:
+        return learning_rate(self.recipe.optimizer, step, self.recipe.training.steps)
 
     def _report(self, loss: float, grad_norm: float, figures: dict[str, float]) -> StepReport:
         """The row of the step that was made."""

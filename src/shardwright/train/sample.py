@@ -15,7 +15,8 @@ from shardwright.train.resolve import Resolved, resolve
 def generate(model: Transformer, config: SampleConfig, context_length: int, seed: int) -> bytes:
     """``config.num_bytes`` bytes that continue the prompt; the model sees the last ``context_length`` bytes.
 
-    The model must be unsharded: one process calls. The same seed gives the same bytes.
+    The model must be unsharded: one process calls. The same seed gives the same bytes. They end early where
+    the model's numbers are infinite or NaN.
     """
     model.eval()
     device = model.embedding.weight.device
@@ -25,6 +26,8 @@ def generate(model: Transformer, config: SampleConfig, context_length: int, seed
     while len(text) - start < config.num_bytes:
         tokens = torch.tensor([list(text[-context_length:])], device=device)
         logits = model(tokens)[0, -1].float().cpu()
+        if not logits.isfinite().all():
+            break
         if config.temperature == 0:
             text.append(int(logits.argmax()))
         else:
