@@ -341,3 +341,24 @@ def shared_memory(rank, world):
 
 def test_sharing_the_memory_of_a_sharded_model_is_refused():
     run_ranks(1, shared_memory)
+
+
+def not_on_shards(rank, world):
+    model = fully_shard(nn.Linear(4, 4))
+    before = [param.to_local().clone() for param in model.parameters()]
+    for kind in (torch.optim.LBFGS, torch.optim.Rprop):
+        optimizer = kind(model.parameters(), lr=0.1)
+
+        def closure(optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = model(torch.ones(1, 4)).sum()
+            loss.backward()
+            return loss
+
+        with pytest.raises(InputError, match=rf"{kind.__name__} holds sharded parameters \('weight', ...\)"):
+            optimizer.step(closure)
+    assert all(map(torch.equal, before, (param.to_local() for param in model.parameters())))
+
+
+def test_optimizers_that_torch_can_not_run_on_shards_are_named():
+    run_ranks(2, not_on_shards)

@@ -17,7 +17,7 @@ from shardwright.engine.group_table import tables
 from shardwright.engine.paging import page_in
 from shardwright.engine.runtime import unsettled
 from shardwright.engine.unit import sharded_from
-from shardwright.errors import StageError, UnsupportedTorch
+from shardwright.errors import InputError, StageError, UnsupportedTorch
 from shardwright.params.unreduced import mark_of, zeros_of
 from shardwright.torch_private import current_graph_task, has_optimizer_kernels
 
@@ -60,6 +60,7 @@ class OptimizerGuard:
             )
         _check_sharded(optimizer, params)
         _check_kernels(optimizer)
+        _check_runs_on_shards(optimizer, params)
         self._checked[optimizer] = len(params)
         self.num_checked += 1
         stepped.add(optimizer)
@@ -107,6 +108,25 @@ def _check_sharded(optimizer: Optimizer, params: list[Any]) -> None:
             f"after an evaluation ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}): stepping it "
             "would train nothing. Call reshard() on their modules and build it then, or build it earlier"
         )
+
+
+_NOT_ON_SHARDS = (
+    (torch.optim.LBFGS, "it joins all gradients to one, which torch can't do with shards: use AdamW"),
+    (torch.optim.Rprop, "it writes where signs differ, which torch can't do in shards: use RMSprop or AdamW"),
+)
+
+
+def _check_runs_on_shards(optimizer: Optimizer, params: list[Any]) -> None:
+    """Raises: InputError for one that torch can't run on DTensors, instead of an error from inside of it."""
+    for kind, reason in _NOT_ON_SHARDS:
+        if isinstance(optimizer, kind) and any(isinstance(param, DTensor) for param in params):
+            groups = [group for table in tuple(tables) for group in table.groups]
+            names = {id(param.sharded): param.fqn for group in groups for param in group.params}
+            first = next((names[id(param)] for param in params if id(param) in names), "of a DTensor")
+            raise InputError(
+                f"{type(optimizer).__name__} holds sharded parameters ({first!r}, ...), and can't step them: "
+                f"{reason}, or give it the parameters of a model that isn't sharded"
+            )
 
 
 def _check_kernels(optimizer: Optimizer) -> None:
