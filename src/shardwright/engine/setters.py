@@ -47,7 +47,9 @@ class GradientSetters(Owner):
         """Whether the backward reduces gradients over ranks. False keeps them unsharded and adds them up.
 
         For gradient accumulation: False for all microbatches but the last. The accumulated gradients take as
-        much memory as the unsharded parameters. Every rank must call it, with the same arguments; it
+        much memory as the unsharded parameters. Until they are reduced, ``param.grad`` stands for them: to
+        clear it (``zero_grad()``, ``param.grad = None``) clears them, and to read it raises StageError, as
+        does an optimizer's step with nothing else. Every rank must call it, with the same arguments; it
         communicates nothing.
 
         Args:
