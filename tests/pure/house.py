@@ -81,6 +81,10 @@ EXCEPTIONS: dict[tuple[str, str, str], tuple[int, str]] = {
         "the loop, what a model is asked from outside, and what is recorded",
     ),
     ("engine/runtime.py", "attributes", "Runtime"): (16, "what the loop works with, and where it stands"),
+    ("transport/two_level.py", "attributes", "TwoLevelComm"): (
+        13,
+        "what every transport has, both hops, and what is between them",
+    ),
     ("transport/cpu/connection.py", "class lines", "Connection"): (270, "both ways of one connection"),
     ("observe/steps/recording.py", "attributes", "_Reader"): (
         13,

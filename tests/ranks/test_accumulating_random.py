@@ -61,7 +61,6 @@ class Both:
             fully_shard(part, mesh=mesh, **options)
         self.models = self.ours, self.whole
         self.optimizers = [torch.optim.SGD(model.parameters(), 0.05, momentum=0.5) for model in self.models]
-        self.same_runs = reshard == "over all"  # other blocks by rank: an error there
 
     def microbatch(self, seed, sync, all_reduce, runs, fails, is_last=True):
         self.ours.set_is_last_backward(is_last)
@@ -160,7 +159,7 @@ def _run(both, draw, world, hybrid, done):
             number = draw.randrange(NUM_BLOCKS)
             sync, all_reduce = draw.choice([(False, True), (False, True), (True, True), (True, not hybrid)])
             runs = [draw.sample(range(NUM_BLOCKS), draw.randrange(NUM_BLOCKS + 1)) for _ in range(world)]
-            if draw.random() < 0.7 or both.same_runs:
+            if draw.random() < 0.7:
                 runs = runs[:1] * world
             way, trains = draw.randrange(5), draw.random() < 0.6
             seed = draw.randrange(10**6)

@@ -63,6 +63,7 @@ class Consensus:
         self._table = executor.table
         self._channel = channel
         self._compared = False
+        self._comms = self._table.comms()
         groups = enumerate(self._table.groups)
         self._reshard_smaller = [index for index, group in groups if group.gatherer.smaller_world is not None]
         self._num_params = sum(len(group.params) for group in self._table.groups)
@@ -75,6 +76,8 @@ class Consensus:
         """
         if isinstance(sync, Inspect):
             return self._executor.inspect(sync.group)
+        for comm in self._comms:
+            comm.go_on()
         if isinstance(sync, Synchronize):
             return self._synchronize(sync)
         if isinstance(sync, AllReduceMin):

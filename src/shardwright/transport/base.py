@@ -199,6 +199,10 @@ class Comm(Protocol):
         """The transport of host memory among the same ranks, on which words travel: itself or another."""
         return self
 
+    def go_on(self) -> None:
+        """Issue what was begun and has more hops: called before this rank waits for words of others, which
+        may wait for these. No-op where collectives have one hop."""
+
     def all_gather(self, segments: Sequence[Segment], key: str) -> Gather:
         """Fill every rank's span of every segment. ``key`` names group and purpose; it is the same on all
         ranks."""

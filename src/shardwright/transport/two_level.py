@@ -34,6 +34,8 @@ class TwoLevelComm(Comm):
         self.log = flat.log
         self.sent_nbytes = 0
         self.exposed_s: float | None = 0.0
+        # Collectives whose second hop may be still to be issued.
+        self._gathers: list[_TwoGathers] = []
         self._last: _TwoReductions | None = None
 
     @property
@@ -53,14 +55,23 @@ class TwoLevelComm(Comm):
 
     def all_gather(self, segments: Sequence[Segment], key: str) -> Gather:
         """See ``Comm.all_gather``. In place in both hops; a host that moves bytes itself issues the second
-        one when it waits."""
+        one when it waits, or goes on."""
         places = [Segment(each.flat, each.spans.joined(self.between.world)) for each in segments]
         own = [self._of_place(each) for each in segments]
         if self.streams is None:
-            return _TwoGathers(self.between.all_gather(own, key), self.node, places, key)
+            made = _TwoGathers(self.between.all_gather(own, key), self.node, places, key)
+            self._gathers = [each for each in self._gathers if each.is_halfway] + [made]
+            return made
         with self.streams.gathering([segment.flat for segment in segments]):
             self.between.all_gather(own, key).wait()  # the gather stream waits
             return self.node.all_gather(places, key)
+
+    def go_on(self) -> None:
+        """See ``Comm.go_on``: the second hops of all-gathers, which a rank of the node may wait for."""
+        for each in (*self._gathers, self._last):
+            if each is not None:
+                each.go_on()
+        self._gathers, self._last = [], None
 
     def _of_place(self, segment: Segment) -> Segment:
         """This place's part of what is gathered, with the spans of the nodes in it."""
@@ -109,11 +120,25 @@ class _TwoGathers:
 
     def __init__(self, first: Gather, node: Comm, places: Sequence[Segment], key: str) -> None:
         self._first, self._node, self._places, self._key = first, node, places, key
+        self._second: Gather | None = None
+
+    @property
+    def is_halfway(self) -> bool:
+        """Whether the second hop is still to be issued."""
+        return self._second is None
+
+    def go_on(self) -> None:
+        """Wait for the first hop and issue the second, where that isn't done."""
+        if self._second is None:
+            self._first.wait()
+            self._second = self._node.all_gather(self._places, self._key)
+            self._places = ()
 
     def wait(self) -> None:
         """See ``Gather.wait``."""
-        self._first.wait()
-        self._node.all_gather(self._places, self._key).wait()
+        self.go_on()
+        assert self._second is not None
+        self._second.wait()
 
 
 class _TwoReductions:
