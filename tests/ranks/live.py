@@ -77,10 +77,10 @@ def counted_at_events(without):
     rows: list[tuple[str, int]] = []
     at: Callable = Runtime.at
 
-    def counting(runtime, kind, group=None):
+    def counting(runtime, kind, group=None, holds=False):
         name = f"{kind:<2}" if group is None else f"{kind:<2} {runtime.table.number(group)}"
         rows.append((f"before {name}", live.nbytes))
-        at(runtime, kind, group)
+        at(runtime, kind, group, holds)
         rows.append((f"after {name}", live.nbytes))
 
     # While the watch thread looks at where this thread is, variables of functions that have returned live on.

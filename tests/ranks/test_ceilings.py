@@ -56,12 +56,12 @@ CORE = {
     "engine": """
         away backward batches build clone consensus containers costs deferred edits executor factored
         foreign found gatherer grads group group_table held_memory hooks lookups memory methods
-        optimizer_guard optimizer_in_backward out_of_memory paging reducer runtime setters torch_state
-        transforms unit
+        optimizer_guard optimizer_in_backward out_of_memory outputs paging pending reducer references
+        runtime same_model setters torch_state transforms unit versions
     """,
     "params": """
-        at_rest binding buffer flat_param gather_full load_plain offload param placement rows
-        smaller_world subclass
+        at_rest binding buffer first_weights flat_param gather_full load_plain offload param placement rows
+        smaller_world subclass unreduced
     """,
     "params/quantized": """
         codec group module

@@ -108,8 +108,8 @@ def derives(rank, world, agreement):
     model, checked = built(agreement, keep_last=2), []
     at = Runtime.at
 
-    def checking(self, kind, group=None):
-        at(self, kind, group)
+    def checking(self, *event):
+        at(self, *event)
         follower = copy.copy(self._follower)
         follower._leave_exact()
         assert follower.groups.states.held == self.executor.local(Phase.FORWARD).held

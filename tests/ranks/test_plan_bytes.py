@@ -114,9 +114,9 @@ def count_with_a_late_free(rank, world, names, policies):
     def step_late(model, x):
         counting, steps[0] = Runtime.at, steps[0] + 1
 
-        def at_late(runtime, kind, group=None):
+        def at_late(runtime, *event):
             before = list(due)
-            counting(runtime, kind, group)
+            counting(runtime, *event)
             for buffer in before:
                 free(buffer)
                 due.remove(buffer)

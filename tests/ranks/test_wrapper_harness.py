@@ -179,7 +179,7 @@ def late_reductions(rank, world):
         # One point that all reductions go through: P40. Small groups share a collective.
         groups = [unit.group for unit in units_in(sharded) if unit.group]
         reduced = sum(len(segments) for segments, *_ in calls)
-        assert reduced == 2 * sum(group.num_trainable for group in groups)
+        assert reduced == 2 * sum(group.trainable.bit_count() for group in groups)
         for comm in comms.values():
             del comm.reduce_scatter
 

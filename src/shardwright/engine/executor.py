@@ -235,12 +235,11 @@ class Executor:
 
     def forget_stale(self) -> None:
         """Reshard what no longer shows the shards as they are, and what a phase that failed has left in
-        flight, since when they may have been written without a mark; drop copies of shards, and shards
-        over a smaller world except between microbatches, which no step separates."""
+        flight, since when they may have been written without a mark; drop shards over a smaller world and
+        copies of shards except between microbatches, which no step separates."""
         for index, group in enumerate(self.table.groups):
-            if group.params[0].has_device_copy or (
-                group.gatherer.smaller_world is not None and not keeps_grads(group)
-            ):
+            has_copies = group.gatherer.smaller_world is not None or group.params[0].has_device_copy
+            if has_copies and not keeps_grads(group):
                 group.forget_copies()
             if group.stage is not Stage.SHARDED:
                 follow_freezing(group)

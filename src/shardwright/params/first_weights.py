@@ -13,11 +13,17 @@ _PIECES, _PIECE = 16, 1024
 
 def hash_of(tensor: torch.Tensor) -> int | None:
     """Of its numbers, sampled; None where it has none here (meta device), or is of a class of its own."""
-    plain = isinstance(tensor, torch.Tensor) and not hasattr(tensor, "__tensor_flatten__")
-    if not plain or tensor.is_meta or tensor.layout is not torch.strided:
+    if not isinstance(tensor, torch.Tensor) or tensor.is_meta or tensor.layout is not torch.strided:
         return None
+    try:
+        return _hash_of(tensor.detach())
+    except (RuntimeError, NotImplementedError, TypeError):  # a class that doesn't take these operations
+        return None
+
+
+def _hash_of(tensor: torch.Tensor) -> int:
     order = sorted(range(tensor.ndim), key=lambda dim: -tensor.stride(dim))
-    flat = tensor.detach().permute(order).reshape(-1)  # as it lies in memory
+    flat = tensor.permute(order).reshape(-1)  # as it lies in memory
     if flat.numel() > _PIECES * _PIECE:
         step = (flat.numel() - _PIECE) // (_PIECES - 1)
         flat = flat.as_strided((_PIECES, _PIECE), (step, 1), flat.storage_offset()).reshape(-1)
