@@ -195,3 +195,31 @@ def failing(rank, world):
 
 def test_what_a_failed_backward_has_lost_of_earlier_microbatches_is_told():
     run_ranks(2, failing)
+
+
+def stepped_with_a_closure(rank, world):
+    """As Lightning's Trainer does: the last microbatch's backward runs inside of the step."""
+    ours, whole = Model(), Model()
+    fully_shard(ours)
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in (ours, whole)]
+    ours.set_requires_gradient_sync(False)
+    of(ours(rows(0, rank, 0), branch=True)).backward()
+    for other in range(world):
+        (of(whole(rows(0, other, 0), branch=True)) / world).backward()
+
+    def last():
+        ours.set_requires_gradient_sync(True)
+        of(ours(rows(0, rank, 1), branch=True)).backward()
+
+    def last_of_all():
+        for other in range(world):
+            (of(whole(rows(0, other, 1), branch=True)) / world).backward()
+
+    optimizers[0].step(last)
+    optimizers[1].step(closure=last_of_all)
+    for mine, other in zip(ours.parameters(), whole.parameters(), strict=True):
+        assert torch.allclose(full(mine), other, atol=1e-5)
+
+
+def test_gradients_may_be_reduced_inside_of_a_step_with_a_closure():
+    run_ranks(2, stepped_with_a_closure)

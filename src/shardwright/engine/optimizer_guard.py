@@ -48,7 +48,8 @@ class OptimizerGuard:
             self._check(optimizer, params)
         page_in(optimizer)
         step_whole(optimizer)
-        _set_aside_waiting(optimizer, params)
+        if kwargs.get("closure") is None and not any(map(callable, args[1:])):  # a closure brings gradients
+            _set_aside_waiting(optimizer, params)
 
     def _check(self, optimizer: Optimizer, params: list[Any]) -> None:
         stale = [found.fqn for found in map(sharded_from, params) if found is not None]
