@@ -3,14 +3,19 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
-from shardwright import FSDPModule, stats
+from shardwright import FSDPModule, stats, torch_private
 from shardwright.params.unreduced import mark_of
+
+NEEDS_ORDER = pytest.mark.skipif(
+    not torch_private.keeps_order, reason=f"torch {torch.__version__} has no new_group(sort_ranks=)"
+)
 
 VOCAB, WIDTH = 17, 13  # odd sizes: every shard of every world is uneven
 

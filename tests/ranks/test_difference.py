@@ -17,20 +17,17 @@ from shardwright import (
     fully_shard,
     set_transport,
     stats,
-    torch_private,
 )
 from shardwright.checkpoint import load, save
 from shardwright.engine.unit import unit_of
 from shardwright.errors import CommError, MissingExtra
 from shardwright.transport.link import LinkSpeed, _free, _links, free_nbytes, measured
+from tests.ranks.models import NEEDS_ORDER
 from tests.ranks.pool import run_ranks
 from tests.ranks.quantised import COLS
 from tests.ranks.quantised import build as build_quantised
 from tests.ranks.quantised import shard as shard_quantised
 
-NEEDS_ORDER = pytest.mark.skipif(
-    not torch_private.keeps_order, reason=f"torch {torch.__version__} has no new_group(sort_ranks=)"
-)
 VOCAB, WIDTH = 499, 96
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 PLAIN, DIFFERENCE = (SchedulePolicy(wire=wire, keep_last=0) for wire in ("plain", "difference"))

@@ -16,16 +16,13 @@ from shardwright import (
     fully_shard,
     set_transport,
     stats,
-    torch_private,
 )
 from shardwright.engine.unit import unit_of
 from shardwright.errors import InputError
-from tests.ranks.models import Run, batches, build, full, loss_of, shard_decoder
+from tests.ranks.models import NEEDS_ORDER, Run, batches, build, full, loss_of, shard_decoder
 from tests.ranks.pool import run_ranks
 
-pytestmark = pytest.mark.skipif(
-    not torch_private.keeps_order, reason=f"torch {torch.__version__} has no new_group(sort_ranks=)"
-)
+pytestmark = NEEDS_ORDER
 
 OPTIONS = {
     "plain": {},

@@ -8,9 +8,9 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardwright import CPUOffloadPolicy, OptimizerOffloadPolicy, SchedulePolicy, fully_shard, torch_private
+from shardwright import CPUOffloadPolicy, OptimizerOffloadPolicy, SchedulePolicy, fully_shard
 from shardwright.errors import InputError, StageError
-from tests.ranks.models import full
+from tests.ranks.models import NEEDS_ORDER, full
 from tests.ranks.pool import run_ranks
 
 CHANGED = "modified by an inplace operation"
@@ -313,8 +313,8 @@ def edited_without_a_mark(rank, world, way):
 
 
 @pytest.mark.each_case
-@pytest.mark.parametrize("way", ["smaller world", "over all", "offloaded", "copies"])
+@pytest.mark.parametrize(
+    "way", ["smaller world", pytest.param("over all", marks=NEEDS_ORDER), "offloaded", "copies"]
+)
 def test_an_edit_without_a_mark_is_seen_after_reshard(way):
-    if way == "over all" and not torch_private.keeps_order:
-        pytest.skip(f"torch {torch.__version__} has no new_group(sort_ranks=)")
     run_ranks(4, edited_without_a_mark, way)

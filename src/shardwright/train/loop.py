@@ -257,7 +257,7 @@ class Loop:
             step=progress.step,
             time=time.time(),
             loss=loss,
-            lr=learning_rate(recipe.optimizer, progress.step, recipe.training.steps),
+            lr=self._rate(progress.step),
             grad_norm=grad_norm,
             tokens=progress.position * recipe.training.sequence_length,
             tokens_per_s=speed,
