@@ -203,3 +203,17 @@ def sent_from_rank_0(rank, world):
 
 def test_states_that_rank_0_has_sent_are_equal():
     run_ranks(2, sent_from_rank_0)
+
+
+def named_values(rank, world):
+    """A name that the comparison's own words might be taken for."""
+    model = nn.Module()
+    model.values = nn.Parameter(torch.ones(8, 3 + rank))
+    model.forward = lambda x: x * model.values.sum()
+    fully_shard(model)
+    with pytest.raises(Diverged, match=r"different models.*\n.*parameter values of group .*shape \[8, 3\]"):
+        model(torch.ones(1))
+
+
+def test_a_parameter_may_have_any_name():
+    run_ranks(2, named_values)

@@ -3,7 +3,6 @@ sharded: each rank keeps its own, where DistributedDataParallel sends rank 0's b
 
 import warnings
 from collections.abc import Sequence
-from itertools import zip_longest
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -14,7 +13,7 @@ from shardwright.params.first_weights import differing, hash_of
 from shardwright.policy import Agreement
 from shardwright.schedule.schedule import Phase
 from shardwright.transport.base import Comm
-from shardwright.transport.channel import compare
+from shardwright.transport.channel import compare, first_difference
 
 
 def check_same_model(comm: Comm, groups: Sequence[ParamGroup], agreement: Agreement) -> None:
@@ -32,19 +31,15 @@ def check_same_model(comm: Comm, groups: Sequence[ParamGroup], agreement: Agreem
         return
     parts = [text.partition(_RULE) for text in texts]
     sides = [names.splitlines() for names, _, _ in parts]
-    if all(side == sides[0] for side in sides):
-        found = differing([values.splitlines()[1:] for _, _, values in parts])
-        if found is not None:
-            raise Diverged(_other_values(*found))
-        return
-    other = next(rank for rank, side in enumerate(sides) if side != sides[0])
-    nothing = "nothing: its model ends before"
-    pairs = zip_longest(sides[0], sides[other], fillvalue=nothing)
-    first, second = next(pair for pair in pairs if pair[0] != pair[1])
-    raise Diverged(_told(first, second, other, sides[0][0] != sides[other][0]))
+    differs = first_difference(sides)
+    if differs is not None:
+        raise Diverged(_told(*differs, sides[0][0] != sides[differs[2]][0]))
+    found = differing([values.splitlines()[1:] for _, _, values in parts])
+    if found is not None:
+        raise Diverged(_other_values(*found))
 
 
-_RULE = "values"
+_RULE = "\x1f"  # which no name has
 
 
 def _other_values(name: str, other: int) -> str:

@@ -12,6 +12,7 @@ other, all give the same answer.
 import hashlib
 import operator
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Literal, Protocol
 from weakref import WeakKeyDictionary
 
@@ -42,6 +43,17 @@ def compare(comm: Comm, text: str, key: str) -> list[str]:
     return [
         bytes(row[:nbytes]).decode(errors="replace") for row, (_, nbytes) in zip(texts, rows, strict=True)
     ]
+
+
+def first_difference(sides: list[list[str]]) -> tuple[str, str, int] | None:
+    """The first line in which a rank differs from rank 0: rank 0's, its own, and the rank. None where none
+    does. sides: of each rank its lines."""
+    other = next((rank for rank, side in enumerate(sides) if side != sides[0]), None)
+    if other is None:
+        return None
+    pairs = zip_longest(sides[0], sides[other], fillvalue="nothing: its model ends before")
+    first, second = next(pair for pair in pairs if pair[0] != pair[1])
+    return first, second, other
 
 
 def check_alike(comm: Comm, text: str, key: str) -> None:

@@ -1,7 +1,6 @@
 """What is done to a module before it is sharded: materialised, made equal on all ranks, its buffers cast."""
 
 from collections.abc import Callable, Iterable
-from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
@@ -11,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.errors import Diverged, InputError
 from shardwright.torch_private import buffers_of
-from shardwright.transport.channel import compare
+from shardwright.transport.channel import compare, first_difference
 from shardwright.transport.mesh import resolve
 
 InitFn = Callable[[nn.Module], None]
@@ -90,11 +89,9 @@ def _check_alike(root: nn.Module, tensors: dict[int, torch.Tensor], mesh: Device
     lines = [f"{names.get(key)}: {list(each.shape)}, {each.dtype}" for key, each in tensors.items()]
     for comm in (found.comm, found.replicate):
         texts = compare(comm, "\n".join(lines), "compare what is sent") if comm is not None else []
-        if texts:
-            sides = [text.splitlines() for text in texts]
-            other = next(rank for rank, side in enumerate(sides) if side != sides[0])
-            pairs = zip_longest(sides[0], sides[other], fillvalue="nothing: its model ends before")
-            first, second = next(pair for pair in pairs if pair[0] != pair[1])
+        differs = first_difference([text.splitlines() for text in texts])
+        if differs is not None:
+            first, second, other = differs
             raise Diverged(
                 "sync_module_states=True: ranks have different models, first seen between ranks 0 and "
                 f"{other} of the mesh:\n  rank 0: {first}\n  rank {other}: {second}\n"
