@@ -101,6 +101,11 @@ class DamagedError(CheckpointError):
     """A checkpoint is complete, but its bytes are not those that were saved. Nothing was loaded."""
 
 
+class UnreadError(CheckpointError):
+    """A file of a checkpoint can't be opened or read now: it was removed meanwhile, or its disk fails. That
+    says nothing about its bytes. Nothing was loaded."""
+
+
 class StorageError(ShardwrightError, OSError):
     """An object store (``s3://``, ``gs://``, ...) can't be reached, or refuses a request."""
 

@@ -18,8 +18,9 @@ from torch import nn
 
 from shardwright import fully_shard
 from shardwright.checkpoint import agree, background, load, save
-from shardwright.checkpoint.folder import Writer, find, read_manifest
+from shardwright.checkpoint.folder import find, read_manifest
 from shardwright.checkpoint.shardfile import Item
+from shardwright.checkpoint.writer import Writer
 from shardwright.errors import CheckpointError
 from tests.ranks.pool import run_ranks
 

@@ -16,8 +16,8 @@ from torch import nn
 
 from shardwright import fully_shard
 from shardwright.checkpoint import async_save, latest, lease, load, save
-from shardwright.checkpoint.folder import Writer
 from shardwright.checkpoint.format import Manifest, dumps, loads
+from shardwright.checkpoint.writer import Writer
 from shardwright.cli import main
 from shardwright.errors import CheckpointError, DamagedError, InputError
 from shardwright.storage import location_of

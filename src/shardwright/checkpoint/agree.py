@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from shardwright.errors import CheckpointError, ShardwrightError
+from shardwright.errors import CheckpointError, ShardwrightError, UnreadError
 from shardwright.transport.attempt import Attempt, new_group, this_attempt
 from shardwright.transport.launches import Launch, LaunchLog, process_state
 from shardwright.transport.recorder import LAUNCH, WAIT, clock, recorder
@@ -111,6 +111,7 @@ class Ranks:
         by pickle.
 
         Raises:
+            UnreadError: on all ranks, where that is the only reason.
             CheckpointError: on all ranks, with the reasons of all ranks on which ``work`` failed, or if a
                 rank was lost.
         """
@@ -129,12 +130,31 @@ class Ranks:
                 thread.join()
                 own = f"; this rank: {outcome[0][1]}" if outcome[0][1] else ""
                 raise CheckpointError(f"{what}: lost contact with another rank ({error}){own}") from error
-        faults = [f"rank {rank}: {fault}" for rank, (_, fault) in enumerate(outcomes) if fault]
+        faults = [f"rank {rank}: {fault}" for rank, (_, fault, _) in enumerate(outcomes) if fault]
         if faults:
-            raise CheckpointError(
+            unread = all(kind is UnreadError for _, fault, kind in outcomes if fault)
+            raise (UnreadError if unread else CheckpointError)(
                 f"{what} failed on {len(faults)} of {self.world} ranks\n  " + "\n  ".join(faults)
             )
-        return [result for result, _ in outcomes]
+        return [result for result, _, _ in outcomes]
+
+    def here(self, what: str, work: Callable[[], None]) -> None:
+        """Run ``work`` in the calling thread, which may make collectives of its own; every rank hears how it
+        went. Raises: CheckpointError, as ``together``; from its cause where that is on this rank."""
+        failed: Exception | None = None
+        try:
+            work()
+        except Exception as error:
+            failed = error
+
+        def tell() -> None:
+            if failed is not None:
+                raise CheckpointError(str(failed))
+
+        try:
+            self.together(what, tell)
+        except CheckpointError as error:
+            raise error from failed
 
     def _wait_for_all(self, thread: threading.Thread, outcome: list[Any], what: str) -> list[Any]:
         pause, own, name = 0.001, None, f"{self._log.name}, files"
@@ -159,11 +179,13 @@ class Ranks:
 def _attempt(work: Callable[[], Any], outcome: list[Any]) -> None:
     try:
         with torch.no_grad():  # grad mode belongs to a thread
-            outcome.append((work(), ""))
+            outcome.append((work(), "", None))
+    except UnreadError as error:
+        outcome.append((None, str(error), UnreadError))
     except (ShardwrightError, OSError) as error:
-        outcome.append((None, str(error)))
-    except Exception:  # a bug: every rank must still hear of it
-        outcome.append((None, traceback.format_exc()))
+        outcome.append((None, str(error), None))
+    except BaseException:  # a bug, or a SystemExit of the user's code: every rank must still hear of it
+        outcome.append((None, traceback.format_exc(), None))
 
 
 _of_group: "WeakKeyDictionary[dist.ProcessGroup, Ranks]" = WeakKeyDictionary()

@@ -1,5 +1,5 @@
-"""A folder of checkpoints: its names, the one writer, publication, and what is kept; here as it is on a
-file system (``remote`` draws the one in an object store).
+"""A folder of checkpoints, as it is read: its names, what is complete, and which is the newest of the line of
+training that is going on; here as it is on a file system (``remote`` draws the one in an object store).
 
 runs/
     step-000100/      complete: it has a manifest, renamed here in one step
@@ -9,51 +9,38 @@ runs/
     damaged-step-000300/  was damaged when a run went back to an older one; kept to be looked at
     left-step-000400/     was newer than the one that a run was told to go back to
     .torn-1f3a/       being written, or left by a writer that was killed; removed by the next one
+
+A line of training: a run that loads step 100 and goes on leaves 200 and 300 behind, though their numbers are
+higher. So each manifest names the checkpoints that it descends from, and counts the saves of the folder.
+
+    step-000100   save 1
+    step-000200   save 2, after 100
+    step-000300   save 3, after 100, 200     left behind: stays, isn't counted by ``keep``, isn't the latest
+    step-000110   save 4, after 100          <- latest
+
+``latest`` is the newest complete descendant of what the file ``latest`` names. So a kill between the rename
+and the file loses no step; and where the file names what isn't there, the last save is the newest.
 """
 
-import itertools
 import os
 import re
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from shardwright.checkpoint.format import MANIFEST, Manifest, loads
-from shardwright.checkpoint.lock import Held
 from shardwright.checkpoint.remote import RemoteStorage
-from shardwright.checkpoint.storage import TORN, LocalStorage, Lock, Storage, sync_folder
-from shardwright.errors import CheckpointError, InputError, StorageError
+from shardwright.checkpoint.storage import LATEST, TORN, LocalStorage, Storage, sync_folder
+from shardwright.errors import CheckpointError, UnreadError
 from shardwright.storage import Location, RemotePath
 
 _STEP = re.compile(r"step-(\d+)")
 _local = LocalStorage()
 Anywhere = TypeVar("Anywhere", Path, RemotePath, Location)
-
-
-@dataclass(frozen=True)
-class Keep:
-    """Which checkpoints are kept after a save.
-
-    Args:
-        last: how many of the newest ones, at least 1.
-        every: also every checkpoint whose step is a multiple of this number; None: no others.
-
-    Raises:
-        InputError: a number is below 1.
-    """
-
-    last: int
-    every: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.last < 1:
-            raise InputError(f"Keep.last is {self.last}, expected at least 1 (None keeps all)")
-        if self.every is not None and self.every < 1:
-            raise InputError(f"Keep.every is {self.every}, expected at least 1, or None")
 
 
 def storage_of(path: Location) -> Storage:
@@ -69,92 +56,6 @@ def step_folders(path: Anywhere) -> list[tuple[int, Anywhere]]:
     """``(step, folder)`` of all published checkpoints in ``path``, by step; complete or not."""
     names = storage_of(path).names(path)
     return sorted((int(m[1]), path / name) for name in names if (m := _STEP.fullmatch(name)))
-
-
-class Writer:
-    """The one writer of a folder, on rank 0: takes the lock, offers a place to write, publishes it.
-
-    Raises (from ``__init__``):
-        CheckpointError: the folder can't be written, the step exists, or another process is writing.
-    """
-
-    def __init__(self, path: Location, step: int) -> None:
-        self.path = path
-        self.storage = storage_of(path)
-        self.final = step_folder(path, step)
-        self._lock: Lock | None = None
-        try:
-            self._lock = self.storage.lock(path)
-            if self._is_there() and is_complete(self.final):
-                raise CheckpointError(
-                    f"{self.final} exists already; nothing was overwritten: remove it, or use another folder"
-                )
-            for left in self.storage.leftovers(path):  # we hold the lock: no living writer owns them
-                self.storage.remove(left)
-            self.attempt = self.storage.begin(self.final)
-        except Held as error:
-            raise CheckpointError(
-                f"{path}: another process is saving here ({error}); nothing was written"
-            ) from None
-        except OSError as error:
-            self.close()
-            raise CheckpointError(f"can't write to {path}: {error.strerror or error}") from error
-        except CheckpointError:
-            self.close()
-            raise
-
-    def _is_there(self) -> bool:
-        return self.final.name in self.storage.names(self.path)
-
-    def publish(self, manifest_text: str) -> None:
-        """Publish what all ranks have sent, then move ``latest``. Every file is synced already."""
-        try:
-            check_files(loads(manifest_text, str(self.final)), self.attempt.at)
-            assert self._lock is not None
-            self._lock.check()
-            if self._is_there():  # a damaged one: a run that went back before it comes by here again
-                self.storage.move(self.final, _unused(self.path, f"damaged-{self.final.name}"))
-            self.storage.publish(self.attempt, manifest_text)
-            self.storage.name_latest(self.path, self.final.name)
-        except OSError as error:
-            raise CheckpointError(f"can't publish {self.final}: {error.strerror or error}") from error
-
-    def prune(self, keep: Keep) -> None:
-        """Remove the checkpoints that ``keep`` does not keep."""
-        steps = [(step, folder) for step, folder in step_folders(self.path) if folder != self.final]
-        old = steps[: len(steps) - (keep.last - 1)]
-        for step, folder in old:
-            if keep.every is None or step % keep.every:
-                self.storage.remove(folder)
-
-    def close(self) -> None:
-        """Give the lock back and remove what was not published."""
-        if self._lock is not None:
-            if (attempt := getattr(self, "attempt", None)) is not None:
-                with suppress(OSError):  # the next writer removes it
-                    self.storage.abandon(attempt)
-            self._lock.close()
-            self._lock = None
-
-
-def set_aside_after(path: Location, step: int, why: str) -> list[Location]:
-    """Rename what was saved in ``path`` after ``step`` to ``WHY-step-...``, because a run goes back to
-    ``step`` and will come by there again. Returns the new names."""
-    moved, storage = [], storage_of(path)
-    for newer, folder in step_folders(path):
-        if newer > step:
-            moved.append(_unused(path, f"{why}-{folder.name}"))
-            storage.move(folder, moved[-1])
-    if moved:
-        storage.name_latest(path, step_folder(path, step).name)
-    return moved
-
-
-def _unused(path: Location, name: str) -> Location:
-    """``path / name``, or with the first number behind it that no folder has."""
-    names = set(storage_of(path).names(path))
-    numbered = (f"{name}.{number}" for number in itertools.count(1))
-    return path / next(n for n in itertools.chain([name], numbered) if n not in names)
 
 
 @contextmanager
@@ -186,15 +87,23 @@ def read_manifest(folder: Location) -> Manifest:
     """The manifest of the checkpoint in ``folder``; every file it lists is there and has its size.
 
     Raises:
-        CheckpointError: no checkpoint, a damaged manifest, a missing or truncated file (all of them named).
+        UnreadError: the manifest isn't there, or can't be read.
+        CheckpointError: a damaged manifest, a missing or truncated file (all of them named).
     """
+    try:
+        manifest = _parsed(folder)
+        check_files(manifest, folder)
+    except OSError as error:
+        raise UnreadError(f"{folder / MANIFEST}: can't read the manifest: {error}") from error
+    return manifest
+
+
+def _parsed(folder: Location) -> Manifest:
     path = folder / MANIFEST
     try:
-        manifest = loads(storage_of(folder).read_text(path), str(path))
-    except (OSError, UnicodeDecodeError) as error:
+        return loads(storage_of(folder).read_text(path), str(path))
+    except UnicodeDecodeError as error:
         raise CheckpointError(f"{path}: can't read the manifest: {error}") from error
-    check_files(manifest, folder)
-    return manifest
 
 
 def check_files(manifest: Manifest, folder: Location) -> None:
@@ -226,19 +135,104 @@ def _held(manifest: Manifest, file: str) -> str:
     return ", ".join(keys[:3]) + (f" and {len(keys) - 3} more tensors" if len(keys) > 3 else "")
 
 
-def complete_steps(path: Location) -> list[int]:
-    """Steps of the complete checkpoints in the folder ``path``, the newest first; none if there is no folder.
-    Their bytes are not read: a damaged one counts, until ``load`` says so."""
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint of a folder. ``fault``: why it can't be loaded, empty where it can; ``is_damaged``: the
+    reason is what is in the folder, not that it can't be read now. ``after``: names of those it descends
+    from."""
+
+    step: int
+    folder: Location
+    fault: str
+    is_damaged: bool
+    number: int
+    after: frozenset[str]
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """What comes later was saved later."""
+        return self.number, self.step
+
+
+def _survey(path: Location, least: int = 0) -> list[Found]:
+    """What is in ``path``, from step ``least`` on, the last saved first. Their bytes are not read."""
+    found, unnumbered = list[Found](), list[str]()
+    for step, folder in step_folders(path):
+        if step < least:
+            continue
+        fault, is_damaged, manifest = "", False, None
+        try:
+            manifest = _parsed(folder)
+            check_files(manifest, folder)
+        except CheckpointError as error:
+            # Without a manifest it is another program's folder, or one that is just being removed.
+            fault, is_damaged = str(error), MANIFEST in _sizes_or_none(folder)
+        except OSError as error:
+            fault = f"{folder}: can't be read now: {error.strerror or error}"
+        line = manifest.state.get("line") if manifest is not None else None
+        if line is None:  # of a release that wrote none: one line, in the order of steps
+            line = {"number": 0, "after": tuple(unnumbered)}
+            unnumbered.append(folder.name)
+        found.append(Found(step, folder, fault, is_damaged, line["number"], frozenset(line["after"])))
+    return sorted(found, key=lambda f: f.order, reverse=True)
+
+
+def _sizes_or_none(folder: Location) -> Mapping[str, int]:
     try:
-        folders = step_folders(path)
+        return storage_of(folder).sizes(folder)
+    except OSError:
+        return {}
+
+
+def latest_name(path: Location) -> str:
+    """What the file ``latest`` of ``path`` says; nothing where it can't be read."""
+    try:
+        return storage_of(path).read_text(path / LATEST).strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _newest(found: Sequence[Found], named: str) -> Found | None:
+    """The newest complete one of ``found`` that is the one of that name or descends from it."""
+    return next((f for f in found if not f.fault and named in (f.name, *f.after)), None)
+
+
+def by_line(path: Location) -> tuple[list[Found], list[Found]]:
+    """The complete checkpoints of the line of training that is going on in ``path``, and all others; both
+    the newest first.
+
+    Raises: OSError, if there is no such folder.
+    """
+    found, named = _survey(path), latest_name(path)
+    newest = _newest(found, named)
+    if newest is None:  # the named one is damaged or gone: what it came from, else what was saved last
+        after = next((f.after for f in found if f.name == named), frozenset[str]())
+        whole = [f for f in found if not f.fault]
+        newest = next((f for f in whole if f.name in after), next(iter(whole), None))
+    if newest is None:
+        return [], found
+    line = [f for f in found if not f.fault and f.name in (newest.name, *newest.after)]
+    return line, [f for f in found if f not in line]
+
+
+def complete_steps(path: Location) -> list[int]:
+    """Steps of the complete checkpoints in the folder ``path``, the newest first, those of other lines of
+    training behind; none if there is no folder. Their bytes are not read: a damaged one counts, until
+    ``load`` says so."""
+    try:
+        line, others = by_line(path)
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return [step for step, folder in reversed(folders) if is_complete(folder)]
+    return [f.step for f in (*line, *others) if not f.fault]
 
 
 def find(path: Location) -> tuple[Location, Sequence[str]]:
     """``(folder, skipped)``: ``path`` itself if it is a checkpoint, else its newest complete one, and why
-    newer ones were skipped.
+    others that were saved later, or have a higher step, were skipped.
 
     Raises:
         CheckpointError: there is none, saying what was found instead.
@@ -247,18 +241,23 @@ def find(path: Location) -> tuple[Location, Sequence[str]]:
     if MANIFEST in storage.sizes(path) or _STEP.fullmatch(path.name):
         read_manifest(path)
         return path, ()
-    skipped = []
+    named = latest_name(path)
     try:
-        folders = step_folders(path)
-    except OSError as error:
-        if isinstance(error, StorageError):
-            raise
+        # Mostly nothing is newer than the named one: then one manifest is read, however many there are.
+        is_step = _STEP.fullmatch(named)
+        others = _survey(path, int(is_step[1])) if is_step else []
+        newest = _newest(others, named)
+        if newest is None:
+            line, others = by_line(path)
+            newest = next(iter(line), None)
+    except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"{path}: no such folder; give a checkpoint, or a folder of them") from None
-    for _, folder in reversed(folders):
-        try:
-            read_manifest(folder)
-            return folder, tuple(skipped)
-        except CheckpointError as error:
-            skipped.append(f"{folder.name}: {error}")
-    found = "; ".join(skipped) or f"no step-* folder, {len(storage.leftovers(path))} unfinished saves"
-    raise CheckpointError(f"{path}: no complete checkpoint ({found})")
+    if newest is not None:
+        later = [f for f in others if f.order > newest.order or f.step > newest.step]
+        return newest.folder, tuple(f"{f.name}: {f.fault or _LEFT_BEHIND}" for f in later)
+    reasons = "; ".join(f"{f.name}: {f.fault}" for f in others)
+    reasons = reasons or f"no step-* folder, {len(storage.leftovers(path))} unfinished saves"
+    raise CheckpointError(f"{path}: no complete checkpoint ({reasons})")
+
+
+_LEFT_BEHIND = "of a line of training that was left behind"

@@ -11,6 +11,7 @@ or the memory is bad between two reads, and say so.
 """
 
 import contextlib
+import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -22,7 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwright.checkpoint import background
-from shardwright.checkpoint.agree import ranks
+from shardwright.checkpoint.agree import Ranks, ranks
 from shardwright.checkpoint.flat import base_tensor
 from shardwright.checkpoint.folder import complete_steps, step_folder, storage_of
 from shardwright.checkpoint.format import (
@@ -34,17 +35,20 @@ from shardwright.checkpoint.format import (
     crc32_in_chunks,
     run_crc32,
 )
-from shardwright.checkpoint.install import install
+from shardwright.checkpoint.install import install, install_whole
 from shardwright.checkpoint.live import model_tensors, set_rng_state
 from shardwright.checkpoint.shardfile import TORCH_DTYPE, Reader, bits_of, chunks_of, tensor_of
 from shardwright.checkpoint.sources import Source, locate, open_source
 from shardwright.checkpoint.target import LoadPlan, Target, allocated, overlapping, plan
 from shardwright.checkpoint.tree import decode
 from shardwright.checkpoint.verify import Partial, Verifier, crc_in, parts_of
+from shardwright.checkpoint.writer import loaded
 from shardwright.crc import crc32
-from shardwright.errors import CheckpointError, DamagedError
+from shardwright.errors import CheckpointError, DamagedError, UnreadError
 from shardwright.storage import Location, location_of
 
+_ATTEMPTS = 3  # of a load that finds a file that can't be read
+_PAUSE_S = 0.2
 STEP_NBYTES = 512 << 10
 """Copied and checksummed at a time, in a core's own cache: 0.11 s/GiB, in twos of MiB 0.13 to 0.17."""
 
@@ -118,7 +122,9 @@ def load(
         DamagedError: the checkpoint is damaged; raised on all ranks. It is a CheckpointError, and names file,
             tensor and the older checkpoints.
         CheckpointError: raised on all ranks: the checkpoint is incomplete, or doesn't fit; every missing,
-            unexpected and misshapen tensor is listed. Model and optimizer are then unchanged.
+            unexpected and misshapen tensor is listed. Model and optimizer are then unchanged. Or a
+            ``load_state_dict`` of ``extra`` has raised: the error says what was loaded before it.
+        UnreadError: raised on all ranks: a file can't be read, in three attempts. Nothing was loaded.
         InputError: the URL is of an unknown kind.
         MissingExtra: the package for this kind of URL isn't installed.
 
@@ -133,9 +139,29 @@ def load(
     path, group = location_of(path), ranks()
     storage_of(path)  # raises here, on every rank, for a URL that can't be used
     group.arrive(f"load({path})")
-    locations = group.together(f"loading {path}", lambda: locate(path) if group.rank == 0 else None)
-    assert locations[0] is not None
-    found, skipped = locations[0]
+    attempts = 0
+    while True:
+        try:
+            locations = group.together(f"loading {path}", lambda: locate(path) if group.rank == 0 else None)
+            assert locations[0] is not None
+            return _load(locations[0], model, optimizer, extra, group)
+        except (
+            UnreadError
+        ):  # a save has removed it meanwhile: there is a newer one; or a disk that passed over
+            attempts += 1
+            if attempts == _ATTEMPTS:
+                raise
+            time.sleep(_PAUSE_S)
+
+
+def _load(
+    located: tuple[Location, tuple[str, ...]],
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    extra: Mapping[str, Any] | None,
+    group: Ranks,
+) -> Restored:
+    found, skipped = located
     what = f"loading {found}"
     prepared: list[_Prepared] = []
 
@@ -152,25 +178,40 @@ def load(
         reader = stack.enter_context(Reader(prepared[0].source.folder))
         try:
             small, reader = _check_copies_too(stack, verifier, what, (reader, manifest, todo))
+        except UnreadError:
+            raise
         except CheckpointError as error:
             raise DamagedError(f"{error}{_older(found, manifest.step)}") from None
         read_nbytes = reader.nbytes
+        rng = manifest.state.get("rng", [])
+        own_rng = rng[group.rank] if len(rng) == group.world else None
+        group.here(what, lambda: _decode_all(todo, own_rng))
+        group.here(what, lambda: install_whole(todo, small))
         filled = allocated(todo.targets)
         fill_and_prove(verifier, what, reader, filled, shared)
-    install(todo, filled, small)
-    saved_extra = manifest.state.get("extra") or {}
-    rng = manifest.state.get("rng", [])
+    group.here(what, lambda: install(todo, filled, small))
+    loaded(model, found, manifest)
     return Restored(
         path=found,
         step=manifest.step,
-        extra=decode({k: v for k, v in saved_extra.items() if k not in todo.extra}, small.__getitem__),
+        extra=decode(
+            {k: v for k, v in (todo.state.get("extra") or {}).items() if k not in todo.extra},
+            small.__getitem__,
+        ),
         num_tensors=len(filled),
         nbytes=sum(t.entry.nbytes for t in filled.values()),
         read_nbytes=read_nbytes,
         skipped=skipped,
         cast=tuple(t.key for t in filled.values() if t.casts),
-        rng=decode(rng[group.rank], small.__getitem__) if len(rng) == group.world else None,
+        rng=decode(own_rng, small.__getitem__),
     )
+
+
+def _decode_all(todo: LoadPlan, rng: Any) -> None:
+    """Before anything is changed. Raises: CheckpointError, if this release doesn't know some of the state."""
+    optimizer = todo.state.get("optimizer") if todo.optimizer is not None else None
+    for tree in (todo.state.get("model"), optimizer, todo.state.get("extra"), rng):
+        decode(tree, lambda key: torch.empty(0))
 
 
 def latest(path: str | PurePath) -> Location | None:

@@ -12,6 +12,7 @@ import os
 import socket
 import time
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 try:
@@ -52,8 +53,12 @@ class FolderLock:
                 "of this folder",
                 stacklevel=2,
             )
-        # Of one length, in one write: whoever is refused reads a whole name, of this holder or the last.
-        os.write(self._file, f"pid {os.getpid()} on {socket.gethostname()}".encode().ljust(_HOLDER_NBYTES))
+        # Of one length, in one write: whoever is refused reads a whole name, of this holder or the last. On a
+        # full disk nobody reads it, and what is saved has its own error.
+        with suppress(OSError):
+            os.write(
+                self._file, f"pid {os.getpid()} on {socket.gethostname()}".encode().ljust(_HOLDER_NBYTES)
+            )
 
     def check(self) -> None:
         """Nothing: the kernel gives nobody else a lock that is held."""

@@ -4,7 +4,7 @@
         step-000200/shard-00000-7d2e41.safetensors    put first, under names that no other save uses
                     shard-00001-7d2e41.safetensors
                     manifest.json                     put last, and never replaced: from here on it exists
-        latest                                        for people; nothing reads it
+        latest                                        put after it; names it
         .lock                                         while somebody saves (``lease``)
 
 A folder without a manifest is no checkpoint, to anybody. As each save has its own names, a writer that was

@@ -23,12 +23,13 @@ from torch.optim import Optimizer
 
 from shardwright.checkpoint import background
 from shardwright.checkpoint.agree import Ranks, ranks
-from shardwright.checkpoint.folder import Keep, Writer, step_folder, storage_of
+from shardwright.checkpoint.folder import step_folder, storage_of
 from shardwright.checkpoint.format import Box, Manifest, Piece, TensorEntry, crc32_in_chunks, dumps, prove
 from shardwright.checkpoint.live import Live, Part, collect, part_of, rng_state
 from shardwright.checkpoint.shardfile import DTYPE_NAME, Item, bits_of, chunks_of, write_shard
 from shardwright.checkpoint.storage import Storage, Unpublished
 from shardwright.checkpoint.tree import Tensors, encode
+from shardwright.checkpoint.writer import Keep, Writer, line_of, saved
 from shardwright.crc import crc32
 from shardwright.errors import CheckpointError, InputError
 from shardwright.storage import Location, location_of
@@ -80,7 +81,7 @@ def save(
         'run/step-000100'
     """
     background.finish()
-    options = _Options(location_of(path), step, Keep(keep) if isinstance(keep, int) else keep)
+    options = _Options(model, location_of(path), step, Keep(keep) if isinstance(keep, int) else keep)
     group = ranks()
     group.arrive(f"save(step={step})")
     return _write(group, _snapshot(group, model, optimizer, extra), options)
@@ -130,7 +131,7 @@ def async_save(
         'run/step-000001'
     """
     background.finish()
-    options = _Options(location_of(path), step, Keep(keep) if isinstance(keep, int) else keep)
+    options = _Options(model, location_of(path), step, Keep(keep) if isinstance(keep, int) else keep)
     group = ranks()
     group.arrive(f"async_save(step={step})")
     snapshot = staged(_snapshot(group, model, optimizer, extra))
@@ -139,6 +140,7 @@ def async_save(
 
 @dataclass(frozen=True)
 class _Options:
+    model: nn.Module
     path: Location
     step: int
     keep: Keep | None
@@ -239,7 +241,8 @@ def _write(group: Ranks, snapshot: Snapshot, options: _Options) -> Location:
             if snapshot.fault:
                 raise CheckpointError(snapshot.fault)
             if group.rank == 0:
-                writers.append(Writer(options.path, options.step))
+                line = line_of(options.model, options.path)
+                writers.append(Writer(options.path, options.step, line))
                 stack.callback(writers[0].close)
             return writers[0].attempt if writers else None, hash_of(snapshot.described())
 
@@ -256,9 +259,11 @@ def _write(group: Ranks, snapshot: Snapshot, options: _Options) -> Location:
             if group.rank:
                 return []
             diverged = _diverged(written)
-            manifest = _merge(snapshot, written, options.step, diverged)
+            line = writers[0].line
+            manifest = _merge(snapshot, written, options.step, {"diverged": diverged, "line": line.state()})
             prove(manifest)
             writers[0].publish(dumps(manifest))
+            saved(options.model, line)
             if options.keep:
                 writers[0].prune(options.keep)
             return diverged
@@ -350,7 +355,7 @@ def _pieces(key: str, written: Sequence[_Written]) -> tuple[Piece, ...]:
     return tuple(sorted(found.values(), key=lambda p: p.offset))
 
 
-def _merge(snapshot: Snapshot, written: Sequence[_Written], step: int, diverged: list[str]) -> Manifest:
+def _merge(snapshot: Snapshot, written: Sequence[_Written], step: int, about: Mapping[str, Any]) -> Manifest:
     tensors = {
         key: TensorEntry(
             part.shape,
@@ -363,6 +368,6 @@ def _merge(snapshot: Snapshot, written: Sequence[_Written], step: int, diverged:
     }
     for w in written:
         tensors.update(w.rng_entries)
-    state = {**snapshot.state, "rng": [w.rng for w in written], "diverged": diverged}
+    state = {**snapshot.state, "rng": [w.rng for w in written], **about}
     by = {"torch": torch.__version__, "python": platform.python_version(), "num_writers": len(written)}
     return Manifest(step, tensors, {w.file: w.nbytes for w in written}, state, by)

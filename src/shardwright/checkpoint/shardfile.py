@@ -18,7 +18,7 @@ from shardwright.checkpoint.format import ITEM_NBYTES, Box, Piece, TensorEntry, 
 from shardwright.checkpoint.mapped import EXTENT_NBYTES, Window
 from shardwright.checkpoint.sink import Cached, Direct, Sink
 from shardwright.crc import crc32
-from shardwright.errors import CheckpointError
+from shardwright.errors import CheckpointError, UnreadError
 from shardwright.storage import Location
 
 CHUNK_NBYTES = 2 << 20  # small enough to stay in the cache between being read and being checksummed
@@ -229,9 +229,10 @@ class Reader:
             if self._window is None or self._window[0] != piece.file:
                 self._window = piece.file, Window(fd)
             yield fd, self._window[1]
-        except (OSError, ValueError) as error:  # numpy: ValueError if a file is too short to be mapped
-            reason = getattr(error, "strerror", None) or error
-            raise CheckpointError(f"{path}: can't read {key}: {reason}") from error
+        except OSError as error:
+            raise UnreadError(f"{path}: can't read {key}: {error.strerror or error}") from error
+        except ValueError as error:  # of numpy, if a file is too short to be mapped
+            raise CheckpointError(f"{path}: can't read {key}: {error}") from error
 
 
 def _start_of(entry: TensorEntry, piece: Piece, box: Box) -> int | None:

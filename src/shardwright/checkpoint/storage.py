@@ -204,11 +204,13 @@ class LocalStorage:
 
     def remove(self, what: Path) -> None:
         """See ``Storage``."""
-        if not what.is_dir():
+        if what.is_symlink() or not what.is_dir():
             what.unlink()
             return
-        unseen = what.with_name(f"{TORN}{uuid.uuid4().hex[:12]}")
-        os.rename(what, unseen)
+        unseen = what
+        if not what.name.startswith(TORN):
+            unseen = what.with_name(f"{TORN}{uuid.uuid4().hex[:12]}")
+            os.rename(what, unseen)
         shutil.rmtree(unseen)
 
 

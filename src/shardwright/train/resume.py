@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwright.checkpoint import Restored
-from shardwright.checkpoint.folder import complete_steps, find, set_aside_after, step_folder, storage_of
+from shardwright.checkpoint.folder import complete_steps, find, step_folder, storage_of
 from shardwright.checkpoint.lock import Held
 from shardwright.checkpoint.sources import open_source
-from shardwright.errors import CheckpointError, ConfigError, DamagedError, StorageError
+from shardwright.checkpoint.writer import set_aside_after
+from shardwright.errors import CheckpointError, ConfigError, DamagedError, StorageError, UnreadError
 from shardwright.storage import Location
 from shardwright.train.config import Recipe
 from shardwright.train.engine import TrainingProcess
@@ -69,7 +70,7 @@ def choose(folder: RunFolder, place: TrainingProcess, resume: str) -> Start | No
                 "is a new run: go on from it with --resume, or give another folder"
             )
         return None
-    wanted = int(resume) if resume.isdecimal() else max(steps, default=-1)
+    wanted = int(resume) if resume.isdecimal() else next(iter(steps), -1)
     step = _agreed(wanted if wanted in steps else -1, place)
     if step >= 0:
         return Start(step, resume)
@@ -131,7 +132,7 @@ def restore(folder: RunFolder, loop: Loop, screen: Screen, identity: dict[str, A
     if loop.engine.place.is_first and not start.resume.isdecimal():
         for reason in find(folder.checkpoint)[1]:
             screen.say(f"passed over a newer checkpoint: {reason}")
-    restored = _load(folder, loop, screen, start)
+    restored, damaged = _load(folder, loop, screen, start)
     before = restored.extra["identity"]
     changed = [
         f"  - {key}: was {before[key]!r}, is {identity[key]!r}"
@@ -145,30 +146,36 @@ def restore(folder: RunFolder, loop: Loop, screen: Screen, identity: dict[str, A
             "set them back, or begin a new run without --resume"
         )
     if loop.engine.place.is_first:
-        why = "left" if start.resume.isdecimal() else "damaged"
         for path in (folder.checkpoint, *([folder.best] if folder.best.is_dir() else [])):
-            for aside in set_aside_after(path, restored.step, why):
+            for aside in set_aside_after(path, restored.step, damaged):
                 screen.say(f"what was saved after step {restored.step} is now in {aside}")
     loop.progress.step = loop.progress.saved_step = restored.step
     loop.progress.position = restored.extra["position"]
     loop.progress.best = Best(**restored.extra.get("best", {}))
 
 
-def _load(folder: RunFolder, loop: Loop, screen: Screen, start: Start) -> Restored:
-    step, place = start.step, loop.engine.place
+def _load(folder: RunFolder, loop: Loop, screen: Screen, start: Start) -> tuple[Restored, set[int]]:
+    """What was restored, and the steps that were found to be damaged before."""
+    step, place, found_damaged = start.step, loop.engine.place, set[int]()
     while True:
         try:
-            return loop.engine.restore(step_folder(folder.checkpoint, step))
+            return loop.engine.restore(step_folder(folder.checkpoint, step)), found_damaged
         except CheckpointError as error:
-            if not place.largest(float(isinstance(error, DamagedError)))[0]:
+            damaged, unread = place.largest(
+                float(isinstance(error, DamagedError)), float(isinstance(error, UnreadError))
+            )
+            if not damaged and not (unread and start.resume == "auto"):
                 raise
             older = [other for other in complete_steps(folder.checkpoint) if other < step]
-            found = _agreed(max(older, default=-1), place)
+            found = _agreed(next(iter(older), -1), place)
             if found < 0:
                 raise
             if start.resume != "auto":
                 raise DamagedError(
                     f"{error}\nwith older ones {_remedy(older)}; --resume auto takes the newest that is whole"
                 ) from None
-            screen.say(f"DAMAGED, and not taken: {error}\ngoing on from step {found} instead of step {step}")
+            fault = "DAMAGED" if damaged else "CAN'T BE READ"
+            screen.say(f"{fault}, and not taken: {error}\ngoing on from step {found} instead of step {step}")
+            if damaged:
+                found_damaged.add(step)
             step = found

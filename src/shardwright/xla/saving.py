@@ -12,11 +12,12 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from shardwright.checkpoint.folder import Keep, step_folder
+from shardwright.checkpoint.folder import step_folder
 from shardwright.checkpoint.live import Whole
 from shardwright.checkpoint.load import Restored, load
 from shardwright.checkpoint.save import save
 from shardwright.checkpoint.sources import locate, open_source
+from shardwright.checkpoint.writer import Keep
 from shardwright.errors import CheckpointError
 from shardwright.storage import Location, location_of
 from shardwright.xla.checkpoint import named_state, optimizer_state, option_groups
