@@ -223,8 +223,10 @@ class Random:
             except OSError:
                 pass
         try:
-            with pytest.raises(AssertionError, match="No space left on device"):
-                run_ranks(self.random.choice(WORLDS), one_life, str(self.path), origin, (at,))
+            run_ranks(self.random.choice(WORLDS), one_life, str(self.path), origin, (at,))
+            self.story.saves(at, origin)  # what it removed first was enough
+        except AssertionError as error:
+            assert "No space left on device" in str(error)
         finally:
             filler.unlink()
 

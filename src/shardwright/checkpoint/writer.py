@@ -56,7 +56,7 @@ class Keep:
 
 
 @dataclass(frozen=True)
-class Line:
+class Lineage:
     """The line of training that a model is on in the folder ``path``: its last checkpoint was the save
     ``number`` of the folder, and ``names`` are that one and those it descends from, the oldest first."""
 
@@ -69,11 +69,11 @@ class Line:
         return {"number": self.number, "after": list(self.names[:-1])}
 
 
-_line_of: "WeakKeyDictionary[nn.Module, Line]" = WeakKeyDictionary()
+_line_of: "WeakKeyDictionary[nn.Module, Lineage]" = WeakKeyDictionary()
 """The line of each model that was saved or loaded. Of one that was neither, the step says where it is."""
 
 
-def line_of(model: nn.Module, path: Location) -> Line | None:
+def line_of(model: nn.Module, path: Location) -> Lineage | None:
     """The line that ``model`` was saved or loaded on last, if that was in ``path``."""
     line = _line_of.get(_original(model))
     return line if line is not None and line.path == _whole(path) else None
@@ -84,10 +84,10 @@ def loaded(model: nn.Module, folder: Location, manifest: Manifest) -> None:
     _line_of.pop(_original(model), None)
     if (line := manifest.state.get("line")) is not None:
         last = step_folder(folder, manifest.step).name
-        saved(model, Line(_whole(folder.parent), line["number"], (*line["after"], last)))
+        saved(model, Lineage(_whole(folder.parent), line["number"], (*line["after"], last)))
 
 
-def saved(model: nn.Module, line: Line) -> None:
+def saved(model: nn.Module, line: Lineage) -> None:
     """What ``model`` saves next comes after ``line``."""
     _line_of[_original(model)] = line
 
@@ -108,7 +108,7 @@ class Writer:
         CheckpointError: the folder can't be written, the step exists, or another process is writing.
     """
 
-    def __init__(self, path: Location, step: int, line: Line | None = None) -> None:
+    def __init__(self, path: Location, step: int, line: Lineage | None = None) -> None:
         self.path = path
         self.storage = storage_of(path)
         self.final = step_folder(path, step)
@@ -135,7 +135,7 @@ class Writer:
             self.close()
             raise
 
-    def _continued(self, step: int, line: Line | None) -> tuple[Line, tuple[str, ...]]:
+    def _continued(self, step: int, line: Lineage | None) -> tuple[Lineage, tuple[str, ...]]:
         """The line that this save goes on with, and what it leaves behind: of the line that is going on in
         the folder, the checkpoints that this one doesn't descend from."""
         if line is not None and line.names[-1] == latest_name(self.path):
@@ -147,7 +147,7 @@ class Writer:
             left = tuple(f.name for f in reversed(going_on) if f.name not in names)
         there = set(self.storage.names(self.path))
         names = (*(name for name in names if name in there), self.final.name)
-        return Line(_whole(self.path), number + 1, names), left
+        return Lineage(_whole(self.path), number + 1, names), left
 
     def _is_there(self) -> bool:
         return self.final.name in self.storage.names(self.path)
@@ -161,10 +161,11 @@ class Writer:
             check_files(loads(manifest_text, str(self.final)), self.attempt.at)
             assert self._lock is not None
             self._lock.check()
-            if self._left:
+            if latest_name(self.path) not in ("", *self.line.names):
                 # A kill before the file names the new one: of what descends from the common ancestor, the
                 # one that was saved last is the latest.
                 self.storage.name_latest(self.path, self.line.names[-2] if len(self.line.names) > 1 else "")
+            if self._left:
                 warnings.warn(
                     f"{self.path}: this run doesn't go on from {', '.join(self._left)}: they stay, they "
                     "aren't counted by keep, and load takes what this run saves",
