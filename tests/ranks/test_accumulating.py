@@ -1,6 +1,7 @@
 """Gradients of several backwards are those of one process, also where modules run in some of them only, or by
 themselves."""
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -65,6 +66,19 @@ def branch_first(model, batch):
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_what_only_an_earlier_microbatch_ran_is_reduced_in_the_last_one(world, reshard):
     run_ranks(world, beside, branch_first, reshard)
+
+
+def as_with_ddp(model, batch):
+    """``no_sync`` around all microbatches but the last."""
+    for number in range(2):
+        synced = number == 1 or not hasattr(model, "no_sync")
+        with nullcontext() if synced else model.no_sync():
+            of(model(batch(number), branch=number == 0)).backward()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_no_sync_is_that_of_distributed_data_parallel(world):
+    run_ranks(world, beside, as_with_ddp, None)
 
 
 def head_after(model, batch):

@@ -4,7 +4,8 @@ Each setter only replaces a frozen policy, or asks the runtime; what they mean i
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
@@ -38,6 +39,20 @@ class Owner:
         return groups
 
 
+@contextmanager
+def without_sync(root: nn.Module) -> Iterator[None]:
+    """Backwards through the groups below ``root`` reduce nothing; afterwards each does what it did before."""
+    groups = [group for unit in units_in(root) for group in unit.groups]
+    before = [group.reducer.policy for group in groups]
+    for group in groups:
+        group.reducer.policy = replace(group.reducer.policy, reduce=False, all_reduce=False)
+    try:
+        yield
+    finally:
+        for group, policy in zip(groups, before, strict=True):
+            group.reducer.policy = policy
+
+
 class GradientSetters(Owner):
     """How gradients are reduced. Every rank must call these setters, with the same arguments; they
     communicate nothing.
@@ -64,6 +79,24 @@ class GradientSetters(Owner):
             ...     (model(batch).mean() / len(microbatches)).backward()
         """
         self._set_reduction(recurse, reduce=requires_gradient_sync, all_reduce=requires_gradient_sync)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """A context for gradient accumulation, as of DistributedDataParallel: backwards inside it add up
+        unsharded gradients, and the first one outside reduces them all.
+
+        It is ``set_requires_gradient_sync(False)`` for its length, with the same memory. Every rank enters
+        it.
+
+        Returns:
+            The context; it may be entered once.
+
+        Examples:
+            >>> model = shardwright.fully_shard(nn.Linear(8, 4))
+            >>> with model.no_sync():
+            ...     model(torch.ones(2, 8)).mean().backward()
+            >>> model(torch.ones(2, 8)).mean().backward()
+        """
+        return without_sync(cast(nn.Module, self))
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether the backward all-reduces gradients over the replicas of a 2-D mesh.

@@ -6,8 +6,7 @@ inputs and says what state dicts look like. Parameters lie as DTensors of their 
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
@@ -20,6 +19,7 @@ from shardwright.clip import clip_grad_norm_
 from shardwright.engine.build import GroupOptions, check_modules, has_no_forward
 from shardwright.engine.containers import map_tensors
 from shardwright.engine.foreign import check_foreign
+from shardwright.engine.setters import without_sync
 from shardwright.engine.unit import Unit, units_in
 from shardwright.errors import InputError, StageError
 from shardwright.module import FSDPModule
@@ -319,23 +319,14 @@ class FullyShardedDataParallel(StatefulWrapper):
 
     # ---- gradients
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """A context for gradient accumulation: backwards inside it add up unsharded gradients and reduce
         nothing.
 
         The first backward outside reduces them all. Every rank enters it. The accumulated gradients take as
         much memory as the unsharded parameters.
         """
-        groups = [group for unit in units_in(self) for group in unit.groups]
-        before = [group.reducer.policy for group in groups]
-        for group in groups:
-            group.reducer.policy = replace(group.reducer.policy, reduce=False, all_reduce=False)
-        try:
-            yield
-        finally:
-            for group, policy in zip(groups, before, strict=True):
-                group.reducer.policy = policy
+        return without_sync(self)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip the gradients of all parameters, on one or several meshes. Every rank calls it.
