@@ -63,6 +63,30 @@ class Bf16Gathered(torch.Tensor):
         return None
 
 
+class TakesTwo(Bf16Gathered):
+    """Put together again by a method that doesn't take sizes and strides, which torch's fully_shard never
+    calls."""
+
+    @staticmethod
+    def __tensor_unflatten__(inner, metadata):
+        return TakesTwo(inner["data_"])
+
+
+class EncodesAnew(Bf16Gathered):
+    """Put together again by nobody, and a copy of it is another weight."""
+
+    @staticmethod
+    def __tensor_unflatten__(*_):
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if func in (torch.ops.aten.copy_.default, torch.ops.aten.clone.default):
+            out.data_.copy_(args[-1].data_.bfloat16())
+        return out
+
+
 class ReleasedGathered(Bf16Gathered):
     """What was gathered isn't read once the unsharded parameter is made of it."""
 
@@ -125,7 +149,13 @@ def beside_torch(rank, world, kind, rows):
 
 @pytest.mark.parametrize(
     ("world", "kind", "rows"),
-    [(1, Bf16Gathered, 12), (2, Bf16Gathered, 12), (2, ScaledInt8, 12), (3, PaddedGathered, 13)],
+    [
+        (1, Bf16Gathered, 12),
+        (2, Bf16Gathered, 12),
+        (2, ScaledInt8, 12),
+        (3, PaddedGathered, 13),
+        (2, TakesTwo, 12),
+    ],
 )
 def test_extensions_train_as_under_torchs_fully_shard(world, kind, rows):
     run_ranks(world, beside_torch, kind, rows)
@@ -181,6 +211,22 @@ def refused(rank, world):
         fully_shard(build(Three))(torch.randn(2, WIDTH))
     with pytest.raises(InputError, match="dim 0"):
         fully_shard(build(Bf16Gathered), shard_placement_fn=lambda p: Shard(p.ndim - 1))
+    with pytest.raises(InputError, match=r"'weight' is a EncodesAnew, .*4 arguments") as caught:
+        fully_shard(build(EncodesAnew)[0])
+    assert isinstance(caught.value.__cause__, NotImplementedError)
+
+
+def uninitialised(rank, world):
+    model = build(TakesTwo)
+    with torch.no_grad():
+        model[0].weight.data_[0, 0] = torch.nan  # as memory that a load is to fill may be
+    assert fully_shard(model)[0].weight.to_local().data_.isnan().sum() == (rank == 0)
+    with torch.device("meta"):
+        assert fully_shard(build(TakesTwo))[0].weight.is_meta
+
+
+def test_weights_that_a_load_is_to_fill_are_sharded_without_a_method_that_takes_four_arguments():
+    run_ranks(2, uninitialised)
 
 
 def test_extensions_that_are_not_as_torch_takes_them_are_refused():

@@ -111,5 +111,6 @@ def _whole(value: torch.Tensor, param: ShardedParam | None, dst: int) -> torch.T
     if param is not None and param.inner is None and not param.extended:  # not sharded
         return param.local.detach().to("cpu", copy=True) if param.axis.rank == dst else None
     whole = (value.full_tensor() if isinstance(value, DTensor) else value).detach()
-    is_extended = param is not None and param.extended
-    return copied(whole).to("cpu") if is_extended else whole.to("cpu", copy=True)
+    if param is not None and param.extended:
+        return copied(param.fqn, whole).to("cpu")
+    return whole.to("cpu", copy=True)

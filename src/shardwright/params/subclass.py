@@ -47,14 +47,36 @@ def is_extended(param: torch.Tensor) -> bool:
     return has[0]
 
 
-def copied(tensor: torch.Tensor) -> torch.Tensor:
+def copied(fqn: str, tensor: torch.Tensor) -> torch.Tensor:
     """A copy with memory of its own: of the tensors that a subclass is made of, where it says which they are.
-    Its own ``clone`` may decode and encode anew, and so be another weight (torchao's ``NF4Tensor``)."""
+    Its own ``clone`` may decode and encode anew, and so be another weight (torchao's ``NF4Tensor``).
+
+    Raises: InputError for parameter ``fqn`` where its class can't be copied to the bit.
+    """
     if not is_traceable_wrapper_subclass(tensor):
         return tensor.clone()
     names, context = tensor.__tensor_flatten__()
     inner = {name: getattr(tensor, name).clone() for name in names}
-    return type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
+    try:
+        return type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
+    except Exception as error:  # a method of the class, of which torch's fully_shard has no need
+        copy = tensor.new_zeros(tensor.size())
+        copy.copy_(tensor)  # as torch does it
+        same = type(copy) is type(tensor) and (
+            tensor.is_meta
+            or all(torch.equal(_bits(getattr(copy, name)), _bits(part)) for name, part in inner.items())
+        )
+        if not same:
+            raise InputError(
+                f"parameter {fqn!r} is a {type(tensor).__name__}, whose __tensor_unflatten__ fails ({error}) "
+                "and whose copy_ makes another weight; have the former take its 4 arguments (inner tensors, "
+                "context, size, stride)"
+            ) from error
+        return copy
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 @dataclass
@@ -86,7 +108,11 @@ class ExtendedParam(ShardedParam):
         # torch.chunk and not narrow: the operation that such classes know, since torch's fully_shard uses it.
         chunks = torch.chunk(whole, self.axis.world)
         rank = self.axis.rank
-        rows = copied(chunks[rank]) if rank < len(chunks) else chunks[0].new_zeros((0, *whole.shape[1:]))
+        rows = (
+            copied(self.fqn, chunks[rank])
+            if rank < len(chunks)
+            else chunks[0].new_zeros((0, *whole.shape[1:]))
+        )
         return nn.Parameter(self.dtensor(rows), requires_grad=trainable)
 
     def twin(self, sites: list[ParamSite]) -> ShardedParam:
