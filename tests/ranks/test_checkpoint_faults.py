@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -208,16 +209,70 @@ def test_a_rank_that_ended_before_the_save_is_named_within_seconds(tmp_path: Pat
         assert seconds < 4
 
 
-def different_extra(rank: int, world: int, path: str) -> str:
+def different(rank: int, world: int, path: str, where: str) -> str:
+    model = fully_shard(build(1.0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 + 0.1 * (where == "groups" and rank))
+    own = "y" * 200 + f"ends with {rank}" + "y" * 200
+    extras = {
+        "values": {"best": {"loss": 1.5 + rank}, "note": own, "sizes": [1] * (1 + rank), "same": 1, 3: rank},
+        "kinds": {"seen": torch.ones(2) if rank else None, "empty": [{}, [], ()][rank % 3]},
+    }
     with pytest.raises(CheckpointError) as caught:
-        save(path, model=fully_shard(build(1.0)), extra={"seen": rank, "same": 1}, step=1)
+        save(
+            Path(path, f"of-{rank}" if where == "paths" else "of-all"),
+            model=model,
+            optimizer=optimizer,
+            extra=extras.get(where),
+            step=1 + (where == "steps" and rank > 0),
+        )
     return str(caught.value)
 
 
-def test_state_that_differs_between_ranks_is_named(tmp_path: Path) -> None:
-    for message in run_ranks(2, different_extra, str(tmp_path)):
-        assert "extra/seen: 0 on rank 0, 1 on rank 1" in message
-        assert "extra/same" not in message
+DIFFERENT = {
+    "values": (
+        "extra/best/loss: 1.5 on rank 0, 2.5 on rank 1 (and others)",
+        "…" + "y" * 20 + "ends with 0" + "y" * 49 + "… on rank 0, …",
+        "extra/sizes: a list of 1 on rank 0, a list of 2 on rank 1 (and others)",
+        "extra/sizes/1: absent on rank 0, 1 on rank 1 (and others)",
+        "extra/3: 0 on rank 0, 1 on rank 1 (and others)",
+        "torch.distributed.broadcast_object_list",
+    ),
+    "kinds": (
+        "extra/seen: None on rank 0, torch.float32 [2] on rank 1 (and others)",
+        "extra/empty: {} on rank 0, a list of 0 on rank 1 (and others)",
+    ),
+    "groups": (
+        "optimizer/<group 0>/lr: 0.1 on rank 0, 0.2 on rank 1",
+        "Give all ranks the same path, model, optimizer",
+    ),
+    "steps": ("save(step=1) by ranks [0], save(step=2) by ranks [1, 2]", "expected one call of all ranks"),
+    "paths": ("of-0 on rank 0, ", "of-1 on rank 1 (and others)", "the same path, "),
+}
+"""Where ranks differ, and what the message of each rank says."""
+
+
+@pytest.mark.parametrize("where", DIFFERENT)
+def test_state_that_differs_between_ranks_is_named_with_the_values_of_both(
+    tmp_path: Path, where: str
+) -> None:
+    for message in run_ranks(3, different, str(tmp_path), where):
+        for text in DIFFERENT[where]:
+            assert text in message, message
+        assert "same:" not in message
+    assert not [*tmp_path.rglob("step-*"), *tmp_path.rglob(".torn*")]
+
+
+def diverged(rank: int, world: int, path: str) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        save(path, model=fully_shard(build(1.0)), extra={"seen": torch.tensor(rank)}, step=1)
+    return [str(each.message) for each in caught]
+
+
+def test_a_tensor_that_differs_between_ranks_is_named_with_both_ranks(tmp_path: Path) -> None:
+    (message,), *others = run_ranks(2, diverged, str(tmp_path))
+    assert "extra/seen (ranks 0 and 1)" in message
+    assert others == [[]]
 
 
 def misfit(rank: int, world: int, path: str) -> tuple[str, bool]:

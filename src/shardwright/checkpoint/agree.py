@@ -64,7 +64,9 @@ class Ranks:
         if self.calls > 1:
             store.delete_key(f"checkpoint/{self.calls - 2}/{self.rank}")
         if len(set(calls)) > 1:
-            raise CheckpointError(f"the ranks made different calls: {dict(enumerate(calls))}")
+            by = {each: [rank for rank in range(self.world) if calls[rank] == each] for each in calls}
+            told = ", ".join(f"{each} by ranks {who}" for each, who in by.items())
+            raise CheckpointError(f"the ranks made different calls: {told}; expected one call of all ranks")
         if self.cpu_group is None:
             # A group of its own: its exchanges can't meet those of training, also when they run in the
             # background.

@@ -28,7 +28,7 @@ from shardwright.checkpoint.format import Box, Manifest, Piece, TensorEntry, crc
 from shardwright.checkpoint.live import Live, Part, collect, part_of, rng_state
 from shardwright.checkpoint.shardfile import DTYPE_NAME, Item, bits_of, chunks_of, write_shard
 from shardwright.checkpoint.storage import Storage, Unpublished
-from shardwright.checkpoint.tree import Tensors, encode
+from shardwright.checkpoint.tree import Tensors, encode, leaves
 from shardwright.checkpoint.writer import Keep, Writer, line_of, saved
 from shardwright.crc import crc32
 from shardwright.errors import CheckpointError, InputError
@@ -170,8 +170,17 @@ class Snapshot:
     def described(self) -> dict[str, str]:
         """What must be equal on all ranks, as text by key."""
         tensors = {k: f"{p.local.dtype} {list(p.shape)}" for k, p in self.parts.items()}
-        small = {f"{kind}/{k}": repr(v) for kind, values in self.state.items() for k, v in values.items()}
-        return {**tensors, **small}
+        state = dict(self.state)
+        optimizer = state.pop("optimizer", {})
+        groups = optimizer.get("groups", [])
+        trees = {
+            **state,
+            "optimizer": optimizer.get("state", {}),
+            "optimizer kind": optimizer.get("kind"),
+            "optimizer groups": [group["params"] for group in groups],
+            **{f"optimizer/<group {i}>": {**group, "params": []} for i, group in enumerate(groups)},
+        }
+        return tensors | {path: text for key, tree in trees.items() for path, text in leaves(tree, key)}
 
 
 def take_snapshot(group: Ranks, live: Live) -> Snapshot:
@@ -237,6 +246,9 @@ def _write(group: Ranks, snapshot: Snapshot, options: _Options) -> Location:
     with contextlib.ExitStack() as stack:
         writers: list[Writer] = []
 
+        def described() -> dict[str, str]:
+            return {**snapshot.described(), "path": str(options.path)}
+
         def begin() -> tuple[Unpublished | None, int]:
             if snapshot.fault:
                 raise CheckpointError(snapshot.fault)
@@ -244,23 +256,24 @@ def _write(group: Ranks, snapshot: Snapshot, options: _Options) -> Location:
                 line = line_of(options.model, options.path)
                 writers.append(Writer(options.path, options.step, line))
                 stack.callback(writers[0].close)
-            return writers[0].attempt if writers else None, hash_of(snapshot.described())
+            return writers[0].attempt if writers else None, hash_of(described())
 
         begun = group.together(what, begin)
-        if len({fingerprint for _, fingerprint in begun}) > 1:
-            raise _difference(what, group.together(what, snapshot.described))
         attempt = begun[0][0]
         assert attempt is not None
         stack.callback(storage.discard, attempt)
+        if len({fingerprint for _, fingerprint in begun}) > 1:
+            raise _difference(what, group.together(what, described))
         place = _Place(group.rank, storage, attempt)
         written = group.together(what, lambda: _write_pieces(place, snapshot, options.pace))
 
-        def publish() -> list[str]:
+        def publish() -> dict[str, str]:
             if group.rank:
-                return []
+                return {}
             diverged = _diverged(written)
             line = writers[0].line
-            manifest = _merge(snapshot, written, options.step, {"diverged": diverged, "line": line.state()})
+            about = {"diverged": [*diverged], "line": line.state()}
+            manifest = _merge(snapshot, written, options.step, about)
             prove(manifest)
             writers[0].publish(dumps(manifest))
             saved(options.model, line)
@@ -274,7 +287,7 @@ def _write(group: Ranks, snapshot: Snapshot, options: _Options) -> Location:
     if diverged and group.rank == 0:
         warnings.warn(
             f"{len(diverged)} tensors that should be equal on all ranks are not; one copy was saved: "
-            f"{diverged[:5]}",
+            + ", ".join(f"{key} ({which})" for key, which in [*diverged.items()][:5]),
             stacklevel=3,
         )
     return step_folder(options.path, options.step)
@@ -287,15 +300,27 @@ def hash_of(described: Mapping[str, str]) -> int:
 
 def _difference(what: str, described: Sequence[Mapping[str, str]]) -> CheckpointError:
     lines = []
-    for rank, other in enumerate(described[1:], 1):
-        for key in sorted({*described[0], *other}):
-            a, b = described[0].get(key, "absent"), other.get(key, "absent")
-            if a != b:
-                lines.append(f"{key}: {a[:80]} on rank 0, {b[:80]} on rank {rank}")
+    for key in sorted({key for each in described for key in each}):
+        texts = [each.get(key, "absent") for each in described]
+        others = [rank for rank, text in enumerate(texts) if text != texts[0]]
+        if others:
+            first, other = _shortened(texts[0], texts[others[0]])
+            more = " (and others)" if others[1:] else ""
+            lines.append(f"{key}: {first} on rank 0, {other} on rank {others[0]}{more}")
     return CheckpointError(
-        f"{what}: the ranks hold different state; extra must be equal on all ranks\n  "
-        + "\n  ".join(lines[:20])
+        f"{what}: the ranks hold different state\n  "
+        + "\n  ".join([*lines[:20], *([f"and {len(lines) - 20} more"] if lines[20:] else [])])
+        + "\nGive all ranks the same path, model, optimizer (by group) and extra: where they have computed a "
+        "value each, take one rank's (torch.distributed.broadcast_object_list), the mean, or the list of all "
+        "(all_gather_object)"
     )
+
+
+def _shortened(*texts: str) -> list[str]:
+    """80 characters, of which the 31st is the first that differs."""
+    same = next((i for i, each in enumerate(zip(*texts, strict=False)) if len({*each}) > 1), 0)
+    at = max(0, same - 30)
+    return [("…" if at else "") + text[at : at + 80] + ("…" if text[at + 80 :] else "") for text in texts]
 
 
 @dataclass(frozen=True)
@@ -341,11 +366,17 @@ def crc32_of(box: Box, view: torch.Tensor) -> int:
     return crc32_in_chunks(box, box, view.element_size(), chunks, lambda c: bits_of(view[c.slices_in(box)]))
 
 
-def _diverged(written: Sequence[_Written]) -> list[str]:
-    held = [(key, p.offset, p.crc32) for w in written for key, found in w.pieces.items() for p in found]
-    held += [(key, at, crc) for w in written for (key, at), crc in w.copies.items()]
-    first: dict[tuple[str, tuple[int, ...]], int | None] = {}
-    return sorted({key for key, at, crc in held if first.setdefault((key, at), crc) != crc})
+def _diverged(written: Sequence[_Written]) -> dict[str, str]:
+    """The tensors of which ranks hold other copies, and which two ranks."""
+    first: dict[tuple[str, tuple[int, ...]], tuple[int, int]] = {}
+    found: dict[str, str] = {}
+    for rank, w in enumerate(written):
+        held = [((key, p.offset), p.crc32) for key, pieces in w.pieces.items() for p in pieces]
+        for (key, at), crc in [*held, *w.copies.items()]:
+            other, expected = first.setdefault((key, at), (rank, crc))
+            if crc != expected:
+                found.setdefault(key, f"ranks {other} and {rank}")
+    return dict(sorted(found.items()))
 
 
 def _pieces(key: str, written: Sequence[_Written]) -> tuple[Piece, ...]:

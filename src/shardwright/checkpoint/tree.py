@@ -9,7 +9,7 @@ Plain JSON stays as it is; the few Python values that JSON lacks become an objec
 
 import base64
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -95,3 +95,28 @@ def keys_in(value: Any) -> list[str]:
     if tag in ("$tensor", "$ndarray"):
         return [value[tag]]
     return [key for v in value.values() for key in keys_in(v)]
+
+
+def leaves(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    """What an encoded tree holds beside its tensors, as text under its path: each value, the length of each
+    list, and what is empty."""
+    tag, body = next(iter(value.items()), ("", value)) if isinstance(value, dict) else ("", value)
+    items: Any = []
+    if tag in ("$tensor", "$ndarray"):
+        return
+    if isinstance(value, list) or tag == "$tuple":
+        yield path, f"a {'tuple' if tag else 'list'} of {len(body)}"
+        items = enumerate(body)
+    elif tag == "$dict":
+        items = ((key if isinstance(key, str) else _text(key), each) for key, each in body)
+    elif tag and not tag.startswith("$"):
+        items = value.items()
+    else:
+        yield path, _text(value)
+    for key, each in items:
+        yield from leaves(each, f"{path}/{key}")
+
+
+def _text(value: Any) -> str:
+    """A value that is no container, as in Python."""
+    return repr(decode(value, torch.tensor))
