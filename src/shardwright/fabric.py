@@ -7,21 +7,40 @@
 This and ``lightning.py``, for Lightning's Trainer, are the only files that import Lightning.
 """
 
-from collections.abc import Callable, Mapping
+import io
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwright.checkpoint import load, save
+from shardwright.checkpoint import load
+from shardwright.checkpoint.live import Stateful
+from shardwright.checkpoint.shardfile import Reader
+from shardwright.checkpoint.tools import open_checkpoint, read_tensor
+from shardwright.checkpoint.tree import decode, encode
 from shardwright.clip import clip_grad_norm_
 from shardwright.errors import CheckpointError, InputError
 from shardwright.extras import require
 from shardwright.module import FSDPModule
 from shardwright.policy import DEFAULT_PRECISION, MixedPrecisionPolicy
-from shardwright.strategies import ShardsModules, strategies_of, unreduced
+from shardwright.storage import Location, local_only, location_of
+from shardwright.strategies import (
+    ShardsModules,
+    StateDictType,
+    load_whole,
+    on_rank_0,
+    pickle_into,
+    publish,
+    published_in,
+    read_file,
+    strategies_of,
+    unreduced,
+    write_file,
+)
 
 __all__ = ["ShardwrightStrategy"]
 
@@ -40,15 +59,20 @@ class ShardwrightStrategy(ShardsModules, *_DDP):
 
     A strategy for the Fabric of ``lightning`` and that of ``lightning_fabric``, whichever are installed.
     ``Fabric.save`` writes a checkpoint of Shardwright's (a folder; ``state`` has one model, at most one
-    optimizer, and values of any other kind that JSON has, or tensors), and ``Fabric.load`` restores it on any
-    number of ranks. Fabric's ``precision`` is left at "32-true".
+    optimizer, and other values), or one file as ``DDPStrategy`` writes it, and ``Fabric.load`` restores both
+    on any number of ranks. Fabric's ``precision`` is left at "32-true".
 
     Args:
         groups: as for ``fully_shard``. With "auto", where nothing in the model says how to group it, it is
             one group, with a warning. None: the model is one group.
         shard: in place of ``groups``, a function that shards the model in place.
         mp_policy: as for ``fully_shard``.
+        state_dict_type: what ``Fabric.save`` writes: a folder to which each rank writes its shards
+            ("sharded"), or one file with whole tensors, which rank 0 holds on its host meanwhile ("full").
         **options: of ``DDPStrategy``, such as ``process_group_backend`` and ``timeout``.
+
+    Raises:
+        InputError: ``state_dict_type`` is neither.
     """
 
     def __init__(
@@ -56,9 +80,10 @@ class ShardwrightStrategy(ShardsModules, *_DDP):
         groups: Any = "auto",
         shard: Callable[[nn.Module], object] | None = None,
         mp_policy: MixedPrecisionPolicy = DEFAULT_PRECISION,
+        state_dict_type: StateDictType = "sharded",
         **options: Any,
     ) -> None:
-        super().__init__(groups, shard, mp_policy, **options)
+        super().__init__(groups, shard, mp_policy, state_dict_type, **options)
         self._backward_sync_control = _Reducing()
 
     def setup_module(self, module: nn.Module) -> nn.Module:
@@ -142,58 +167,91 @@ class ShardwrightStrategy(ShardsModules, *_DDP):
     def save_checkpoint(
         self, path: Any, state: Mapping[str, Any], storage_options: Any = None, filter: Any = None
     ) -> None:
-        """Publish a checkpoint as ``path/step-N``, where N is ``state["step"]``, or 0. Every rank calls it.
+        """Save at ``path``; what was saved there before is removed when this is complete. Every rank calls
+        it.
+
+        Values other than model and optimizer are those of rank 0. One that is neither JSON, a tensor, nor an
+        object with ``state_dict`` (a ``DataLoader``) is pickled, as ``DDPStrategy`` does.
 
         Args:
-            path: the folder of checkpoints.
-            state: one model, at most one optimizer, and other values, by name.
+            path: the folder, or the file with ``state_dict_type="full"``; rank 0's counts.
+            state: one model, at most one optimizer, and other values, by name. A file takes any number.
             storage_options: refused.
-            filter: refused.
+            filter: as ``Fabric.save`` has it, for a file; refused for a folder.
 
         Raises:
             InputError: the state hasn't one model, or a filter or storage options were given.
-            CheckpointError: as ``shardwright.checkpoint.save``.
+            CheckpointError: as ``shardwright.checkpoint.save``; or a file is at the folder's place, a folder
+                at the file's, or several checkpoints that something else has saved.
             MissingExtra: the package for this kind of URL isn't installed.
         """
-        if storage_options is not None or filter:
+        if storage_options is not None or (filter and not self._is_full):
             raise InputError(
-                "save: storage_options and filter aren't supported; leave out what isn't to be saved"
+                "save: storage_options isn't supported, nor filter for a folder (state_dict_type='sharded'); "
+                "leave out what isn't to be saved"
             )
+        path = location_of(self.broadcast(path))
+        if self._is_full:
+            whole = self._convert_stateful_objects_in_state(state, filter=filter or {})
+            write_file(local_only(path, "state_dict_type='full' saves to"), whole)
+            return
         model, optimizer, rest = _sorted(state)
         step = rest.get("step", 0)
-        save(path, model=model, optimizer=optimizer, extra=rest, step=step if isinstance(step, int) else 0)
+        extra = _extra_of(path, rest)
+        publish(path, step if isinstance(step, int) else 0, model=model, optimizer=optimizer, extra=extra)
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """The module's entries, its parameters themselves; no communication.
+
+        Args:
+            module: sharded, or not.
+
+        Returns:
+            Name -> shard, plain tensor, or other state.
+        """
+        return module.state_dict(keep_vars=True)
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Fill model and optimizer of a state in place, and set its other values. Every rank calls it.
+        """Fill model, optimizer and other objects with ``load_state_dict`` in place, and set the other values
+        of a state. Every rank calls it.
 
         Args:
-            path: a checkpoint, or a folder of them.
+            path: what ``save_checkpoint`` has written, a checkpoint of ``shardwright.checkpoint.save``, or a
+                file of another strategy; rank 0's counts.
             state: a model, or one model, at most one optimizer, and other values, by name.
             strict: whether each of the other values must be in the checkpoint.
-            weights_only: without effect; nothing is ever pickled.
+            weights_only: of ``torch.load``, for a file and for pickled values; None: as torch has it.
 
         Returns:
             What the checkpoint has besides.
 
         Raises:
             InputError: the state hasn't one model.
-            CheckpointError: tensors don't fit or, if ``strict``, a value isn't there. With tensors that don't
-                fit nothing is changed.
+            CheckpointError: tensors don't fit or, if ``strict``, a value isn't there. With a folder nothing
+                is changed then.
             DamagedError: as ``shardwright.checkpoint.load``.
             MissingExtra: the package for this kind of URL isn't installed.
         """
         given = {"model": state} if isinstance(state, nn.Module) else state or {}
         model, optimizer, rest = _sorted(given)
-        restored = load(path, model=model, optimizer=optimizer)
-        extra = dict(restored.extra or {})
-        missing = sorted(rest.keys() - extra.keys())
-        if missing and strict:
-            raise CheckpointError(f"{path} has no {missing[0]!r}, only {sorted(extra)}; pass strict=False")
-        for name in rest.keys() & extra.keys():
-            given[name] = extra.pop(name)
-        return extra
+        found: Any = location_of(self.broadcast(path))
+        if isinstance(found, Path) and found.is_file() and not isinstance(state, nn.Module):
+            return _load_file(found, given, model, strict, weights_only)
+        found = on_rank_0(f"loading {found}", lambda: published_in(found))
+        source = open_checkpoint(found)
+        saved, pickled = dict(source.manifest.state.get("extra") or {}), {}
+        if saved.pop(_PICKLED, None) is not None:
+            key = f"extra/{_PICKLED}"
+            with Reader(source.folder) as reader:
+                read = read_tensor(reader, key, source.manifest.tensors[key])
+            pickled = torch.load(io.BytesIO(read.numpy().tobytes()), "cpu", weights_only=weights_only)
+        _check_names(found, rest, saved.keys() | pickled.keys(), strict)
+        live = {name: v for name, v in rest.items() if isinstance(v, Stateful) and name in saved}
+        restored = load(found, model=model, optimizer=optimizer, extra=live)
+        extra = {name: value for name, value in (restored.extra or {}).items() if name != _PICKLED}
+        return _taken(given, rest.keys() - live.keys(), {**extra, **pickled})
 
 
 class _Reducing:
@@ -214,6 +272,64 @@ def _sorted(state: Mapping[str, Any]) -> tuple[nn.Module, Optimizer | None, dict
         )
     rest = {name: v for name, v in state.items() if not isinstance(v, (nn.Module, Optimizer))}
     return models[0], optimizers[0] if optimizers else None, rest
+
+
+_PICKLED = "pickled objects"  # key of the checkpoint, of what it can't hold otherwise
+
+
+def _extra_of(path: Location, rest: Mapping[str, Any]) -> dict[str, Any]:
+    """What a checkpoint has of the values besides model and optimizer: rank 0's, as under DDP; of tensors
+    this rank's part."""
+    tensors: Any = {}
+    trees, others = dict[str, Any](), dict[str, Any]()
+    for name, value in rest.items():
+        value = value.state_dict() if isinstance(value, Stateful) else value
+        try:
+            trees[name] = encode(value, name, tensors)
+        except CheckpointError:
+            others[name] = value
+
+    def pickled() -> tuple[dict[str, Any], bytes]:
+        file = io.BytesIO()
+        if others:
+            pickle_into(file, others)
+        return trees, file.getvalue()
+
+    trees, read = on_rank_0(f"saving {path}", pickled)
+    extra = {name: decode(tree, lambda key: tensors.get(key, torch.empty(0))) for name, tree in trees.items()}
+    return {**extra, _PICKLED: torch.frombuffer(bytearray(read), dtype=torch.uint8)} if read else extra
+
+
+def _load_file(
+    path: Path, given: Any, model: nn.Module, strict: bool, weights_only: bool | None
+) -> dict[str, Any]:
+    checkpoint = dict(read_file(path, weights_only))
+    _check_names(path, given, checkpoint.keys(), strict)
+    for name in [name for name in given if name in checkpoint]:
+        value = given[name]
+        if isinstance(value, nn.Module):
+            value.load_state_dict(checkpoint.pop(name), strict)
+        elif isinstance(value, Optimizer):
+            load_whole(value, checkpoint.pop(name), model)
+    rest = {name for name, value in given.items() if not isinstance(value, (nn.Module, Optimizer))}
+    return _taken(given, rest, checkpoint)
+
+
+def _check_names(path: Location, wanted: Collection[str], saved: Collection[str], strict: bool) -> None:
+    missing = sorted(set(wanted) - set(saved))
+    if missing and strict:
+        raise CheckpointError(f"{path} has no {missing[0]!r}, only {sorted(saved)}; pass strict=False")
+
+
+def _taken(given: Any, names: Collection[str], saved: dict[str, Any]) -> dict[str, Any]:
+    """Give the values of a state what is saved of them; returns what is left."""
+    for name in names & saved.keys():
+        value = saved.pop(name)
+        if isinstance(given[name], Stateful):
+            given[name].load_state_dict(value)
+        else:
+            given[name] = value
+    return saved
 
 
 for _strategies in _STRATEGIES:

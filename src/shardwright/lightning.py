@@ -12,7 +12,6 @@ first that is installed. This and ``fabric.py`` are the only files that import L
 
 import io
 import os
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -25,15 +24,24 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwright.checkpoint import load, save
-from shardwright.checkpoint.agree import ranks
-from shardwright.checkpoint.folder import find, read_manifest, step_folder
+from shardwright.checkpoint import load
+from shardwright.checkpoint.folder import find, read_manifest
 from shardwright.checkpoint.live import Whole
 from shardwright.engine.unit import units_in
-from shardwright.errors import CheckpointError, InputError
+from shardwright.errors import InputError
 from shardwright.extras import require
 from shardwright.module import FSDPModule, register_fsdp_forward_method
-from shardwright.strategies import ShardsModules, strategies_of, unreduced
+from shardwright.strategies import (
+    ShardsModules,
+    load_whole,
+    on_rank_0,
+    publish,
+    published_in,
+    read_file,
+    strategies_of,
+    unreduced,
+    write_file,
+)
 from shardwright.transport.collect import take_values_of_rank_0
 
 __all__ = ["TrainerStrategy"]
@@ -132,66 +140,71 @@ class _Sharding(ShardsModules):
         return self.lightning_module.state_dict(keep_vars=True)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Publish a checkpoint of Shardwright's as the folder ``filepath``. Every rank calls it.
+        """Save at ``filepath``; what was saved there before is removed when this is complete. Every rank
+        calls it.
 
-        Each rank writes its own shards. Rank 0's values of what Lightning keeps besides (loops, callbacks,
-        schedulers, hyper-parameters) are pickled into it.
+        Each rank writes its own shards, to a folder; or rank 0 whole tensors, to a file. Rank 0's values of
+        what Lightning keeps besides (loops, callbacks, schedulers, hyper-parameters) are pickled into it.
 
         Args:
             checkpoint: as the Trainer makes it.
-            filepath: the folder; what is saved under that name is replaced.
+            filepath: the folder, or the file with ``state_dict_type="full"``.
             storage_options: refused.
 
         Raises:
             InputError: storage options were given.
-            CheckpointError: as ``shardwright.checkpoint.save``.
+            CheckpointError: as ``shardwright.checkpoint.save``; or a file is at the folder's place, a folder
+                at the file's, or several checkpoints that something else has saved.
             MissingExtra: the package for this kind of URL isn't installed.
         """
         if storage_options is not None:
-            raise InputError("storage_options aren't taken: a checkpoint is a folder of a file system")
+            raise InputError("storage_options aren't taken: a checkpoint is in a file system")
         path, step = Path(self.broadcast(os.fspath(filepath))), int(checkpoint["global_step"])
+        if self._is_full:
+            write_file(path, checkpoint)
+            return
         rest = {key: checkpoint[key] for key in checkpoint.keys() - {"state_dict", "optimizer_states"}}
         file = io.BytesIO()
         torch.save(rest, file)
         pickled = torch.from_numpy(np.frombuffer(self.broadcast(file.getvalue()), np.uint8).copy())
         has_optimizer = "optimizer_states" in checkpoint and len(self.optimizers) > 0
-        old, replaced = step_folder(path, step), path / f"replaced-{step}"
-        group, what, writes = ranks(), f"saving {path}", ranks().rank == 0
-        group.together(what, lambda: os.rename(old, replaced) if writes and old.is_dir() else None)
-        save(
+        publish(
             path,
+            step,
             model=Whole(checkpoint["state_dict"]),
             optimizer=_bare(self.optimizers[0]) if has_optimizer else None,
             extra={_REST: pickled},
-            step=step,
-            keep=1,
         )
-        group.together(what, lambda: shutil.rmtree(replaced, True) if writes else None)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Fill the module and, in a fit, its optimizer in place. The Trainer calls it on every rank, after
         ``setup``; any number of ranks.
 
         Args:
-            checkpoint_path: the folder that ``save_checkpoint`` wrote, or a checkpoint in it.
+            checkpoint_path: what ``save_checkpoint`` wrote, or a file of another strategy.
             weights_only: of ``torch.load``, for what Lightning keeps besides; None: as torch has it.
 
         Returns:
             What Lightning keeps besides.
 
         Raises:
-            CheckpointError: it is a file of another strategy, or as ``shardwright.checkpoint.load``. Where
-                tensors don't fit, nothing is changed.
+            CheckpointError: as ``shardwright.checkpoint.load``. Where tensors don't fit, nothing is changed.
             DamagedError: as ``shardwright.checkpoint.load``.
             InputError: as ``shardwright.checkpoint.load``.
             MissingExtra: the package for this kind of URL isn't installed.
         """
         path = Path(self.broadcast(os.fspath(checkpoint_path)))
         if path.is_file():
-            raise CheckpointError(
-                f"{path} is a file that another strategy wrote; load its weights into the module before the "
-                'fit: module.load_state_dict(torch.load(path)["state_dict"])'
+            found = read_file(path, weights_only)
+            self.lightning_module.load_state_dict(
+                found["state_dict"], strict=self.lightning_module.strict_loading
             )
+            for optimizer, state in zip(
+                self.optimizers or (), found.get("optimizer_states", ()), strict=False
+            ):
+                load_whole(_bare(optimizer), state, self.lightning_module)
+            return found
+        path = on_rank_0(f"loading {path}", lambda: published_in(path))
         live = self.lightning_module_state_dict()
         if not self.lightning_module.strict_loading:
             saved = read_manifest(find(path)[0]).keys_of("model/")
@@ -224,14 +237,20 @@ class TrainerStrategy(_Sharding, _DDP):
     What is sharded already (``fully_shard`` or ``hf.load`` in ``configure_model``) stays as it is, and the
     rest of the module is one group. Parameters and buffers are those of rank 0. ``configure_optimizers`` gets
     shards. Accumulation, both kinds of clipping, ``precision``, validation, checkpoints and
-    ``fit(ckpt_path=...)``, at another number of ranks too, work as in one process. A checkpoint is a folder.
+    ``fit(ckpt_path=...)``, at another number of ranks too, work as in one process. A checkpoint is a folder,
+    or one file.
 
     Args:
         groups: as for ``fully_shard``. With "auto", where nothing in the module says how to group it, it is
             one group, with a warning. None: the module is one group.
         shard: in place of ``groups``, a function that shards the module in place.
         mp_policy: as for ``fully_shard``; with the Trainer's ``precision`` at "32-true".
+        state_dict_type: what a checkpoint is: a folder to which each rank writes its shards ("sharded"), or
+            one file with whole tensors, which rank 0 holds on its host meanwhile ("full").
         **options: of ``DDPStrategy``, such as ``process_group_backend`` and ``timeout``.
+
+    Raises:
+        InputError: ``state_dict_type`` is neither.
     """
 
 

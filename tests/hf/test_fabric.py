@@ -1,6 +1,7 @@
 """Lightning Fabric with strategy="shardwright": trains as one process does, clips, accumulates, resumes."""
 
 import os
+import shutil
 import sys
 from importlib import import_module
 
@@ -13,9 +14,10 @@ pytest.importorskip(
 import torch
 from torch import nn
 
-from shardwright import FSDPModule, Grouping
+from shardwright import FSDPModule, Grouping, checkpoint
 from shardwright.errors import CheckpointError, InputError
 from shardwright.fabric import ShardwrightStrategy
+from shardwright.strategies import publish, read_file, write_file
 from tests.ranks.models import full
 from tests.ranks.pool import run_ranks
 
@@ -113,6 +115,176 @@ def refuses(rank, world, folder):
 
 def test_what_cannot_be_done_is_refused(tmp_path):
     run_ranks(2, refuses, tmp_path / "saved")
+
+
+class Passes:
+    """Has state, as a scheduler or a data loader of torchdata does."""
+
+    def __init__(self):
+        self.done = 0
+
+    def state_dict(self):
+        return {"done": self.done}
+
+    def load_state_dict(self, state):
+        self.done = state["done"]
+
+
+def state_of(fabric):
+    model = make()
+    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=0.05))
+    return {"model": model, "optimizer": optimizer, "step": 0, "passes": Passes(), "mean": torch.zeros(2)}
+
+
+def saves_each_epoch(rank, world, path, kind):
+    fabric = launched(rank, world, ShardwrightStrategy(None, state_dict_type=kind))
+    state = state_of(fabric)
+    for epoch in range(3):
+        steps(state["model"], state["optimizer"], fabric, epoch, epoch + 1)
+        state["passes"].done, state["mean"] = epoch + 1, torch.full((2,), float(epoch))
+        # Its number may fall, where a run goes back, and differ between ranks, as a loss does.
+        fabric.save(path, {**state, "step": 2 - epoch, "loss": epoch + rank / 10})
+    state["passes"].done = 7
+    fabric.load(path, state, strict=False)
+    return [full(p).detach() for p in state["model"].parameters()], state["passes"].done
+
+
+def loads_it(rank, world, path, strategy):
+    fabric = launched(rank, world, strategy)
+    state = state_of(fabric)
+    passes = state["passes"]
+    left = fabric.load(path, state)
+    assert state["passes"] is passes
+    assert (state["step"], passes.done, state["mean"].tolist(), left) == (0, 3, [2.0, 2.0], {"loss": 2.0})
+    loaded = [full(p).detach().clone() for p in state["model"].parameters()]
+    steps(state["model"], state["optimizer"], fabric, 3, 4)
+    return loaded, [full(p).detach() for p in state["model"].parameters()]
+
+
+def same(found, expected):
+    return all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, expected, strict=True))
+
+
+KINDS = pytest.mark.parametrize("kind", ["sharded", "full"])
+
+
+@KINDS
+def test_a_save_at_the_same_path_replaces_the_one_before(kind, tmp_path):
+    path = tmp_path / "step-1"  # a name that a checkpoint in a folder of them has, too
+    _, weights = run_ranks(1, alone)[0]
+    (trained, done), _ = run_ranks(2, saves_each_epoch, path, kind)
+    assert done == 3
+    assert path.is_file() if kind == "full" else len([*path.glob("step-*")]) == 1
+    for loaded, resumed in run_ranks(3, loads_it, path, ShardwrightStrategy(None)):
+        assert same(loaded, trained)
+        assert same(resumed, weights)
+    if kind == "full":  # of which DDP reads whole tensors
+        for loaded, _ in run_ranks(2, loads_it, path, "ddp"):
+            assert same(loaded, trained)
+
+
+CHANGES = [(os, "rename"), (os, "replace"), (shutil, "rmtree"), (os, "fsync"), (torch, "save")]
+
+
+def ended_at(calls, work):
+    """Whether a process that does the work is ended by one of the calls that change files, of this number."""
+    process = os.fork()
+    if process:
+        return os.waitpid(process, 0)[1] != 0
+
+    def dying(kept):
+        def call(*args, **options):
+            nonlocal calls
+            calls -= 1
+            return kept(*args, **options) if calls >= 0 else os._exit(1)
+
+        return call
+
+    for owner, name in CHANGES:
+        setattr(owner, name, dying(getattr(owner, name)))
+    work()
+    os._exit(0)
+
+
+def dies_everywhere(rank, world, folder, kind):
+    seen, model = [], make()
+
+    def saved(path, epoch):
+        if kind == "full":
+            write_file(path, {"epoch": epoch})
+        else:
+            publish(path, 0, model=model, extra={"epoch": epoch})
+
+    def found(path):
+        restored = read_file(path, None) if kind == "full" else checkpoint.load(path, model=model).extra
+        return restored["epoch"]
+
+    for calls in range(100):
+        path = folder / f"{calls}.ckpt"
+        saved(path, 1)
+        ended = ended_at(calls, lambda path=path: saved(path, 2))
+        seen.append(found(path))
+        saved(path, 3)
+        assert found(path) == 3
+        if not ended:
+            return seen
+    raise AssertionError(f"it is ended after {calls} calls, too")
+
+
+@KINDS
+def test_a_save_that_is_killed_anywhere_leaves_a_checkpoint_that_loads(kind, tmp_path):
+    (seen,) = run_ranks(1, dies_everywhere, tmp_path, kind, grouped=False)
+    assert set(seen) == {1, 2}
+    assert seen == sorted(seen)
+
+
+def keeps_what_is_not_its_own(rank, world, folder):
+    sharded, whole = (
+        launched(rank, world, ShardwrightStrategy(state_dict_type=k)) for k in ("sharded", "full")
+    )
+    model = sharded.setup_module(make())
+    sharded.save(folder / "folder", {"model": model})
+    whole.save(folder / "file", {"model": model}, filter={"model": lambda name, _: name.endswith("bias")})
+    assert sorted(torch.load(folder / "file")["model"]) == ["0.bias", "2.bias"]
+    for fabric, name in ((sharded, "file"), (whole, "folder")):
+        with pytest.raises(CheckpointError, match=f"{name}.*saves a.*nothing was overwritten: give another"):
+            fabric.save(folder / name, {"model": model})
+    for step in range(3):
+        checkpoint.save(folder / "run", model=model, step=step)
+    with pytest.raises(CheckpointError, match="is a folder of 3 checkpoints, which this one would replace"):
+        sharded.save(folder / "run", {"model": model})
+    with pytest.raises(InputError, match="state_dict_type is 'whole', expected 'sharded' or 'full'"):
+        ShardwrightStrategy(state_dict_type="whole")
+
+
+def test_what_something_else_has_saved_is_not_overwritten(tmp_path):
+    run_ranks(2, keeps_what_is_not_its_own, tmp_path)
+
+
+def pickles(rank, world, folder, kind):
+    fabric = launched(rank, world, ShardwrightStrategy(None, state_dict_type=kind))
+    model = fabric.setup_module(make())
+    plain = torch.utils.data.DataLoader(range(8), 2)
+    loader = fabric.setup_dataloaders(plain)
+    state = {"model": model, "plain": plain, "loader": loader, "step": 4}
+    fabric.save(folder / "it", state)
+    with torch.no_grad():
+        model.module[0].bias.fill_(7.0)
+    with pytest.raises(Exception, match=r"(?s)Weights only load failed.*weights_only"):
+        fabric.load(folder / "it", {**state, "step": 0})
+    assert full(model.module[0].bias).eq(7.0).all()  # nothing was changed
+    state["step"] = 0
+    assert fabric.load(folder / "it", state, weights_only=False) == {}
+    assert (state["step"], [*state["plain"].dataset], state["plain"].batch_size) == (4, [*range(8)], 2)
+    assert state["plain"] is not plain
+    assert state["loader"] is loader
+    with pytest.raises(CheckpointError, match=r"a value can't be pickled .*Can't pickle local object"):
+        fabric.save(folder / "other", {"model": model, "function": lambda: None})
+
+
+@KINDS
+def test_an_object_without_state_is_pickled_as_under_ddp(kind, tmp_path):
+    run_ranks(2, pickles, tmp_path, kind)
 
 
 class Blocks(nn.Module):

@@ -96,12 +96,18 @@ def figures(trainer, module):
     return module.norms, float(trainer.callback_metrics["heldout"]), weights
 
 
-def alone(rank, world, package):
+def alone(rank, world, package, folder):
     pl = import_module(package)
     found = [figures(*fitted(pl, 1, "auto"))]
     found.append(figures(*fitted(pl, 1, "auto", precision="bf16-mixed")))
     found.append(figures(*fitted(pl, 1, "auto", gradient_clip_algorithm="value")))
+    fitted(pl, 1, "auto", max_epochs=1)[0].save_checkpoint(folder / "alone.ckpt")
     return found
+
+
+def goes_on_alone(rank, world, package, folder):
+    pl = import_module(package)
+    return figures(*fitted(pl, 1, "auto", str(folder / "whole.ckpt"), module_of(pl, seed=9)))
 
 
 def several(rank, world, package, folder):
@@ -125,6 +131,9 @@ def several(rank, world, package, folder):
     trainer, module = fitted(pl, world, "shardwright", **options)
     trainer.save_checkpoint(folder / "by-hand.ckpt")
     trainer.save_checkpoint(folder / "by-hand.ckpt")  # replaces it
+    trainer, module = fitted(pl, world, ours(None, state_dict_type="full"), max_epochs=1)
+    trainer.save_checkpoint(folder / "whole.ckpt")
+    trainer.save_checkpoint(folder / "whole.ckpt")
     return found
 
 
@@ -133,7 +142,7 @@ def resumed(rank, world, package, folder):
     pl = import_module(package)
     import_module("shardwright.lightning")
     found = []
-    for name in ("last.ckpt", "by-hand.ckpt"):
+    for name in ("last.ckpt", "by-hand.ckpt", "whole.ckpt", "alone.ckpt"):
         trainer, module = fitted(
             pl, world, "shardwright", str(folder / name), module_of(pl, nested=True, seed=9)
         )
@@ -151,7 +160,7 @@ def equal(found, expected, norms=slice(None)):
 
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
 def test_a_fit_is_that_of_one_process_and_resumes_at_another_number_of_ranks(package, tmp_path):
-    ((whole, halves, by_value),) = run_ranks(1, alone, package)
+    ((whole, halves, by_value),) = run_ranks(1, alone, package, tmp_path)
     assert len(whole[0]) == 4
     assert min(whole[0]) > 0.05  # so each was clipped
     for plain, mixed, clipped in run_ranks(2, several, package, tmp_path):
@@ -161,3 +170,5 @@ def test_a_fit_is_that_of_one_process_and_resumes_at_another_number_of_ranks(pac
     for found, best in run_ranks(3, resumed, package, tmp_path):
         assert all(equal(each, whole, slice(2, None)) for each in found)
         assert best > whole[1]  # of the epoch before
+    assert (tmp_path / "whole.ckpt").is_file()
+    assert all(equal(each, whole, slice(2, None)) for each in run_ranks(1, goes_on_alone, package, tmp_path))
