@@ -20,13 +20,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from shardwright.checkpoint.format import MANIFEST, Manifest, loads
 from shardwright.checkpoint.lock import Held
 from shardwright.checkpoint.remote import RemoteStorage
 from shardwright.checkpoint.storage import TORN, LocalStorage, Lock, Storage, sync_folder
 from shardwright.errors import CheckpointError, InputError, StorageError
+from shardwright.files import reason_of
 from shardwright.storage import Location, RemotePath
 
 _STEP = re.compile(r"step-(\d+)")
@@ -191,8 +192,15 @@ def read_manifest(folder: Location) -> Manifest:
     path = folder / MANIFEST
     try:
         manifest = loads(storage_of(folder).read_text(path), str(path))
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path}: not a readable manifest ({reason_of(error)})") from error
+    except OSError as error:
         raise CheckpointError(f"{path}: can't read the manifest: {error}") from error
+    if (named := _STEP.fullmatch(folder.name)) and int(named[1]) != manifest.step:
+        raise CheckpointError(
+            f"{path}: says that it is step {manifest.step}, in a folder that is named {folder.name}: another "
+            "step's files were put there; give the folder its own step's name, or a name without a step"
+        )
     check_files(manifest, folder)
     return manifest
 
