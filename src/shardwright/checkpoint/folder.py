@@ -12,6 +12,7 @@ runs/
 """
 
 import itertools
+import operator
 import os
 import re
 import shutil
@@ -51,10 +52,27 @@ class Keep:
     every: int | None = None
 
     def __post_init__(self) -> None:
-        if self.last < 1:
-            raise InputError(f"Keep.last is {self.last}, expected at least 1 (None keeps all)")
-        if self.every is not None and self.every < 1:
-            raise InputError(f"Keep.every is {self.every}, expected at least 1, or None")
+        whole_number(self.last, "Keep.last", "at least 1 (None keeps all)", 1)
+        if self.every is not None:
+            whole_number(self.every, "Keep.every", "at least 1, or None", 1)
+
+
+def keep_of(keep: int | Keep | None) -> Keep | None:
+    """What ``save`` takes for ``keep``. Raises: InputError."""
+    if keep is None or isinstance(keep, Keep):
+        return keep
+    return Keep(whole_number(keep, "keep", "at least 1, a Keep, or None", 1))
+
+
+def whole_number(value: Any, name: str, expected: str, least: int) -> int:
+    """An argument as an integer, NumPy's too. Raises: InputError for anything else, or one out of range."""
+    try:
+        number = least - 1 if isinstance(value, bool) else operator.index(value)
+    except (TypeError, RuntimeError, ValueError):  # torch's, of a tensor of several elements
+        number = least - 1
+    if not least <= number < 2**63:
+        raise InputError(f"{name} is {repr(value)[:40]}, expected {expected}")
+    return number
 
 
 def storage_of(path: Location) -> Storage:

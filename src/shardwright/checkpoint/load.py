@@ -43,6 +43,7 @@ from shardwright.checkpoint.tree import decode
 from shardwright.checkpoint.verify import Partial, Verifier, crc_in, parts_of
 from shardwright.crc import crc32
 from shardwright.errors import CheckpointError, DamagedError
+from shardwright.files import reading
 from shardwright.storage import Location, location_of
 
 STEP_NBYTES = 512 << 10
@@ -81,10 +82,14 @@ class Restored:
 
         Returns:
             False, without any change, if the checkpoint has none for this number of ranks.
+
+        Raises:
+            CheckpointError: it is of another form.
         """
         if self.rng is None:
             return False
-        set_rng_state(self.rng)
+        with reading(self.path, "a checkpoint with the random state of this release"):
+            set_rng_state(self.rng)
         return True
 
 
