@@ -22,6 +22,7 @@ import torch
 
 from shardwright import nf4
 from shardwright.errors import InputError
+from shardwright.files import json_object, reason_of
 
 _STATE = ".quant_state.bitsandbytes__nf4"
 _PARTS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", _STATE)
@@ -42,23 +43,35 @@ def from_bitsandbytes(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tens
             cols / 64]) for each encoded weight.
 
     Raises:
-        InputError: a weight has other levels than NF4's, rows that blocks cross, or blocks that aren't a
-            multiple of 64 elements; it is named.
+        InputError: a weight has other levels than NF4's, rows that blocks cross, blocks that aren't a
+            multiple of 64 elements, or parts that are missing or of another form; it is named.
     """
     names = [key.removesuffix(_STATE) for key in state if key.endswith(_STATE)]
     parts = {name + part for name in names for part in ("", *_PARTS)}
     ours = {key: value for key, value in state.items() if key not in parts}
     for name in names:
-        facts = json.loads(bytes(state[name + _STATE].tolist()))
-        shape, block = tuple(facts["shape"]), facts["blocksize"]
-        absmax = state[name + ".absmax"]
-        if absmax.dtype == torch.uint8:
-            nested = state[name + ".nested_absmax"].repeat_interleave(facts["nested_blocksize"])
-            levels = state[name + ".nested_quant_map"][absmax.int()]
-            absmax = levels * nested[: absmax.numel()] + facts["nested_offset"]
-        _check(name, shape, block, state[name + ".quant_map"])
-        ours[name], ours[f"{name}_absmax"] = _in_rows(state[name], absmax, shape, block)
+        try:
+            ours[name], ours[f"{name}_absmax"] = _decoded(state, name)
+        except InputError:
+            raise
+        except Exception as error:  # who reads what anybody may have written raises many kinds
+            raise InputError(
+                f"{name!r} isn't as bitsandbytes keeps a weight in 4 bits ({reason_of(error)}); see "
+                "shardwright.interchange"
+            ) from error
     return ours
+
+
+def _decoded(state: Mapping[str, torch.Tensor], name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    facts = json_object(bytes(state[name + _STATE].tolist()))
+    shape, block = tuple(facts["shape"]), facts["blocksize"]
+    absmax = state[name + ".absmax"]
+    if absmax.dtype == torch.uint8:
+        nested = state[name + ".nested_absmax"].repeat_interleave(facts["nested_blocksize"])
+        levels = state[name + ".nested_quant_map"][absmax.int()]
+        absmax = levels * nested[: absmax.numel()] + facts["nested_offset"]
+    _check(name, shape, block, state[name + ".quant_map"])
+    return _in_rows(state[name], absmax, shape, block)
 
 
 def to_bitsandbytes(

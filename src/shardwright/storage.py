@@ -23,6 +23,7 @@ from fsspec.registry import known_implementations
 
 from shardwright.errors import InputError, MissingExtra, StorageError
 from shardwright.extras import require
+from shardwright.files import open_regular
 
 try:
     import fcntl
@@ -55,8 +56,11 @@ Location = Path | RemotePath
 def location_of(path: str | PurePath) -> Location:
     """``path`` as a URL where it has ``://``, else as a path of this host.
 
-    Raises: InputError for a URL that went through ``pathlib.Path``, which takes one of its slashes.
+    Raises: InputError for what is no path, or a URL that went through ``pathlib.Path``, which takes one of
+    its slashes.
     """
+    if not isinstance(path, str | os.PathLike) or "\0" in str(path):
+        raise InputError(f"the path is {str(path)[:80]!r}, expected a string without NUL, or a pathlib.Path")
     if isinstance(path, RemotePath):
         return path
     if "://" in str(path):
@@ -278,7 +282,8 @@ def local_copy(url: str) -> Path:
 @contextmanager
 def _turn(folder: Path) -> Iterator[None]:
     """One process of this host at a time; where the file system has no locks, all at once."""
-    with open(folder / ".lock", "w") as lock:
+    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+    with open(open_regular(folder / ".lock", flags), "w") as lock:
         if fcntl is not None:
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -251,7 +251,8 @@ CHECKPOINTED = "_checkpoint_wrapped_module"
 COMPILED = "_orig_mod."
 """What torch.compile leaves in the names of parameters, and in the keys of state dicts."""
 
-DCP_CLASSES = ("_MEM_FORMAT_ENCODING", "_StorageInfo")
+DCP_PLACE = "_StorageInfo"
+DCP_CLASSES = ("_MEM_FORMAT_ENCODING", DCP_PLACE)
 """Private classes that the metadata of torch.distributed.checkpoint's files names."""
 
 DCP_LAYOUT = ("torch.serialization", "_get_layout")

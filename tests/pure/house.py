@@ -55,6 +55,7 @@ FLOORS = {
     "extras": 2,
     "bnb": 1,
     "crc": 0,
+    "files": 0,
     "columns": 0,
     "torch_fsdp": 1,
     "torch_private": 0,

@@ -155,7 +155,7 @@ def test_bad_adapters_are_refused_before_anything_changes(tmp_path):
     assert all(p.requires_grad for p in plain.parameters())
     with pytest.raises(InputError, match="rank"):
         Lora(("up",), rank=0)
-    with pytest.raises(CheckpointError, match="not a readable adapter"):
+    with pytest.raises(CheckpointError, match=r"adapter_config\.json: can.t be read: No such file"):
         read_lora(tmp_path)
     save_adapter(tmp_path, build(None))
     other = build(None, Lora(("up", "down"), rank=5))

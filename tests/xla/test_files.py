@@ -141,7 +141,7 @@ FAULTS = {
         lambda f: torch.save({"model": {}, "shard_metadata": {}}, f / "ckpt.pth"),
         "lacks flatten",
     ),
-    "damaged": (damaged, "can't be read"),
+    "damaged": (damaged, "not a file that torch.load reads"),
     "other tensors": (other_tensors, "rank 1 has other tensors than rank 0.*running_mean"),
     "unknown": (
         lambda f: write(f, 1, 0, metadata={"shard_info": {}}),

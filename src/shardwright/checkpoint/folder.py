@@ -36,6 +36,7 @@ from shardwright.checkpoint.format import MANIFEST, Manifest, loads
 from shardwright.checkpoint.remote import RemoteStorage
 from shardwright.checkpoint.storage import LATEST, TORN, LocalStorage, Storage, sync_folder
 from shardwright.errors import CheckpointError, UnreadError
+from shardwright.files import reason_of
 from shardwright.storage import Location, RemotePath
 
 _STEP = re.compile(r"step-(\d+)")
@@ -88,10 +89,13 @@ def read_manifest(folder: Location) -> Manifest:
 
     Raises:
         UnreadError: the manifest isn't there, or can't be read.
-        CheckpointError: a damaged manifest, a missing or truncated file (all of them named).
+        CheckpointError: a damaged manifest, that of another step than the folder's name says, a missing or
+            truncated file (all of them named).
     """
     try:
         manifest = _parsed(folder)
+        if fault := _misnamed(manifest, folder):
+            raise CheckpointError(fault)
         check_files(manifest, folder)
     except OSError as error:
         raise UnreadError(f"{folder / MANIFEST}: can't read the manifest: {error}") from error
@@ -103,7 +107,19 @@ def _parsed(folder: Location) -> Manifest:
     try:
         return loads(storage_of(folder).read_text(path), str(path))
     except UnicodeDecodeError as error:
-        raise CheckpointError(f"{path}: can't read the manifest: {error}") from error
+        raise CheckpointError(f"{path}: not a readable manifest ({reason_of(error)})") from error
+
+
+def _misnamed(manifest: Manifest, folder: Location) -> str:
+    """Why the checkpoint isn't the one that its folder's name says; empty where it is."""
+    named = _STEP.fullmatch(folder.name)
+    if named is None or int(named[1]) == manifest.step:
+        return ""
+    return (
+        f"{folder / MANIFEST}: says that it is step {manifest.step}, in a folder that is named "
+        f"{folder.name}: another step's files were put there; give the folder its own step's name, or a name "
+        "without a step"
+    )
 
 
 def check_files(manifest: Manifest, folder: Location) -> None:
@@ -167,7 +183,10 @@ def _survey(path: Location, least: int = 0) -> list[Found]:
         fault, is_damaged, manifest = "", False, None
         try:
             manifest = _parsed(folder)
-            check_files(manifest, folder)
+            if fault := _misnamed(manifest, folder):
+                manifest = None
+            else:
+                check_files(manifest, folder)
         except CheckpointError as error:
             # Without a manifest it is another program's folder, or one that is just being removed.
             fault, is_damaged = str(error), MANIFEST in _sizes_or_none(folder)

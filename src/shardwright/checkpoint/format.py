@@ -32,6 +32,7 @@ import numpy as np
 
 from shardwright.crc import crc32
 from shardwright.errors import CheckpointError
+from shardwright.files import is_size, json_object, reading
 
 FORMAT = "shardwright-checkpoint"
 VERSION = 1
@@ -253,39 +254,68 @@ def loads(text: str, where: str) -> Manifest:
     Raises:
         CheckpointError: damaged, of another format, or of a version that this release can't read.
     """
-    try:
-        body = json.loads(text)
-        crc = body.pop("manifest_crc32")
-        if body["format"] != FORMAT:
-            raise CheckpointError(f"{where}: format {body['format']!r}, expected {FORMAT!r}")
-        if body["version"] > VERSION:
+    with reading(where, "a readable manifest"):
+        body = json_object(text)
+        crc, kind, version = (body.get(name) for name in ("manifest_crc32", "format", "version"))
+        if kind != FORMAT:
+            raise CheckpointError(f"{where}: format {kind!r}, expected {FORMAT!r}")
+        if type(version) is int and version > VERSION:
             raise CheckpointError(
-                f"{where}: format version {body['version']}, this release reads up to {VERSION}; "
-                "upgrade shardwright"
+                f"{where}: format version {version}, this release reads up to {VERSION}; upgrade shardwright"
             )
+        del body["manifest_crc32"]
         if crc32(_canonical(body).encode()) != crc:
             raise CheckpointError(f"{where}: the manifest is damaged (its checksum does not match)")
-        body.pop("format")
-        body["tensors"] = {key: _entry(entry) for key, entry in body["tensors"].items()}
-        return Manifest(**body)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{where}: not a readable manifest ({type(error).__name__}: {error})"
-        ) from error
+        del body["format"]
+        _check_fields(body, _FIELDS, "it")
+        if not all(map(is_size, (body["step"], *body["files"].values()))):
+            raise ValueError("a step or the size of a file is no number >= 0")
+        if (line := body["state"].get("line")) is not None:
+            _check_fields(line, {"number": int, "after": list}, "its line")
+            if not all(type(name) is str for name in line["after"]):
+                raise ValueError("what its line comes after is no name")
+        tensors = {key: _entry(key, entry) for key, entry in body["tensors"].items()}
+        return Manifest(**{**body, "tensors": tensors})
 
 
 def _canonical(body: Mapping[str, Any]) -> str:
     return json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
-def _entry(entry: Mapping[str, Any]) -> TensorEntry:
-    pieces = tuple(
-        Piece(p["file"], p["start"], p["nbytes"], p["crc32"], tuple(p["offset"]), tuple(p["shape"]))
-        for p in entry["pieces"]
-    )
-    return TensorEntry(
-        tuple(entry["shape"]), entry["dtype"], pieces, tuple(entry["aliases"]), entry["sharded"]
-    )
+_FIELDS = {"version": int, "step": int, "tensors": dict, "files": dict, "state": dict, "written_by": dict}
+_FIELDS_OF_ENTRY = {"shape": list, "dtype": str, "pieces": list, "aliases": list, "sharded": bool}
+_FIELDS_OF_PIECE = {"file": str, "start": int, "nbytes": int, "crc32": int, "offset": list, "shape": list}
+
+
+def _check_fields(found: Any, kinds: Mapping[str, type], what: str) -> None:
+    if type(found) is not dict or found.keys() != kinds.keys():
+        has = sorted(found) if isinstance(found, dict) else type(found).__name__
+        raise ValueError(f"{what} has {str(has)[:200]}, expected {sorted(kinds)}")
+    for name, kind in kinds.items():
+        if type(found[name]) is not kind or (kind is int and not is_size(found[name])):
+            raise ValueError(f"{name} of {what} is {str(found[name])[:40]!r}, expected {kind.__name__}")
+
+
+def checked_shape(found: Any, what: str) -> tuple[int, ...]:
+    """A shape or an offset as a file has it. Raises: ValueError if no tensor can have it."""
+    if type(found) is not list or not all(map(is_size, found)) or math.prod(n or 1 for n in found) >= 2**60:
+        raise ValueError(f"{what} is {str(found)[:80]}, expected a list of numbers >= 0")
+    return tuple(found)
+
+
+def _entry(key: str, entry: Any) -> TensorEntry:
+    what = repr(key)
+    _check_fields(entry, _FIELDS_OF_ENTRY, what)
+    if entry["dtype"] not in ITEM_NBYTES or not all(type(alias) is str for alias in entry["aliases"]):
+        raise ValueError(f"{what} has dtype {entry['dtype']!r} or aliases that this release doesn't know")
+    pieces = []
+    for p in entry["pieces"]:
+        _check_fields(p, _FIELDS_OF_PIECE, f"a piece of {what}")
+        box = [checked_shape(p[name], f"{name} of a piece of {what}") for name in ("offset", "shape")]
+        pieces.append(Piece(p["file"], p["start"], p["nbytes"], p["crc32"], *box))
+        pieces[-1].box  # noqa: B018 (raises if offset and shape don't belong together)
+    shape = checked_shape(entry["shape"], f"the shape of {what}")
+    return TensorEntry(shape, entry["dtype"], tuple(pieces), tuple(entry["aliases"]), entry["sharded"])
 
 
 # ---- CRC-32 of a whole from the CRC-32s of its parts: polynomials over GF(2) modulo the CRC-32 polynomial,

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from shardwright.checkpoint.flat import FlatSlice, Saved, base_tensor, is_like, layout_of, views_of
 from shardwright.checkpoint.format import Box, chunk
 from shardwright.checkpoint.shardfile import DTYPE_NAME
-from shardwright.checkpoint.tree import Tensors, encode
+from shardwright.checkpoint.tree import Tensors, encode, put
 from shardwright.errors import CheckpointError
 from shardwright.interchange import NF4_ROWS, is_nf4_tensor
 from shardwright.params.placement import cuts_of
@@ -73,6 +73,12 @@ def part_of(key: str, tensor: Saved, rank: int) -> Part:
     if tensor.dtype not in DTYPE_NAME:
         raise CheckpointError(
             f"{key}: dtype {tensor.dtype} can't be saved; convert it to one of {sorted(DTYPE_NAME.values())}"
+        )
+    local = base_tensor(tensor)
+    if local.is_meta or local.layout is not torch.strided:
+        raise CheckpointError(
+            f"{key}: a tensor on {local.device} with layout {local.layout} can't be saved; give it memory, "
+            "or make it dense"
         )
     if isinstance(tensor, FlatSlice):
         flat = part_of(key, tensor.flat, rank)
@@ -162,15 +168,22 @@ def collect(model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str, A
     named, aliases = model_tensors(model)
     for name, value in named.items():
         if isinstance(value, torch.Tensor):
-            tensors[f"model/{name}"] = value
+            put(value, f"model/{name}", tensors)
         else:  # get_extra_state() of a module
             state["model"][name] = encode(value, f"model/{name}", tensors)
     if optimizer is not None:
         state["optimizer"] = _collect_optimizer(optimizer, names_of(named), tensors)
     if extra is not None:
+        check_extra(extra)
         given = {k: v.state_dict() if isinstance(v, Stateful) else v for k, v in extra.items()}
         state["extra"] = encode(given, "extra", tensors)
     return Live(tensors, {f"model/{k}": tuple(f"model/{a}" for a in v) for k, v in aliases.items()}, state)
+
+
+def check_extra(extra: Any) -> None:
+    """Raise CheckpointError unless ``extra`` is what ``save`` and ``load`` take."""
+    if not isinstance(extra, Mapping):
+        raise CheckpointError(f"extra is a {type(extra).__name__}, expected a dict of values by name")
 
 
 def model_tensors(model: nn.Module) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:

@@ -45,6 +45,7 @@ from shardwright.checkpoint.verify import Partial, Verifier, crc_in, parts_of
 from shardwright.checkpoint.writer import loaded
 from shardwright.crc import crc32
 from shardwright.errors import CheckpointError, DamagedError, UnreadError
+from shardwright.files import reading
 from shardwright.storage import Location, location_of
 
 _ATTEMPTS = 3  # of a load that finds a file that can't be read
@@ -85,10 +86,14 @@ class Restored:
 
         Returns:
             False, without any change, if the checkpoint has none for this number of ranks.
+
+        Raises:
+            CheckpointError: it is of another form.
         """
         if self.rng is None:
             return False
-        set_rng_state(self.rng)
+        with reading(self.path, "a checkpoint with the random state of this release"):
+            set_rng_state(self.rng)
         return True
 
 
@@ -185,7 +190,6 @@ def _load(
         read_nbytes = reader.nbytes
         rng = manifest.state.get("rng", [])
         own_rng = rng[group.rank] if len(rng) == group.world else None
-        group.here(what, lambda: _decode_all(todo, own_rng))
         group.here(what, lambda: install_whole(todo, small))
         filled = allocated(todo.targets)
         fill_and_prove(verifier, what, reader, filled, shared)
@@ -205,13 +209,6 @@ def _load(
         cast=tuple(t.key for t in filled.values() if t.casts),
         rng=decode(own_rng, small.__getitem__),
     )
-
-
-def _decode_all(todo: LoadPlan, rng: Any) -> None:
-    """Before anything is changed. Raises: CheckpointError, if this release doesn't know some of the state."""
-    optimizer = todo.state.get("optimizer") if todo.optimizer is not None else None
-    for tree in (todo.state.get("model"), optimizer, todo.state.get("extra"), rng):
-        decode(tree, lambda key: torch.empty(0))
 
 
 def latest(path: str | PurePath) -> Location | None:

@@ -15,6 +15,8 @@ import warnings
 from contextlib import suppress
 from pathlib import Path
 
+from shardwright.files import open_regular, read_regular
+
 try:
     import fcntl
 except ModuleNotFoundError:  # Windows
@@ -22,6 +24,7 @@ except ModuleNotFoundError:  # Windows
 
 LOCK = ".lock"
 _HOLDER_NBYTES = 300
+_HOLDER = b"pid "
 _NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL}
 
 
@@ -36,7 +39,7 @@ class FolderLock:
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        self._file = _opened(path / LOCK)
         try:
             if fcntl is None:
                 raise OSError(errno.ENOSYS, "Python has no fcntl here")
@@ -70,11 +73,23 @@ class FolderLock:
             self._file = -1
 
 
+def _opened(file: Path) -> int:
+    """The file, which is made if it isn't there; no other file than a lock is written to."""
+    if file.is_symlink():
+        raise OSError(errno.ELOOP, f"{file} is a symbolic link, which isn't followed; remove it")
+    found = open_regular(file, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0))
+    if os.read(found, len(_HOLDER)).strip(b"\0") not in (b"", _HOLDER):  # zeros: of a power cut
+        os.close(found)
+        raise OSError(errno.EEXIST, f"{file} is another program's file; remove it")
+    os.lseek(found, 0, os.SEEK_SET)
+    return found
+
+
 def holder(path: Path) -> str:
     """Who holds the lock of ``path``, or held it last. In a new folder its first holder may be about to say
     so."""
     for _ in range(100):
-        if said := (path / LOCK).read_bytes()[:_HOLDER_NBYTES].decode(errors="replace").strip():
+        if said := read_regular(path / LOCK)[:_HOLDER_NBYTES].decode(errors="replace").strip():
             return said
         time.sleep(0.01)
     return "unknown"

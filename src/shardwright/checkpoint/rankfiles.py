@@ -24,8 +24,9 @@ from torch import nn
 from shardwright.checkpoint.flat import boxes_of_range
 from shardwright.checkpoint.format import Piece, TensorEntry
 from shardwright.checkpoint.shardfile import DTYPE_NAME
-from shardwright.checkpoint.torchfile import entry_of, fake_load, piece_of
+from shardwright.checkpoint.torchfile import entry_of, piece_of, structure_of
 from shardwright.errors import CheckpointError
+from shardwright.files import reading
 from shardwright.schedule.flat_layout import FlatLayout
 from shardwright.xla import files as xla
 
@@ -52,8 +53,7 @@ def _by_numbers(file: Path) -> list[tuple[int, str]]:
 
 
 def _content(file: Path) -> Content:
-    with open(file, "rb") as opened:
-        loaded = fake_load(opened, str(file))
+    loaded = structure_of(file)
     return loaded if isinstance(loaded, Mapping) else {}
 
 
@@ -78,16 +78,17 @@ def rank_entries(paths: Sequence[Path], where: str) -> dict[str, TensorEntry]:
             raise CheckpointError(
                 f"{path}: not the file of one rank: expected a dict with 'model' and 'shard_metadata'"
             )
-    if "param_metadata" in contents[paths[0]]["shard_metadata"]:
-        found, joined, aliases = _fairscale(contents, where)
-    else:
-        for path, content in contents.items():
-            xla.check(path, content)
-        contents = {path: contents[path] for path in xla.in_order(contents, where)}
-        found, joined, aliases = _xla(contents)
-    for parameter in joined:
-        found |= _pieces(parameter, contents)
-    return {name: replace(entry, aliases=aliases.get(name, ())) for name, entry in found.items()}
+    with reading(where, "the files of all ranks as fairscale or XlaFullyShardedDataParallel writes them"):
+        if "param_metadata" in contents[paths[0]]["shard_metadata"]:
+            found, joined, aliases = _fairscale(contents, where)
+        else:
+            for path, content in contents.items():
+                xla.check(path, content)
+            contents = {path: contents[path] for path in xla.in_order(contents, where)}
+            found, joined, aliases = _xla(contents)
+        for parameter in joined:
+            found |= _pieces(parameter, contents)
+        return {name: replace(entry, aliases=aliases.get(name, ())) for name, entry in found.items()}
 
 
 def _pieces(parameter: _Joined, contents: Mapping[Path, Content]) -> dict[str, TensorEntry]:

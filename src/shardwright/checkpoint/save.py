@@ -29,9 +29,9 @@ from shardwright.checkpoint.live import Live, Part, collect, part_of, rng_state
 from shardwright.checkpoint.shardfile import DTYPE_NAME, Item, bits_of, chunks_of, write_shard
 from shardwright.checkpoint.storage import Storage, Unpublished
 from shardwright.checkpoint.tree import Tensors, encode, leaves
-from shardwright.checkpoint.writer import Keep, Writer, line_of, saved
+from shardwright.checkpoint.writer import Keep, Writer, keep_of, line_of, saved, whole_number
 from shardwright.crc import crc32
-from shardwright.errors import CheckpointError, InputError
+from shardwright.errors import CheckpointError
 from shardwright.storage import Location, location_of
 from shardwright.transport.recorder import recorder
 from shardwright.transport.streams import wait_for_stream
@@ -81,7 +81,7 @@ def save(
         'run/step-000100'
     """
     background.finish()
-    options = _Options(model, location_of(path), step, Keep(keep) if isinstance(keep, int) else keep)
+    options = _Options(model, location_of(path), _step_of(step), keep_of(keep))
     group = ranks()
     group.arrive(f"save(step={step})")
     return _write(group, _snapshot(group, model, optimizer, extra), options)
@@ -131,7 +131,7 @@ def async_save(
         'run/step-000001'
     """
     background.finish()
-    options = _Options(model, location_of(path), step, Keep(keep) if isinstance(keep, int) else keep)
+    options = _Options(model, location_of(path), _step_of(step), keep_of(keep))
     group = ranks()
     group.arrive(f"async_save(step={step})")
     snapshot = staged(_snapshot(group, model, optimizer, extra))
@@ -147,9 +147,11 @@ class _Options:
     pace: background.Pace | None = None
 
     def __post_init__(self) -> None:
-        if self.step < 0:
-            raise InputError(f"step is {self.step}, expected the number of optimizer steps done, 0 or more")
         storage_of(self.path)  # raises here, not in the background, for a URL that can't be used
+
+
+def _step_of(step: int) -> int:
+    return whole_number(step, "step", "the number of optimizer steps done, 0 or more", 0)
 
 
 @dataclass(frozen=True)
@@ -295,7 +297,7 @@ def _write(group: Ranks, snapshot: Snapshot, options: _Options) -> Location:
 
 def hash_of(described: Mapping[str, str]) -> int:
     """A checksum of a description, to compare it across ranks in one integer."""
-    return crc32("\n".join(f"{k}={v}" for k, v in sorted(described.items())).encode())
+    return crc32("\n".join(f"{k}={v}" for k, v in sorted(described.items())).encode(errors="surrogatepass"))
 
 
 def _difference(what: str, described: Sequence[Mapping[str, str]]) -> CheckpointError:

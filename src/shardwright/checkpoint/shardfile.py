@@ -3,26 +3,31 @@ host."""
 
 import contextlib
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 import torch
 
 from shardwright.checkpoint.background import Pace
 from shardwright.checkpoint.folder import storage_of
-from shardwright.checkpoint.format import ITEM_NBYTES, Box, Piece, TensorEntry, first_of_run
+from shardwright.checkpoint.format import ITEM_NBYTES, Box, Piece, TensorEntry, checked_shape, first_of_run
 from shardwright.checkpoint.mapped import EXTENT_NBYTES, Window
 from shardwright.checkpoint.sink import Cached, Direct, Sink
 from shardwright.crc import crc32
 from shardwright.errors import CheckpointError, UnreadError
+from shardwright.files import is_size, json_object, open_regular, opened, reading
 from shardwright.storage import Location
 
 CHUNK_NBYTES = 2 << 20  # small enough to stay in the cache between being read and being checksummed
 _ALIGN = 64
+METADATA = {"format": "pt"}
+_MAX_HEADER_NBYTES = 100_000_000  # the safetensors library's
 
 TORCH_DTYPE = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn,
@@ -125,15 +130,76 @@ def write_shard(
 def header_of(
     tensors: Sequence[tuple[str, str, tuple[int, ...], int]], metadata: Mapping[str, str] | None = None
 ) -> bytes:
-    """The start of a safetensors file that holds ``(name, dtype, shape, nbytes)``, one after the other."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    """The start of a safetensors file that holds ``(name, dtype, shape, nbytes)``, one after the other.
+
+    Raises: CheckpointError for a name that is there twice, or that the format keeps for itself.
+    """
+    header: dict[str, object] = {"__metadata__": {**METADATA, **(metadata or {})}}
     start = 0
     for name, dtype, shape, nbytes in tensors:
+        if name in header:
+            raise CheckpointError(f"two tensors would have the name {name!r} in one file; rename one")
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, start + nbytes]}
         start += nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % _ALIGN)
     return len(text).to_bytes(8, "little") + text
+
+
+def read_header(path: Path) -> tuple[dict[str, str], dict[str, TensorEntry]]:
+    """What a safetensors file says of itself: its metadata, and its tensors in their order in the file, each
+    in one piece. It is refused wherever the safetensors library refuses it, and where a name is there twice.
+
+    Raises:
+        CheckpointError: not such a file, cut off, or a dtype that torch or this release lacks.
+    """
+    with opened(path, "a readable safetensors file") as file:
+        size = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(file.read(8), "little")
+        if length > min(size - 8, _MAX_HEADER_NBYTES):
+            raise ValueError(f"its header would have {length} bytes, the file has {size}")
+        header = json_object(file.read(length))
+        metadata = header.pop("__metadata__", None)
+        metadata = {} if metadata is None else metadata
+        if type(metadata) is not dict or not all(type(text) is str for text in metadata.values()):
+            raise ValueError(f"__metadata__ is {str(metadata)[:40]}, expected texts by name")
+        entries, at = {}, 8 + length
+        for _, name, info in sorted((_offsets(name, info), name, info) for name, info in header.items()):
+            entries[name] = entry = _described(path.name, 8 + length, name, info)
+            begin = 8 + length + info["data_offsets"][0]
+            if begin != at:
+                raise ValueError(f"{name!r} begins at byte {begin}, the tensor before it ends at {at}")
+            at += entry.nbytes
+            if at > size:
+                raise ValueError(f"the file is truncated: {name} ends at byte {at} of {size}")
+        if at != size:
+            raise ValueError(f"its tensors end at byte {at} of {size}")
+        return metadata, entries
+
+
+def _offsets(name: str, info: Any) -> list[int]:
+    fields = {"dtype": str, "shape": list, "data_offsets": list}
+    if type(info) is not dict or any(type(info.get(field)) is not kind for field, kind in fields.items()):
+        raise ValueError(f"{name!r} is {str(info)[:80]}, expected dtype, shape and data_offsets")
+    offsets = info["data_offsets"]
+    if len(offsets) != 2 or not all(map(is_size, offsets)):
+        raise ValueError(f"data_offsets of {name!r} are {str(offsets)[:80]}, expected two numbers >= 0")
+    name.encode()  # raises for half a surrogate pair: no other program could name it
+    return offsets
+
+
+def _described(file: str, base: int, name: str, info: dict[str, Any]) -> TensorEntry:
+    dtype, (begin, end) = info["dtype"], info["data_offsets"]
+    if dtype not in ITEM_NBYTES:
+        raise ValueError(f"{name!r} has dtype {dtype!r}, expected one of {', '.join(ITEM_NBYTES)}")
+    shape = checked_shape(info["shape"], f"the shape of {name!r}")
+    piece = Piece(file, base + begin, end - begin, None, (0,) * len(shape), shape)
+    entry = TensorEntry(shape, dtype, (piece,) if math.prod(shape) else ())
+    if entry.nbytes != end - begin:
+        raise ValueError(
+            f"{name!r} has {end - begin} bytes, expected {entry.nbytes} of {dtype} {list(shape)}"
+        )
+    return entry
 
 
 def _write_tensor(sink: Sink, item: Item, at: int) -> tuple[int, int]:
@@ -217,6 +283,11 @@ class Reader:
                 yield found
                 at += found.nbytes
 
+    def header(self, file: str) -> tuple[dict[str, str], dict[str, TensorEntry]]:
+        """``read_header`` of one of the folder's files. Raises: CheckpointError."""
+        with reading(self.folder / file, "a readable safetensors file"):
+            return read_header(self._storage.readable(self.folder / file))
+
     @contextlib.contextmanager
     def _reading(self, key: str, piece: Piece, nbytes: int) -> Iterator[tuple[int, Window]]:
         path = self.folder / piece.file
@@ -224,7 +295,7 @@ class Reader:
         try:
             if piece.file not in self._files:
                 self._paths[piece.file] = self._storage.readable(path)
-                self._files[piece.file] = os.open(self._paths[piece.file], os.O_RDONLY)
+                self._files[piece.file] = open_regular(self._paths[piece.file])
             fd = self._files[piece.file]
             if self._window is None or self._window[0] != piece.file:
                 self._window = piece.file, Window(fd)

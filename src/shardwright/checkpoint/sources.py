@@ -1,38 +1,30 @@
 """Checkpoints that others wrote, as manifests: the same byte ranges, so that loading them is the same code.
 
-    Hugging Face     a folder of *.safetensors (with or without an index), or one such file; a folder of
-                     pytorch_model*.bin
+    Hugging Face     a folder with model.safetensors, or with model.safetensors.index.json and the files that
+                     it names; one file of safetensors; the same of pytorch_model.bin
     torch DCP        a folder with .metadata and *.distcp files
     torch.save       one file with a state dict, or with one inside of it (``torchfile``)
     per-rank files   of fairscale and XlaFullyShardedDataParallel, by their metadata (``rankfiles``)
 
 Only weights are taken. They have no checksums, so the first read makes them; the live state is proved against
 these. Nothing is unpickled freely: torch's restricted loader reads state dicts, and ``.metadata`` may name
-only the few classes that describe tensors.
+only the few classes that describe tensors (``dcpfile``).
 """
 
-import io
-import json
-import pathlib
-import pickle
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
-from torch.distributed.checkpoint import filesystem, metadata
-
+from shardwright.checkpoint.dcpfile import METADATA, dcp_entries
 from shardwright.checkpoint.folder import find, read_manifest, step_folders
-from shardwright.checkpoint.format import MANIFEST, Manifest, Piece, TensorEntry, prove
+from shardwright.checkpoint.format import MANIFEST, Manifest, TensorEntry, prove
 from shardwright.checkpoint.rankfiles import rank_entries, rank_files
-from shardwright.checkpoint.shardfile import DTYPE_NAME
-from shardwright.checkpoint.torchfile import fake_load, piece_of, torch_entries
+from shardwright.checkpoint.shardfile import read_header
+from shardwright.checkpoint.torchfile import torch_entries
+from shardwright.checkpoint.tree import check_trees
 from shardwright.errors import CheckpointError
+from shardwright.files import json_file, reading
 from shardwright.storage import Location, RemotePath
-from shardwright.torch_private import DCP_CLASSES, DCP_LAYOUT
-
-_DCP = ".metadata"
 
 
 @dataclass(frozen=True)
@@ -58,7 +50,7 @@ def locate(path: Location) -> tuple[Location, tuple[str, ...]]:
     if path.is_dir() and step_folders(path):
         folder, skipped = find(path)
         return folder, tuple(skipped)
-    if path.is_file() or (path / _DCP).is_file() or _weight_files(path) or rank_files(path):
+    if path.is_file() or _has(path, METADATA) or _weight_file(path) or rank_files(path):
         return path, ()
     folder, skipped = find(path)
     return folder, tuple(skipped)
@@ -71,20 +63,14 @@ def open_source(path: Location, names: Collection[str] = ()) -> Source:
     Raises:
         CheckpointError: damaged or incomplete, or a format that can't be read.
     """
-    if isinstance(path, RemotePath) or (path / MANIFEST).is_file():
+    if isinstance(path, RemotePath) or _has(path, MANIFEST):
         manifest = read_manifest(path)
-    elif path.is_file() and path.suffix == ".safetensors":
-        path, manifest = path.parent, _manifest(_safetensors_entries(path), names)
-    elif path.is_file():
-        path, manifest = path.parent, _manifest(torch_entries(path), names)
-    elif (path / _DCP).is_file():
-        manifest = _manifest(_dcp_entries(path, names), names)
-    elif files := _weight_files(path):
-        entries: dict[str, TensorEntry] = {}
-        for file in files:
-            safe = file.suffix == ".safetensors"
-            entries.update(_safetensors_entries(file) if safe else torch_entries(file))
-        manifest = _manifest(entries, names)
+        check_trees(manifest, str(path / MANIFEST))
+    elif _has(path, METADATA):
+        manifest = _manifest(dcp_entries(path, lambda found: _prefix(found, names)), names)
+    elif file := path if path.is_file() else _weight_file(path):
+        found = _indexed(file) if file.name.endswith(_INDEX) else _weights_in(file)
+        path, manifest = file.parent, _manifest(found, names)
     elif files := rank_files(path):
         path, manifest = files[0].parent, _manifest(rank_entries(files, str(path)), names)
     else:
@@ -117,132 +103,73 @@ def _prefix(found: Collection[str], names: Collection[str]) -> str:
     return max(counts, key=counts.__getitem__, default="")
 
 
+def _weights_in(file: Path) -> dict[str, TensorEntry]:
+    return read_header(file)[1] if file.suffix == ".safetensors" else torch_entries(file)
+
+
 # ---- Hugging Face
 
-
-def _weight_files(path: Path) -> list[Path]:
-    """The files of a folder in a layout of Hugging Face's; those that its index names, if it has one."""
-    if not path.is_dir():
-        return []
-    if not (indexes := sorted(path.glob("*.safetensors.index.json"))):
-        if (path / MANIFEST).exists():
-            return []
-        if files := sorted(path.glob("*.safetensors")):
-            return files
-        if not (indexes := sorted(path.glob("pytorch_model*.bin.index.json"))):
-            return sorted(path.glob("pytorch_model.bin"))
-    files = [path / name for name in sorted(set(json.loads(indexes[0].read_text())["weight_map"].values()))]
-    missing = [file.name for file in files if not file.is_file()]
-    if missing:
-        raise CheckpointError(f"{indexes[0]} names {len(missing)} files that are missing: {missing[:5]}")
-    return files
+_INDEX = ".index.json"
+_USUAL = (
+    "model.safetensors",
+    f"model.safetensors{_INDEX}",
+    "pytorch_model.bin",
+    f"pytorch_model.bin{_INDEX}",
+)
 
 
-def _safetensors_entries(path: Path) -> dict[str, TensorEntry]:
-    size = path.stat().st_size
-    try:
-        with open(path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if length > size - 8:
-                raise ValueError(f"its header would have {length} bytes, the file has {size}")
-            header = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        base = 8 + length
-        entries = {}
-        for name, info in header.items():
-            begin, end = info["data_offsets"]
-            if base + end > size:
-                raise CheckpointError(
-                    f"{path}: the file is truncated: {name} ends at byte {base + end} of {size}"
-                )
-            shape = tuple(info["shape"])
-            piece = Piece(path.name, base + begin, end - begin, None, (0,) * len(shape), shape)
-            entries[name] = TensorEntry(shape, info["dtype"], (piece,) if end > begin else ())
-        return entries
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: not a readable safetensors file ({error})") from error
+def _weight_file(path: Path) -> Path | None:
+    """A folder's file of weights, or its index, in the order in which transformers looks for them; one of
+    another name where there is no other. None for a folder in another layout.
+
+    Raises: CheckpointError for several files of which nothing says which is meant.
+    """
+    if not path.is_dir() or _has(path, MANIFEST):
+        return None
+    for name in _USUAL:
+        if _has(path, name):
+            return path / name
+    for pattern in (f"*.safetensors{_INDEX}", "*.safetensors", f"pytorch_model*.bin{_INDEX}"):
+        found = sorted(path.glob(pattern))
+        if len(found) > 1:
+            raise CheckpointError(
+                f"{path}: has {', '.join(file.name for file in found)}, and neither {_USUAL[0]} nor "
+                f"{_USUAL[1]}, which would say what belongs together; give the file that is meant"
+            )
+        if found:
+            return found[0]
+    return None
 
 
-# ---- torch.distributed.checkpoint
+def _has(path: Path, name: str) -> bool:
+    return (path / name).exists() and not (path / name).is_dir()
 
 
-class _MetadataUnpickler(pickle.Unpickler):
-    """Reads ``.metadata``: descriptions of tensors, and nothing that could run."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        allowed = {
-            metadata.__name__: metadata,
-            filesystem.__name__: filesystem,
-            "pathlib": pathlib,
-            "pathlib._local": pathlib,
-        }
-        if module in allowed and name in _METADATA_CLASSES:
-            return getattr(allowed[module], name)
-        if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
-            return getattr(torch, name)
-        if (module, name) == DCP_LAYOUT:
-            return {str(torch.strided): torch.strided}.__getitem__
-        raise CheckpointError(f".metadata names {module}.{name}, which does not describe a tensor; refused")
-
-
-_METADATA_CLASSES = {
-    "Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "BytesStorageMetadata",
-    "MetadataIndex", "StorageMeta", *DCP_CLASSES, "PosixPath", "WindowsPath",
-    "PurePosixPath",
-}  # fmt: skip
-
-
-def _dcp_entries(path: Path, names: Collection[str]) -> dict[str, TensorEntry]:
-    try:
-        with open(path / _DCP, "rb") as file:
-            described = _MetadataUnpickler(file).load()
-    except (pickle.UnpicklingError, EOFError, AttributeError, TypeError, KeyError) as error:
-        raise CheckpointError(f"{path / _DCP}: not readable ({type(error).__name__}: {error})") from error
-    tensors = {k: m for k, m in described.state_dict_metadata.items() if hasattr(m, "chunks")}
-    prefix = _prefix(tensors, names)
-    pieces: dict[str, list[Piece]] = {key: [] for key in tensors if key.startswith(prefix)}
-    for index, info in described.storage_data.items():
-        if index.fqn in pieces and tensors[index.fqn].size.numel():
-            pieces[index.fqn].append(_dcp_piece(path, index, info))
-    return {
-        key: TensorEntry(tuple(tensors[key].size), DTYPE_NAME[tensors[key].properties.dtype], tuple(found))
-        for key, found in pieces.items()
-    }
-
-
-def _dcp_piece(path: Path, index: Any, info: Any) -> Piece:
-    if getattr(info, "transform_descriptors", None):
-        raise CheckpointError(f"{path}: {index.fqn} is stored compressed; save it without stream extensions")
-    file_path = path / info.relative_path
-    try:
-        with open(file_path, "rb") as file:
-            tensor = fake_load(_Slice(file, info.offset, info.length), f"{file_path}: {index.fqn}")
-    except OSError as error:
-        raise CheckpointError(f"{file_path}: can't read {index.fqn}: {error.strerror}") from error
-    return piece_of(file_path, index.fqn, tensor, info.offset, tuple(index.offset))
-
-
-class _Slice(io.RawIOBase):
-    """A part of a file as a file; each item of a ``.distcp`` file is what torch.save writes."""
-
-    def __init__(self, file: io.BufferedReader, start: int, length: int) -> None:
-        self._file, self._start, self._length, self._at = file, start, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        self._file.seek(self._start + self._at)
-        count = self._file.readinto(memoryview(buffer)[: max(0, self._length - self._at)])
-        self._at += count
-        return count
+def _indexed(index: Path) -> dict[str, TensorEntry]:
+    """The tensors of the files that an index names, if these hold what it says."""
+    with reading(index, "a readable index"):
+        said = json_file(index, "a readable index").get("weight_map")
+        if type(said) is not dict:
+            raise ValueError(f"weight_map is {str(said)[:40]}, expected the file of each tensor")
+        if away := [file for file in said.values() if type(file) is not str or Path(file).name != file]:
+            raise ValueError(f"it names {str(away[0])!r}, expected the name of a file beside it")
+    files = sorted(set(said.values()))
+    if missing := [file for file in files if not (index.parent / file).exists()]:
+        raise CheckpointError(f"{index} names {len(missing)} files that are missing: {missing[:5]}")
+    held = {file: _weights_in(index.parent / file) for file in files}
+    places: dict[str, list[str]] = {name: [] for name in said}
+    for file, entries in held.items():
+        for name in entries:
+            places.setdefault(name, []).append(file)
+    wrong = [f"{name} is not in {said[name]}, nor in another file" for name in said if not places[name]]
+    for name, found in places.items():
+        if len(found) > 1:
+            wrong.append(f"{name} is in {' and in '.join(found)}")
+        elif found and said.get(name, found[0]) != found[0]:
+            wrong.append(f"{name} is not in {said[name]} but in {found[0]}")
+    if wrong:
+        listed = "\n  ".join(wrong[:10])
+        raise CheckpointError(
+            f"{index} and the files disagree about {len(wrong)} tensor(s); get the folder anew:\n  {listed}"
+        )
+    return {name: entry for entries in held.values() for name, entry in entries.items()}

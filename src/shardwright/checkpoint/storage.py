@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from shardwright.checkpoint.format import MANIFEST
 from shardwright.checkpoint.lock import FolderLock
+from shardwright.files import read_regular
 
 LATEST = "latest"
 TORN = ".torn-"
@@ -148,7 +149,7 @@ class LocalStorage:
 
     def read_text(self, file: Path) -> str:
         """See ``Storage``."""
-        return file.read_text()
+        return read_regular(file).decode()
 
     def readable(self, file: Path) -> Path:
         """See ``Storage``."""
@@ -194,6 +195,7 @@ class LocalStorage:
     def name_latest(self, path: Path, name: str) -> None:
         """See ``Storage``."""
         temporary = path / f"{TORN}latest"
+        temporary.unlink(missing_ok=True)  # left by a killed writer; where it is a link, that isn't followed
         _write_synced(temporary, name + "\n")
         os.replace(temporary, path / LATEST)
         sync_folder(path)
@@ -224,7 +226,7 @@ def sync_folder(path: Path) -> None:
 
 
 def _write_synced(path: Path, text: str) -> None:
-    with open(path, "w") as file:
+    with open(path, "x", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

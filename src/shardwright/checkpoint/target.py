@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from shardwright.checkpoint.flat import FlatSlice, Saved, base_tensor, is_like, views_of
 from shardwright.checkpoint.format import Box, Manifest, TensorEntry
-from shardwright.checkpoint.live import Stateful, box_at, box_of, model_tensors
+from shardwright.checkpoint.live import Stateful, box_at, box_of, check_extra, model_tensors
 from shardwright.checkpoint.shardfile import TORCH_DTYPE
 from shardwright.checkpoint.tree import Tensors, encode, keys_in
 from shardwright.errors import CheckpointError
@@ -282,6 +282,7 @@ class _Planner:
         return _meta_dtensor(key, entry.shape, dtype, p.device_mesh, placements)
 
     def plan_extra(self, extra: Mapping[str, Any]) -> None:
+        check_extra(extra)
         saved = self.manifest.state.get("extra") or {}
         for key, value in extra.items():
             if key not in saved:
@@ -317,7 +318,7 @@ def plan(
     planner.plan_model(left_out)
     groups = planner.plan_optimizer(optimizer) if optimizer is not None else ()
     planner.plan_extra(extra or {})
-    planner.small += keys_in(manifest.state.get("model", {}))
+    planner.small += keys_in([*manifest.state.get("model", {}).values()])
     rng = manifest.state.get("rng", [])
     planner.small += keys_in(rng[rank]) if rank < len(rng) else []
     if planner.problems:

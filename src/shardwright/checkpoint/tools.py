@@ -29,7 +29,7 @@ from shardwright.checkpoint.shardfile import (
 )
 from shardwright.checkpoint.sink import write_all
 from shardwright.checkpoint.sources import Source, locate, open_source
-from shardwright.checkpoint.verify import crc_in
+from shardwright.checkpoint.verify import crc_in, header_faults
 from shardwright.crc import crc32
 from shardwright.errors import CheckpointError, InputError
 from shardwright.storage import Location, local_only, location_of
@@ -170,7 +170,8 @@ def inspect(path: str | Path, *, values: bool = True) -> Inspection:
 
 
 def verify(path: str | Path, *, progress: Progress | None = None) -> Verification:
-    """Read every byte and compare every checksum; it finds all damage, not only the first. One process.
+    """Read every byte and compare every checksum, and what the files say of themselves, which other programs
+    read; it finds all damage, not only the first. One process.
 
     Args:
         path: whatever ``load`` takes. What is under a URL is copied to this host anew.
@@ -189,6 +190,8 @@ def verify(path: str | Path, *, progress: Progress | None = None) -> Verificatio
     manifest, faults = source.manifest, []
     num_unchecked = done = 0
     with Reader(source.folder) as reader:
+        if manifest.written_by:  # of others' files the header is all that there is
+            faults += header_faults(reader, manifest)
         crc_of = crc_in(reader)
         for key, entry in sorted(manifest.tensors.items()):
             for piece in entry.pieces:
@@ -366,7 +369,8 @@ def _info(reader: Reader, key: str, entry: TensorEntry, values: bool) -> TensorI
 
 
 def _small_state(manifest: Manifest) -> dict[str, Any]:
-    state = manifest.state
+    """What training goes on with; not which save of its folder it was."""
+    state = {kind: values for kind, values in manifest.state.items() if kind != "line"}
     return {
         f"{kind}/{k}": v for kind in state if isinstance(state[kind], dict) for k, v in state[kind].items()
     }

@@ -16,44 +16,72 @@ import numpy as np
 import torch
 
 from shardwright.checkpoint.flat import Saved
+from shardwright.checkpoint.format import Manifest
 from shardwright.errors import CheckpointError
+from shardwright.files import reading, reason_of
 
 Tensors = dict[str, Saved]
+_MAX_DEPTH = 100  # far below where Python's own limit would end a save or a load
+_MAX_BITS = 10_000  # of an integer; Python writes none of more than 4,300 digits
 
 
-def encode(value: Any, path: str, tensors: Tensors) -> Any:
+def encode(value: Any, path: str, tensors: Tensors, depth: int = 0) -> Any:
     """``value`` as JSON; every tensor or array in it is put into ``tensors`` under ``path`` and its place
-    in the tree.
+    in the tree. ``depth``: of what it is part of.
 
     Raises:
-        CheckpointError: a value of another type, naming its path.
+        CheckpointError: a value of another type, one that contains itself, or two tensors whose places read
+            the same (keys ``1`` and ``"1"``, or ``"a/b"`` and ``"b"`` in ``"a"``); names its path.
     """
     if isinstance(value, Saved):
-        tensors[path] = value
-        return {"$tensor": path}
+        return {"$tensor": put(value, path, tensors)}
     if isinstance(value, np.ndarray):
-        tensors[path] = torch.from_numpy(np.array(value))
-        return {"$ndarray": path}
+        try:
+            tensor = torch.from_numpy(np.array(value))
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"{path}: an array of {value.dtype} can't be saved ({error})") from error
+        return {"$ndarray": put(tensor, path, tensors)}
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
         return {"$float": repr(value)}
+    if isinstance(value, int) and value.bit_length() > _MAX_BITS:
+        raise CheckpointError(
+            f"{path}: an integer of {value.bit_length()} bits can't be saved; give its text"
+        )
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, bytes):
         return {"$bytes": base64.b64encode(value).decode()}
+    if not isinstance(value, Mapping | list | tuple):
+        raise CheckpointError(
+            f"{path}: a {type(value).__qualname__} can't be saved (nothing is pickled); "
+            "give numbers, strings, lists, tuples, dicts, tensors, or an object with state_dict()"
+        )
+    if depth == _MAX_DEPTH:
+        raise CheckpointError(f"{path[:80]}...: contains itself, or is nested deeper than {_MAX_DEPTH}")
     if isinstance(value, Mapping):
-        items = [(k, encode(v, f"{path}/{k}", tensors)) for k, v in value.items()]
+        items = [(k, encode(v, f"{path}/{k}", tensors, depth + 1)) for k, v in value.items()]
         if all(isinstance(k, str) and not k.startswith("$") for k, _ in items):
             return dict(items)
-        return {"$dict": [[encode(k, f"{path}/<key>", tensors), v] for k, v in items]}
-    if isinstance(value, list | tuple):
-        encoded = [encode(v, f"{path}/{i}", tensors) for i, v in enumerate(value)]
-        return encoded if isinstance(value, list) else {"$tuple": encoded}
-    raise CheckpointError(
-        f"{path}: a {type(value).__qualname__} can't be saved (nothing is pickled); "
-        "give numbers, strings, lists, tuples, dicts, tensors, or an object with state_dict()"
-    )
+        return {"$dict": [[encode(k, f"{path}/<key>", tensors, depth + 1), v] for k, v in items]}
+    encoded = [encode(v, f"{path}/{i}", tensors, depth + 1) for i, v in enumerate(value)]
+    return encoded if isinstance(value, list) else {"$tuple": encoded}
+
+
+def put(tensor: Saved, key: str, tensors: Tensors) -> str:
+    """Put a tensor under its key. Raises: CheckpointError if another has it, or it is no text."""
+    if key in tensors:
+        raise CheckpointError(
+            f"{key}: two tensors would have this name: a key has a '/' in it, or 1 stands beside '1'; rename "
+            "one of the keys"
+        )
+    try:
+        key.encode()
+    except UnicodeEncodeError as error:
+        raise CheckpointError(f"{key!a}: no file can have this name ({reason_of(error)})") from error
+    tensors[key] = tensor
+    return key
 
 
 def decode(value: Any, tensor_of: Callable[[str], torch.Tensor]) -> Any:
@@ -66,6 +94,8 @@ def decode(value: Any, tensor_of: Callable[[str], torch.Tensor]) -> Any:
     tag = next(iter(value), "")
     if not tag.startswith("$"):
         return {k: decode(v, tensor_of) for k, v in value.items()}
+    if len(value) > 1 or (tag in ("$tuple", "$dict") and not isinstance(value[tag], list)):
+        raise CheckpointError(f"small state has {str(value)[:80]}, expected one value tagged {tag!r}")
     body = value[tag]
     match tag:
         case "$tensor":
@@ -120,3 +150,22 @@ def leaves(value: Any, path: str) -> Iterator[tuple[str, str]]:
 def _text(value: Any) -> str:
     """A value that is no container, as in Python."""
     return repr(decode(value, torch.tensor))
+
+
+def check_trees(manifest: Manifest, where: str) -> None:
+    """Raise CheckpointError unless the small state of a manifest has the form that ``save`` gives it."""
+    placeholders = dict.fromkeys(manifest.tensors, torch.empty(0))
+    state, optimizer = manifest.state, manifest.state.get("optimizer")
+    with reading(where, "the small state of a checkpoint"):
+        for kind, expected in {"model": dict, "optimizer": dict, "extra": dict, "rng": list}.items():
+            if type(state.get(kind, expected())) is not expected:
+                raise ValueError(f"{kind} is {str(state[kind])[:40]!r}, expected a {expected.__name__}")
+        trees = [*state.get("model", {}).values(), state.get("extra", {}), *state.get("rng", [])]
+        if optimizer is not None:
+            names = [name for group in optimizer["groups"] for name in group["params"]]
+            if not all(type(name) is str for name in (optimizer["kind"], *names)):
+                raise ValueError("a name in the optimizer's state is no text")
+            trees += [{k: v for k, v in group.items() if k != "params"} for group in optimizer["groups"]]
+            trees += optimizer["state"].values()
+        for tree in trees:
+            decode(tree, placeholders.__getitem__)

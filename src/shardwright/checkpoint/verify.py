@@ -3,12 +3,21 @@ afterwards."""
 
 import functools
 import operator
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from shardwright.checkpoint.agree import Ranks
-from shardwright.checkpoint.format import ITEM_NBYTES, Box, Piece, TensorEntry, crc32_in_chunks, run_crc32
-from shardwright.checkpoint.shardfile import Reader, chunks_of
+from shardwright.checkpoint.format import (
+    ITEM_NBYTES,
+    Box,
+    Manifest,
+    Piece,
+    TensorEntry,
+    crc32_in_chunks,
+    run_crc32,
+)
+from shardwright.checkpoint.shardfile import METADATA, Reader, chunks_of
 from shardwright.crc import crc32
 from shardwright.errors import CheckpointError
 
@@ -52,6 +61,54 @@ def parts_of(wanted: Iterable[Wanted]) -> Iterable[tuple[str, TensorEntry, Piece
             part = piece.box.intersect(box)
             if part is not None:
                 yield key, entry, piece, part
+
+
+def header_faults(reader: Reader, manifest: Manifest) -> list[str]:
+    """How the headers of our files differ from the manifest: loads don't look at them, and other programs
+    look at nothing else. Of copies that the manifest doesn't list (of what several ranks have written it
+    takes the first), their bytes too."""
+    stored: dict[str, dict[int, tuple[str, Piece]]] = {file: {} for file in manifest.files}
+    for key, entry in manifest.tensors.items():
+        for piece in entry.pieces:
+            stored[piece.file][piece.start] = key, piece
+    faults = []
+    for file, pieces in stored.items():
+        try:
+            metadata, found = reader.header(file)
+            if metadata != METADATA:
+                faults.append(f"{file}: the header has metadata {metadata}, expected {METADATA}")
+            faults += [f"{file}: {fault}" for fault in _differences(reader, manifest, pieces, found)]
+        except CheckpointError as error:
+            faults.append(str(error))
+    return faults
+
+
+def _differences(
+    reader: Reader,
+    manifest: Manifest,
+    pieces: dict[int, tuple[str, Piece]],
+    found: Mapping[str, TensorEntry],
+) -> Iterable[str]:
+    numbers = Counter[str]()
+    for name, entry in found.items():
+        start = entry.pieces[0].start if entry.pieces else -1
+        listed = name if name in manifest.tensors else name.rpartition("#")[0]
+        key, piece = pieces.pop(start, (listed, None))
+        number = numbers[key]
+        numbers[key] += 1
+        expected = manifest.tensors.get(key)
+        if expected is None or name != (f"{key}#{number}" if number else key):
+            yield f"the header calls a tensor {name!r}, by the manifest it is {key or 'none of them'!r}"
+        elif entry.dtype != expected.dtype or (piece is not None and entry.shape != piece.shape):
+            right = f"{expected.dtype} {list(piece.shape if piece is not None else expected.shape)}"
+            yield f"{key} is {entry.dtype} {list(entry.shape)} by the header, expected {right}"
+        elif piece is None and key not in manifest.state.get("diverged", ()):
+            copy = entry.pieces[0] if entry.pieces else None
+            crc = copy and crc_in(reader)(key, entry, copy, copy.box)
+            if (entry.shape, crc) not in {(p.shape, p.crc32) for p in expected.pieces}:
+                yield f"{name} is damaged, or no copy of a piece that the manifest has"
+    for key, piece in pieces.values():
+        yield f"the header doesn't have {key} (bytes {piece.start} to {piece.start + piece.nbytes})"
 
 
 class Verifier:

@@ -5,6 +5,7 @@ publication is an error: it is a warning, and the next save tries again.
 """
 
 import itertools
+import operator
 import warnings
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -49,10 +50,27 @@ class Keep:
     every: int | None = None
 
     def __post_init__(self) -> None:
-        if self.last < 1:
-            raise InputError(f"Keep.last is {self.last}, expected at least 1 (None keeps all)")
-        if self.every is not None and self.every < 1:
-            raise InputError(f"Keep.every is {self.every}, expected at least 1, or None")
+        whole_number(self.last, "Keep.last", "at least 1 (None keeps all)", 1)
+        if self.every is not None:
+            whole_number(self.every, "Keep.every", "at least 1, or None", 1)
+
+
+def keep_of(keep: int | Keep | None) -> Keep | None:
+    """What ``save`` takes for ``keep``. Raises: InputError."""
+    if keep is None or isinstance(keep, Keep):
+        return keep
+    return Keep(whole_number(keep, "keep", "at least 1, a Keep, or None", 1))
+
+
+def whole_number(value: Any, name: str, expected: str, least: int) -> int:
+    """An argument as an integer, NumPy's too. Raises: InputError for anything else, or one out of range."""
+    try:
+        number = least - 1 if isinstance(value, bool) else operator.index(value)
+    except (TypeError, RuntimeError, ValueError):  # torch's, of a tensor of several elements
+        number = least - 1
+    if not least <= number < 2**63:
+        raise InputError(f"{name} is {repr(value)[:40]}, expected {expected}")
+    return number
 
 
 @dataclass(frozen=True)
@@ -194,7 +212,7 @@ class Writer:
             _warn(f"{self.path} couldn't be listed, so nothing was removed from it", error)
             return
         oldest = line[: keep.last][-1].order if line else (0, 0)
-        broken = [f for f in others if f.is_damaged and f.order < oldest]
+        broken = [f for f in others if f.is_damaged and (f.number or oldest[0], f.step) < oldest]
         for old in (*line[keep.last :], *broken):
             if keep.every is None or old.step % keep.every or old.fault:
                 self._try(f"{old.folder} couldn't be removed, and stays", self.storage.remove, old.folder)

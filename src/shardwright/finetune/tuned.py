@@ -26,7 +26,7 @@ from shardwright.finetune.engine import meta_model
 from shardwright.finetune.job import fingerprint
 from shardwright.hf import library
 from shardwright.hf.load import encoded_names
-from shardwright.hf.weights import open_folder, under_model_names
+from shardwright.hf.weights import under_model_names
 from shardwright.params.quantized.codec import codec_of
 from shardwright.train.config import Recipe
 from shardwright.train.folder import RunFolder
@@ -142,7 +142,7 @@ def reading(tuned: Tuned, model: nn.Module) -> Iterator[Callable[[str], torch.Te
     trained beside. Raises: CheckpointError, before anything is read, for tensors that are missing or
     misshapen; InputError for an adapter of a tied weight.
     """
-    source = open_folder(tuned.base)
+    source = open_source(tuned.base)
     names = [key.removeprefix("model/") for key in source.manifest.tensors]
     manifest = under_model_names(source.manifest, library.places(model, names))
     entries = {key.removeprefix("model/"): entry for key, entry in manifest.tensors.items()}

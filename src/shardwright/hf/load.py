@@ -16,12 +16,13 @@ from shardwright.checkpoint.agree import ranks
 from shardwright.checkpoint.install import install
 from shardwright.checkpoint.load import fill
 from shardwright.checkpoint.shardfile import Reader
+from shardwright.checkpoint.sources import open_source
 from shardwright.checkpoint.target import LoadPlan, allocated, plan
 from shardwright.engine.unit import unit_of
 from shardwright.errors import InputError
 from shardwright.grouped import hints_of, suggested
 from shardwright.hf import library
-from shardwright.hf.weights import open_folder, under_model_names
+from shardwright.hf.weights import under_model_names
 from shardwright.policy import DEFAULT_OFFLOAD, DEFAULT_PRECISION, MixedPrecisionPolicy, OffloadPolicy
 from shardwright.quantize import quantisable, quantize_
 from shardwright.storage import Location
@@ -159,7 +160,7 @@ def read_weights(
     prepared: list[tuple[Location, LoadPlan]] = []
 
     def prepare() -> None:
-        source = open_folder(path)
+        source = open_source(path)
         names = [key.removeprefix("model/") for key in source.manifest.tensors]
         manifest = under_model_names(source.manifest, library.places(model, names))
         library.rebuild_buffers(model, unit_of(model).runtime.groups[0].axis.device)

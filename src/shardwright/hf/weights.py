@@ -5,50 +5,14 @@ tensor of several pieces, so that a rank reads its own slices of it and nothing 
     model   experts.gate_up_proj [2, 2f, d]:  piece (0, 0, 0) = 0.w1, piece (0, f, 0) = 0.w3, ...
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 from shardwright.checkpoint.format import Manifest, Piece, TensorEntry, prove
-from shardwright.checkpoint.sources import Source, open_source
 from shardwright.errors import CheckpointError
 from shardwright.hf.library import TensorTarget
 
-_INDEX = "model.safetensors.index.json"
 _PREFIX = "model/"
-
-
-def open_folder(folder: Path) -> Source:
-    """The safetensors files of ``folder``, under their own names.
-
-    Raises: CheckpointError for files that are missing, cut off, or don't hold what the index says.
-    """
-    source = open_source(folder)
-    index = folder / _INDEX
-    if index.is_file():
-        try:
-            said = json.loads(index.read_text())["weight_map"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(
-                f"{index}: not a readable index ({type(error).__name__}: {error})"
-            ) from error
-        _check_index(index, said, source.manifest)
-    return source
-
-
-def _check_index(index: Path, said: Mapping[str, str], manifest: Manifest) -> None:
-    held = {key.removeprefix(_PREFIX): entry for key, entry in manifest.tensors.items()}
-    wrong = [f"{name} is not in {said[name]}, nor in another file" for name in said if name not in held]
-    for name, entry in held.items():
-        files = {piece.file for piece in entry.pieces}
-        if name in said and files and files != {said[name]}:
-            wrong.append(f"{name} is not in {said[name]} but in {', '.join(sorted(files))}")
-    if wrong:
-        listed = "\n  ".join(wrong[:10])
-        raise CheckpointError(
-            f"{index} and the files disagree about {len(wrong)} tensor(s); get the folder anew:\n  {listed}"
-        )
 
 
 def under_model_names(manifest: Manifest, places: Mapping[str, TensorTarget]) -> Manifest:
@@ -69,6 +33,10 @@ def _assemble(target: str, members: list[tuple[TensorTarget, TensorEntry]]) -> T
     for place, entry in members:
         by_source.setdefault(place.order, []).append(entry)
     place = members[0][0]
+    if short := [e.shape for _, e in members if len(e.shape) + place.stacked <= place.dim]:
+        raise CheckpointError(
+            f"{target} is put together from a tensor of shape {list(short[0])}, too few dims"
+        )
     parts = [_stack(target, found) if place.stacked else found[0] for _, found in sorted(by_source.items())]
     if len({(p.dtype, _without(p.shape, place.dim)) for p in parts}) > 1:
         shapes = ", ".join(f"{p.dtype} {list(p.shape)}" for p in parts)

@@ -33,13 +33,13 @@ from shardwright.checkpoint.live import Whole
 from shardwright.engine.unit import units_in
 from shardwright.errors import CheckpointError, InputError
 from shardwright.extras import from_extra
+from shardwright.files import json_file, opened, reading
 from shardwright.grouped import hints_of
 from shardwright.module import FSDPModule
 from shardwright.params.quantized.module import encoded_class, encodings, own_class
 from shardwright.torch_private import look_up_again, parameters_of
 
 with from_extra("checkpoint"):
-    from safetensors import SafetensorError
     from safetensors.torch import load_file, save_file
 
 __all__ = ["Lora", "LoraLinear", "adapters_in", "add_lora", "load_adapter", "merge_lora", "save_adapter"]
@@ -356,19 +356,18 @@ def read_lora(folder: str | Path) -> Lora:
     Raises: CheckpointError where they can't be read, or are of a kind that isn't supported.
     """
     path = Path(folder, ADAPTER_CONFIG)
-    try:
-        config: dict[str, Any] = json.loads(path.read_text())
+    with reading(path, "a readable adapter"):
+        config = json_file(path, "a readable adapter")
         targets: Sequence[str] = config["target_modules"]
         rank, alpha = config["r"], config["lora_alpha"]
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{path}: not a readable adapter ({type(error).__name__}: {error})") from error
     other = [k for k in ("rank_pattern", "alpha_pattern", "modules_to_save") if config.get(k)]
     if config.get("peft_type") != "LORA" or config.get("bias", "none") != "none" or other:
         raise CheckpointError(f"{path}: only plain LoRA can be read, this has {other or config}")
     if isinstance(targets, str):
         raise CheckpointError(f"{path}: target_modules is a regular expression ({targets!r}); list the names")
     dropout, rslora = config.get("lora_dropout", 0.0), config.get("use_rslora", False)
-    return Lora(tuple(targets), rank, alpha, dropout, rslora, bool(config.get("use_dora", False)))
+    with reading(path, "a readable adapter"):
+        return Lora(tuple(targets), rank, alpha, dropout, rslora, bool(config.get("use_dora", False)))
 
 
 def base_of_adapter(folder: str | Path) -> str:
@@ -376,10 +375,7 @@ def base_of_adapter(folder: str | Path) -> str:
 
     Raises: CheckpointError where it can't be read."""
     path = Path(folder, ADAPTER_CONFIG)
-    try:
-        return json.loads(path.read_text()).get("base_model_name_or_path") or ""
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: not a readable adapter ({error})") from error
+    return json_file(path, "a readable adapter").get("base_model_name_or_path") or ""
 
 
 def load_adapter(folder: str | Path, model: nn.Module) -> None:
@@ -397,9 +393,7 @@ def load_adapter(folder: str | Path, model: nn.Module) -> None:
         InputError: the file describes adapters with values out of range.
     """
     path, layers, saved = Path(folder, _WEIGHTS), adapters_in(model), read_lora(folder)
-    if not path.is_file():
-        raise CheckpointError(f"{path}: no such file; an adapter is {ADAPTER_CONFIG} and {_WEIGHTS}")
-    tensors = {name.removeprefix(_PREFIX): tensor for name, tensor in load_file(path).items()}
+    tensors = {name.removeprefix(_PREFIX): tensor for name, tensor in _tensors_of(path).items()}
     expected = {name: tuple(param.shape) for name, param in _parts(layers).items()}
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     differing = sorted(n for n in {*found, *expected} if found.get(n) != expected.get(n))
@@ -412,6 +406,11 @@ def load_adapter(folder: str | Path, model: nn.Module) -> None:
             f"{path}: scaled by {saved.scaling}, the model's adapters by {sorted(scalings)}"
         )
     model.load_state_dict(tensors, strict=False)
+
+
+def _tensors_of(path: Path) -> dict[str, torch.Tensor]:
+    with opened(path, f"readable; an adapter is {ADAPTER_CONFIG} and {_WEIGHTS}"):  # not a FIFO, to wait for
+        return load_file(path)
 
 
 def _parts(layers: dict[str, LoraLinear]) -> dict[str, nn.Parameter]:
@@ -437,12 +436,7 @@ def adapter_parts(folder: str | Path) -> dict[str, dict[str, torch.Tensor]]:
     """The tensors of an adapter in peft's form, by the layer's name and the ends of their own (as
     ``merged_weight`` takes them). Raises: CheckpointError where they can't be read."""
     path = Path(folder, _WEIGHTS)
-    try:
-        tensors = load_file(path)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{path}: not readable ({error}); an adapter is {ADAPTER_CONFIG} and {_WEIGHTS}"
-        ) from error
+    tensors = _tensors_of(path)
     layers: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         found = re.fullmatch(rf"{re.escape(_PREFIX)}(.+)\.(lora_[AB]\.weight|lora_magnitude_vector)", name)

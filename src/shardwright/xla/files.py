@@ -14,7 +14,6 @@ and the padding cut off: by numel where a part is 1-D, by rows else. Only torch 
 """
 
 import os
-import pickle
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from glob import glob
@@ -26,6 +25,7 @@ from typing import Any
 import torch
 
 from shardwright.errors import CheckpointError
+from shardwright.files import opened, reading
 
 __all__ = ["Consolidated", "consolidate", "read"]
 
@@ -78,7 +78,9 @@ def consolidate(ckpt_prefix: str, ckpt_suffix: str = "*.pth", save_path: str = "
         content["optimizer"] = {"state": dict(found.optimizer), "param_groups": list(found.groups)}
     torn = target.with_name(f".torn-{target.name}")
     try:
-        torch.save(content, torn)
+        torn.unlink(missing_ok=True)  # a killed one's; a link there isn't followed
+        with open(torn, "xb") as file:
+            torch.save(content, file)
         os.replace(torn, target)
     except (OSError, RuntimeError) as error:
         torn.unlink(missing_ok=True)
@@ -105,7 +107,11 @@ def read(ckpt_prefix: str, ckpt_suffix: str = "*.pth") -> Consolidated:
     if not paths:
         raise CheckpointError(f"no file matches {pattern} (ckpt_prefix and ckpt_suffix, joined)")
     contents = {path: _load(path) for path in paths}
-    files = [contents[path] for path in in_order(contents, pattern)]
+    with reading(pattern, "the files of all ranks as XlaFullyShardedDataParallel writes them"):
+        return _joined([contents[path] for path in in_order(contents, pattern)], tuple(paths))
+
+
+def _joined(files: Sequence[Mapping[str, Any]], paths: tuple[Path, ...]) -> Consolidated:
     models = [file["model"] for file in files]
     metadata = files[0]["shard_metadata"]
     model: Names = {}
@@ -117,14 +123,12 @@ def read(ckpt_prefix: str, ckpt_suffix: str = "*.pth") -> Consolidated:
             order.append(pieces)
     optimizers = [file.get("optimizer") for file in files]
     state, groups = _optimizer(optimizers, order, models, metadata) if all(optimizers) else ({}, [])
-    return Consolidated(model, state, groups, tuple(paths))
+    return Consolidated(model, state, groups, paths)
 
 
 def _load(path: Path) -> Mapping[str, Any]:
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"{path}: can't be read: {str(error).splitlines()[0]}") from error
+    with opened(path, "a file that torch.load reads with weights_only=True") as file:
+        content = torch.load(file, map_location="cpu", weights_only=True)
     check(path, content)
     return content
 

@@ -1,0 +1,863 @@
+"""Files that others wrote are read by their formats' own rules; what is malformed is one sentence of ours."""
+
+import copy
+import json
+import os
+import pathlib
+import pickle
+import random
+import socket
+import struct
+import threading
+import zipfile
+from collections.abc import Callable, Iterator
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+
+from shardwright.checkpoint import load, save
+from shardwright.checkpoint.folder import is_complete, read_manifest
+from shardwright.checkpoint.format import dumps
+from shardwright.checkpoint.lock import LOCK, FolderLock
+from shardwright.checkpoint.shardfile import header_of, read_header
+from shardwright.checkpoint.tools import consolidate, inspect, open_checkpoint, verify
+from shardwright.checkpoint.writer import Keep
+from shardwright.crc import crc32
+from shardwright.errors import CheckpointError, InputError, ShardwrightError
+from shardwright.interchange import from_bitsandbytes, to_bitsandbytes
+
+OTHERS = ("Traceback", "KeyError", "TypeError", "struct.error", "JSONDecodeError", "RecursionError")
+OTHERS += ("AttributeError", "UnicodeDecodeError", "OverflowError", "AssertionError", "IndexError")
+
+
+def net(fill: float = 1.0) -> nn.Module:
+    model = nn.Linear(3, 2)
+    for p in model.parameters():
+        nn.init.constant_(p, fill)
+    return model
+
+
+def refusal_of(call: Callable[[], Any], *said: str) -> str:
+    with pytest.raises(ShardwrightError) as caught:
+        call()
+    message = str(caught.value)
+    assert not any(other in message for other in OTHERS), message
+    assert all(text in message for text in said), message
+    return message
+
+
+def fine_or_refused(call: Callable[[], Any]) -> bool:
+    try:
+        call()
+    except ShardwrightError as error:
+        assert not any(other in str(error) for other in OTHERS), str(error)
+        return False
+    return True
+
+
+# ---- safetensors
+
+
+def described(begin: Any, end: Any, dtype: Any = "F32", shape: Any = (1,), **more: Any) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end], **more}
+
+
+def file_of(header: Any, data: bytes = b"", length: int | None = None) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + data
+
+
+ONE = b'"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'
+HEADERS = {
+    "whole": file_of({"a": described(0, 4)}, b"1234"),
+    "no tensors": file_of({}),
+    "blanks before": file_of(b" {" + ONE + b"}", b"1234"),
+    "in another order": file_of({"b": described(4, 8), "a": described(0, 4)}, b"12345678"),
+    "empty tensors": file_of({"a": described(0, 0, shape=[0, 3]), "b": described(0, 4)}, b"1234"),
+    "a field more": file_of({"a": described(0, 4, more=1)}, b"1234"),
+    "one byte a value": file_of({"a": described(0, 4, "F8_E4M3", [2, 2])}, b"1234"),
+    "no metadata": file_of({"__metadata__": None, "a": described(0, 4)}, b"1234"),
+    "nothing": b"",
+    "seven bytes": b"1234567",
+    "bytes behind": file_of({"a": described(0, 4)}, b"12345"),
+    "cut": file_of({"a": described(0, 8, shape=[2])}, b"1234"),
+    "overlap": file_of({"a": described(0, 4), "b": described(0, 4)}, b"1234"),
+    "gap": file_of({"a": described(0, 4), "b": described(8, 12)}, b"1234" * 3),
+    "negative": file_of({"a": described(-4, 0)}, b"1234"),
+    "backwards": file_of({"a": described(4, 0, shape=[0])}, b"1234"),
+    "fractions": file_of({"a": described(0.0, 4.0)}, b"1234"),
+    "truth": file_of({"a": described(0, 4, shape=[True])}, b"1234"),
+    "three offsets": file_of({"a": {**described(0, 4), "data_offsets": [0, 4, 8]}}, b"1234"),
+    "no shape": file_of({"a": {"dtype": "F32", "data_offsets": [0, 4]}}, b"1234"),
+    "another size": file_of({"a": described(0, 4, shape=[2])}, b"1234"),
+    "unknown dtype": file_of({"a": described(0, 4, "F31")}, b"1234"),
+    "dtype of a list": file_of({"a": described(0, 4, ["F32"])}, b"1234"),
+    "metadata of numbers": file_of({"__metadata__": {"x": 1}}),
+    "metadata of a list": file_of({"__metadata__": []}),
+    "a list": file_of(b"[]"),
+    "a text": file_of({"a": "F32"}),
+    "null": file_of({"a": None}),
+    "NaN": file_of(b'{"__metadata__":{"x":NaN}}'),
+    "deep": file_of(b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
+    "digits": file_of(b'{"a":' + b"9" * 5000 + b"}"),
+    "UTF-16": file_of("{}".encode("utf-16")),
+    "byte order mark": file_of(b"\xef\xbb\xbf{}"),
+    "Latin-1": file_of('{"\xe9":1}'.encode("latin-1")),
+    "half a pair": file_of(b"{" + ONE.replace(b'"a"', b'"\\ud800"') + b"}", b"1234"),
+    "a huge header": file_of(b"{}", length=2**63 + 5),
+    "a header over the limit": file_of(b"{}", length=100_000_001),
+}
+STRICTER = {
+    "a name twice": file_of(b"{" + ONE + b"," + ONE + b"}", b"1234"),
+    "dtype without a torch one of its own": file_of({"a": described(0, 4, "F4", [8])}, b"1234"),
+    "a shape no tensor has": file_of({"a": described(0, 0, shape=[0, 2**62, 2**62])}),
+}
+"""The library reads these."""
+
+
+@pytest.mark.parametrize("case", [*HEADERS, *STRICTER])
+def test_a_safetensors_file_is_refused_wherever_the_library_refuses_it(tmp_path: Path, case: str) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes((HEADERS | STRICTER)[case])
+    try:
+        with safe_open(path, "pt") as file:
+            library = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, ValueError):
+        refusal_of(lambda: read_header(path), "x.safetensors: not a readable safetensors file (")
+        return
+    if case in STRICTER:
+        refusal_of(lambda: read_header(path), "x.safetensors: not a readable safetensors file (", "'a'")
+        return
+    entries = read_header(path)[1]
+    assert {name: entry.shape for name, entry in entries.items()} == {
+        name: tuple(tensor.shape) for name, tensor in library.items()
+    }
+
+
+# ---- Hugging Face
+
+
+def weights(path: Path, fill: float) -> None:
+    save_file({name: tensor.detach() for name, tensor in net(fill).state_dict().items()}, path)
+
+
+def index_of(path: Path, **files: str) -> None:
+    path.write_text(json.dumps({"weight_map": files}))
+
+
+def loaded(path: Path) -> float:
+    model = net(-1.0)
+    load(path, model=model)
+    (value,) = {v for p in model.parameters() for v in p.detach().flatten().tolist()}
+    return value
+
+
+def test_a_folder_of_hugging_face_is_read_as_the_library_reads_it(tmp_path: Path) -> None:
+    weights(tmp_path / "training_backup.safetensors", 2.0)
+    assert loaded(tmp_path) == 2.0  # the only one
+    weights(tmp_path / "another.safetensors", 3.0)
+    refusal_of(
+        lambda: loaded(tmp_path), "another.safetensors, training_backup.safetensors", "model.safetensors"
+    )
+    torch.save(net(4.0).state_dict(), tmp_path / "pytorch_model.bin")
+    assert loaded(tmp_path) == 4.0
+    names = dict.fromkeys(net().state_dict(), "another.safetensors")
+    index_of(tmp_path / "model.safetensors.index.json", **names)
+    index_of(
+        tmp_path / "variant.safetensors.index.json", **dict.fromkeys(names, "training_backup.safetensors")
+    )
+    assert loaded(tmp_path) == 3.0
+    assert loaded(tmp_path / "variant.safetensors.index.json") == 2.0
+    weights(tmp_path / "model.safetensors", 1.0)
+    assert loaded(tmp_path) == 1.0
+
+
+def test_several_indexes_of_which_none_is_the_models_are_named(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        index_of(tmp_path / f"{name}.safetensors.index.json")
+    refusal_of(lambda: loaded(tmp_path), "a.safetensors.index.json, b.safetensors.index.json")
+
+
+INDEXES = {
+    "a folder": (
+        {"weight_map": {"weight": "sub/x.safetensors"}},
+        "'sub/x.safetensors', expected the name of a",
+    ),
+    "outside": ({"weight_map": {"weight": "../x.safetensors"}}, "'../x.safetensors'"),
+    "absolute": ({"weight_map": {"weight": "/x.safetensors"}}, "'/x.safetensors'"),
+    "a number": ({"weight_map": {"weight": 1}}, "'1', expected the name of a file"),
+    "NUL": ({"weight_map": {"weight": "\0"}}, "missing: ['\\x00']"),
+    "half a pair": ({"weight_map": {"weight": "\ud800"}}, "missing: ['\\ud800']"),
+    "itself": ({"weight_map": {"weight": "model.safetensors.index.json"}}, "no zip file"),
+    "no map": ({}, "weight_map is None"),
+    "a list": ({"weight_map": []}, "weight_map is []"),
+    "no object": ([], "expected a JSON object"),
+    "another place": (
+        {"weight_map": {"weight": "b.safetensors"}},
+        "weight is not in b.safetensors but in a.",
+    ),
+    "absent": ({"weight_map": {"x": "a.safetensors"}}, "x is not in a.safetensors, nor in another file"),
+    "in both": ({"weight_map": {"weight": "a.safetensors"}}, "bias is in a.safetensors and in b.safetensors"),
+    "cut": (b'{"weight_map": {', "not a readable index ("),
+    "deep": (b'{"a":' * 100_000, "nested too deeply"),
+    "a name twice": (b'{"weight_map": {}, "weight_map": {}}', "'weight_map' is there twice"),
+    "no text": (b"\xff\xfe", "no text in UTF-8"),
+}
+
+
+@pytest.mark.parametrize("case", INDEXES)
+def test_an_index_that_is_malformed_or_lies_is_refused_with_its_name(tmp_path: Path, case: str) -> None:
+    content, said = INDEXES[case]
+    save_file({"weight": torch.ones(2, 3), "bias": torch.ones(2)}, tmp_path / "a.safetensors")
+    save_file({"bias": torch.zeros(2)}, tmp_path / "b.safetensors")
+    if case == "in both":
+        content["weight_map"]["bias"] = "b.safetensors"
+    if case == "another place":
+        content["weight_map"]["bias"] = "a.safetensors"
+        save_file({"other": torch.zeros(2)}, tmp_path / "b.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+    refusal_of(lambda: loaded(tmp_path), "model.safetensors.index.json" if case != "itself" else "", said)
+
+
+# ---- torch.save
+
+
+def repacked(path: Path, compression: int, replaced: dict[str, bytes]) -> None:
+    source = zipfile.ZipFile(BytesIO(path.read_bytes()))
+    with zipfile.ZipFile(path, "w", compression) as packed:
+        for info in source.infolist():
+            content = replaced.get(info.filename.rpartition("/")[2], source.read(info))
+            packed.writestr(info.filename, content)
+
+
+def as_saved(path: Path, value: Any, **options: Any) -> None:
+    torch.save(value, path, **options)
+
+
+def with_itself() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    found["a"] = found
+    return found
+
+
+W = torch.arange(6.0)
+TORCH_FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no zip": (lambda p: p.write_bytes(b"hello"), "no zip file"),
+    "nothing": (lambda p: p.write_bytes(b""), "no zip file"),
+    "before torch 1.6": (
+        lambda p: as_saved(p, {"w": W}, _use_new_zipfile_serialization=False),
+        "no zip file",
+    ),
+    "compressed": (lambda p: (as_saved(p, {"w": W}), repacked(p, zipfile.ZIP_DEFLATED, {})), "is compressed"),
+    "big-endian": (
+        lambda p: (as_saved(p, {"w": W}), repacked(p, zipfile.ZIP_STORED, {"byteorder": b"big"})),
+        "in the order",
+    ),
+    "conjugated": (lambda p: as_saved(p, {"w": W.to(torch.complex64).conj()}), "resolve_conj()"),
+    "negated": (lambda p: as_saved(p, {"w": torch._neg_view(W)}), "resolve_neg()"),
+    "on meta": (lambda p: as_saved(p, {"w": W.to("meta")}), "has 0 bytes of data of w, expected 24"),
+    "sparse": (lambda p: as_saved(p, {"w": W.to_sparse()}), "w is stored with stride"),
+    "one name": (lambda p: as_saved(p, {1: W, "1": W}), "two tensors that are called '1'"),
+    "one path": (lambda p: as_saved(p, {"a.b": W, "a": {"b": W}}), "two tensors that are called 'a.b'"),
+    "in itself": (lambda p: as_saved(p, with_itself()), "nested too deeply"),
+    "a number": (lambda p: as_saved(p, 3), "holds no tensors (int)"),
+}
+
+
+@pytest.mark.parametrize("case", TORCH_FILES)
+def test_a_torch_file_that_byte_ranges_cannot_read_is_refused(tmp_path: Path, case: str) -> None:
+    write, said = TORCH_FILES[case]
+    write(tmp_path / "x.pt")
+    refusal_of(lambda: open_checkpoint(tmp_path / "x.pt"), "x.pt", said)
+
+
+# ---- torch.distributed.checkpoint
+
+
+@pytest.fixture(scope="module")
+def dcp_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dcp") / "saved"
+    dcp.save(net(5.0).state_dict(), checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+def copied(folder: Path, to: Path) -> Path:
+    to.mkdir(parents=True, exist_ok=True)
+    for file in folder.iterdir():
+        (to / file.name).write_bytes(file.read_bytes())
+    return to
+
+
+class Global:
+    """Pickles as a name."""
+
+    def __init__(self, module: str, name: str) -> None:
+        self.text = f"c{module}\n{name}\n".encode()
+
+
+def built(of: Global, attributes: dict[str, Any]) -> bytes:
+    """A pickle that sets attributes of what ``of`` names, as BUILD does with the state of slots."""
+    state = pickle.dumps((None, attributes), protocol=0)[:-1]
+    return of.text + state + b"b."
+
+
+def build_instance(of: Global, state: Any) -> bytes:
+    return of.text + b")\x81" + pickle.dumps(state, protocol=2)[2:-1] + b"b."
+
+
+ATTACKED = [
+    Global("pathlib", "PosixPath"),
+    Global("torch.distributed.checkpoint.metadata", "TensorProperties"),
+    Global("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
+    Global("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    Global("torch.serialization", "_get_layout"),
+    Global("torch", "Size"),
+    Global("torch", "float32"),
+]
+
+
+@pytest.mark.parametrize("of", ATTACKED, ids=lambda g: g.text.decode().split("\n")[1])
+def test_a_pickle_sets_no_attributes_of_classes_modules_or_functions(
+    tmp_path: Path, dcp_folder: Path, of: Global
+) -> None:
+    folder = copied(dcp_folder, tmp_path / "evil")
+    before = {
+        id(cls): dict(vars(cls)) for cls in (pathlib.PosixPath, TensorProperties, filesystem._StorageInfo)
+    }
+    for name in ("is_dir", "__setstate__", "__class__", "new"):
+        (folder / ".metadata").write_bytes(built(of, {name: 1}))
+        refusal_of(lambda: open_checkpoint(folder), ".metadata")
+    for cls in (pathlib.PosixPath, TensorProperties, filesystem._StorageInfo):
+        assert dict(vars(cls)) == before[id(cls)]
+    for thing in (torch.Size, torch.float32, torch.serialization._get_layout):
+        assert not hasattr(thing, "new")
+
+
+def test_a_member_of_an_enumeration_is_not_rewritten(tmp_path: Path, dcp_folder: Path) -> None:
+    folder, kind = copied(dcp_folder, tmp_path / "evil"), ATTACKED[2]
+    (folder / ".metadata").write_bytes(kind.text + b"I0\n\x85R}X\x03\x00\x00\x00newI1\nsb.")
+    refusal_of(lambda: open_checkpoint(folder), ".metadata")
+    assert not any(hasattr(member, "new") for member in type(pickle.loads(kind.text + b"I0\n\x85R.")))
+
+
+def described_by(folder: Path) -> Any:
+    return pickle.loads((folder / ".metadata").read_bytes())
+
+
+def change(folder: Path, **changes: Any) -> None:
+    found = described_by(folder)
+    for name, value in changes.items():
+        setattr(found, name, value)
+    (folder / ".metadata").write_bytes(pickle.dumps(found))
+
+
+def change_item(folder: Path, **changes: Any) -> None:
+    found = described_by(folder)
+    for index, info in found.storage_data.items():
+        if index.fqn == "weight":
+            for name, value in changes.items():
+                setattr(info, name, value)
+    (folder / ".metadata").write_bytes(pickle.dumps(found))
+
+
+def change_tensor(folder: Path, **changes: Any) -> None:
+    found = described_by(folder)
+    tensor = found.state_dict_metadata["weight"]
+    for name, value in changes.items():
+        setattr(tensor.properties if name == "dtype" else tensor, name, value)
+    (folder / ".metadata").write_bytes(pickle.dumps(found))
+
+
+METADATA: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "a text": (
+        lambda f: (f / ".metadata").write_bytes(pickle.dumps("text")),
+        "it has a str where a Metadata",
+    ),
+    "nothing": (lambda f: (f / ".metadata").write_bytes(b""), ".metadata"),
+    "no pickle": (lambda f: (f / ".metadata").write_bytes(b"\xff" * 99), ".metadata"),
+    "a class": (lambda f: (f / ".metadata").write_bytes(ATTACKED[1].text + b"."), "it has a type where"),
+    "no tensors": (lambda f: change(f, state_dict_metadata=None), "state_dict_metadata of a Metadata"),
+    "no places": (lambda f: change(f, storage_data=None), "storage_data of a Metadata"),
+    "a text as tensor": (lambda f: change(f, state_dict_metadata={"weight": "x"}), "it has a str where"),
+    "no index": (lambda f: change(f, storage_data={"weight": 1}), "it has a str where a MetadataIndex"),
+    "no info": (lambda f: change(f, storage_data={MetadataIndex("weight", [0, 0]): 1}), "it has a int where"),
+    "negative": (lambda f: change_item(f, offset=-1), "'weight' is at -1+"),
+    "a fraction": (lambda f: change_item(f, offset=1.5), "offset of a _StorageInfo is a float"),
+    "outside": (
+        lambda f: change_item(f, relative_path="../x.distcp"),
+        "'../x.distcp', expected bytes of a file",
+    ),
+    "below": (lambda f: change_item(f, relative_path="sub/x.distcp"), "expected bytes of a file beside it"),
+    "missing": (lambda f: change_item(f, relative_path="x.distcp"), "x.distcp: weight: can't be read"),
+    "behind the end": (lambda f: change_item(f, offset=10**9), "__0_0.distcp: weight"),
+    "another dtype": (lambda f: change_tensor(f, dtype=torch.int32), "weight is F32, by .metadata it is I32"),
+    "an unknown dtype": (lambda f: change_tensor(f, dtype=torch.complex128), "'weight' has dtype"),
+    "another shape": (lambda f: change_tensor(f, size=torch.Size([7, 7])), "elements are stored"),
+    "no shape": (lambda f: change_tensor(f, size=[2, 3]), "size of a TensorStorageMetadata is a list"),
+}
+
+
+@pytest.mark.parametrize("case", METADATA)
+def test_metadata_that_is_malformed_is_refused_with_its_name(
+    tmp_path: Path, dcp_folder: Path, case: str
+) -> None:
+    folder = copied(dcp_folder, tmp_path / "x")
+    assert loaded(folder) == 5.0
+    spoil, said = METADATA[case]
+    spoil(folder)
+    refusal_of(lambda: loaded(folder), said)
+
+
+# ---- our own files
+
+
+def saved(path: Path) -> Path:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    extra = {"a": [1, 2.5, (True, None)], "t": torch.ones(3), "array": np.ones(2), 1: b"x"}
+    return Path(save(path, model=model, optimizer=optimizer, extra=extra, step=7))
+
+
+def places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Every ``(container, key)`` in a JSON tree."""
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+        yield value, key
+        if isinstance(inner, dict | list):
+            yield from places(inner)
+
+
+def publish(folder: Path, body: dict[str, Any]) -> None:
+    """Write a manifest with the checksum that it ought to have."""
+    body = {key: value for key, value in body.items() if key != "manifest_crc32"}
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    (folder / "manifest.json").write_text(f'{{"manifest_crc32":{crc32(text.encode())},{text[1:]}\n')
+
+
+def open_all(folder: Path) -> None:
+    verify(folder)
+    inspect(folder)
+    model = net(-1.0)
+    load(folder, model=model, optimizer=None).restore_rng()
+
+
+WRONG = [None, True, -1, 2**70, 1.5, "", "x", [], [[]], {}, {"$tensor": []}, {"$float": "x"}, {"$dict": [1]}]
+
+
+def test_a_forged_manifest_loads_or_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "run").rename(tmp_path / "best")
+    original = json.loads((folder / "manifest.json").read_text())
+    count = len(list(places(original)))
+    drawn, refused = random.Random(1), 0
+    state = torch.get_rng_state()
+    for number in range(count):
+        for value in drawn.sample(WRONG, 2):
+            body = copy.deepcopy(original)
+            container, key = list(places(body))[number]
+            container[key] = value
+            publish(folder, body)
+            refused += not fine_or_refused(lambda: open_all(folder))
+    torch.set_rng_state(state)
+    assert refused > count / 2
+    body = copy.deepcopy(original)
+    body["state"]["extra"] = json.loads("[" * 400 + "]" * 400)
+    publish(folder, body)
+    refusal_of(lambda: open_all(folder), "manifest.json")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"[]",
+        b"1",
+        b"{",
+        b'{"manifest_crc32":1}',
+        b"\xff",
+        b'{"a":1,"a":1}',
+        b'{"a":' * 100_000,
+        b'{"a":NaN}',
+    ],
+)
+def test_a_manifest_that_is_none_is_refused_with_its_name(tmp_path: Path, text: bytes) -> None:
+    folder = saved(tmp_path)
+    (folder / "manifest.json").write_bytes(text)
+    refusal_of(lambda: load(folder, model=net()), "manifest.json")
+
+
+def test_damage_anywhere_in_any_format_is_never_another_kind_of_error(
+    tmp_path: Path, dcp_folder: Path
+) -> None:
+    """Bytes changed, cut off and put in, at places that a fixed seed draws."""
+    ours = saved(tmp_path / "run").rename(tmp_path / "best")
+    others = copied(dcp_folder, tmp_path / "dcp")
+    torch.save(net().state_dict(), tmp_path / "x.pt")
+    weights(tmp_path / "x.safetensors", 1.0)
+    files = [
+        (ours, ours / "manifest.json"),
+        (others, others / ".metadata"),
+        (others, others / "__0_0.distcp"),
+    ]
+    files += [(tmp_path / name, tmp_path / name) for name in ("x.pt", "x.safetensors")]
+    drawn = random.Random(2)
+    for checkpoint, file in files:
+        content = file.read_bytes()
+        for _ in range(60):
+            at, kind = drawn.randrange(len(content)), drawn.randrange(3)
+            put = bytes([drawn.randrange(256)]) if kind else b""
+            file.write_bytes(content[:at] + put + content[at + (kind != 2) :])
+            fine_or_refused(lambda at=checkpoint: open_checkpoint(at))
+            file.write_bytes(content[:at])
+            fine_or_refused(lambda at=checkpoint: open_checkpoint(at))
+        file.write_bytes(content)
+        open_checkpoint(checkpoint)
+
+
+def shard_of(folder: Path) -> Path:
+    return folder / "shard-00000.safetensors"
+
+
+def test_verify_finds_every_bit_of_a_header_that_changed(tmp_path: Path) -> None:
+    folder = Path(save(tmp_path, model=net(), step=1))
+    content = shard_of(folder).read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    drawn = random.Random(3)
+    assert verify(folder).faults == ()
+    for at in {*range(8), *drawn.sample(range(8, end), 150)}:
+        changed = bytearray(content)
+        changed[at] ^= 1 << drawn.randrange(8)
+        shard_of(folder).write_bytes(changed)
+        assert verify(folder).exit_code == 1, at
+        loaded(folder)  # by the manifest: the weights are whole
+
+
+def replaced_header(file: Path, header: Callable[[dict[str, Any]], Any]) -> None:
+    """Change the header; its length stays."""
+    content = file.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    found = json.loads(content[8:end])
+    text = json.dumps(header(found) or found, separators=(",", ":")).encode().ljust(end - 8)
+    assert len(text) == end - 8
+    file.write_bytes(content[:8] + text + content[end:])
+
+
+def swapped(a: str, b: str) -> Callable[[dict[str, Any]], Any]:
+    return lambda header: {{a: b, b: a}.get(name, name): info for name, info in header.items()}
+
+
+def test_verify_finds_tensors_that_are_renamed_swapped_or_reshaped_in_a_header(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    folder = Path(save(tmp_path, model=model, step=1))
+    content = shard_of(folder).read_bytes()
+    changes: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
+        (
+            swapped("model/0.weight", "model/1.weight"),
+            "calls a tensor 'model/1.weight', by the manifest it is",
+        ),
+        (swapped("model/0.weight", "model/9.weight"), "'model/9.weight'"),
+        (lambda h: h["model/0.weight"].update(shape=[4]), "model/0.weight is F32 [4] by the header"),
+        (lambda h: h["model/0.weight"].update(dtype="I32"), "model/0.weight is I32 [2, 2] by the header"),
+        (lambda h: h.pop("model/0.weight") and h, "shard-00000.safetensors"),
+        (lambda h: h.update(__metadata__={"format": "np"}), "metadata {'format': 'np'}"),
+    ]
+    for header, said in changes:
+        shard_of(folder).write_bytes(content)
+        replaced_header(shard_of(folder), header)
+        assert any(said in fault for fault in verify(folder).faults), said
+
+
+def test_verify_reads_copies_that_the_manifest_does_not_list(tmp_path: Path) -> None:
+    folder = Path(save(tmp_path, model=net(), step=1)).rename(tmp_path / "best")
+    manifest = read_manifest(folder)
+    copies = {"model/weight": torch.ones(2, 3)}
+    file = folder / "shard-00001.safetensors"
+    save_file(copies, file, {"format": "pt"})
+    body = json.loads(dumps(manifest))
+    body["files"][file.name] = file.stat().st_size
+    publish(folder, body)
+    assert verify(folder).faults == ()
+    for wrong in ({"model/weight": torch.full((2, 3), 2.0)}, {"model/weight": torch.ones(3, 2)}):
+        save_file(wrong, file, {"format": "pt"})
+        assert any("no copy of a piece" in fault for fault in verify(folder).faults)
+    save_file({"model/other1": torch.ones(2, 3)}, file, {"format": "pt"})
+    body["files"][file.name] = file.stat().st_size
+    publish(folder, body)
+    assert any("by the manifest it is 'none of them'" in fault for fault in verify(folder).faults)
+
+
+def test_one_name_twice_in_one_file_is_refused_before_it_is_written() -> None:
+    for name in ("a", "__metadata__"):
+        with pytest.raises(CheckpointError, match=name):
+            header_of([("a", "F32", (1,), 4), (name, "F32", (1,), 4)])
+
+
+# ---- what is saved
+
+
+T, U = torch.ones(2), torch.zeros(2)
+AMBIGUOUS: dict[str, Any] = {
+    "a slash": {"a/b": {"c": T}, "a": {"b/c": U}},
+    "a slash at the top": {"a/b": T, "a": {"b": U}},
+    "a number and its text": {1: T, "1": U},
+    "inside": {"x": [{True: T, "True": U}]},
+    "an array and a tensor": {"a": {"b": np.ones(2)}, "a/b": T},
+    "a list and a dict": {"a": [T], "a/0": U},
+    "tensors as keys": {"x": {T: 1, U: 2}},
+}
+
+
+@pytest.mark.parametrize("case", AMBIGUOUS)
+def test_two_tensors_of_one_name_are_refused_before_anything_is_written(tmp_path: Path, case: str) -> None:
+    run = tmp_path / "run"
+    refusal_of(
+        lambda: save(run, model=net(), extra=AMBIGUOUS[case], step=1), "two tensors would have this name"
+    )
+    assert not run.exists() or not list(run.glob("step-*"))
+
+
+def test_keys_that_read_alike_come_back_exactly_where_no_tensors_are_below(tmp_path: Path) -> None:
+    extra = {"a/b": {"c": 1}, "a": {"b/c": 2}, "x": {1: "one", "1": "text", 2.5: T}, "y/z": U}
+    save(tmp_path, model=net(), extra=extra, step=1)
+    restored = load(tmp_path, model=net()).extra
+    assert {k: v for k, v in restored.items() if k not in ("x", "y/z")} == {"a/b": {"c": 1}, "a": {"b/c": 2}}
+    assert restored["x"][1] == "one" and restored["x"]["1"] == "text" and torch.equal(restored["x"][2.5], T)
+    assert torch.equal(restored["y/z"], U)
+
+
+def in_itself() -> dict[str, Any]:
+    found: dict[str, Any] = {"a": [1]}
+    found["a"].append({"b": found})
+    return found
+
+
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+EXTRAS: dict[str, tuple[Any, str]] = {
+    "in itself": (in_itself(), "contains itself, or is nested deeper than 100"),
+    "deep": ({"a": nested(5000)}, "contains itself, or is nested deeper than 100"),
+    "objects": ({"a": np.array([object()])}, "extra/a: an array of object can't be saved"),
+    "texts": ({"a": np.array(["x"])}, "extra/a: an array of"),
+    "a function": ({"a": len}, "extra/a: a builtin_function_or_method can't be saved"),
+    "digits": ({"a": 10**5000}, "extra/a: an integer of 16610 bits can't be saved"),
+    "half a pair": ({"\ud800": T}, "no file can have this name"),
+    "on meta": ({"a": torch.ones(2, device="meta")}, "extra/a: a tensor on meta"),
+    "sparse": ({"a": torch.ones(2).to_sparse()}, "extra/a: a tensor on cpu with layout torch.sparse_coo"),
+    "complex": ({"a": torch.ones(2, dtype=torch.complex128)}, "extra/a: dtype torch.complex128"),
+    "a list": ([T], "extra is a list, expected a dict"),
+}
+
+
+@pytest.mark.parametrize("case", EXTRAS)
+def test_extra_that_cannot_be_saved_is_refused_with_its_place(tmp_path: Path, case: str) -> None:
+    extra, said = EXTRAS[case]
+    refusal_of(lambda: save(tmp_path, model=net(), extra=extra, step=1), said)
+    assert not list(tmp_path.glob("step-*")) and not (tmp_path / "latest").exists()
+
+
+def test_extra_for_a_load_that_is_no_dict_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, model=net(), extra={"half": {"\ud800": 1}, "\ud801": 2}, step=1)
+    refusal_of(lambda: load(tmp_path, model=net(), extra=[1]), "extra is a list")  # type: ignore[arg-type]
+    assert load(tmp_path, model=net()).extra == {"half": {"\ud800": 1}, "\ud801": 2}
+
+
+ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
+    "step of a text": ({"step": "5"}, "step is '5', expected the number of optimizer steps done, 0 or more"),
+    "step of a fraction": ({"step": 5.0}, "step is 5.0"),
+    "step of a truth": ({"step": True}, "step is True"),
+    "step of two": ({"step": torch.ones(2, dtype=torch.int64)}, "step is tensor([1, 1])"),
+    "no step": ({"step": None}, "step is None"),
+    "negative": ({"step": np.int64(-1)}, "step is "),
+    "huge": ({"step": 2**63}, "step is 9223372036854775808"),
+    "keep of a text": ({"keep": "3"}, "keep is '3', expected at least 1, a Keep, or None"),
+    "keep of a fraction": ({"keep": 1.5}, "keep is 1.5"),
+    "keep of a truth": ({"keep": True}, "keep is True"),
+    "keep nothing": ({"keep": 0}, "keep is 0"),
+    "no path": ({"path": None}, "the path is 'None', expected a string"),
+    "a path with NUL": ({"path": "a\0b"}, "without NUL"),
+}
+
+
+@pytest.mark.parametrize("case", ARGUMENTS)
+def test_an_argument_of_save_that_is_wrong_is_named_before_anything_is_written(
+    tmp_path: Path, case: str
+) -> None:
+    arguments, said = ARGUMENTS[case]
+    call = {"path": tmp_path, "step": 1, **arguments}
+    with pytest.raises(InputError) as caught:
+        save(call.pop("path"), model=net(), **call)
+    assert said in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_integers_of_numpy_and_torch_are_integers(tmp_path: Path) -> None:
+    for step in (np.int64(5), torch.tensor(6), np.uint8(7)):
+        save(tmp_path, model=net(), step=step, keep=np.int32(2))  # type: ignore[arg-type]
+    assert sorted(folder.name for folder in tmp_path.glob("step-*")) == ["step-000006", "step-000007"]
+    assert type(load(tmp_path, model=net()).step) is int
+    for wrong in ({"last": "3"}, {"last": 1, "every": "2"}, {"last": 1.5}, {"last": True}):
+        with pytest.raises(InputError, match=r"Keep\.(last|every) is"):
+            Keep(**wrong)  # type: ignore[arg-type]
+
+
+# ---- bitsandbytes
+
+
+def test_a_weight_that_is_not_as_bitsandbytes_keeps_it_is_named() -> None:
+    codes, absmax = torch.zeros(2, 64, dtype=torch.uint8), torch.ones(2, 2, dtype=torch.bfloat16)
+    state = to_bitsandbytes({"w": codes, "w_absmax": absmax})
+    facts = "w.quant_state.bitsandbytes__nf4"
+    assert from_bitsandbytes(state).keys() == {"w", "w_absmax"}
+    for part in state:
+        if part != facts:
+            broken = {key: value for key, value in state.items() if key != part}
+            refusal_of(lambda broken=broken: from_bitsandbytes(broken), "'w'", "is missing")
+    for text in (
+        b"",
+        b"[]",
+        b"{}",
+        b"\xff",
+        b'{"shape": 3, "blocksize": 64}',
+        b'{"shape": [2], "blocksize": 0}',
+    ):
+        broken = {**state, facts: torch.tensor(list(text), dtype=torch.uint8)}
+        refusal_of(lambda broken=broken: from_bitsandbytes(broken), "'w' isn't as bitsandbytes keeps")
+
+
+# ---- names and kinds of files
+
+
+def test_another_steps_files_in_a_step_folder_are_refused_and_a_copy_named_best_loads(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(tmp_path, model=net(float(step)), step=step)
+    copied(tmp_path / "step-000001", tmp_path / "best")
+    (tmp_path / "step-000002").rename(tmp_path / "away")
+    copied(tmp_path / "step-000001", tmp_path / "step-000002")
+    message = refusal_of(lambda: loaded(tmp_path / "step-000002"), "step 1", "named step-000002")
+    assert "manifest.json" in message
+    assert not is_complete(tmp_path / "step-000002")
+    assert loaded(tmp_path) == 1.0  # the newest that is what it says
+    assert loaded(tmp_path / "best") == 1.0
+    assert loaded(tmp_path / "away") == 2.0
+    save(tmp_path, model=net(3.0), step=2)  # what was no step 2 is set aside
+    assert loaded(tmp_path) == 3.0
+
+
+def within(seconds: float, call: Callable[[], None]) -> None:
+    """``call``, in a thread that the test doesn't wait for longer."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert not thread.is_alive(), "it waits for a file"
+    if errors:
+        raise errors[0]
+
+
+def a_socket(path: Path) -> None:
+    here = os.getcwd()
+    os.chdir(path.parent)  # a socket's path is short
+    try:
+        socket.socket(socket.AF_UNIX).bind(path.name)
+    finally:
+        os.chdir(here)
+
+
+def a_link_to_a_device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+KINDS = {"a FIFO": os.mkfifo, "a socket": a_socket, "a device": a_link_to_a_device, "a folder": Path.mkdir}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_no_regular_file_is_refused_and_not_waited_for(
+    tmp_path: Path, dcp_folder: Path, kind: str
+) -> None:
+    ours = saved(tmp_path / "run").rename(tmp_path / "best")
+    step = saved(tmp_path / "other")
+    others = copied(dcp_folder, tmp_path / "dcp")
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "rank").mkdir()
+    (tmp_path / "index").mkdir()
+    index_of(tmp_path / "index" / "model.safetensors.index.json", weight="a.safetensors")
+    places = [(ours, "manifest.json"), (ours, "shard-00000.safetensors"), (step, "manifest.json")]
+    places += [(others, ".metadata"), (others, "__0_0.distcp"), (tmp_path / "rank", "x.pt")]
+    places += [(tmp_path / "index", "a.safetensors")]
+    places += [(tmp_path / "hf", name) for name in ("model.safetensors.index.json", "pytorch_model.bin")]
+    for folder, name in places:
+        content = (folder / name).read_bytes() if (folder / name).exists() else None
+        (folder / name).unlink(missing_ok=True)
+        KINDS[kind](folder / name)
+        within(10.0, lambda: refusal_of(lambda: load(folder, model=net())))  # noqa: B023
+        within(10.0, lambda: is_complete(folder))  # noqa: B023
+        (folder / name).rmdir() if kind == "a folder" else (folder / name).unlink()
+        if content is not None:
+            (folder / name).write_bytes(content)
+    refusal_of(lambda: loaded(tmp_path / "hf"))
+
+
+def test_a_lock_that_is_a_link_or_another_programs_file_is_not_written_to(tmp_path: Path) -> None:
+    run, elsewhere = tmp_path / "run", tmp_path / "precious"
+    run.mkdir()
+    elsewhere.write_text("precious")
+    ways: list[tuple[Callable[[Path], Any], str]] = [
+        (lambda p: p.symlink_to(elsewhere), "a symbolic link, which isn't followed"),
+        (lambda p: p.symlink_to(tmp_path / "nothing"), "a symbolic link, which isn't followed"),
+        (lambda p: os.link(elsewhere, p), "another program's file"),
+        (os.mkfifo, "it is a FIFO, expected a regular file"),
+    ]
+    for make, said in ways:
+        make(run / LOCK)
+        within(10.0, lambda: refusal_of(lambda: save(run, model=net(), step=1), said))  # noqa: B023
+        (run / LOCK).unlink()
+        assert elsewhere.read_text() == "precious" and not (tmp_path / "nothing").exists()
+    (run / LOCK).write_bytes(bytes(300))  # of a power cut
+    save(run, model=net(), step=1)
+    FolderLock(run).close()
+    save(run, model=net(), step=2)
+
+
+def test_the_name_of_the_latest_is_not_written_through_a_link(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "precious"
+    elsewhere.write_text("precious")
+    run = tmp_path / "run"
+    save(run, model=net(), step=1)
+    for name in (".torn-latest", "latest"):
+        (run / name).unlink(missing_ok=True)
+        (run / name).symlink_to(elsewhere)
+    save(run, model=net(), step=2)
+    assert elsewhere.read_text() == "precious"
+    assert (run / "latest").read_text() == "step-000002\n" and not (run / "latest").is_symlink()
+
+
+def test_a_parameter_whose_name_the_format_keeps_is_refused_by_consolidate(tmp_path: Path) -> None:
+    model = nn.Module()
+    model.register_parameter("__metadata__", nn.Parameter(torch.ones(2)))
+    save(tmp_path / "run", model=model, step=1)
+    refusal_of(lambda: consolidate(tmp_path / "run", tmp_path / "out"), "'__metadata__'")
+    assert not (tmp_path / "out").exists()
