@@ -17,7 +17,9 @@ import pickle
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from importlib import import_module
 from operator import attrgetter
+from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -122,6 +124,10 @@ with _known():
     from torch.distributed.tensor.placement_types import _StridedShard
 
     StridedShard = _StridedShard
+    # What torch's older checkpoints load, and among whom it is sharded.
+    from torch.distributed._shard.sharded_tensor import ShardedTensor as ShardedTensor
+
+    process_group_of: Callable[[Any], Any] = attrgetter("_process_group")
     # One axis of several; one mesh of two (``init_device_mesh`` makes process groups anew).
     _flatten, _concatenate = DeviceMesh._flatten, DeviceMesh._concatenate
     # Rules of DTensor for kernels. Of the public ``register_sharding`` each argument needs one by placement.
@@ -154,6 +160,7 @@ with _known():
         "_forward_hooks_always_called",
         "_state_dict_pre_hooks",
         "_load_state_dict_pre_hooks",
+        "_load_state_dict_post_hooks",
     )
     hook_tables_of(_module)
     # Methods that our modules override, and torch calls: for .to(), for a module's repr, in load_state_dict.
@@ -251,12 +258,30 @@ CHECKPOINTED = "_checkpoint_wrapped_module"
 COMPILED = "_orig_mod."
 """What torch.compile leaves in the names of parameters, and in the keys of state dicts."""
 
+STATE_FUNCTIONS = (
+    "FSDP",
+    "_get_module_fsdp_state_if_fully_sharded_module",
+    "_get_fqns",
+    "_iterate_valid_model_state",
+    "_load_model_state_dict",
+)
+"""Of ``torch.distributed.checkpoint.state_dict``: the class of torch's wrapper, what is its state, the names
+of a tensor, all tensors of a model, and what loads them."""
+
 DCP_PLACE = "_StorageInfo"
 DCP_CLASSES = ("_MEM_FORMAT_ENCODING", DCP_PLACE)
 """Private classes that the metadata of torch.distributed.checkpoint's files names."""
 
 DCP_LAYOUT = ("torch.serialization", "_get_layout")
 """The function that this metadata names for a tensor's layout."""
+
+
+def state_functions() -> ModuleType:
+    """The module that has ``STATE_FUNCTIONS``. Raises: UnsupportedTorch."""
+    with _known():
+        module = import_module("torch.distributed.checkpoint.state_dict")  # 80 modules, which no step needs
+        attrgetter(*STATE_FUNCTIONS)(module)
+    return module
 
 
 def concatenated(meshes: list[DeviceMesh]) -> DeviceMesh:

@@ -140,8 +140,15 @@ BRIDGES = {
 CORE = {"engine", "params", "schedule", "transport", "wrapper", "checkpoint"}
 DEVICE_TYPE = re.compile(r"(?<!torch\.)\b(cuda|rocm|hip|xpu|mps|hpu|npu)\b")
 """Names in a text; ``torch.cuda.graph`` is one of torch's own functions, of which a message may speak."""
-# Of a step; of one that is traced; and a function of its own, with its gradients.
-HOOKS_FILES = ("engine/hooks.py", "plan/events.py", "linear_loss.py")
+# Of a step; of one that is traced; a function of its own, with its gradients. And of loads: of a module whose
+# keys are renamed first; of what a load says.
+HOOKS_FILES = (
+    "engine/hooks.py",
+    "plan/events.py",
+    "linear_loss.py",
+    "params/load_plain.py",
+    "wrapper/saving.py",
+)
 STAGES_FILE = "engine/group.py"
 KINDS = ("Buffer", "Comm", "ShardedParam")
 """What the house knows of buffers, transports and parameters; who inherits from them is a kind of them."""

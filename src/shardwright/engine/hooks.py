@@ -45,7 +45,8 @@ from shardwright.engine.unit import Unit, unit_of
 from shardwright.errors import StageError
 from shardwright.observe.watch.lifecycle import amendments
 from shardwright.params.at_rest import name_remedy
-from shardwright.params.load_plain import shard_plain_entries
+from shardwright.params.load_plain import PlainLoads
+from shardwright.params.param import ShardedParam
 from shardwright.schedule.schedule import EventKind, Phase
 from shardwright.torch_private import (
     base_of,
@@ -181,23 +182,23 @@ class ModuleHooks:
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
         self._calls: list[Call] = []
+        loads = PlainLoads(self._at_rest, self._shown)
         self.ids: set[int] = set()
         for module in unit.modules:
             handles = (
                 module.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True),
                 module.register_forward_hook(self.after, always_call=True),
                 module.register_state_dict_pre_hook(self._at_rest),
-                module.register_load_state_dict_pre_hook(self._before_load),
+                module.register_load_state_dict_pre_hook(loads.before),
+                module.register_load_state_dict_post_hook(loads.after),
             )
             self.ids.update(handle.id for handle in handles)
 
     def _at_rest(self, *_: Any) -> None:
         self.unit.runtime.rest()
 
-    def _before_load(self, module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-        self._at_rest()
-        shown = [param for unit in (self.unit, *self.unit.shared_owners) for param in unit.params]
-        shard_plain_entries(module, state, prefix, shown, missing=rest[2], errors=rest[4])
+    def _shown(self) -> list[ShardedParam]:
+        return [param for unit in (self.unit, *self.unit.shared_owners) for param in unit.params]
 
     # ---- before the forward
 

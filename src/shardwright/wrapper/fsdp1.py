@@ -38,6 +38,7 @@ from shardwright.wrapper.options import (
     schedule_policy,
 )
 from shardwright.wrapper.saving import StatefulWrapper
+from shardwright.wrapper.torch_functions import teach
 
 
 class FullyShardedDataParallel(StatefulWrapper):
@@ -114,13 +115,13 @@ class FullyShardedDataParallel(StatefulWrapper):
         device_mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
+        teach()
         check_modules([module])
         given = (sharding_strategy, cpu_offload, backward_prefetch, mixed_precision)
         sharding_strategy, cpu_offload, self.backward_prefetch, mixed_precision = map(adopt, given)
         self.sharding_strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
         self.cpu_offload = cpu_offload or CPUOffload()
-        self.forward_prefetch = forward_prefetch
-        self.limit_all_gathers = limit_all_gathers
+        self.forward_prefetch, self.limit_all_gathers = forward_prefetch, limit_all_gathers
         self.mixed_precision = mixed_precision or MixedPrecision()
         schedule = schedule_policy(self.backward_prefetch, limit_all_gathers)
         modules, params = _ignored(module, ignored_modules, ignored_states)

@@ -34,8 +34,11 @@ def own_modules(module: nn.Module, skipped: Iterable[nn.Module]) -> list[nn.Modu
 def materialise(modules: list[nn.Module], init: InitFn | None, device: torch.device) -> None:
     """Give modules on the meta device memory and values: ``init(module)``, or its ``reset_parameters()``.
 
-    Raises: InputError for one that has neither, or that is still on the meta device afterwards.
+    Raises: InputError for one that has neither, or that is still on the meta device afterwards; and where
+        ``init`` is no function.
     """
+    if init is not None and not callable(init):
+        raise InputError(f"param_init_fn must be a function of a module, or None, got {init!r}")
     for module in modules:
         if not _on_meta(module):
             continue

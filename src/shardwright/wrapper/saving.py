@@ -10,8 +10,9 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.errors import InputError
 from shardwright.params.flat_param import key_of
-from shardwright.torch_private import CHECKPOINTED, buffers_of, children_of, parameters_of
+from shardwright.torch_private import CHECKPOINTED, children_of
 from shardwright.wrapper import optim_states, states
+from shardwright.wrapper.from_first import from_first
 from shardwright.wrapper.options import (
     OptimStateDictConfig,
     OptimStateKeyType,
@@ -31,20 +32,20 @@ class StatefulWrapper(nn.Module):
         super().__init__()
         self._settings = StateDictSettings()
         self._buffer_dtypes: dict[str, torch.dtype] = {}
+        self.register_load_state_dict_post_hook(_name_plainly)
 
     @property
     def module(self) -> nn.Module:
         """The module that was wrapped, without a wrapper for activation checkpointing around it: as in torch,
         so that ``apply_activation_checkpointing`` may come before or after."""
-        inner = children_of(self)[states.INNER]
-        return children_of(inner).get(CHECKPOINTED, inner)  # type: ignore[union-attr, return-value]
+        inner = self._inside
+        return children_of(inner).get(CHECKPOINTED, inner)  # type: ignore[return-value]
+
+    @property
+    def _inside(self) -> nn.Module:
+        return children_of(self)[states.INNER]  # type: ignore[return-value]
 
     # ---- state dicts
-
-    def _fqn_modifiers(self) -> dict[str, str]:
-        """By this name torch.distributed.checkpoint.state_dict asks which module of a path is in no name."""
-        inner = self.module
-        return dict.fromkeys((*children_of(inner), *parameters_of(inner), *buffers_of(inner)), states.INNER)
 
     @staticmethod
     def set_state_dict_type(
@@ -143,10 +144,10 @@ class StatefulWrapper(nn.Module):
             Names and tensors; with ``rank0_only`` none on other ranks than the mesh's first.
         """
         if keep_vars:
-            return self.module.state_dict(*args, destination=destination, prefix=prefix, keep_vars=True)
+            return self._inside.state_dict(*args, destination=destination, prefix=prefix, keep_vars=True)
         settings = self._settings
         config, before = settings.state_dict_config, set(destination or ())
-        live = self.module.state_dict(*args, destination=destination, prefix=prefix, keep_vars=True)
+        live = self._inside.state_dict(*args, destination=destination, prefix=prefix, keep_vars=True)
         keys = [key for key in live if key not in before]
         dtypes = {
             f"{prefix}{key_of(f'{path}.{name}' if path else name)}": dtype
@@ -163,7 +164,8 @@ class StatefulWrapper(nn.Module):
             if found is None:
                 found = converted[id(value)] = states.entries(key, value, params, settings)
             elif found:  # a tied tensor, converted under its first name
-                found = {key: next(iter(found.values()))}
+                names = states.names_for(key, params.get(id(value)), settings)
+                found = dict(zip(names, found.values(), strict=True))
             for name, entry in found.items() if first else ():
                 live[name] = entry.to(dtypes[key]) if key in dtypes else entry
         return live
@@ -178,6 +180,7 @@ class StatefulWrapper(nn.Module):
             if not key.startswith(f"{prefix}{states.INNER}."):
                 state_dict[f"{prefix}{states.INNER}.{key[len(prefix) :]}"] = state_dict.pop(key)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        self.__dict__[_ERRORS] = args[-1]
 
     def _shard_local_entries(self, state_dict: Any, prefix: str) -> None:
         params = states.params_by_id(self)
@@ -209,10 +212,11 @@ class StatefulWrapper(nn.Module):
         Raises:
             InputError: the optimizer has parameters that aren't the model's, or the wrappers differ in their
                 type.
+            Diverged: ranks have states of different parameters; raised on all of them.
         """
         settings = StatefulWrapper.get_state_dict_type(model)
         given = optim.state_dict() if optim_state_dict is None else optim_state_dict
-        state = optim_states.optim_state(model, given, optim, settings)
+        state = optim_states.optim_state(model, given, optim_states.groups_of(model, optim), settings)
         only_first = getattr(settings.optim_state_dict_config, "rank0_only", False)
         return {} if only_first and not all(p.is_first for p in states.params_in(model)) else state
 
@@ -227,13 +231,13 @@ class StatefulWrapper(nn.Module):
     ) -> dict[str, Any]:
         """What ``optim.load_state_dict`` takes, from what ``optim_state_dict`` gave on any number of ranks.
 
-        Every rank has the whole state, or its shards. No communication, except for sharded tensors of flat
-        parameters, for which every rank calls it.
+        Every rank calls it, between steps, with the whole state or its shards. Where some ranks have an empty
+        one, and always with ``rank0_only``, all ranks receive that of the mesh's first.
 
         Args:
             model: the wrapped model.
             optim: an optimizer of its parameters.
-            optim_state_dict: by the names of parameters.
+            optim_state_dict: by the names of parameters; without ``param_groups`` it gives none.
             is_named_optimizer: accepted, without effect.
             load_directly: load it into ``optim``, too.
             group: accepted; the parameters know their mesh.
@@ -242,9 +246,16 @@ class StatefulWrapper(nn.Module):
             A state dict by the numbers of parameters, sharded as they are.
 
         Raises:
-            InputError: the optimizer has parameters that aren't the model's, or that the state lacks.
+            InputError: the optimizer has parameters that aren't the model's, or that the state lacks; no rank
+                has a state.
+            Diverged: ranks have different states.
         """
-        ready = optim_states.optim_state_to_load(model, optim, optim_state_dict)
+        config = StatefulWrapper.get_state_dict_type(model).optim_state_dict_config
+        only_first = getattr(config, "rank0_only", False)
+        optim_state_dict = from_first(optim_state_dict, states.mesh_of(model), only_first)
+        ready = optim_states.optim_state_to_load(
+            model, optim_state_dict, optim_states.groups_of(model, optim), compares=True
+        )
         if load_directly:
             optim.load_state_dict(ready)
         return ready
@@ -262,7 +273,7 @@ class StatefulWrapper(nn.Module):
         Args:
             model: the wrapped model.
             optim: an optimizer of its parameters.
-            optim_input: accepted, without effect.
+            optim_input: what the optimizer was built from; None: ``optim`` knows it.
             rank0_only: other ranks than the mesh's first get ``{}``.
             group: accepted; the parameters know their mesh.
 
@@ -271,8 +282,10 @@ class StatefulWrapper(nn.Module):
 
         Raises:
             InputError: the optimizer has parameters that aren't the model's.
+            Diverged: ranks have states of different parameters; raised on all of them.
         """
-        state = optim_states.optim_state(model, optim.state_dict(), optim, StateDictSettings())
+        groups = optim_states.groups_of(model, optim, optim_input)
+        state = optim_states.optim_state(model, optim.state_dict(), groups, StateDictSettings())
         return {} if rank0_only and not all(p.is_first for p in states.params_in(model)) else state
 
     @staticmethod
@@ -284,20 +297,27 @@ class StatefulWrapper(nn.Module):
         Args:
             full_optim_state_dict: by the names of parameters.
             model: the wrapped model.
-            optim_input: accepted, without effect.
-            optim: an optimizer of its parameters.
+            optim_input: what the optimizer was built from: parameters, or groups of them.
+            optim: an optimizer of the model's parameters, instead; None, without ``optim_input`` too: one
+                that was built from ``model.parameters()``.
 
         Returns:
             A state dict by the numbers of parameters, sharded as they are.
 
         Raises:
             InputError: the optimizer has parameters that aren't the model's, or that the state lacks.
+            Diverged: never, since it compares nothing with other ranks.
         """
-        return optim_states.optim_state_to_load(model, optim, full_optim_state_dict)
+        groups = optim_states.groups_of(model, optim, optim_input)
+        return optim_states.optim_state_to_load(model, full_optim_state_dict, groups, compares=False)
 
     @staticmethod
     def rekey_optim_state_dict(
-        optim_state_dict: Any, optim_state_key_type: OptimStateKeyType, model: nn.Module
+        optim_state_dict: Any,
+        optim_state_key_type: OptimStateKeyType,
+        model: nn.Module,
+        optim_input: Any = None,
+        optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
         """The same state with names in place of numbers, or back: between a wrapped run and a plain one.
         Local.
@@ -305,12 +325,29 @@ class StatefulWrapper(nn.Module):
         Args:
             optim_state_dict: by names or numbers of parameters.
             optim_state_key_type: what it is to be by.
-            model: the model whose names they are.
+            model: the model whose names they are, not wrapped.
+            optim_input: what the optimizer with the numbers was built from: parameters, or groups of them.
+            optim: that optimizer, instead; None, without ``optim_input`` too: one that was built from
+                ``model.parameters()``.
 
         Returns:
             A new state dict with the same tensors.
+
+        Raises:
+            InputError: the model has flat parameters, or the optimizer has parameters that aren't the
+                model's.
         """
-        return optim_states.rekey(optim_state_dict, optim_state_key_type, model)
+        groups = optim_states.groups_of(model, optim, optim_input)
+        return optim_states.rekey(optim_state_dict, optim_state_key_type, model, groups)
+
+
+_ERRORS = "_errors_of_load"
+
+
+def _name_plainly(module: nn.Module, incompatible: Any) -> None:
+    """Have what ``load_state_dict`` gives and says name the model's own names."""
+    for told in (incompatible.missing_keys, incompatible.unexpected_keys, vars(module).pop(_ERRORS, [])):
+        told[:] = map(key_of, told)
 
 
 def wrappers_in(module: nn.Module) -> list[StatefulWrapper]:

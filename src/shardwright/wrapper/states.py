@@ -5,7 +5,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwright.engine.unit import units_in
@@ -14,6 +16,7 @@ from shardwright.params.at_rest import keep_per_rank
 from shardwright.params.flat_param import WRAPPED, cut_by_rows, original_name
 from shardwright.params.gather_full import stream_full
 from shardwright.params.param import ShardedParam
+from shardwright.torch_private import ShardedTensor, local_of, process_group_of
 from shardwright.wrapper.options import StateDictSettings, StateDictType
 
 INNER = WRAPPED
@@ -35,18 +38,30 @@ def params_by_id(model: nn.Module) -> dict[int, ShardedParam]:
     return {id(param.sharded): param for param in params_in(model)}
 
 
+def mesh_of(model: nn.Module) -> DeviceMesh:
+    """That of the most ranks. Raises: InputError where nothing is sharded."""
+    meshes = [param.spec.mesh for param in params_in(model)]
+    if not meshes:
+        raise InputError(f"the {type(model).__name__} has no sharded parameter; wrap it first")
+    return max(meshes, key=lambda mesh: mesh.size())
+
+
 def convert(value: Any, kind: StateDictType, on_host: bool) -> Any:
-    """A tensor as a state dict of this kind has it; anything else as it is. Every rank calls it for FULL."""
+    """A tensor as a state dict of this kind has it, in memory of its own, which the next step doesn't change;
+    anything else as it is. Every rank calls it for FULL."""
     if not isinstance(value, torch.Tensor):
         return value
-    value = value.detach()
+    value = live = value.detach()
     if isinstance(value, DTensor) and kind is StateDictType.FULL_STATE_DICT:
-        local, value = value.to_local(), value.full_tensor()
-        # A world of one gives the shard's own memory, which the next step would change.
-        value = value.clone() if value.data_ptr() == local.data_ptr() else value
+        value = value.full_tensor()  # in a world of one it is the shard's own memory
     elif isinstance(value, DTensor) and kind is StateDictType.LOCAL_STATE_DICT:
         value = value.to_local()
-    return keep_per_rank(value.cpu() if on_host else value)
+    value = value.cpu() if on_host else value
+    return keep_per_rank(value.clone() if _memory_of(value) == _memory_of(live) else value)
+
+
+def _memory_of(value: torch.Tensor) -> int:
+    return (local_of(value) if isinstance(value, DTensor) else value).data_ptr()
 
 
 def entries(key: str, value: Any, params: Params, settings: StateDictSettings) -> dict[str, Any]:
@@ -59,6 +74,14 @@ def entries(key: str, value: Any, params: Params, settings: StateDictSettings) -
     if param is None:
         return {key: convert(value, kind, config.offload_to_cpu)}
     return split(param, key, value, kind, config.offload_to_cpu)
+
+
+def names_for(key: str, param: ShardedParam | None, settings: StateDictSettings) -> list[str]:
+    """The keys of ``entries`` for a live entry."""
+    if param is None or not param.members or settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+        return [key]
+    prefix = key.removesuffix(param.sites[0].name)
+    return [prefix + name for member in param.members for name in member.names]
 
 
 def split(
@@ -88,6 +111,33 @@ def sharded_like(value: torch.Tensor, param: ShardedParam) -> DTensor:
             f"{list(param.spec.shape)} nor this rank's shard {list(param.local.shape)}"
         )
     return param.dtensor(local.to(param.local.device, copy=True).contiguous())
+
+
+def is_sharded(value: Any) -> bool:
+    """Whether each rank has a part of it: a DTensor, or the ShardedTensor that torch's older checkpoints
+    load."""
+    return isinstance(value, DTensor | ShardedTensor)
+
+
+def whole_of(value: torch.Tensor, param: ShardedParam) -> torch.Tensor:
+    """A tensor that goes to a parameter, whole. Every rank that has a part of it calls it."""
+    if isinstance(value, ShardedTensor):
+        whole = torch.zeros(value.size(), dtype=value.dtype, device=param.local.device)
+        for shard in value.local_shards():
+            place = zip(shard.metadata.shard_offsets, shard.metadata.shard_sizes, strict=True)
+            whole[tuple(slice(first, first + size) for first, size in place)] = shard.tensor
+        dist.all_reduce(whole, group=process_group_of(value))
+        return whole
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def as_it_lies(value: torch.Tensor, param: ShardedParam) -> DTensor:
+    """A copy of a sharded tensor, sharded like a parameter. Every rank calls it with one that lies
+    otherwise."""
+    spec = param.spec
+    if isinstance(value, DTensor) and (value.device_mesh, value.placements) == (spec.mesh, spec.placements):
+        return value.detach().clone()
+    return sharded_like(whole_of(value, param), param)
 
 
 # ---- whole parameters
