@@ -85,3 +85,37 @@ def averaged_model(rank, world):
 
 def test_torchs_averaged_model_may_be_sharded():
     run_ranks(2, averaged_model)
+
+
+def with_a_penalty(rank, world, way, reshard):
+    """Two steps of a loss and a penalty on all weights, beside one process."""
+
+    def penalty(model):
+        return 0.1 * sum(p.square().sum() for p in model.parameters())
+
+    torch.manual_seed(1)
+    ours, whole = (nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)) for _ in range(2))
+    whole.load_state_dict(ours.state_dict())
+    for part in (*ours, ours):
+        fully_shard(part, reshard_after_forward=reshard)
+    for step in range(2):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+        (whole(x).square().mean() + penalty(whole)).backward()
+        if way == "before the forward":
+            extra = penalty(ours).full_tensor()
+            (ours(x).square().mean() + extra).backward()
+        else:
+            ours(x).square().mean().backward()
+            penalty(ours).backward()
+        for own, other in zip(ours.parameters(), whole.parameters(), strict=True):
+            assert torch.allclose(own.grad.full_tensor(), other.grad, atol=1e-6), step
+            with torch.no_grad():
+                own -= 0.1 * own.grad
+                other -= 0.1 * other.grad
+            own.grad = other.grad = None
+
+
+@pytest.mark.parametrize("reshard", [None, True, False])
+@pytest.mark.parametrize("way", ["before the forward", "in a backward of its own"])
+def test_a_penalty_on_weights_outside_of_the_forward_is_that_of_one_process(way, reshard):
+    run_ranks(2, with_a_penalty, way, reshard)
