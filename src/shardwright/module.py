@@ -84,8 +84,9 @@ class FSDPModule(GradientSetters, ScheduleSetters, RefusingFSDPModule):
 
         Every rank of the mesh enters and leaves it, between steps. Edits are written back when it ends. All
         ranks must make the same edits, since each rank writes back its own rows of its own copy. Parameters
-        are in ``param_dtype`` here; parameters without edits keep their full precision. The unsharded
-        parameters are freed at the end.
+        are in ``param_dtype`` here; parameters without edits keep their full precision. A forward or backward
+        inside, which every rank calls, computes with the edits. The unsharded parameters are freed at the
+        end.
 
         Args:
             recurse: also those of nested sharded modules.
@@ -104,12 +105,27 @@ class FSDPModule(GradientSetters, ScheduleSetters, RefusingFSDPModule):
         pairs = list(dict.fromkeys((runtime, owner.group) for runtime, owner in owners if owner.group))
         if any(runtime.phase is not None for runtime, _ in pairs):
             raise StageError("unsharded() was entered inside a forward or backward; enter it between steps")
-        for kind in (ActionKind.RESHARD, ActionKind.UNSHARD, ActionKind.WAIT):
+
+        def show(phase: Phase | None = None) -> None:
             for runtime, group in pairs:
-                runtime.do(kind, group)
+                if phase is None:
+                    runtime.do(ActionKind.UNSHARD, group)
+                else:  # which will reshard them
+                    write_back(group, unmarked=True)
+            for runtime, group in pairs if phase is None else ():
+                runtime.do(ActionKind.WAIT, group)
+
+        for runtime, group in pairs:
+            runtime.do(ActionKind.RESHARD, group)
+        show()
+        runtimes = {runtime for runtime, _ in pairs}
+        for runtime in runtimes:
+            runtime.table.around.append(show)
         try:
             yield
         finally:
+            for runtime in runtimes:
+                runtime.table.around.remove(show)
             for runtime, group in pairs:
                 write_back(group, unmarked=True)
                 runtime.do(ActionKind.RESHARD, group)

@@ -6,8 +6,7 @@ from shardwright.engine.group import ParamGroup, Stage
 def write_back(group: ParamGroup, unmarked: bool = False) -> None:
     """Copy this rank's rows of the unsharded parameters into the shards, where they were edited in place.
 
-    With ``unmarked``, where the dtype is that of the shards all are copied, since an edit of ``.data`` leaves
-    no mark; else only what was edited, so that nothing is rounded without need.
+    With ``unmarked`` they are compared, since an edit of ``.data`` leaves no mark.
     """
     if group.stage is Stage.UNSHARDED:
         group.face_versions.write_back(group.params, group.gatherer.decoding, unmarked)

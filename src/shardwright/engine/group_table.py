@@ -1,7 +1,7 @@
 """The groups of one model by number, and what is asked of each: by the caller, and by what follows from
 that."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -12,7 +12,7 @@ from shardwright.engine.group import ParamGroup, gathered_nbytes, grad_nbytes
 from shardwright.errors import InputError
 from shardwright.params.param import ShardedParam
 from shardwright.policy import SchedulePolicy, Wire
-from shardwright.schedule.schedule import Event, EventKind, GroupSpec
+from shardwright.schedule.schedule import Event, EventKind, GroupSpec, Phase
 from shardwright.transport.base import Comm
 from shardwright.transport.kept import WHOLE, Sends
 from shardwright.transport.link import free_nbytes, measured, what_pays
@@ -33,6 +33,7 @@ class GroupTable:
     root: the groups of the outermost module, which stay unsharded after a forward by default.
     chosen: whether it is up to date which groups move rows in use only.
     listed: what the policy has gathered ahead of a group: field of ``GroupSpec`` -> group -> groups.
+    around: told of a phase outside of any other before it begins, and None when it has ended.
     events: the events of each group, ready-made. labels: what records call the groups; () before ``label``.
     """
 
@@ -45,9 +46,15 @@ class GroupTable:
             (EventKind.STEP_END, None): Event(EventKind.STEP_END)
         }
         self.labels: tuple[Label, ...] = ()
+        self.around: list[Callable[[Phase | None], None]] = []
         self._requested: list[GroupSpec] = []
         self._index: dict[ParamGroup, int] = {}
         tables.add(self)
+
+    def tell_around(self, phase: Phase | None, inside: Phase | None) -> None:
+        """Tell ``around``; ``inside`` is the phase that is running."""
+        for tell in tuple(self.around) if inside is None else ():
+            tell(phase)
 
     def add(self, group: ParamGroup, requested: GroupSpec) -> None:
         """Number one more group."""

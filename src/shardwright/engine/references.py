@@ -82,7 +82,7 @@ def warn_of_late(root: nn.Module, runtime: Runtime, num_checked: int) -> None:
     num_checked: how often an optimizer has made a first step, or one with other parameters.
     """
     before, told = _looked.get(runtime, (-1, set()))
-    if before == num_checked:
+    if before == num_checked or runtime.table.around:  # modules show others' now, until the forward begins
         return
     _looked[runtime] = num_checked, told
     if all(group.axis.world * group.axis.num_copies == 1 for group in runtime.groups):

@@ -51,16 +51,15 @@ class FaceVersions:
         return [version_of(face) != version for face, version in pairs]
 
     def write_back(self, params: Sequence[ShardedParam], decoding: Decoding, unmarked: bool) -> None:
-        """Copy what was edited of this rank's rows into the shards; with ``unmarked`` all rows that have the
-        dtype of the shards."""
+        """Copy what was edited of this rank's rows into the shards; with ``unmarked`` also what was edited
+        without a mark."""
         with torch.no_grad():
             for param, is_edited in zip(params, self.edited(), strict=True):
                 if param in decoding.parts:
                     if is_edited:
                         decoding.write_back(param)
                     continue
-                may_be = unmarked and not param.extended and param.own.dtype == param.local.dtype
-                if is_edited or may_be:
+                if is_edited or (unmarked and not param.extended and _differs(param)):
                     param.write_back()
 
     def count(self, shards: Versions) -> None:
@@ -101,3 +100,9 @@ def has_memory(face: torch.Tensor) -> bool:
     """Whether a tensor has memory of its own, and not a buffer's that was freed."""
     plain = local_of(face) if isinstance(face, DTensor) else face
     return plain.untyped_storage().nbytes() > 0
+
+
+def _differs(param: ShardedParam) -> bool:
+    """Whether its unsharded rows aren't its shard in their dtype."""
+    rows = param.rows.to(param.local.device)
+    return not torch.equal(rows, param.local.to(rows.dtype))

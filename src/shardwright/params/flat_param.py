@@ -72,18 +72,22 @@ class FlatParam(ShardedParam):
                 parameters_of(site.module).pop(site.name, None)
                 site.module.__dict__[site.name] = view
 
-    def show_whole(self, whole: torch.Tensor, grad: torch.Tensor | None) -> list[nn.Parameter]:
-        """See ``ShardedParam.show_whole``. No module shows the flat parameter then."""
-        shown = []
-        for site in self.sites:
-            del parameters_of(site.module)[site.name]
+    def parts(self, whole: torch.Tensor, grad: torch.Tensor | None) -> list[nn.Parameter]:
+        """See ``ShardedParam.parts``."""
+        parts = []
         for index, (member, part) in enumerate(zip(self.members, self.parts_of(whole), strict=True)):
-            shown.append(give(member.attributes, nn.Parameter(part, requires_grad=self.trainable)))
-            shown[-1].grad = None if grad is None else self.parts_of(grad)[index]
+            parts.append(give(member.attributes, nn.Parameter(part, requires_grad=self.trainable)))
+            parts[-1].grad = None if grad is None else self.parts_of(grad)[index]
+        return parts
+
+    def show_parts(self, parts: Sequence[nn.Parameter]) -> None:
+        """See ``ShardedParam.show_parts``. No module shows the flat parameter then."""
+        for site in self.sites:
+            parameters_of(site.module).pop(site.name, None)
+        for member, part in zip(self.members, parts, strict=True):
             for site in member.sites:
                 site.module.__dict__.pop(site.name, None)
-                parameters_of(site.module)[site.name] = shown[-1]
-        return shown
+                parameters_of(site.module)[site.name] = part
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """See ``ShardedParam.join``."""

@@ -370,13 +370,17 @@ class ShardedParam:
         local tensor on that alone."""
         return version_of(self.local) + version_of(self.sharded)
 
+    @property
+    def rows(self) -> torch.Tensor:
+        """This rank's rows of the unsharded parameter, as code has left them."""
+        if self.layout.in_order:
+            return self.own
+        face = self.unsharded.detach()
+        return self.rows_of(local_of(face) if isinstance(face, DTensor) else face)
+
     def write_back(self) -> None:
-        """Copy this rank's rows of the unsharded parameter, as code has left them, into the shard."""
-        rows = self.own
-        if not self.layout.in_order:
-            face = self.unsharded.detach()
-            rows = self.rows_of(local_of(face) if isinstance(face, DTensor) else face)
-        self.local.copy_(rows)
+        """Copy these rows into the shard."""
+        self.local.copy_(self.rows)
 
     def gather_segment(self, layout: ParamLayout | None = None) -> Segment:
         """Its part in the group's all-gather; ``layout``: over another world, at most as large."""
@@ -396,12 +400,15 @@ class ShardedParam:
         ``key``."""
         yield key, whole
 
-    def show_whole(self, whole: torch.Tensor, grad: torch.Tensor | None) -> list[nn.Parameter]:
-        """Have modules show each as a parameter over its part of ``whole``; these parameters."""
-        shown = give(self.attributes, nn.Parameter(whole, requires_grad=self.trainable))
-        shown.grad = grad
-        self.show(shown)
-        return [shown]
+    def parts(self, whole: torch.Tensor, grad: torch.Tensor | None) -> list[nn.Parameter]:
+        """Each as a parameter over its part of ``whole``, for modules to show."""
+        part = give(self.attributes, nn.Parameter(whole, requires_grad=self.trainable))
+        part.grad = grad
+        return [part]
+
+    def show_parts(self, parts: Sequence[nn.Parameter]) -> None:
+        """Have modules show these."""
+        self.show(parts[0])
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """A whole tensor that lies like this parameter, from one tensor for each."""

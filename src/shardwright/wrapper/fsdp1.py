@@ -384,7 +384,7 @@ class FullyShardedDataParallel(StatefulWrapper):
         """A context in which parameters are unsharded plain tensors, in the dtype at rest.
 
         Every rank enters it, between steps, and all make the same edits. The unsharded tensors are freed at
-        its end.
+        its end. Inside of it a forward, which every rank calls, gathers as ever, and computes with the edits.
 
         Args:
             module: a wrapper, or a module that contains some.
@@ -396,7 +396,7 @@ class FullyShardedDataParallel(StatefulWrapper):
 
         Raises:
             InputError: ``rank0_only`` with ``writeback``.
-            StageError: it was entered inside a step, or inside itself.
+            StageError: it was entered inside a step, or inside itself; or a backward began inside of it.
         """
         if rank0_only and writeback:
             raise InputError("writeback=True with rank0_only=True would leave the ranks with different edits")
@@ -404,12 +404,12 @@ class FullyShardedDataParallel(StatefulWrapper):
         units = [wrapper._unit for wrapper in (roots if recurse else roots[:1])]
         if any(unit.runtime.phase is not None for unit in units) or any(w._summoned for w in roots):
             raise StageError("summon_full_params was entered inside a step, or inside of itself")
-        params = [param for unit in units for group in unit.groups for param in group.params]
         with ExitStack() as stack:
-            for unit in units:
-                unit.runtime.rest()
-            shown = not rank0_only or all(param.is_first for param in params)
-            stack.enter_context(states.shown_whole(params, shown, offload_to_cpu, writeback, with_grads))
+            summoned = states.Summoned(units, rank0_only, offload_to_cpu, writeback, with_grads)
+            stack.callback(summoned.close)
+            for runtime in summoned.runtimes:
+                runtime.table.around.append(summoned)
+                stack.callback(runtime.table.around.remove, summoned)
             for wrapper in roots if recurse else roots[:1]:
                 stack.callback(setattr, wrapper, "_summoned", False)
                 wrapper._summoned = True

@@ -1,7 +1,6 @@
 """Tensors of a wrapped model as state dicts have them: whole, sharded, or this rank's plain shards."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,12 +9,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardwright.engine.unit import units_in
-from shardwright.errors import InputError
+from shardwright.engine.unit import Unit, units_in
+from shardwright.errors import InputError, StageError
 from shardwright.params.at_rest import keep_per_rank
 from shardwright.params.flat_param import WRAPPED, cut_by_rows, original_name
 from shardwright.params.gather_full import stream_full
 from shardwright.params.param import ShardedParam
+from shardwright.schedule.schedule import Phase
 from shardwright.torch_private import ShardedTensor, local_of, process_group_of
 from shardwright.wrapper.options import StateDictSettings, StateDictType
 
@@ -143,25 +143,72 @@ def as_it_lies(value: torch.Tensor, param: ShardedParam) -> DTensor:
 # ---- whole parameters
 
 
-@contextmanager
-def shown_whole(
-    params: list[ShardedParam], is_shown: bool, on_host: bool, writeback: bool, with_grads: bool
-) -> Iterator[None]:
-    """Modules show whole parameters in the dtype at rest; edits are kept if ``writeback``. At rest before."""
-    wholes = []
-    for param in params:
-        param.adopt()
-        whole = _whole(param.sharded, on_host)
-        grad = _whole(param.sharded.grad, on_host) if with_grads and param.sharded.grad is not None else None
-        if is_shown:
-            wholes.append((param, whole, grad))
-    shown = [(param, param.show_whole(whole, grad)) for param, whole, grad in wholes]
-    try:
-        yield
-    finally:
-        for param, parts in shown:
-            if writeback:
-                _write_back(param, parts, with_grads)
+class Summoned:
+    """Whole parameters in the dtype at rest, which modules show outside of the model's forwards.
+
+    A forward works on shards, as ever: it takes edits with it, and ``close`` undoes them unless they are to
+    be kept.
+    """
+
+    def __init__(
+        self, units: Sequence[Unit], first_only: bool, on_host: bool, writeback: bool, with_grads: bool
+    ) -> None:
+        self._writeback, self._with_grads = writeback, with_grads
+        self.runtimes = {unit.runtime for unit in units}
+        params = [param for unit in units for param in unit.params]
+        is_shown = not first_only or all(param.is_first for param in params)
+        self._parts: dict[ShardedParam, list[nn.Parameter]] = {}
+        self._before: dict[ShardedParam, torch.Tensor] = {}  # shards, where a forward took edits
+        self._rest()
+        for param in params:
+            param.adopt()
+            shard, grad = param.sharded, param.sharded.grad if with_grads else None
+            whole = _whole(shard, on_host)
+            grad = None if grad is None else _whole(grad, on_host)
+            if is_shown:
+                self._parts[param] = param.parts(whole, grad)
+                param.show_parts(self._parts[param])
+
+    def _rest(self) -> None:
+        for runtime in self.runtimes:
+            runtime.rest()
+
+    def __call__(self, phase: Phase | None) -> None:
+        """A phase of the model begins; None: it has ended."""
+        if phase is Phase.BACKWARD:
+            raise StageError(
+                "a backward began inside of summon_full_params, whose parameters get no gradients from it: "
+                "leave the context first"
+            )
+        if phase is None:
+            self._rest()  # or what saves would reshard, and so show shards
+        for param, parts in self._parts.items():
+            if phase is None:
+                param.show_parts(parts)
+            else:
+                self._take(param, parts)
+                param.show(param.sharded)
+
+    @torch.no_grad()
+    def _take(self, param: ShardedParam, parts: list[nn.Parameter]) -> None:
+        """Copy edits into the shard."""
+        shard = param.shard_of(param.join(parts)).to(param.local.device)
+        if param.extended or not torch.equal(shard, param.local):
+            if not self._writeback:
+                self._before.setdefault(param, param.local.clone())
+            param.local.copy_(shard)
+
+    @torch.no_grad()
+    def close(self) -> None:
+        """Modules show shards again, with the edits that are kept."""
+        for param, parts in self._parts.items():
+            if self._writeback:
+                self._take(param, parts)
+                grads = [part.grad for part in parts if part.grad is not None]
+                if self._with_grads and len(grads) == len(parts):
+                    param.sharded.grad = sharded_like(param.join(grads), param)  # type: ignore[assignment]
+            elif param in self._before:
+                param.local.copy_(self._before[param])
             param.show(param.sharded)
 
 
@@ -169,11 +216,3 @@ def _whole(value: Any, on_host: bool) -> torch.Tensor:
     whole = value.detach().full_tensor()
     # A world of one gives the shard itself; edits are only written back where that was asked for.
     return whole.to("cpu", copy=True) if on_host else whole.clone()
-
-
-@torch.no_grad()
-def _write_back(param: ShardedParam, parts: list[nn.Parameter], with_grads: bool) -> None:
-    param.local.copy_(param.shard_of(param.join(parts)))
-    grads = [part.grad for part in parts if part.grad is not None]
-    if with_grads and len(grads) == len(parts):
-        param.sharded.grad = sharded_like(param.join(grads), param)  # type: ignore[assignment]
