@@ -125,7 +125,7 @@ with _known():
 
     StridedShard = _StridedShard
     # What torch's older checkpoints load, and among whom it is sharded.
-    from torch.distributed._shard.sharded_tensor import ShardedTensor as ShardedTensor
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor as ShardedTensor
 
     process_group_of: Callable[[Any], Any] = attrgetter("_process_group")
     # One axis of several; one mesh of two (``init_device_mesh`` makes process groups anew).

@@ -103,11 +103,11 @@ def optim_state(
                 converted.setdefault(name, {})[key] = part
     found: dict[str, Any] = {"state": {**converted, **rest}}
     if "param_groups" in state:
-        names: dict[Any, list[str]] = {}
+        named: dict[Any, list[str]] = {}
         for each in listed:
-            names[each.number] = names[each.name] = [each.name] if as_they_lie else each.names
+            named[each.number] = named[each.name] = [each.name] if as_they_lie else each.names
         found["param_groups"] = [
-            {**group, "params": [own for key in group["params"] for own in names[key]]}
+            {**group, "params": [own for key in group["params"] for own in named[key]]}
             for group in state["param_groups"]
         ]
     return found

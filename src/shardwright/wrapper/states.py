@@ -1,7 +1,7 @@
 """Tensors of a wrapped model as state dicts have them: whole, sharded, or this rank's plain shards."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -136,7 +136,7 @@ def as_it_lies(value: torch.Tensor, param: ShardedParam) -> DTensor:
     otherwise."""
     spec = param.spec
     if isinstance(value, DTensor) and (value.device_mesh, value.placements) == (spec.mesh, spec.placements):
-        return value.detach().clone()
+        return cast(DTensor, value.detach().clone())
     return sharded_like(whole_of(value, param), param)
 
 
