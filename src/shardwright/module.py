@@ -1,5 +1,6 @@
 """``FSDPModule``: what a module can do once ``fully_shard`` was called on it."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,7 +16,7 @@ from shardwright.engine.memory import memory_of, recorded
 from shardwright.engine.methods import run_as_forward
 from shardwright.engine.runtime import Runtime
 from shardwright.engine.setters import GradientSetters, ScheduleSetters
-from shardwright.engine.torch_state import TorchState, show_state
+from shardwright.engine.torch_state import TorchState, show_state, splits_backward
 from shardwright.engine.unit import Unit
 from shardwright.errors import InputError, StageError
 from shardwright.observe.memory import MemoryLog, MemoryReport
@@ -36,6 +37,26 @@ class FSDPModule(GradientSetters, ScheduleSetters, RefusingFSDPModule):
         """An instance of the module's own class: ``model[:2]`` of a sharded Sequential is a plain one."""
         own = original_class(cls)
         return own(*args, **kwargs) if own is not cls else object.__new__(cls)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """As of ``nn.Module``. Local.
+
+        A stage of ``torch.distributed.pipelining`` that computes the gradients of its input and of its
+        weights apart gets the unsharded parameters, which are those of the graph; they stay so until its
+        last microbatch. Every rank of the mesh runs that schedule.
+
+        Args:
+            recurse: also those of modules inside.
+
+        Returns:
+            An iterator of parameters.
+        """
+        if splits_backward(sys._getframe(1)):
+            groups = [(unit.runtime, group) for unit in self._units(True) for group in unit.groups]
+            for kind in (ActionKind.UNSHARD, ActionKind.WAIT):
+                for runtime, group in groups:
+                    runtime.do(kind, group)
+        return cast(Any, super()).parameters(recurse)
 
     # ---- unsharding by hand
 

@@ -57,7 +57,7 @@ ROWS = (
     (
         "`torch.distributed.pipelining`",
         "torch",
-        "GPipe and interleaved 1F1B over sharded stages",
+        "GPipe, interleaved 1F1B, both zero-bubble schedules over sharded stages",
         "tests/ranks/test_torch_names.py",
     ),
     (

@@ -13,7 +13,11 @@ from torch.distributed import fsdp
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
+from torch.distributed.pipelining.schedules import (
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
 
 import shardwright
 from shardwright.engine.build import GroupOptions
@@ -122,27 +126,36 @@ def test_torchs_functions_for_fsdp_modules_act_on_ours_or_are_told():
     run_ranks(2, functions)
 
 
-def pipelined(rank, world, make):
-    """Two stages, each sharded over two ranks; three steps as one process."""
+def stage_of(number):
+    return nn.Sequential(layer(number), layer(number + 10))
+
+
+def pipelined(rank, world, make, after):
+    """Two places, each sharded over two ranks, with one stage or two; three steps as one process."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    stage_index, dp = mesh.get_coordinate()
-    numbers = [stage_index, stage_index + 2] if make is ScheduleInterleaved1F1B else [stage_index]
+    place, dp = mesh.get_coordinate()
+    second = {ScheduleGPipe: [], ScheduleZBVZeroBubble: [3 - place]}.get(make, [place + 2])
+    numbers, splits = [place, *second], make in (ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble)
     count = 2 * len(numbers)
-    parts = [shardwright.fully_shard(layer(n), mesh=mesh["dp"]) for n in numbers]
+    parts = [stage_of(n) for n in numbers]
+    for part in parts:
+        for module in (part[0], part):
+            shardwright.fully_shard(module, mesh=mesh["dp"], reshard_after_forward=after)
     stages = [
         PipelineStage(part, n, count, torch.device("cpu"), group=mesh["pp"].get_group())
         for part, n in zip(parts, numbers, strict=True)
     ]
     loss_fn = nn.functional.mse_loss
-    schedule = make(stages if len(stages) > 1 else stages[0], n_microbatches=2, loss_fn=loss_fn)
-    whole = nn.Sequential(*(layer(n) for n in range(count)))
+    num_parts = 4 if splits else 2
+    schedule = make(stages if len(stages) > 1 else stages[0], n_microbatches=num_parts, loss_fn=loss_fn)
+    whole = nn.Sequential(*(stage_of(n) for n in range(count)))
     ours = [torch.optim.Adam(part.parameters(), 0.05) for part in parts]
     theirs = torch.optim.Adam(whole.parameters(), 0.05)
     for step in range(3):
         batch = torch.randn(8, 8, generator=torch.Generator().manual_seed(step))
         mine = batch.chunk(2)[dp]
-        args = (mine,) if stage_index == 0 else ()
-        schedule.step(*args, target=torch.ones(4, 8) if stage_index == 1 else None)
+        args = (mine,) if place == 0 else ()
+        schedule.step(*args, target=torch.ones(4, 8) if count - 1 in numbers else None)
         loss_fn(whole(batch), torch.ones(8, 8)).backward()
         for n, part in zip(numbers, parts, strict=True):
             for p, q in zip(part.parameters(), whole[n].parameters(), strict=True):
@@ -152,10 +165,14 @@ def pipelined(rank, world, make):
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("make", [ScheduleGPipe, ScheduleInterleaved1F1B])
+SCHEDULES = [ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble]
+
+
+@pytest.mark.parametrize("after", [None, True, False])
+@pytest.mark.parametrize("make", SCHEDULES)
 @pytest.mark.slow
-def test_a_pipeline_of_sharded_stages_trains_as_one_process(make):
-    run_ranks(4, pipelined, make)
+def test_a_pipeline_of_sharded_stages_trains_as_one_process(make, after):
+    run_ranks(4, pipelined, make, after)
 
 
 # ---- install

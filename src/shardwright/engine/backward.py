@@ -187,7 +187,7 @@ class Backward:
         of the model's meshes calls it."""
         self._enter_phase()
         for group in self.runtime.groups:
-            if keeps_grads(group):
+            if keeps_grads(group) or group.has_grads:
                 self.runtime.at(EventKind.GRADS_READY, group)
         self.end()
 

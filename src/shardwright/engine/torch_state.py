@@ -5,6 +5,7 @@ torch's ``register_fsdp_forward_method`` runs a method as the forward; its ``sha
 """
 
 import weakref
+from types import FrameType
 from typing import Any
 
 from torch import nn
@@ -42,6 +43,13 @@ class TorchState:
             f"torch asks for {name!r} of its own FSDPState, but this module is sharded by shardwright; what "
             "it holds and does is in stats(), trace() and schedule() instead"
         )
+
+
+def splits_backward(asking: FrameType) -> bool:
+    """Whether a stage of torch's pipelining asks for its module's parameters, to compute the gradients of its
+    input first and those of its weights later: ``backward_maybe_with_nosync`` does, in a lambda."""
+    module = asking.f_globals.get("__name__")
+    return module == "torch.distributed.pipelining.stage" and asking.f_code.co_name == "<lambda>"
 
 
 class _States(dict[Any, Any]):
