@@ -137,6 +137,7 @@ def memory(rank, world):
     kept = first.wait()
     bucketer.reduce_scatter_async([torch.full((ROW_NUMEL,), 5.0)] * world)
     bucketer.flush()
+    assert torch.equal(kept, torch.full((ROW_NUMEL,), float(world)))  # R18, with what that memory now holds
     assert bucketer.held_nbytes == 2**20  # the same memory again
     for _ in range(20):
         bucketer.reduce_scatter_async(ones(world, ROW_NUMEL))
@@ -144,7 +145,7 @@ def memory(rank, world):
     bucketer.flush()
     bucketer.teardown()
     assert bucketer.held_nbytes == 0 and bucketer.num_buckets == 0
-    assert torch.equal(kept, torch.full((ROW_NUMEL,), float(world)))  # R18
+    assert torch.equal(kept, torch.full((ROW_NUMEL,), float(world)))  # R18, after teardown
     again = bucketer.reduce_scatter_async(ones(world, 2))  # R20
     assert again.wait().tolist() == [world] * 2
     small = bucketer.reduce_scatter_async(ones(world, 3))  # R19: nothing of earlier inputs is read again
