@@ -195,6 +195,18 @@ def test_each_group_is_issued_exactly_one_use_ahead():
         assert begins[-1].event.group == last
 
 
+def test_post_prefetch_issues_each_gather_at_the_end_of_the_backward_before_it():
+    policy = SchedulePolicy(backward_prefetch=BackwardPrefetch.POST)
+    schedule = plan(chain(5), policy, lambda _: GroupSpec())
+    found = [
+        (event.kind, event.group, action.group)
+        for event, actions in schedule.phases[Phase.BACKWARD]
+        for action in actions
+        if action.kind is ActionKind.UNSHARD
+    ]
+    assert found == [(EventKind.BACKWARD_END, group, group - 1) for group in (4, 3, 2, 1)]
+
+
 def test_no_prefetch_issues_each_gather_when_its_group_is_needed():
     policy = SchedulePolicy(backward_prefetch=BackwardPrefetch.NONE, forward_prefetch=False)
     schedule = plan(chain(4), policy, lambda _: GroupSpec())

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwright.engine.group import ParamGroup, Stage
 from shardwright.engine.unit import unit_of, units_in
+from shardwright.schedule.schedule import ActionKind, EventKind, Phase
 from shardwright.wrapper import FSDP, BackwardPrefetch, CPUOffload, CustomPolicy, ShardingStrategy
 from tests.ranks.models import Decoder, Run, batches, build, loss_of, train_beside
 from tests.ranks.pool import run_ranks
@@ -277,6 +278,26 @@ class AnyOrder(Decoder):
         return self.head(self.norm(x))
 
 
+def gathered_in_backward(runtime):
+    """``(moment, group at that moment, group gathered first)`` of each all-gather of the last backward."""
+    return [
+        (event.kind, event.group, action.group)
+        for event, actions in runtime.trace.schedule().phases[Phase.BACKWARD]
+        for action in actions
+        if action.kind is ActionKind.UNSHARD
+    ]
+
+
+def expected_in_backward(prefetch, ran, bucket_cap_mb):
+    """The same by what was recorded: blocks ran in the order ``ran``, the last stays for the backward."""
+    last, middle, first = reversed(ran)
+    if prefetch is None:
+        return [(EventKind.BACKWARD_BEGIN, group, group) for group in (middle, first)]
+    at = EventKind.BACKWARD_BEGIN if prefetch is BackwardPrefetch.BACKWARD_PRE else EventKind.BACKWARD_END
+    # With a cap what follows goes with it.
+    return [(at, last, middle), (at, middle, first)][: 1 if bucket_cap_mb else 2]
+
+
 def other_order(rank, world, bucket_cap_mb):
     gathered = Counter()
     real = ParamGroup.fill
@@ -305,6 +326,8 @@ def other_order(rank, world, bucket_cap_mb):
                 assert forward == dict.fromkeys(runtime.groups, 1)
                 assert gathered == dict.fromkeys(set(runtime.groups) - kept, 1)
                 assert len(kept) < len(runtime.groups) == 4
+            if step in (1, 2):  # ahead is what was recorded, not what was wrapped: P1 P5 P9
+                assert gathered_in_backward(runtime) == expected_in_backward(prefetch, order, bucket_cap_mb)
             (sum(loss_of(theirs, rows) for rows in tokens) / world).backward()
         for param, other in zip(ours.parameters(), theirs.parameters(), strict=True):
             torch.testing.assert_close(param.grad.full_tensor(), other.grad, atol=1e-6, rtol=1e-5)
@@ -313,7 +336,7 @@ def other_order(rank, world, bucket_cap_mb):
 @pytest.mark.parametrize(
     "bucket_cap_mb", [25, 0]
 )  # the last alone in make test: each collective has one group
-def test_groups_that_run_in_another_order_than_wrapped_are_gathered_once_and_exact(bucket_cap_mb):  # P4 P5 P9
+def test_groups_that_run_in_another_order_than_wrapped_are_gathered_once_and_exact(bucket_cap_mb):  # P1 P4 P5 P9
     run_ranks(2, other_order, bucket_cap_mb)
 
 
