@@ -95,7 +95,6 @@ class Backward:
             self.runtime.abandon()
 
     def _enter_phase(self) -> None:
-        self.runtime.table.tell_around(Phase.BACKWARD, self.runtime.phase)
         self.number += 1
         self.runtime.begin(Phase.BACKWARD)
         for group in self.runtime.groups:
@@ -215,7 +214,6 @@ class Backward:
         self.runtime.at(EventKind.STEP_END)
         self.partial = not self.runtime.step.is_last_backward
         self.runtime.end()
-        self.runtime.table.tell_around(None, self.runtime.phase)
 
 
 def backward_of(runtime: Runtime) -> Backward:

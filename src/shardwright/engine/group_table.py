@@ -51,11 +51,6 @@ class GroupTable:
         self._index: dict[ParamGroup, int] = {}
         tables.add(self)
 
-    def tell_around(self, phase: Phase | None, inside: Phase | None) -> None:
-        """Tell ``around``; ``inside`` is the phase that is running."""
-        for tell in tuple(self.around) if inside is None else ():
-            tell(phase)
-
     def add(self, group: ParamGroup, requested: GroupSpec) -> None:
         """Number one more group."""
         index = self._index[group] = len(self.groups)

@@ -254,9 +254,7 @@ class ModuleHooks:
         if outermost:
             _outermost.enter(unit)
             warn_of_late(root, runtime, _guard.num_checked)
-            phase = Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION
-            runtime.table.tell_around(phase, runtime.phase)
-            runtime.begin(phase, unit.entry)
+            runtime.begin(Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION, unit.entry)
         if unit.now.number != runtime.pass_number:
             self._calls.clear()
             unit.enter_pass(runtime.pass_number)
@@ -379,7 +377,6 @@ class ModuleHooks:
         if runtime.depth == 0:
             _outermost.leave()
             runtime.end(failed)
-            runtime.table.tell_around(None, runtime.phase)
 
     def _watch_output(self, call: Call, output: torch.Tensor) -> None:
         output.register_hook(lambda _: backward_of(self.unit.runtime).enter(self.unit, call))

@@ -225,6 +225,8 @@ class Runtime:
         called something else.
         """
         refuse_phase(self.groups, phase)
+        for tell in () if self._runs else tuple(self.table.around):
+            tell(phase)
         if (start := clock()) > recorder.look_s:
             recorder.look(start)
         with self._turn:
@@ -333,6 +335,8 @@ class Runtime:
                 if run.phase is Phase.BACKWARD and self.step.is_last_backward:
                     recorder.end_backward()
             recorder.write((PHASE, self.table.labels, run.phase, False, run.nested or failed, start, clock()))
+        for tell in () if self._runs else tuple(self.table.around):
+            tell(None)
 
     def join_evaluations(self) -> None:
         """Take part in the evaluations of other ranks until all ranks have called it."""
