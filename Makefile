@@ -173,4 +173,4 @@ finetune: setup-hf
 
 # Our 4-bit weights beside those of other libraries.
 test-bnb: setup-hf
-	.venv-hf/bin/python -m pytest --durations=20 tests/pure/test_interchange.py tests/pure/test_nf4.py tests/ranks/test_quantised.py tests/ranks/test_quantised_states.py tests/ranks/test_nf4_given.py tests/hf/test_peft.py
+	.venv-hf/bin/python -m pytest --durations=20 tests/pure/test_interchange.py tests/pure/test_nf4.py tests/ranks/test_quantised.py tests/ranks/test_quantised_states.py tests/ranks/test_nf4_given.py tests/ranks/test_torchao_states.py tests/hf/test_peft.py

@@ -111,6 +111,11 @@ def to_bitsandbytes(
 NF4_ROWS = ("quantized_data", "quantized_scalers", "quantization_factor")
 """Of what torchao's ``NF4Tensor`` is made of, what lies in the order of its rows; the rest is one for all."""
 
+STATE_ROWS: Mapping[str, tuple[str, ...]] = dict.fromkeys(
+    ("OptimState8bit", "OptimState4bit", "OptimStateFp8"), ("codes", "scale")
+)
+"""The same of the states of torchao's 8-bit, 4-bit and fp8 optimizers, by the names of their classes."""
+
 
 def is_nf4_tensor(weight: Any) -> bool:
     """Whether a tensor is torchao's ``NF4Tensor``, wherever the class lives in its version.

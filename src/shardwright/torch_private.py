@@ -114,6 +114,9 @@ with _known():
 
     # ---- DTensors and meshes
 
+    # What a collective gives that may not be done: made of another tensor, and a plain one once it is used.
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor as AsyncCollectiveTensor
+
     # ``to_local`` and ``from_local`` do the same with a graph of autograd, and with checks, for each call.
     local_of: Callable[[Any], Tensor] = _reader(DTensor, "_local_tensor")
     spec_of: Callable[[Any], Any] = _reader(DTensor, "_spec")

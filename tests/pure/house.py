@@ -77,8 +77,9 @@ EXCEPTIONS: dict[tuple[str, str, str], tuple[int, str]] = {
     ),
     ("schedule/follower.py", "class lines", "Follower"): (441, "one state machine, read as a whole"),
     ("schedule/follower.py", "attributes", "Follower"): (15, "the state of the machine, and nothing else"),
+    ("engine/runtime.py", "file lines", "engine/runtime.py"): (402, "the loop, read as a whole"),
     ("engine/runtime.py", "class lines", "Runtime"): (
-        308,
+        312,
         "the loop, what a model is asked from outside, and what is recorded",
     ),
     ("engine/runtime.py", "attributes", "Runtime"): (16, "what the loop works with, and where it stands"),

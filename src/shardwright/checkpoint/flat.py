@@ -15,7 +15,7 @@ from math import prod
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardwright.checkpoint.format import Box
+from shardwright.checkpoint.format import Box, TensorEntry
 from shardwright.schedule.flat_layout import FlatEntry, FlatLayout
 
 
@@ -111,3 +111,9 @@ def base_tensor(tensor: Saved) -> torch.Tensor:
 def is_like(value: object, flat: torch.Tensor) -> bool:
     """Whether a value of the optimizer's state has an element for each of the flat parameter's."""
     return isinstance(value, torch.Tensor) and value.shape == flat.shape
+
+
+def are_like(entries: Sequence[TensorEntry], slices: Sequence[FlatSlice]) -> bool:
+    """Whether state has an element for each of its tensors'; of scalars only being sharded tells."""
+    same = all(entry.shape == part.shape for entry, part in zip(entries, slices, strict=True))
+    return same and (any(part.shape for part in slices) or entries[0].sharded)

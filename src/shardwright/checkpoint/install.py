@@ -56,6 +56,8 @@ def install(todo: LoadPlan, filled: Mapping[str, Target], small: Mapping[str, to
     """
 
     def value_of(key: str) -> torch.Tensor:
+        if key in todo.wholes:  # filled by what it is made of
+            return todo.wholes[key]
         return base_tensor(filled[key].whole) if key in filled else small[key]
 
     _replace_meta(todo, filled)

@@ -2,7 +2,7 @@
 holds."""
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Protocol, runtime_checkable
@@ -13,12 +13,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
+from shardwright.checkpoint.apart import Apart, taken_apart
 from shardwright.checkpoint.flat import FlatSlice, Saved, base_tensor, is_like, layout_of, views_of
 from shardwright.checkpoint.format import Box, chunk
 from shardwright.checkpoint.shardfile import DTYPE_NAME
 from shardwright.checkpoint.tree import Tensors, encode, put
 from shardwright.errors import CheckpointError
-from shardwright.interchange import NF4_ROWS, is_nf4_tensor
 from shardwright.params.placement import cuts_of
 from shardwright.torch_private import COMPILED, StridedShard
 from shardwright.xla.placeholder import Placeholder
@@ -167,8 +167,10 @@ def collect(model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str, A
     state: dict[str, Any] = {"model": {}}
     named, aliases = model_tensors(model)
     for name, value in named.items():
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Saved):
             put(value, f"model/{name}", tensors)
+        elif isinstance(value, Apart):
+            state["model"] |= {name: value.kind} if value.kind else {}
         else:  # get_extra_state() of a module
             state["model"][name] = encode(value, f"model/{name}", tensors)
     if optimizer is not None:
@@ -205,7 +207,7 @@ def model_tensors(model: nn.Module) -> tuple[dict[str, Any], dict[str, tuple[str
         first[id(value)] = name
         layout = layout_of(value) if isinstance(value, torch.Tensor) else None
         if layout is None:
-            named |= _inner_tensors(name, value)
+            named |= _parts_of(name, value)
             continue
         prefix = name[: name.rfind(".") + 1]
         for entry in layout.entries:
@@ -215,27 +217,19 @@ def model_tensors(model: nn.Module) -> tuple[dict[str, Any], dict[str, tuple[str
     return named, aliases
 
 
-def _inner_tensors(name: str, value: Any) -> dict[str, Any]:
-    """What a file has of a value: itself, or the tensors that torchao's ``NF4Tensor`` is made of, each under
-    both names. The same memory; of a shard, shards: its codes and scales lie in the order of rows."""
-    local = value.to_local() if isinstance(value, DTensor) else value
-    if not is_nf4_tensor(local):
+def _parts_of(name: str, value: Any) -> dict[str, Any]:
+    """What a model has of a value: itself; a tensor of a subclass, and what it is made of by both names."""
+    apart = taken_apart(name, value) if isinstance(value, torch.Tensor) else None
+    if apart is None:
         return {name: value}
-    found = {}
-    for inner in local.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
-        part = getattr(local, inner)
-        if isinstance(value, DTensor):
-            whole = [Replicate()] * value.device_mesh.ndim
-            placements = value.placements if inner in NF4_ROWS else whole
-            part = DTensor.from_local(part, value.device_mesh, placements, run_check=False)
-        found[f"{name}.{inner}"] = part
-    return found
+    return {name: apart, **{f"{name}.{each}": part for each, part in apart.inner.items()}}
 
 
 def names_of(named: Mapping[str, Any]) -> dict[int, dict[str, Saved]]:
     """What each parameter holds, by its identity: one tensor by its name, or those of a flat parameter."""
     found: dict[int, dict[str, Saved]] = {}
     for name, value in named.items():
+        value = value.whole if isinstance(value, Apart) else value
         if isinstance(value, Saved):
             found.setdefault(id(base_tensor(value)), {})[name] = value
     return found
@@ -258,7 +252,8 @@ def _collect_optimizer(
         groups.append({"params": names, **encode(hyper, f"optimizer/<group {i}>", tensors)})
         for p in group["params"]:
             for name, value in held[id(p)].items() if p in optimizer.state else ():
-                state[name] = encode(state_of(optimizer, p, name, value), f"optimizer/{name}", tensors)
+                own = state_of(optimizer, p, name, value)
+                state[name] = encode(own, f"optimizer/{name}", tensors, {})
     return {"kind": type(optimizer).__qualname__, "groups": groups, "state": state}
 
 
@@ -272,10 +267,14 @@ def state_of(optimizer: Optimizer, p: torch.Tensor, name: str, value: Saved) -> 
     if not isinstance(value, FlatSlice):
         return state
     for key, found in state.items():
-        if isinstance(found, torch.Tensor) and found.ndim and not is_like(found, p):
+        at = f"optimizer/{name}/{key}"
+        if not isinstance(found, torch.Tensor) or not found.ndim:
+            continue
+        if not is_like(found, p) or taken_apart(at, found) is not None:
             raise CheckpointError(
-                f"optimizer/{name}/{key}: state of shape {list(found.shape)} belongs to a flat parameter of "
-                f"{p.numel()} elements as a whole, not to the tensors in it; use an elementwise optimizer"
+                f"{at}: state of shape {list(found.shape)} belongs to a flat parameter of {p.numel()} "
+                "elements as a whole, not to the tensors in it; use an elementwise optimizer with plain "
+                "tensors as state, or wrap the model with use_orig_params=True"
             )
     return {k: FlatSlice(v, value.entry) if is_like(v, p) and p.ndim else v for k, v in state.items()}
 
@@ -310,3 +309,12 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     kind, accelerator = _accelerator()
     if accelerator is not None and kind in state:
         accelerator.set_rng_state(state[kind])
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model's tensors live that are not on the meta device."""
+    tensors: Iterable[torch.Tensor] = [*model.parameters(), *model.buffers()]
+    for tensor in tensors:
+        if isinstance(tensor, DTensor):
+            return torch.device(tensor.device_mesh.device_type)
+    return next((t.device for t in tensors if not t.is_meta), torch.device("cpu"))

@@ -251,6 +251,11 @@ def _write(group: Ranks, snapshot: Snapshot, options: _Options) -> Location:
         def described() -> dict[str, str]:
             return {**snapshot.described(), "path": str(options.path)}
 
+        def compared() -> tuple[dict[str, str], set[str]]:
+            return described(), {
+                key for key, part in snapshot.parts.items() if part.sharded and not part.local.numel()
+            }
+
         def begin() -> tuple[Unpublished | None, int]:
             if snapshot.fault:
                 raise CheckpointError(snapshot.fault)
@@ -265,7 +270,7 @@ def _write(group: Ranks, snapshot: Snapshot, options: _Options) -> Location:
         assert attempt is not None
         stack.callback(storage.discard, attempt)
         if len({fingerprint for _, fingerprint in begun}) > 1:
-            raise _difference(what, group.together(what, described))
+            _raise_difference(what, group.together(what, compared))
         place = _Place(group.rank, storage, attempt)
         written = group.together(what, lambda: _write_pieces(place, snapshot, options.pace))
 
@@ -300,21 +305,30 @@ def hash_of(described: Mapping[str, str]) -> int:
     return crc32("\n".join(f"{k}={v}" for k, v in sorted(described.items())).encode(errors="surrogatepass"))
 
 
-def _difference(what: str, described: Sequence[Mapping[str, str]]) -> CheckpointError:
+def _raise_difference(what: str, compared: Sequence[tuple[Mapping[str, str], set[str]]]) -> None:
+    """Name what differs. A rank that holds nothing of a tensor can't know of which subclass the others' parts
+    are: what it says of that doesn't count."""
     lines = []
-    for key in sorted({key for each in described for key in each}):
-        texts = [each.get(key, "absent") for each in described]
-        others = [rank for rank, text in enumerate(texts) if text != texts[0]]
+    for key in sorted({key for described, _ in compared for key in described}):
+        texts = [described.get(key, "absent") for described, _ in compared]
+        others = [
+            rank
+            for rank, (_, empty) in enumerate(compared)
+            if texts[rank] != texts[0] and not {key, key.rpartition(".")[0]} & empty
+        ]
         if others:
             first, other = _shortened(texts[0], texts[others[0]])
             more = " (and others)" if others[1:] else ""
             lines.append(f"{key}: {first} on rank 0, {other} on rank {others[0]}{more}")
-    return CheckpointError(
+    if not lines:
+        return
+    raise CheckpointError(
         f"{what}: the ranks hold different state\n  "
-        + "\n  ".join([*lines[:20], *([f"and {len(lines) - 20} more"] if lines[20:] else [])])
-        + "\nGive all ranks the same path, model, optimizer (by group) and extra: where they have computed a "
-        "value each, take one rank's (torch.distributed.broadcast_object_list), the mean, or the list of all "
-        "(all_gather_object)"
+        + "\n  ".join(lines[:20] + [f"and {len(lines) - 20} more"] * (len(lines) > 20))
+        + "\nGive all ranks the same path, model, optimizer (by group) and extra: where they have computed "
+        "a value each, take one rank's (torch.distributed.broadcast_object_list), the mean, or a list of "
+        "all (all_gather_object). Where an optimizer's class of state depends on the size of a rank's part, "
+        "use a number of ranks that divides the rows"
     )
 
 

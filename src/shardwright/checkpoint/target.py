@@ -11,13 +11,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
-from shardwright.checkpoint.flat import FlatSlice, Saved, base_tensor, is_like, views_of
+from shardwright.checkpoint.apart import Apart, made_state, state_device
+from shardwright.checkpoint.flat import FlatSlice, Saved, are_like, base_tensor, is_like, views_of
 from shardwright.checkpoint.format import Box, Manifest, TensorEntry
-from shardwright.checkpoint.live import Stateful, box_at, box_of, check_extra, model_tensors
+from shardwright.checkpoint.live import Stateful, box_at, box_of, check_extra, device_of, model_tensors
 from shardwright.checkpoint.shardfile import TORCH_DTYPE
-from shardwright.checkpoint.tree import Tensors, encode, keys_in
+from shardwright.checkpoint.tree import Tensors, encode, keys_in, kinds_in
 from shardwright.errors import CheckpointError
 from shardwright.params.placement import Cut
+from shardwright.torch_private import local_of
 from shardwright.transport.cpu.pages import advise_huge
 
 
@@ -100,6 +102,7 @@ class LoadPlan:
     names: MutableMapping[int, tuple[str, ...]]
     groups: tuple[int, ...]
     replaced: Mapping[int, str] = field(default_factory=dict)
+    wholes: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 class _Planner:
@@ -114,7 +117,8 @@ class _Planner:
         self.names: dict[int, tuple[str, ...]] = {}
         self.held: dict[int, list[Saved]] = {}
         self.replaced: dict[int, str] = {}
-        self.device = _device_of(model)
+        self.wholes: dict[str, torch.Tensor] = {}
+        self.device = device_of(model)
         self.stored_of = manifest.keys_of("model/")
 
     def add(self, key: str, stored: str, whole: Saved, live: bool) -> None:
@@ -142,6 +146,9 @@ class _Planner:
         stored_of = self.stored_of
         used: set[str] = set()
         for name, value in named.items():
+            if isinstance(value, Apart):
+                self.plan_apart(name, value)
+                continue
             if not isinstance(value, Saved):
                 if name not in self.manifest.state.get("model", {}):
                     self.problems.append(f"missing model/{name} (a module's extra state)")
@@ -168,6 +175,19 @@ class _Planner:
             for name, buffer in self.model.named_buffers()
             if buffer.is_meta and id(buffer) not in self.replaced
         ]
+
+    def plan_apart(self, name: str, value: Apart) -> None:
+        """A parameter or buffer of a subclass; what it is made of has names of its own."""
+        self.names[id(value.whole)], self.held[id(value.whole)] = (name,), [value.whole]
+        saved = self.manifest.state.get("model", {}).get(name, "")
+        if saved != value.kind:
+            self.problems.append(
+                f"wrong kind model/{name}: {saved or 'plain'} in the checkpoint, {value.kind} expected"
+            )
+        if value.whole.is_meta:
+            self.problems.append(
+                f"model/{name} is of a class of its own and on the meta device: call to_empty() before load"
+            )
 
     def plan_optimizer(self, optimizer: Optimizer) -> tuple[int, ...]:
         """Returns which saved group each live group takes its hyper-parameters from."""
@@ -197,7 +217,7 @@ class _Planner:
                 if isinstance(self.held[id(p)][0], FlatSlice):
                     self.plan_flat_state(optimizer, p, group, trees)
                 else:
-                    self.plan_param_state(optimizer, p, group, keys_in(trees[0]))
+                    self.plan_param_state(optimizer, p, group, keys_in(trees[0]), trees[0])
         if len(saved["groups"]) != len(optimizer.param_groups):
             self.problems.append(
                 f"{len(saved['groups'])} optimizer groups saved, {len(optimizer.param_groups)} expected"
@@ -205,25 +225,62 @@ class _Planner:
         return tuple(groups)
 
     def plan_param_state(
-        self, optimizer: Optimizer, p: torch.Tensor, group: Mapping[str, Any], keys: Iterable[str]
+        self,
+        optimizer: Optimizer,
+        p: torch.Tensor,
+        group: Mapping[str, Any],
+        keys: Iterable[str],
+        tree: Any = None,
     ) -> None:
         live: Tensors = {}
-        if p in optimizer.state:
-            encode(optimizer.state[p], f"optimizer/{self.names[id(p)][0]}", live)
+        apart: dict[str, Apart] = {}
+        name, kinds, held = self.names[id(p)][0], kinds_in(tree), p in optimizer.state
+        state = optimizer.state[p] if held else {}
+        if kinds and not held:
+            try:
+                state = made_state(optimizer, p, group, self.device)
+            except Exception as error:
+                self.problems.append(
+                    f"optimizer/{name}: take one step before load; load's own failed: {error!r}"
+                )
+        encode(state, f"optimizer/{name}", live, apart)
+        inner = {
+            key for path, saved in kinds.items() for key in self.plan_apart_state(path, saved, live, apart)
+        }
         for key in keys:
-            entry = self.manifest.tensors[key]
-            spec = self.spec_of(key, entry, p, group)
-            present = live.get(key)
+            if key in inner:
+                continue
+            spec = self.spec_of(key, self.manifest.tensors[key], p, group)
+            present = live.get(key) if held else None
             if present is not None and present.shape == spec.shape and type(present) is type(spec):
                 self.add(key, key, present, live=True)
             else:
                 self.add_new(key, spec, p, group)
 
+    def plan_apart_state(
+        self, path: str, saved: Mapping[str, Any], live: Tensors, apart: Mapping[str, Apart]
+    ) -> list[str]:
+        """State that is a tensor of a subclass, which the optimizer has made; the keys of its tensors."""
+        found, plain, keys = apart.get(path), live.get(path), keys_in(saved)
+        if isinstance(plain, DTensor) and not local_of(plain).numel():
+            self.wholes[path] = plain  # of nothing, optimizers make no tensor of a subclass
+        elif found is None or found.kind != saved["kind"]:
+            got = found.kind if found is not None else "a plain tensor" if plain is not None else "nothing"
+            self.problems.append(
+                f"wrong kind {path}: {saved['kind']} in the checkpoint, the optimizer has {got} for this "
+                "rank's part; load on as many ranks as saved it, with the same optimizer"
+            )
+        else:
+            self.wholes[path] = found.whole
+            for key in keys:
+                self.add(key, key, live[key], live=True)
+        return keys
+
     def add_new(self, key: str, spec: Saved, p: torch.Tensor, group: Mapping[str, Any]) -> None:
         """State of ``p`` that will be allocated."""
         self.add(key, key, spec, live=False)
         if key in self.targets:
-            device = _state_device(key, p, group, self.device)
+            device = state_device(key, p, group, self.device)
             self.targets[key] = replace(self.targets[key], device=device)
 
     def plan_flat_state(
@@ -231,6 +288,12 @@ class _Planner:
     ) -> None:
         """State of a flat parameter, from that of the tensors in it: of its shape, or one number for all."""
         names, slices = self.names[id(p)], [s for s in self.held[id(p)] if isinstance(s, FlatSlice)]
+        if kinds := kinds_in([*trees]):
+            self.problems.append(
+                f"optimizer state {next(iter(kinds))} is of a class of its own, which no part of a flat "
+                "parameter can be: wrap the model with use_orig_params=True, or use fully_shard"
+            )
+            return
         prefixes = [f"optimizer/{name}/" for name in names]
         kept = [
             json.dumps(tree).replace(json.dumps(at)[1:-1], "")
@@ -245,7 +308,7 @@ class _Planner:
             return
         for suffix in [key.removeprefix(prefixes[0]) for key in keys_in(trees[0])]:
             entries = [self.manifest.tensors[prefix + suffix] for prefix in prefixes]
-            if not _are_like(entries, slices):
+            if not are_like(entries, slices):
                 self.plan_param_state(optimizer, p, group, [prefixes[0] + suffix])
                 if len({tuple(piece.crc32 for piece in entry.pieces) for entry in entries}) > 1:
                     self.problems.append(
@@ -336,6 +399,7 @@ def plan(
         planner.names,
         groups,
         planner.replaced,
+        planner.wholes,
     )
 
 
@@ -344,12 +408,6 @@ def _boxes_of(key: str, tensor: Saved) -> tuple[Box, ...]:
     if box is None:
         return ()
     return tensor.held(box) if isinstance(tensor, FlatSlice) else (box,)
-
-
-def _are_like(entries: Sequence[TensorEntry], slices: Sequence[FlatSlice]) -> bool:
-    """Whether state has an element for each of its tensors'; of scalars only being sharded tells."""
-    same = all(entry.shape == part.shape for entry, part in zip(entries, slices, strict=True))
-    return same and (any(part.shape for part in slices) or entries[0].sharded)
 
 
 def _meta_dtensor(
@@ -363,23 +421,6 @@ def _meta_dtensor(
     return DTensor.from_local(
         local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    """Where the model's tensors live that are not on the meta device."""
-    tensors: Iterable[torch.Tensor] = [*model.parameters(), *model.buffers()]
-    for tensor in tensors:
-        if isinstance(tensor, DTensor):
-            return torch.device(tensor.device_mesh.device_type)
-    return next((t.device for t in tensors if not t.is_meta), torch.device("cpu"))
-
-
-def _state_device(key: str, p: torch.Tensor, group: Mapping[str, Any], default: torch.device) -> torch.device:
-    """torch.optim keeps ``step`` on the host unless the step runs captured or fused on the device."""
-    device = default if p.is_meta else p.device
-    if key.endswith("/step") and not (group.get("capturable") or group.get("fused")):
-        return torch.device("cpu")
-    return device
 
 
 def _other(names: set[str], saved: Mapping[str, Any]) -> str:

@@ -4,6 +4,7 @@
       -> {"lr": 0.1, "betas": {"$tuple": [0.9, 0.95]}, "ema": {"$tensor": "extra/ema"}}
          and {"extra/ema": tensor}
 
+A tensor of a subclass has an object of what it is made of: {"$subclass": path, "kind": ..., "of": {...}}.
 Plain JSON stays as it is; the few Python values that JSON lacks become an object with one ``$`` key.
 """
 
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from shardwright.checkpoint.apart import Apart, taken_apart
 from shardwright.checkpoint.flat import Saved
 from shardwright.checkpoint.format import Manifest
 from shardwright.errors import CheckpointError
@@ -25,16 +27,33 @@ _MAX_DEPTH = 100  # far below where Python's own limit would end a save or a loa
 _MAX_BITS = 10_000  # of an integer; Python writes none of more than 4,300 digits
 
 
-def encode(value: Any, path: str, tensors: Tensors, depth: int = 0) -> Any:
+def encode(
+    value: Any, path: str, tensors: Tensors, apart: dict[str, Apart] | None = None, depth: int = 0
+) -> Any:
     """``value`` as JSON; every tensor or array in it is put into ``tensors`` under ``path`` and its place
-    in the tree. ``depth``: of what it is part of.
+    in the tree.
 
+    apart: gets the tensors of subclasses by their paths, and ``tensors`` what they are made of.
+    depth: of what it is part of.
     Raises:
         CheckpointError: a value of another type, one that contains itself, or two tensors whose places read
-            the same (keys ``1`` and ``"1"``, or ``"a/b"`` and ``"b"`` in ``"a"``); names its path.
+            the same (keys ``1`` and ``"1"``, or ``"a/b"`` and ``"b"`` in ``"a"``); names its path. A tensor
+            of a subclass without ``apart``.
     """
     if isinstance(value, Saved):
-        return {"$tensor": put(value, path, tensors)}
+        found = taken_apart(path, value) if isinstance(value, torch.Tensor) else None
+        if found is None:
+            return {"$tensor": put(value, path, tensors)}
+        if apart is None:
+            raise CheckpointError(
+                f"{path}: a {found.kind.partition(' ')[0]} can't be made again by a load; give its tensors "
+                f"({', '.join(found.inner)}), or pass its optimizer as optimizer="
+            )
+        apart[path] = found
+        inner = {
+            name: {"$tensor": put(part, f"{path}.{name}", tensors)} for name, part in found.inner.items()
+        }
+        return {"$subclass": path, "kind": found.kind, "of": inner}
     if isinstance(value, np.ndarray):
         try:
             tensor = torch.from_numpy(np.array(value))
@@ -61,11 +80,11 @@ def encode(value: Any, path: str, tensors: Tensors, depth: int = 0) -> Any:
     if depth == _MAX_DEPTH:
         raise CheckpointError(f"{path[:80]}...: contains itself, or is nested deeper than {_MAX_DEPTH}")
     if isinstance(value, Mapping):
-        items = [(k, encode(v, f"{path}/{k}", tensors, depth + 1)) for k, v in value.items()]
+        items = [(k, encode(v, f"{path}/{k}", tensors, apart, depth + 1)) for k, v in value.items()]
         if all(isinstance(k, str) and not k.startswith("$") for k, _ in items):
             return dict(items)
-        return {"$dict": [[encode(k, f"{path}/<key>", tensors, depth + 1), v] for k, v in items]}
-    encoded = [encode(v, f"{path}/{i}", tensors, depth + 1) for i, v in enumerate(value)]
+        return {"$dict": [[encode(k, f"{path}/<key>", tensors, None, depth + 1), v] for k, v in items]}
+    encoded = [encode(v, f"{path}/{i}", tensors, apart, depth + 1) for i, v in enumerate(value)]
     return encoded if isinstance(value, list) else {"$tuple": encoded}
 
 
@@ -94,11 +113,12 @@ def decode(value: Any, tensor_of: Callable[[str], torch.Tensor]) -> Any:
     tag = next(iter(value), "")
     if not tag.startswith("$"):
         return {k: decode(v, tensor_of) for k, v in value.items()}
-    if len(value) > 1 or (tag in ("$tuple", "$dict") and not isinstance(value[tag], list)):
+    has_one = len(value) == 1 or tag == "$subclass"
+    if not has_one or (tag in ("$tuple", "$dict") and not isinstance(value[tag], list)):
         raise CheckpointError(f"small state has {str(value)[:80]}, expected one value tagged {tag!r}")
     body = value[tag]
     match tag:
-        case "$tensor":
+        case "$tensor" | "$subclass":
             return tensor_of(body)
         case "$ndarray":
             return tensor_of(body).numpy()
@@ -127,6 +147,17 @@ def keys_in(value: Any) -> list[str]:
     return [key for v in value.values() for key in keys_in(v)]
 
 
+def kinds_in(value: Any) -> dict[str, Any]:
+    """The encoded tensors of subclasses that an encoded tree refers to, by path."""
+    if isinstance(value, list):
+        return {path: kind for v in value for path, kind in kinds_in(v).items()}
+    if not isinstance(value, dict):
+        return {}
+    if "$subclass" in value:
+        return {value["$subclass"]: value}
+    return kinds_in([*value.values()])
+
+
 def leaves(value: Any, path: str) -> Iterator[tuple[str, str]]:
     """What an encoded tree holds beside its tensors, as text under its path: each value, the length of each
     list, and what is empty."""
@@ -139,6 +170,8 @@ def leaves(value: Any, path: str) -> Iterator[tuple[str, str]]:
         items = enumerate(body)
     elif tag == "$dict":
         items = ((key if isinstance(key, str) else _text(key), each) for key, each in body)
+    elif tag == "$subclass":
+        yield path, f"a {value['kind']}"
     elif tag and not tag.startswith("$"):
         items = value.items()
     else:
@@ -168,4 +201,6 @@ def check_trees(manifest: Manifest, where: str) -> None:
             trees += [{k: v for k, v in group.items() if k != "params"} for group in optimizer["groups"]]
             trees += optimizer["state"].values()
         for tree in trees:
-            decode(tree, placeholders.__getitem__)
+            subclasses = kinds_in(tree)
+            decode([kind["of"] for kind in subclasses.values()], placeholders.__getitem__)
+            decode(tree, (placeholders | dict.fromkeys(subclasses, torch.empty(0))).__getitem__)
