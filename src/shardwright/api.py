@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwright.engine.asked import refuse_shards
 from shardwright.engine.away import State, bring_back, check_reduced, put_away
 from shardwright.engine.build import (
     GroupOptions,
@@ -300,6 +301,7 @@ def _shard(
         if not isinstance(m, FSDPModule):
             become_fsdp_module(m)
     guard_optimizers()
+    refuse_shards()
     price_changes_by(changes_that_fit)
 
 

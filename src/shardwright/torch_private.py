@@ -18,6 +18,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from importlib import import_module
+from functools import wraps
 from operator import attrgetter
 from types import ModuleType
 from typing import Any, TypeVar
@@ -314,6 +315,23 @@ def register_optimizer_kernels() -> None:
         for op in (packet.default, packet.tensor_lr):
             if op not in known:
                 _register_single_dim_pointwise(op)
+
+
+def before_backwards(call: Callable[[Sequence[Any], Sequence[Any]], None]) -> None:
+    """Call ``call(outputs, inputs)`` before each ``backward(inputs=)`` and ``autograd.grad``: both go by this
+    function, and torch has no hook that fires where nothing of what is asked for is in the graph. Once is
+    enough."""
+    run = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+    if hasattr(run, "__wrapped__"):
+        return
+
+    @wraps(run)
+    def checked(outputs: Sequence[Any], *args: Any, **options: Any) -> Any:
+        if args[3]:
+            call(outputs, args[3])
+        return run(outputs, *args, **options)
+
+    torch.autograd._engine_run_backward = checked  # type: ignore[attr-defined]
 
 
 def has_optimizer_kernels() -> bool:

@@ -6,6 +6,7 @@ from torch import nn
 from torch.func import grad, jvp, vjp, vmap
 
 from shardwright import fully_shard, stats
+from shardwright.errors import StageError
 from tests.ranks.models import equal_steps, full
 from tests.ranks.pool import run_ranks
 
@@ -45,6 +46,44 @@ def penalty(rank, world):
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_a_gradient_penalty_equals_one_process(world):
     run_ranks(world, penalty)
+
+
+ASKS = {
+    "grad": lambda loss, params: torch.autograd.grad(loss, params),
+    "the used of them": lambda loss, params: torch.autograd.grad(loss, params, allow_unused=True),
+    "inputs": lambda loss, params: loss.backward(inputs=params),
+    "through edges": lambda loss, params: torch.autograd.backward(
+        torch.autograd.graph.get_gradient_edge(loss), inputs=params
+    ),
+    "with inputs": lambda loss, params: loss.backward(inputs=[params[0]]),
+}
+
+
+def asks_for_shards(rank, world, ask, after):
+    model, reference = network(), network()
+    fully_shard(model[0], reshard_after_forward=after)
+    fully_shard(model, reshard_after_forward=after)
+    params, inputs = list(model.parameters()), rows(0, world)
+    own = inputs[rank].clone().requires_grad_()
+    decay = sum(param.square().sum() for param in params)
+    for loss in (model(own).square().mean(), model(own).square().mean() + full(decay)):
+        with pytest.raises(StageError, match=r"asked for the gradient of '.*' .* got its shard"):
+            ASKS[ask](loss, params)
+    # Shards that are in the graph, and no unsharded parameter of theirs, and other tensors, may be asked for.
+    for param, slope in zip(params, torch.autograd.grad(decay, params), strict=True):
+        assert full(slope).equal(2 * full(param))
+    loss = model(own).square().mean()
+    loss.backward(inputs=[own], retain_graph=True)
+    loss.backward()
+    reference(inputs.flatten(0, 1)).square().mean().backward()
+    for param, whole in zip(params, reference.parameters(), strict=True):
+        torch.testing.assert_close(full(param.grad), whole.grad)
+
+
+@pytest.mark.parametrize("after", [None, True, False])
+@pytest.mark.parametrize("ask", ASKS)
+def test_gradients_of_shards_that_the_graph_lacks_are_refused(ask, after):
+    run_ranks(2, asks_for_shards, ask, after)
 
 
 def hessians(rank, world):
