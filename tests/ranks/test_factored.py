@@ -56,6 +56,23 @@ def test_adafactor_over_shards_steps_as_one_process_and_its_state_is_loaded_agai
     assert max(run_ranks(world, adafactor, shape)) < 1e-6
 
 
+def adafactor_in_its_own_order(rank, world):
+    torch.manual_seed(1)
+    model = fully_shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+    whole = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    whole.load_state_dict({name: full(value) for name, value in model.state_dict().items()})
+    params = list(model.parameters())
+    make = [
+        torch.optim.Adafactor(params[::-1] if rank else params, lr=0.05),
+        torch.optim.Adafactor(whole.parameters(), lr=0.05),
+    ]
+    return step_both(model, whole, make, rank, world)
+
+
+def test_adafactor_steps_each_parameter_by_name_where_a_rank_lists_them_in_another_order():
+    assert max(run_ranks(2, adafactor_in_its_own_order)) < 1e-6
+
+
 def muon(rank, world):
     model, whole = (
         fully_shard(nn.Sequential(nn.Linear(8, 8, bias=False))),

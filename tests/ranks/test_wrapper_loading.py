@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.utils.parametrizations import weight_norm
 
-from shardwright import fully_shard
+from shardwright import checkpoint, fully_shard
 from shardwright.errors import Diverged, InputError, MisuseError
 from shardwright.torch_private import ShardedTensor
 from shardwright.wrapper import (
@@ -69,7 +69,7 @@ def same_states(one, other):
             assert torch.equal(full(value), full(other["state"][name][key])), (name, key)
 
 
-def in_its_own_order(rank, world, flat):
+def in_its_own_order(rank, world, flat, folder):
     model = by_layer(alike(), flat)
     expected = FSDP.full_optim_state_dict(
         model, stepped(model, momentum(model.parameters()), rank), rank0_only=False
@@ -90,12 +90,18 @@ def in_its_own_order(rank, world, flat):
         ready = FSDP.shard_full_optim_state_dict(whole, model, optim=optimizer)
         optimizer.load_state_dict(ready)
         same_states(FSDP.full_optim_state_dict(model, optimizer, rank0_only=False), expected)
+    checkpoint.save(folder, model=model, optimizer=optimizer, step=1)
+    fresh = momentum(params if rank else reversed(params))
+    checkpoint.load(folder, model=other, optimizer=fresh)
+    same_states(FSDP.full_optim_state_dict(other, fresh, rank0_only=False), expected)
 
 
 @FLAT
 @pytest.mark.parametrize("world", [2, 3])
-def test_an_optimizer_that_lists_parameters_in_another_order_on_a_rank_is_saved_by_name(world, flat):
-    run_ranks(world, in_its_own_order, flat)
+def test_an_optimizer_that_lists_parameters_in_another_order_on_a_rank_is_saved_by_name(
+    world, flat, tmp_path
+):
+    run_ranks(world, in_its_own_order, flat, str(tmp_path / "checkpoint"))
 
 
 def of_other_parameters(rank, world, flat):

@@ -239,6 +239,7 @@ def _collect_optimizer(
     optimizer: Optimizer, held: Mapping[int, Mapping[str, Saved]], tensors: Tensors
 ) -> dict[str, Any]:
     groups, state = [], {}
+    places = {identity: place for place, identity in enumerate(held)}
     for i, group in enumerate(optimizer.param_groups):
         unknown = [tuple(p.shape) for p in group["params"] if id(p) not in held]
         if unknown:
@@ -248,9 +249,11 @@ def _collect_optimizer(
                 "model.parameters(), after sharding the model"
             )
         hyper = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-        names = [name for p in group["params"] for name in held[id(p)]]
+        # An optimizer may list them in an order of its own on each rank, as one that was built from a set.
+        params = sorted(group["params"], key=lambda p: places[id(p)])
+        names = [name for p in params for name in held[id(p)]]
         groups.append({"params": names, **encode(hyper, f"optimizer/<group {i}>", tensors)})
-        for p in group["params"]:
+        for p in params:
             for name, value in held[id(p)].items() if p in optimizer.state else ():
                 own = state_of(optimizer, p, name, value)
                 state[name] = encode(own, f"optimizer/{name}", tensors, {})

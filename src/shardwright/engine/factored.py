@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Adafactor, Muon
 from torch.optim.optimizer import Optimizer
 
+from shardwright.engine.group_table import tables
+
 _set_aside: WeakKeyDictionary[Optimizer, list[tuple[Any, Any]]] = WeakKeyDictionary()
 
 
@@ -22,14 +24,21 @@ _set_aside: WeakKeyDictionary[Optimizer, list[tuple[Any, Any]]] = WeakKeyDiction
 def step_whole(optimizer: Optimizer) -> None:
     """Step what is sharded of an ``Adafactor``, and hide its gradients from the step that follows.
 
-    Every rank calls it with the same parameters. Memory: one whole parameter, its gradient and its update.
+    Every rank calls it with the same parameters, which may be listed in an order of its own on each. Memory:
+    one whole parameter, its gradient and its update.
     """
     if not isinstance(optimizer, Adafactor):
         return
     aside = _set_aside.setdefault(optimizer, [])
+    names = {
+        id(param.sharded): (group.name, param.fqn)
+        for table in tuple(tables)
+        for group in table.groups
+        for param in group.params
+    }
     for group in optimizer.param_groups:
         options = {key: value for key, value in group.items() if key != "params"}
-        for param in group["params"]:
+        for param in sorted(group["params"], key=lambda each: names.get(id(each), ("", ""))):
             if not isinstance(param, DTensor) or param.grad is None:
                 continue
             whole: Any = param.full_tensor().detach().clone().requires_grad_()
