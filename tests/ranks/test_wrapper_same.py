@@ -15,6 +15,7 @@ import torch.distributed.fsdp as theirs
 import torch.distributed.fsdp.wrap as their_policies
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwright.wrapper as ours
@@ -318,6 +319,29 @@ def _(lib, rank, world):
     state = sharded.state_dict()
     found.append({name: type(value).__name__ for name, value in state.items()})
     return found, {name: full(value) for name, value in state.items()}
+
+
+@row("`torch.distributed.checkpoint.state_dict`")
+def _(lib, rank, world):
+    mesh = init_device_mesh("cpu", (world,))
+    found: list[Any] = []
+    for flat in (False, True):
+        model, other = (
+            wrapped(lib, built(seed), use_orig_params=not flat, device_mesh=mesh) for seed in (7, 8)
+        )
+        optimizer, fresh = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, other))
+        loss_of(model, batches(0, world)[rank]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for options in (None, StateDictOptions(full_state_dict=True), StateDictOptions(cpu_offload=True)):
+            state, entries = get_state_dict(model, optimizer, options=options)
+            found.append({name: type(value).__name__ for name, value in state.items()})
+            found.append(sorted(entries["state"]))
+            set_state_dict(other, fresh, model_state_dict=state, optim_state_dict=entries, options=options)
+            state, entries = get_state_dict(other, fresh, options=options)
+            found.append({name: full(value) for name, value in state.items()})
+            found.append({name: full(each["momentum_buffer"]) for name, each in entries["state"].items()})
+    return found
 
 
 def stepped(lib: Any, rank: int, world: int, seed: int = 7) -> Any:
