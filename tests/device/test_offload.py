@@ -7,11 +7,14 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwright import FSDPModule, offload_states, reload_states
 from shardwright.engine.away import _leaves
 from shardwright.engine.unit import units_in
 from shardwright.transport.streams import Streams
+from shardwright.wrapper import FSDP, CPUOffload, ModuleWrapPolicy
 from tests.device import cases
 from tests.device.cases import KINDS
 from tests.device.kernels import Kernels
@@ -93,6 +96,63 @@ def test_where_the_state_alone_is_on_the_host_it_waits_once_after_a_step():
 
 def _shards(model):
     return [param.sharded for unit in units_in(model) for param in unit.params]
+
+
+class WrappedJob(Job):
+    """Trains two steps of a model in torch's wrapper class. Returns, by moment, whether each of the shards (of
+    the gradients, if there are any) lies on the host."""
+
+    def _train(self, rank, number):
+        dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=self.size)
+        device, seen = self.world.devices[rank], {}
+        self._places[rank] = Simulated(device, self._offload)
+
+        def look(moment):
+            shards = [shard.to_local().detach() for shard in _shards(model)]
+            grads = [shard.grad.to_local() for shard in _shards(model) if shard.grad is not None]
+            seen[moment] = [device.memory.is_on_host(each) for each in shards + grads]
+
+        try:
+            with Kernels(device):
+                with _disable_current_modes():
+                    torch.manual_seed(number)
+                    model, width = cases.layers(random.Random(number))
+                    mesh = init_device_mesh("cpu", (self.size,))
+                wrapped = {"device_mesh": mesh, "cpu_offload": self.offload}
+                model = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({cases.Layer}), **wrapped)
+                self._offload(model)
+                look("after wrapping")
+                optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+                for _ in range(2):
+                    loss = model(torch.ones(4, width)).square().mean()
+                    look("after the forward")
+                    loss.backward()
+                    look("after the backward")
+                    optimizer.step()
+                    optimizer.zero_grad()
+                look("before whole ones are collected")
+                device.synchronize()
+                return seen
+        finally:
+            dist.destroy_process_group()
+
+
+def wrapped(rank, world, offload):
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    job = WrappedJob("offloaded", 1)
+    job.offload = offload
+    return job.run(0)
+
+
+@pytest.mark.parametrize("offload", [CPUOffload(True), None], ids=["offloaded", "on the device"])
+def test_the_wrappers_offloaded_parameters_lie_on_the_host_at_every_moment(offload):  # P16-P19 P22
+    [by_rank] = run_ranks(1, wrapped, offload)
+    assert len(by_rank) == 2
+    for seen in by_rank:
+        assert len(seen) == 4
+        for moment, on_host in seen.items():
+            assert on_host and set(on_host) == {bool(offload)}, moment
 
 
 class AwayJob(Job):
