@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from shardwright.engine.group import ParamGroup, Stage
 from shardwright.engine.unit import unit_of, units_in
 from shardwright.schedule.schedule import ActionKind, EventKind, Phase
-from shardwright.wrapper import FSDP, BackwardPrefetch, CPUOffload, CustomPolicy, ShardingStrategy
+from shardwright.wrapper import FSDP, BackwardPrefetch, CPUOffload, CustomPolicy, ShardingStrategy, TrainingState
 from tests.ranks.models import Decoder, Run, batches, build, loss_of, train_beside
 from tests.ranks.pool import run_ranks
 from tests.ranks.wrapped import (
@@ -118,6 +118,32 @@ def moved_for_real(rank, world):
 
 def test_a_model_that_is_moved_to_another_dtype_or_from_meta_after_wrapping_trains_on():  # P13 P14
     run_ranks(2, moved_for_real)
+
+
+def states_of_a_step(rank, world):
+    model, seen = nested(build()), []
+
+    def look(*_):
+        seen.append({each.training_state for each in FSDP.fsdp_modules(model)})
+
+    def look_in_backward(_, __, out):
+        out.register_hook(look)
+
+    model.norm.register_forward_hook(look)
+    model.norm.register_forward_hook(look_in_backward)
+    loss = loss_of(model, batches(0, world)[rank])
+    look()
+    loss.backward()
+    look()
+    running, idle = {TrainingState.FORWARD_BACKWARD}, {TrainingState.IDLE}
+    assert seen == [running, idle, running, idle]
+    with FSDP.summon_full_params(model):
+        assert model.training_state is TrainingState.SUMMON_FULL_PARAMS
+    assert model.training_state is TrainingState.IDLE
+
+
+def test_the_state_of_training_is_idle_outside_of_forward_and_backward_and_only_there():  # P27
+    run_ranks(2, states_of_a_step)
 
 
 def all_taken(rank, world):

@@ -178,16 +178,23 @@ def test_two_models_in_two_threads_do_not_disturb_each_other():
 def precision(rank, world):
     model = build()
     model.register_buffer("extra", torch.ones(3))
+    whole = {"long_buffer": torch.arange(3) + 2**24 + 1, "bool_buffer": torch.tensor([True, False])}
+    for name, buffer in whole.items():
+        model.register_buffer(name, buffer.clone())
     sharded = nested(model, mixed_precision=MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16))
     out = sharded(batches(0, world)[rank])
     assert out.dtype == torch.bfloat16
     assert sharded.extra.dtype == torch.bfloat16
-    assert {v.dtype for v in sharded.state_dict().values()} == {torch.float32}
+    state = sharded.state_dict()
+    for name, buffer in whole.items():  # P34: what counts or chooses isn't rounded
+        assert getattr(sharded, name).dtype == buffer.dtype == state[name].dtype
+        assert torch.equal(getattr(sharded, name), buffer) and torch.equal(state.pop(name), buffer)
+    assert {v.dtype for v in state.values()} == {torch.float32}
     out.float().sum().backward()
     assert {p.grad.dtype for p in sharded.parameters()} == {torch.float32}
 
 
-def test_mixed_precision_casts_compute_and_buffers_and_saves_full_precision():
+def test_mixed_precision_casts_compute_and_float_buffers_and_saves_full_precision():  # P34
     run_ranks(2, precision)
 
 
