@@ -97,24 +97,26 @@ def test_a_merged_model_is_bit_for_bit_what_peft_merges(tmp_path, capsys, kind, 
     assert codec != "none" or changed == {"q_proj", "o_proj"}
 
 
-def test_the_merged_model_of_a_qlora_run_has_its_held_out_loss_and_is_sampled_and_chatted_with(
+def test_the_merged_model_of_each_epoch_of_qlora_has_its_held_out_loss_and_is_sampled_and_chatted_with(
     place, tmp_path, capsys, monkeypatch
 ):
-    recipe = recipe_of(
-        place, tmp_path / "run", training={"epochs": 1}, sample={"prompt": "1", "num_bytes": 7}
-    )
+    recipe = recipe_of(place, tmp_path / "run", sample={"prompt": "1", "num_bytes": 7})
     run_ranks(1, tune, recipe)
     run = str(tmp_path / "run")
-    assert cli.main(["merge", run, str(tmp_path / "merged")]) == 0
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     job = FineTuning(recipe, alone())
     batch = job.feed.heldout.batch(job.feed.heldout_rows)
-    with torch.no_grad():
-        logits = model(batch.inputs, position_ids=batch.positions).logits
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
     heldout = losses(tmp_path / "run", "heldout_loss")
-    assert loss.item() == pytest.approx(heldout[max(heldout)], abs=1e-4)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "merged")
+    _, first, last = heldout  # before training, after each of two epochs
+    assert heldout[first] - heldout[last] > 1e-3
+    for merged, step in ((RunFolder(tmp_path / "run").exported(first), first), (run, last)):
+        out = tmp_path / f"merged-{step}"
+        assert cli.main(["merge", str(merged), str(out)]) == 0
+        model = transformers.AutoModelForCausalLM.from_pretrained(out)
+        with torch.no_grad():
+            logits = model(batch.inputs, position_ids=batch.positions).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
+        assert loss.item() == pytest.approx(heldout[step], abs=1e-4)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
     assert tokenizer.chat_template
 
     said = "3 + 1?"

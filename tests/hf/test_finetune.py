@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwright import cli
+from shardwright.checkpoint.folder import complete_steps, step_folder
 from shardwright.errors import CheckpointError, ConfigError, DataError, InputError
 from shardwright.finetune.engine import build_model
 from shardwright.finetune.feed import pad_of
@@ -172,11 +173,17 @@ def test_qlora_from_a_recipe_is_resumed_at_other_world_sizes_after_its_first_epo
     assert (summary["unit"], summary["steps"]) == ("token", steps)
     with pytest.raises(InputError, match=r"is a run of fine-tuning, and its models are in .*exported"):
         RunFolder(tmp_path / "whole").read_model()
+    # An epoch leaves a checkpoint that trains on, though none was due by steps.
+    assert complete_steps(RunFolder(tmp_path / "whole").checkpoint) == [steps, half]
     run_ranks(2, tune, recipe_of(place, tmp_path / "begun"), False, half)
     assert max(losses(tmp_path / "begun")) == half
-    for world in (1, 3):
+    ended = RunFolder(tmp_path / "of-an-epoch")  # a run that was stopped by force after its first epoch
+    shutil.copytree(tmp_path / "begun", ended.root, ignore=shutil.ignore_patterns("checkpoint"))
+    epoch = step_folder(RunFolder(tmp_path / "whole").checkpoint, half)
+    shutil.copytree(epoch, step_folder(ended.checkpoint, half))
+    for world, begun in ((1, tmp_path / "begun"), (3, ended.root)):
         folder = tmp_path / str(world)
-        shutil.copytree(tmp_path / "begun", folder)
+        shutil.copytree(begun, folder)
         run_ranks(world, tune, recipe_of(place, folder), True)
         found = losses(folder)
         assert found.keys() == expected.keys()
