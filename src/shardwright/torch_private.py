@@ -17,8 +17,8 @@ import pickle
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from importlib import import_module
 from functools import wraps
+from importlib import import_module
 from operator import attrgetter
 from types import ModuleType
 from typing import Any, TypeVar
@@ -327,7 +327,7 @@ def before_backwards(call: Callable[[Sequence[Any], Sequence[Any]], None]) -> No
 
     @wraps(run)
     def checked(outputs: Sequence[Any], *args: Any, **options: Any) -> Any:
-        if args[3]:
+        if args[3:4] and args[3]:
             call(outputs, args[3])
         return run(outputs, *args, **options)
 

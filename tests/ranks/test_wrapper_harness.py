@@ -23,7 +23,14 @@ from torch.utils.checkpoint import checkpoint
 from shardwright.engine.group import ParamGroup, Stage
 from shardwright.engine.unit import unit_of, units_in
 from shardwright.schedule.schedule import ActionKind, EventKind, Phase
-from shardwright.wrapper import FSDP, BackwardPrefetch, CPUOffload, CustomPolicy, ShardingStrategy, TrainingState
+from shardwright.wrapper import (
+    FSDP,
+    BackwardPrefetch,
+    CPUOffload,
+    CustomPolicy,
+    ShardingStrategy,
+    TrainingState,
+)
 from tests.ranks.models import Decoder, Run, batches, build, loss_of, train_beside
 from tests.ranks.pool import run_ranks
 from tests.ranks.wrapped import (

@@ -247,9 +247,7 @@ class _Planner:
         inner = {
             key for path, saved in kinds.items() for key in self.plan_apart_state(path, saved, live, apart)
         }
-        for key in keys:
-            if key in inner:
-                continue
+        for key in [each for each in keys if each not in inner]:
             spec = self.spec_of(key, self.manifest.tensors[key], p, group)
             present = live.get(key) if held else None
             if present is not None and present.shape == spec.shape and type(present) is type(spec):
