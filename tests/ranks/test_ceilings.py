@@ -54,7 +54,7 @@ ROOMS = ("engine", "params", "schedule", "transport")
 # The files that these rooms had when the limits were set, wherever they are now; and new files of the rooms.
 CORE = {
     "engine": """
-        away backward batches build clone consensus containers costs deferred edits executor factored
+        asked away backward batches build clone consensus containers costs deferred edits executor factored
         foreign found gatherer grads group group_table held_memory hooks lookups memory methods
         optimizer_guard optimizer_in_backward out_of_memory outputs paging pending reducer references
         runtime same_model setters torch_state transforms unit versions

@@ -12,8 +12,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright.checkpoint.flat import Saved
-from shardwright.checkpoint.tree import decode, encode
 from shardwright.errors import CheckpointError, InputError
 from shardwright.wrapper.states import is_sharded
 
@@ -25,7 +23,7 @@ class Sent:
         self.mesh = mesh
         self.shape = shape
         self.dtype = dtype
-        self.own: Saved | None = None
+        self.own: Any = None
 
     def receive(self) -> torch.Tensor:
         """It, whole, on the device of the mesh's collectives. Every rank calls it."""
@@ -45,7 +43,9 @@ def from_first(state: Mapping[str, Any], mesh: DeviceMesh, always: bool) -> Mapp
         dist.all_reduce(lacks, dist.ReduceOp.MAX, group=mesh.get_group(axis))
     if not lacks.item():
         return state
-    tensors: dict[str, Saved] = {}
+    from shardwright.checkpoint.tree import decode  # noqa: PLC0415 a step needs none of its 35 modules
+
+    tensors: dict[str, Any] = {}
     first, text = not any(mesh.get_coordinate() or ()), b""
     if first:
         text = json.dumps(_told(state, tensors)).encode()
@@ -66,7 +66,9 @@ def from_first(state: Mapping[str, Any], mesh: DeviceMesh, always: bool) -> Mapp
     return decode(told["tree"], sent)
 
 
-def _told(state: Mapping[str, Any], tensors: dict[str, Saved]) -> dict[str, Any]:
+def _told(state: Mapping[str, Any], tensors: dict[str, Any]) -> dict[str, Any]:
+    from shardwright.checkpoint.tree import encode  # noqa: PLC0415 as above
+
     fault, tree = "", None
     try:
         tree = encode(state, "optimizer", tensors)
