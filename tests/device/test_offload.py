@@ -99,8 +99,8 @@ def _shards(model):
 
 
 class WrappedJob(Job):
-    """Trains two steps of a model in torch's wrapper class. Returns, by moment, whether each of the shards
-    (of the gradients, if there are any) lies on the host."""
+    """Trains two steps of a model in torch's wrapper class. Returns, by moment, whether each of the shards and
+    of the gradients that there are lies on the host."""
 
     def _train(self, rank, number):
         dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=self.size)

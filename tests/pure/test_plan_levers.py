@@ -53,6 +53,7 @@ def test_a_collective_takes_its_latency_and_its_bytes_over_the_bandwidth():
     inside, beyond = prices(8).gathering, prices(16).gathering
     assert inside.bandwidth > beyond.bandwidth
     assert prices(512).gathering.latency_s > 7 * prices(64).gathering.latency_s
+    assert prices(512).gathering.bandwidth == pytest.approx(prices(64).gathering.bandwidth, rel=0.02)
     assert prices(1).gather(10**9) == 0
 
 

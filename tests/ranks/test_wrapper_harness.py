@@ -370,9 +370,12 @@ def other_order(rank, world, bucket_cap_mb):
             torch.testing.assert_close(param.grad.full_tensor(), other.grad, atol=1e-6, rtol=1e-5)
 
 
-# The last alone in make test: each collective has one group. P1 P4 P5 P9.
-@pytest.mark.parametrize("bucket_cap_mb", [25, 0])
-def test_groups_that_run_in_another_order_than_wrapped_are_gathered_once_and_exact(bucket_cap_mb):
+@pytest.mark.parametrize(
+    "bucket_cap_mb", [25, 0]
+)  # the last alone in make test: each collective has one group
+def test_groups_that_run_in_another_order_than_wrapped_are_gathered_once_and_exact(
+    bucket_cap_mb,
+):  # P1 P4 P5 P9
     run_ranks(2, other_order, bucket_cap_mb)
 
 
