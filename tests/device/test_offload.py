@@ -99,7 +99,7 @@ def _shards(model):
 
 
 class WrappedJob(Job):
-    """Trains two steps of a model in torch's wrapper class. Returns, by moment, whether each of the shards and
+    """Trains two steps of a model in torch's wrapper class. Returns by moment whether each of the shards and
     of the gradients that there are lies on the host."""
 
     def _train(self, rank, number):
