@@ -7,7 +7,7 @@ import os
 import pickle
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -106,6 +106,15 @@ def json_object(data: bytes | str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"expected a JSON object, found {str(found)[:40]!r}")
     return found
+
+
+def parsed(parse: Callable[..., Any], *text: Any) -> Any:
+    """What ``parse`` (of json or tomllib) makes of a text. Raises: ValueError, also where it is nested too
+    deeply."""
+    try:
+        return parse(*text)
+    except RecursionError as error:
+        raise ValueError(reason_of(error)) from None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

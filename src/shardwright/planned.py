@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwright.errors import ConfigError, InputError
 from shardwright.extras import require
+from shardwright.files import parsed
 from shardwright.policy import (
     DEFAULT_OFFLOAD,
     Agreement,
@@ -147,7 +148,7 @@ class Plan:
         """
         remedy = "give the path of a file that Plan.save wrote"
         try:
-            return _plan(tomllib.loads(Path(path).read_text(encoding="utf-8")))
+            return _plan(parsed(tomllib.loads, Path(path).read_text(encoding="utf-8")))
         except OSError as error:
             raise ConfigError(f"can't read the plan {path}: {error.strerror}; {remedy}") from None
         except (ValueError, TypeError) as error:

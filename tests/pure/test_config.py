@@ -131,6 +131,41 @@ def test_what_is_no_toml_is_refused_with_the_line(tmp_path):
         resolve(write(tmp_path, "[training]\nsteps == 3\n"))
 
 
+@pytest.mark.parametrize(("begin", "end"), ["[]", ("{a = ", "}")])
+def test_what_is_nested_too_deeply_is_refused_where_it_stands(begin, end, tmp_path):
+    text = begin * 20_000 + end * 20_000
+    with pytest.raises(ConfigError, match=r"not valid TOML: it is nested too deeply"):
+        resolve(write(tmp_path, f"a = {text}"))
+    with pytest.raises(ConfigError, match=r"data\.columns \(command line\): got '[\[{]") as refused:
+        resolve(write(tmp_path, ""), [("data.columns", text)])
+    assert len(str(refused.value)) < 600
+
+
+FLOATS = [
+    f"{name}.{key}"
+    for name, section in Recipe.model_fields.items()
+    for key, field in type(section.default).model_fields.items()
+    if field.annotation is float
+]
+
+
+@pytest.mark.parametrize("key", FLOATS)
+def test_no_number_of_a_recipe_overflows_where_it_is_used(key, tmp_path):
+    for text in ("inf", "nan", "1" + "0" * 400):
+        if (key, text) != ("optimizer.clip_norm", "inf"):  # that means not to clip
+            with pytest.raises(ConfigError, match=rf"{re.escape(key)} \(command line\): got "):
+                resolve(write(tmp_path, ""), [(key, text)])
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [("run.seed", "1" + "0" * 30), ("training.steps", str(2**63)), ("launch.timeout_s", "1e30")],
+)
+def test_numbers_have_the_bounds_of_what_they_are_given_to(key, text, tmp_path):
+    with pytest.raises(ConfigError, match=rf"{re.escape(key)} \(command line\): got "):
+        resolve(write(tmp_path, ""), [(key, text)])
+
+
 def test_an_old_recipe_with_gloos_own_messages_is_refused_with_what_to_take_instead(tmp_path):
     with pytest.raises(
         ConfigError, match=r'schedule\.transport.*removed; take .*"sockets", or "collectives"'

@@ -262,6 +262,10 @@ def test_pairs_are_two_examples_whose_answers_are_learned(tmp_path):
             '{"messages": [{"role": "assistant", "content": "a"}]}',
             r"line 3: the tokenizer's chat template refuses it: roles must alternate",
         ),
+        pytest.param(
+            "[" * 10_000 + "]" * 10_000, r"line 3: not JSON \(it is nested too deeply\)", id="nested"
+        ),
+        ('{"text": "half of a pair: \\ud800"}', r"line 3: it is no text in UTF-8"),
     ],
 )
 def test_a_line_that_is_no_record_is_named_or_skipped(tmp_path, cache, line, message):
@@ -327,12 +331,31 @@ def test_arrays_are_decoded_one_element_after_another(tmp_path, monkeypatch, ind
         ('[{"text": "a"}, {"text"', "element 2: not JSON"),
         ('[{"text": "a"} {"text": "b"}]', "element 1: got '{' after it, expected a comma"),
         ('[{"text": "a"}', "element 1: got '' after it"),
+        (
+            '[{"text": "a"}]\n {"text": "b"}',
+            r"a\.json: got '{\"text\": \"b\"}' after the end of its array \(el",
+        ),
+        (
+            '[{"text": "a"}, {"text": "b"}][]',
+            r"got '\[\]' after the end of its array \(element 2\), expected",
+        ),
+        pytest.param('[{"text": "a"}, {"x": ' + "[" * 10_000, "element 2: not JSON", id="nested"),
     ],
 )
 def test_an_array_that_is_cut_is_refused(tmp_path, text, message):
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(DataError, match=message):
         read(DataConfig(path=str(tmp_path / "a.json"), on_bad="skip"))
+
+
+@pytest.mark.parametrize("block", [7, 2**20])
+def test_an_element_that_is_nested_too_deeply_is_skipped_and_the_next_one_read(block, tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "_BLOCK_NBYTES", block)
+    deep = '{"text": "]}\\"]}", "x": ' + "[" * 3_000 + '"[\\\\"' + "]" * 3_000 + "}"
+    (tmp_path / "a.json").write_text(f'[{{"text": "a"}}, {deep}, {{"text": "b"}}]')
+    data = read(DataConfig(path=str(tmp_path / "a.json"), on_bad="skip"))
+    assert [text for text, _ in all_of(data)] == ["^a$", "^b$"]
+    assert data.reasons == ("a.json, element 2: not JSON that can be used: it is nested too deeply",)
 
 
 def test_a_folder_as_the_hub_has_it_gives_one_split_and_no_pages(tmp_path):

@@ -10,6 +10,13 @@ USER, BOT = {"role": "user", "content": "Weather in Oslo?"}, {"role": "assistant
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
 
 
+def deep(levels):
+    found = {}
+    for _ in range(levels):
+        found = {"a": found}
+    return found
+
+
 def call(arguments, **more):
     function = {"name": "weather", "arguments": arguments}
     return {
@@ -202,6 +209,14 @@ def test_turns_that_both_answers_share_are_not_learned():
         ),
         ({"messages": [USER, call("{}") | {"tool_calls": [7]}]}, r"\['tool_calls'\] has 7, expected"),
         ({"messages": [USER, BOT], "tools": "weather"}, r"'tools' is 'weather', expected a list of JSON"),
+        ({"messages": [USER, BOT], "functions": 1}, r"'functions' is 1, expected a list of JSON schemas"),
+        ({"messages": [USER, BOT], "functions": "rain"}, r"'functions' is 'rain', expected a list"),
+        ({"messages": [USER, BOT], "functions": ["rain"]}, r"'functions' is \['rain'\], expected a list"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": ["text"]}]}, BOT]},
+            r"a part \"\['text'\]\", exp",
+        ),
+        ({"messages": [deep(2_000)]}, r"it is nested too deeply"),
         ({"chosen": "a", "rejected": [BOT]}, r"'chosen' is 'a' and 'rejected' is \[.*two texts or two lists"),
         ({"chosen": "a", "rejected": "b"}, r"are texts without a 'prompt'"),
         ({"instruction": "a", "input": 4, "output": "b"}, r"'input' is 4, expected text"),

@@ -11,6 +11,7 @@ What is done with a fine-tuned run is in :mod:`shardwright.cli.tuned`, which nee
 
 import argparse
 import importlib
+import math
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def add_commands(commands: Any) -> None:
         verb.add_argument(
             "--temperature", type=_temperature, help="0: always the likeliest (default: the recipe's)"
         )
-        verb.add_argument("--seed", type=int, default=1, help="of what is drawn at random (default: 1)")
+        verb.add_argument("--seed", type=_seed, default=1, help="of what is drawn at random (default: 1)")
     export = add_verb(
         commands,
         "export",
@@ -135,7 +136,13 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _seed(text: str) -> int:
+    if not 0 <= int(text) < 2**63:
+        raise argparse.ArgumentTypeError(f"got {text}, expected 0 or more, and less than 2 ** 63")
+    return int(text)
+
+
 def _temperature(text: str) -> float:
-    if not float(text) >= 0:
-        raise argparse.ArgumentTypeError(f"got {text}, expected 0 or more")
+    if not 0 <= float(text) < math.inf:
+        raise argparse.ArgumentTypeError(f"got {text}, expected 0 or more, and no infinity")
     return float(text)

@@ -54,8 +54,10 @@ def run(known: argparse.Namespace) -> int:
 
     Raises: ConfigError.
     """
-    if not known.seconds >= 2:
-        raise ConfigError(f"--seconds {known.seconds:g}, expected 2 or more: links alone take that long")
+    if not 2 <= known.seconds <= 1e6:
+        raise ConfigError(
+            f"--seconds {known.seconds:g}, expected 2 or more (links alone take that long), and at most 1e6"
+        )
     take_part()
     rank, world = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE")) if is_rank() else (0, 1)
     check = Check(rank, world, Path(known.folder).absolute(), known.seconds)

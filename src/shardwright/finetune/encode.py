@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from shardwright.files import reason_of
 from shardwright.finetune.formats import BadRecord, Chat, Completion, Instruction, Message, Record, Text
 from shardwright.finetune.sources import TextPiece
 
@@ -62,9 +63,11 @@ class Encoder:
         marked: list[list[_Marked | Example] | BadRecord] = []
         for record in records:
             try:
-                marked.append(self._marked(record))
+                marked.append(_of_characters(self._marked(record)))
             except BadRecord as error:
                 marked.append(error)
+            except (RecursionError, UnicodeError) as error:
+                marked.append(BadRecord(reason_of(error)))
         texts = [m for each in marked if isinstance(each, list) for m in each if isinstance(m, _Marked)]
         examples = iter(self._tokenised(texts))
         return [
@@ -249,6 +252,15 @@ class Encoder:
         end = [] if eos is None or not ends else [eos]
         mask = np.concatenate([np.zeros(len(begin), bool), learned, np.ones(len(end), bool)])
         return _example([*begin, *ids, *end], mask)
+
+
+def _of_characters(marked: "list[_Marked | Example]") -> "list[_Marked | Example]":
+    """The same. Raises: UnicodeEncodeError for half a surrogate pair, as JSON can have: tokenizers, given
+    such a text, refuse all that they were given with it."""
+    for each in marked:
+        if isinstance(each, _Marked):
+            each.text.encode()
+    return marked
 
 
 def _form(chat: Chat) -> int:

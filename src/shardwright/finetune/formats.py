@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from shardwright.files import parsed, reason_of
+
 Message = dict[str, Any]
 """``{"role": text, "content": text}``, and what a chat template may read besides, as ``tool_calls``."""
 
@@ -122,6 +124,13 @@ def parse(record: Any) -> Record:
 
     Raises: BadRecord with the field, what it is, and what was expected.
     """
+    try:
+        return _parsed(record)
+    except RecursionError as error:
+        raise BadRecord(reason_of(error)) from None
+
+
+def _parsed(record: Any) -> Record:
     if not isinstance(record, dict):
         raise BadRecord(f"got {_shown(record)}, expected an object: {EXPECTED}")
     fields = {name: _as_messages(value) for name, value in _without_null(record).items()}
@@ -312,7 +321,7 @@ def _content(content: Any, where: str) -> str:
         raise BadRecord(f"{where} is {_shown(content)}, expected text")
     texts = []
     for part in content:
-        kind = part.get("type", "text") if isinstance(part, dict) else ""
+        kind = str(part.get("type", "text")) if isinstance(part, dict) else ""
         text = part if isinstance(part, str) else part.get(_TEXT_PARTS.get(kind)) if kind else None
         if not isinstance(text, str):
             raise BadRecord(
@@ -340,8 +349,12 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _tools_of(fields: Mapping[str, Any]) -> Any:
-    functions = _decoded(fields.get("functions"))
-    return fields.get("tools", [{"type": "function", "function": f} for f in functions or ()])
+    functions = _decoded(fields.get("functions")) or []
+    if "tools" in fields:
+        return fields["tools"]
+    if not isinstance(functions, list) or not all(isinstance(each, dict) for each in functions):
+        raise BadRecord(f"'functions' is {_shown(functions)}, expected a list of JSON schemas")
+    return [{"type": "function", "function": each} for each in functions]
 
 
 def _tools(tools: Any) -> tuple[dict[str, Any], ...]:
@@ -362,7 +375,7 @@ def _decoded(value: Any) -> Any:
     """What the text ``value`` holds, where it is JSON of a list or an object: tables keep it so."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
-            return json.loads(value)
+            return parsed(json.loads, value)
         except ValueError:
             return value
     return value

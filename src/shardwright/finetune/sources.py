@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
 from shardwright.errors import DataError, MissingExtra
+from shardwright.files import parsed, reason_of
 from shardwright.finetune.formats import reader_of
 from shardwright.train.config import DataConfig
 from shardwright.train.data import corpus_paths, corpus_root, drawn
@@ -31,6 +32,7 @@ _SPLITS = r"train|test|validation|valid|val|dev|eval"
 _SUFFIXES = {".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".txt", ".md", ".csv", ".py"}
 _DECODER = json.JSONDecoder()
 _SPACE = re.compile(r"\s*")
+_BRACKET = re.compile(r'[\[\]{}]|"(?:[^"\\]|\\.)*(?:"|\\?\Z)', re.DOTALL)  # or a string, perhaps cut
 Kind = Literal["text", "lines", "array", "parquet"]
 
 
@@ -222,7 +224,7 @@ def _kind(name: str, head: bytes, columns: Mapping[str, str]) -> Kind:
     if name.endswith((".jsonl", ".ndjson")):
         return "lines"
     try:
-        first = json.loads(text.partition("\n")[0])
+        first = parsed(json.loads, text.partition("\n")[0])
     except ValueError:
         return "text"
     is_record = isinstance(first, dict) and reader_of(_renamed(first, columns)) is not None
@@ -271,7 +273,7 @@ def _lines(file: File) -> Iterator[Row]:
             if line.strip():
                 where = f"{file.name}, line {number}"
                 try:
-                    yield Row(where, len(line), json.loads(line))
+                    yield Row(where, len(line), parsed(json.loads, line))
                 except ValueError as error:
                     problem = f"not JSON ({error}); each line is one object"
                     yield Row(where, len(line), None, problem)
@@ -306,28 +308,45 @@ def _array(file: File) -> Iterator[Row]:
         while reader.next() == after:
             reader.at += 1
             if reader.next() == "]":
-                return
+                break
             number, after = number + 1, ","
-            where = f"{file.name}, element {number}"
-            record, nbytes = _element(reader, where)
-            yield Row(where, nbytes, record)
+            yield _element(reader, f"{file.name}, element {number}")
         if reader.next() != "]":
             raise DataError(
                 f"{file.name}, element {number}: got {reader.next()!r} after it, expected a comma or the end "
                 "of the array; the file is cut or isn't JSON"
             )
+        reader.at += 1
+        if reader.next():
+            found = reader.text[reader.at : reader.at + 40]
+            raise DataError(
+                f"{file.name}: got {found!r} after the end of its array (element {number}), expected the end "
+                "of the file: make one array of all records, or write one record on each line"
+            )
 
 
-def _element(reader: _TextReader, where: str) -> tuple[Any, int]:
-    """The JSON value that ``reader`` is at, and its size; the reader then is behind it."""
+def _element(reader: _TextReader, where: str) -> Row:
+    """The JSON value that ``reader`` is at; the reader then is behind it."""
     while True:
-        begin = reader.at
+        begin, record, problem = reader.at, None, ""
         try:
             record, reader.at = _DECODER.raw_decode(reader.text, begin)
+        except RecursionError as error:
+            problem, reader.at = f"not JSON that can be used: {reason_of(error)}", _end(reader.text, begin)
         except ValueError as error:
-            if not reader.more():
-                raise DataError(
-                    f"{where}: not JSON ({error}); the array is cut there or has another form"
-                ) from None
-        else:
-            return record, reader.at - begin
+            problem, reader.at = f"not JSON ({error}); the array is cut there or has another form", -1
+        if reader.at >= 0:
+            return Row(where, reader.at - begin, record, problem)
+        reader.at = begin
+        if not reader.more():
+            raise DataError(f"{where}: {problem}")
+
+
+def _end(text: str, begin: int) -> int:
+    """Where the array or object ends that begins there; -1: not in this text."""
+    depth = 0
+    for found in _BRACKET.finditer(text, begin):
+        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(found[0], 0)
+        if not depth:
+            return found.end()
+    return -1

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.errors import ConfigError
+from shardwright.files import parsed
 from shardwright.plan.constants import ACCURACY, Constants
 
 GIB = 2**30
@@ -176,7 +177,7 @@ class Cluster:
             ConfigError: the file can't be read as one.
         """
         try:
-            fields: dict[str, Any] = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+            fields: dict[str, Any] = parsed(tomllib.loads, Path(path).read_text(encoding="utf-8"))
             given, constants = fields.pop("device", None), fields.pop("constants", {})
             _check(fields, _CLUSTER, "")
             _check(constants, tuple(asdict(Constants())), "[constants] ")

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.errors import ConfigError
+from shardwright.files import parsed
 from shardwright.plan.transformer import Architecture
 
 _TIED = {"llama": False, "mistral": False, "qwen2": False, "qwen3": False}
@@ -62,7 +63,7 @@ def _fields(path: str | Path) -> tuple[dict[str, Any], Any, Path]:
     """What the file says, the type of its model, and where it is. Raises: ConfigError."""
     file = Path(path) if Path(path).suffix == ".json" else Path(path) / "config.json"
     try:
-        fields: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        fields: dict[str, Any] = parsed(json.loads, file.read_text(encoding="utf-8"))
         return fields, fields.get("model_type"), file
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(f"can't read {file} as the config of a model of Hugging Face: {error}") from None

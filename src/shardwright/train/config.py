@@ -18,14 +18,27 @@ with from_extra("train"):
         ConfigDict,
         Field,
         WithJsonSchema,
+        field_validator,
         model_validator,
     )
 
 
 class Section(BaseModel):
-    """Base of all sections: frozen, no unknown keys, no silent conversion (``"50"`` is not a number)."""
+    """Base of all sections: frozen, no unknown keys, no silent conversion (``"50"`` is not a number), and no
+    number that overflows where it is used."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    @field_validator("*")
+    @classmethod
+    def _is_a_whole_number_of_toml(cls, value: object) -> object:
+        if type(value) is int and value >= 2**63:
+            raise ValueError("expected less than 2 ** 63")
+        return value
+
+
+Seconds = Annotated[float, Field(le=1e9)]
+"""Of a wait: timers of the system and of Python overflow beyond some 292 years."""
 
 
 def _unbounded(values: dict[str, Any], *bounds: str) -> dict[str, Any]:
@@ -299,7 +312,9 @@ class OptimizerConfig(Section):
     beta1: float = Field(default=0.9, ge=0.0, lt=1.0, description="decay of the gradient's mean")
     beta2: float = Field(default=0.95, ge=0.0, lt=1.0, description="decay of the gradient's square")
     weight_decay: float = Field(default=0.1, ge=0.0, description="of matrices; vectors are not decayed")
-    clip_norm: float = Field(default=1.0, gt=0.0, description="largest norm of the whole gradient")
+    clip_norm: float = Field(
+        default=1.0, gt=0.0, allow_inf_nan=True, description="largest norm of the whole gradient"
+    )
 
 
 class HeldoutConfig(Section):
@@ -357,7 +372,7 @@ class LaunchConfig(Section):
         description="auto: the accelerator that is visible, one device per local rank; the CPU where there "
         "is none",
     )
-    timeout_s: float = Field(
+    timeout_s: Seconds = Field(
         default=120.0, gt=0.0, description="longest wait for other ranks before it is an error"
     )
 
@@ -427,13 +442,13 @@ class WatchConfig(Section):
     """When a rank that waits asks the others what they do: see ``WatchPolicy``."""
 
     on: bool = Field(default=True, description="off: no thread, and the time limit finds what never comes")
-    suspect_s: float = Field(default=1.0, gt=0.0, description="seconds of waiting before it asks")
-    answer_s: float = Field(default=0.7, gt=0.0, description="seconds that it waits for answers")
-    lost_s: float = Field(default=30.0, gt=0.0, description="seconds of silence before a rank is lost")
-    stall_s: float = Field(
+    suspect_s: Seconds = Field(default=1.0, gt=0.0, description="seconds of waiting before it asks")
+    answer_s: Seconds = Field(default=0.7, gt=0.0, description="seconds that it waits for answers")
+    lost_s: Seconds = Field(default=30.0, gt=0.0, description="seconds of silence before a rank is lost")
+    stall_s: Seconds = Field(
         default=0.0, ge=0.0, description="seconds of doing nothing before it is an error; 0: never"
     )
-    collective_s: float = Field(
+    collective_s: Seconds = Field(
         default=0.0, ge=0.0, description="seconds of moving bytes before it is an error; 0: never"
     )
     signal: bool = Field(default=True, description="SIGUSR1 prints the table; off: it is the scheduler's")

@@ -181,7 +181,8 @@ class RankEngine(ABC):
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(recipe.optimizer, number, recipe.training.steps)
         # As a function of the step, random numbers need no state in the checkpoint, and none per rank.
-        torch.manual_seed((recipe.run.seed * 1_000_003 + number) * 65_537 + self.place.rank)
+        own = (recipe.run.seed * 1_000_003 + number) * 65_537 + self.place.rank
+        torch.manual_seed(own % 2**64)  # torch takes no more bits
         self._steps += 1
         with self._watched():
             loss = self.gradients(position)

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from shardwright.errors import ConfigError
 from shardwright.extras import from_extra
+from shardwright.files import parsed
 from shardwright.policy import REMOVED
 from shardwright.train.config import Recipe
 
@@ -123,7 +124,7 @@ def resolve(path: str | Path, overrides: Sequence[tuple[str, str]] = ()) -> Reso
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return parsed(tomllib.loads, path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         near = sorted(str(p) for folder in {path.parent, Path("recipes")} for p in folder.glob("*.toml"))
         hint = f"; there is: {', '.join(near)}" if near else ""
@@ -136,7 +137,7 @@ def _read(path: Path) -> dict[str, Any]:
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"can't read the recipe {path}: {error}; give the path of a TOML file") from None
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}; correct it there") from None
 
 
@@ -146,11 +147,15 @@ def _value(name: str, leaf: str, text: str) -> Any:
     if isinstance(getattr(Recipe.model_fields[name].default, leaf), str):
         return text
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        return parsed(tomllib.loads, f"value = {text}")["value"]
+    except ValueError:
         pass
     try:
-        return json.loads(text) if text.lstrip()[:1] in ("[", "{") else {"True": True, "False": False}[text]
+        return (
+            parsed(json.loads, text)
+            if text.lstrip()[:1] in ("[", "{")
+            else {"True": True, "False": False}[text]
+        )
     except (ValueError, KeyError):
         return text
 
@@ -166,7 +171,7 @@ def _sentence(detail: Any, origins: Mapping[str, Origin]) -> str:
     if len(detail["loc"]) < 2:
         return f"{path}: {message}" if path else message
     shown = "command line" if origin == "command line" else "file"
-    return f"{path} ({shown}): got {detail['input']!r}; {message[0].lower()}{message[1:]}"
+    return f"{path} ({shown}): got {detail['input']!r:.200}; {message[0].lower()}{message[1:]}"
 
 
 def _nearest(key: str, known: Any, wider: Any = (), prefix: str = "") -> str:
