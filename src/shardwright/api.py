@@ -1,6 +1,5 @@
 """``fully_shard``: the interface of ``torch.distributed.fsdp.fully_shard`` over our own runtime."""
 
-import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,7 +24,7 @@ from shardwright.engine.group import ParamGroup
 from shardwright.engine.hooks import guard_optimizers
 from shardwright.engine.out_of_memory import price_changes_by
 from shardwright.engine.unit import unit_of, units_in
-from shardwright.errors import InputError, StageError
+from shardwright.errors import InputError, StageError, warn
 from shardwright.grouped import Groups, shard_groups
 from shardwright.module import FSDPModule, become_fsdp_module
 from shardwright.params.gather_full import stream_full
@@ -216,7 +215,7 @@ def shard_as(
     options.check()
     if not any(True for module in modules for _ in module.parameters()):
         names = " and ".join(type(module).__name__ for module in modules)
-        warnings.warn(f"{names} has no parameter, so nothing was sharded: leave the call out", stacklevel=3)
+        warn(f"{names} has no parameter, so nothing was sharded: leave the call out")
     _shard(mesh, options, modules, {id(param) for param in ignored})
 
 

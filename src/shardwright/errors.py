@@ -25,6 +25,21 @@ Each message says which thing, what was got, what was expected and what to do. V
 invariants are ``assert`` statements and not in this tree: they are bugs of ours, never of the user's.
 """
 
+import sys
+import warnings
+
+_BETWEEN = {"shardwright", "torch", "contextlib", "lightning", "lightning_fabric", "pytorch_lightning"}
+"""Packages whose frames may stand between what warns and the user's line that is meant."""
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn, at the innermost line that isn't of these packages; in a thread of ours, which has none, there."""
+    frame, level = sys._getframe(1), 2
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
+        frame, level = frame.f_back, level + 1
+    is_in_a_thread = frame is None or frame.f_globals.get("__name__") == "threading"
+    warnings.warn(message, category, stacklevel=2 if is_in_a_thread else level)
+
 
 class ShardwrightError(Exception):
     """Base of every error raised on purpose by this package."""

@@ -6,7 +6,6 @@ root         parameters that lie right in modules around groups; most often none
 """
 
 import difflib
-import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from shardwright.engine.build import check_modules, has_no_forward
 from shardwright.engine.foreign import check_foreign
 from shardwright.engine.gatherer import looks_up
 from shardwright.engine.unit import is_sharded
-from shardwright.errors import InputError
+from shardwright.errors import InputError, warn
 from shardwright.policy import Grouping, SchedulePolicy
 from shardwright.schedule.grouping import (
     Hints,
@@ -84,11 +83,10 @@ def chosen(model: nn.Module, groups: str | Grouping, ignored: set[int]) -> list[
         raise InputError(f'groups= must be "auto", a Grouping or lists of names, got {groups!r}')
     found = choices(model, groups if isinstance(groups, Grouping) else Grouping(), ignored)
     if not found:
-        warnings.warn(
+        warn(
             f"nothing in {type(model).__name__} says how to group it: it has no _no_split_modules and no "
             "list of modules, so all of it is gathered at once. Pass groups=Grouping(classes=[...]) or lists "
             "of names, or leave groups out if that is meant",
-            stacklevel=5,
         )
     return found
 

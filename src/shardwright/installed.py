@@ -1,12 +1,12 @@
 """``install()``: our names in ``torch.distributed.fsdp``, for frameworks that import theirs from there."""
 
 import sys
-import warnings
 from types import ModuleType
 from typing import Any
 
 from shardwright import api, module, policy, torch_fsdp, wrapper
 from shardwright.engine.torch_state import TorchState
+from shardwright.errors import warn
 
 _SHARDING = ("fully_shard",)
 _HANDLES = ("GradientReductionHandle", "UnshardHandle")
@@ -43,10 +43,9 @@ def install() -> None:
                 _replaced.append((place, name))
     api.fully_shard.state = TorchState  # type: ignore[attr-defined]  # as torch's has it
     if early:
-        warnings.warn(
+        warn(
             f"shardwright.install(): {', '.join(early)} imported names of torch.distributed.fsdp before, and "
             "keeps torch's own; call install() before importing it",
-            stacklevel=2,
         )
 
 

@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
@@ -20,7 +19,7 @@ from shardwright.checkpoint.agree import ranks
 from shardwright.checkpoint.folder import complete_steps, step_folder, step_folders
 from shardwright.checkpoint.storage import TORN, sync_folder
 from shardwright.engine.unit import units_in
-from shardwright.errors import CheckpointError, InputError
+from shardwright.errors import CheckpointError, InputError, warn
 from shardwright.grouped import choices
 from shardwright.module import FSDPModule
 from shardwright.params.param import ShardedParam
@@ -75,10 +74,9 @@ def _groups_for(groups: Any, module: nn.Module) -> Any:
     """The same, or None, with a warning, where they are "auto" and nothing in the module says how."""
     if groups != "auto" or choices(module, Grouping()):
         return groups
-    warnings.warn(
+    warn(
         f"nothing in {type(module).__name__} says how to group it, so all of it is gathered at once; "
         "give the strategy groups=, lists of names or a Grouping, or None if that's meant",
-        stacklevel=4,
     )
     return None
 

@@ -56,6 +56,10 @@ def test_pages_have_no_riddles():
     assert not complaints, "\n".join(complaints)
 
 
+def test_every_warning_goes_by_the_function_that_finds_the_line_of_the_script():
+    assert [path for path, text in PACKAGE.items() if "warnings.warn(" in text] == ["errors.py"]
+
+
 def test_the_package_was_found():
     assert {"__init__.py", "errors.py"} <= PACKAGE.keys()
 

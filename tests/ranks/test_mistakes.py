@@ -2,6 +2,7 @@
 
 import copy
 import io
+import linecache
 import pickle
 import re
 import subprocess
@@ -362,3 +363,31 @@ def not_on_shards(rank, world):
 
 def test_optimizers_that_torch_can_not_run_on_shards_are_named():
     run_ranks(2, not_on_shards)
+
+
+def warn_in_every_way(rank, world):
+    """The lines that warnings point at, in order."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fully_shard(nn.ReLU())
+        fully_shard(nn.Linear(4, 4), groups="auto")
+        model = nn.Sequential(fully_shard(nn.Linear(4, 4)), nn.Linear(4, 4))
+        model[0].set_reduce_scatter_divide_factor(2.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        FullyShardedDataParallel(model[1], ignored_modules=[model[1]])
+        muon = torch.optim.Muon([fully_shard(nn.Linear(4, 4, bias=False)).weight])
+        muon.step()
+    return [linecache.getline(each.filename, each.lineno).strip() for each in caught]
+
+
+def test_a_warning_points_at_the_line_of_the_script_that_it_is_about():
+    assert run_ranks(2, warn_in_every_way)[0] == [
+        "fully_shard(nn.ReLU())",
+        'fully_shard(nn.Linear(4, 4), groups="auto")',
+        "model[0].set_reduce_scatter_divide_factor(2.0)",
+        "optimizer.step()",
+        "FullyShardedDataParallel(model[1], ignored_modules=[model[1]])",
+        "muon.step()",
+    ]

@@ -11,10 +11,10 @@ import errno
 import os
 import socket
 import time
-import warnings
 from contextlib import suppress
 from pathlib import Path
 
+from shardwright.errors import warn
 from shardwright.files import open_regular, read_regular
 
 try:
@@ -51,10 +51,9 @@ class FolderLock:
             if error.errno not in _NO_LOCKS:
                 self.close()
                 raise
-            warnings.warn(
+            warn(
                 f"{path}: this file system has no locks ({error.strerror}): nothing keeps a second job out "
                 "of this folder",
-                stacklevel=2,
             )
         # Of one length, in one write: whoever is refused reads a whole name, of this holder or the last. On a
         # full disk nobody reads it, and what is saved has its own error.

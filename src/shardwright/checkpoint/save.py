@@ -11,7 +11,6 @@ Under a URL the files are uploaded under names that no other save uses, and the 
 
 import contextlib
 import platform
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
@@ -31,7 +30,7 @@ from shardwright.checkpoint.storage import Storage, Unpublished
 from shardwright.checkpoint.tree import Tensors, encode, leaves
 from shardwright.checkpoint.writer import Keep, Writer, keep_of, line_of, saved, whole_number
 from shardwright.crc import crc32
-from shardwright.errors import CheckpointError
+from shardwright.errors import CheckpointError, warn
 from shardwright.storage import Location, location_of
 from shardwright.transport.recorder import recorder
 from shardwright.transport.streams import wait_for_stream
@@ -292,10 +291,9 @@ def _write(group: Ranks, snapshot: Snapshot, options: _Options) -> Location:
         with contextlib.suppress(OSError):  # it is published; a copy is fetched where it is needed
             storage.keep(attempt, place.file)
     if diverged and group.rank == 0:
-        warnings.warn(
+        warn(
             f"{len(diverged)} tensors that should be equal on all ranks are not; one copy was saved: "
             + ", ".join(f"{key} ({which})" for key, which in [*diverged.items()][:5]),
-            stacklevel=3,
         )
     return step_folder(options.path, options.step)
 

@@ -6,7 +6,6 @@ publication is an error: it is a warning, and the next save tries again.
 
 import itertools
 import operator
-import warnings
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from shardwright.checkpoint.folder import (
 from shardwright.checkpoint.format import Manifest, loads
 from shardwright.checkpoint.lock import Held
 from shardwright.checkpoint.storage import Lock
-from shardwright.errors import CheckpointError, InputError
+from shardwright.errors import CheckpointError, InputError, warn
 from shardwright.storage import Location
 from shardwright.torch_private import COMPILED
 
@@ -184,10 +183,9 @@ class Writer:
                 # one that was saved last is the latest.
                 self.storage.name_latest(self.path, self.line.names[-2] if len(self.line.names) > 1 else "")
             if self._left:
-                warnings.warn(
+                warn(
                     f"{self.path}: this run doesn't go on from {', '.join(self._left)}: they stay, they "
                     "aren't counted by keep, and load takes what this run saves",
-                    stacklevel=2,
                 )
             if self._is_there():  # a damaged one, or another line's: this one comes by here again
                 why = "left" if is_complete(self.final) else "damaged"
@@ -236,7 +234,7 @@ class Writer:
 
 
 def _warn(what: str, error: OSError) -> None:
-    warnings.warn(f"{what}: {error.strerror or error}", stacklevel=3)
+    warn(f"{what}: {error.strerror or error}")
 
 
 def set_aside_after(path: Location, step: int, damaged: Collection[int] = ()) -> list[Location]:

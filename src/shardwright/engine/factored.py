@@ -6,7 +6,6 @@ same way on every rank, and cut again. ``torch.optim.Muon`` runs on DTensors, in
 process.
 """
 
-import warnings
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,6 +15,7 @@ from torch.optim import Adafactor, Muon
 from torch.optim.optimizer import Optimizer
 
 from shardwright.engine.group_table import tables
+from shardwright.errors import warn
 
 _set_aside: WeakKeyDictionary[Optimizer, list[tuple[Any, Any]]] = WeakKeyDictionary()
 
@@ -63,9 +63,8 @@ def show_grads(optimizer: Optimizer, *_: Any) -> None:
 def warn_of_roundings(optimizer: Optimizer, params: list[Any]) -> None:
     """Say once that sharded matrices aren't stepped to the last digit as one process would."""
     if isinstance(optimizer, Muon) and any(isinstance(param, DTensor) for param in params):
-        warnings.warn(
+        warn(
             "torch.optim.Muon over shards isn't exact: it orthogonalises in bfloat16, and the products of "
             "sharded matrices are summed in another order than one process sums them (seen: weights that "
             "differ by 1e-3 after three steps)",
-            stacklevel=2,
         )

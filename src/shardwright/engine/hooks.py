@@ -15,7 +15,6 @@ own share of the gradient is done, however else the caller uses the tensor.
 import gc
 import sys
 import threading
-import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -42,7 +41,7 @@ from shardwright.engine.runtime import Runtime
 from shardwright.engine.same_model import compare_buffers
 from shardwright.engine.transforms import beneath_transforms
 from shardwright.engine.unit import Unit, unit_of
-from shardwright.errors import StageError
+from shardwright.errors import StageError, warn
 from shardwright.observe.watch.lifecycle import amendments
 from shardwright.params.at_rest import name_remedy
 from shardwright.params.load_plain import PlainLoads
@@ -164,12 +163,11 @@ class _RootLeftOut:
         if other.runtime is unit.runtime or all(tensor is not output for tensor in tensors_in(inputs)):
             return
         self.said = True
-        warnings.warn(
+        warn(
             f"{other.name!r} and {unit.name!r} were sharded as two separate models, but the output of the "
             "first is the input of the second. Each plans by itself, so the second isn't gathered ahead, and "
             "gradients of parameters outside of both are not averaged over ranks. Call fully_shard on the "
             "module that holds them, too, after them (this warning is given once)",
-            stacklevel=2,
         )
 
 

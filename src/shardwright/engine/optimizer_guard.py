@@ -1,7 +1,6 @@
 """What is seen to before an optimizer's step: that its gradients are those of all ranks, and before its first
 one that it holds shards and steps them fast."""
 
-import warnings
 from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -17,7 +16,7 @@ from shardwright.engine.group_table import tables
 from shardwright.engine.paging import page_in
 from shardwright.engine.runtime import unsettled
 from shardwright.engine.unit import sharded_from
-from shardwright.errors import InputError, StageError, UnsupportedTorch
+from shardwright.errors import InputError, StageError, UnsupportedTorch, warn
 from shardwright.params.unreduced import mark_of, zeros_of
 from shardwright.torch_private import current_graph_task, has_optimizer_kernels
 
@@ -192,13 +191,12 @@ def _warn_of_left_out(optimizer: Optimizer, params: list[Any]) -> None:
     plain = [p for p in params if id(p) not in ours and not isinstance(p, DTensor) and p.grad is not None]
     left = [list(param.shape) for param in plain if not is_left_out(param)]
     if left:
-        warnings.warn(
+        warn(
             f"{type(optimizer).__name__} steps {len(left)} parameters that no fully_shard call has taken, of "
             f"shapes {', '.join(map(str, left[:3]))}{', ...' if len(left) > 3 else ''}, beside sharded ones: "
             "their gradients are not averaged over ranks, so the ranks' copies become different. Call "
             "fully_shard on the module that holds them (the whole model, last), or, where you average them "
             "yourself, pass them as ignored_params",
-            stacklevel=2,
         )
 
 

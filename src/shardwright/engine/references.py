@@ -1,6 +1,5 @@
 """Parameters that sharding doesn't reach: other references to their memory, and those that came later."""
 
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -12,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.engine.optimizer_guard import is_left_out
 from shardwright.engine.runtime import Runtime
+from shardwright.errors import warn
 from shardwright.torch_private import buffers_of
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"_flat_weights"}  # which recurrent modules make anew
@@ -32,11 +32,10 @@ def warn_of_references(modules: Sequence[nn.Module], names: Mapping[nn.Parameter
                 name = next((each for each in found if each is not None), None)
                 if name is not None:
                     where = f"{path}.{attribute}" if path else attribute
-                    warnings.warn(
+                    warn(
                         f"{where!r} of the model refers to parameter {name!r} by another name: after "
                         "fully_shard that stays the value of now, and isn't trained. Read the parameter by "
                         "its own name in the forward, or keep a copy (.clone()) where a constant is meant",
-                        stacklevel=5,
                     )
 
 
@@ -97,10 +96,9 @@ def warn_of_late(root: nn.Module, runtime: Runtime, num_checked: int) -> None:
     ]
     told.update(late)
     if late:
-        warnings.warn(
+        warn(
             f"{len(late)} parameters of the model are in no group ({', '.join(late[:3])}"
             f"{', ...' if len(late) > 3 else ''}), so each rank trains its own: their gradients aren't "
             "averaged. Put them in before fully_shard, or pass those that you average yourself as "
             "ignored_params",
-            stacklevel=6,
         )

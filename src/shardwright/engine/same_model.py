@@ -1,14 +1,13 @@
 """Whether all ranks hold the same model: the same groups, which begin with the same values. Buffers aren't
 sharded: each rank keeps its own, where DistributedDataParallel sends rank 0's before each forward."""
 
-import warnings
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 from torch import nn
 
 from shardwright.engine.group import ParamGroup
-from shardwright.errors import Diverged
+from shardwright.errors import Diverged, warn
 from shardwright.params.first_weights import differing, hash_of
 from shardwright.policy import Agreement
 from shardwright.schedule.schedule import Phase
@@ -103,11 +102,10 @@ def compare_buffers(module: nn.Module, comms: Sequence[Comm], phase: Phase) -> N
         found = differing([text.splitlines() for text in texts]) if texts else None
         if found is not None:
             name, other = found
-            warnings.warn(
+            warn(
                 f"buffer {name!r} isn't the same on rank 0 as on rank {other} of the mesh in this {phase}: "
                 "each rank keeps its own, where DistributedDataParallel sends rank 0's. Running statistics "
                 "are those of a rank's own batches: use nn.SyncBatchNorm, or dist.broadcast(buffer, src=0) "
                 "each of model.buffers() before an evaluation (this warning is given once)",
-                stacklevel=2,
             )
             return

@@ -3,7 +3,6 @@
 Each setter only replaces a frozen policy, or asks the runtime; what they mean is written where it is done.
 """
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -14,7 +13,7 @@ from torch import nn
 
 from shardwright.engine.group import ParamGroup
 from shardwright.engine.unit import Unit, is_sharded, unit_of, units_in
-from shardwright.errors import InputError
+from shardwright.errors import InputError, warn
 from shardwright.policy import SchedulePolicy
 from shardwright.schedule.schedule import Phase
 
@@ -170,7 +169,7 @@ class GradientSetters(Owner):
         Warns:
             FutureWarning: always.
         """
-        warnings.warn("Use `set_gradient_divide_factor` instead", FutureWarning, stacklevel=2)
+        warn("Use `set_gradient_divide_factor` instead", FutureWarning)
         self.set_gradient_divide_factor(factor)
 
     def set_reduce_scatter_unused_params(

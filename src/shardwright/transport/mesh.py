@@ -7,7 +7,6 @@ never started it gets a world of one, so that sharded code runs in a notebook.
 import datetime
 import logging
 import os
-import warnings
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -18,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from shardwright.errors import InputError
+from shardwright.errors import InputError, warn
 from shardwright.policy import DataParallelMeshDims
 from shardwright.torch_private import backend_names, check_order, concatenated, flattened, timeouts
 from shardwright.transport.attempt import join_job, keys_of, new_group
@@ -137,11 +136,10 @@ def set_transport(transport: Transport | str) -> None:
         raise InputError(f"transport must be one of {choices}, got {transport!r}{removed}") from None
     # Of other groups of ranks, as a mesh that is made from now on has them, there may be more to come.
     if before is not _transport and dist.is_initialized() and (dist.group.WORLD, "cpu") in _made_here().comms:
-        warnings.warn(
+        warn(
             f"set_transport({str(_transport)!r}) has no effect on what is sharded over all ranks: the first "
             f"fully_shard has made their transport (by {str(before)!r}), and later ones share it; call "
             "set_transport before the first fully_shard",
-            stacklevel=2,
         )
 
 

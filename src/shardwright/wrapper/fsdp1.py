@@ -4,7 +4,6 @@ The wrapped module is sharded by ``fully_shard``; the wrapper translates argumen
 inputs and says what state dicts look like. Parameters lie as DTensors of their logical shapes.
 """
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, cast
@@ -21,7 +20,7 @@ from shardwright.engine.containers import map_tensors
 from shardwright.engine.foreign import check_foreign
 from shardwright.engine.setters import without_sync
 from shardwright.engine.unit import Unit, units_in
-from shardwright.errors import InputError, StageError
+from shardwright.errors import InputError, StageError, warn
 from shardwright.module import FSDPModule
 from shardwright.params.flat_param import key_of
 from shardwright.policy import DEFAULT_OFFLOAD, DEFAULT_PRECISION, CPUOffloadPolicy
@@ -418,10 +417,9 @@ class FullyShardedDataParallel(StatefulWrapper):
 
 def _warn_of_container(module: nn.Module, unit: Unit) -> None:
     if has_no_forward(module) and unit.params:
-        warnings.warn(
+        warn(
             f"{type(module).__name__} has no forward of its own, so nothing gathers its parameters: "
             f"{[param.fqn for param in unit.params][:5]}; wrap the modules in it that are called",
-            stacklevel=3,
         )
 
 
@@ -438,10 +436,9 @@ def _ignored(
                 f"ignored modules must be modules that aren't wrapped, got a {type(each).__name__}"
             )
     if wrapped in tops:
-        warnings.warn(
+        warn(
             f"ignored_modules has the {type(wrapped).__name__} that is being wrapped: every parameter is "
             "left as it is, and no gradient is reduced; leave the module out of it to shard it",
-            stacklevel=3,
         )
     return {inner for each in tops for inner in each.modules()}, params
 

@@ -1,7 +1,6 @@
 """``xla.fully_shard``: take the parameters out of torch modules and keep them sharded over XLA devices."""
 # pyright: reportMissingImports=false
 
-import warnings
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -9,7 +8,7 @@ import torch
 from jax.sharding import Mesh
 from torch import nn
 
-from shardwright.errors import InputError
+from shardwright.errors import InputError, warn
 from shardwright.torch_private import parameters_of
 from shardwright.xla.mesh import resolve
 from shardwright.xla.options import UnitOptions
@@ -127,9 +126,8 @@ def _warn_of_pin_layout() -> None:
     global _warned_of_pin_layout
     if not _warned_of_pin_layout:
         _warned_of_pin_layout = True
-        warnings.warn(
+        warn(
             "pin_layout_in_collective_ops has no effect: XLA chooses the layouts of the whole program",
-            stacklevel=3,
         )
 
 
