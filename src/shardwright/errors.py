@@ -33,7 +33,7 @@ _BETWEEN = {"shardwright", "torch", "contextlib", "lightning", "lightning_fabric
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn, at the innermost line that isn't of these packages; in a thread of ours, which has none, there."""
+    """Warn, at the innermost line that isn't of these packages; a thread of ours has none, and warns here."""
     frame, level = sys._getframe(1), 2
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
         frame, level = frame.f_back, level + 1

@@ -30,22 +30,23 @@ class Ceiling(NamedTuple):
     raised: str = ""
 
 
+_STATES = "files of others, state dicts and checkpoints that go on: some sixty faults, each with its test"
 _SILENT = "torch 2.11 to 2.15, clients, releases; forty faults that gave wrong numbers without a word"
 
 # The one place of these limits. Each is exact when it is set; lower it whenever the number has fallen.
 CEILINGS = {
-    "modules that the import loads": Ceiling(193, 75, _SILENT),
-    "lines that the import loads": Ceiling(32_573, 14_500, _SILENT),
-    "modules loaded after ten steps": Ceiling(193, 95, _SILENT),
-    "lines loaded after ten steps": Ceiling(32_573, 17_000, _SILENT),
+    "modules that the import loads": Ceiling(197, 75, _STATES),
+    "lines that the import loads": Ceiling(33_528, 14_500, _STATES),
+    "modules loaded after ten steps": Ceiling(197, 95, _STATES),
+    "lines loaded after ten steps": Ceiling(33_528, 17_000, _STATES),
     "files of a step": Ceiling(53, 24, _SILENT),
-    "functions of a step": Ceiling(300, 210, _SILENT),
-    "code lines of a step": Ceiling(2_283, 1_800, _SILENT),
-    "code lines of the core": Ceiling(11_260, 9_700, _SILENT),
-    "code lines of src": Ceiling(35_980, 33_200, _SILENT),
-    "lines of tests": Ceiling(46_310, 41_500, _SILENT),
-    "words of README and docs": Ceiling(75_781, 60_000, _SILENT),
-    "mutable objects of modules": Ceiling(54, None, _SILENT),
+    "functions of a step": Ceiling(301, 210, _STATES),
+    "code lines of a step": Ceiling(2_295, 1_800, _STATES),
+    "code lines of the core": Ceiling(11_396, 9_700, _STATES),
+    "code lines of src": Ceiling(37_617, 33_200, _STATES),
+    "lines of tests": Ceiling(50_381, 41_500, _STATES),
+    "words of README and docs": Ceiling(76_648, 60_000, _STATES),
+    "mutable objects of modules": Ceiling(56, None, _STATES),
 }
 
 ROOT = Path(__file__).parents[2]
