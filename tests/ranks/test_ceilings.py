@@ -44,7 +44,7 @@ CEILINGS = {
     "code lines of a step": Ceiling(2_295, 1_800, _STATES),
     "code lines of the core": Ceiling(11_396, 9_700, _STATES),
     "code lines of src": Ceiling(37_617, 33_200, _STATES),
-    "lines of tests": Ceiling(50_381, 41_500, _STATES),
+    "lines of tests": Ceiling(50_382, 41_500, _STATES),
     "words of README and docs": Ceiling(76_648, 60_000, _STATES),
     "mutable objects of modules": Ceiling(56, None, _STATES),
 }
