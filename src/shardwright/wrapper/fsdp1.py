@@ -325,6 +325,9 @@ class FullyShardedDataParallel(StatefulWrapper):
 
         The first backward outside reduces them all. Every rank enters it. The accumulated gradients take as
         much memory as the unsharded parameters.
+
+        Returns:
+            The context; it may be entered once.
         """
         return without_sync(self)
 
