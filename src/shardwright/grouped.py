@@ -92,10 +92,20 @@ def chosen(model: nn.Module, groups: str | Grouping, ignored: set[int]) -> list[
 
 
 def choices(model: nn.Module, policy: Grouping, ignored: Collection[int] = ()) -> list[list[str]]:
-    """The groups that ``policy`` chooses; none where nothing in the model says how to group it."""
+    """The groups that ``policy`` chooses; none where nothing in the model says how to group it.
+
+    Raises: InputError where the model has no module of its classes.
+    """
     last: tuple[str, ...] = ()
     if policy.classes:
         names = [name for name, m in model.named_modules() if name and isinstance(m, policy.classes)]
+        if not names:
+            listed = [cls.__name__ for cls in policy.classes]
+            there = sorted({type(module).__name__ for module in model.modules()})
+            raise InputError(
+                f"{type(model).__name__} has no module of {listed}, which Grouping.classes lists; it has "
+                f"modules of {there}"
+            )
     else:
         suggestion = suggested(model, ignored)
         names, last = list(suggestion.apart), suggestion.last

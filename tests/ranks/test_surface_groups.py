@@ -130,6 +130,8 @@ def refused(rank, world):
     for group, message in cases:
         with pytest.raises(InputError, match=message):
             fully_shard(model, groups=[["embedding"], group])
+    with pytest.raises(InputError, match=r"no module of \['LSTM'\], which Grouping.classes lists.*'Block'"):
+        fully_shard(model, groups=Grouping(classes=(nn.LSTM,)))
     with pytest.warns(UserWarning, match="nothing in LSTM says how to group it"):
         alone = fully_shard(nn.LSTM(2, 2), groups="auto")
     assert [group.name for group in unit_of(alone).groups] == ["LSTM"]
