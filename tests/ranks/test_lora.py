@@ -214,51 +214,52 @@ def test_norm_and_output_share_a_group_and_only_adapters_have_gradients_and_stat
     run_ranks(2, norm_and_output, dora)
 
 
-def decoder(apart, reshard_after_forward):
-    """One whose root has all but the blocks, or nothing."""
+def decoder(embedding, head):
+    """An end is a group by itself or the root's. head: its ``reshard_after_forward``, or "root"."""
     model = Language()
     quantize_(model, where="layers.*.weight")
     add_lora(model, Lora(("up", "down", "output"), rank=2))
     for layer in model.layers:
         fully_shard(layer, reshard_after_forward=True)
-    if apart:
+    if embedding == "apart":
         fully_shard(model.embedding)
-        fully_shard([model.norm, model.output], reshard_after_forward=reshard_after_forward)
+    if head != "root":
+        fully_shard([model.norm, model.output], reshard_after_forward=head)
     fully_shard(model)
-    model.set_schedule_policy(SchedulePolicy(bucket_cap_mb=0))
+    model.set_schedule_policy(SchedulePolicy(bucket_cap_mb=0, keep_last=0))
     return model
 
 
-def moments(rank, world, apart, reshard_after_forward):
+def moments(rank, world, embedding, head):
     """Number of groups, and those gathered and freed in forward and backward, as it happened."""
-    model = decoder(apart, reshard_after_forward)
+    model = decoder(embedding, head)
     for _ in range(2):
         model(torch.arange(6).view(2, 3)).square().mean().backward()
-    forward, backward = str(model.trace().schedule()).split("backward\n")
-    found = [
-        re.findall(rf"\b{word} (\S+?)(?:,|$)", text, re.M)
-        for text in (forward, backward)
-        for word in ("unshard", "reshard")
-    ]
-    return stats(model).num_groups, *found
+    phases = str(model.trace().schedule()).split("backward\n")
+    words = [(text, word) for text in phases for word in ("unshard", "reshard")]
+    return stats(model).num_groups, *(
+        re.findall(rf"\b{word} (.+?)(?:,|$)", text, re.M) for text, word in words
+    )
 
 
-def test_what_the_root_has_is_gathered_at_its_forward_and_freed_at_the_end_of_the_backward():
-    for found in run_ranks(2, moments, False, None):
-        groups, gathered, freed, gathered_again, freed_again = found
-        assert groups == 3
-        assert gathered == ["Language", "layers.0", "layers.1"]  # embedding, norm and output in one
-        assert freed == ["layers.0", "layers.1"]
-        assert gathered_again == ["layers.1", "layers.0"]
-        assert freed_again[0] == "layers.1" and set(freed_again[1:]) == {"layers.0", "Language"}
+@pytest.mark.parametrize("head", ["root", True])
+def test_what_the_root_has_is_gathered_at_its_forward_and_freed_at_the_end_of_the_backward(head):
+    own = [] if head == "root" else ["norm+output"]
+    for groups, gathered, freed, gathered_again, freed_again in run_ranks(2, moments, "root", head):
+        assert groups == 3 + len(own)
+        assert gathered == ["Language", "layers.0", "layers.1", *own]  # all that is the root's in one
+        assert freed == ["layers.0", "layers.1", *own]
+        assert gathered_again == [*own, "layers.1", "layers.0"]
+        assert freed_again[:-2] == [*own, "layers.1"]
+        assert set(freed_again[-2:]) == {"layers.0", "Language"}
 
 
 @pytest.mark.parametrize("stays", [True, False])
 def test_norm_and_output_are_gathered_at_the_end_of_the_forward_and_again_only_if_they_were_freed(stays):
-    for found in run_ranks(2, moments, True, not stays):
-        groups, gathered, freed, gathered_again, freed_again = found
+    for groups, gathered, freed, gathered_again, freed_again in run_ranks(2, moments, "apart", not stays):
+        own = [] if stays else ["norm+output"]
         assert groups == 4  # the root has none
         assert gathered == ["embedding", "layers.0", "layers.1", "norm+output"]
-        assert freed == ["embedding", "layers.0", "layers.1", *([] if stays else ["norm+output"])]
-        assert gathered_again == [*([] if stays else ["norm+output"]), "layers.1", "layers.0"]
+        assert freed == ["embedding", "layers.0", "layers.1", *own]
+        assert gathered_again == [*own, "layers.1", "layers.0"]
         assert freed_again == ["norm+output", "layers.1", "layers.0"]
