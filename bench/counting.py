@@ -192,11 +192,17 @@ class KernelCount(TorchDispatchMode):
     def _site(self) -> str | None:
         for frame in _outwards(sys._getframe(2)):
             file = frame.f_code.co_filename
-            if file.startswith(self.folder):
+            if file.startswith(self.folder) and not is_around_autograd(frame):
                 return f"{file[len(self.folder) :].lstrip('/')}:{frame.f_lineno}"
             if "/torch/nn/modules/" in file:
                 return None
         return None
+
+
+def is_around_autograd(frame: FrameType) -> bool:
+    """Whether it is our frame below the whole of a backward, whose kernels aren't ours
+    (``torch_private.before_backwards``)."""
+    return frame.f_code.co_name == "checked" and frame.f_code.co_filename.endswith("torch_private.py")
 
 
 FREE = ("empty", "new_empty", "detach", "resize_", "set_", "alias", "_reshape_alias", "lift_fresh", "item")

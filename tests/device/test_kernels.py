@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwright
-from bench.counting import KernelCount
+from bench.counting import KernelCount, is_around_autograd
 from shardwright.engine.group import ParamGroup
 from shardwright.engine.unit import units_in
 from tests.device import cases
@@ -73,7 +73,9 @@ class DeviceKernels(KernelCount):
     def _site(self):
         frame = sys._getframe(2)
         while frame is not None and (
-            "/torch/" in frame.f_code.co_filename or frame.f_code.co_filename == __file__
+            "/torch/" in frame.f_code.co_filename
+            or frame.f_code.co_filename == __file__
+            or is_around_autograd(frame)
         ):
             frame = frame.f_back
         return super()._site() if frame and frame.f_code.co_filename.startswith(FOLDER) else None

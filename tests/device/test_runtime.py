@@ -237,6 +237,7 @@ _SAVES = "ranks come to a save by words in a store, which a test of its own show
 NOT_REACHED = {
     "checkpoint/save.py save: group.arrive(f'save(step={step})')": _SAVES,
     "checkpoint/save.py async_save: group.arrive(f'async_save(step={step})')": _SAVES,
+    "strategies.py on_rank_0: group.arrive(what)": _SAVES,
     "module.py _save_pretrained: ranks().arrive(f'{own.__name__}.save_pretrained')": _SAVES,
     "module.py GradientReductionHandle.wait: backward.settle(self._number)": (
         "no schedule here is finalized by hand; tests/ranks/test_torch_versions.py shows the wait"

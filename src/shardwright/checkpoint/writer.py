@@ -24,7 +24,7 @@ from shardwright.checkpoint.folder import (
     step_folders,
     storage_of,
 )
-from shardwright.checkpoint.format import Manifest, loads
+from shardwright.checkpoint.format import MANIFEST, Manifest, loads
 from shardwright.checkpoint.lock import Held
 from shardwright.checkpoint.storage import Lock
 from shardwright.errors import CheckpointError, InputError, warn
@@ -192,7 +192,7 @@ class Writer:
                 self.storage.move(self.final, _unused(self.path, f"{why}-{self.final.name}"))
             self.storage.publish(self.attempt, manifest_text)
         except OSError as error:
-            if not is_complete(self.final):
+            if not self._is_published(manifest_text):
                 raise CheckpointError(f"can't publish {self.final}: {error.strerror or error}") from error
             _warn(f"{self.final} is complete, but may not outlast a power cut", error)
         self._try(
@@ -201,6 +201,12 @@ class Writer:
             self.path,
             self.final.name,
         )
+
+    def _is_published(self, manifest_text: str) -> bool:
+        """Whether this save is in its place; another's may be, which was taken for dead."""
+        with suppress(OSError, UnicodeDecodeError):
+            return self.storage.read_text(self.final / MANIFEST) == manifest_text
+        return False
 
     def prune(self, keep: Keep) -> None:
         """Remove the checkpoints that ``keep`` does not keep."""

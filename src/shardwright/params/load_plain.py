@@ -28,7 +28,7 @@ class PlainLoads:
         """A hook of ``register_load_state_dict_pre_hook``."""
         self._at_rest()
         if module in self._now:
-            self._now[module].forget()
+            self._now[module].drop()
         self._now[module] = PlainEntries(module, prefix)
         self._now[module].shard(state, self._shown(), errors=rest[4])
 
@@ -85,12 +85,12 @@ class PlainEntries:
 
     def end(self, missing: list[str]) -> None:
         """All of it has been loaded. missing: gets what wasn't found."""
-        self.forget()
+        self.drop()
         missing += self._absent.values()
         for param in self._flat:
             param.adopt()  # with assign=True it is another one
 
-    def forget(self) -> None:
+    def drop(self) -> None:
         """An error has ended the load, and another one begins."""
         for handle in self._handles:
             handle.remove()
