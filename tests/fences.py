@@ -59,7 +59,7 @@ def copy_repository(folder: Path) -> Path:
         ".git", ".venv*", "runs", "__pycache__", ".*_cache", ".hypothesis", "out"
     )
     copied = shutil.copytree(ROOT, folder / "repository", ignore=ignored)
-    for environment in ROOT.glob(".venv*"):
+    for environment in sorted(ROOT.glob(".venv*")):  # .venv first: the others are newer than it
         (copied / environment.name).mkdir()
         for part in environment.iterdir():
             if part.name != ".installed":
