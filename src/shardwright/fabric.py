@@ -38,7 +38,6 @@ from shardwright.strategies import (
     published_in,
     read_file,
     strategies_of,
-    unreduced,
     write_file,
 )
 
@@ -257,8 +256,8 @@ class ShardwrightStrategy(ShardsModules, *_DDP):
 class _Reducing:
     """Gradients are reduced in the last backward of a step only."""
 
-    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        return unreduced(module) if enabled else nullcontext()
+    def no_backward_sync(self, module: Any, enabled: bool) -> AbstractContextManager[None]:
+        return module.no_sync() if enabled else nullcontext()
 
 
 def _sorted(state: Mapping[str, Any]) -> tuple[nn.Module, Optimizer | None, dict[str, Any]]:

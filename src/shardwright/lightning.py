@@ -39,7 +39,6 @@ from shardwright.strategies import (
     published_in,
     read_file,
     strategies_of,
-    unreduced,
     write_file,
 )
 from shardwright.transport.collect import take_values_of_rank_0
@@ -128,7 +127,7 @@ class _Sharding(ShardsModules):
         enters it on every rank."""
         with ExitStack() as stack:
             for root in _roots(self.lightning_module):
-                stack.enter_context(unreduced(root))
+                stack.enter_context(root.no_sync())
             yield
 
     def lightning_module_state_dict(self) -> dict[str, Any]:

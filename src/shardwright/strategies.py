@@ -2,8 +2,7 @@
 
 import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -79,16 +78,6 @@ def _groups_for(groups: Any, module: nn.Module) -> Any:
         "give the strategy groups=, lists of names or a Grouping, or None if that's meant",
     )
     return None
-
-
-@contextmanager
-def unreduced(module: Any) -> Iterator[None]:
-    """A context in which a module's gradients are accumulated, and not reduced."""
-    module.set_requires_gradient_sync(False)
-    try:
-        yield
-    finally:
-        module.set_requires_gradient_sync(True)
 
 
 # ---- checkpoints, one at a path: the next one to be saved there replaces it

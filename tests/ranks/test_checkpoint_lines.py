@@ -22,6 +22,7 @@ from shardwright.checkpoint.storage import LocalStorage
 from shardwright.errors import CheckpointError, UnreadError
 from tests.ranks.pool import run_ranks
 from tests.ranks.test_checkpoint_faults import build, load_module, save_steps
+from tests.ranks.test_checkpoint_random import disk_of
 
 
 def number(model: nn.Module) -> float:
@@ -238,14 +239,8 @@ def test_a_full_disk_at_the_file_latest_is_a_warning_and_the_step_is_the_latest(
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(disk)], capture_output=True
-    ).returncode:
-        pytest.skip("needs the right to mount a tmpfs")
-    yield disk
-    subprocess.run(["umount", str(disk)], check=True)
+    with disk_of(tmp_path, "64k") as disk:
+        yield disk
 
 
 def test_a_disk_that_was_full_at_the_first_save_takes_the_next_one(small_disk: Path) -> None:

@@ -252,11 +252,12 @@ class Random:
 
 
 @contextmanager
-def disk_of(tmp_path: Path) -> Iterator[Path]:
+def disk_of(tmp_path: Path, size: str) -> Iterator[Path]:
+    """A small disk, with whatever is mounted in it for its length."""
     disk = tmp_path / "disk"
     disk.mkdir()
     if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(disk)], capture_output=True
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(disk)], capture_output=True
     ).returncode:
         pytest.skip("needs the right to mount a tmpfs")
     try:
@@ -280,7 +281,7 @@ EVENTS = (
 def test_whatever_happens_the_newest_complete_step_of_the_line_loads_and_the_next_save_goes_on(
     tmp_path: Path, seed: int
 ) -> None:
-    with disk_of(tmp_path) as disk:
+    with disk_of(tmp_path, "4m") as disk:
         life = Random(seed, disk)
         life.trains(None)
         for number in range(9):

@@ -25,8 +25,9 @@ def install_whole(todo: LoadPlan, small: Mapping[str, torch.Tensor]) -> None:
         if key in todo.state.get("model", {}):
             state = decode(todo.state["model"][key], small.__getitem__)
             _restore(f"set_extra_state of {name or 'the model'}", module.set_extra_state, state, restored)
+    sharded = _sharded_extra(todo)
     for key, value in todo.extra.items():
-        if key not in _sharded_extra(todo):
+        if key not in sharded:
             state = decode(todo.state["extra"][key], small.__getitem__)
             _restore(f"load_state_dict of extra/{key}", value.load_state_dict, state, restored)
 

@@ -150,9 +150,8 @@ def load(
             locations = group.together(f"loading {path}", lambda: locate(path) if group.rank == 0 else None)
             assert locations[0] is not None
             return _load(locations[0], model, optimizer, extra, group)
-        except (
-            UnreadError
-        ):  # a save has removed it meanwhile: there is a newer one; or a disk that passed over
+        except UnreadError:
+            # A save has removed it meanwhile, and there is a newer one; or the disk had a passing error.
             attempts += 1
             if attempts == _ATTEMPTS:
                 raise
