@@ -25,8 +25,15 @@ Each message says which thing, what was got, what was expected and what to do. V
 invariants are ``assert`` statements and not in this tree: they are bugs of ours, never of the user's.
 """
 
+import difflib
 import sys
 import warnings
+from collections.abc import Iterable
+
+REMOVED = {
+    "one_copy_per_host": "one_copy_per_host was removed: it took more memory, and no less time; leave it out"
+}
+"""Options of earlier versions, in calls and recipes, and what is said of them."""
 
 _BETWEEN = {"shardwright", "torch", "contextlib", "lightning", "lightning_fabric", "pytorch_lightning"}
 """Packages whose frames may stand between what warns and the user's line that is meant."""
@@ -39,6 +46,16 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
         frame, level = frame.f_back, level + 1
     is_in_a_thread = frame is None or frame.f_globals.get("__name__") == "threading"
     warnings.warn(message, category, stacklevel=2 if is_in_a_thread else level)
+
+
+def nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """What is said of a misspelt name beside the error, after a semicolon; "" where nothing comes near."""
+    leaf, names = name.split(".")[-1], [*known]
+    if leaf in REMOVED:
+        return f"; {REMOVED[leaf]}"
+    same_leaf = [each for each in names if each.split(".")[-1] == leaf]
+    close = same_leaf or difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    return f"; did you mean {prefix}{close[0]}?" if close else ""
 
 
 class ShardwrightError(Exception):

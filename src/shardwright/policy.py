@@ -16,7 +16,7 @@ from typing import Any, Self
 import torch
 
 from shardwright import torch_fsdp
-from shardwright.errors import InputError
+from shardwright.errors import REMOVED, InputError
 
 
 def _check_dtype(owner: str, field: str, dtype: torch.dtype | None) -> None:
@@ -170,11 +170,6 @@ def _agreement() -> Agreement:
             f'the environment variable SHARDWRIGHT_AGREEMENT must be "strict" or "off", got {asked!r}'
         )
     return Agreement(asked)
-
-
-REMOVED = {  # options of earlier versions, in calls and recipes
-    "one_copy_per_host": "one_copy_per_host was removed: it took more memory, and no less time; leave it out"
-}
 
 
 class _WithoutRemoved:

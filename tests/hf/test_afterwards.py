@@ -173,7 +173,7 @@ def test_merging_holds_two_tensors_at_most_and_leaves_nothing_half_written(tmp_p
     assert cli.main(command) == 0
     assert max(most) <= 2 and len(most) == len(load_file(tmp_path / "out" / "model.safetensors"))
     before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
-    assert cli.main(command) == 1
+    assert cli.main(command) == 2
     assert "exists already" in capsys.readouterr().err
     assert before == {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
     writes = iter(range(5))

@@ -99,10 +99,18 @@ def test_an_export_overwrites_nothing_and_needs_a_finished_run(tmp_path, capsys)
     torch.manual_seed(1)
     a_run(tmp_path / "run")
     (tmp_path / "there").mkdir()
-    assert cli.main(["export", str(tmp_path / "run"), str(tmp_path / "there")]) == 1
+    assert cli.main(["export", str(tmp_path / "run"), str(tmp_path / "there")]) == 2
     assert "exists already" in capsys.readouterr().err
     assert cli.main(["export", str(tmp_path), str(tmp_path / "new")]) == 1
     assert "holds no finished run" in capsys.readouterr().err
+    (tmp_path / "run").rename(tmp_path / "run.1")
+    for other in ("run", "run.2"):  # those of jobs that have begun in its folder since
+        (tmp_path / other).mkdir()
+    assert cli.main(["export", str(tmp_path / "run"), str(tmp_path / "new")]) == 1
+    assert f"give the folder of one (the run before it is in {tmp_path / 'run.1'})" in capsys.readouterr().err
+    (tmp_path / "run" / "config.toml").write_text('[base]\nfolder = "models/llama"\n')
+    assert cli.main(["export", str(tmp_path / "run"), str(tmp_path / "new")]) == 1
+    assert "run holds no fine-tuned model (no exported/step-N/" in capsys.readouterr().err
 
 
 class StopAfter:

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.cli import main, train
+from shardwright.cli import main
+from shardwright.cli.arguments import train
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 

@@ -192,6 +192,7 @@ def test_the_plan_of_a_recipe_recomputes_what_the_recipe_does(tmp_path, capsys):
     for given, blocks in (((), 4), (("--recompute", 0), 0), (("--recompute", 0.5), 2)):
         plan(capsys, *words, *given)
         found = Plan.load(tmp_path / "plan.toml")
+        (tmp_path / "plan.toml").unlink()
         assert found.modules_to_recompute == tuple(f"blocks.{n}" for n in range(blocks))
 
 
@@ -250,7 +251,7 @@ def test_a_step_is_drawn_on_demand(tmp_path, capsys):
 
 
 def test_a_drawing_that_cannot_be_saved_is_refused_before_anything_is_priced(tmp_path, capsys):
-    says = plan(capsys, tmp_path / "no model", *ON, "--draw", "x.gif", code=1)
+    says = plan(capsys, tmp_path, *ON, "--draw", "x.gif", code=1)
     assert "a drawing is saved as .html, .png or .svg, got 'x.gif'" in says
 
 
@@ -298,7 +299,7 @@ def test_a_recipe_whose_base_is_not_there_says_how_to_get_it(capsys):
     [
         ((), "takes a MODEL or --runs CSV"),
         (("nosuch", *ON), "MODEL 'nosuch' is neither a folder with a config.json"),
-        (("nosuch.json", *ON), "can't read nosuch.json as the config"),
+        (("nosuch.json", *ON), "MODEL 'nosuch.json' is neither a folder with a config.json nor such a file"),
         (("{}",), "needs --device NAME and --ranks N, or --cluster FILE"),
         (("{}", "--device", "H100"), "--ranks is missing"),
         (("{}", "--device", "abacus", "--ranks", 8), "no device 'abacus' is in the library"),

@@ -16,6 +16,7 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import NamedTuple
 
+from shardwright.cli.words import checked
 from shardwright.errors import ConfigError, MissingExtra, ShardwrightError
 from shardwright.train.launch import CLOSED_PIPE
 
@@ -31,25 +32,33 @@ SECTIONS = {
     "train and fine-tune": {
         "init": Verb("init", "write a recipe with a comment on every key, to change and to train"),
         "recipe": Verb("recipe", "list the recipes that come with the package, or print one"),
-        "train": Verb("train", "train or fine-tune the model of a recipe"),
+        "train": Verb("arguments.train", "train or fine-tune the model of a recipe"),
     },
     "afterwards": {
-        "sample": Verb("afterwards", "print text that a trained model writes"),
-        "chat": Verb("afterwards", "talk with a fine-tuned model"),
-        "export": Verb("afterwards", "write a trained model, or adapter, for transformers and peft"),
-        "merge": Verb("afterwards", "add a run's adapter to its base, as a whole model"),
+        "sample": Verb("arguments.afterwards", "print text that a trained model writes"),
+        "chat": Verb("arguments.afterwards", "talk with a fine-tuned model"),
+        "export": Verb(
+            "arguments.afterwards", "write a trained model, or adapter, for transformers and peft"
+        ),
+        "merge": Verb("arguments.afterwards", "add a run's adapter to its base, as a whole model"),
     },
     "plan": {
-        "plan": Verb("plan", "predict step times and memory of runs, before anything is rented"),
-        "bench": Verb("bench", "measure this cluster for plans: its devices, its links"),
+        "plan": Verb("arguments.plan", "predict step times and memory of runs, before anything is rented"),
+        "bench": Verb("arguments.bench", "measure this cluster for plans: its devices, its links"),
     },
     "look": {
-        "top": Verb("top", "show what the ranks of a running job wait for, or do"),
-        "trace": Verb("trace", "draw the last steps of all ranks: which rank waited for which, and why"),
+        "top": Verb("arguments.top", "show what the ranks of a running job wait for, or do"),
+        "trace": Verb(
+            "arguments.trace", "draw the last steps of all ranks: which rank waited for which, and why"
+        ),
     },
     "check": {
-        "preflight": Verb("preflight", "find out in ten seconds whether a job can train on these hosts"),
-        "checkpoint": Verb("checkpoint", "inspect, verify, compare, convert or export checkpoints"),
+        "preflight": Verb(
+            "arguments.preflight", "find out in ten seconds whether a job can train on these hosts"
+        ),
+        "checkpoint": Verb(
+            "arguments.checkpoint", "inspect, verify, diff, convert or consolidate checkpoints"
+        ),
     },
     "set up": {
         "completion": Verb("completion", "print what makes bash, zsh or fish complete this command"),
@@ -85,13 +94,13 @@ def _run(given: list[str]) -> int:
         if "--version" in given[:1]:
             print(_versions())
             return 0
-        known, rest = parser.parse_known_args(given)
-        if rest and not known.takes_keys:
+        known, rest = parser.parse_known_args(checked(parser, given))
+        if rest:
             raise ConfigError(
                 f"shardwright {known.command}: unknown argument(s) {' '.join(rest)}; "
                 f"see: shardwright {known.command} --help"
             )
-        return known.call(argparse.Namespace(**vars(known), given=given, rest=rest))
+        return known.call(argparse.Namespace(**vars(known), given=given))
     except ShardwrightError as error:
         print(f"shardwright: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError | MissingExtra) else 1
@@ -132,7 +141,6 @@ def command_parser(verbs: Iterable[str]) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="store_true", help="print the versions that are installed")
-    parser.set_defaults(takes_keys=False)
     # Its own list of commands has no sections, so the description has them.
     commands = parser.add_subparsers(
         dest="command", required=True, metavar="COMMAND", prog="shardwright", help=argparse.SUPPRESS

@@ -1,41 +1,17 @@
-"""``shardwright bench``: this cluster as ``shardwright plan --cluster FILE`` takes it.
-
-shardwright bench compute --out cluster.toml                           one device, or all at the same time:
-torchrun --nproc-per-node 8 -m shardwright bench compute --out cluster.toml
-torchrun --nproc-per-node 8 -m shardwright bench links --out cluster.toml
-"""
+"""Measures the devices of this cluster, and what joins them."""
 
 import argparse
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from shardwright.cli.verb import add_verb
-from shardwright.errors import ConfigError
+from shardwright.cli.arguments.bench import check_out
 from shardwright.plan.cluster import Cluster
 from shardwright.plan.measure import measured_briefly, measured_device, measured_links, of_first_rank
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
-
-def add_commands(commands: Any) -> None:
-    """Add it to the subparsers of the command."""
-    bench = add_verb(
-        commands,
-        "bench",
-        "Measure this cluster for shardwright plan --cluster FILE. Start it on every rank, as a "
-        "training job is; both write the same file, devices first.",
-        "shardwright bench compute --out cluster.toml",
-        "torchrun --nproc-per-node 8 -m shardwright bench compute --out cluster.toml",
-        "torchrun --nproc-per-node 8 -m shardwright bench links --out cluster.toml",
-    )
-    bench.add_argument("what", choices=("compute", "links"), help="of the devices, or of what joins them")
-    bench.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16", help="of compute")
-    bench.add_argument("--out", required=True, metavar="FILE", help="the cluster, TOML; rank 0 writes")
-    bench.set_defaults(call=run)
 
 
 def run(known: argparse.Namespace) -> int:
@@ -67,8 +43,7 @@ def run(known: argparse.Namespace) -> int:
 
 
 def _before(path: Path, what: str) -> Cluster | None:
-    if what == "links" and not path.exists():
-        raise ConfigError(f"{path} has no device yet: first shardwright bench compute --out {path}")
+    check_out(path, what)
     return Cluster.load(path) if path.exists() else None
 
 

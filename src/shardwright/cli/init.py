@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.cli.keys import add_keys, given_keys
+from shardwright.cli.outputs import check_file
 from shardwright.cli.verb import add_verb
-from shardwright.errors import ConfigError
 from shardwright.train.template import KINDS, SCHEMA_FILE, commented, resolve_kind, schema
 
 
@@ -45,14 +45,11 @@ def run(known: argparse.Namespace) -> int:
     """Write both files. Raises: ConfigError where FILE exists or can't be written, or a value is wrong."""
     resolved = resolve_kind(known.kind, given_keys(known))
     path = Path(known.file)
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(commented(resolved))
-    except FileExistsError:
-        raise ConfigError(f"{path} exists already: give another name, or remove it first") from None
-    except OSError as error:
-        raise ConfigError(f"can't write the recipe {path}: {error.strerror}; give another path") from None
+    check_file(path)
+    check_file(path.with_name(SCHEMA_FILE), may_exist=True)
     path.with_name(SCHEMA_FILE).write_text(json.dumps(schema(), indent=1) + "\n", encoding="utf-8")
+    with path.open("x", encoding="utf-8") as file:
+        file.write(commented(resolved))
     print(f"written: {path}, and {path.with_name(SCHEMA_FILE)} for editors")
     recipe = resolved.recipe
     paths = {"base.folder": recipe.base.folder, "data.path": recipe.data.path} if recipe.base.folder else {}

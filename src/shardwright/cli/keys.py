@@ -1,10 +1,8 @@
 """The keys of a recipe as options of a command (``--training.steps 50``), grouped by section."""
 
 import argparse
-from collections.abc import Sequence
 from typing import Any, Literal, get_args, get_origin
 
-from shardwright.errors import ConfigError
 from shardwright.train.config import Recipe
 from shardwright.train.resolve import entry
 
@@ -13,9 +11,7 @@ _METAVARS = {bool: "{true,false}", int: "N", float: "X", str: "TEXT"}
 
 
 def add_keys(parser: argparse.ArgumentParser) -> None:
-    """Add an option for each key. Those with no value of their own aren't in what is parsed, and options that
-    are none of them are left to ``given_keys``, which says which key comes near."""
-    parser.set_defaults(takes_keys=True)
+    """Add an option for each key. Those that aren't given aren't in what is parsed."""
     defaults = Recipe().model_dump(mode="json")
     for name, section in Recipe.model_fields.items():
         kind = type(section.default)
@@ -39,20 +35,5 @@ def _metavar(annotation: Any) -> str:
 
 
 def given_keys(known: argparse.Namespace) -> list[tuple[str, str]]:
-    """(key, value) of each ``--section.key value`` that was given, also of those that are no key."""
-    return [*((key, value) for key, value in vars(known).items() if "." in key), *_unknown(known.rest)]
-
-
-def _unknown(rest: Sequence[str]) -> list[tuple[str, str]]:
-    pairs: list[tuple[str, str]] = []
-    words = iter(rest)
-    for word in words:
-        if not word.startswith("--"):
-            raise ConfigError(f"got {word!r}, expected --section.key VALUE; see: shardwright train --help")
-        key, equals, value = word[2:].partition("=")
-        if not equals:
-            value = next(words, None)
-            if value is None:
-                raise ConfigError(f"--{key} has no value; write --{key} VALUE")
-        pairs.append((key.replace("-", "_"), value))
-    return pairs
+    """(key, value) of each ``--section.key value`` that was given."""
+    return [(key, value) for key, value in vars(known).items() if "." in key]

@@ -1,15 +1,10 @@
-"""``shardwright trace``: the last steps of all ranks, of a job that runs or of a run that has ended.
-
-shardwright trace RUN | HOST:PORT | FILE --out FOLDER [--steps N] [--plan PLAN]
-"""
+"""The last steps of all ranks, collected and written."""
 
 import argparse
 import tomllib
 from pathlib import Path
-from typing import Any
 
 from shardwright.cli.top import exchange_at, store_of
-from shardwright.cli.verb import add_verb
 from shardwright.errors import CommError, ShardwrightError
 from shardwright.observe.steps.rings import Ring, load
 from shardwright.observe.steps.step_page import save_page
@@ -19,30 +14,7 @@ from shardwright.train.folder import JOB_FILE, RunFolder
 _ANSWER_S = 10.0
 
 
-def add_commands(commands: Any) -> None:
-    """Add it to the subparsers of the command."""
-    trace = add_verb(
-        commands,
-        "trace",
-        "Draw what every rank did in its last steps, on one clock, with an arrow from each wait "
-        "to the rank that came last: trace.html, trace.png (with matplotlib) and trace.json (for "
-        "ui.perfetto.dev). It asks the ranks of a running job, which go on meanwhile; a run that has ended "
-        "left it in its folder.",
-        "shardwright trace runs/quickstart --out trace --steps 3",
-    )
-    trace.add_argument(
-        "job",
-        metavar="JOB",
-        help="the folder of a run of `shardwright train`, or one that model.trace().save left rings in; or a "
-        "running job's store: HOST:PORT (a rank's MASTER_ADDR:MASTER_PORT), or the path of its file",
-    )
-    trace.add_argument("--out", metavar="FOLDER", required=True, help="where to write; it is made")
-    trace.add_argument("--steps", type=int, default=1, help="how many of the last whole steps (default: 1)")
-    trace.add_argument("--plan", metavar="FILE", help="a plan of this run, to be drawn above it")
-    trace.set_defaults(call=run_trace)
-
-
-def run_trace(known: argparse.Namespace) -> int:
+def run(known: argparse.Namespace) -> int:
     """Collect, write and say where.
 
     Raises:

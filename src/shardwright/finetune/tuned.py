@@ -68,7 +68,8 @@ def find_tuned(path: Path, base: Path | None = None, trusted: str = "") -> Tuned
     if not is_adapter and not (path / library.CONFIG).is_file():
         raise InputError(
             f"{path} holds no fine-tuned model (no exported/step-N/, {ADAPTER_CONFIG} or {library.CONFIG}): "
-            "give the folder of a run that has exported one, which it does after each epoch and at its end"
+            f"give the folder of a run that has exported one{RunFolder(path).before()}, which it does after "
+            "each epoch and at its end"
         )
     run = RunFolder(path.parent.parent)
     recipe = (

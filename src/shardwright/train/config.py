@@ -5,10 +5,12 @@ file, the command line (``--training.steps 50``). There is no hidden file, and n
 a value. How the three are merged and checked is in :mod:`shardwright.train.resolve`.
 """
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from shardwright.extras import from_extra
-from shardwright.policy import SchedulePolicy, WatchPolicy
+
+if TYPE_CHECKING:
+    from shardwright.policy import SchedulePolicy, WatchPolicy
 
 with from_extra("train"):
     from pydantic import (
@@ -431,8 +433,10 @@ class ScheduleConfig(Section):
         default="auto", description="how bytes move; auto: shared memory between CPU ranks of one host"
     )
 
-    def policy(self) -> SchedulePolicy:
+    def policy(self) -> "SchedulePolicy":
         """The same as the library's policy, where no bound is None."""
+        from shardwright.policy import SchedulePolicy  # noqa: PLC0415 a recipe is checked without torch
+
         values = self.model_dump(exclude={"transport"})
         values["row_wise"] = None if self.row_wise == "auto" else self.row_wise
         return SchedulePolicy(**_unbounded(values, "budget_nbytes", "max_gathers", "wire_nbytes"))
@@ -453,8 +457,10 @@ class WatchConfig(Section):
     )
     signal: bool = Field(default=True, description="SIGUSR1 prints the table; off: it is the scheduler's")
 
-    def policy(self) -> WatchPolicy:
+    def policy(self) -> "WatchPolicy":
         """The same as the library's policy, where no bound is None."""
+        from shardwright.policy import WatchPolicy  # noqa: PLC0415 a recipe is checked without torch
+
         return WatchPolicy(**_unbounded(self.model_dump(), "stall_s", "collective_s"))
 
 

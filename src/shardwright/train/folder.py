@@ -190,10 +190,20 @@ class RunFolder:
             )
         if not self.model.is_file() or not self.config.is_file():
             raise InputError(
-                f"{self.root} holds no finished run (no model.safetensors): give the folder of one, "
-                "or finish this run with: shardwright train RECIPE --resume"
+                f"{self.root} holds no finished run (no model.safetensors): give the folder of one"
+                f"{self.before()}, or finish this run with: shardwright train RECIPE --resume"
             )
         return load_file(self.model)
+
+    def before(self) -> str:
+        """Where the last finished one is of the runs that were moved aside here, in words; "" without one."""
+        aside, number = self.root, 0
+        while (moved := self.root.with_name(f"{self.root.name}.{number + 1}")).exists():
+            number += 1
+            aside = (
+                moved if (moved / "model.safetensors").exists() or (moved / "exported").is_dir() else aside
+            )
+        return f" (the run before it is in {aside})" if aside != self.root else ""
 
 
 def _step(line: str) -> float:

@@ -8,7 +8,6 @@
 Pure: reads one file, starts nothing.
 """
 
-import difflib
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -16,10 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from shardwright.errors import ConfigError
+from shardwright.errors import ConfigError, nearest
 from shardwright.extras import from_extra
 from shardwright.files import parsed
-from shardwright.policy import REMOVED
 from shardwright.train.config import Recipe
 
 with from_extra("train"):
@@ -176,13 +174,7 @@ def _sentence(detail: Any, origins: Mapping[str, Origin]) -> str:
 
 def _nearest(key: str, known: Any, wider: Any = (), prefix: str = "") -> str:
     names = list(dict.fromkeys((*known, *wider)))
-    if why := REMOVED.get(key.split(".")[-1]):
-        return f"; {why}"
-    same_leaf = [name for name in names if name.split(".")[-1] == key.split(".")[-1]]
-    close = same_leaf or difflib.get_close_matches(key, names, n=1, cutoff=0.6)
-    if close:
-        return f"; did you mean {prefix}{close[0]}?"
-    return f"; known: {', '.join(prefix + name for name in known)}"
+    return nearest(key, names, prefix) or f"; known: {', '.join(prefix + name for name in known)}"
 
 
 def _kind(value: object) -> str:

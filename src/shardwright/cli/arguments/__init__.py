@@ -1,0 +1,1 @@
+"""The arguments of the verbs whose work needs torch, and what is looked at before it is imported."""
