@@ -5,9 +5,11 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 import torch
@@ -143,6 +145,26 @@ def test_top_gives_up_where_no_store_answers(monkeypatch, listens):
             server.close()
         with pytest.raises(CommError, match=r"no job's store answers at 127\.0\.0\.1:\d+ within 0\.5 s"):
             top.exchange_at(f"127.0.0.1:{port}")
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_top_at_a_wrong_address_is_one_sentence(answers):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        if answers:  # as what speaks another protocol does
+            threading.Thread(target=hang_up, args=(server,), daemon=True).start()
+        else:
+            server.close()
+        command = [sys.executable, "-m", "shardwright", "top", f"127.0.0.1:{port}", "--once"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert re.fullmatch(r"shardwright: no job's store answers at 127.0.0.1:\d+ within 5 s: .*\n", done.stderr)
+
+
+def hang_up(server):
+    with suppress(OSError):  # closed
+        while True:
+            server.accept()[0].close()
 
 
 CALLS = """

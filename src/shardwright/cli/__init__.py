@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(given: list[str]) -> int:
     if given[:1] in (["top"], ["trace"]) and "torch" not in sys.modules:
         # They say in a line that a job has ended. Before it torch would print the C++ stack of its store.
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     try:
         parser = command_parser(given[:1])
         if "--version" in given[:1]:

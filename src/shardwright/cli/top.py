@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import socket
 import threading
 import time
 from contextlib import nullcontext
@@ -151,6 +152,12 @@ def exchange_at(address: str) -> StatusExchange:
 
 
 def _find(address: str) -> StatusExchange | None:
+    host, colon, port = address.rpartition(":")
+    if colon and port.isdigit():
+        try:  # torch would try again and again, in a thread that may not outlive this process
+            socket.create_connection((host, int(port)), CONNECT.total_seconds()).close()
+        except OSError as error:
+            raise _no_store(address, error.strerror or str(error)) from None
     found: list[StatusExchange | None] = []
     failed: list[str] = []
     # In a thread: who listens there may be no store, and never say anything.
@@ -158,16 +165,21 @@ def _find(address: str) -> StatusExchange | None:
     asking.start()
     asking.join(CONNECT.total_seconds())
     if not found:
-        why = failed[0] if failed else "nothing there spoke as a store does"
-        raise CommError(
-            f"no job's store answers at {address} within {CONNECT.total_seconds():g} s: {why}. Give what a "
-            "rank of the job has as MASTER_ADDR:MASTER_PORT, on a host that reaches it"
-        )
+        raise _no_store(address, failed[0] if failed else "nothing there spoke as a store does")
     return found[0]
+
+
+def _no_store(address: str, why: str) -> CommError:
+    return CommError(
+        f"no job's store answers at {address} within {CONNECT.total_seconds():g} s: {why}. Give what a "
+        "rank of the job has as MASTER_ADDR:MASTER_PORT, on a host that reaches it"
+    )
 
 
 def _ask(address: str, found: list[StatusExchange | None], failed: list[str]) -> None:
     try:
-        found.append(find_exchange(store_at(address, CONNECT * 0.8)))
+        store = store_at(address, CONNECT * 0.3)  # of one try, of two
+        store.set_timeout(CONNECT * 0.8)
+        found.append(find_exchange(store))
     except RuntimeError as error:
         failed.append(str(error).splitlines()[0])
