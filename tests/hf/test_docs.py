@@ -36,6 +36,8 @@ def repository(tmp_path_factory):
     tiny = "--training.steps 2 --model.num_layers 1 --model.dim 64 --model.num_heads 2 --model.hidden_dim 96"
     run_command(f"shardwright train recipes/quickstart.toml {tiny}", copied)
     run_command("mkdir models && shardwright export runs/quickstart models/llama", copied)
+    config = copied / "models" / "llama" / "config.json"  # as real models, it has positions for the recipes
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 4096}))
     (copied / "notes.txt").write_text("What is worth keeping is worth writing down. " * 200)
     said = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
     (copied / "chats.jsonl").write_text(f"{json.dumps({'messages': said})}\n" * 60)

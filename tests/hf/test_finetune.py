@@ -359,6 +359,8 @@ def test_the_line_for_real_models_trains_on_any_chats(place, tmp_path, count):
     (tmp_path / "recipes").symlink_to(Path(__file__).parents[2] / "recipes")
     shutil.copytree(place / "llama", tmp_path / "models" / "llama")
     without_pad_token(tmp_path / "models" / "llama")
+    config = tmp_path / "models" / "llama" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 2048}))
     with (tmp_path / "chats.jsonl").open("w") as file:
         for i in range(count):
             said = [("user", f"{i} + 1?"), ("assistant", str(i + 1))]

@@ -36,12 +36,15 @@ def tokens_of(prompt: str, tokenizer: Any, instead: Sequence[int] = ()) -> torch
 def generate(
     model: Any, tokenizer: Any, tokens: torch.Tensor, wanted: Wanted, **options: Any
 ) -> torch.Tensor:
-    """The tokens that ``model`` writes after ``tokens``, int64 (1, n), up to the end of the text; 1-D."""
+    """The tokens that ``model`` writes after ``tokens``, int64 (1, n), up to the end of the text, or of its
+    positions; 1-D."""
+    room = getattr(model.config, "max_position_embeddings", None)
+    number = wanted.num_tokens if room is None else min(wanted.num_tokens, room - tokens.shape[1])
     how = {"temperature": wanted.temperature} if wanted.temperature else {}
     written = model.generate(
         tokens,
         attention_mask=torch.ones_like(tokens),
-        max_new_tokens=wanted.num_tokens,
+        max_new_tokens=max(1, number),
         pad_token_id=tokenizer.pad_token_id or 0,
         do_sample=wanted.temperature > 0,
         **how,

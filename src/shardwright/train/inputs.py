@@ -1,9 +1,11 @@
 """What a fine-tune begins from is there: looked at before transformers is imported, in milliseconds."""
 
+import json
 import re
 from pathlib import Path
 
 from shardwright.errors import DataError, InputError
+from shardwright.files import is_size, parsed
 from shardwright.train.config import Recipe
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -13,12 +15,18 @@ _TOY = "runs/quickstart-llama"
 def check_inputs(recipe: Recipe) -> None:
     """Only asks the file system; for each process of a run, or the one that starts it.
 
-    Raises: InputError where ``base.folder`` is no folder; DataError where the file of a recipe for DPO, which
-    nothing of ours makes, isn't there.
+    Raises: InputError where ``base.folder`` is no folder, or its model has fewer positions than a sequence;
+    DataError where the file of a recipe for DPO, which nothing of ours makes, isn't there.
     """
     folder, data = recipe.base.folder, recipe.data
     if not Path(folder).is_dir():
         raise InputError(f"base.folder = {folder!r}: no such folder; {_remedy(folder)}")
+    length, positions = recipe.training.sequence_length, _positions(Path(folder, "config.json"))
+    if positions and length > positions:
+        raise InputError(
+            f"training.sequence_length = {length:,}, but the model of {folder} has {positions:,} positions "
+            f"(config.json): set it to {positions:,} or less"
+        )
     is_file = data.path.endswith(".jsonl") and "://" not in data.path and not data.sources
     if recipe.training.loss == "dpo" and is_file and not Path(data.path).exists():
         raise DataError(
@@ -26,6 +34,17 @@ def check_inputs(recipe: Recipe) -> None:
             '{"prompt": "2 + 2?", "chosen": "4", "rejected": "22"}, the better and the worse answer to a '
             "prompt; or set data.path to preferences that you have"
         )
+
+
+def _positions(config: Path) -> int | None:
+    """How many the model of a folder has; None where its config doesn't say, or can't be read here."""
+    try:
+        found = parsed(json.loads, config.read_text(encoding="utf-8"))
+        found = {**found, **(found.get("text_config") or {})}
+    except (OSError, ValueError, AttributeError, TypeError):
+        return None  # what reads it for the model says why
+    given = [found.get(name) for name in ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")]
+    return next((each for each in given if is_size(each)), None)
 
 
 def _remedy(folder: str) -> str:
