@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from shardwright.errors import ConfigError
+from shardwright.train import launch
 from shardwright.train.config import LaunchConfig, RunConfig
 from shardwright.train.launch import CPU_RANKS, xla_environment
 from shardwright.train.ranks import choose_device, ranks_to_start
@@ -75,3 +76,23 @@ def test_a_run_goes_on_from_what_a_recipe_says(given, taken):
 def test_another_word_is_refused(given):
     with pytest.raises(ValueError, match='expected "auto", "last", or the step of a checkpoint'):
         RunConfig(resume=given)
+
+
+def test_ranks_that_memory_has_no_room_for_are_refused_with_how_many_it_has(see, monkeypatch):
+    see(0, "")
+    monkeypatch.setattr("shardwright.train.ranks.anonymous_nbytes", lambda: 200 << 20)
+    monkeypatch.setattr("shardwright.train.ranks.free_nbytes", lambda: 1 << 30)
+    assert ranks_to_start(LaunchConfig(ranks=5)) == 5
+    told = r"each takes 200\.0 MiB before .*, together 1\.2 GiB, and 1\.0 GiB of memory are free: .* most 5"
+    with pytest.raises(ConfigError, match=told):
+        ranks_to_start(LaunchConfig(ranks=6))
+    monkeypatch.setattr("shardwright.train.ranks.free_nbytes", lambda: 0)  # nothing says
+    assert ranks_to_start(LaunchConfig(ranks=6)) == 6
+
+
+def test_more_ranks_than_eight_for_each_core_are_refused_unless_a_key_says_so(monkeypatch):
+    monkeypatch.setattr(launch, "_cores", lambda: 2)
+    launch.check_ranks(16, 8)
+    launch.check_ranks(17, 9)
+    with pytest.raises(ConfigError, match=r"launch.ranks = 17, .* 2 core.*16; .*launch.ranks_per_core"):
+        launch.check_ranks(17, 8)

@@ -17,6 +17,7 @@ from shardwright.errors import ConfigError, OutOfMemory
 from shardwright.observe.watch.status import in_words
 from shardwright.transport.cpu.libc import LIBC
 from shardwright.transport.cpu.pages import POOL
+from shardwright.transport.link import host_free_nbytes
 
 VARIABLE = "SHARDWRIGHT_MEMORY_BUDGET"
 """Bytes of host memory that one rank may hold ("6GiB", "500MB", "4000000000"), or "container": what the
@@ -100,6 +101,25 @@ def resident_nbytes() -> int:
     """Bytes of memory that this process has, on Linux; 0 elsewhere. Takes 3 us."""
     file = _statm(os.getpid())
     return 0 if file is None else int(os.pread(file, 64, 0).split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def anonymous_nbytes() -> int:
+    """Of these, what no other process shares; 0 where the kernel doesn't say."""
+    try:
+        found = re.search(r"^RssAnon:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    except OSError:
+        return 0
+    return int(found[1]) << 10 if found else 0
+
+
+def free_nbytes(root: Path = _CGROUP) -> int:
+    """Bytes that processes here can still take, of the host or its container; 0 where neither says."""
+    host = host_free_nbytes()
+    try:
+        bound = Budget(_container_nbytes(root), True, root)
+        return min(host, bound.nbytes - bound.held_nbytes())
+    except (ConfigError, OSError):
+        return host
 
 
 @cache

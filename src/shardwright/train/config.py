@@ -365,6 +365,7 @@ class LaunchConfig(Section):
         description="local ranks to start (not read under torchrun); 0 or auto: one per visible accelerator, "
         "2 where there is none",
     )
+    ranks_per_core: int = Field(default=8, ge=1, description="more local ranks for each core are refused")
     backend: Literal["eager", "xla"] = Field(
         default="eager",
         description="eager: a process per rank; xla: one compiled program, a device per rank",

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from shardwright.errors import LaunchError
+from shardwright.errors import ConfigError, LaunchError
 from shardwright.extras import require
 
 STORE_VARIABLE = "SHARDWRIGHT_STORE"
@@ -87,21 +87,34 @@ def launch(arguments: Sequence[str], ranks: int, variables: Mapping[str, str] | 
         LaunchError: a rank failed; the message holds its traceback. No rank is left running.
         BrokenPipeError: a rank ended because nobody reads its output, which is this process's.
     """
+    processes: list[subprocess.Popen[bytes]] = []
+    previous = [signal.getsignal(number) for number in STOP_SIGNALS]
     with tempfile.TemporaryDirectory(prefix="shardwright-") as scratch:
         # Blocked while ranks start: they inherit the mask and lift it once they can save and leave, so that a
         # Ctrl-C during the seconds of importing torch is neither lost nor answered with a traceback.
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-        processes = [
-            _start(arguments, (rank, ranks), Path(scratch), variables or {}) for rank in range(ranks)
-        ]
-        previous = [signal.signal(number, _PassOn(processes)) for number in STOP_SIGNALS]
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         try:
+            for rank in range(ranks):
+                processes.append(_start(arguments, (rank, ranks), Path(scratch), variables or {}))
+                _stop_if_asked(rank, ranks)
+            for number in STOP_SIGNALS:
+                signal.signal(number, _PassOn(processes))
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
             _watch(processes, Path(scratch))
         finally:
             _end(processes)
             for number, handler in zip(STOP_SIGNALS, previous, strict=True):
                 signal.signal(number, handler)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+def _stop_if_asked(rank: int, ranks: int) -> None:
+    """Raises: LaunchError where a signal has come, which is blocked."""
+    if signal.sigpending() & {*STOP_SIGNALS}:
+        name = signal.Signals(signal.sigwait(STOP_SIGNALS)).name
+        raise LaunchError(
+            f"{name} came when {rank + 1} of {ranks} ranks were started; all of them have ended"
+        )
 
 
 class _PassOn:
@@ -122,10 +135,9 @@ def _start(
     arguments: Sequence[str], place: tuple[int, int], scratch: Path, variables: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
     rank, ranks = place
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     environment = {
         # Kept if set: threads beyond a rank's cores, or another interface, are a choice that one may make.
-        "OMP_NUM_THREADS": str(max(1, cores // ranks)),
+        "OMP_NUM_THREADS": str(max(1, _cores() // ranks)),
         "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
         **os.environ,
         **variables,
@@ -138,7 +150,26 @@ def _start(
     }
     command = [sys.executable, "-m", "shardwright", *arguments]
     # Its own process group: a Ctrl-C at the terminal reaches the launcher alone, which passes it on once.
-    return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, process_group=0)
+    try:
+        return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, process_group=0)
+    except OSError as error:
+        raise LaunchError(
+            f"rank {rank} of {ranks} can't be started: {error.strerror}; start fewer (--launch.ranks), or "
+            "raise this machine's limits (ulimit -a); all ranks have ended"
+        ) from error
+
+
+def check_ranks(ranks: int, per_core: int) -> None:
+    """Raise ConfigError for more local ranks than there should be on the cores of this process."""
+    if ranks > per_core * _cores():
+        raise ConfigError(
+            f"launch.ranks = {ranks}, and this process has {_cores()} core(s): expected at most {per_core} "
+            f"ranks on each, {per_core * _cores()}; start fewer, or set launch.ranks_per_core to more"
+        )
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _watch(processes: Sequence[subprocess.Popen[bytes]], scratch: Path) -> None:

@@ -24,7 +24,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwright.checkpoint import StopRequest
 from shardwright.errors import CheckpointError, ConfigError, DataError, InputError
+from shardwright.observe.host_memory import anonymous_nbytes, free_nbytes
 from shardwright.observe.watch.lifecycle import amendments, keep_watch, leave, set_watch, store_address
+from shardwright.observe.watch.status import in_words
 from shardwright.torch_private import default_store
 from shardwright.train.config import LaunchConfig, Recipe
 from shardwright.train.data import Share
@@ -131,11 +133,18 @@ class LaunchedStop(StopRequest):
 def ranks_to_start(config: LaunchConfig) -> int:
     """How many local ranks ``config`` asks for: where it says 0, as many as there are devices for them.
 
-    Raises: ConfigError, as ``choose_device`` does for so many.
+    Raises: ConfigError, as ``choose_device`` does for so many, and where they don't fit into memory, each of
+        them with what this process holds, which has imported what they do.
     """
     devices = 0 if config.device == "cpu" else torch.accelerator.device_count()
     ranks = config.ranks or devices or CPU_RANKS
     choose_device(config, ranks)
+    each, free = anonymous_nbytes(), free_nbytes()
+    if free and ranks * each > free:
+        raise ConfigError(
+            f"launch.ranks = {ranks}: each takes {in_words(each)} before it holds a model, together "
+            f"{in_words(ranks * each)}, and {in_words(free)} of memory are free: start at most {free // each}"
+        )
     return ranks
 
 

@@ -58,7 +58,7 @@ def free_nbytes(comm: Comm) -> int:
         hosts = [row[0] for row in comm.exchange([host], "ranks of each host")]
         # Other axes may have ranks here, too, which the launcher knows of.
         ranks = max(hosts.count(host), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        _free[comm] = -_largest(comm, [-(_host_free_nbytes() // ranks)])[0]
+        _free[comm] = -_largest(comm, [-(host_free_nbytes() // ranks)])[0]
     return _free[comm]
 
 
@@ -112,7 +112,7 @@ def _coding_us() -> tuple[int, int]:
     return took_us[-2], took_us[-1]
 
 
-def _host_free_nbytes() -> int:
+def host_free_nbytes() -> int:
     """Bytes of the host's memory that can be taken; 0 where the kernel doesn't say."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()

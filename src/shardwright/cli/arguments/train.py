@@ -11,7 +11,9 @@ from shardwright.cli.outputs import check_folder
 from shardwright.cli.verb import add_verb, is_first, work
 from shardwright.extras import require
 from shardwright.train.inputs import check_inputs
+from shardwright.train.launch import check_ranks
 from shardwright.train.resolve import resolve
+from shardwright.train.tasks import is_rank
 from shardwright.train.trackers import check_installed
 
 
@@ -75,5 +77,7 @@ def _check(known: argparse.Namespace) -> None:
     if recipe.optimizer.kind == "adamw-8bit":
         require("bnb", "bitsandbytes")
     check_installed(recipe.track.to)
+    if not is_rank():
+        check_ranks(recipe.launch.ranks, recipe.launch.ranks_per_core)
     if is_first():
         check_folder(known.resolved.folder, may_exist=True)
