@@ -5,6 +5,7 @@ import gzip
 import io
 import json
 import lzma
+import os
 import pickle
 import re
 import zipfile
@@ -214,3 +215,18 @@ def test_the_source_of_torch_is_a_corpus():
     taken, _ = corpus_files(DataConfig(path="torch", limit_nbytes=100_000))
     assert 50_000 < sum(len(content) for _, content in taken) <= 100_000
     assert all(name.endswith(".py") for name, _ in taken)
+
+
+def test_a_folder_of_the_corpus_that_cannot_be_read_is_an_error_and_not_left_out(tmp_path, monkeypatch):
+    (tmp_path / "closed").mkdir()
+    (tmp_path / "a.txt").write_text("text")
+    real = os.scandir
+
+    def scandir(path):
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(DataError, match=r"closed can't be read \(Permission denied\)"):
+        read_corpus(DataConfig(path=str(tmp_path)))

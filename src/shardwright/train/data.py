@@ -191,10 +191,17 @@ def drawn(sizes: Iterable[tuple[str, int]], limit_nbytes: int) -> set[str]:
 
 def _walk(root: Path, left_out: frozenset[str]) -> Iterator[Path]:
     """Every file below ``root`` that is not hidden, and not below a folder in ``left_out``."""
-    for folder, subfolders, names in os.walk(root):
+    for folder, subfolders, names in os.walk(root, onerror=_unread):
         subfolders[:] = [name for name in subfolders if name not in left_out and not name.startswith(".")]
         paths = (Path(folder, name) for name in names if not name.startswith("."))
         yield from (path for path in paths if path.is_file())
+
+
+def _unread(error: OSError) -> None:
+    raise DataError(
+        f"{error.filename} can't be read ({error.strerror}), and its files would be missing: make it "
+        "readable, or point data.path at another folder"
+    ) from error
 
 
 def hold_out(files: Sequence[tuple[str, bytes]], share: float) -> tuple[list[bytes], list[bytes]]:

@@ -39,6 +39,7 @@ from shardwright.train.launch import (
     Failure,
 )
 from shardwright.transport.attempt import join_job
+from shardwright.transport.host_limits import limit_in
 from shardwright.transport.launches import LaunchLog, process_state
 
 _MEETING_S = 0.1
@@ -227,8 +228,9 @@ def life_of_a_rank() -> Iterator[None]:
     except BaseException as error:
         code = 1
         rank = int(os.environ.get("RANK", "0"))
-        wrong_input = isinstance(error, (InputError, ConfigError, DataError, CheckpointError))
-        message = str(error) if wrong_input else f"{type(error).__name__}: {error}"
+        limit = limit_in(error)
+        wrong_input = bool(limit) or isinstance(error, (InputError, ConfigError, DataError, CheckpointError))
+        message = limit or (str(error) if wrong_input else f"{type(error).__name__}: {error}")
         message = "\n".join([message, *getattr(error, "__notes__", ())])
         text = traceback.format_exc()
         if FAILURE_VARIABLE in os.environ:

@@ -30,6 +30,7 @@ from torch.distributed.rendezvous import rendezvous
 from shardwright.errors import CommError
 from shardwright.torch_private import default_store, default_store_is, new_group_of
 from shardwright.transport import liveness
+from shardwright.transport.host_limits import host_limits_told
 from shardwright.transport.process import process_is_ours
 
 _NAME = "shardwright/attempt"
@@ -126,7 +127,7 @@ def new_group(ranks: Sequence[int], backend: str, timeout: timedelta) -> Process
     Raises: CommError where one of them doesn't come within ``timeout``.
     """
     keys = keys_of(ranks, timeout, "to make a process group")
-    with _swapping, default_store_is(keys):
+    with _swapping, default_store_is(keys), host_limits_told():
         made = new_group_of(ranks, timeout, backend)
     assert isinstance(made, ProcessGroup)
     return made
@@ -149,6 +150,11 @@ def join_job(backend: str | None, timeout: timedelta) -> None:
     torchrun. Its Gloo groups connect two ranks when they first need it, not every rank to each other at once.
     Every rank calls it. Raises: CommError where some rank doesn't come within ``timeout``.
     """
+    with host_limits_told():
+        _join(backend, timeout)
+
+
+def _join(backend: str | None, timeout: timedelta) -> None:
     store, rank, world = next(rendezvous("env://", timeout=timeout))
     attempt = _met(Attempt(store, rank, world), timeout, "to start")
     if process_is_ours() and sys.platform == "linux" and os.environ.get(_GLOO_OVER, "TCP") == "TCP":

@@ -26,6 +26,7 @@ from shardwright.transport.cpu.arena import Arena
 from shardwright.transport.cpu.peers import open_connections
 from shardwright.transport.cpu.shm import ShmComm, open_arena
 from shardwright.transport.cpu.sockets import SocketComm
+from shardwright.transport.host_limits import host_limits_told
 from shardwright.transport.launches import LaunchLog
 from shardwright.transport.meeting import Meeting
 from shardwright.transport.nccl import NcclComm
@@ -303,7 +304,8 @@ def default_mesh(shards: int | None = None) -> DeviceMesh:
         backend = default_backend()
         if "RANK" not in os.environ:
             # No launcher: a world of one, over a store in this process.
-            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
+            with host_limits_told():
+                dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
         else:
             join_job(backend, TIMEOUT)
     made = _made_here()
