@@ -105,8 +105,17 @@ def resident_nbytes() -> int:
 
 def anonymous_nbytes() -> int:
     """Of these, what no other process shares; 0 where the kernel doesn't say."""
+    return _status_nbytes("RssAnon")
+
+
+def peak_resident_nbytes() -> int:
+    """The most of them that this process has had; 0 where the kernel doesn't say."""
+    return _status_nbytes("VmHWM")
+
+
+def _status_nbytes(name: str) -> int:
     try:
-        found = re.search(r"^RssAnon:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+        found = re.search(rf"^{name}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
     except OSError:
         return 0
     return int(found[1]) << 10 if found else 0

@@ -119,13 +119,18 @@ def written(unit: str) -> str:
 def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     at_rest, full = summary["at_rest_nbytes"], summary["full_nbytes"]
     hidden, speed = summary["communication_hidden_share"], summary["tokens_per_s"]
-    peak, unit = summary["peak_unsharded_nbytes"], summary["unit"]
+    peak, process = summary["peak_unsharded_nbytes"], summary["peak_process_nbytes"]
+    unit = summary["unit"]
     of_bytes = " (a token is a byte)" if unit == "byte" else ""
     return [
         ("parameters", f"{summary['parameters']:,}"),
         ("at rest, per rank", f"{in_words(at_rest)} of {in_words(full)} unsharded ({at_rest / full:.1%})"),
         ("peak unsharded", "not measured" if peak is None else f"{in_words(peak)} at once"),
         ("peak memory, per rank", _beside(summary["peak_nbytes"], summary["expected_peak_nbytes"])),
+        (
+            "peak memory, largest process",
+            "not measured" if process is None else f"{in_words(process)} of the host",
+        ),
         ("speed", "no step was made" if speed is None else f"{speed:,.0f} tokens/s{of_bytes}"),
         (
             "communication hidden",

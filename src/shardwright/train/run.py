@@ -6,8 +6,9 @@
 ``summary.json``: parameters, ranks, steps, exported_step (after which the model was as it is left),
 at_rest_nbytes (the largest rank's shards), full_nbytes (all parameters unsharded), peak_unsharded_nbytes (the
 largest rank's), expected_peak_nbytes and peak_nbytes (what a rank was expected to hold at most in a step,
-``train.expected``, and what the largest one did, ``Engine.peak_nbytes``), tokens_per_s (all ranks, evaluation
-and saving left out), communication_s (of one step, alone), exposed_s (of the median step: spent waiting for
+``train.expected``, and what the largest one did, ``Engine.peak_nbytes``), peak_process_nbytes (of the host,
+by the largest process, with Python, libraries and data), tokens_per_s (all ranks, evaluation and saving left
+out), communication_s (of one step, alone), exposed_s (of the median step: spent waiting for
 it, or for a slower rank), communication_hidden_share (1 - exposed_s / communication_s, within 0 and 1; null
 on one rank, and where nothing counts it; ranks of one host copy each other's parts themselves, so there
 it is near 0 and small all the same), communication_share_of_step (exposed_s over the median step),
@@ -29,6 +30,7 @@ from shardwright.checkpoint import StopRequest, background
 from shardwright.checkpoint.folder import is_complete, step_folder
 from shardwright.checkpoint.lock import Held, holder
 from shardwright.errors import ConfigError
+from shardwright.observe.host_memory import peak_resident_nbytes, resident_nbytes
 from shardwright.observe.steps.recording import ring
 from shardwright.observe.watch.lifecycle import late_over_the_run
 from shardwright.observe.watch.status import in_words
@@ -171,7 +173,8 @@ def _expected_peak(screen: Screen, job: Job) -> int | None:
         return None
     parts = sorted(held.nbytes.items(), key=lambda part: -part[1])
     listed = ", ".join(f"{name} {in_words(nbytes)}" for name, nbytes in parts if nbytes > 0.01 * held.total)
-    screen.say(f"expected peak of memory: {in_words(held.total)} on each rank ({listed})")
+    beside = f"; the process itself holds {in_words(own)} of the host's" if (own := resident_nbytes()) else ""
+    screen.say(f"expected peak of memory: {in_words(held.total)} on each rank ({listed}){beside}")
     return held.total
 
 
@@ -248,7 +251,7 @@ def _finish(folder: RunFolder, job: Job, loop: Loop, shown: tuple[Screen, int | 
         step = engine.restore(step_folder(folder.best, progress.best.step)).step
         screen.say(f"the lowest held-out loss was after step {step}: that model is exported")
     loss, sizes = engine.heldout_loss(), engine.sizes()
-    (peak,) = place.largest(engine.peak_nbytes or 0)
+    peak, process = place.largest(engine.peak_nbytes or 0, peak_resident_nbytes())
     exposed_s = place.total(median(progress.exposed_s or [0.0]))[0] / place.world
     most = job.recipe.sample.num_bytes
     screen.say(
@@ -269,6 +272,7 @@ def _finish(folder: RunFolder, job: Job, loop: Loop, shown: tuple[Screen, int | 
         "peak_unsharded_nbytes": sizes.peak_unsharded_nbytes,
         "expected_peak_nbytes": expected,
         "peak_nbytes": int(peak) or None,
+        "peak_process_nbytes": int(process) or None,
         "tokens_per_s": progress.tokens / progress.trained_s if progress.tokens else None,
         "communication_s": alone_s,
         "exposed_s": exposed_s if sizes.exposed_is_known else None,
