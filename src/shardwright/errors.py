@@ -28,7 +28,7 @@ invariants are ``assert`` statements and not in this tree: they are bugs of ours
 import difflib
 import sys
 import warnings
-from collections.abc import Iterable
+from collections import abc
 
 REMOVED = {
     "one_copy_per_host": "one_copy_per_host was removed: it took more memory, and no less time; leave it out"
@@ -48,7 +48,7 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     warnings.warn(message, category, stacklevel=2 if is_in_a_thread else level)
 
 
-def nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
+def nearest(name: str, known: abc.Iterable[str], prefix: str = "") -> str:
     """What is said of a misspelt name beside the error, after a semicolon; "" where nothing comes near."""
     leaf, names = name.split(".")[-1], [*known]
     if leaf in REMOVED:

@@ -1,15 +1,18 @@
 """What is wrong with a command line, or with where it writes, is one sentence before torch is imported."""
 
+import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from shardwright import cli
 from shardwright.checkpoint.convert import Format
-from shardwright.cli import VERBS
+from shardwright.cli import VERBS, command_parser
 from shardwright.cli.arguments import checkpoint, plan_choice
 from shardwright.plan.presets import PRESETS
 from shardwright.planned import BASES, OFFLOADS
@@ -152,3 +155,31 @@ def test_the_choices_of_arguments_are_those_of_what_they_are_given_to():
     assert tuple(Format) == checkpoint.FORMATS
     assert set(plan_choice.RUNTIMES) == {name for name in PRESETS if not name.endswith("-cpu")}
     assert (BASES, tuple(OFFLOADS)) == (plan_choice.BASES, plan_choice.OFFLOADS)
+
+
+SOURCE = Path(cli.__file__).parents[1]
+COMMAND = re.compile(r"\bshardwright ([a-z]+)(?: ([a-z]+))?((?: --[a-z_.-]+(?: [\w./-]+)?)*)")
+
+
+def test_every_command_that_is_told_anywhere_is_one_that_works():
+    parsers = command_parser(VERBS)._actions[-1].choices
+    told = 0
+    for path in SOURCE.rglob("*.py"):
+        texts = (n.value for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Constant))
+        for verb, second, options in COMMAND.findall("\n".join(t for t in texts if isinstance(t, str))):
+            if verb in ("import", "runs"):  # Python; and no command
+                continue
+            told += 1
+            assert verb in parsers, (path, verb)
+            parser = parsers[verb]
+            if verb in ("checkpoint", "bench") and second:
+                commands = parser._actions[-1].choices if verb == "checkpoint" else ("compute", "links")
+                assert second in commands, (path, verb, second)
+                parser = commands[second] if verb == "checkpoint" else parser
+            known = parser._option_string_actions.keys()
+            assert {each.rstrip(".") for each in re.findall(r"--[a-z_.-]+", options)} <= known, (
+                path,
+                verb,
+                options,
+            )
+    assert told > 60

@@ -331,7 +331,7 @@ def test_a_run_that_cannot_be_predicted_stays_empty_with_its_reason_and_the_othe
             MODELS.replace(",norm", ""),
             r"models.csv lacks the column\(s\) norm; it has model_id",
         ),
-        ("out", "a folder", r"can't write the predictions to --out .*; name another file"),
+        ("out", "a folder", "out exists already: give another name, or remove it first"),
     ],
 )
 def test_a_table_that_lacks_a_column_or_cannot_be_written_is_told_before_anything_is_priced(
