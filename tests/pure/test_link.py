@@ -32,7 +32,7 @@ class Ranks:
     ],
 )
 def test_the_free_memory_of_a_host_is_divided_among_its_ranks(monkeypatch, hosts, launched, others, expected):
-    monkeypatch.setattr(links, "_host_free_nbytes", lambda: 1200)
+    monkeypatch.setattr(links, "host_free_nbytes", lambda: 1200)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     if launched:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", launched)
