@@ -7,12 +7,43 @@ for block in model.blocks:
 fully_shard(model)
 optimizer = torch.optim.AdamW(model.parameters())
 
-These names are imported, and torch with them, when the first is asked for: `shardwright --help` needs none.
+A name's module is imported, and torch with it, when that name is first asked for: `shardwright --help` needs
+none, and a program loads only what it uses.
 """
 
 import importlib.util
 from importlib.metadata import version
 from typing import TYPE_CHECKING
+
+_NAMES = {
+    "api": """
+        communication_s full_state_dict fully_shard offload_states reload_states stats stream_state_dict
+    """,
+    "bucketer": "ReduceScatterBucketer ReduceScatterHandle",
+    "clip": "clip_grad_norm_",
+    "engine.build": "ShardPlacementResult",
+    "engine.costs": "Stats",
+    "engine.optimizer_in_backward": "StepInBackward",
+    "explanation": "Explanation explain",
+    "gather": "gathered scattered",
+    "installed": "install uninstall",
+    "linear_loss": "linear_cross_entropy",
+    "loss": "loss_weights",
+    "module": "FSDPModule GradientReductionHandle UnshardHandle register_fsdp_forward_method share_comm_ctx",
+    "observe.watch.lifecycle": "set_watch",
+    "params.at_rest": "pickle_shards",
+    "policy": """
+        BackwardPrefetch CPUOffloadPolicy DataParallelMeshDims DiskOffloadPolicy Grouping
+        MixedPrecisionPolicy OffloadPolicy OptimizerOffloadPolicy SchedulePolicy WatchPolicy
+    """,
+    "quantize": "quantize_",
+    "transport.mesh": "set_transport",
+    "transport.process": "set_process",
+    "transport.recorder": "record_function",
+    "uneven": "lockstep",
+    "wrapper": "FullyShardedDataParallel",
+}
+"""Module -> the public names that are from it; `public.py` says the same to type checkers."""
 
 if TYPE_CHECKING:
     from shardwright.public import *  # noqa: F403
@@ -20,19 +51,19 @@ if TYPE_CHECKING:
 
     __version__: str
 else:
+    _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
+    __all__ = sorted({"nf4", *_MODULES})
 
     def __getattr__(name):
-        """A module of the package, a public name, ``__all__`` or ``__version__``."""
+        """A public name, a module of the package, or ``__version__``."""
         if name == "__version__":
             return version("shardwright")
-        if name == "__all__" or not name.startswith("__"):
-            if importlib.util.find_spec(f"{__name__}.{name}"):
-                return importlib.import_module(f"{__name__}.{name}")
-            public = importlib.import_module("shardwright.public")
-            globals().update({each: getattr(public, each) for each in public.__all__}, __all__=public.__all__)
-            if name in globals():
-                return globals()[name]
+        if name in _MODULES:
+            found = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+            return globals().setdefault(name, found)
+        if not name.startswith("__") and importlib.util.find_spec(f"{__name__}.{name}"):
+            return importlib.import_module(f"{__name__}.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__():
-        return sorted({"__version__", *__getattr__("__all__")})
+        return sorted({"__version__", *__all__})

@@ -1,10 +1,9 @@
 """``fully_shard``: the interface of ``torch.distributed.fsdp.fully_shard`` over our own runtime."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch import nn
@@ -19,20 +18,13 @@ from shardwright.engine.build import (
     has_no_forward,
     shard_modules,
 )
-from shardwright.engine.costs import Stats
 from shardwright.engine.group import ParamGroup
 from shardwright.engine.hooks import guard_optimizers
-from shardwright.engine.out_of_memory import price_changes_by
 from shardwright.engine.unit import unit_of, units_in
 from shardwright.errors import InputError, StageError, warn
 from shardwright.grouped import Groups, shard_groups
 from shardwright.module import FSDPModule, become_fsdp_module
 from shardwright.params.gather_full import stream_full
-from shardwright.plan.cluster import Cluster
-from shardwright.plan.predict import Choice
-from shardwright.plan.remedies import changes_that_fit
-from shardwright.plan.search import grouped
-from shardwright.planned import OFFLOADS, Plan
 from shardwright.policy import (
     DEFAULT_OFFLOAD,
     DEFAULT_PRECISION,
@@ -40,8 +32,12 @@ from shardwright.policy import (
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
-from shardwright.quantize import quantisable, quantize_
-from shardwright.transport.mesh import default_mesh
+
+if TYPE_CHECKING:
+    from shardwright.engine.costs import Stats
+    from shardwright.observe.memory.out_of_memory import Exhausted
+    from shardwright.plan.cluster import Cluster
+    from shardwright.planned import Plan
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -59,8 +55,8 @@ def fully_shard(
     dp_mesh_dims: DataParallelMeshDims | None = None,
     groups: Groups | None = None,
     shard_over_all: bool = False,
-    plan: Plan | str | Path | None = None,
-    cluster: Cluster | str | Path | None = None,
+    plan: "Plan | str | Path | None" = None,
+    cluster: "Cluster | str | Path | None" = None,
     sample: Any = None,
 ) -> M: ...
 @overload
@@ -88,8 +84,8 @@ def fully_shard(
     dp_mesh_dims: DataParallelMeshDims | None = None,
     groups: Groups | None = None,
     shard_over_all: bool = False,
-    plan: Plan | str | Path | None = None,
-    cluster: Cluster | str | Path | None = None,
+    plan: "Plan | str | Path | None" = None,
+    cluster: "Cluster | str | Path | None" = None,
     sample: Any = None,
 ) -> Any:
     """Shard the parameters of a module (or of several, as one group) over the ranks of a mesh.
@@ -170,17 +166,14 @@ def fully_shard(
         over_all=shard_over_all,
     )
     ignored = {id(param) for param in ignored_params or ()}
-    if plan is not None:
-        if groups is not None:
-            raise InputError("fully_shard got plan= and groups=, which the plan sets: leave one of them out")
-        if cluster is not None:
-            raise InputError(
-                "fully_shard got plan= and cluster=, for which the plan was made: leave one of them out"
-            )
-        _shard_as_planned(module, plan, mesh, options, ignored)
-        return module
-    if cluster is not None or sample is not None:
-        groups = _groups_for(module, groups, cluster, sample, mesh, options)
+    if plan is not None or cluster is not None or sample is not None:
+        from shardwright.plan import apply  # noqa: PLC0415 the planner
+
+        if plan is not None:
+            apply.check_alone(groups, cluster)
+            apply.shard_as_planned(module, plan, mesh, options, ignored, _shard)
+            return module
+        groups = apply.groups_for(module, groups, cluster, sample, mesh, options)
     if groups is not None:
         options.check()
         shard_groups(module, groups, ignored, partial(_shard, mesh, options))
@@ -219,92 +212,27 @@ def shard_as(
     _shard(mesh, options, modules, {id(param) for param in ignored})
 
 
-def _groups_for(
-    model: Any,
-    groups: Groups | None,
-    given: Cluster | str | Path | None,
-    sample: Any,
-    mesh: DeviceMesh | None,
-    options: GroupOptions,
-) -> list[list[str]]:
-    """The groups that are best on a cluster. Raises: InputError, ConfigError."""
-    if given is None or sample is None or groups != "auto" or not isinstance(model, nn.Module):
-        raise InputError(
-            'cluster= and sample= go together with groups="auto" and one model: fully_shard(model, '
-            'groups="auto", cluster="cluster.toml", sample=torch.empty(4, 2048, dtype=torch.int64))'
-        )
-    options.check()
-    if (
-        options.dims is not None
-        or options.over_all
-        or not isinstance(options.reshard_after_forward, bool | None)
-    ):
-        raise InputError(
-            "cluster= plans for shards over one axis, not for dp_mesh_dims, shard_over_all or a smaller "
-            "world to reshard to: leave it out"
-        )
-    mesh = default_mesh() if mesh is None else mesh
-    cluster = given if isinstance(given, Cluster) else Cluster.load(given)
-    here = replace(cluster, ranks=mesh.size(), ranks_per_host=min(mesh.size(), cluster.ranks_per_host))
-    reshards = options.reshard_after_forward is not False
-    choice = Choice(mp_policy=options.precision, reshard_after_forward=reshards, shards=mesh.shape[-1])
-    return grouped(model, sample, here, choice)
-
-
-def _shard_as_planned(
-    model: Any, given: Plan | str | Path, mesh: DeviceMesh | None, options: GroupOptions, ignored: set[int]
-) -> None:
-    """Raises: InputError, ConfigError; nothing is changed then."""
-    if not isinstance(model, nn.Module):
-        raise InputError(f"plan= takes one model, got {type(model).__name__}; make a plan for each model")
-    plan = given if isinstance(given, Plan) else Plan.load(given)
-    planned = replace(options, placement_fn=None, offload=DEFAULT_OFFLOAD)
-    if planned != GroupOptions(None, None, DEFAULT_PRECISION, DEFAULT_OFFLOAD):
-        raise InputError(
-            "fully_shard got plan= and one of reshard_after_forward, mp_policy, dp_mesh_dims and "
-            "shard_over_all, which the plan sets: leave that argument out, or leave the plan out"
-        )
-    mesh = default_mesh(plan.shards) if mesh is None else mesh
-    plan.check(model, mesh.size())
-    if plan.offload != "none" and options.offload != DEFAULT_OFFLOAD:
-        raise InputError(
-            f"fully_shard got plan= and offload_policy=, and the plan's offload is {plan.offload!r}: leave "
-            'offload_policy out, or write offload = "none" into the plan'
-        )
-    if mesh.shape[-1] != plan.shards:
-        raise InputError(
-            f"the plan shards over {plan.shards} of {plan.ranks} ranks, got a mesh of {tuple(mesh.shape)}; "
-            f"pass one of {(plan.ranks // plan.shards, plan.shards)}, or leave it to the plan"
-        )
-    if plan.base != "plain":
-        frozen = [name for name in quantisable(model) if not model.get_parameter(name).requires_grad]
-        quantize_(model, plan.base, frozen)
-    said = {model.get_submodule(name): g.reshard_after_forward for g in plan.groups for name in g.modules}
-
-    def shard(modules: list[nn.Module], ignored: set[int]) -> None:
-        reshards = next((said[module] for module in modules if said.get(module, True) is not True), None)
-        offload = options.offload if plan.offload == "none" else OFFLOADS[plan.offload]
-        of_group = replace(options, reshard_after_forward=reshards, precision=plan.mp_policy, offload=offload)
-        _shard(mesh, of_group, modules, ignored)
-
-    shard_groups(model, [group.modules for group in plan.groups], ignored, shard)
-    cast(FSDPModule, model).set_schedule_policy(plan.policy)
-    plan.recompute(model)
-
-
 def _shard(
     mesh: DeviceMesh | None, options: GroupOptions, modules: Sequence[nn.Module], ignored: set[int]
 ) -> None:
     """Make one group of what nested calls have left of ``modules``."""
+    from shardwright.observe.attached import attach  # noqa: PLC0415 the watch
+
+    attach(_changes_that_fit)
     for m in shard_modules(modules, mesh, options, ignored):
         if not isinstance(m, FSDPModule):
             become_fsdp_module(m)
     guard_optimizers()
     refuse_shards()
-    price_changes_by(changes_that_fit)
 
 
-def stats(model: nn.Module) -> Stats:
+def _changes_that_fit(case: "Exhausted") -> list[str]:
+    from shardwright.plan.remedies import changes_that_fit  # noqa: PLC0415 the planner
+
+    return changes_that_fit(case)
+
+
+def stats(model: nn.Module) -> "Stats":
     """Bytes and seconds of a sharded model on this rank. Any rank may call it, at any time; no communication.
 
     Args:
@@ -321,7 +249,9 @@ def stats(model: nn.Module) -> Stats:
         >>> shardwright.stats(model).at_rest_nbytes  # 8 * 4 + 4 elements of 4 bytes, on one rank
         144
     """
-    return unit_of(model).runtime.stats()
+    from shardwright.engine import costs  # noqa: PLC0415 planned schedules
+
+    return costs.stats(unit_of(model).runtime.executor)
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -499,4 +429,6 @@ def communication_s(model: nn.Module) -> float:
         InputError: the module isn't sharded.
         StageError: it was called inside a step, or the parameters are on the host by ``offload_states``.
     """
-    return unit_of(model).runtime.communication_s()
+    from shardwright.engine import costs  # noqa: PLC0415 planned schedules
+
+    return costs.communication_s(unit_of(model).runtime)

@@ -1,6 +1,16 @@
-"""Text in columns."""
+"""Text for people: in columns, and bytes with their unit."""
 
 from collections.abc import Sequence
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def in_words(nbytes: float) -> str:
+    """``nbytes`` with a binary unit: 12.3 MiB."""
+    unit = 0
+    while nbytes >= 1024 and unit < len(_UNITS) - 1:
+        nbytes, unit = nbytes / 1024, unit + 1
+    return f"{nbytes:.{0 if unit == 0 else 1}f} {_UNITS[unit]}"
 
 
 def in_columns(rows: Sequence[Sequence[str]], aligned: str) -> list[str]:

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
@@ -12,18 +12,19 @@ from shardwright.engine.backward import Backward, backward_of
 from shardwright.engine.clone import deep_copy, rebuild
 from shardwright.engine.edits import write_back
 from shardwright.engine.hooks import reset_step
-from shardwright.engine.memory import memory_of, recorded
 from shardwright.engine.methods import run_as_forward
 from shardwright.engine.runtime import Runtime
 from shardwright.engine.setters import GradientSetters, ScheduleSetters
 from shardwright.engine.torch_state import TorchState, show_state, splits_backward
 from shardwright.engine.unit import Unit
 from shardwright.errors import InputError, StageError
-from shardwright.observe.memory import MemoryLog, MemoryReport
-from shardwright.observe.steps.trace import Trace
 from shardwright.params.param import keep_attributes
 from shardwright.schedule.schedule import ActionKind, Phase, Schedule
 from shardwright.torch_fsdp import RefusingFSDPModule, TorchFSDPModule
+
+if TYPE_CHECKING:
+    from shardwright.observe.memory.report import MemoryLog, MemoryReport
+    from shardwright.observe.steps.trace import Trace
 
 
 class FSDPModule(GradientSetters, ScheduleSetters, RefusingFSDPModule):
@@ -237,7 +238,7 @@ class FSDPModule(GradientSetters, ScheduleSetters, RefusingFSDPModule):
 
     # ---- what is held
 
-    def memory(self) -> MemoryReport:
+    def memory(self) -> "MemoryReport":
         """The memory in use on this rank now, by category and by group. Any rank may call it, at any time.
 
         Shards, optimizer states (of optimizers that have made a step), unsharded parameters, gradients and
@@ -247,10 +248,12 @@ class FSDPModule(GradientSetters, ScheduleSetters, RefusingFSDPModule):
         Returns:
             The report, in bytes on the kind of device that the groups are sharded for; print it.
         """
+        from shardwright.observe.memory.accounts import memory_of  # noqa: PLC0415 drawings too
+
         return memory_of(cast(nn.Module, self))
 
     @contextmanager
-    def record_memory(self) -> Iterator[MemoryLog]:
+    def record_memory(self) -> "Iterator[MemoryLog]":
         """A context that records the memory of one step: ``with model.record_memory() as log:``, then
         ``log.save(path)``.
 
@@ -264,18 +267,22 @@ class FSDPModule(GradientSetters, ScheduleSetters, RefusingFSDPModule):
         Raises:
             StageError: it was entered inside a forward or backward.
         """
+        from shardwright.observe.memory.accounts import recorded  # noqa: PLC0415 drawings too
+
         with recorded(cast(nn.Module, self)) as log:
             yield log
 
     # ---- what is planned, what did happen
 
-    def trace(self) -> Trace:
+    def trace(self) -> "Trace":
         """What happened in the last forward, evaluation and backward on this rank. No communication.
 
         Returns:
             The events with their actions, and when they happened by the host's clock.
         """
-        return self._unit().runtime.trace
+        from shardwright.observe.steps.trace import last_trace  # noqa: PLC0415 pages too
+
+        return last_trace(self._unit().runtime.table.labels)
 
     def schedule(self) -> Schedule:
         """The schedule that was planned from the last recorded step. No communication.

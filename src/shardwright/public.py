@@ -1,4 +1,4 @@
-"""Every public name of the package, and the module that it is from."""
+"""Every public name of the package, for type checkers; a program gets them by the table in `__init__.py`."""
 
 from shardwright import nf4
 from shardwright.api import (

@@ -5,9 +5,9 @@ import torch
 
 from shardwright.errors import ConfigError, OutOfMemory
 from shardwright.observe import host_memory
-from shardwright.observe.host_memory import allocated_nbytes, budget_of, resident_nbytes
 from shardwright.transport.cpu import pages
 from shardwright.transport.cpu.pages import take_bytes
+from shardwright.transport.host_memory import allocated_nbytes, budget_of, resident_nbytes
 
 CPU = torch.device("cpu")
 MIB = 2**20

@@ -124,7 +124,7 @@ def test_what_the_environment_chooses_of_malloc_is_left_alone():
 
 HOLES = """
 import torch
-from shardwright.observe.host_memory import resident_nbytes
+from shardwright.transport.host_memory import resident_nbytes
 from shardwright.params.buffer import Buffer
 from shardwright.transport.cpu.pages import give_back_freed_pages
 Buffer(1 << 20, torch.device("cpu")).alloc()

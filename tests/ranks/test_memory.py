@@ -17,17 +17,17 @@ from torch.utils._pytree import tree_leaves
 
 from shardwright import SchedulePolicy, fully_shard, quantize_
 from shardwright.engine import held_memory
-from shardwright.engine.memory import memory_of
-from shardwright.engine.out_of_memory import Exhausted
 from shardwright.errors import StageError
-from shardwright.observe.host_memory import VARIABLE, resident_nbytes
-from shardwright.observe.memory import NO_GROUP, Amount, Category
+from shardwright.observe.memory.accounts import memory_of
+from shardwright.observe.memory.out_of_memory import Exhausted
+from shardwright.observe.memory.report import NO_GROUP, Amount, Category
 from shardwright.observe.steps.recording import ring
 from shardwright.observe.steps.step_memory import levels
 from shardwright.plan.host import Rank, live_bytes
 from shardwright.plan.predict import Choice, workload_of
 from shardwright.plan.presets import preset, schedule
 from shardwright.plan.remedies import changes_that_fit
+from shardwright.transport.host_memory import VARIABLE, resident_nbytes
 from shardwright.transport.recorder import clock
 from shardwright.wrapper import FSDP
 from tests.ranks.live import LiveStorages, storages_here

@@ -15,12 +15,12 @@ from shardwright.engine.found import check_shared_flat, find_params, flatten, nu
 from shardwright.engine.gatherer import GatherOptions
 from shardwright.engine.group import ParamGroup
 from shardwright.engine.hooks import ModuleHooks
+from shardwright.engine.listeners import listeners
 from shardwright.engine.optimizer_guard import leave_out
 from shardwright.engine.references import warn_of_references
 from shardwright.engine.runtime import Runtime
 from shardwright.engine.unit import Unit, is_sharded, mark, take_over, unit_of, units_in
 from shardwright.errors import InputError, MisuseError
-from shardwright.observe.watch.lifecycle import keep_watch
 from shardwright.params.param import ParamSite, ShardedParam
 from shardwright.params.placement import Split
 from shardwright.params.subclass import is_extended, not_extensible
@@ -139,7 +139,8 @@ def shard_modules(
     """
     check_foreign(modules, ignored)
     axis = resolve(mesh, options.dims, options.over_all)
-    keep_watch()
+    for tell in listeners.sharding:
+        tell()
     found = find_params(modules, ignored)
     check_shared_flat(found, options.flat)
     splits = {param: _split(fqn, param, sites, axis, options) for param, (fqn, sites) in found.items()}

@@ -11,6 +11,8 @@ from shardwright.engine import batches
 from shardwright.engine.executor import Executor
 from shardwright.engine.group import ParamGroup
 from shardwright.engine.group_table import GroupTable
+from shardwright.engine.runtime import Runtime
+from shardwright.errors import StageError
 from shardwright.policy import SchedulePolicy
 from shardwright.schedule.planner import plan
 from shardwright.schedule.schedule import ActionKind, Event, EventKind, Phase, Schedule, ScheduleEntry
@@ -89,13 +91,18 @@ def _logical(group: ParamGroup) -> list[tuple[tuple[int, ...], torch.dtype]]:
     return plain + [(pair.encoding.shape, pair.encoding.dtype) for pair in pairs]
 
 
-def communication_s(executor: Executor, schedule: Schedule) -> float:
-    """Seconds that the collectives of one step take alone: the median of three times. All groups at rest.
-
-    schedule: what is launched and waited for, in its order; before there is one, each group's own.
-    """
-    phases = schedule.phases if Phase.BACKWARD in schedule.phases else _one_by_one(executor.table).phases
-    return sorted(_rehearse(executor, phases) for _ in range(3))[1]
+def communication_s(runtime: Runtime) -> float:
+    """Seconds that the collectives of one step take alone, in the order of the schedule; before there is one,
+    each group's own. The median of three times. Raises: StageError inside of a step."""
+    if runtime.phase is not None:
+        raise StageError("communication_s was called inside a forward or backward; call it between steps")
+    phases = runtime.schedule.phases
+    if Phase.BACKWARD not in phases:
+        phases = _one_by_one(runtime.table).phases
+    runtime.rest()
+    alone_s = sorted(_rehearse(runtime.executor, phases) for _ in range(3))[1]
+    runtime.rest()
+    return alone_s
 
 
 def _one_by_one(table: GroupTable) -> Schedule:

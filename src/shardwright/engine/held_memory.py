@@ -8,11 +8,10 @@ import torch
 import torch.distributed as dist
 
 from shardwright.engine.group import ParamGroup
+from shardwright.engine.listeners import listeners
 from shardwright.errors import OutOfMemory
-from shardwright.observe.host_memory import Budget, allocated_nbytes, stated_budget
-from shardwright.observe.memory import event_in_words
-from shardwright.observe.watch.lifecycle import amendments
-from shardwright.schedule.schedule import Event
+from shardwright.schedule.schedule import Event, event_in_words
+from shardwright.transport.host_memory import Budget, allocated_nbytes, stated_budget
 from shardwright.transport.recorder import HELD, clock, recorder
 
 PAUSE = 500
@@ -87,6 +86,5 @@ class Memory:
         try:
             self.budget.check(more_nbytes, dist.get_rank() if dist.is_initialized() else 0, doing)
         except OutOfMemory as error:
-            for amend in amendments:  # in a backward nobody else sees it on its way
-                amend(error)
+            listeners.amend(error)  # in a backward nobody else sees it on its way
             raise

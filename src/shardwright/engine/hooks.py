@@ -31,9 +31,9 @@ from shardwright.engine.backward import Call, backward_of
 from shardwright.engine.containers import cast_floating, map_tensors, opaque_tensors_in, tensors_in
 from shardwright.engine.factored import show_grads
 from shardwright.engine.group import ParamGroup, Stage
+from shardwright.engine.listeners import listeners
 from shardwright.engine.lookups import is_lookup, wanted_rows
 from shardwright.engine.optimizer_guard import OptimizerGuard, show_waiting
-from shardwright.engine.out_of_memory import explain_out_of_memory, note_forward
 from shardwright.engine.outputs import without_weights
 from shardwright.engine.paging import page_out
 from shardwright.engine.references import warn_of_late
@@ -42,7 +42,6 @@ from shardwright.engine.same_model import compare_buffers
 from shardwright.engine.transforms import beneath_transforms
 from shardwright.engine.unit import Unit, unit_of
 from shardwright.errors import StageError, warn
-from shardwright.observe.watch.lifecycle import amendments
 from shardwright.params.at_rest import name_remedy
 from shardwright.params.load_plain import PlainLoads
 from shardwright.params.param import ShardedParam
@@ -222,7 +221,8 @@ class ModuleHooks:
                         "a copy (.clone()) where a saved tensor is to be changed in place"
                     )
                 _root_left_out.enter(unit, module, (args, kwargs))
-                note_forward(module, args, kwargs)
+                for tell in listeners.forward:
+                    tell(module, args, kwargs)
             if unit.group is None or unit.group.gatherer.rows is None:
                 self._enter(call, runtime, owners)
             else:
@@ -315,9 +315,10 @@ class ModuleHooks:
             return None  # another hook failed before ours ran
         call, unit = self._calls.pop(), self.unit
         runtime, owners = unit.runtime, unit.owners
-        failed = output is None and sys.exc_info()[1] is not None
+        error = sys.exc_info()[1] if output is None else None
+        failed = error is not None
         if failed:
-            explain_out_of_memory(sys.exc_info()[1])
+            listeners.amend(error)
         whole = output
         if not failed:
             output = without_weights(unit.name, owners, output)
@@ -419,7 +420,7 @@ def guard_optimizers() -> None:
     """
     if _guard.handle is None:
         register_optimizer_kernels()
-        amendments.update((name_remedy, explain_out_of_memory))
+        listeners.failed.append(name_remedy)
         _guard.handle = register_optimizer_step_pre_hook(_guard)
         register_optimizer_step_pre_hook(recorder.begin_optimizer)
         register_optimizer_step_post_hook(show_grads)

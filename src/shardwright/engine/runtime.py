@@ -15,14 +15,12 @@ from weakref import WeakSet
 
 from shardwright.engine.away import State, refuse_away, refuse_phase
 from shardwright.engine.consensus import Consensus, channel_of
-from shardwright.engine.costs import Stats, communication_s, stats
 from shardwright.engine.executor import Executor
 from shardwright.engine.group import ParamGroup, Stage
 from shardwright.engine.group_table import GroupTable
 from shardwright.engine.transforms import beneath_transforms
 from shardwright.errors import StageError
 from shardwright.extras import require
-from shardwright.observe.steps.trace import Trace, last_trace
 from shardwright.params.param import ShardedParam
 from shardwright.policy import Agreement, SchedulePolicy, Wire
 from shardwright.schedule.follower import Follower, Mode
@@ -180,27 +178,9 @@ class Runtime:
         planned = self._follower.recorded.schedule(self._entry)
         return replace(planned, names=tuple(group.name for group in self.groups))
 
-    @property
-    def trace(self) -> Trace:
-        """What did happen in the last run of each phase."""
-        return last_trace(self.table.labels)
-
     def comms(self) -> list[Comm]:
         """The transports in use, each once."""
         return self.table.comms()
-
-    def stats(self) -> Stats:
-        """Bytes and seconds so far, on this rank; no communication."""
-        return stats(self.executor)
-
-    def communication_s(self) -> float:
-        """Seconds that the collectives of one step take alone: the median of three times."""
-        if self._runs:
-            raise StageError("communication_s was called inside a forward or backward; call it between steps")
-        self.rest()
-        alone_s = communication_s(self.executor, self.schedule)
-        self.rest()
-        return alone_s
 
     def _replan(self) -> None:
         if self._follower is not None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
 
-from shardwright.observe.memory import Category
+from shardwright.observe.memory.report import Category
 from shardwright.plan.cluster import DeviceSpec
 from shardwright.plan.presets import Preset
 from shardwright.plan.workload import GroupSize, Stretch, Workload

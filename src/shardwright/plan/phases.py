@@ -4,7 +4,7 @@ from collections import Counter
 from typing import NamedTuple
 
 from shardwright.columns import in_columns
-from shardwright.observe.memory import Category
+from shardwright.observe.memory.report import Category
 from shardwright.plan.cluster import GIB
 from shardwright.plan.memory import AtRest, HeldBytes, Sharding, decoded_while_read
 from shardwright.plan.workload import Workload

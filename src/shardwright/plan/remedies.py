@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwright.engine.memory import group_names
+from shardwright.columns import in_words
 from shardwright.engine.methods import methods_run_as_forward
-from shardwright.engine.out_of_memory import Exhausted, TensorShape
 from shardwright.engine.unit import Unit, unit_of, units_in
 from shardwright.errors import ConfigError, InputError
 from shardwright.module import original_class
-from shardwright.observe.memory import Category
-from shardwright.observe.watch.status import in_words
+from shardwright.observe.memory.accounts import group_names
+from shardwright.observe.memory.out_of_memory import Exhausted, TensorShape
+from shardwright.observe.memory.report import Category
 from shardwright.plan.cluster import Cluster, DeviceSpec, device
 from shardwright.plan.constants import MEMORY_ERROR
 from shardwright.plan.levers import first_blocks

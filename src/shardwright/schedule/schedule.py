@@ -47,6 +47,22 @@ class EventKind(StrEnum):
     STEP_END = "E"
 
 
+_WORDS = {
+    EventKind.FORWARD_BEGIN: "the forward of",
+    EventKind.FORWARD_END: "the end of the forward of",
+    EventKind.RECOMPUTE: "the recomputation of",
+    EventKind.BACKWARD_BEGIN: "the backward of",
+    EventKind.BACKWARD_END: "the end of the backward of",
+    EventKind.GRADS_READY: "the gradients of",
+    EventKind.STEP_END: "the end of the backward",
+}
+
+
+def event_in_words(kind: EventKind, name: str) -> str:
+    """An event of the group that is called ``name``; "": of none."""
+    return f"{_WORDS[kind]} {name}".strip()
+
+
 class ActionKind(StrEnum):
     """What the runtime does at an event; the value is its text form.
 

@@ -18,7 +18,7 @@ from shardwright.api import communication_s, full_state_dict, fully_shard, stats
 from shardwright.checkpoint import Restored, async_save, load, save
 from shardwright.errors import ConfigError
 from shardwright.module import FSDPModule
-from shardwright.observe.memory import Category, MemoryReport
+from shardwright.observe.memory.report import Category, MemoryReport
 from shardwright.planned import Plan
 from shardwright.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, OptimizerOffloadPolicy
 from shardwright.storage import Location, RemotePath

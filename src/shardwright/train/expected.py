@@ -9,7 +9,7 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from shardwright.observe.memory import Category
+from shardwright.observe.memory.report import Category
 from shardwright.plan.memory import HeldBytes, Sharding, memory, peak
 from shardwright.plan.predict import Choice, workload_of
 from shardwright.plan.presets import preset, schedule

@@ -19,10 +19,10 @@ import torch
 
 from shardwright.checkpoint import StopRequest
 from shardwright.errors import NonFinite
-from shardwright.observe.host_memory import resident_nbytes
 from shardwright.train.config import OptimizerConfig, Recipe
 from shardwright.train.engine import Engine, Reading
 from shardwright.train.flops import peak_flops
+from shardwright.transport.host_memory import resident_nbytes
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:

@@ -23,10 +23,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwright.checkpoint import StopRequest
+from shardwright.columns import in_words
+from shardwright.engine.listeners import listeners
 from shardwright.errors import CheckpointError, ConfigError, DataError, InputError
-from shardwright.observe.host_memory import anonymous_nbytes, free_nbytes
-from shardwright.observe.watch.lifecycle import amendments, keep_watch, leave, set_watch, store_address
-from shardwright.observe.watch.status import in_words
+from shardwright.observe.watch.lifecycle import keep_watch, leave, set_watch, store_address
 from shardwright.torch_private import default_store
 from shardwright.train.config import LaunchConfig, Recipe
 from shardwright.train.data import Share
@@ -40,6 +40,7 @@ from shardwright.train.launch import (
 )
 from shardwright.transport.attempt import join_job
 from shardwright.transport.host_limits import limit_in
+from shardwright.transport.host_memory import anonymous_nbytes, free_nbytes
 from shardwright.transport.launches import LaunchLog, process_state
 
 _MEETING_S = 0.1
@@ -201,8 +202,7 @@ def joined(recipe: Recipe) -> Iterator[RankPlace]:
     try:
         yield RankPlace(rank, world, device, init_device_mesh(kind, (world,), mesh_dim_names=("shard",)))
     except BaseException as error:
-        for amend in amendments:
-            amend(error)
+        listeners.amend(error)
         leave(error)  # while the store is there for a note
         raise
     else:

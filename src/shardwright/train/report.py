@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
+from shardwright.columns import in_words
 from shardwright.extras import from_extra
-from shardwright.observe.watch.status import in_words
 from shardwright.train.loop import StepReport
 
 with from_extra("train"):

@@ -29,11 +29,10 @@ import torch
 from shardwright.checkpoint import StopRequest, background
 from shardwright.checkpoint.folder import is_complete, step_folder
 from shardwright.checkpoint.lock import Held, holder
+from shardwright.columns import in_words
 from shardwright.errors import ConfigError
-from shardwright.observe.host_memory import peak_resident_nbytes, resident_nbytes
 from shardwright.observe.steps.recording import ring
 from shardwright.observe.watch.lifecycle import late_over_the_run
-from shardwright.observe.watch.status import in_words
 from shardwright.planned import Plan
 from shardwright.storage import Location
 from shardwright.train.config import Recipe
@@ -45,6 +44,7 @@ from shardwright.train.report import Screen, beside_prediction, figures, written
 from shardwright.train.resolve import Resolved
 from shardwright.train.resume import batch_of, check_storage, choose, restore, with_saved_batch
 from shardwright.train.trackers import Row, TrackedRun, check_installed, tracking
+from shardwright.transport.host_memory import peak_resident_nbytes, resident_nbytes
 from shardwright.transport.launches import process_state
 
 Prepare = Callable[[Recipe, TrainingProcess], Job]

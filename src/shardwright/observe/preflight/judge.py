@@ -4,8 +4,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from statistics import median
 
+from shardwright.columns import in_words
 from shardwright.observe.preflight.findings import Readiness, Trouble, clocks, in_short, is_loopback
-from shardwright.observe.watch.status import in_words
 
 SLOW_SHARE = 1 / 3  # of the best flow between hosts
 _STATED_SHARE = 0.03  # of what the interface says of itself; one TCP connection doesn't fill a fast one

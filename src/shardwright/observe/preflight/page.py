@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 
-from shardwright.columns import in_columns
+from shardwright.columns import in_columns, in_words
 from shardwright.observe.preflight.findings import (
     HostReport,
     Readiness,
@@ -12,7 +12,6 @@ from shardwright.observe.preflight.findings import (
     in_short,
     is_loopback,
 )
-from shardwright.observe.watch.status import in_words
 
 _MOST_IN_GRID = 12
 

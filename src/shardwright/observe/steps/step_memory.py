@@ -11,7 +11,7 @@ other        what it held before the forward of such a count: inputs, other mode
 
 from collections.abc import Iterator
 
-from shardwright.observe.memory import Category
+from shardwright.observe.memory.report import Category
 from shardwright.observe.steps.drawing import Level
 from shardwright.observe.steps.rings import Ring
 

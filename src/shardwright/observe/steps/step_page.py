@@ -13,17 +13,17 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from shardwright.columns import in_words
 from shardwright.errors import InputError, MissingExtra
 from shardwright.observe.ledger.causes import LINK, SCHEDULE
 from shardwright.observe.ledger.late import LateRank, called, collective, doing, late_ranks
 from shardwright.observe.ledger.ledger import Ledger, booked
-from shardwright.observe.memory import Category
+from shardwright.observe.memory.report import Category
 from shardwright.observe.steps.clocks import offsets, on_one_clock
 from shardwright.observe.steps.drawing import Arrow, Bar, Drawing, Level, Shade
 from shardwright.observe.steps.rings import Record, Ring
 from shardwright.observe.steps.step_memory import levels
 from shardwright.observe.steps.trace_events import trace_events
-from shardwright.observe.watch.status import in_words
 from shardwright.planned import Plan
 
 _LANES = {"all-gather": "gather", "reduce-scatter": "reduce", "all-reduce": "reduce"}

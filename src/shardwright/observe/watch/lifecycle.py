@@ -10,7 +10,6 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
@@ -18,6 +17,7 @@ from weakref import ref
 
 import torch.distributed as dist
 
+from shardwright.engine.listeners import listeners
 from shardwright.errors import InputError
 from shardwright.observe.watch.diagnosis import Note
 from shardwright.observe.watch.process_status import is_library
@@ -34,9 +34,6 @@ logger = logging.getLogger(__name__)
 
 VARIABLE = "SHARDWRIGHT_WATCH"
 """The policy of programs that don't call ``set_watch``: see ``WatchPolicy.from_text``."""
-
-amendments: set[Callable[[BaseException], None]] = set()
-"""Called with what nobody caught, before it is printed: they may add to its message."""
 
 _PATIENCE_S = 2.0  # at most, for ranks that come to their first sharded module later
 _LINGER_S = 3.0  # at most, of the process that holds the store, until the others have read what is there
@@ -175,8 +172,7 @@ def _set_hooks() -> None:
     before = sys.excepthook
 
     def told(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        for amend in amendments:
-            amend(error)
+        listeners.amend(error)
         before(kind, error, trace)
         if _lifecycle.watch is not None and _lifecycle.pid == os.getpid():
             _lifecycle.watch.look()

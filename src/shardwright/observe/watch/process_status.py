@@ -13,9 +13,9 @@ from types import FrameType
 
 import torch
 
-from shardwright.observe.host_memory import resident_nbytes
 from shardwright.observe.watch.diagnosis import Answer, Launched, Status, Waits
 from shardwright.observe.watch.flight_recorder import FlightRecorder, InFlight
+from shardwright.transport.host_memory import resident_nbytes
 from shardwright.transport.launches import Wait, process_state
 from shardwright.transport.recorder import LINE, clock, recorder
 

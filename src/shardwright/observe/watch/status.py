@@ -1,9 +1,8 @@
 """A status exchange in words, for people who ask: what runs, or what is wrong, and the table of all ranks."""
 
+from shardwright.columns import in_words
 from shardwright.observe.watch.diagnosis import Fault, Findings, diagnose, table, tell
 from shardwright.policy import WatchPolicy
-
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def status(found: Findings, policy: WatchPolicy) -> str:
@@ -13,14 +12,6 @@ def status(found: Findings, policy: WatchPolicy) -> str:
     if diagnosis.fault is not Fault.SLOW or found.silent or any(w.since_s > policy.suspect_s for w in waits):
         return tell(diagnosis, found)
     return f"running: {_progress(found)}\n{table(found)}"
-
-
-def in_words(nbytes: float) -> str:
-    """``nbytes`` with a binary unit: 12.3 MiB."""
-    unit = 0
-    while nbytes >= 1024 and unit < len(_UNITS) - 1:
-        nbytes, unit = nbytes / 1024, unit + 1
-    return f"{nbytes:.{0 if unit == 0 else 1}f} {_UNITS[unit]}"
 
 
 def _progress(found: Findings) -> str:

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwright.engine.memory import memory_of, see_other
 from shardwright.engine.unit import unit_of
 from shardwright.errors import OutOfMemory
-from shardwright.observe.memory import MemoryReport
+from shardwright.observe.memory.accounts import memory_of, see_other
+from shardwright.observe.memory.report import MemoryReport
 from shardwright.torch_private import tree_flatten, tree_unflatten
 from shardwright.transport.launches import process_state
 
@@ -46,58 +46,49 @@ class Exhausted:
     capacity_nbytes: int
 
 
-class _LastForward:
-    """The outermost sharded module that ran last, and the shapes that it was called with."""
+class LastForward:
+    """The outermost sharded module that ran last, and the shapes that it was called with.
 
-    def __init__(self) -> None:
-        self.model: Callable[[], nn.Module | None] = lambda: None
-        self.inputs: Any = tree_flatten(((), {}))
-        self.price: Callable[[Exhausted], list[str]] | None = None
+    price: lines about changes that would have fitted, for the end of an explanation.
+    """
 
+    def __init__(self, price: Callable[[Exhausted], list[str]]) -> None:
+        self._price = price
+        self._model: Callable[[], nn.Module | None] = lambda: None
+        self._inputs: Any = tree_flatten(((), {}))
 
-_last = _LastForward()
+    def note(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """The outermost sharded module is called with these."""
+        self._model = weakref.ref(module)
+        # Put together where they are read: the constructor of a container may look at its leaves, as that of
+        # ``PackedSequence`` does.
+        leaves, spec = tree_flatten((tuple(args), dict(kwargs)))
+        self._inputs = [_shape_of(leaf) for leaf in leaves], spec
+        see_other(module)
 
-
-def price_changes_by(price: Callable[[Exhausted], list[str]]) -> None:
-    """From now on explanations end with the lines that ``price`` returns."""
-    _last.price = price
-
-
-def note_forward(module: nn.Module, args: Any, kwargs: Any) -> None:
-    """The outermost sharded module is called with these."""
-    _last.model = weakref.ref(module)
-    # Put together where they are read: the constructor of a container may look at its leaves, as that of
-    # ``PackedSequence`` does.
-    leaves, spec = tree_flatten((tuple(args), dict(kwargs)))
-    _last.inputs = [_shape_of(leaf) for leaf in leaves], spec
-    see_other(module)
+    def explain(self, error: BaseException) -> None:
+        """Add the note to ``error``, once, where it says that memory ran out; never raises."""
+        model = self._model()
+        if model is None or not _ran_out(error) or hasattr(error, _EXPLAINED):
+            return
+        setattr(error, _EXPLAINED, True)
+        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        where = f" in its {process_state.phase}" if process_state.phase else ""
+        lines = [f"rank {rank} of {world} ran out of memory{where}. Alive on it:"]
+        try:
+            report = memory_of(model)
+            lines.append(str(report))
+            inputs = tree_unflatten(*self._inputs)
+            lines += self._price(Exhausted(model, inputs, report, _capacity_nbytes(model, report)))
+        except Exception as other:  # whatever it is, the error that is being explained is what must be seen
+            lines.append(f"No change could be priced: {type(other).__name__}: {other}".splitlines()[0])
+        error.add_note("\n".join(lines))
 
 
 def _shape_of(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return TensorShape(tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
     return leaf if isinstance(leaf, _PLAIN) else type(leaf)
-
-
-def explain_out_of_memory(error: BaseException | None) -> None:
-    """Add the note to ``error``, once, where it says that memory ran out; never raises."""
-    model = _last.model()
-    if model is None or not _ran_out(error) or hasattr(error, _EXPLAINED):
-        return
-    assert error is not None
-    setattr(error, _EXPLAINED, True)
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    where = f" in its {process_state.phase}" if process_state.phase else ""
-    lines = [f"rank {rank} of {world} ran out of memory{where}. Alive on it:"]
-    try:
-        report = memory_of(model)
-        lines.append(str(report))
-        if _last.price is not None:
-            inputs = tree_unflatten(*_last.inputs)
-            lines += _last.price(Exhausted(model, inputs, report, _capacity_nbytes(model, report)))
-    except Exception as other:  # whatever it is, the error that is being explained is what must be seen
-        lines.append(f"No change could be priced: {type(other).__name__}: {other}".splitlines()[0])
-    error.add_note("\n".join(lines))
 
 
 def _ran_out(error: BaseException | None) -> bool:

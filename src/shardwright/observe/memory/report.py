@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from shardwright.columns import in_columns
 from shardwright.observe.steps.drawing import Bar, Drawing, Level
-from shardwright.schedule.schedule import EventKind
 
 NO_GROUP = "(no group)"
 """Stands for a group where bytes belong to none, or where it isn't known to which one."""
@@ -129,22 +128,6 @@ def _parts(report: MemoryReport, by: str) -> dict[str, int]:
     if by == "group":
         return report.by_group
     return {str(category): nbytes for category, nbytes in report.by_category.items()}
-
-
-_WORDS = {
-    EventKind.FORWARD_BEGIN: "the forward of",
-    EventKind.FORWARD_END: "the end of the forward of",
-    EventKind.RECOMPUTE: "the recomputation of",
-    EventKind.BACKWARD_BEGIN: "the backward of",
-    EventKind.BACKWARD_END: "the end of the backward of",
-    EventKind.GRADS_READY: "the gradients of",
-    EventKind.STEP_END: "the end of the backward",
-}
-
-
-def event_in_words(kind: EventKind, name: str) -> str:
-    """An event of the group that is called ``name``; "": of none."""
-    return f"{_WORDS[kind]} {name}".strip()
 
 
 def merged(amounts: Iterable[Amount]) -> tuple[Amount, ...]:

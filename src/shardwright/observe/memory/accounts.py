@@ -17,18 +17,17 @@ from shardwright.engine.group import ParamGroup
 from shardwright.engine.optimizer_guard import stepped
 from shardwright.engine.unit import unit_of, units_in
 from shardwright.errors import StageError
-from shardwright.observe.host_memory import allocated_nbytes
-from shardwright.observe.memory import (
+from shardwright.observe.memory.report import (
     NO_GROUP,
     Amount,
     Category,
     MemoryLog,
     MemoryReport,
-    event_in_words,
     merged,
 )
 from shardwright.params.unreduced import mark_of
-from shardwright.schedule.schedule import Event, EventKind
+from shardwright.schedule.schedule import Event, EventKind, event_in_words
+from shardwright.transport.host_memory import allocated_nbytes
 
 
 def group_names(model: nn.Module) -> dict[ParamGroup, str]:

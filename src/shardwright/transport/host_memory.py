@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
+from shardwright.columns import in_words
 from shardwright.errors import ConfigError, OutOfMemory
-from shardwright.observe.watch.status import in_words
 from shardwright.transport.cpu.libc import LIBC
 from shardwright.transport.cpu.pages import POOL
 from shardwright.transport.link import host_free_nbytes
