@@ -118,7 +118,7 @@ def draw(found: dict[str, Any], out: Path) -> None:
 def colour(name: str) -> str:
     """A cause has the colour of its lane; a wait for a rank that of what the rank does."""
     cause = name.rpartition(": ")[2]
-    own = {"link": _LINK, "own schedule": _SCHEDULE, "all else": _REST, "user code": COLOURS["user"]}
+    own = {"link": _LINK, "launches and copies": _SCHEDULE, "all else": _REST, "user code": COLOURS["user"]}
     return own.get(cause) or COLOURS.get(cause, _LATE)
 
 

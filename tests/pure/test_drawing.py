@@ -8,11 +8,14 @@ import torch
 
 from bench import model as bench_model
 from shardwright.errors import InputError
-from shardwright.observe.steps.drawing import Bar, Drawing, Level, figure_of
+from shardwright.observe.ledger.late import doing
+from shardwright.observe.memory import Category
+from shardwright.observe.steps.drawing import COLOURS, Bar, Drawing, Level, figure_of
 from shardwright.observe.steps.rings import Record, RecordedStep, Ring
 from shardwright.observe.steps.step_page import draw
 from shardwright.plan import Choice, estimate
 from shardwright.plan.cluster import DEVICES, Cluster
+from shardwright.schedule.schedule import EventKind
 from tests.browser import needs_chromium, opened
 
 DRAWING = Drawing(
@@ -85,13 +88,34 @@ def test_the_runtimes_own_time_is_drawn_with_what_it_did_and_without_the_waits_i
         record("runtime", "F-", 6.0, 7.0),
     ]
     ring = Ring(0, 1, "node0", {}, [RecordedStep(1, 1.0, 7.0)], records, [])
-    bars = [bar for bar in draw([ring]).bars if bar.kind == "own schedule"]
-    first = "own schedule: unshard of blocks.1, wait of blocks.1"
+    bars = [bar for bar in draw([ring]).bars if bar.kind == "launches and copies"]
+    first = "launches and copies: unshard of blocks.1, wait of blocks.1"
     assert [bar[:4] for bar in bars] == [
         ("rank 0 compute", first, 1.0, 2.0),
         ("rank 0 compute", first, 3.5, 4.0),
-        ("rank 0 compute", "own schedule", 6.0, 7.0),
+        ("rank 0 compute", "launches and copies", 6.0, 7.0),
     ]
+
+
+def test_what_runs_and_what_is_held_have_colours_of_their_own_but_for_what_a_lane_fills():
+    lanes = {"gather": "unsharded", "reduce": "gradients"}
+    held = [str(each) for each in Category if str(each) not in (*lanes.values(), "head")]
+    colours = [colour for name, colour in COLOURS.items() if name in held]
+    shared = [name for name, colour in COLOURS.items() if name not in (*held, "plan") and colour in colours]
+    assert not shared and len(set(colours)) == len(held)
+    assert all(COLOURS[lane] == COLOURS[what] for lane, what in lanes.items())
+
+
+def test_the_events_of_a_step_and_the_rest_of_the_memory_are_told_in_words():
+    records = [Record("runtime", each, ("b",), 1, "forward", 0, 0.0, 0.0, 1.0, "", 1) for each in EventKind]
+    records += [records[0]._replace(action=each, groups=()) for each in ("begin", "end")]
+    said = [doing(each) for each in records]
+    assert said[0] == "the forward of b" and said[-1] == "the end of the forward"
+    assert not [each for each in said if re.search(r"[A-Z]|[+-]", each)]
+    held = [(0.0, 40 << 20, 1 << 20, 30 << 20), (1.0, 45 << 20, 1 << 20, 30 << 20)]
+    step = [RecordedStep(1, 0.0, 2.0)]
+    ring = Ring(0, 1, "node0", {}, step, [], [(0.0, 0), (1.0, 0)], held=held)
+    assert draw([ring]).categories[-1] == "other (30.0 MiB not drawn)"
 
 
 def test_another_ending_is_an_error_and_writes_nothing(tmp_path):
@@ -129,8 +153,14 @@ def test_a_plan_is_drawn_whole_by_the_names_of_modules():
 
 
 @needs_chromium
-def test_the_page_draws_in_a_browser(tmp_path):
+def test_the_page_draws_in_a_browser_with_an_axis_of_time_and_one_of_memory(tmp_path):
     found = planned()
     found.drawing().save(tmp_path / "step.html")
-    drawn = opened(tmp_path / "step.html")["drawn"]
-    assert float(drawn.split()[1]) == pytest.approx(found.step_s)
+    page = opened(tmp_path / "step.html")
+    assert float(page["drawn"].split()[1]) == pytest.approx(found.step_s)
+    DRAWING.save(tmp_path / "small.html")
+    assert opened(tmp_path / "small.html")["sizes"].split(", ") == [
+        "0.0 KiB",
+        *(f"{kib}.0 KiB" for kib in (256, 512, 768)),
+        "1.0 MiB",
+    ]

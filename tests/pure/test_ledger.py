@@ -68,7 +68,8 @@ class Job:
         start = self.now[rank]
         usual = USUAL.get(what, 0.0) * self.chance.uniform(0.97, 1.03)
         self.now[rank] = start + (usual + (0 if what == "runtime" else self.more(rank, step, what))) * MS
-        kind, action = {"data": ("span", "data"), "optimizer": ("span", "optimizer")}.get(what, (what, ""))
+        known = {"data": ("span", "data"), "optimizer": ("span", "optimizer"), "runtime": (what, "E")}
+        kind, action = known.get(what, (what, ""))
         if what in ("checkpoint", "user"):
             kind, action = ("span", "save") if what == "checkpoint" else ("outside", "user")
         if self.now[rank] > start:
@@ -169,7 +170,7 @@ def test_a_slow_transfer_is_the_links_and_a_late_gather_with_nothing_to_hide_beh
     (first, *_) = ledger.losses([6])
     assert first.cause == "link" and first.seconds > 2 * 8 * 4 * MS
     usual = {line.cause: line.seconds for line in ledger.of(0, 3)}
-    assert usual["own schedule"] > USUAL["link"] * MS / 2  # the first gather of a step
+    assert usual["launches and copies"] > USUAL["link"] * MS / 2  # the first gather of a step
     assert usual.get("link", 0.0) < MS
 
 

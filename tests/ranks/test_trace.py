@@ -66,7 +66,7 @@ def test_a_page_names_the_late_rank_and_what_it_did(folder):
     labels = {bar[1] for bar in data["bars"]}
     assert {"forward of blocks.1", "backward of blocks.1", "optimizer"} <= labels
     assert any(re.match(r"all-gather .*blocks\.1.* \(\d.* KiB\)", label) for label in labels)
-    assert any(re.match(r"own schedule: .*unshard of .*blocks\.1", label) for label in labels)
+    assert any(re.match(r"launches and copies: .*unshard of .*blocks\.1", label) for label in labels)
     assert "planned: 50.0 ms" in data["notes"]
     assert data["categories"][0][0] == "unsharded"
 
@@ -98,7 +98,7 @@ def test_what_waited_for_a_late_rank_is_told_apart_from_what_waited_for_the_link
         ).groups(),
     )
     late = 100 * while_late_s(data) / end
-    # Where other processes have the cores, a seventh of it is booked to the waiting rank's own schedule.
+    # Where other processes have the cores, a seventh of it is booked to the waiting rank's own launches and copies.
     assert 0.8 * late < for_late < late + 2, waited
     assert for_late + link + own <= exposed + 0.2 and link < 10
     assert re.match(r"rank 1: compute .*, data [\d.]+%", other) and "% for rank 0: data" not in other
@@ -132,7 +132,7 @@ def seconds_told(label):
 def test_memory_is_drawn_without_what_the_process_holds_all_the_time(folder):
     data = data_of(folder / "trace.html")
     names = [name for name, _ in data["categories"]]
-    assert re.fullmatch(r"other without [\d.]+ [MG]iB", names[-1])
+    assert re.fullmatch(r"other \([\d.]+ [MG]iB not drawn\)", names[-1])
     drawn = [dict(zip(names, amounts, strict=True)) for _, amounts, _ in data["levels"]]
     assert max(level["unsharded"] for level in drawn) > 0
     held = [level for level in drawn if level["states"]]

@@ -1,6 +1,6 @@
 """What a step's time can go to, in the words of the ledger, and what to do about each."""
 
-COMPUTE, OPTIMIZER, SCHEDULE, LINK, REST = "compute", "optimizer", "own schedule", "link", "rest"
+COMPUTE, OPTIMIZER, SCHEDULE, LINK, REST = "compute", "optimizer", "launches and copies", "link", "rest"
 DATA, CHECKPOINT, GARBAGE, USER = "data", "checkpoint", "garbage collection", "user code"
 PAGING, QUOTA, CORES = "paging", "CPU quota", "busy cores"
 CAUSES = (

@@ -4,7 +4,9 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from shardwright.observe.memory import event_in_words
 from shardwright.observe.steps.rings import Record, Ring
+from shardwright.schedule.schedule import EventKind
 
 
 class LateRank(NamedTuple):
@@ -99,4 +101,8 @@ def doing(record: Record) -> str:
         return collective(record)
     if record.kind == "gc":
         return "a collection of garbage"
+    if record.kind == "runtime":
+        if record.action in ("begin", "end"):
+            return f"the {record.action} of the {record.phase}"
+        return event_in_words(EventKind(record.action), called(record.groups))
     return f"{record.action}{of}{line if record.kind == 'span' else ''}"

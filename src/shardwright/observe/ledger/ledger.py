@@ -1,11 +1,11 @@
 """The ledger of waits: every millisecond of a rank's step booked to a cause. Pure: from records to a table.
 
 What a rank does by itself is measured: compute, data, optimizer, checkpoint, garbage collection, user code,
-the runtime's own copies and launches ("own schedule"), and what kept it from running (paging, a CPU quota,
+the runtime's own launches and copies, and what kept it from running (paging, a CPU quota,
 busy cores; see ``slices.py``). A wait is taken apart:
 
     |-- until the last rank has launched it --|-- until its bytes are there --|
-      late rank: what it did more than I did    link; own schedule, where it was launched only when needed;
+      late rank: what it did more than I did    link; launches and copies, where it was launched only when needed;
                                                 or what held up a rank's threads that send: a quota, a
                                                 collection of garbage
 

@@ -24,6 +24,7 @@ from shardwright.observe.ledger.causes import (
     SPANS,
     USER,
 )
+from shardwright.observe.ledger.late import doing
 from shardwright.observe.steps.rings import CoreUse, Record, Ring
 
 _NOTED_S = 100e-6  # less of it in a few milliseconds is left where it is
@@ -156,5 +157,5 @@ def _cause(each: Record) -> tuple[str, str]:
     if each.kind == "outside":
         return USER, each.note
     if each.kind == "runtime":
-        return SCHEDULE, f"{each.action}{of}"
+        return SCHEDULE, doing(each)
     return SPANS.get(each.action, each.action), each.note

@@ -246,7 +246,7 @@ def _changing(found: Sequence[Level]) -> list[Level]:
     more than a model that one would see nothing else. The category's name says how much that is."""
     other = str(Category.OTHER)
     always = min((level.nbytes[other] for level in found if other in level.nbytes), default=0)
-    name = f"{other} without {in_words(always)}"
+    name = f"{other} ({in_words(always)} not drawn)"
     return [
         level._replace(
             nbytes={
