@@ -5,7 +5,7 @@ the runtime's own launches and copies, and what kept it from running (paging, a 
 busy cores; see ``slices.py``). A wait is taken apart:
 
     |-- until the last rank has launched it --|-- until its bytes are there --|
-      late rank: what it did more than I did    link; launches and copies, where it was launched only when needed;
+      late rank: what it did more than I did    link; launches and copies, if launched only when needed;
                                                 or what held up a rank's threads that send: a quota, a
                                                 collection of garbage
 
