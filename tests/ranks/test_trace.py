@@ -98,7 +98,7 @@ def test_what_waited_for_a_late_rank_is_told_apart_from_what_waited_for_the_link
         ).groups(),
     )
     late = 100 * while_late_s(data) / end
-    # Where other processes have the cores, a seventh of it is booked to the waiting rank's launches and copies.
+    # Where other processes have the cores, a seventh is booked to the waiting rank's launches and copies.
     assert 0.8 * late < for_late < late + 2, waited
     assert for_late + link + own <= exposed + 0.2 and link < 10
     assert re.match(r"rank 1: compute .*, data [\d.]+%", other) and "% for rank 0: data" not in other
