@@ -25,7 +25,7 @@ SHORTER = [
     (r"(bench/llama\.py .*)$", r"\1 --toy"),
     (r"(--run\.folder runs/billion)$", r"\1 --training.epochs 1 --training.sequence_length 128"),
     (r"(--run\.folder runs/mine)$", r"\1 --training.epochs 1 --training.sequence_length 128"),
-    (r"(train recipes/finetune-lora\.toml)$", r"\1 --data.path notes.txt"),
+    (r"(train finetune-lora)$", r"\1 --data.path notes.txt"),
 ]
 
 
@@ -34,7 +34,7 @@ def repository(tmp_path_factory):
     """A copy of the repository with a small trained model, which is a Llama of models/ too, and text."""
     copied = copy_repository(tmp_path_factory.mktemp("docs"))
     tiny = "--training.steps 2 --model.num_layers 1 --model.dim 64 --model.num_heads 2 --model.hidden_dim 96"
-    run_command(f"shardwright train recipes/quickstart.toml {tiny}", copied)
+    run_command(f"shardwright train quickstart {tiny}", copied)
     run_command("mkdir models && shardwright export runs/quickstart models/llama", copied)
     config = copied / "models" / "llama" / "config.json"  # as real models, it has positions for the recipes
     config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 4096}))

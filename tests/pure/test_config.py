@@ -16,6 +16,7 @@ from shardwright.train import config
 from shardwright.train.config import Recipe
 from shardwright.train.engine import steps_of
 from shardwright.train.resolve import leaf_keys, resolve
+from shardwright.train.shipped import SHIPPED
 
 ROOT = Path(__file__).parents[2]
 
@@ -122,8 +123,19 @@ def test_each_key_is_read_by_the_code():
 
 def test_a_recipe_that_is_not_there_names_those_that_are(tmp_path):
     write(tmp_path, "")
-    with pytest.raises(ConfigError, match=r"no recipe at .*nosuch\.toml.*recipe\.toml"):
+    with pytest.raises(ConfigError, match=r"no recipe at .*nosuch\.toml.*recipe\.toml\).* quickstart$"):
         resolve(tmp_path / "nosuch.toml")
+    with pytest.raises(ConfigError, match=r"quickstart; did you mean finetune-qlora-real\?$"):
+        resolve(tmp_path / "finetune-qlora-real.toml")
+
+
+def test_the_name_of_a_recipe_of_the_package_is_taken_where_no_such_file_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, path in SHIPPED.items():
+        assert resolve(name).recipe == resolve(f"{name}.toml").recipe == resolve(path).recipe
+        assert resolve(name).folder == resolve(path).folder
+    Path("quickstart.toml").write_text("[training]\nsteps = 7\n")
+    assert resolve("quickstart.toml").recipe.training.steps == 7
 
 
 def test_what_is_no_toml_is_refused_with_the_line(tmp_path):

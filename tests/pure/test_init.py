@@ -12,6 +12,7 @@ import pytest
 from shardwright.cli import VERBS, command_parser, main
 from shardwright.train.config import Recipe
 from shardwright.train.resolve import leaf_keys, resolve
+from shardwright.train.shipped import SHIPPED
 from shardwright.train.template import KINDS, SCHEMA_FILE
 
 ROOT = Path(__file__).parents[2]
@@ -44,6 +45,13 @@ def test_init_writes_the_package_s_recipe_of_that_kind_with_every_key_and_its_co
     assert all(every.origins[key] == "file" for key in leaf_keys() if not key.startswith(left_out))
     missing = re.findall(r"^set ([\w.]+) in it to yours", capsys.readouterr().out, re.MULTILINE)
     assert missing == ([] if kind == "pretrain" else ["base.folder", "data.path"])
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_init_writes_each_recipe_of_the_package_by_its_name(name, capsys):
+    assert main(["init", "mine.toml", "--kind", name]) == 0
+    assert resolve("mine.toml").recipe == resolve(name).recipe.model_copy(update={"run": Recipe().run})
+    assert '"torch" isn\'t here' not in capsys.readouterr().out
 
 
 def test_init_takes_keys_and_neither_overwrites_a_file_nor_leaves_one_behind_a_mistake(capsys):

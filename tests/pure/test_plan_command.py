@@ -289,9 +289,9 @@ def test_what_does_not_fit_says_so_and_what_to_try(tmp_path, capsys):
 
 
 def test_a_recipe_whose_base_is_not_there_says_how_to_get_it(capsys):
-    said = plan(capsys, "recipes/finetune-lora-real.toml", *ON, code=1)
+    said = plan(capsys, "finetune-lora-real", *ON, code=1)
     assert "base.folder = 'models/llama': no such folder; it is a local folder" in said
-    assert "`make finetune` makes it" in plan(capsys, "recipes/finetune-qlora.toml", *ON, code=1)
+    assert "`make finetune` makes it" in plan(capsys, "finetune-qlora", *ON, code=1)
 
 
 @pytest.mark.parametrize(

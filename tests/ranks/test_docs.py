@@ -38,7 +38,7 @@ CHANGES = [fence for fence in FENCES if re.search(r"^\+from shardwright\b", fenc
 # Commands that don't run here, and why. A pattern is searched for in the whole command.
 EXCUSED = [
     (r"--link \d+[gm]bit| 1gbit\.json|bench\.waits$", "root: links are made of network namespaces"),
-    (r"\.venv-hf/|^make (setup-hf$|finetune)|/finetune-[\w-]+\.toml|finetune-\*", "that of make test-hf"),
+    (r"\.venv-hf/|^make (setup-hf$|finetune)|train finetune-|finetune-\*", "that of make test-hf"),
     (r"^make test(-torch .*)?$", "it would run itself"),
     (r"^make prove-gpu", "an accelerator; simulated: test_prove_gpu.py"),
     (
@@ -56,7 +56,7 @@ SHORTER = [
     (r"(examples/experts\.py( --api wrapper)?)$", r"\1 --steps 30"),
     (r"(train mine\.toml)$", r"\1 --training.steps 2"),
     (r"(--data\.path ~/notes)$", r"\1 --training.steps 2"),
-    (r"(torchrun .* train recipes/quickstart\.toml)$", r"\1 --training.steps 2 --run.folder runs/torchrun"),
+    (r"(torchrun .* train quickstart)$", r"\1 --training.steps 2 --run.folder runs/torchrun"),
 ]
 
 
@@ -234,7 +234,7 @@ def repository(tmp_path_factory):
     copied = copy_repository(folder)
     (folder / "notes").mkdir()
     (folder / "notes" / "note.txt").write_text("What is worth keeping is worth writing down. " * 500)
-    quickstart = "shardwright train recipes/quickstart.toml --training.steps 2 --run.folder runs/a"
+    quickstart = "shardwright train quickstart --training.steps 2 --run.folder runs/a"
     run_command(quickstart, copied)
     for name in ("b", "quickstart"):
         shutil.copytree(copied / "runs" / "a", copied / "runs" / name)

@@ -28,7 +28,6 @@ from shardwright.train.models import Transformer
 from shardwright.train.sample import load_run
 
 LIMIT_S = 120.0
-RECIPES = Path(__file__).parents[2] / "recipes"
 RECIPE = """
 [data]
 path = "{text}"
@@ -220,7 +219,6 @@ BY_OTHERS = {
 def test_the_first_example_of_each_commands_help_runs_as_it_stands(whole, tmp_path, monkeypatch, capsys):
     for name in ("quickstart", "first", "second"):
         shutil.copytree(whole[0], tmp_path / "runs" / name)
-    (tmp_path / "recipes").symlink_to(RECIPES)
     monkeypatch.chdir(tmp_path)
     actions = ("inspect", "verify", "diff", "convert", "consolidate")
     commands = [[verb] for verb in VERBS if verb not in BY_OTHERS] + [

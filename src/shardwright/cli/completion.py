@@ -10,7 +10,7 @@ from shardwright.cli.verb import add_verb
 from shardwright.extras import require
 
 _SHELLS = ("bash", "zsh", "fish")
-_PATHS = {"CSV", "DST", "FILE", "FOLDER", "JOB", "MODEL", "OUT", "PATH", "RECIPE.toml", "RUN", "SRC"}
+_PATHS = {"CSV", "DST", "FILE", "FOLDER", "JOB", "MODEL", "OUT", "PATH", "RECIPE", "RUN", "SRC"}
 """What is completed with the names of files, by what ``--help`` calls it."""
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from shardwright.cli.keys import add_keys, given_keys
 from shardwright.cli.outputs import check_file
 from shardwright.cli.verb import add_verb
+from shardwright.train.shipped import SHIPPED
 from shardwright.train.template import KINDS, SCHEMA_FILE, commented, resolve_kind, schema
 
 
@@ -31,11 +32,12 @@ def add_commands(commands: Any) -> None:
     )
     init.add_argument(
         "--kind",
-        choices=tuple(KINDS),
+        choices=(*KINDS, *SHIPPED),
+        metavar="KIND",
         default="pretrain",
         help="pretrain (the default): a small model from scratch. The others fine-tune the model of "
         "base.folder on data.path; full: all weights; lora: adapters; qlora: adapters on a base in 4 bits; "
-        "dpo: as qlora, on preferences",
+        "dpo: as qlora, on preferences; or the name of a recipe of the package (shardwright recipe)",
     )
     add_keys(init)
     init.set_defaults(call=run)
@@ -54,7 +56,8 @@ def run(known: argparse.Namespace) -> int:
     recipe = resolved.recipe
     paths = {"base.folder": recipe.base.folder, "data.path": recipe.data.path} if recipe.base.folder else {}
     for key, value in paths.items():
-        if resolved.origins[f"{key}"] == "file" and not Path(value).exists():
+        is_missing = value not in ("stdlib", "torch") and not Path(value).exists()  # these two are everywhere
+        if resolved.origins[key] == "file" and is_missing:
             print(f'set {key} in it to yours: "{value}" isn\'t here')
     print(f"train it: shardwright train {path}")
     return 0

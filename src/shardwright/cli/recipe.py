@@ -6,13 +6,11 @@ shardwright recipe NAME > mine.toml
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 from shardwright.cli.verb import add_verb
 from shardwright.errors import ConfigError
-
-_FOLDER = Path(__file__).parents[1] / "recipes"
+from shardwright.train.shipped import SHIPPED
 
 
 def add_commands(commands: Any) -> None:
@@ -31,7 +29,7 @@ def add_commands(commands: Any) -> None:
 
 def run(known: argparse.Namespace) -> int:
     """Print the list or the recipe."""
-    texts = {path.stem: path.read_text(encoding="utf-8") for path in sorted(_FOLDER.glob("*.toml"))}
+    texts = {name: path.read_text(encoding="utf-8") for name, path in SHIPPED.items()}
     if known.name is not None:
         text = texts.get(known.name.removesuffix(".toml"))
         if text is None:
@@ -47,7 +45,7 @@ def run(known: argparse.Namespace) -> int:
     width = max(map(len, abouts))
     for name, about in abouts.items():
         print(f"{name:{width}}  {about}")
-    print("\nshardwright recipe NAME > mine.toml writes one, shardwright train mine.toml trains it.")
+    print("\nshardwright train NAME trains one, shardwright recipe NAME > mine.toml writes it, to change it.")
     return 0
 
 

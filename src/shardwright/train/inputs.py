@@ -51,7 +51,7 @@ def _remedy(folder: str) -> str:
     if Path(folder) == Path(_TOY):
         return (
             "it is the quickstart's model as transformers reads it: `make finetune` makes it, or "
-            "`shardwright train` of the recipe quickstart and then `shardwright export runs/quickstart "
+            "`shardwright train quickstart` and then `shardwright export runs/quickstart "
             f"{_TOY}`"
         )
     is_id = _HUB_ID.fullmatch(folder) and not Path(folder).parent.is_dir()

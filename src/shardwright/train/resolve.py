@@ -19,6 +19,7 @@ from shardwright.errors import ConfigError, nearest
 from shardwright.extras import from_extra
 from shardwright.files import parsed
 from shardwright.train.config import Recipe
+from shardwright.train.shipped import SHIPPED, recipe_at
 
 with from_extra("train"):
     import tomli_w
@@ -76,11 +77,14 @@ def _table(value: dict[str, Any]) -> str:
 def resolve(path: str | Path, overrides: Sequence[tuple[str, str]] = ()) -> Resolved:
     """Merge the defaults, the file at ``path`` and ``overrides`` (pairs as ``("training.steps", "50")``).
 
+    path: a file, or the name of a recipe of the package.
+
     Raises:
         ConfigError: no such file, not TOML, or unknown keys, wrong types and values out of range: all of them
             in one message, each with its path, its origin and, for an unknown key, the nearest right one.
     """
-    from_file = _read(Path(path))
+    path = recipe_at(path)
+    from_file = _read(path)
     problems: list[str] = []
     merged: dict[str, Any] = {}
     origins: dict[str, Origin] = dict.fromkeys(leaf_keys(), "default")
@@ -124,10 +128,11 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         return parsed(tomllib.loads, path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        near = sorted(str(p) for folder in {path.parent, Path("recipes")} for p in folder.glob("*.toml"))
-        hint = f"; there is: {', '.join(near)}" if near else ""
+        near = sorted(str(p) for p in path.parent.glob("*.toml"))
+        hint = f" (there is: {', '.join(near)})" if near else ""
         raise ConfigError(
-            f"no recipe at {path}: give the path of a TOML file{hint}; ours: shardwright recipe"
+            f"no recipe at {path}: give the path of a TOML file{hint}, or the name of one that comes with "
+            f"the package: {', '.join(SHIPPED)}{nearest(path.stem, SHIPPED)}"
         ) from None
     except IsADirectoryError:
         raise ConfigError(

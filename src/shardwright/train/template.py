@@ -11,9 +11,8 @@ from typing import Any
 
 from shardwright.train.config import Recipe
 from shardwright.train.resolve import Resolved, entry, resolve
+from shardwright.train.shipped import SHIPPED
 
-RECIPES = Path(__file__).parents[1] / "recipes"
-"""Those that come with the package."""
 KINDS = {
     "pretrain": "quickstart",
     "full": "finetune-full-real",
@@ -29,8 +28,9 @@ _WIDTH = 110
 
 
 def resolve_kind(kind: str, overrides: Sequence[tuple[str, str]] = ()) -> Resolved:
-    """The package's recipe of that kind, with ``overrides``. Raises: ConfigError where these don't fit."""
-    return resolve(RECIPES / f"{KINDS[kind]}.toml", overrides)
+    """The package's recipe of that kind or name, with ``overrides``. Raises: ConfigError where they don't
+    fit."""
+    return resolve(SHIPPED[KINDS.get(kind, kind)], overrides)
 
 
 def commented(resolved: Resolved) -> str:

@@ -15,6 +15,7 @@ from shardwright.cli.outputs import check_file
 from shardwright.cli.verb import add_verb, check_exists, work
 from shardwright.errors import ConfigError
 from shardwright.observe.steps.drawing import savable
+from shardwright.train.shipped import recipe_at
 
 SEQUENCE, ROWS = 2048, 1
 """Of a microbatch, where nothing else is said."""
@@ -27,7 +28,7 @@ def add_commands(commands: Any) -> None:
         "plan",
         "Predict the seconds and bytes of training steps: the schedule of a step is planned and "
         "simulated. No GPU, no weights.",
-        "shardwright plan recipes/quickstart.toml --device H100 --ranks 8",
+        "shardwright plan quickstart --device H100 --ranks 8",
         "shardwright plan models/llama --device H100 --ranks 64 --search --out plan.toml",
         "shardwright plan models/llama --cluster cluster.toml --fewest ranks",
         "shardwright plan models/llama --device H100 --ranks 64 --runtime shardwright --runtime fsdp2",
@@ -36,7 +37,7 @@ def add_commands(commands: Any) -> None:
         "model",
         metavar="MODEL",
         nargs="?",
-        help="a folder of Hugging Face or its config.json, a recipe, or the name of a row of --models",
+        help="a folder of Hugging Face or its config.json, a recipe or its name, or a row of --models",
     )
     plan.add_argument(
         "--sequence", type=int, metavar="TOKENS", help=f"tokens in a sequence (default {SEQUENCE})"
@@ -115,10 +116,12 @@ def _check_model(known: argparse.Namespace) -> None:
         raise ConfigError("shardwright plan MODEL needs --device NAME and --ranks N, or --cluster FILE")
     if known.device is not None and known.ranks is None:
         raise ConfigError("--ranks is missing: how many devices are there?")
+    if known.models is None:
+        known.model = str(recipe_at(known.model))
     if known.models is None and not known.model.endswith(".toml") and not os.path.exists(known.model):
         raise ConfigError(
             f"MODEL {known.model!r} is neither a folder with a config.json nor such a file, nor a recipe "
-            "(.toml); a row of a table takes --models CSV as well"
+            "(.toml) or the name of one of the package; a row of a table takes --models CSV as well"
         )
     if known.models is None and known.model.endswith(".toml"):
         import_module("shardwright.train.resolve").resolve(known.model)  # pydantic comes with an extra

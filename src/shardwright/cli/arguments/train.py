@@ -1,6 +1,6 @@
 """``shardwright train``.
 
-shardwright train RECIPE.toml [--backend eager|xla] [--resume [auto|STEP]] [--json] [--section.key VALUE ...]
+shardwright train RECIPE [--backend eager|xla] [--resume [auto|STEP]] [--json] [--section.key VALUE ...]
 """
 
 import argparse
@@ -25,15 +25,16 @@ def add_commands(commands: Any) -> None:
         "Train or fine-tune the model of a recipe, on local ranks that it starts itself, or as one rank "
         "under torchrun, srun or mpirun. Each key of a recipe can be set here, too, and wins over the file.",
         "shardwright train mine.toml",
+        "shardwright train quickstart --run.folder runs/a",
         "shardwright train mine.toml --training.steps 50 --optimizer.lr 3e-4",
         "shardwright train mine.toml --resume",
         "torchrun --nproc-per-node 8 -m shardwright train mine.toml --resume auto",
     )
     train.usage = (
-        "shardwright train RECIPE.toml [--resume [auto|STEP]] [--backend {eager,xla}] [--json] "
+        "shardwright train RECIPE [--resume [auto|STEP]] [--backend {eager,xla}] [--json] "
         "[--section.key VALUE ...]"
     )
-    train.add_argument("recipe", metavar="RECIPE.toml", help="the recipe")
+    train.add_argument("recipe", metavar="RECIPE", help="a recipe's file, or the name of one of the package")
     train.add_argument(
         "--backend",
         choices=["eager", "xla"],
