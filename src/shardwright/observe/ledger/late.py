@@ -4,9 +4,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from shardwright.observe.memory import event_in_words
 from shardwright.observe.steps.rings import Record, Ring
-from shardwright.schedule.schedule import EventKind
+from shardwright.schedule.schedule import EventKind, event_in_words
 
 
 class LateRank(NamedTuple):
