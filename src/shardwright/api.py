@@ -22,9 +22,7 @@ from shardwright.engine.group import ParamGroup
 from shardwright.engine.hooks import guard_optimizers
 from shardwright.engine.unit import unit_of, units_in
 from shardwright.errors import InputError, StageError, warn
-from shardwright.grouped import Groups, shard_groups
 from shardwright.module import FSDPModule, become_fsdp_module
-from shardwright.params.gather_full import stream_full
 from shardwright.policy import (
     DEFAULT_OFFLOAD,
     DEFAULT_PRECISION,
@@ -35,6 +33,7 @@ from shardwright.policy import (
 
 if TYPE_CHECKING:
     from shardwright.engine.costs import Stats
+    from shardwright.grouped import Groups
     from shardwright.observe.memory.out_of_memory import Exhausted
     from shardwright.plan.cluster import Cluster
     from shardwright.planned import Plan
@@ -53,7 +52,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = DEFAULT_OFFLOAD,
     ignored_params: Collection[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
-    groups: Groups | None = None,
+    groups: "Groups | None" = None,
     shard_over_all: bool = False,
     plan: "Plan | str | Path | None" = None,
     cluster: "Cluster | str | Path | None" = None,
@@ -82,7 +81,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = DEFAULT_OFFLOAD,
     ignored_params: Collection[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
-    groups: Groups | None = None,
+    groups: "Groups | None" = None,
     shard_over_all: bool = False,
     plan: "Plan | str | Path | None" = None,
     cluster: "Cluster | str | Path | None" = None,
@@ -175,6 +174,8 @@ def fully_shard(
             return module
         groups = apply.groups_for(module, groups, cluster, sample, mesh, options)
     if groups is not None:
+        from shardwright.grouped import shard_groups  # noqa: PLC0415 chosen groups
+
         options.check()
         shard_groups(module, groups, ignored, partial(_shard, mesh, options))
         return module
@@ -313,6 +314,8 @@ def stream_state_dict(
 
 
 def _whole(model: nn.Module, decoded: torch.dtype | None, shared: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    from shardwright.params.gather_full import stream_full  # noqa: PLC0415 whole weights
+
     units = units_in(model)
     if not units:
         raise InputError(f"{type(model).__name__} has no sharded module; its own state_dict() is whole")

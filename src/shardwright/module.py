@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import nn
 
 from shardwright.engine.backward import Backward, backward_of
-from shardwright.engine.clone import deep_copy, rebuild
 from shardwright.engine.edits import write_back
 from shardwright.engine.hooks import reset_step
 from shardwright.engine.methods import run_as_forward
@@ -351,6 +350,8 @@ class FSDPModule(GradientSetters, ScheduleSetters, RefusingFSDPModule):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A model of its own, sharded in the same way on the same mesh, with copies of the shards; at
         rest."""
+        from shardwright.engine.clone import deep_copy, rebuild  # noqa: PLC0415 copies alone
+
         model, blueprint = deep_copy(cast(nn.Module, self), memo)
         for module in rebuild(model, blueprint):
             become_fsdp_module(module)

@@ -14,7 +14,8 @@ from shardwright.errors import InputError, StageError
 from shardwright.interchange import from_nf4_tensor, is_nf4_tensor
 from shardwright.module import FSDPModule, become_fsdp_module, original_class
 from shardwright.params.param import ShardedParam
-from shardwright.params.quantized.codec import NF4, Encoding, codec_of
+from shardwright.params.quantized.codec import Encoding
+from shardwright.params.quantized.codecs import NF4, codec_of
 from shardwright.params.quantized.group import encode_sharded
 from shardwright.params.quantized.module import encodings, is_base, set_encoded
 from shardwright.torch_private import parameters_of

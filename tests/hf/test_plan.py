@@ -15,7 +15,7 @@ from shardwright.cli import main
 from shardwright.finetune.engine import adapted_model
 from shardwright.finetune.expected import expected_peak, subject_of
 from shardwright.hf.load import encoded_names
-from shardwright.params.quantized.codec import codec_of
+from shardwright.params.quantized.codecs import codec_of
 from shardwright.plan import Choice, Plan, estimate
 from shardwright.plan.cluster import DEVICES, Cluster
 from shardwright.plan.configs import architecture

@@ -56,7 +56,7 @@ ROOMS = ("engine", "params", "schedule", "transport")
 CORE = {
     "engine": """
         asked away backward batches build clone consensus containers costs deferred edits executor factored
-        foreign found gatherer grads group group_table held_memory hooks listeners lookups methods
+        foreign found gatherer grads group group_table held_memory hooks listeners methods
         optimizer_guard optimizer_in_backward outputs paging pending reducer references
         runtime same_model setters torch_state transforms unit versions
     """,
@@ -65,15 +65,15 @@ CORE = {
         smaller_world subclass unreduced
     """,
     "params/quantized": """
-        codec group module
+        codec codecs group module
     """,
     "observe/memory": "accounts out_of_memory",
     "schedule": """
         check exposed flat_layout follower group_states grouping layout planner recorded schedule sync
     """,
     "transport": """
-        abort attempt base channel collect custom device_times host_limits host_memory kept launches link liveness meeting mesh
-        nccl process recorder shared streams thread_use two_level watched
+        abort attempt base channel collect custom device_times host_limits host_memory kept launches link
+        liveness meeting mesh nccl process recorder shared streams thread_use two_level watched
     """,
     "transport/cpu": """
         arena coder connection event_loop futex handshake libc message pages peers shm sockets transfer

@@ -11,20 +11,22 @@ The first two go with the last; rows in use go with none of the others.
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from shardwright.params.param import ShardedParam
 from shardwright.params.quantized.group import Decoding
-from shardwright.params.rows import Rows
-from shardwright.params.smaller_world import SmallerWorld
 from shardwright.policy import MixedPrecisionPolicy, SchedulePolicy
 from shardwright.schedule.layout import ParamLayout
 from shardwright.transport.base import Comm, Gather, Segment
-from shardwright.transport.custom import CustomComm
 from shardwright.transport.kept import WHOLE, Sends
 from shardwright.transport.mesh import Axis
+
+if TYPE_CHECKING:
+    from shardwright.params.rows import Rows
+    from shardwright.params.smaller_world import SmallerWorld
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +74,8 @@ class Gatherer:
         self.params = params
         self.comm: Comm = axis.comm
         if options.all_gather is not None or options.reduce_scatter is not None:
+            from shardwright.transport.custom import CustomComm  # noqa: PLC0415 replaced collectives
+
             self.comm = CustomComm(axis.comm, axis.group, options.all_gather, options.reduce_scatter)
         self.decoding = Decoding(params, precision, axis.device) if before is None else before.decoding
         unmet: list[str] = []
@@ -87,14 +91,18 @@ class Gatherer:
             elif kept is not None and kept.comm is options.smaller_world:
                 self.smaller_world = kept
             else:
-                self.smaller_world = SmallerWorld(options.smaller_world, params)
+                from shardwright.params import smaller_world  # noqa: PLC0415 that world
+
+                self.smaller_world = smaller_world.SmallerWorld(options.smaller_world, params)
         self.rows: Rows | None = None
         if options.row_wise is not None and axis.world > 1:
             why = self._why_no_rows(options.row_wise)
             if why and options.row_wise.row_wise:
                 unmet.append(f"it moves whole weights, not rows in use: {why}")
             elif not why:
-                self.rows = Rows(params[0].layout)
+                from shardwright.params import rows  # noqa: PLC0415 rows alone
+
+                self.rows = rows.Rows(params[0].layout)
         self.sends = options.sends
         if options.sends != WHOLE and axis.world > 1:
             why = self.comm.why_plain or options.sends.why
@@ -163,6 +171,17 @@ def has_lookup(params: Sequence[ShardedParam]) -> bool:
 def looks_up(module: nn.Module) -> bool:
     """Whether a module's class has the forward of ``nn.Embedding``."""
     return type(module).forward is nn.Embedding.forward
+
+
+def is_lookup(module: nn.Module, output: Any) -> bool:
+    """Whether a module has done nothing but look up rows of its weight, and that is its output: its backward
+    reads nothing of the weight.
+
+    Its class has the forward of ``nn.Embedding`` (one of its own may use the weight in ways that the output
+    doesn't show), and no hook has changed the output since.
+    """
+    node = output.grad_fn if isinstance(output, torch.Tensor) else None
+    return looks_up(module) and node is not None and node.name() == "EmbeddingBackward0"
 
 
 def choose(

@@ -22,8 +22,7 @@ from shardwright.engine.versions import FaceVersions, moved_memory
 from shardwright.errors import StageError
 from shardwright.params.binding import Bound, own_buffer
 from shardwright.params.buffer import Buffer
-from shardwright.params.param import ShardedParam
-from shardwright.params.smaller_world import Versions
+from shardwright.params.param import ShardedParam, Versions
 from shardwright.params.subclass import follow_extensions
 from shardwright.policy import MixedPrecisionPolicy
 from shardwright.torch_private import local_of, parameters_of, version_of

@@ -30,9 +30,9 @@ from torch.utils.hooks import RemovableHandle
 from shardwright.engine.backward import Call, backward_of
 from shardwright.engine.containers import cast_floating, map_tensors, opaque_tensors_in, tensors_in
 from shardwright.engine.factored import show_grads
+from shardwright.engine.gatherer import is_lookup
 from shardwright.engine.group import ParamGroup, Stage
 from shardwright.engine.listeners import listeners
-from shardwright.engine.lookups import is_lookup, wanted_rows
 from shardwright.engine.optimizer_guard import OptimizerGuard, show_waiting
 from shardwright.engine.outputs import without_weights
 from shardwright.engine.paging import page_out
@@ -226,7 +226,7 @@ class ModuleHooks:
             if unit.group is None or unit.group.gatherer.rows is None:
                 self._enter(call, runtime, owners)
             else:
-                with wanted_rows(unit.group.gatherer.rows, module, args, kwargs):
+                with unit.group.gatherer.rows.wanted_by(module, args, kwargs):
                     self._enter(call, runtime, owners)
         for owner in owners:
             if owner.deferred is None or call.recomputed:

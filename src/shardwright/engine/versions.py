@@ -13,9 +13,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardwright.errors import StageError
-from shardwright.params.param import ShardedParam
+from shardwright.params.param import ShardedParam, Versions
 from shardwright.params.quantized.group import Decoding
-from shardwright.params.smaller_world import Versions
 from shardwright.torch_private import local_of, set_versions, version_of
 
 

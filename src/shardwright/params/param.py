@@ -41,6 +41,9 @@ from shardwright.transport.base import Segment
 from shardwright.transport.kept import Kept
 from shardwright.transport.mesh import Axis
 
+Versions = tuple[tuple[int, int], ...]
+"""Of each shard: which tensor it is, and how often it was changed in place."""
+
 
 def attributes_of(param: torch.Tensor) -> dict[str, Any]:
     """What the caller has set on a parameter (``param.expert = True``), without what its class has."""

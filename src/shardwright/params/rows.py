@@ -6,17 +6,22 @@
     reduce-scatter       the rows that any of them has; the rest of each shard is zero
 
 Exact, bit for bit: a row that no rank looks up is read by nobody, since the weight is at rest again before
-other code runs (``motion.lookups`` says when that is so); and of a row that travels every rank's part is
+other code runs (``wanted_by`` says when that is so); and of a row that travels every rank's part is
 summed, zeros included, in the order in which whole gradients are. Which rows have gradients is read from the
 gradients, whatever brought them. Where more than half of the rows are in use, all travel.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from shardwright.schedule.layout import ParamLayout, Spans, equal_spans
+from shardwright.torch_private import forward_hooks_of, forward_pre_hooks_of
 from shardwright.transport.base import Comm, Gather, Reduction, Segment
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
@@ -37,6 +42,20 @@ class Rows:
     def num_rows(self) -> int:
         """Rows of the weight."""
         return self._layout.rows
+
+    @contextmanager
+    def wanted_by(self, module: nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
+        """While the group is unsharded for this call of ``module``, the rows that it looks up suffice."""
+        inputs = (*args, *kwargs.values())
+        # Hooks of others, methods of the instance or those that run as its forward might read the rest.
+        alone = len(forward_pre_hooks_of(module)) == len(forward_hooks_of(module)) == 1
+        as_built = not any(callable(value) for value in module.__dict__.values())
+        if alone and as_built and len(inputs) == 1 and isinstance(inputs[0], torch.Tensor):
+            self.wanted = rows_in(inputs[0], self.num_rows)
+        try:
+            yield
+        finally:
+            self.wanted = None
 
     def gather(self, comm: Comm, local: torch.Tensor, region: torch.Tensor, key: str) -> Gather | None:
         """Issue the all-gather of the rows in use; waits for the exchange before it.

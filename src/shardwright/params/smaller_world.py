@@ -9,11 +9,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from shardwright.params.param import ShardedParam
+from shardwright.params.param import ShardedParam, Versions
 from shardwright.schedule.layout import ParamLayout
 from shardwright.transport.base import Comm, Gather, Segment, copy_together
-
-Versions = tuple[tuple[int, int], ...]
 
 
 class SmallerWorld:

@@ -14,8 +14,6 @@ import torch
 
 from shardwright.schedule.layout import equal_spans
 from shardwright.transport.base import Comm, Segment
-from shardwright.transport.cpu.coder import Coder
-from shardwright.transport.cpu.views import view_of
 from shardwright.transport.kept import Kept, Sends
 from shardwright.transport.liveness import boot_id
 
@@ -97,6 +95,9 @@ def _us_since(start: float) -> int:
 
 def _coding_us() -> tuple[int, int]:
     """Microseconds to code and decode some bf16 weights after a step; and once more, with none between."""
+    from shardwright.transport.cpu.coder import Coder  # noqa: PLC0415 the coder
+    from shardwright.transport.cpu.views import view_of  # noqa: PLC0415 the coder
+
     generator = torch.Generator().manual_seed(0)
     masters = 0.02 * torch.randn(_SAMPLE_NUMEL, generator=generator)
     steps = [masters, masters + 3e-5 * torch.randn(_SAMPLE_NUMEL, generator=generator)]

@@ -22,16 +22,9 @@ from shardwright.policy import DataParallelMeshDims
 from shardwright.torch_private import backend_names, check_order, concatenated, flattened, timeouts
 from shardwright.transport.attempt import join_job, keys_of, new_group
 from shardwright.transport.base import Comm
-from shardwright.transport.cpu.arena import Arena
-from shardwright.transport.cpu.peers import open_connections
-from shardwright.transport.cpu.shm import ShmComm, open_arena
-from shardwright.transport.cpu.sockets import SocketComm
 from shardwright.transport.host_limits import host_limits_told
 from shardwright.transport.launches import LaunchLog
 from shardwright.transport.meeting import Meeting
-from shardwright.transport.nccl import NcclComm
-from shardwright.transport.streams import Streams
-from shardwright.transport.two_level import TwoLevelComm
 
 logger = logging.getLogger(__name__)
 
@@ -239,6 +232,8 @@ def _axis_over_all(mesh: DeviceMesh) -> Axis:
         if 1 in mesh.shape:
             made[groups] = _axis(joined, (True,))
         else:
+            from shardwright.transport.two_level import TwoLevelComm  # noqa: PLC0415 two hops
+
             between, node = (comm_of(each, kind) for each in groups)
             hops = node, between, comm_of(joined.get_group(), "cpu")
             made[groups] = Axis(joined, (True,), _device(kind), TwoLevelComm(*hops), None, hops)
@@ -355,18 +350,28 @@ def _make_comm(ranks: list[int], device_type: str, within: ProcessGroup, host: C
     if device_type == "cpu" and _transport is not Transport.COLLECTIVES:
         place, what = ranks.index(dist.get_rank()), "to make a transport"
         meeting = Meeting(keys_of(ranks, timeout, what), log, place, timeout)
-        arena = open_arena(meeting) if _transport is Transport.AUTO else ""
-        if isinstance(arena, Arena):
-            return ShmComm(arena, len(ranks))
-        refused += [f"no shared memory ({arena})"] if arena else []
+        if _transport is Transport.AUTO:
+            from shardwright.transport.cpu.shm import ShmComm, open_arena  # noqa: PLC0415 shared memory
+
+            arena = open_arena(meeting)
+            if not isinstance(arena, str):
+                return ShmComm(arena, len(ranks))
+            refused += [f"no shared memory ({arena})"] if arena else []
+        from shardwright.transport.cpu.peers import open_connections  # noqa: PLC0415 the sockets
+        from shardwright.transport.cpu.sockets import SocketComm  # noqa: PLC0415 the sockets
+
         peers = open_connections(meeting)
         if not isinstance(peers, str):
             _tell_of_fall("TCP sockets", refused, ranks)
             return SocketComm(peers)
         _tell_of_fall("torch's collectives on Gloo", [*refused, f"no sockets of our own ({peers})"], ranks)
+    from shardwright.transport.nccl import NcclComm  # noqa: PLC0415 process groups
+
     gather_group = make_group()
     if backend == "gloo":  # whose threads take work as it comes, so a gather needn't queue behind reductions
         return NcclComm(gather_group, make_group(), log, None, host)
+    from shardwright.transport.streams import Streams  # noqa: PLC0415 a device
+
     return NcclComm(gather_group, gather_group, log, Streams.of(_device(device_type)), host)
 
 
