@@ -33,7 +33,7 @@ from shardwright.strategies import (
     StateDictType,
     load_whole,
     on_rank_0,
-    pickle_into,
+    pickled_on_rank_0,
     publish,
     published_in,
     read_file,
@@ -189,14 +189,14 @@ class ShardwrightStrategy(ShardsModules, *_DDP):
                 "save: storage_options isn't supported, nor filter for a folder (state_dict_type='sharded'); "
                 "leave out what isn't to be saved"
             )
-        path = location_of(self.broadcast(path))
+        path = location_of(on_rank_0("save", lambda: path))
         if self._is_full:
             whole = self._convert_stateful_objects_in_state(state, filter=filter or {})
             write_file(local_only(path, "state_dict_type='full' saves to"), whole)
             return
         model, optimizer, rest = _sorted(state)
         step = rest.get("step", 0)
-        extra = _extra_of(path, rest)
+        extra = _extra_of(path, rest, self.root_device)
         publish(path, step if isinstance(step, int) else 0, model=model, optimizer=optimizer, extra=extra)
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
@@ -235,7 +235,7 @@ class ShardwrightStrategy(ShardsModules, *_DDP):
         """
         given = {"model": state} if isinstance(state, nn.Module) else state or {}
         model, optimizer, rest = _sorted(given)
-        found: Any = location_of(self.broadcast(path))
+        found: Any = location_of(on_rank_0("load", lambda: path))
         if isinstance(found, Path) and found.is_file() and not isinstance(state, nn.Module):
             return _load_file(found, given, model, strict, weights_only)
         found = on_rank_0(f"loading {found}", lambda: published_in(found))
@@ -276,7 +276,7 @@ def _sorted(state: Mapping[str, Any]) -> tuple[nn.Module, Optimizer | None, dict
 _PICKLED = "pickled objects"  # key of the checkpoint, of what it can't hold otherwise
 
 
-def _extra_of(path: Location, rest: Mapping[str, Any]) -> dict[str, Any]:
+def _extra_of(path: Location, rest: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """What a checkpoint has of the values besides model and optimizer: rank 0's, as under DDP; of tensors
     this rank's part."""
     tensors: Any = {}
@@ -288,15 +288,9 @@ def _extra_of(path: Location, rest: Mapping[str, Any]) -> dict[str, Any]:
         except CheckpointError:
             others[name] = value
 
-    def pickled() -> tuple[dict[str, Any], bytes]:
-        file = io.BytesIO()
-        if others:
-            pickle_into(file, others)
-        return trees, file.getvalue()
-
-    trees, read = on_rank_0(f"saving {path}", pickled)
+    trees, pickles = on_rank_0(f"saving {path}", lambda: (trees, bool(others)))
     extra = {name: decode(tree, lambda key: tensors.get(key, torch.empty(0))) for name, tree in trees.items()}
-    return {**extra, _PICKLED: torch.frombuffer(bytearray(read), dtype=torch.uint8)} if read else extra
+    return {**extra, _PICKLED: pickled_on_rank_0(f"saving {path}", others, device)} if pickles else extra
 
 
 def _load_file(

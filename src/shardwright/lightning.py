@@ -13,13 +13,12 @@ first that is installed. This and ``fabric.py`` are the only files that import L
 import io
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -35,6 +34,7 @@ from shardwright.strategies import (
     ShardsModules,
     load_whole,
     on_rank_0,
+    pickled_on_rank_0,
     publish,
     published_in,
     read_file,
@@ -70,7 +70,6 @@ class _Sharding(ShardsModules):
     optimizers: Any
     precision_plugin: Any
     root_device: Any
-    broadcast: Callable[[Any], Any]
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -158,14 +157,12 @@ class _Sharding(ShardsModules):
         """
         if storage_options is not None:
             raise InputError("storage_options aren't taken: a checkpoint is in a file system")
-        path, step = Path(self.broadcast(os.fspath(filepath))), int(checkpoint["global_step"])
+        path, step = Path(on_rank_0("save", lambda: os.fspath(filepath))), int(checkpoint["global_step"])
         if self._is_full:
             write_file(path, checkpoint)
             return
         rest = {key: checkpoint[key] for key in checkpoint.keys() - {"state_dict", "optimizer_states"}}
-        file = io.BytesIO()
-        torch.save(rest, file)
-        pickled = torch.from_numpy(np.frombuffer(self.broadcast(file.getvalue()), np.uint8).copy())
+        pickled = pickled_on_rank_0(f"saving {path}", rest, self.root_device)
         has_optimizer = "optimizer_states" in checkpoint and len(self.optimizers) > 0
         publish(
             path,
@@ -192,7 +189,7 @@ class _Sharding(ShardsModules):
             InputError: as ``shardwright.checkpoint.load``.
             MissingExtra: the package for this kind of URL isn't installed.
         """
-        path = Path(self.broadcast(os.fspath(checkpoint_path)))
+        path = Path(on_rank_0("load", lambda: os.fspath(checkpoint_path)))
         if path.is_file():
             found = read_file(path, weights_only)
             self.lightning_module.load_state_dict(

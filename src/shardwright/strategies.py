@@ -1,5 +1,6 @@
 """What the strategies of Lightning's Fabric and of its Trainer share."""
 
+import io
 import os
 import pickle
 from collections.abc import Callable, Mapping
@@ -25,6 +26,7 @@ from shardwright.params.param import ShardedParam
 from shardwright.policy import DEFAULT_PRECISION, Grouping, MixedPrecisionPolicy
 from shardwright.storage import Location
 from shardwright.torch_private import tree_map
+from shardwright.transport.collect import take_values_of_rank_0
 
 T = TypeVar("T")
 StateDictType = Literal["sharded", "full"]
@@ -89,6 +91,22 @@ def on_rank_0(what: str, work: Callable[[], T]) -> T:
     group.arrive(what)
     found: Any = group.together(what, lambda: work() if group.rank == 0 else None)[0]
     return found
+
+
+def pickled_on_rank_0(what: str, values: Any, device: torch.device) -> torch.Tensor:
+    """The bytes of ``torch.save`` of rank 0's ``values``, on every rank, which call this: to be saved, since
+    nobody unpickles them. device: of the process group. Raises: as ``pickle_into``, on all ranks."""
+    file = io.BytesIO()
+
+    def size() -> int:
+        pickle_into(file, values)
+        return file.tell()
+
+    data = torch.zeros(on_rank_0(what, size), dtype=torch.uint8)
+    if file.tell():
+        data = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+    take_values_of_rank_0([data], device)
+    return data
 
 
 def publish(path: Location, step: int, **state: Any) -> None:

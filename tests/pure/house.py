@@ -509,6 +509,41 @@ def unbounded_groups(package: dict[str, str]) -> list[str]:
     return complaints
 
 
+SENDS_PICKLES = {
+    *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
+    *("send_object_list", "recv_object_list", "self.broadcast"),  # the last one is Lightning's
+}
+READS_PICKLES = {"load", "loads", "Unpickler"}
+UNPICKLES = {
+    "checkpoint/dcpfile.py": "a file of others, by an Unpickler that makes nothing but its own descriptions",
+    "checkpoint/torchfile.py": "a file of others, with weights_only=True",
+    "xla/files.py": "a file of others, with weights_only=True",
+    "fabric.py": "what a checkpoint has beside the model, as weights_only= of Fabric.load says",
+    "lightning.py": "what a checkpoint has beside the model, as weights_only= of Trainer.fit says",
+    "strategies.py": "a file, as weights_only= of Fabric.load or Trainer.fit says",
+    "torch_private.py": "torch's flight recorder of this very process",
+}
+"""Files that may read a pickle, none of which another rank has sent, and what they read."""
+
+
+def pickles_between_ranks(package: dict[str, str]) -> list[str]:
+    """Calls that have a rank unpickle what another one sent: who speaks in its place would run code there."""
+    complaints = []
+    for path, source in package.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = {getattr(node, "module", None) or "", *(alias.name for alias in node.names)}
+                if names & SENDS_PICKLES:
+                    complaints.append(f"{path}:{node.lineno}: imports what pickles between ranks")
+            name = ast.unparse(node) if isinstance(node, ast.Attribute | ast.Name) else ""
+            owner, _, last = name.rpartition(".")
+            if name in SENDS_PICKLES or last in SENDS_PICKLES:
+                complaints.append(f"{path}:{node.lineno}: {name} pickles between ranks: send JSON")
+            elif owner in ("pickle", "torch") and last in READS_PICKLES and path not in UNPICKLES:
+                complaints.append(f"{path}:{node.lineno}: {name} reads a pickle")
+    return complaints
+
+
 def riddles(package: dict[str, str]) -> list[str]:
     """Phrases that a reader must decode, in the docstrings, messages and comments of a file, or in a page."""
     complaints = []

@@ -40,6 +40,7 @@ RULES = [
     house.device_types,
     stray_private_names,
     house.unbounded_groups,
+    house.pickles_between_ranks,
     house.riddles,
     over_budget,
 ]
@@ -151,6 +152,11 @@ BAD = [
     (stray_private_names, {"xla/state.py": "def f(m):\n    return getattr(m, '_parameters')"}),
     (stray_private_names, {"module.py": "class A:\n    def f(self):\n        super()._apply(1)"}),
     (house.unbounded_groups, {"api.py": "init_process_group('gloo', rank=0)"}),
+    (house.pickles_between_ranks, {"api.py": "dist.all_gather_object(said, own)"}),
+    (house.pickles_between_ranks, {"api.py": "from torch.distributed import broadcast_object_list as b"}),
+    (house.pickles_between_ranks, {"fabric.py": "path = self.broadcast(path)"}),
+    (house.pickles_between_ranks, {"transport/channel.py": "told = pickle.loads(data)"}),
+    (house.pickles_between_ranks, {"engine/consensus.py": "told = torch.load(io.BytesIO(data))"}),
     (house.riddles, {"api.py": '"""The groups, but\n    for the last."""'}),
     (house.riddles, {"api.py": "raise InputError(f'{x} is another ' 'than before')"}),
     (house.riddles, {"api.py": "x = 1  # alike on\n"}),
@@ -197,6 +203,11 @@ GOOD = {
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_no_rule_complains_of_a_good_house(rule):
     assert rule(GOOD) == []
+
+
+def test_every_file_that_may_read_a_pickle_reads_one():
+    without = {path: house.pickles_between_ranks({f"x/{path}": PACKAGE[path]}) for path in house.UNPICKLES}
+    assert all(without.values()), without
 
 
 def test_an_exception_raises_one_number_and_must_be_needed():

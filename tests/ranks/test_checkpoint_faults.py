@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import resource
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import warnings
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -507,3 +509,34 @@ def test_a_rank_killed_while_it_writes_is_noticed_by_the_others(tmp_path: Path, 
     assert "lost contact with another rank" in outcome
     assert seconds < 5
     assert find(tmp_path) == (tmp_path / "step-000001", ())
+
+
+class Runs:
+    """Unpickled, it makes a folder."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (self.folder,)
+
+    def encode(self):
+        return pickle.dumps(self)
+
+
+def one_speaks_falsely(rank: int, world: int, path: str) -> str:
+    """Rank 1 sends a pickle that runs code, where ranks tell each other how a save begins."""
+    model = fully_shard(build(2.0))
+    if rank == 1:
+        agree.json = SimpleNamespace(dumps=lambda value: Runs(f"{path}/ran"), loads=json.loads)
+    try:
+        save(path, model=model, step=2)
+    except CheckpointError as error:
+        return str(error)
+    return "no error"
+
+
+def test_what_another_rank_sends_is_never_run(tmp_path: Path) -> None:
+    for said in run_ranks(2, one_speaks_falsely, str(tmp_path)):
+        assert "lost contact with another rank" in said
+    assert not (tmp_path / "ran").exists()

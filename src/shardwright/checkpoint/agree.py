@@ -8,6 +8,7 @@ done: no collective waits for a file, and a rank that died is noticed by the nex
     wrong anywhere is raised everywhere.
 """
 
+import json
 import threading
 import time
 import traceback
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from shardwright.checkpoint import told
 from shardwright.errors import CheckpointError, ShardwrightError, UnreadError
 from shardwright.transport.attempt import Attempt, new_group, this_attempt
 from shardwright.transport.launches import Launch, LaunchLog, process_state
@@ -65,8 +67,8 @@ class Ranks:
             store.delete_key(f"checkpoint/{self.calls - 2}/{self.rank}")
         if len(set(calls)) > 1:
             by = {each: [rank for rank in range(self.world) if calls[rank] == each] for each in calls}
-            told = ", ".join(f"{each} by ranks {who}" for each, who in by.items())
-            raise CheckpointError(f"the ranks made different calls: {told}; expected one call of all ranks")
+            made = ", ".join(f"{each} by ranks {who}" for each, who in by.items())
+            raise CheckpointError(f"the ranks made different calls: {made}; expected one call of all ranks")
         if self.cpu_group is None:
             # A group of its own: its exchanges can't meet those of training, also when they run in the
             # background.
@@ -109,8 +111,8 @@ class Ranks:
             pause = min(2 * pause, _POLL_S)
 
     def together(self, what: str, work: Callable[[], T]) -> list[T]:
-        """Run ``work`` (file I/O of any length) on every rank; returns every rank's result, which is sent
-        by pickle.
+        """Run ``work`` (file I/O of any length) on every rank; returns every rank's result, sent as ``told``
+        says.
 
         Raises:
             UnreadError: on all ranks, where that is the only reason.
@@ -128,17 +130,17 @@ class Ranks:
             thread.start()
             try:
                 outcomes = self._wait_for_all(thread, outcome, what)
-            except RuntimeError as error:
+            except (RuntimeError, ValueError) as error:  # a ValueError: it said something else than JSON
                 thread.join()
                 own = f"; this rank: {outcome[0][1]}" if outcome[0][1] else ""
                 raise CheckpointError(f"{what}: lost contact with another rank ({error}){own}") from error
         faults = [f"rank {rank}: {fault}" for rank, (_, fault, _) in enumerate(outcomes) if fault]
         if faults:
-            unread = all(kind is UnreadError for _, fault, kind in outcomes if fault)
+            unread = all(is_unread for _, fault, is_unread in outcomes if fault)
             raise (UnreadError if unread else CheckpointError)(
                 f"{what} failed on {len(faults)} of {self.world} ranks\n  " + "\n  ".join(faults)
             )
-        return [result for result, _, _ in outcomes]
+        return [told.made(result) for result, _, _ in outcomes]
 
     def here(self, what: str, work: Callable[[], None]) -> None:
         """Run ``work`` in the calling thread, which may make collectives of its own; every rank hears how it
@@ -170,24 +172,33 @@ class Ranks:
             done = torch.tensor([len(outcome)])
             dist.all_reduce(done, dist.ReduceOp.MIN, group=self.cpu_group)
             if done.item():
-                outcomes: list[Any] = [None] * self.world
-                dist.all_gather_object(outcomes, outcome[0], group=self.cpu_group)
+                outcomes = self._tell(json.dumps(outcome[0]).encode())
                 if own is not None:
                     recorder.write((WAIT, name, own[0], threading.get_ident(), own[1], clock()))
                 return outcomes
             pause = min(2 * pause, _POLL_S)
 
+    def _tell(self, said: bytes) -> list[Any]:
+        """What every rank says."""
+        sizes = torch.zeros(self.world, dtype=torch.int64)
+        sizes[self.rank] = len(said)
+        dist.all_reduce(sizes, group=self.cpu_group)
+        rows = torch.zeros(self.world, int(sizes.max()), dtype=torch.uint8)
+        own = torch.frombuffer(bytearray(said.ljust(rows.shape[1])), dtype=torch.uint8)
+        dist.all_gather([*rows], own, group=self.cpu_group)
+        return [json.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
+
 
 def _attempt(work: Callable[[], Any], outcome: list[Any]) -> None:
     try:
         with torch.no_grad():  # grad mode belongs to a thread
-            outcome.append((work(), "", None))
+            outcome.append((told.plain(work()), "", False))
     except UnreadError as error:
-        outcome.append((None, str(error), UnreadError))
+        outcome.append((None, str(error), True))
     except (ShardwrightError, OSError) as error:
-        outcome.append((None, str(error), None))
+        outcome.append((None, str(error), False))
     except BaseException:  # a bug, or a SystemExit of the user's code: every rank must still hear of it
-        outcome.append((None, traceback.format_exc(), None))
+        outcome.append((None, traceback.format_exc(), False))
 
 
 _of_group: "WeakKeyDictionary[dist.ProcessGroup, Ranks]" = WeakKeyDictionary()

@@ -40,8 +40,9 @@ from shardwright.checkpoint.live import model_tensors, set_rng_state
 from shardwright.checkpoint.shardfile import TORCH_DTYPE, Reader, bits_of, chunks_of, tensor_of
 from shardwright.checkpoint.sources import Source, locate, open_source
 from shardwright.checkpoint.target import LoadPlan, Target, allocated, overlapping, plan
+from shardwright.checkpoint.told import Partial
 from shardwright.checkpoint.tree import decode
-from shardwright.checkpoint.verify import Partial, Verifier, crc_in, parts_of
+from shardwright.checkpoint.verify import Verifier, crc_in, parts_of
 from shardwright.checkpoint.writer import loaded
 from shardwright.crc import crc32
 from shardwright.errors import CheckpointError, DamagedError, UnreadError

@@ -27,6 +27,7 @@ from shardwright.checkpoint.format import Box, Manifest, Piece, TensorEntry, crc
 from shardwright.checkpoint.live import Live, Part, collect, part_of, rng_state
 from shardwright.checkpoint.shardfile import DTYPE_NAME, Item, bits_of, chunks_of, write_shard
 from shardwright.checkpoint.storage import Storage, Unpublished
+from shardwright.checkpoint.told import Written
 from shardwright.checkpoint.tree import Tensors, encode, leaves
 from shardwright.checkpoint.writer import Keep, Writer, keep_of, line_of, saved, whole_number
 from shardwright.crc import crc32
@@ -229,19 +230,6 @@ def staged(snapshot: Snapshot) -> Snapshot:
     return replace(snapshot, parts=parts)
 
 
-@dataclass(frozen=True)
-class _Written:
-    """What one rank reports after writing: its file, its pieces by key, and the checksums of copies it did
-    not write."""
-
-    file: str
-    nbytes: int
-    pieces: Mapping[str, list[Piece]]
-    copies: Mapping[tuple[str, tuple[int, ...]], int]
-    rng: Any
-    rng_entries: Mapping[str, TensorEntry]
-
-
 def _write(group: Ranks, snapshot: Snapshot, options: _Options) -> Location:
     what, storage = f"saving step {options.step} to {options.path}", storage_of(options.path)
     with contextlib.ExitStack() as stack:
@@ -350,7 +338,7 @@ class _Place:
         return self.storage.scratch(self.attempt) / f"shard-{self.rank:05d}{self.attempt.tag}.safetensors"
 
 
-def _write_pieces(place: _Place, snapshot: Snapshot, pace: background.Pace | None) -> _Written:
+def _write_pieces(place: _Place, snapshot: Snapshot, pace: background.Pace | None) -> Written:
     rng_parts = snapshot.rng_parts or {}
     items = [
         Item(key, view, box, number)
@@ -371,7 +359,7 @@ def _write_pieces(place: _Place, snapshot: Snapshot, pace: background.Pace | Non
         key: TensorEntry(p.shape, DTYPE_NAME[p.local.dtype], tuple(pieces[key]))
         for key, p in rng_parts.items()
     }
-    return _Written(file.name, nbytes, pieces, copies, snapshot.rng, entries)
+    return Written(file.name, nbytes, pieces, copies, snapshot.rng, entries)
 
 
 def crc32_of(box: Box, view: torch.Tensor) -> int:
@@ -380,7 +368,7 @@ def crc32_of(box: Box, view: torch.Tensor) -> int:
     return crc32_in_chunks(box, box, view.element_size(), chunks, lambda c: bits_of(view[c.slices_in(box)]))
 
 
-def _diverged(written: Sequence[_Written]) -> dict[str, str]:
+def _diverged(written: Sequence[Written]) -> dict[str, str]:
     """The tensors of which ranks hold other copies, and which two ranks."""
     first: dict[tuple[str, tuple[int, ...]], tuple[int, int]] = {}
     found: dict[str, str] = {}
@@ -393,14 +381,14 @@ def _diverged(written: Sequence[_Written]) -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-def _pieces(key: str, written: Sequence[_Written]) -> tuple[Piece, ...]:
+def _pieces(key: str, written: Sequence[Written]) -> tuple[Piece, ...]:
     """In order. What several ranks have written is taken of the first: a parameter that is sharded on one
     axis of a mesh, and not on the other, has an owner in each row of that mesh."""
     found = {(p.offset, p.shape): p for w in reversed(written) for p in w.pieces.get(key, ())}
     return tuple(sorted(found.values(), key=lambda p: p.offset))
 
 
-def _merge(snapshot: Snapshot, written: Sequence[_Written], step: int, about: Mapping[str, Any]) -> Manifest:
+def _merge(snapshot: Snapshot, written: Sequence[Written], step: int, about: Mapping[str, Any]) -> Manifest:
     tensors = {
         key: TensorEntry(
             part.shape,

@@ -5,7 +5,6 @@ import functools
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 
 from shardwright.checkpoint.agree import Ranks
 from shardwright.checkpoint.format import (
@@ -18,6 +17,7 @@ from shardwright.checkpoint.format import (
     run_crc32,
 )
 from shardwright.checkpoint.shardfile import METADATA, Reader, chunks_of
+from shardwright.checkpoint.told import Partial
 from shardwright.crc import crc32
 from shardwright.errors import CheckpointError
 
@@ -27,16 +27,6 @@ Wanted = tuple[str, TensorEntry, Box]
 PartCrc = Callable[[str, TensorEntry, Piece, Box], int]
 """Gives what a box inside of a piece contributes to the piece's CRC-32 (see ``part_crc32``), as it is in a
 file, or in a live tensor."""
-
-
-@dataclass(frozen=True)
-class Partial:
-    """What a rank's part contributes to the checksum of a piece that several ranks hold."""
-
-    key: str
-    piece: Piece
-    part: Box
-    crc32: int
 
 
 def crc_in(reader: Reader) -> PartCrc:

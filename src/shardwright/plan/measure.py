@@ -3,15 +3,16 @@
 All ranks measure at the same time, since ranks of one host share memory and cores, and the slowest counts.
 """
 
+import json
 import math
 import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from statistics import median
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from shardwright.plan.constants import Constants
 from shardwright.plan.prices import HOST_HOP, LAUNCH_S
 from shardwright.schedule.layout import equal_spans
 from shardwright.transport.base import Comm, Gather, Segment
+from shardwright.transport.channel import compare
 from shardwright.transport.mesh import comm_of, default_mesh
 from shardwright.transport.streams import wait_for_device
 
@@ -31,9 +33,6 @@ _MOST_REPEATS = 10_000
 _NARROW = (32, 64, 128, 256, 512, 1024)
 _LINK_NBYTES = (1 << 12, 1 << 14, 1 << 20, 1 << 22, 1 << 24)
 _LINK_LONG_S = 3.0  # after one that took as long no larger one is measured
-
-
-_T = TypeVar("_T")
 
 
 @contextmanager
@@ -68,19 +67,23 @@ def fitted(points: Sequence[tuple[float, float]]) -> Fit:
     return Fit(max(mean_y - each * mean_x, 0.0), max(each, 0.0))
 
 
-def of_first_rank(make: Callable[[], _T]) -> _T:
+def of_first_rank(make: Callable[[], Cluster | None]) -> Cluster | None:
     """What ``make`` returns on rank 0, on every rank of the job; its ConfigError, too. Every rank calls."""
-    default_mesh()
-    found: list[Any] = [None]
-    if dist.get_rank() == 0:
+    comm, _ = _meet()
+    found, fault = None, ""
+    if comm.rank == 0:
         try:
-            found = [make()]
+            found = make()
         except ConfigError as error:
-            found = [error]
-    dist.broadcast_object_list(found, src=0)
-    if isinstance(found[0], ConfigError):
-        raise found[0]
-    return found[0]
+            fault = str(error)
+    text = json.dumps([found and asdict(found), fault])
+    told, fault = json.loads((compare(comm, text, "what rank 0 has read") or [text])[0])
+    if fault:
+        raise ConfigError(fault)
+    if told is None:
+        return None
+    device, constants = DeviceSpec(**told.pop("device")), Constants(**told.pop("constants"))
+    return Cluster(device=device, constants=constants, **told)
 
 
 def measured_device(dtype: torch.dtype = torch.bfloat16) -> tuple[DeviceSpec, Constants]:
@@ -175,7 +178,8 @@ def measured_links(device: DeviceSpec, constants: Constants) -> Cluster:
         raise InputError(
             "links are between ranks, and this job has 1: start one on each device, with torchrun"
         )
-    hosts = _hosts()
+    own = socket.gethostname()
+    hosts = compare(comm, own, "the names of hosts") or [own] * ranks
     sizes = {hosts.count(host) for host in hosts}
     if len(sizes) > 1:
         raise InputError(f"hosts have {sorted(sizes)} ranks; a plan is for as many on each")
@@ -268,13 +272,6 @@ def _device_of(comm: Comm) -> torch.device:
     if accelerator is None:
         return torch.device("cpu")
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
-
-
-def _hosts() -> list[str]:
-    """The name of each rank's host."""
-    names: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(names, socket.gethostname())
-    return [str(name) for name in names]
 
 
 def _groups_of(hosts: Sequence[str]) -> dist.ProcessGroup:

@@ -7,8 +7,6 @@ one that has joined later says 0 where another one says 1. So the ranks have to 
 import os
 from collections.abc import Mapping
 
-import torch.distributed as dist
-
 RESTART_VARIABLES = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 """How often a launcher has started this process' job again; unset, or 0, in the first attempt."""
 
@@ -17,16 +15,3 @@ def this_rank_restarted(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether the launcher tells this rank that the job was started again. Local; other ranks may differ."""
     counts = [environment.get(name, "") for name in RESTART_VARIABLES]
     return any(count.isdecimal() and int(count) > 0 for count in counts)
-
-
-def any_rank_restarted() -> bool:
-    """Whether the launcher tells any rank that the job was started again; the same answer on every rank.
-
-    A collective of the default process group: every rank calls. Without a group it answers for this process.
-    """
-    own = this_rank_restarted()
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return own
-    told = [False] * dist.get_world_size()
-    dist.all_gather_object(told, own)  # on a device that the group has a backend for
-    return any(told)
