@@ -39,13 +39,21 @@ _BETWEEN = {"shardwright", "torch", "contextlib", "lightning", "lightning_fabric
 """Packages whose frames may stand between what warns and the user's line that is meant."""
 
 
+def printable(text: str) -> str:
+    """``text`` for a screen: what moves its cursor, hides or reorders as escapes; lines and tabs stay.
+
+    Messages have names, paths and what other ranks say, and a terminal obeys what is in them.
+    """
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+
+
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Warn, at the innermost line that isn't of these packages; a thread of ours has none, and warns here."""
     frame, level = sys._getframe(1), 2
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
         frame, level = frame.f_back, level + 1
     is_in_a_thread = frame is None or frame.f_globals.get("__name__") == "threading"
-    warnings.warn(message, category, stacklevel=2 if is_in_a_thread else level)
+    warnings.warn(printable(message), category, stacklevel=2 if is_in_a_thread else level)
 
 
 def nearest(name: str, known: abc.Iterable[str], prefix: str = "") -> str:
@@ -60,6 +68,9 @@ def nearest(name: str, known: abc.Iterable[str], prefix: str = "") -> str:
 
 class ShardwrightError(Exception):
     """Base of every error raised on purpose by this package."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class InputError(ShardwrightError, ValueError):

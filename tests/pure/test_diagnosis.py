@@ -6,11 +6,14 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed import HashStore
 
-from shardwright.errors import CommError, InputError
+from shardwright.errors import CommError, InputError, MissingExtra, StorageError
+from shardwright.observe.ledger.lateness import Late, history
 from shardwright.observe.watch.diagnosis import (
     ERRORS,
     Answer,
+    Diagnosis,
     Fault,
     Findings,
     Launched,
@@ -21,7 +24,8 @@ from shardwright.observe.watch.diagnosis import (
     table,
     tell,
 )
-from shardwright.observe.watch.status_exchange import _answer
+from shardwright.observe.watch.status import status
+from shardwright.observe.watch.status_exchange import StatusExchange, _answer
 from shardwright.policy import WatchPolicy
 
 POLICY = WatchPolicy()
@@ -201,6 +205,36 @@ def test_every_error_names_its_class_the_table_and_a_remedy():
 def test_an_answer_survives_the_store():
     answer = says(1, "abc", 2, caught="ValueError: x", foreign="", idle_s=1.5)
     assert _answer(json.loads(json.dumps(dataclasses.asdict(answer)))) == answer
+
+
+OBEYED = "\x1b[2J\x07all is well\r\x9b1A\u202e\u200b"
+"""What a terminal obeys: it clears the screen, rings, goes back, writes from right to left."""
+
+
+def test_what_others_say_through_the_store_moves_no_cursor():
+    exchange = StatusExchange(HashStore(), 2)
+    exchange.leave(Note(1, f"ValueError: {OBEYED}", OBEYED, 0.0))
+    exchange.answer(exchange.request(), says(1, OBEYED, 2, caught=OBEYED))
+    late = Late(1, OBEYED, 0.5, 20, OBEYED, OBEYED)
+    exchange.note_late(late.to_json())
+    diagnosis = Diagnosis(Fault.FAILED, (1,), OBEYED, OBEYED)
+    said = [
+        status(exchange.call(0.0), WatchPolicy()),
+        exchange.publish(diagnosis, f"rank 1\n{OBEYED}").text,
+        exchange.published().text,
+        history([Late.from_json(text) for text in exchange.late()]),
+    ]
+    assert "rank 1\n\\x1b[2J\\x07all is well\\r\\x9b1A\\u202e\\u200b" in said[1]
+    for text in said:
+        assert "all is well" in text
+        assert all(each.isprintable() or each == "\n" for each in text), text
+
+
+@pytest.mark.parametrize("kind", [CommError, InputError, StorageError, MissingExtra])
+def test_no_error_of_ours_moves_the_cursor(kind):
+    assert str(kind(f"rank 1:\n\t{OBEYED} é")) == (
+        "rank 1:\n\t\\x1b[2J\\x07all is well\\r\\x9b1A\\u202e\\u200b é"
+    )
 
 
 @pytest.mark.parametrize(

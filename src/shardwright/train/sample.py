@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from shardwright.errors import printable
 from shardwright.train.config import SampleConfig
 from shardwright.train.data import FILE_START
 from shardwright.train.folder import RunFolder
@@ -53,5 +54,4 @@ def load_run(root: Path) -> tuple[Resolved, Transformer]:
 
 def readable(text: bytes) -> str:
     """``text`` for a screen: what is no UTF-8, and control characters, as escapes."""
-    decoded = text.decode("utf-8", errors="backslashreplace")
-    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] if c != "\t" else c for c in decoded)
+    return printable(text.decode("utf-8", errors="backslashreplace"))

@@ -21,6 +21,7 @@ from itertools import pairwise
 from statistics import median_high
 from typing import Any, NamedTuple
 
+from shardwright.files import said
 from shardwright.observe.ledger.causes import NOBODY, REMEDIES, REST
 from shardwright.observe.ledger.ledger import Ledger, booked
 from shardwright.observe.steps.clocks import on_one_clock
@@ -117,7 +118,7 @@ class Late(NamedTuple):
     @staticmethod
     def from_json(text: str) -> "Late":
         """Of what ``to_json`` returned."""
-        return Late(**json.loads(text))
+        return Late(**said(text))
 
     def text(self) -> str:
         """A line for the log, with the remedy."""
@@ -199,7 +200,7 @@ class Looks(NamedTuple):
         """Of what ``to_json`` returned; of "", before the first look."""
         if not text:
             return Looks()
-        window, pause, told, latest = json.loads(text)
+        window, pause, told, latest = said(text)
         return Looks(window, pause, tuple(NamedLate(*each) for each in told), latest and tuple(latest))
 
 

@@ -14,6 +14,7 @@ from torch.distributed import HashStore, TCPStore  # pyright: ignore[reportPriva
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from shardwright.errors import CommError
+from shardwright.files import said
 from shardwright.observe.preflight.findings import (
     Flow,
     HostReport,
@@ -76,18 +77,18 @@ class Check:
         keys.set(f"host/{self.rank}", json.dumps([asdict(own), place, path, text]))
         self._came("host")
         come_s = self._roster(keys)
-        ranks = json.loads(keys.get("ranks"))
-        said = dict(zip(ranks, _said(keys, "host", ranks), strict=True))
-        hosts = {rank: _host(each[0]) for rank, each in said.items()}
-        links = self._links(hosts, {rank: Place(*each[1]) for rank, each in said.items()})
-        unseen = [rank for rank, each in said.items() if not _shows(each[2], each[3])]
+        ranks = said(keys.get("ranks"))
+        told = dict(zip(ranks, _said(keys, "host", ranks), strict=True))
+        hosts = {rank: _host(each[0]) for rank, each in told.items()}
+        links = self._links(hosts, {rank: Place(*each[1]) for rank, each in told.items()})
+        unseen = [rank for rank, each in told.items() if not _shows(each[2], each[3])]
         keys.set(f"links/{self.rank}", json.dumps([links.calls, links.flows, unseen]))
         self._came("links")
         if self.rank:
             return Readiness(self.world, hosts, {}, come_s, str(self.folder)), []
         self._until_came("links", len(ranks), self.left_s(_REPORT))
         there = [rank for rank in ranks if keys.check([f"links/{rank}"])]
-        reports = {rank: _link(said) for rank, said in zip(there, _said(keys, "links", there), strict=True)}
+        reports = {rank: _link(each) for rank, each in zip(there, _said(keys, "links", there), strict=True)}
         found = Readiness(self.world, hosts, reports, come_s, str(self.folder))
         return found, judge(found)
 
@@ -98,11 +99,11 @@ class Check:
         if self.rank == 0:
             verdict = {"failed": bool(troubles), "measure": can_measure(troubles)}
             keys.set("verdict", json.dumps(verdict))
-            self._until_came("verdict", len(json.loads(keys.get("ranks"))) - 1, max(self.left_s(1.0), 0.5))
+            self._until_came("verdict", len(said(keys.get("ranks"))) - 1, max(self.left_s(1.0), 0.5))
             return verdict
         if not self._until(lambda: keys.check(["verdict"]), self.left_s(1.0) + 1.0):
             raise CommError("rank 0 said nothing in time: look at its output")
-        verdict = json.loads(keys.get("verdict"))
+        verdict = said(keys.get("verdict"))
         self._came("verdict")
         return verdict
 
@@ -183,7 +184,7 @@ class Check:
             keys.set("ranks", json.dumps([r for r in range(self.world) if keys.check([f"host/{r}"])]))
         elif not self._until(lambda: keys.check(["ranks"]), self.left_s(_REPORT)):
             raise CommError("rank 0 came, and never said who is there: look at its output")
-        if self.rank not in json.loads(keys.get("ranks")):
+        if self.rank not in said(keys.get("ranks")):
             raise CommError("came too late, the others go on without it: give all more time, --seconds 30")
         return self.passed_s
 
@@ -219,9 +220,7 @@ class Check:
 
 def _said(keys: Store, what: str, ranks: Sequence[int]) -> list[Any]:
     """What ranks have written, all of which have. One message, however many there are."""
-    return (
-        [json.loads(each) for each in keys.multi_get([f"{what}/{rank}" for rank in ranks])] if ranks else []
-    )
+    return [said(each) for each in keys.multi_get([f"{what}/{rank}" for rank in ranks])] if ranks else []
 
 
 def _shows(path: str, text: str) -> bool:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardwright.errors import InputError
+from shardwright.files import said
 
 _FORMAT = 4
 
@@ -126,7 +127,7 @@ class Ring(NamedTuple):
     def from_bytes(data: bytes) -> "Ring":
         """The ring that ``to_bytes`` wrote. Raises: InputError for anything else."""
         try:
-            version, rank, world, host, transports, steps, records, memory, held, cores = json.loads(
+            version, rank, world, host, transports, steps, records, memory, held, cores = said(
                 gzip.decompress(data)
             )
             if version != _FORMAT:

@@ -29,6 +29,7 @@ from datetime import timedelta
 from torch.distributed import FileStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from shardwright.files import said
 from shardwright.observe.watch.diagnosis import (
     Answer,
     Diagnosis,
@@ -114,8 +115,8 @@ class StatusExchange:
         return [self._said(rank)[1] for rank in range(self.world) if self._has_answered(rank, call)]
 
     def _said(self, rank: int) -> tuple[int, Answer]:
-        call, said = json.loads(self._store.get(f"answer/{rank}"))
-        return call, _answer(said)
+        call, answer = said(self._store.get(f"answer/{rank}"))
+        return call, _answer(answer)
 
     def _has_answered(self, rank: int, call: int) -> bool:
         return self._store.check([f"answer/{rank}"]) and self._said(rank)[0] >= call
@@ -211,7 +212,7 @@ class StatusExchange:
         """All notes, in the order in which they were left."""
         found, number = [], 1
         while self._store.check([f"note/{number}"]):
-            found.append(Note(**json.loads(self._store.get(f"note/{number}"))))
+            found.append(Note(**said(self._store.get(f"note/{number}"))))
             number += 1
         return found
 
@@ -244,17 +245,17 @@ class StatusExchange:
 
 
 def _shared(data: bytes) -> SharedDiagnosis:
-    fault, ranks, text = json.loads(data)
+    fault, ranks, text = said(data)
     return SharedDiagnosis(Fault(fault), tuple(ranks), text)
 
 
-def _answer(said: dict) -> Answer:
-    waits, status = said.pop("waits"), Status(*said.pop("status"))
+def _answer(fields: dict) -> Answer:
+    waits, status = fields.pop("waits"), Status(*fields.pop("status"))
     logs = {
         name: Launched(**log | {"ranks": tuple(log["ranks"]), "keys": tuple(log["keys"])})
-        for name, log in said.pop("logs").items()
+        for name, log in fields.pop("logs").items()
     }
-    return Answer(**said, waits=waits and Waits(**waits), status=status, logs=logs)
+    return Answer(**fields, waits=waits and Waits(**waits), status=status, logs=logs)
 
 
 _NAME = "shardwright/watch"
@@ -283,7 +284,7 @@ def find_exchange(store: Store) -> StatusExchange | None:
     """The status exchange of the job that last used ``store``, for a process that is no rank; or None."""
     if not store.check(["shardwright/job"]):
         return None
-    token, world = json.loads(store.get("shardwright/job"))
+    token, world = said(store.get("shardwright/job"))
     return StatusExchange(PrefixStore(f"{_NAME}/{token}", store), world)
 
 

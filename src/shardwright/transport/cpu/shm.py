@@ -16,6 +16,7 @@ from dataclasses import astuple
 
 import torch
 
+from shardwright.files import said
 from shardwright.schedule.layout import pack
 from shardwright.transport.base import Comm, Segment, join, pieces, spread, sums_in_rank_order, whole_place
 from shardwright.transport.cpu.arena import RESERVED_NBYTES, Arena, Host, MemorySegment, this_host
@@ -85,13 +86,13 @@ def _map_all(meeting: Meeting, own: Host) -> Arena | str:
     meeting.leave("host", json.dumps(astuple(own)))
     if (refused := meeting.refusal("memory", None)) is not None:
         return refused
-    first = Host(*json.loads(meeting.read("host", [0])[0]))
+    first = Host(*said(meeting.read("host", [0])[0]))
     if (refused := meeting.refusal("one host", None if own.place == first.place else "")) is not None:
         return refused
     if first.machine != "x86_64":
         return f"it takes an x86_64 processor, this is {first.machine}"
     told = meeting.read("host", range(meeting.world))
-    hosts = [Host(*json.loads(told[rank])) for rank in range(meeting.world)]
+    hosts = [Host(*said(told[rank])) for rank in range(meeting.world)]
     segments, why = [], None
     try:
         for host in hosts:
