@@ -179,7 +179,8 @@ def stranger_first(rank, world):
     def listen_and_be_called(world):
         listener, own = listen(world)
         stranger = handshake.socket.create_connection((own.host, own.port))
-        stranger.sendall(handshake._HELLO.pack(b"?" * 16, 1 - rank, 0))
+        read = own.key(b"", 1 - rank, 0)  # by all that the job's store has
+        stranger.sendall(handshake._HELLO.pack(read, 1 - rank, 0))
         strangers.append(stranger)
         return listener, own
 
@@ -192,6 +193,20 @@ def stranger_first(rank, world):
 def test_who_does_not_know_the_secret_gets_no_line():
     expected = [(name, sums) for name, sums, *_ in run_ranks(2, collectives, "sockets")]
     assert run_ranks(2, stranger_first) == expected
+
+
+def with_secrets(rank, world, *given):
+    os.environ["SHARDWRIGHT_SECRET"] = given[rank]
+    try:
+        return collectives(rank, world, "sockets")[0]
+    except CommError as error:
+        return str(error)
+
+
+def test_ranks_that_the_launcher_gave_a_secret_talk_and_others_are_told_which_has_another():
+    assert run_ranks(2, with_secrets, "a" * 32, "a" * 32) == ["SocketComm"] * 2
+    found = run_ranks(2, with_secrets, "a" * 32, "b" * 32)
+    assert ["SHARDWRIGHT_SECRET of rank 1 isn't that of rank 0" in said for said in found] == [True, True]
 
 
 def other_order(rank, world):

@@ -2,7 +2,7 @@
 
 A few keys of each rank, and no connection between them: how many that takes doesn't grow with the ranks.
 
-    <what>/<place>      left by that rank
+    <what>/<place>      left by that rank, or for it
     <what>/refused      the first reason that a rank gave
     <what>/came         how many have come
     <what>/all          they all have
@@ -14,7 +14,7 @@ from datetime import timedelta
 
 from torch.distributed.distributed_c10d import Store
 
-from shardwright.errors import CommError
+from shardwright.errors import CommError, printable
 from shardwright.transport.launches import Launch, LaunchLog, process_state
 
 _POLL_S = 0.05
@@ -34,9 +34,15 @@ class Meeting:
         self.timeout_s = timeout.total_seconds()
         self._store = store
 
-    def leave(self, what: str, data: str) -> None:
-        """Leave something for the others; ``refusal`` follows before they read it."""
-        self._store.set(f"{what}/{self.rank}", data)
+    def leave(self, what: str, data: str, at: int | None = None) -> None:
+        """Leave something for the others; ``refusal`` follows before they ``read`` it. Or for the one at a
+        place, which takes it by ``own``."""
+        self._store.set(f"{what}/{self.rank if at is None else at}", data)
+
+    def own(self, what: str) -> str:
+        """What another rank leaves for this one, once it is there. Raises: as ``refusal``."""
+        self._wait_for(f"{what}/{self.rank}", what)
+        return self._store.get(f"{what}/{self.rank}").decode()
 
     def read(self, what: str, ranks: Iterable[int]) -> dict[int, str]:
         """What these ranks have left, all of which have come. One message, however many there are."""
@@ -56,23 +62,22 @@ class Meeting:
             store.compare_set(f"{what}/refused", "", own or _NO_REASON)
         if store.add(f"{what}/came", 1) == self.world:
             store.set(f"{what}/all", "")
-        with self.log.waiting(
-            Launch(0, f"make a transport ({what})", process_state.phase, process_state.step)
-        ):
-            self._wait_for_all(what)
+        self._wait_for(f"{what}/all", what)
         if not store.check([f"{what}/refused"]):
             return None
-        return store.get(f"{what}/refused").decode().strip()
+        return printable(store.get(f"{what}/refused").decode().strip())
 
-    def _wait_for_all(self, what: str) -> None:
+    def _wait_for(self, key: str, what: str) -> None:
         began, pause = time.monotonic(), 0.0005
-        while not self._store.check([f"{what}/all"]):
-            process_state.raise_diagnosis()
-            if time.monotonic() - began > self.timeout_s:
-                came = self._store.add(f"{what}/came", 0)
-                raise CommError(
-                    f"waited {self.timeout_s:.0f} s for other ranks to make a transport, and {came} of "
-                    f"{self.world} came: look at what the launcher says of the others"
-                )
-            time.sleep(pause)
-            pause = min(2 * pause, _POLL_S)
+        launch = Launch(0, f"make a transport ({what})", process_state.phase, process_state.step)
+        with self.log.waiting(launch):
+            while not self._store.check([key]):
+                process_state.raise_diagnosis()
+                if time.monotonic() - began > self.timeout_s:
+                    came = self._store.add(f"{what}/came", 0)
+                    raise CommError(
+                        f"waited {self.timeout_s:.0f} s for other ranks to make a transport, and {came} of "
+                        f"{self.world} came: look at what the launcher says of the others"
+                    )
+                time.sleep(pause)
+                pause = min(2 * pause, _POLL_S)

@@ -1,7 +1,8 @@
 """What ranks find out about the links between them, over plain TCP: whom each reaches, how long a word takes,
 how their clocks differ, and how many bytes a second come through.
 
-Nothing here waits without a limit: a rank that isn't there is one that wasn't reached.
+Nothing here waits without a limit: a rank that isn't there is one that wasn't reached. Without
+``SHARDWRIGHT_SECRET`` who reads the job's store can call, too: it would be measured, and told the time.
 """
 
 import socket
@@ -13,6 +14,7 @@ from threading import Lock, Thread
 
 from shardwright.observe.preflight.findings import Flow, RankCall
 from shardwright.transport.cpu.handshake import Caller, Place, call
+from shardwright.transport.secret import VARIABLE, given
 
 PING, FLOW = 0, 1  # kinds of connections
 MOST_PEERS = 64
@@ -107,7 +109,7 @@ class Responder:
             try:
                 while (complete := caller.read()) is None:
                     pass
-                if not complete or caller.key != self.place.key:
+                if not complete or not caller.knows(given(), self.place):
                     return
                 if caller.kind == FLOW:
                     self._count(caller)
@@ -154,7 +156,7 @@ def call_all(own: int, places: Mapping[int, Place], deadline: float) -> list[Ran
         return made
     pool = ThreadPoolExecutor(min(len(peers), 16))
     patience = min(_PATIENCE_S, max(deadline - time.monotonic(), 0.1))
-    flights = {peer: pool.submit(call, places[peer], own, PING, patience) for peer in sorted(peers)}
+    flights = {peer: pool.submit(call, places[peer], given(), own, PING, patience) for peer in sorted(peers)}
     done, _ = wait(flights.values(), max(deadline - time.monotonic(), 0.0))
     pool.shutdown(wait=False, cancel_futures=True)
     for peer, flight in flights.items():
@@ -179,7 +181,7 @@ def _asked(peer: int, sock: socket.socket) -> RankCall:
         sock.sendall(_STAMP.pack(sent))
         said = sock.recv(_STAMP.size, socket.MSG_WAITALL)
         if len(said) < _STAMP.size:
-            raise ConnectionResetError("it hung up")
+            raise ConnectionResetError(f"it hung up: is {VARIABLE} the same on both?")
         latency_s = (time.perf_counter() - start) / 2
         if latency_s < best.latency_s:
             best = RankCall(peer, latency_s, _STAMP.unpack(said)[0] - sent - latency_s)
@@ -212,7 +214,7 @@ def flow_seconds(num_rounds: int, seconds: float) -> float:
 
 def _send(own: int, place: Place, flow_s: float) -> None:
     try:
-        with call(place, own, FLOW, flow_s) as sock:
+        with call(place, given(), own, FLOW, flow_s) as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SENT_AHEAD_NBYTES)
             end = time.monotonic() + flow_s
             while (left := end - time.monotonic()) > 0:

@@ -1,10 +1,12 @@
 """How two ranks of a mesh axis come to have a TCP connection: one listens, the other calls.
 
 Each rank listens at an address of its own, for as long as its transport lives. Of two ranks the higher one
-calls. A call shows a secret that its listener has made up and told only the ranks of its job, so a stranger
-who finds the port gets no further.
+calls. A call shows a key, made of a secret that only the ranks of the transport have (``transport.secret``)
+and of what its listener has made up, so a stranger who finds the port, or reads the job's store, gets no
+further.
 """
 
+import hmac
 import os
 import secrets
 import socket
@@ -20,25 +22,24 @@ GATHERS, REDUCTIONS = 0, 1
 KINDS = 2
 """Connections to each peer, opened when first used: for words and all-gathers, and for reduce-scatters."""
 
-_HELLO = struct.Struct("<16sii")  # the listener's secret, the caller's rank, the kind of connection
+_HELLO = struct.Struct("<32sii")  # the key, the caller's rank, the kind of connection
 _SIOCGIFADDR = 0x8915
 
 
 class Place(NamedTuple):
-    """Where a rank can be called, and the secret that a caller must show."""
+    """Where a rank can be called, and what makes the keys of its callers unlike those of others."""
 
     host: str
     port: int
-    secret: str
+    nonce: str
 
-    @property
-    def key(self) -> bytes:
-        """The secret's bytes."""
-        return bytes.fromhex(self.secret)
+    def key(self, secret: bytes, rank: int, kind: int) -> bytes:
+        """What the rank ``rank`` must show for a connection of a kind."""
+        return hmac.digest(secret, f"{self.nonce} {rank} {kind}".encode(), "sha256")
 
 
 class Caller:
-    """Who has called, and is still to say with which secret (``key``), from which rank, for which kind."""
+    """Who has called, and is still to say with which key, from which rank, for which kind."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.socket = _tuned(sock)
@@ -58,6 +59,10 @@ class Caller:
             return None if got else False
         self.key, self.rank, self.kind = _HELLO.unpack(self._said)
         return True
+
+    def knows(self, secret: bytes, place: Place) -> bool:
+        """Whether it has shown the key of who listens at ``place``."""
+        return hmac.compare_digest(self.key, place.key(secret, self.rank, self.kind))
 
 
 def listen(world: int) -> tuple[socket.socket, Place] | str:
@@ -93,11 +98,11 @@ def _hosts() -> list[str]:
             return []
 
 
-def call(place: Place, rank: int, kind: int, patience_s: float) -> socket.socket:
+def call(place: Place, secret: bytes, rank: int, kind: int, patience_s: float) -> socket.socket:
     """A connection to who listens there. rank: who calls. Raises: OSError for one that can't be reached."""
     sock = socket.create_connection((place.host, place.port), patience_s)
     try:
-        sock.sendall(_HELLO.pack(place.key, rank, kind))
+        sock.sendall(_HELLO.pack(place.key(secret, rank, kind), rank, kind))
     except OSError:
         sock.close()
         raise

@@ -10,16 +10,17 @@ none has connections; and whichever rank ends, its neighbours notice, and tell a
 """
 
 import json
-import secrets
 import socket
 from collections.abc import Iterable
 
 from shardwright.errors import CommError
+from shardwright.files import said
 from shardwright.transport.cpu.connection import Connection
 from shardwright.transport.cpu.event_loop import EventLoop
 from shardwright.transport.cpu.handshake import GATHERS, KINDS, REDUCTIONS, Caller, Place, call, listen
 from shardwright.transport.cpu.transfer import Endpoint
 from shardwright.transport.meeting import Meeting
+from shardwright.transport.secret import Agreement
 
 _PATIENCE_S = 20.0
 _REMEDY = (
@@ -34,6 +35,7 @@ def open_connections(meeting: Meeting) -> "Peers | str":
     Every rank of the meeting calls it; a few keys of each in the job's store.
     """
     name = f"rank {meeting.log.ranks[meeting.rank]}"
+    agreement = Agreement(meeting)
     there = listen(meeting.world)
     if isinstance(there, str):
         return meeting.refusal("listen", f"{name}: {there}") or ""
@@ -43,7 +45,12 @@ def open_connections(meeting: Meeting) -> "Peers | str":
     if refused is not None:
         listener.close()
         return refused
-    peers = Peers(meeting, listener, place)
+    try:
+        secret = agreement.secret()
+    except BaseException:
+        listener.close()
+        raise
+    peers = Peers(meeting, listener, place, secret)
     peers.find({(meeting.rank + way * hop) % meeting.world for hop in hops(meeting.world) for way in (1, -1)})
     neighbours = {(meeting.rank + way) % meeting.world for way in (1, -1)} - {meeting.rank}
     troubles = [peers.to(GATHERS, peer).trouble for peer in neighbours]
@@ -62,12 +69,13 @@ def hops(world: int) -> list[int]:
 class Peers:
     """See the module. loop: what serves the connections."""
 
-    def __init__(self, meeting: Meeting, listener: socket.socket, place: Place) -> None:
+    def __init__(self, meeting: Meeting, listener: socket.socket, place: Place, secret: bytes) -> None:
         self.world = meeting.world
         self.endpoint = Endpoint(meeting.rank, meeting.timeout_s, meeting.log)
         self.loop = EventLoop(self.endpoint, ())
         self._meeting = meeting
         self._own = place
+        self._secret = secret
         self._places: dict[int, Place] = {}
         self._made: dict[tuple[int, int], Connection] = {}
         self.loop.listen(listener, self._answer)
@@ -86,7 +94,7 @@ class Peers:
             raise CommError(
                 f"the job's store doesn't say where other ranks can be called: {error}"
             ) from error
-        self._places |= {peer: Place(*json.loads(data)) for peer, data in told.items()}
+        self._places |= {peer: Place(*said(data)) for peer, data in told.items()}
 
     def to(self, kind: int, peer: int) -> Connection:
         """The connection of a kind to a peer; where there was none it is opened now. Called by the rank's own
@@ -117,7 +125,7 @@ class Peers:
         place = self._places[peer]
         where = f"{place.host}:{place.port}"
         try:
-            sock = call(place, endpoint.rank, kind, min(endpoint.timeout_s, _PATIENCE_S))
+            sock = call(place, self._secret, endpoint.rank, kind, min(endpoint.timeout_s, _PATIENCE_S))
         except ConnectionRefusedError:
             endpoint.log.ended.add(peer)
             connection.fail(
@@ -133,8 +141,9 @@ class Peers:
     def _answer(self, caller: Caller) -> Connection | None:
         """The connection whose other end this is. Called by the event loop."""
         peer, kind = caller.rank, caller.kind
-        known = secrets.compare_digest(caller.key, self._own.key)
-        if not known or not (self.endpoint.rank < peer < self.world and 0 <= kind < KINDS):
+        if not caller.knows(self._secret, self._own) or not (
+            self.endpoint.rank < peer < self.world and 0 <= kind < KINDS
+        ):
             return None
         with self.endpoint.changed:
             connection = self._made.get((kind, peer)) or self._make(kind, peer)
