@@ -215,7 +215,7 @@ def test_what_others_say_through_the_store_moves_no_cursor():
     exchange = StatusExchange(HashStore(), 2)
     exchange.leave(Note(1, f"ValueError: {OBEYED}", OBEYED, 0.0))
     exchange.answer(exchange.request(), says(1, OBEYED, 2, caught=OBEYED))
-    late = Late(1, OBEYED, 0.5, 20, OBEYED, OBEYED)
+    late = Late(0.0, 1, OBEYED, 0.5, 20, OBEYED, OBEYED)
     exchange.note_late(late.to_json())
     diagnosis = Diagnosis(Fault.FAILED, (1,), OBEYED, OBEYED)
     said = [
