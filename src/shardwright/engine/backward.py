@@ -80,25 +80,20 @@ class Backward:
 
     def begin(self) -> None:
         """Enter the backward, once per backward."""
-        self.abandon_failed()  # where this one follows it at once
-        if self.runtime.phase is Phase.BACKWARD:
-            return
-        self._enter_phase()
+        if self.runtime.running is not Phase.BACKWARD:  # an exception may have ended the one before
+            queue_callback(self._enter_phase())
+
+    def _enter_phase(self) -> _Ending:
         ending = _Ending(self)
         self._ending = weakref.ref(ending)
-        queue_callback(ending)
-
-    def abandon_failed(self) -> None:
-        """Forget a backward that an exception ended. No-op where none was, and while one runs."""
-        if self.runtime.phase is Phase.BACKWARD and self._ending() is None:
-            self.forget()
-            self.runtime.abandon()
-
-    def _enter_phase(self) -> None:
         self.number += 1
-        self.runtime.begin(Phase.BACKWARD)
+        self.runtime.begin(Phase.BACKWARD, self._lives)
         for group in self.runtime.groups:
             group.reducer.done = False
+        return ending
+
+    def _lives(self) -> bool:
+        return self._ending() is not None
 
     def enter(self, unit: Unit, call: Call) -> None:
         """The gradient of one of the call's outputs is there: its backward begins."""
@@ -142,7 +137,7 @@ class Backward:
 
     def arrived(self, runtime: Runtime, group: ParamGroup) -> None:
         """One more parameter of the group has its gradient."""
-        if runtime.phase is not Phase.BACKWARD or self._ending() is None:
+        if runtime.phase is not Phase.BACKWARD or not self._lives():
             self.begin()
         number = self._arrived[group] = self._arrived.get(group, 0) + 1
         if number >= group.trainable.bit_count():
@@ -152,7 +147,7 @@ class Backward:
     def finalize(self, settles: bool) -> None:
         """As ``reduce_held``, in a step whose backwards don't end it themselves. settles: wait for all
         reductions; else ``settle`` does. Raises: StageError inside of a phase, and before ``settle``."""
-        if self.runtime.phase is not None:
+        if self.runtime.running is not None:
             raise StageError(
                 f"finalize_backward was called inside a {self.runtime.phase}; call it after the last "
                 "backward of the step has ended"
@@ -184,11 +179,11 @@ class Backward:
     def reduce_held(self) -> None:
         """Reduce the gradients that earlier backwards have kept, as a backward that brings none; every rank
         of the model's meshes calls it."""
-        self._enter_phase()
+        ending = self._enter_phase()
         for group in self.runtime.groups:
             if keeps_grads(group) or group.has_grads:
                 self.runtime.at(EventKind.GRADS_READY, group)
-        self.end()
+        ending()
 
     def forget(self) -> None:
         """Drop the calls of a backward that an exception ended, and the gradients that it had counted."""

@@ -32,7 +32,7 @@ def unshard(groups: Sequence[ParamGroup], kept: AbstractSet[ParamGroup] | None =
         group.prepare()
     try:
         _issue(groups, at_rest, kept)
-    except BaseException:
+    except Exception:
         for group in at_rest:
             group.give_up()
         raise

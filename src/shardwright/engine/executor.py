@@ -260,6 +260,9 @@ class Executor:
         for group in self.table.groups:
             drop_grads(group)
         self.reshard_unsharded()
+        for group in self.table.groups:
+            group.restore()
+        self.memory.recount(self.table.groups)
 
     def reshard_unsharded(self) -> None:
         """Reshard what is unsharded; what is still being gathered stays so, since nothing is waited for."""

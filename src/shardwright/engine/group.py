@@ -158,6 +158,7 @@ class ParamGroup:
         buffered = [param for param in self.params if not param.extended]
         dtypes = [param.compute_dtype(self.policy) for param in buffered]
         if self.buffer is None or dtypes != [param.unsharded.dtype for param in buffered]:
+            self.buffer = None  # until all of them are bound to another
             decoding = self.gatherer.decoding
             decoding.bind()
             typed = [each for each in zip(buffered, dtypes, strict=True) if each[0] not in decoding.parts]
@@ -246,6 +247,28 @@ class ParamGroup:
             if self.gatherer.comm.streams is not None:
                 self.gatherer.comm.streams.forget_filled()
 
+    def restore(self) -> None:
+        """Be at rest, wherever an interrupt has come between; but for an all-gather in flight, for which the
+        next use waits."""
+        if self.stage is Stage.GATHERING and self._gather is not None:
+            return
+        was, self.stage = self.stage, Stage.SHARDED
+        if self._bound is not None and self._shows_any_face():
+            self._bound.show(unsharded=False)
+        if was is Stage.GATHERING:  # maybe issued, into memory that can't be used again before it has ended
+            self.regroup(self.params)
+        elif self.held_nbytes and self.buffer is not None:
+            self._free()
+            self._release()
+
+    def _shows_any_face(self) -> bool:
+        sites = [(param, site) for param in self.params for site in param.sites]
+        faces = set(map(id, self.faces))
+        return any(
+            param.shows_itself or id(parameters_of(site.module).get(site.name)) in faces
+            for param, site in sites
+        )
+
     def wait(self) -> int:
         """Wait for the all-gather; from now on modules show the unsharded parameters.
 
@@ -262,7 +285,7 @@ class ParamGroup:
             if not decoding.is_idle:
                 held_nbytes -= decoding.held_nbytes
                 held_nbytes += decoding.arrive(keep_wire)
-        except BaseException:
+        except Exception:
             self.give_up()
             raise
         if held_nbytes > self.held_nbytes:  # what was gathered was given back once it was decoded

@@ -72,6 +72,12 @@ class Memory:
             self.counted[group] = held_nbytes
         self.peak_nbytes = max(self.peak_nbytes, before_nbytes, self.now_nbytes + freed_nbytes)
 
+    def recount(self, groups: Iterable[ParamGroup]) -> None:
+        """Count anew; all of them. Counting may have been interrupted."""
+        self.now_nbytes = 0
+        self.counted.clear()
+        self.count(groups)
+
     def check_unshard(self, groups: Sequence[ParamGroup]) -> None:
         """Raises: OutOfMemory where the budget has no room for the buffers of ``groups``."""
         more_nbytes = sum(group.unsharded_nbytes - group.held_nbytes for group in groups)

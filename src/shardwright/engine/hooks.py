@@ -14,11 +14,9 @@ own share of the gradient is done, however else the caller uses the tensor.
 
 import gc
 import sys
-import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
-from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -37,7 +35,7 @@ from shardwright.engine.optimizer_guard import OptimizerGuard, show_waiting
 from shardwright.engine.outputs import without_weights
 from shardwright.engine.paging import page_out
 from shardwright.engine.references import warn_of_late
-from shardwright.engine.runtime import Runtime
+from shardwright.engine.runtime import Caller, Runtime
 from shardwright.engine.same_model import compare_buffers
 from shardwright.engine.transforms import beneath_transforms
 from shardwright.engine.unit import Unit, unit_of
@@ -106,32 +104,10 @@ def _watch_grads(owner: Unit) -> None:
 
 
 class _Outermost:
-    """The outermost sharded module that runs, and the frame that has called it: a ``KeyboardInterrupt`` in
-    user code ends its forward without a hook, which is seen when it is called again and that frame is
-    gone. listed: units of several modules that have begun in it."""
+    """The outermost sharded module that runs. listed: units of several modules that have begun in it."""
 
     def __init__(self) -> None:
-        self.unit: Unit | None = None
         self.listed: list[Unit] = []
-        self._frame: FrameType | None = None
-        self._thread = 0
-
-    def enter(self, unit: Unit) -> None:
-        """It begins to run."""
-        self.listed.clear()  # an exception may have ended the one before
-        self.unit, self._frame, self._thread = unit, sys._getframe(3), threading.get_ident()
-
-    def leave(self) -> None:
-        """It has ended."""
-        self.unit = self._frame = None
-        self.listed.clear()
-
-    def runs(self) -> bool:
-        """Whether its frame still runs, as far as its own thread can tell."""
-        frame: FrameType | None = sys._getframe()
-        while frame is not None and frame is not self._frame:
-            frame = frame.f_back
-        return frame is not None or self._thread != threading.get_ident()
 
 
 _outermost = _Outermost()
@@ -242,17 +218,15 @@ class ModuleHooks:
 
     def _enter(self, call: Call, runtime: Runtime, owners: tuple[Unit, ...]) -> None:
         unit = self.unit
-        if runtime.phase is not None and (
-            runtime.depth == 0 or runtime.is_cut_short or (unit is _outermost.unit and not _outermost.runs())
-        ):
-            backward_of(runtime).forget()
+        if runtime.running is not None and (runtime.depth == 0 or runtime.is_cut_short):
             runtime.abandon()  # an exception ended that phase: its end never came
         root, outermost = unit.modules[0], runtime.depth == 0
         gathers = outermost and any(group.stage is Stage.SHARDED for group in runtime.groups)
         if outermost:
-            _outermost.enter(unit)
+            _outermost.listed.clear()  # an exception may have ended the one before
             warn_of_late(root, runtime, _guard.num_checked)
-            runtime.begin(Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION, unit.entry)
+            phase = Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION
+            runtime.begin(phase, Caller(2).runs, unit.entry)
         if unit.now.number != runtime.pass_number:
             self._calls.clear()
             unit.enter_pass(runtime.pass_number)
@@ -278,7 +252,7 @@ class ModuleHooks:
     def _read(self, owner: Unit) -> None:
         """Parameters of a group that was deferred are read."""
         runtime = self.unit.runtime
-        if runtime.depth and self.unit.now.number == runtime.pass_number:  # else that forward was abandoned
+        if runtime.running and self.unit.now.number == runtime.pass_number:  # else that forward was abandoned
             owner.now.users += 1
             runtime.at(EventKind.FORWARD_BEGIN, owner.group)
             _watch_grads(owner)
@@ -374,7 +348,7 @@ class ModuleHooks:
                         holds = owner.now.unseen and owner.group is not None and owner.group.trainable != 0
                         runtime.at(EventKind.FORWARD_END, owner.group, holds)
         if runtime.depth == 0:
-            _outermost.leave()
+            _outermost.listed.clear()
             runtime.end(failed)
 
     def _watch_output(self, call: Call, output: torch.Tensor) -> None:
@@ -397,9 +371,7 @@ def hooks_of(module: nn.Module) -> ModuleHooks:
 
 def reset_step(runtime: Runtime) -> None:
     """Forget a step that was cut short, after what is in flight has ended."""
-    backward = backward_of(runtime)
-    backward.forget()
-    backward.launched = 0
+    backward_of(runtime).launched = 0
     runtime.abandon()
     runtime.rest()
     runtime.executor.land(runtime.groups)

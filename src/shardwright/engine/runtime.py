@@ -9,7 +9,9 @@ import sys
 import threading
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from types import FrameType
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -58,12 +60,35 @@ class Entry(NamedTuple):
 NO_ENTRY = Entry()
 
 
+class Caller:
+    """A function that runs, further up in this thread's stack. What ends it without a hook of ours, as Ctrl-C
+    does, is seen when it is asked for: ``Caller(1)`` is who calls whoever makes this."""
+
+    __slots__ = ("_frame", "_thread")
+
+    def __init__(self, depth: int) -> None:
+        self._frame, self._thread = sys._getframe(depth + 1), threading.get_ident()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is of this thread."""
+        return self._thread == threading.get_ident()
+
+    def runs(self) -> bool:
+        """Whether it still runs, as far as this thread can tell."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame is not self._frame:
+            frame = frame.f_back
+        return frame is not None or not self.is_here
+
+
 @dataclass
 class PhaseRun:
-    """A phase as it runs. nested: inside of another one."""
+    """A phase as it runs. nested: inside of another one. lives: whether what it runs in hasn't ended."""
 
     phase: Phase
     nested: bool
+    lives: Callable[[], bool]
 
 
 class Runtime:
@@ -88,7 +113,7 @@ class Runtime:
         self._consensus = Consensus(self.executor, None)
         self._entry = 0
         self._abandoned = False
-        self._turn = _Turn()
+        self._turn = _Turn(self._break_off)
 
     # ---- groups
 
@@ -198,12 +223,13 @@ class Runtime:
         phase in which an action failed."""
         return bool(self._runs) and (self._abandoned or self.phase is Phase.BACKWARD)
 
-    def begin(self, phase: Phase, entry: Entry = NO_ENTRY) -> None:
+    def begin(self, phase: Phase, lives: Callable[[], bool], entry: Entry = NO_ENTRY) -> None:
         """Enter a phase, by the outermost module ``entry``; maybe inside another (a backward in a forward).
 
-        Where ranks agree every rank of the model's meshes calls it. Raises: Diverged where others have
-        called something else.
+        lives: whether what it runs in hasn't been ended by an exception since. Where ranks agree every rank
+        of the model's meshes calls it. Raises: Diverged where others have called something else.
         """
+        self.heal()
         refuse_phase(self.groups, phase)
         for tell in () if self._runs else tuple(self.table.around):
             tell(phase)
@@ -214,8 +240,6 @@ class Runtime:
             nested = bool(self._runs)
             if phase is Phase.FORWARD and not nested:
                 recorder.turn()
-            if self._abandoned and not nested:
-                self._drop()
             if not nested and phase is not Phase.BACKWARD:
                 self._start_afresh()
                 self.executor.memory.in_step = True
@@ -232,7 +256,7 @@ class Runtime:
                 self._consensus.settles = self.step.is_last_backward
                 if phase is Phase.BACKWARD and not nested:
                     unsettled.add(self)
-            self._runs.append(PhaseRun(phase, nested))
+            self._runs.append(PhaseRun(phase, nested, lives))
             self._say_where()
             try:
                 with beneath_transforms():
@@ -331,10 +355,24 @@ class Runtime:
         with self._turn:
             self._drop()
 
+    def heal(self) -> None:
+        """Forget a step that an exception has ended, also where nobody was told (Ctrl-C, an error in a
+        backward): its phases and unreduced gradients, and what it has left half done. No-op in a phase."""
+        if self._runs and self._runs[-1].lives():
+            return
+        self._turn.settle()
+        if self._runs or self._abandoned:
+            self.abandon()
+
+    @property
+    def running(self) -> Phase | None:
+        """The phase that is running, if one is, and not only was when an exception came."""
+        self.heal()
+        return self.phase
+
     def rest(self) -> None:
         """Reshard every group, between phases (before parameters are saved, loaded, moved or cast)."""
-        if self.backward is not None:
-            self.backward.abandon_failed()
+        self.heal()
         refuse_away(self.groups, "what saves, loads, moves or casts parameters", State.PARAMS)
         if not self._runs and not self._turn.queue(self.rest):
             with self._turn:
@@ -364,10 +402,14 @@ class Runtime:
                 recorder.write((ACTION, labels, None, start, end))
                 start = end
         except BaseException:
-            self._abandoned = True
-            if self._follower is not None:
-                self._follower.abandon()
+            self._break_off()
             raise
+
+    def _break_off(self) -> None:
+        """An action has failed, or was interrupted: no phase can go on."""
+        self._abandoned = True
+        if self._follower is not None:
+            self._follower.abandon()
 
     def _ready_follower(self) -> Follower:
         if self._follower is None:
@@ -376,9 +418,9 @@ class Runtime:
             channel = channel_of([group.axis for group in self.groups]) if agrees else None
             mode = Mode.LOCAL if channel is None else Mode.AGREED
             self.executor.participates = mode is Mode.AGREED
-            self._follower = Follower(self.policy, self.table.specs(), mode)
-            self.table.label()
             self._consensus = Consensus(self.executor, channel)
+            self.table.label()
+            self._follower = Follower(self.policy, self.table.specs(), mode)  # last: then all of it is there
         return self._follower
 
     def _start_afresh(self) -> None:
@@ -391,13 +433,15 @@ class Runtime:
             self._replan()
 
     def _drop(self) -> None:
-        self._abandoned = False
-        self._runs.clear()
-        self._say_where()
+        if self.backward is not None:
+            self.backward.forget()
         if self._follower is not None:
             self._follower.abandon()
         self.depth = 0
         self.executor.drop()
+        self._runs.clear()
+        self._say_where()
+        self._abandoned = False  # last: what interrupts this is followed by another one
 
     def _write_down(self, step: Step, start: float) -> None:
         """Into the recorder; events that this rank left out were passed in no time of their own."""
@@ -416,37 +460,57 @@ class _Turn:
     """The lock of a runtime: one event at a time, with the actions that it leads to.
 
     inside: the event whose actions are being taken. What is asked for from inside of them by the same thread
-    waits in a queue until they are done, or is refused.
+    waits in a queue until they are done, or is refused. A turn that Ctrl-C has ended, maybe before or after
+    it was noted, is found by the next one of its thread; on_interrupt is called then, or at its end.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_interrupt: Callable[[], None]) -> None:
         self.inside: EventKind | None = None
-        self._lock = threading.Lock()
-        self._thread = 0
+        self._on_interrupt = on_interrupt
+        self._lock = threading.RLock()
+        self._holder: Caller | None = None
         self._queue: list[Callable[[], None]] = []
 
     def queue(self, call: Callable[[], None]) -> bool:
         """Have ``call`` made at the end of this thread's turn; False where it has none."""
-        if self._thread != threading.get_ident():
+        if not self._is_in_turn():
             return False
         self._queue.append(call)
         return True
 
-    def __enter__(self) -> None:
-        thread = threading.get_ident()
-        if self._thread == thread:
-            raise StageError(
-                "a hook that runs inside of an action of Shardwright (at event "
-                f"{self.inside or 'begin or end'}: a gradient hook, a communication hook, an optimizer in "
-                "the backward) ran the model itself; call it outside of such hooks"
-            )
-        self._lock.acquire()
-        self._thread = thread
+    def _is_in_turn(self) -> bool:
+        holder = self._holder
+        return holder is not None and holder.is_here and holder.runs()
 
-    def __exit__(self, *_: object) -> None:
-        self._thread = 0
-        self.inside = None
+    def settle(self) -> None:
+        """End this thread's turn, where an interrupt has left it."""
+        if self._is_in_turn():
+            return
+        if self._holder is not None and self._holder.is_here:
+            self._queue = []
+            self._on_interrupt()
+            self._holder = self.inside = None
+        with suppress(RuntimeError):  # this thread doesn't hold it any more
+            while True:
+                self._lock.release()
+
+    def __enter__(self) -> None:
+        if self._holder is not None and self._holder.is_here:
+            if self._is_in_turn():
+                raise StageError(
+                    "a hook that runs inside of an action of Shardwright (at event "
+                    f"{self.inside or 'begin or end'}: a gradient hook, a communication hook, an optimizer "
+                    "in the backward) ran the model itself; call it outside of such hooks"
+                )
+            self.settle()
+        self._lock.acquire()
+        self._holder = Caller(1)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and not issubclass(kind, Exception):
+            self._on_interrupt()
         queued, self._queue = self._queue, []
+        self._holder = self.inside = None
         self._lock.release()
         for call in queued:
             call()

@@ -41,13 +41,14 @@ class FaceVersions:
             version, counted = known.get(id(face), (version_of(face), shard))
             version = version_of(face) if self.is_whole else version
             versions.append(version if shard == counted else version + 1)
-        self._faces, self._shards, self.is_whole = faces, shards, True
+        self._faces, self._shards = faces, shards
         self._set(versions)
+        self.is_whole = True
 
     def edited(self) -> list[bool]:
         """Of each face whether it was edited since its memory was filled."""
         pairs = zip(self._faces, self._versions, strict=True)
-        return [version_of(face) != version for face, version in pairs]
+        return [self.is_whole and version_of(face) != version for face, version in pairs]
 
     def write_back(self, params: Sequence[ShardedParam], decoding: Decoding, unmarked: bool) -> None:
         """Copy what was edited of this rank's rows into the shards; with ``unmarked`` also what was edited

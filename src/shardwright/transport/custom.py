@@ -55,8 +55,9 @@ class CustomComm(Comm):
         received = comm.allocate((size * self.world,), dtype=dtype, device=device)
         sent = received.view(self.world, -1)[self.rank]
         torch.cat([row[self.rank] for row in rows], out=sent)
-        flight = _CallersFlight(self._own_log, self._own_log.launch(key), device)
-        flight.begin(comm, output_tensor=received, input_tensor=sent, group=self.group, async_op=True)
+        with self._own_log.beginning(self.rank):
+            flight = _CallersFlight(self._own_log, self._own_log.launch(key), device)
+            flight.begin(comm, output_tensor=received, input_tensor=sent, group=self.group, async_op=True)
         return _CustomGather(flight, received.view(self.world, -1), rows)
 
     def reduce_scatter(
@@ -74,9 +75,10 @@ class CustomComm(Comm):
         received = comm.allocate((sum(longest),), dtype=dtype, device=device)
         rows = [flat.view(self.world, -1) for flat in padded(segments, [dtype] * len(segments))]
         torch.cat(rows, 1, out=sent.view(self.world, -1))
-        flight = _CallersFlight(self._own_log, self._own_log.launch(key), device)
         tensors = {"output_tensor": received, "input_tensor": sent}
-        flight.begin(comm, **tensors, group=self.group, op=dist.ReduceOp.SUM, async_op=True)
+        with self._own_log.beginning(self.rank):
+            flight = _CallersFlight(self._own_log, self._own_log.launch(key), device)
+            flight.begin(comm, **tensors, group=self.group, op=dist.ReduceOp.SUM, async_op=True)
         owned = [stop - start for start, stop in (segment.spans[self.rank] for segment in segments)]
         places = zip(received.split(longest), owned, dtypes, strict=True)
         return _CustomReduction(flight, sent, [(place[:numel], kind) for place, numel, kind in places])

@@ -15,7 +15,7 @@ from weakref import ref
 
 from torch.distributed import ProcessGroup
 
-from shardwright.errors import CheckpointError
+from shardwright.errors import CheckpointError, CommError
 from shardwright.transport.recorder import LAUNCH, WAIT, clock, recorder
 
 RING = 64
@@ -102,18 +102,19 @@ class LaunchLog:
 
     name: the same on all its ranks. ranks: of the default process group, in the transport's order.
     operations: of c10d that launches became, where the transport says so (``became``).
-    ended: places on the transport of those whose connection to this one is closed.
+    ended: places on the transport of those whose connection to this one is closed. broken: why nothing can
+    be launched any more; "" while it can.
     """
 
     def __init__(self, ranks: Sequence[int], kind: str = "") -> None:
         self.ranks = tuple(ranks)
         self.ended: set[int] = set()
+        self.broken = ""
         self._groups: list[ref[ProcessGroup]] = []
         # Ranks make the transports of one set of ranks in one order, so counting gives each the same name on
         # all.
         _made[self.ranks, kind] += 1
         self.name = f"{kind}{_made[self.ranks, kind]} of {','.join(map(str, self.ranks))}"
-        self.launched = 0
         self.ring: deque[Launch] = deque(maxlen=RING)
         self.operations = 0
         self._of_caller: LaunchLog | None = None
@@ -126,6 +127,11 @@ class LaunchLog:
         if self._of_caller is None:
             self._of_caller = LaunchLog(self.ranks, "custom ")
         return self._of_caller
+
+    @property
+    def launched(self) -> int:
+        """How many there were: one number, since an interrupt may come between two."""
+        return self.ring[-1].number if self.ring else 0
 
     def travels_on(self, group: ProcessGroup) -> None:
         """From now on its messages go over ``group``, too."""
@@ -141,14 +147,22 @@ class LaunchLog:
         return [group for made in self._groups if (group := made()) is not None]
 
     def launch(self, key: str) -> Launch:
-        """Write down one more collective. Raises: the watch's diagnosis, where there is one."""
+        """Write down one more collective. Raises: the watch's diagnosis, where there is one; CommError where
+        one before it was left half done."""
         if process_state.diagnosis is not None:
             process_state.raise_diagnosis()
-        self.launched += 1
-        launch = Launch(self.launched, key, process_state.phase, process_state.step)
+        if self.broken:
+            raise CommError(self.broken)
+        launch = Launch(self.launched + 1, key, process_state.phase, process_state.step)
         self.ring.append(launch)
         recorder.write((LAUNCH, self.name, launch, clock()))
         return launch
+
+    def beginning(self, rank: int, on_break: Callable[[str], None] | None = None) -> "_Beginning":
+        """A block in which this rank, whose place is ``rank``, launches and begins a collective. An exception
+        that leaves it half done (Ctrl-C) breaks the transport, since this rank's collectives don't match the
+        others' from there on; ``on_break`` is told why, for the others to hear."""
+        return _Beginning(self, rank, on_break)
 
     def became(self, launch: Launch) -> None:
         """``launch`` has become one more operation of c10d, on the transport's one process group. That has no
@@ -169,6 +183,29 @@ class LaunchLog:
         watch's diagnosis, where the watch is on and finds one.
         """
         return _Waiting(Wait(self, launch, time.monotonic()))
+
+
+class _Beginning:
+    """See ``LaunchLog.beginning``."""
+
+    __slots__ = ("_before", "_log", "_on_break", "_rank")
+
+    def __init__(self, log: LaunchLog, rank: int, on_break: Callable[[str], None] | None) -> None:
+        self._log, self._rank, self._on_break, self._before = log, rank, on_break, log.launched
+
+    def __enter__(self) -> None:
+        """Nothing has begun."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: Any, trace: Any) -> None:
+        log = self._log
+        if kind is not None and log.launched != self._before and len(log.ranks) > 1:
+            log.broken = (
+                f"rank {log.ranks[self._rank]} was interrupted ({kind.__name__}) as it began "
+                f"{log.ring[-1].key!r} (number {log.launched} of this mesh), so that its collectives don't "
+                "match the other ranks' any more: end the job, and continue from its last checkpoint"
+            )
+            if self._on_break is not None:
+                self._on_break(log.broken)
 
 
 class _Waiting:

@@ -33,6 +33,7 @@ from shardwright.torch_private import (
     reduce_scatter_coalesced_of,
     reduce_scatter_of,
 )
+from shardwright.transport.abort import close
 from shardwright.transport.base import Comm, Reduction, Segment
 from shardwright.transport.collect import collect
 from shardwright.transport.launches import Launch, LaunchLog
@@ -81,14 +82,22 @@ class NcclComm(Comm):
 
     def all_gather(self, segments: Sequence[Segment], key: str) -> "_NcclGather":
         """See ``Comm.all_gather``. In place: each rank's input is its own span of the output."""
-        flight = _Flight(self, self.log.launch(key))
-        if self.streams is None:
-            self._launch_gather(flight, segments)
-            return _NcclGather(flight, None, None)
-        with self.streams.gathering([segment.flat for segment in segments]):
-            due = self.streams.gathered()
-            self._launch_gather(flight, segments)
-        return _NcclGather(flight, self.streams, due)
+        with self._beginning():
+            flight = _Flight(self, self.log.launch(key))
+            if self.streams is None:
+                self._launch_gather(flight, segments)
+                return _NcclGather(flight, None, None)
+            with self.streams.gathering([segment.flat for segment in segments]):
+                due = self.streams.gathered()
+                self._launch_gather(flight, segments)
+            return _NcclGather(flight, self.streams, due)
+
+    def _beginning(self) -> Any:
+        return self.log.beginning(self.rank, self._close)
+
+    def _close(self, _: str) -> None:
+        for group in self.log.groups:
+            close(group)
 
     def _launch_gather(self, flight: "_Flight", segments: Sequence[Segment]) -> None:
         begun = None if self.times is None else self.times.begin()
@@ -113,13 +122,14 @@ class NcclComm(Comm):
         self, segments: Sequence[Segment], dtypes: Sequence[torch.dtype], key: str
     ) -> "_NcclReduction":
         """See ``Comm.reduce_scatter``. Sums in NCCL's order: repeatable for one world, not a fixed one."""
-        flight = _Flight(self, self.log.launch(key))
         owned = [stop - start for start, stop in [segment.spans[self.rank] for segment in segments]]
-        if self.streams is None or self.world == 1:  # alone there is nothing to run beside
-            inputs, outputs = self._launch_reduction(flight, segments, dtypes)
-            return _NcclReduction(flight, inputs, outputs, owned)
-        with self.streams.reducing():
-            inputs, outputs = self._launch_reduction(flight, segments, dtypes)
+        with self._beginning():
+            flight = _Flight(self, self.log.launch(key))
+            if self.streams is None or self.world == 1:  # alone there is nothing to run beside
+                inputs, outputs = self._launch_reduction(flight, segments, dtypes)
+                return _NcclReduction(flight, inputs, outputs, owned)
+            with self.streams.reducing():
+                inputs, outputs = self._launch_reduction(flight, segments, dtypes)
         kept = inputs + [segment.flat for segment in segments]
         return _NcclReduction(flight, kept, outputs, owned)
 
@@ -161,17 +171,18 @@ class NcclComm(Comm):
         """
         if self.streams is None:
             return super().all_reduce(values, key)
-        flight = _Flight(self, self.log.launch(key))
-        begun = None if self.times is None else self.times.begin()
-        for members in _by_dtype(values).values():
-            sums = [values[index] for index in members]
-            self.sent_nbytes += sum([each.nbytes for each in sums]) * 2 * (self.world - 1) // self.world
-            options = AllreduceCoalescedOptions()
-            options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
-            options.asyncOp = True
-            flight.add(self._reduce_group.allreduce_coalesced(sums, options))
-        if self.times is not None:
-            self.times.end(begun, self.log.name, flight.launch, flight.works)
+        with self._beginning():
+            flight = _Flight(self, self.log.launch(key))
+            begun = None if self.times is None else self.times.begin()
+            for members in _by_dtype(values).values():
+                sums = [values[index] for index in members]
+                self.sent_nbytes += sum([each.nbytes for each in sums]) * 2 * (self.world - 1) // self.world
+                options = AllreduceCoalescedOptions()
+                options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
+                options.asyncOp = True
+                flight.add(self._reduce_group.allreduce_coalesced(sums, options))
+            if self.times is not None:
+                self.times.end(begun, self.log.name, flight.launch, flight.works)
         return _NcclReduction(flight, [], list(values), [each.numel() for each in values])
 
     def gather(self, shard: torch.Tensor, spans: Sequence[tuple[int, int]], dst: int) -> torch.Tensor | None:

@@ -420,7 +420,9 @@ def _slow(found: Findings) -> Diagnosis:
         said = f"{waited}; whether {spans(unknown)} launched it, torch's flight recorder doesn't say"
         return Diagnosis(Fault.SLOW, tuple(unknown), said, _MEANT)
     if not late:
-        return Diagnosis(Fault.SLOW, (), f"{waited}, which all ranks have launched", "The network is slow.")
+        return Diagnosis(
+            Fault.SLOW, (), f"{waited}, which all ranks have launched", "Its bytes are on their way."
+        )
     said = []
     for rank in late:
         answer = found.answers.get(rank)

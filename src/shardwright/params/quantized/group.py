@@ -148,12 +148,14 @@ class Decoding:
         offsets, nbytes = pack([torch.Size(e.shape).numel() * e.compute_dtype.itemsize for e in how])
         self.dense = Buffer(nbytes, self._device)
         self.dense.alloc()
+        faces: dict[ShardedParam, nn.Parameter] = {}
         for pair, e, offset in zip(self.pairs, how, offsets, strict=True):
             strides = torch.empty(e.shape, device="meta").stride()
             face, filled = (self.dense.tensor(e.compute_dtype, offset, e.shape, strides) for _ in range(2))
-            self.faces[pair.codes] = nn.Parameter(face, requires_grad=False)
+            faces[pair.codes] = nn.Parameter(face, requires_grad=False)
             self._filled[pair.codes] = filled  # of its own, so that filling is no in-place change of a weight
         self.dense.free()
+        self.faces = faces  # all at once: they say that this is done
 
     def fill(self) -> list[Segment]:
         """Take the wire's memory, and fill it for extended parameters; what these have to gather."""

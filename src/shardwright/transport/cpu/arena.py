@@ -156,7 +156,7 @@ class Arena:
         self.log = log
         self._segments = segments
         self._timeout_s = timeout_s
-        self._number = 0
+        self._announced = 0
         self._held: dict[int, tuple[int, int]] = {}  # operation -> (offset, end) in the own segment
         self._open: weakref.WeakValueDictionary[int, Operation] = weakref.WeakValueDictionary()
         self._ends = [os.pidfd_open(pid) for pid in pids]
@@ -167,10 +167,14 @@ class Arena:
 
         Raises: as ``read``.
         """
-        number, span = self._reserve(8 * len(words))
-        self._segments[self.rank].write_words(span.start, words)
-        launch = self.launch(number, key)
-        self.announce(launch, 8 * len(words))
+        try:
+            number, span = self._reserve(8 * len(words))
+            self._segments[self.rank].write_words(span.start, words)
+            launch = self.log.launch(key)
+            self.announce(launch, 8 * len(words))
+        except BaseException:
+            self.break_off()
+            raise
         rows = []
         for peer, segment in enumerate(self._segments):
             if peer != self.rank:
@@ -182,21 +186,22 @@ class Arena:
         recorder.write((DONE, self.log.name, number, clock(), True))
         return rows
 
-    def reserve(self, nbytes: int) -> tuple[int, torch.Tensor]:
-        """A new operation's number, and the bytes of the own segment that it may fill; then ``launch``.
+    def reserve(self, nbytes: int) -> torch.Tensor:
+        """The bytes of the own segment that the next launch of the log may fill; then ``announce``.
 
         Raises: CommError where a peer has not read the operation of 256 ago within the timeout.
         """
-        number, span = self._reserve(nbytes)
-        return number, self._segments[self.rank].bytes[span]
+        return self._segments[self.rank].bytes[self._reserve(nbytes)[1]]
 
     def _reserve(self, nbytes: int) -> tuple[int, slice]:
-        number = self._number + 1
+        number = self.log.launched + 1
         oldest = number - NUM_RECORDS
         # An unshard that nobody waited for, say: every rank has come to this operation, and none goes beyond
-        # it before all have read that one.
+        # it before all have read that one. Or one that was interrupted.
         if (forgotten := self._open.pop(oldest, None)) is not None:
             forgotten.complete()
+        for peer in range(len(self._segments)) if oldest > 0 else ():
+            self.done(peer, oldest)
         if oldest in self._held:
             launch = Launch(oldest, f"operation {oldest}", process_state.phase, process_state.step)
             for peer, segment in enumerate(self._segments):
@@ -208,17 +213,19 @@ class Arena:
         self._held[number] = (offset, offset + align(nbytes))
         return number, slice(offset, offset + nbytes)
 
-    def launch(self, number: int, key: str) -> Launch:
-        """Begin the operation that was reserved; then ``announce``. Raises: the watch's diagnosis, if any."""
-        launch = self.log.launch(key)
-        assert launch.number == number, "an operation was launched that the log doesn't have, or the reverse"
-        self._number = number
-        return launch
+    def break_off(self) -> None:
+        """An exception (Ctrl-C) came before an operation was announced: where it was launched announce that,
+        since no peer that waits for it would hear otherwise. Where all were broken off there, they go on."""
+        if self.log.launched > self._announced:
+            launch = self.log.ring[-1]
+            self._held[launch.number] = (0, 0)
+            self.announce(launch._replace(key=f"interrupted by an exception: {launch.key}"), 0)
 
     def announce(self, launch: Launch, nbytes: int) -> None:
         """The bytes of an operation are in place: peers may read them."""
         offset = self._held[launch.number][0]
         self._segments[self.rank].write_record(launch.number, offset, nbytes, launch.key)
+        self._announced = launch.number
 
     def read(self, peer: int, launch: Launch) -> torch.Tensor:
         """``peer``'s bytes of an operation, once they are there. ``done`` gives them back.

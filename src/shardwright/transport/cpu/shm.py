@@ -182,12 +182,16 @@ class ShmComm(Comm):
         if not self.peers:
             return Launch(0, key, "", 0)
         _, total = pack([part.numel() for part in parts])
-        number, place = self.arena.reserve(total)
-        launch = self.arena.launch(number, key)
-        if asks not in (None, self.rank):
-            self.arena.read(asks, launch)
-        join(parts, place)
-        self.arena.announce(launch, total)
+        try:
+            place = self.arena.reserve(total)
+            launch = self.log.launch(key)
+            if asks not in (None, self.rank):
+                self.arena.read(asks, launch)
+            join(parts, place)
+            self.arena.announce(launch, total)
+        except BaseException:
+            self.arena.break_off()
+            raise
         return launch
 
 
@@ -198,20 +202,22 @@ class _Reads:
     model was dropped or an exception came between, gives the parts back as it is dropped itself.
     """
 
+    _unread: frozenset[int] = frozenset()
+
     def __init__(self, comm: ShmComm, launch: Launch) -> None:
         self._comm = comm
         self._launch = launch
-        self._unread = set(comm.peers)
+        self._unread = frozenset(comm.peers)
 
     def _read(self, peer: int) -> torch.Tensor:
         return self._comm.arena.read(peer, self._launch)
 
     def _done(self, peer: int) -> None:
+        self._unread = self._unread - {peer}  # first: what was given back isn't read again after an interrupt
         self._comm.arena.done(peer, self._launch.number)
-        self._unread.discard(peer)
 
     def __del__(self) -> None:
-        for peer in tuple(self._unread):
+        for peer in self._unread:
             self._done(peer)
 
 
@@ -251,6 +257,9 @@ class _ShmReduction(_Reads):
         """Sum now, for whoever waits later."""
         if self._sums is None:
             self._sums = self._summed()
+        for peer in self._unread:
+            self._done(peer)
+        self._segments = ()
 
     def wait(self) -> list[torch.Tensor]:
         """Sum this rank's spans in rank order (see ``Reduction.wait``)."""
@@ -269,9 +278,6 @@ class _ShmReduction(_Reads):
         else:  # an empty view would hold the whole gradient
             pairs = zip(sums, self._dtypes, strict=True)
             sums = [own.to(dtype, copy=not own.numel()) for own, dtype in pairs]
-        for peer in comm.peers:
-            self._done(peer)
-        self._segments = ()
         comm.spent(start)
         recorder.write((DONE, comm.log.name, self._launch.number, clock(), True))
         return sums

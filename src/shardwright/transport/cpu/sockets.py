@@ -14,6 +14,7 @@ come so far; a part of an all-gather waits in the kernel until its buffer is the
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -21,7 +22,7 @@ from shardwright.transport.base import Comm, Segment, sum_in_rank_order, whole_p
 from shardwright.transport.cpu.connection import Connection
 from shardwright.transport.cpu.handshake import GATHERS, REDUCTIONS
 from shardwright.transport.cpu.peers import Peers, hops
-from shardwright.transport.cpu.transfer import Transfer
+from shardwright.transport.cpu.transfer import CollectiveFailure, Transfer
 from shardwright.transport.cpu.views import views_of
 from shardwright.transport.cpu.worker import Worker
 from shardwright.transport.cpu.zeros import filled_runs
@@ -62,9 +63,9 @@ class SocketComm(Comm):
     def all_gather(self, segments: Sequence[Segment], key: str) -> "_SocketGather":
         """See ``Comm.all_gather``."""
         start = time.perf_counter()
-        transfer = Transfer(self._loop.endpoint, self.log.launch(key), [segment.flat for segment in segments])
-        connections = self._to_all(GATHERS)
-        try:
+        with self._beginning():
+            transfer = self._transfer(key, [segment.flat for segment in segments])
+            connections = self._to_all(GATHERS)
             for peer in self._peers:
                 nbytes = sum(segment.part_nbytes(peer) for segment in segments)
                 if nbytes:
@@ -78,9 +79,6 @@ class SocketComm(Comm):
             else:
                 for peer in self._peers:
                     self._send(connections[peer], transfer, [each.part(self.rank) for each in own])
-        except BaseException:  # Ctrl-C: the caller frees what is filled, and peers have half of a message
-            self._loop.join()
-            raise
         self._loop.go()
         self.spent(start)
         return _SocketGather(self, transfer)
@@ -90,19 +88,20 @@ class SocketComm(Comm):
     ) -> "_SocketReduction":
         """See ``Comm.reduce_scatter``."""
         start = time.perf_counter()
-        transfer = Transfer(self._loop.endpoint, self.log.launch(key), [segment.flat for segment in segments])
-        connections = self._to_all(REDUCTIONS)
         # Wider elements first: so every part received begins at a multiple of its own element's size.
         order = sorted(range(len(segments)), key=lambda index: -segments[index].flat.element_size())
         nbytes = sum(segment.part_nbytes(self.rank) for segment in segments)
-        for peer in self._peers:
-            if nbytes:
-                connections[peer].receive(transfer, nbytes, views_of(()))
-            parts = [segments[index].part(peer) for index in order if segments[index].part_nbytes(peer)]
-            if parts and any(segment.coded for segment in segments):
-                self._send_coded([connections[peer]], transfer, parts, [None] * len(parts))
-            else:
-                self._send_filled(connections[peer], transfer, parts)
+        with self._beginning():
+            transfer = self._transfer(key, [segment.flat for segment in segments])
+            connections = self._to_all(REDUCTIONS)
+            for peer in self._peers:
+                if nbytes:
+                    connections[peer].receive(transfer, nbytes, views_of(()))
+                parts = [segments[index].part(peer) for index in order if segments[index].part_nbytes(peer)]
+                if parts and any(segment.coded for segment in segments):
+                    self._send_coded([connections[peer]], transfer, parts, [None] * len(parts))
+                else:
+                    self._send_filled(connections[peer], transfer, parts)
         self._loop.go()
         self.spent(start)
         return _SocketReduction(self, transfer, [(segments[index], dtypes[index], index) for index in order])
@@ -110,16 +109,14 @@ class SocketComm(Comm):
     def gather(self, shard: torch.Tensor, spans: Sequence[tuple[int, int]], dst: int) -> torch.Tensor | None:
         """See ``Comm.gather``."""
         start = time.perf_counter()
-        launch = self.log.launch(f"gather {spans[-1][1]} elements on rank {dst}")
-        transfer = Transfer(self._loop.endpoint, launch, [])
         whole = whole_place(spans, dst, shard) if self.rank == dst else None
-        if whole is None:
-            transfer.keep.append(shard.contiguous())
-            self._send(self.connections.to(GATHERS, dst), transfer, transfer.keep)
-        else:
-            transfer.keep.append(whole)
-            for peer in self._peers:
-                place = whole[slice(*spans[peer])]
+        with self._beginning():
+            kept = shard.contiguous() if whole is None else whole
+            transfer = self._transfer(f"gather {spans[-1][1]} elements on rank {dst}", [kept])
+            if whole is None:
+                self._send(self.connections.to(GATHERS, dst), transfer, [kept])
+            for peer in () if whole is None else self._peers:
+                place = kept[slice(*spans[peer])]
                 if place.numel():
                     connection = self.connections.to(GATHERS, peer)
                     connection.receive(transfer, place.nbytes, views_of([place]))
@@ -158,13 +155,25 @@ class SocketComm(Comm):
         """Send int64 to one peer, and return those that come from another one: as many. A launch of its own,
         which every rank makes; not counted in ``sent_nbytes``. Raises: as the wait of an all-gather."""
         sent, place = torch.tensor(words), torch.empty(len(words), dtype=torch.int64)
-        transfer = Transfer(self._loop.endpoint, self.log.launch(key), [sent, place])
-        self.connections.to(GATHERS, source).receive(transfer, place.nbytes, views_of([place]))
-        self.connections.to(GATHERS, to).send(transfer, views_of([sent]))
+        with self._beginning():
+            transfer = self._transfer(key, [sent, place])
+            self.connections.to(GATHERS, source).receive(transfer, place.nbytes, views_of([place]))
+            self.connections.to(GATHERS, to).send(transfer, views_of([sent]))
         self._loop.go()
         transfer.wait_received()
         transfer.wait_sent()
         return place.tolist()
+
+    def _transfer(self, key: str, keep: list[torch.Tensor]) -> Transfer:
+        return Transfer(self._loop.endpoint, self.log.launch(key), keep)
+
+    def _beginning(self) -> Any:
+        return self.log.beginning(self.rank, self._leave)
+
+    def _leave(self, why: str) -> None:
+        """Peers may have half of a message, and what is filled here may be freed: nothing moves any more."""
+        self._loop.endpoint.spread(CollectiveFailure(self.log.launched, why))
+        self._loop.join()
 
     def _to_all(self, kind: int) -> dict[int, Connection]:
         found = self._by_peer.get(kind)
