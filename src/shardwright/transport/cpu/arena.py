@@ -218,8 +218,9 @@ class Arena:
         since no peer that waits for it would hear otherwise. Where all were broken off there, they go on."""
         if self.log.launched > self._announced:
             launch = self.log.ring[-1]
+            launch = self.log.ring[-1] = launch._replace(key=f"interrupted by an exception: {launch.key}")
             self._held[launch.number] = (0, 0)
-            self.announce(launch._replace(key=f"interrupted by an exception: {launch.key}"), 0)
+            self.announce(launch, 0)
 
     def announce(self, launch: Launch, nbytes: int) -> None:
         """The bytes of an operation are in place: peers may read them."""

@@ -1,0 +1,50 @@
+"""Ctrl-C at any instruction of the package's: KeyboardInterrupt wherever Python would raise it."""
+
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import shardwright
+
+ROOT = Path(shardwright.__file__).parent
+ROOMS = tuple(f"{ROOT / room}/" for room in ("engine", "params", "schedule", "transport"))
+
+
+class Interrupt:
+    """A block in which KeyboardInterrupt is raised at the ``at``-th place that this thread comes to in the
+    package's core: where a function begins and after each call of one in C, since Python looks for signals
+    there. rooms: folders of it. place: where that was; None: there were fewer. count: how many it came to."""
+
+    def __init__(self, at: int, rooms: tuple[str, ...] = ROOMS) -> None:
+        self.at, self.count, self._rooms = at, 0, rooms
+        self.place: str | None = None
+
+    def _come(self, frame: FrameType, event: str, _: Any) -> None:
+        if event in ("call", "c_return") and frame.f_code.co_filename.startswith(self._rooms):
+            self.count += 1
+            if self.count == self.at:
+                sys.setprofile(None)
+                file = Path(frame.f_code.co_filename).relative_to(ROOT)
+                self.place = f"{file}:{frame.f_lineno} in {frame.f_code.co_qualname}, {event}"
+                raise KeyboardInterrupt
+
+    def __enter__(self) -> "Interrupt":
+        sys.setprofile(self._come)
+        return self
+
+    def __exit__(self, kind: Any, *_: object) -> bool:
+        sys.setprofile(None)
+        return kind is KeyboardInterrupt
+
+
+def is_free(turn: Any) -> bool:
+    """Whether another thread could have the lock of a runtime."""
+    got: list[bool] = []
+    other = threading.Thread(
+        target=lambda: got.append(turn._lock.acquire(timeout=0) and not turn._lock.release())
+    )
+    other.start()
+    other.join()
+    return got[0]
