@@ -3,14 +3,8 @@
 A launcher that starts a job again keeps its store (torchrun's lives in the agent), and with it every key of
 the attempt that failed: its diagnosis, its addresses, what its ranks had announced. No variable of the
 environment tells two attempts apart: agents count restarts each for themselves. So the first rank makes a
-random token, and keys lie under it. How the others learn it, by keys that may all be left over:
-
-    hello/<rank>            the rank's own random number      written by the rank
-    welcome/<rank>          that number, and the token        written by the first rank, for every hello
-    <token>/met/<rank>      where its process is looked up    written by the rank, once it is welcome
-
-A welcome counts for the number that it repeats, so nobody takes an old one. Nothing here is a collective: a
-rank that never comes keeps nobody waiting for longer than it is asked to.
+random token, and keys lie under it (``welcome`` is how the others learn it). Nothing here is a collective:
+a rank that never comes keeps nobody waiting for longer than it is asked to.
 """
 
 import os
@@ -20,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import TypeVar
 from weakref import ref
 
 import torch.distributed as dist
@@ -32,9 +27,12 @@ from shardwright.torch_private import default_store, default_store_is, new_group
 from shardwright.transport import liveness
 from shardwright.transport.host_limits import host_limits_told
 from shardwright.transport.process import process_is_ours
+from shardwright.transport.welcome import Round, answer, ask, met
 
 _NAME = "shardwright/attempt"
-_POLL_S = 0.002
+_POLL_S, _POLL_MOST_S = 0.001, 0.02
+_UNKNOWN = "?"  # of a host without /proc
+_Result = TypeVar("_Result")
 _GLOO_LAZY, _GLOO_OVER = "TORCH_GLOO_LAZY_INIT", "GLOO_DEVICE_TRANSPORT"  # variables that torch reads
 
 
@@ -48,36 +46,43 @@ class Attempt:
         self._store = PrefixStore(_NAME, store)
         self._rank = rank
         self._number = secrets.token_hex(8)
+        self._process = liveness.identity() or _UNKNOWN
         self._unmet = set(range(1, world)) if rank == 0 else set[int]()
-        self.token = ""
+        self.token = self._number if rank == 0 else ""
         if rank == 0:
-            self._join(secrets.token_hex(8))
-        else:
-            self._store.set(f"hello/{rank}", self._number)
+            self._store.set(met(0, self.token), self._process)
+        self.meet()
 
     def meet(self) -> bool:
         """Answer who says hello, or see whether this rank was answered. Returns whether all is said."""
         if self._rank == 0:
-            for rank in tuple(self._unmet):
-                if self._store.check([self._met(rank)]):
-                    self._unmet.discard(rank)
-                elif self._store.check([f"hello/{rank}"]):
-                    number = self._store.get(f"hello/{rank}").decode()
-                    self._store.set(f"welcome/{rank}", f"{number} {self.token}")
+            self._unmet -= {rank for rank in tuple(self._unmet) if self._go(answer(rank, self.token))}
             return not self._unmet
-        if not self.token and self._store.check([f"welcome/{self._rank}"]):
-            number, token = self._store.get(f"welcome/{self._rank}").decode().split()
-            if number == self._number:
-                self._join(token)
+        if not self.token:
+            self.token = self._go(ask(self._rank, self._number, self._process))
         return bool(self.token)
+
+    def _go(self, steps: Round[_Result]) -> _Result:
+        try:
+            key, value = next(steps)
+            while True:
+                if value is not None:
+                    self._store.set(key, value)
+                key, value = steps.send(self._read(key) if value is None else "")
+        except StopIteration as end:
+            return end.value
+
+    def _read(self, key: str) -> str:
+        return self._store.get(key).decode() if self._store.check([key]) else ""
 
     def meet_within(self, seconds: float) -> bool:
         """``meet`` until all is said, or ``seconds`` are over; whether all is said."""
-        deadline = time.monotonic() + seconds
+        deadline, pause = time.monotonic() + seconds, _POLL_S
         while not self.meet():
             if time.monotonic() > deadline:
                 return False
-            time.sleep(_POLL_S)
+            time.sleep(pause)
+            pause = min(1.5 * pause, _POLL_MOST_S)
         return True
 
     @property
@@ -93,15 +98,8 @@ class Attempt:
         """Those of ``ranks`` that were here and whose processes, of this host, are known to have ended."""
         if not self.token:
             return []
-        here = [rank for rank in ranks if self._store.check([self._met(rank)])]
-        return [rank for rank in here if liveness.has_ended(self._store.get(self._met(rank)).decode())]
-
-    def _join(self, token: str) -> None:
-        self.token = token
-        self._store.set(self._met(self._rank), liveness.identity() or "")
-
-    def _met(self, rank: int) -> str:
-        return f"{self.token}/met/{rank}"
+        told = {rank: self._read(met(rank, self.token)) for rank in ranks}
+        return [rank for rank, process in told.items() if process != _UNKNOWN and liveness.has_ended(process)]
 
 
 _last: tuple[Callable[[], object], Attempt | None] = (lambda: None, None)
