@@ -1,4 +1,4 @@
-"""Every order in which the steps of ranks that meet can follow one another, with all that a store may hold."""
+"""Every order in which the steps of ranks that meet can follow one another, and all that a store may hold."""
 
 import itertools
 from collections import deque
@@ -128,12 +128,13 @@ class Exploration:
     def round_of(self, rank: int, place: Place) -> tuple[tuple | None, object]:
         known = (rank, place)
         if known not in self.steps:
-            if rank == 0:
-                make = lambda: self.answer(place.unmet[0], f"T{place.meeting}")
-            else:
-                make = lambda: self.ask(rank, f"N{rank}.{place.meeting}", "here")
-            self.steps[known] = next_step(make, place.told)
+            self.steps[known] = next_step(lambda: self.begin(rank, place), place.told)
         return self.steps[known]
+
+    def begin(self, rank: int, place: Place) -> welcome.Round:
+        if rank == 0:
+            return self.answer(place.unmet[0], f"T{place.meeting}")
+        return self.ask(rank, f"N{rank}.{place.meeting}", "here")
 
     def returned(self, rank: int, place: Place, value: object) -> Place:
         """Where a rank is after a round."""
@@ -156,7 +157,7 @@ def write(moment: World, key: str, value: str) -> World:
 
 
 def move(moment: World, rank: int, place: Place) -> World:
-    return moment._replace(places=moment.places[:rank] + (place,) + moment.places[rank + 1 :])
+    return moment._replace(places=(*moment.places[:rank], place, *moment.places[rank + 1 :]))
 
 
 def left_by_another_attempt(ranks: int) -> Iterator[dict]:

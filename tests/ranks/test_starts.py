@@ -1,4 +1,4 @@
-"""Ranks start, and meet again and again, without one that waits for ever (``tests/pure/test_welcome.py``: why)."""
+"""Ranks start, and meet again and again, and none waits for ever (``tests/pure/test_welcome.py``: why)."""
 
 import os
 from collections import Counter
