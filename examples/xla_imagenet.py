@@ -3,9 +3,13 @@
     export XLA_FLAGS=--xla_force_host_platform_device_count=2
     python examples/xla_imagenet.py --fake-data --image 64 --rows 4 --steps 3 --epochs 1
     python examples/xla_imagenet.py --data FOLDER --save runs/imagenet
+    python examples/xla_imagenet.py --datadir FOLDER --drop_last --model resnet50 --test_set_batch_size 64 \
+        --eval_interval 10 --lr 0.4 --batch_size 128 --num_warmup_epochs 5 --num_epochs 100 \
+        --lr_scheduler_divide_every_n_epochs 30 --lr_scheduler_divisor 10 --use_nested_fsdp
 
 The recipe is that of XlaFullyShardedDataParallel's own example: nested, 128 rows on each device, SGD at 0.4
-after 5 epochs of warm-up, a tenth of it after every 30, evaluated every 10.
+after 5 epochs of warm-up, a tenth of it after every 30, evaluated every 10; its options are taken by its
+names, too.
 
 FOLDER holds train/<class>/<image> and val/<class>/<image>; reading images needs Pillow. --fake-data makes
 noise in the same shapes. --save keeps a checkpoint after each epoch, and goes on from the last one there.
@@ -109,17 +113,20 @@ def batches(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Whole batches of one epoch, in an order that follows from the epoch alone."""
     rng = np.random.default_rng((epoch, part == "train"))
+    size = options.rows if part == "train" else options.test_rows
     if options.fake_data:
         for _ in range(options.steps or 10):
-            shape = (options.rows, 3, options.image, options.image)
-            labels = torch.from_numpy(rng.integers(0, options.classes, options.rows))
+            shape = (size, 3, options.image, options.image)
+            labels = torch.from_numpy(rng.integers(0, options.classes, size))
             yield torch.from_numpy(rng.standard_normal(shape, np.float32)), labels
         return
     files, _ = images_of(options.data / part)
     order = rng.permutation(len(files)) if part == "train" else np.arange(len(files))
-    count = len(files) // options.rows
+    count = len(files) // size
+    if not count:
+        raise SystemExit(f"{options.data / part} has {len(files)} images, fewer than a batch of {size} has")
     for i in range(min(count, options.steps or count)):
-        rows = [files[j] for j in order[i * options.rows : (i + 1) * options.rows]]
+        rows = [files[j] for j in order[i * size : (i + 1) * size]]
         crop = rng if part == "train" else None
         yield (
             torch.stack([read_image(path, options.image, crop) for path, _ in rows]),
@@ -149,7 +156,7 @@ def accuracy(model: nn.Module, options: argparse.Namespace) -> float:
 
 def rate_at(epoch: jnp.ndarray, options: argparse.Namespace) -> jnp.ndarray:
     """The rate after so many epochs, of which parts count in the warm-up."""
-    after = 0.1 ** (epoch // options.divide_every)
+    after = 1 / options.divisor ** (epoch // options.divide_every)
     return options.lr * jnp.where(epoch < options.warmup, epoch / max(1, options.warmup), after)
 
 
@@ -158,21 +165,30 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--data", type=Path, help="folder with train/ and val/")
-    source.add_argument("--fake-data", action="store_true", help="noise in the shapes of ImageNet")
+    source.add_argument("--data", "--datadir", type=Path, help="folder with train/ and val/")
+    source.add_argument(
+        "--fake-data", "--fake_data", action="store_true", help="noise in the shapes of ImageNet"
+    )
     parser.add_argument("--model", choices=[*DEPTHS, "vit"], default="resnet50")
     parser.add_argument("--image", type=int, default=224, help="height and width")
-    parser.add_argument("--rows", type=int, default=128, help="rows of a batch on each device")
-    parser.add_argument("--epochs", type=int, default=90)
+    parser.add_argument("--rows", "--batch_size", type=int, default=128, help="of a batch on each device")
+    parser.add_argument(
+        "--test_set_batch_size", dest="test_rows", type=int, default=64, help="in evaluations"
+    )
+    parser.add_argument("--epochs", "--num_epochs", type=int, default=90)
     parser.add_argument("--steps", type=int, help="at most so many in an epoch")
     parser.add_argument("--lr", type=float, default=0.4, help="after the warm-up")
-    parser.add_argument("--warmup", type=int, default=5, help="epochs in which the rate grows from 0")
-    parser.add_argument("--divide-every", type=int, default=30, help="epochs after which it is divided by 10")
-    parser.add_argument("--evaluate-every", type=int, default=10, help="epochs; and after the last")
+    warmup, every = ("--warmup", "--num_warmup_epochs"), ("--evaluate-every", "--eval_interval")
+    parser.add_argument(*warmup, type=int, default=5, help="epochs in which the rate grows from 0")
+    divide = ("--divide-every", "--lr_scheduler_divide_every_n_epochs")
+    parser.add_argument(*divide, type=int, default=30, help="epochs after which the rate is divided")
+    parser.add_argument("--divisor", "--lr_scheduler_divisor", type=int, default=10, help="by what")
+    parser.add_argument(*every, type=int, default=10, help="epochs; and after the last")
     add_sharding_options(parser)
     parser.add_argument("--save", type=Path, help="folder of checkpoints, one after each epoch")
     options = parser.parse_args()
     options.rows *= jax.device_count()
+    options.test_rows *= jax.device_count()
     options.classes = 1000 if options.fake_data else images_of(options.data / "train")[1]
 
     torch.manual_seed(0)

@@ -2,23 +2,28 @@
 
     XLA_FLAGS=--xla_force_host_platform_device_count=4 python examples/xla_mnist.py --fake-data
     python examples/xla_mnist.py --data FOLDER
+    python examples/xla_mnist.py --batch_size 16 --drop_last --num_epochs 2 --use_nested_fsdp \
+        --shard_param_on_dim_0 --pin_layout_in_collective_ops
 
 FOLDER has the files of MNIST, as train-images-idx3-ubyte(.gz); of the t10k files alone, 2,000 are held out.
+Without it the digits are scikit-learn's. Options are also taken by the names that they have in
+XlaFullyShardedDataParallel's own example.
 
 The last two lines compare the sharded model with the consolidated file in plain torch. They are equal up to
-rounding; with --no-sync-buffers the file has the BatchNorm statistics of the first device only, while the
+rounding; with --no_sync_buffers the file has the BatchNorm statistics of the first device only, while the
 sharded model has those of each.
 """
 
 import argparse
-import gzip
 import tempfile
 from pathlib import Path
 
-import numpy as np
+import jax
 import torch
+from mnist import mnist, scikit_digits
 from torch import nn
 from torch.nn import functional as F
+from xla_vit import add_sharding_options, sharding_of
 
 from shardwright import xla
 from shardwright.xla.checkpoint import save_rank_files
@@ -38,18 +43,13 @@ class Net(nn.Module):
         return F.log_softmax(self.fc2(F.relu(self.fc1(x))), 1)
 
 
-def read_idx(path: Path) -> torch.Tensor:
-    """A file of MNIST: bytes, after a header that ends with its shape."""
-    data = path.read_bytes() if path.exists() else gzip.decompress(Path(f"{path}.gz").read_bytes())
-    num_dims = data[3]
-    shape = np.frombuffer(data, ">i4", num_dims, 4)
-    return torch.from_numpy(np.frombuffer(data, np.uint8, offset=4 + 4 * num_dims).reshape(shape).copy())
-
-
-def load_mnist(folder: Path, part: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(images [n, 1, 28, 28], labels [n])`` of ``train`` or ``t10k``."""
-    images, labels = (read_idx(folder / f"{part}-{kind}-ubyte") for kind in ("images-idx3", "labels-idx1"))
-    return ((images.float() / 255 - 0.1307) / 0.3081).unsqueeze(1), labels.long()
+def digits(folder: Path | None) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """``(images [n, 1, 28, 28], labels [n])`` to train on, and those held out."""
+    parts = mnist(folder) if folder else scikit_digits()
+    return [
+        ((F.interpolate(images, size=(28, 28), mode="bilinear") - 0.1307) / 0.3081, labels)
+        for images, labels in parts
+    ]
 
 
 def fake_mnist(count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,29 +76,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--data", type=Path, help="folder with the files of MNIST")
-    source.add_argument("--fake-data", action="store_true", help="noisy patterns of the same shapes")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--data", "--datadir", type=Path, help="folder with the files of MNIST")
+    source.add_argument("--fake-data", "--fake_data", action="store_true", help="noisy patterns of 28 x 28")
     parser.add_argument("--images", type=int, default=2048, help="of fake data, to train on")
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--rows", type=int, default=64, help="rows of a batch, over all devices")
+    parser.add_argument("--epochs", "--num_epochs", type=int, default=2)
+    parser.add_argument("--rows", "--batch_size", type=int, default=32, help="of a batch on each device")
     parser.add_argument("--lr", type=float, default=0.01)
-    parser.add_argument("--no-sync-buffers", action="store_true")
-    parser.add_argument("--flatten-parameters", action="store_true")
+    parser.add_argument("--flatten_parameters", action="store_true")
+    add_sharding_options(parser)
     options = parser.parse_args()
+    options.rows *= jax.device_count()
 
     torch.manual_seed(42)
-    if options.fake_data:
-        train, test = fake_mnist(options.images), fake_mnist(1024)
-    elif list(options.data.glob("train-images*")):
-        train, test = load_mnist(options.data, "train"), load_mnist(options.data, "t10k")
-    else:
-        images, labels = load_mnist(options.data, "t10k")
-        train, test = (images[:8000], labels[:8000]), (images[8000:], labels[8000:])
+    train, test = (
+        (fake_mnist(options.images), fake_mnist(1024)) if options.fake_data else digits(options.data)
+    )
     model = Net()
     for part in (model.conv1, model.conv2, model.fc1, model.fc2):
-        xla.fully_shard(part, shard_param_on_dim_0=True, flatten_parameters=options.flatten_parameters)
-    xla.fully_shard(model, shard_param_on_dim_0=True, flatten_parameters=options.flatten_parameters)
+        xla.fully_shard(part, flatten_parameters=options.flatten_parameters, **sharding_of(options))
+    xla.fully_shard(model, flatten_parameters=options.flatten_parameters, **sharding_of(options))
     step = xla.make_train_step(
         model,
         lambda model, x, y: F.nll_loss(model(x), y),

@@ -79,6 +79,8 @@ class VisionTransformer(nn.Module):
 
 def add_sharding_options(parser: argparse.ArgumentParser) -> None:
     """Options of XlaFullyShardedDataParallel's examples, by their names."""
+    parser.add_argument("--use_nested_fsdp", action="store_true", help="no effect: units are always nested")
+    parser.add_argument("--drop_last", action="store_true", help="no effect: batches are always whole")
     parser.add_argument("--shard_param_on_dim_0", action="store_true", help="split and gather rows")
     parser.add_argument("--pin_layout_in_collective_ops", action="store_true", help="no effect, says so")
     parser.add_argument("--no_sync_buffers", action="store_true", help="statistics stay each device's own")

@@ -4,6 +4,7 @@ import argparse
 import importlib
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -38,10 +39,65 @@ def run(name, *arguments, devices=2, folder=None):
 
 def test_mnist_saves_per_rank_files_whose_consolidation_is_as_accurate():
     """As many steps as hung for want of threads: see ``shardwright.xla``."""
-    out = run("xla_mnist.py", "--fake-data", "--images", "8000", "--epochs", "2")
-    found = dict(re.findall(r"(sharded|consolidated) +accuracy (\S+)", out))
-    assert float(found["sharded"]) > 0.9
+    rows = "--shard_param_on_dim_0"
+    assert accuracies("xla_mnist.py", "--fake-data", "--images", "8000", "--epochs", "2", rows) > 0.9
+
+
+def accuracies(*arguments):
+    """What the sharded model has of what was held out; as much as the consolidated one."""
+    found = dict(re.findall(r"(sharded|consolidated) +accuracy (\S+)", run(*arguments)))
     assert float(found["consolidated"]) == pytest.approx(float(found["sharded"]), abs=0.002)
+    return float(found["sharded"])
+
+
+ORIGINAL_MNIST = shlex.split(
+    "--batch_size 16 --drop_last --num_epochs 2 --use_nested_fsdp --shard_param_on_dim_0 "
+    "--pin_layout_in_collective_ops"
+)
+ORIGINAL_IMAGENET = shlex.split(
+    "--drop_last --model resnet50 --test_set_batch_size 64 --eval_interval 10 --lr 0.4 --batch_size 128 "
+    "--num_warmup_epochs 5 --lr_scheduler_divide_every_n_epochs 30 --lr_scheduler_divisor 10 "
+    "--num_epochs 100 --use_nested_fsdp --shard_param_on_dim_0 --pin_layout_in_collective_ops"
+)
+TOY = shlex.split(
+    "--model resnet26 --image 32 --batch_size 8 --test_set_batch_size 16 --num_epochs 2 --steps 2"
+)
+"""Options of which the last one counts."""
+
+
+def test_the_command_line_of_the_originals_mnist_trains_on_scikit_learns_digits():
+    pytest.importorskip("sklearn", reason="scikit-learn is not installed")
+    assert accuracies("xla_mnist.py", *ORIGINAL_MNIST) > 0.95
+    assert accuracies("xla_mnist.py", *ORIGINAL_MNIST, "--fake_data", "--images", "256") >= 0
+
+
+@pytest.mark.slow
+def test_it_reads_nearly_all_real_digits_that_were_held_out():
+    """Where SHARDWRIGHT_MNIST names a folder with MNIST's files."""
+    folder = os.environ.get("SHARDWRIGHT_MNIST")
+    if not folder:
+        pytest.skip("SHARDWRIGHT_MNIST names no folder with MNIST's files")
+    assert accuracies("xla_mnist.py", *ORIGINAL_MNIST, "--datadir", folder) > 0.975
+
+
+def write_digits(folder, count):
+    """Images of scikit-learn's digits as files: train/<digit>/<number>.png, and val."""
+    image, datasets = pytest.importorskip("PIL.Image"), pytest.importorskip("sklearn.datasets")
+    digits = datasets.load_digits()
+    for number in range(2 * count):
+        place = folder / ("train" if number < count else "val") / str(digits.target[number])
+        place.mkdir(parents=True, exist_ok=True)
+        pixels = (digits.images[number] * 15.9).astype("uint8")
+        image.fromarray(pixels).resize((40, 40)).save(place / f"{number}.png")
+
+
+def test_the_command_line_of_the_originals_imagenet_trains_on_image_files(tmp_path):
+    """The same line; what follows makes it a toy."""
+    write_digits(tmp_path, 64)
+    out = run("xla_imagenet.py", "--datadir", str(tmp_path), *ORIGINAL_IMAGENET, *TOY)
+    assert "4 steps, from epoch 1" in out
+    assert re.search(r"epoch 2  accuracy 0\.\d", out)
+    assert "epoch 1  loss" in run("xla_imagenet.py", "--fake_data", *ORIGINAL_IMAGENET, *TOY)
 
 
 def test_a_vision_transformer_trains_as_the_page_says_and_is_planned(tmp_path):
@@ -86,7 +142,7 @@ def test_resnet50_is_the_known_one_and_its_step_is_built(monkeypatch):
 
 def test_the_rate_of_imagenet_is_the_original_recipe(monkeypatch):
     example = imagenet(monkeypatch)
-    options = argparse.Namespace(lr=0.4, warmup=5, divide_every=30)
+    options = argparse.Namespace(lr=0.4, warmup=5, divide_every=30, divisor=10)
     rates = [float(example.rate_at(jnp.float32(epoch), options)) for epoch in (0, 2.5, 5, 29.9, 30, 60, 89)]
     assert rates == pytest.approx([0, 0.2, 0.4, 0.4, 0.04, 0.004, 0.004])
 
