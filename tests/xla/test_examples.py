@@ -40,7 +40,7 @@ def run(name, *arguments, devices=2, folder=None):
 def test_mnist_saves_per_rank_files_whose_consolidation_is_as_accurate():
     """As many steps as hung for want of threads: see ``shardwright.xla``."""
     rows = "--shard_param_on_dim_0"
-    assert accuracies("xla_mnist.py", "--fake-data", "--images", "8000", "--epochs", "2", rows) > 0.9
+    assert accuracies("xla_mnist.py", "--fake_data", "--images", "8000", "--epochs", "2", rows) > 0.9
 
 
 def accuracies(*arguments):
@@ -68,7 +68,6 @@ TOY = shlex.split(
 def test_the_command_line_of_the_originals_mnist_trains_on_scikit_learns_digits():
     pytest.importorskip("sklearn", reason="scikit-learn is not installed")
     assert accuracies("xla_mnist.py", *ORIGINAL_MNIST) > 0.95
-    assert accuracies("xla_mnist.py", *ORIGINAL_MNIST, "--fake_data", "--images", "256") >= 0
 
 
 @pytest.mark.slow
@@ -97,7 +96,6 @@ def test_the_command_line_of_the_originals_imagenet_trains_on_image_files(tmp_pa
     out = run("xla_imagenet.py", "--datadir", str(tmp_path), *ORIGINAL_IMAGENET, *TOY)
     assert "4 steps, from epoch 1" in out
     assert re.search(r"epoch 2  accuracy 0\.\d", out)
-    assert "epoch 1  loss" in run("xla_imagenet.py", "--fake_data", *ORIGINAL_IMAGENET, *TOY)
 
 
 def test_a_vision_transformer_trains_as_the_page_says_and_is_planned(tmp_path):
@@ -149,7 +147,7 @@ def test_the_rate_of_imagenet_is_the_original_recipe(monkeypatch):
 
 @pytest.mark.parametrize("model", ["resnet26", "vit"])
 def test_imagenet_trains_saves_and_goes_on(tmp_path, model):
-    options = ["--fake-data", "--model", model, "--image", "32", "--rows", "4", "--steps", "2"]
+    options = ["--fake_data", "--model", model, "--image", "32", "--rows", "4", "--steps", "2"]
     options += ["--save", str(tmp_path), *LIKE_THE_ORIGINAL]
     assert "from epoch 1" in run("xla_imagenet.py", *options, "--epochs", "1")
     out = run("xla_imagenet.py", *options, "--epochs", "2")
