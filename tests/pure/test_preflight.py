@@ -1,5 +1,8 @@
 """What a preflight makes of what ranks found out: each thing that is wrong, by name, with a remedy."""
 
+import socket
+import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -7,8 +10,9 @@ import pytest
 from shardwright.observe.preflight.findings import Flow, HostReport, LinkReport, RankCall, Readiness, in_short
 from shardwright.observe.preflight.host import Interface, nccl_interfaces
 from shardwright.observe.preflight.judge import can_measure, judge
-from shardwright.observe.preflight.links import MOST_PEERS, flow_seconds, rounds, spread
+from shardwright.observe.preflight.links import MOST_PEERS, Responder, call_all, flow_seconds, rounds, spread
 from shardwright.observe.preflight.page import page
+from shardwright.transport.cpu.handshake import listen
 
 GOOD_RATE = 1.2e9
 
@@ -228,3 +232,15 @@ def test_ranks_are_said_in_short():
         "ranks 0-2, 7",
         "ranks 4-5",
     ]
+
+
+def test_strangers_that_call_a_rank_change_nothing():
+    sock, place = listen()
+    responder, before = Responder(sock, place), threading.active_count()
+    strangers = [socket.create_connection((place.host, place.port)) for _ in range(300)]
+    (found,) = call_all(1, {0: place, 1: place}, time.monotonic() + 5.0)
+    assert (found.to, found.trouble) == (0, "")
+    assert threading.active_count() < before + 20, "each stranger has a thread"
+    responder.close()
+    for stranger in strangers:
+        stranger.close()

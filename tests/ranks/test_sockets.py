@@ -4,6 +4,7 @@ import os
 import re
 import resource
 import signal
+import socket
 import time
 
 import pytest
@@ -176,8 +177,8 @@ def stranger_first(rank, world):
     listen = handshake.listen
     strangers = []
 
-    def listen_and_be_called(world):
-        listener, own = listen(world)
+    def listen_and_be_called():
+        listener, own = listen()
         stranger = handshake.socket.create_connection((own.host, own.port))
         read = own.key(b"", 1 - rank, 0)  # by all that the job's store has
         stranger.sendall(handshake._HELLO.pack(read, 1 - rank, 0))
@@ -207,6 +208,28 @@ def test_ranks_that_the_launcher_gave_a_secret_talk_and_others_are_told_which_ha
     assert run_ranks(2, with_secrets, "a" * 32, "a" * 32) == ["SocketComm"] * 2
     found = run_ranks(2, with_secrets, "a" * 32, "b" * 32)
     assert ["SHARDWRIGHT_SECRET of rank 1 isn't that of rank 0" in said for said in found] == [True, True]
+
+
+def called_by_many(rank, world):
+    """As this rank calls another, and before it has said who it is, a hundred strangers call there too."""
+    connect, strangers = socket.create_connection, []
+
+    def connect_among_many(place, *limits):
+        sock = connect(place, *limits)
+        if len(strangers) < 200:
+            strangers.extend(connect(place) for _ in range(100))
+            time.sleep(0.2)
+        return sock
+
+    socket.create_connection = connect_among_many
+    name, sums, *_ = collectives(rank, world, "sockets")
+    assert len(strangers) == (200 if rank else 0)
+    return name, sums
+
+
+def test_strangers_that_call_in_crowds_change_nothing():
+    expected = [(name, sums) for name, sums, *_ in run_ranks(2, collectives, "sockets")]
+    assert run_ranks(2, called_by_many) == expected
 
 
 def other_order(rank, world):

@@ -9,7 +9,7 @@ import torch.testing._internal.distributed.fake_pg  # registers the backend "fak
 from torch import nn
 
 from shardwright import full_state_dict, fully_shard, lockstep, loss_weights, set_transport
-from shardwright.transport import mesh
+from shardwright.transport import mesh, streams
 from shardwright.transport.channel import AxisChannel, compare
 from shardwright.transport.cpu.shm import ShmComm
 from shardwright.transport.nccl import NcclComm
@@ -128,7 +128,7 @@ def test_the_time_limit_of_a_group_is_that_of_its_own_backends():
 def communicators(rank: int, world: int) -> list[str]:
     """The backends of the process groups that a step over two axes makes, beside the caller's own."""
     dist.Backend.default_device_backend_map["cuda"] = "fake"  # in NCCL's place
-    mesh.Streams.of = classmethod(lambda cls, device: None)
+    streams.Streams.of = classmethod(lambda cls, device: None)
     mesh._device = torch.device
     made, new_group = [], dist.new_group
     grid = dist.init_device_mesh("cuda", (2, 2), backend_override={0: "fake", 1: "fake"})

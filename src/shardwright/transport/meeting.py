@@ -10,7 +10,9 @@ A few keys of each rank, and no connection between them: how many that takes doe
 
 import time
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from datetime import timedelta
+from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
@@ -67,10 +69,15 @@ class Meeting:
             return None
         return printable(store.get(f"{what}/refused").decode().strip())
 
+    def waiting(self, what: str) -> AbstractContextManager[Any]:
+        """Around a wait for other ranks, which the watch then sees."""
+        return self.log.waiting(
+            Launch(0, f"make a transport ({what})", process_state.phase, process_state.step)
+        )
+
     def _wait_for(self, key: str, what: str) -> None:
         began, pause = time.monotonic(), 0.0005
-        launch = Launch(0, f"make a transport ({what})", process_state.phase, process_state.step)
-        with self.log.waiting(launch):
+        with self.waiting(what):
             while not self._store.check([key]):
                 process_state.raise_diagnosis()
                 if time.monotonic() - began > self.timeout_s:

@@ -5,6 +5,7 @@ Nothing here waits without a limit: a rank that isn't there is one that wasn't r
 ``SHARDWRIGHT_SECRET`` who reads the job's store can call, too: it would be measured, and told the time.
 """
 
+import selectors
 import socket
 import struct
 import time
@@ -13,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from threading import Lock, Thread
 
 from shardwright.observe.preflight.findings import Flow, RankCall
-from shardwright.transport.cpu.handshake import Caller, Place, call
+from shardwright.transport.cpu.handshake import Caller, Lobby, Place, call
 from shardwright.transport.secret import VARIABLE, given
 
 PING, FLOW = 0, 1  # kinds of connections
@@ -23,6 +24,7 @@ MOST_ROUNDS = 12
 _PINGS = 8
 _PATIENCE_S = 1.5
 _GAP_S = 0.03
+_LOOK_S = 0.5  # until it is seen that the listener is closed
 _FLOW_S = (0.06, 0.3)
 _CHUNK = bytes(256 << 10)
 _SENT_AHEAD_NBYTES = 512 << 10  # a slow link isn't to deliver for seconds what was sent in milliseconds
@@ -81,8 +83,7 @@ class Responder:
         self._flows: dict[int, float] = {}
         self._lock = Lock()
         self._sock = sock
-        sock.settimeout(None)
-        Thread(target=self._accept, daemon=True).start()
+        Thread(target=self._run, daemon=True).start()
 
     @property
     def flows(self) -> tuple[Flow, ...]:
@@ -94,23 +95,27 @@ class Responder:
         """Answer no more."""
         self._sock.close()
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                sock, _ = self._sock.accept()
-            except OSError:
-                return
-            Thread(target=self._answer, args=(sock,), daemon=True).start()
+    def _run(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            lobby = Lobby(self._sock, selector, self._known)
+            while self._sock.fileno() >= 0:
+                for key, _ in selector.select(_LOOK_S):
+                    if key.data is lobby:
+                        lobby.take()
+                    else:
+                        lobby.hear(key.data)
+            lobby.close()
 
-    def _answer(self, sock: socket.socket) -> None:
-        caller = Caller(sock)
-        sock.settimeout(_PATIENCE_S)
-        with sock:
+    def _known(self, caller: Caller) -> None:
+        if caller.knows(given(), self.place) and caller.answer():
+            Thread(target=self._serve, args=(caller,), daemon=True).start()
+        else:
+            caller.socket.close()
+
+    def _serve(self, caller: Caller) -> None:
+        with caller.socket as sock:
+            sock.settimeout(_PATIENCE_S)
             try:
-                while (complete := caller.read()) is None:
-                    pass
-                if not complete or not caller.knows(given(), self.place):
-                    return
                 if caller.kind == FLOW:
                     self._count(caller)
                 else:

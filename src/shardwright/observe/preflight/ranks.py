@@ -28,7 +28,7 @@ from shardwright.observe.preflight.host import OwnFile, addresses, host_report, 
 from shardwright.observe.preflight.judge import can_measure, judge
 from shardwright.observe.preflight.links import Responder, call_all, flow_seconds, rounds, send_all
 from shardwright.transport.attempt import Attempt
-from shardwright.transport.cpu.handshake import KINDS, Place, listen, listen_at
+from shardwright.transport.cpu.handshake import Place, listen, listen_at
 
 _POLL_S = 0.01
 _COME, _FLOWS, _REPORT = 0.45, 0.2, 0.9
@@ -169,7 +169,7 @@ class Check:
         """Where others call: the address that Gloo would tell them, else one that they can reach."""
         usable = own.route[1] if is_loopback(own.address) and own.route[1] else own.address
         try:
-            there = listen(self.world) if usable == own.address else listen_at(usable, KINDS * self.world)
+            there = listen() if usable == own.address else listen_at(usable)
         except OSError as error:
             there = f"it can't listen at {usable or 'any address'}: {error}"
         if isinstance(there, str):

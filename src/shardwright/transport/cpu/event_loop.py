@@ -6,17 +6,14 @@ import os
 import selectors
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterable
 from weakref import WeakSet
 
 from shardwright.transport.cpu.connection import Connection
-from shardwright.transport.cpu.handshake import Caller
+from shardwright.transport.cpu.handshake import Caller, Lobby
 from shardwright.transport.cpu.transfer import Endpoint
 
 _PATIENCE_S = 2.0
-_PAUSE_S = 0.01
-_CALLERS = 64  # that have not yet said who they are, at most: who says nothing makes room for others
 
 
 class EventLoop:
@@ -31,7 +28,7 @@ class EventLoop:
         self.answer: Callable[[Caller], Connection | None] = lambda caller: None
         self._connections = list(connections)
         self._listener: socket.socket | None = None
-        self._callers: list[Caller] = []
+        self._lobby: Lobby | None = None
         self._selector = selectors.DefaultSelector()
         self._wakeup, self._waker = socket.socketpair()
         self._stopped = False
@@ -47,7 +44,6 @@ class EventLoop:
 
     def listen(self, listener: socket.socket, answer: Callable[[Caller], Connection | None]) -> None:
         """Take calls from now on."""
-        listener.setblocking(False)
         self.answer, self._listener = answer, listener
         self.go()
 
@@ -81,10 +77,11 @@ class EventLoop:
                     if key.fileobj is self._wakeup:
                         self._wakeup.recv(4096)
                         self._attend_all()
-                    elif key.fileobj is self._listener:
-                        self._accept()
+                    elif isinstance(key.data, Lobby):
+                        key.data.take()
                     elif isinstance(key.data, Caller):
-                        self._hear(key.data)
+                        assert self._lobby is not None
+                        self._lobby.hear(key.data)
                     else:
                         self._attend(key.data, events)
             for connection in self._connections:  # word of a failure, that others wait for
@@ -98,35 +95,14 @@ class EventLoop:
             self.close()
 
     def _attend_all(self) -> None:
-        if self._listener is not None and self._listener not in self._selector.get_map():
-            self._selector.register(self._listener, selectors.EVENT_READ)
+        if self._listener is not None and self._lobby is None:
+            self._lobby = Lobby(self._listener, self._selector, self._connect)
         for connection in tuple(self._connections):
             self._attend(connection, selectors.EVENT_WRITE | selectors.EVENT_READ)
 
-    def _accept(self) -> None:
-        assert self._listener is not None
-        try:
-            sock = self._listener.accept()[0]
-        except OSError:  # who called has given up, or this process may open no more
-            time.sleep(_PAUSE_S)
-            return
-        caller = Caller(sock)
-        self._callers.append(caller)
-        self._selector.register(sock, selectors.EVENT_READ, caller)
-        if len(self._callers) > _CALLERS:
-            first = self._callers.pop(0)
-            self._selector.unregister(first.socket)
-            first.socket.close()
-
-    def _hear(self, caller: Caller) -> None:
-        """Read on of what a caller says."""
-        said_all = caller.read()
-        if said_all is None:
-            return
-        self._selector.unregister(caller.socket)
-        self._callers.remove(caller)
-        connection = self.answer(caller) if said_all else None
-        if connection is None:
+    def _connect(self, caller: Caller) -> None:
+        connection = self.answer(caller)
+        if connection is None or not caller.answer():
             caller.socket.close()
             return
         connection.attach(caller.socket)
@@ -151,9 +127,10 @@ class EventLoop:
 
     def close(self) -> None:
         """Close what this process has of the connections."""
+        if self._lobby is not None:
+            self._lobby.close()
         there = [connection.socket for connection in self._connections]
-        there += [self._listener, *(caller.socket for caller in self._callers)]
-        for each in (*there, self._wakeup, self._waker):
+        for each in (*there, self._listener, self._wakeup, self._waker):
             if each is not None:
                 each.close()
 

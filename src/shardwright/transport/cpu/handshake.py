@@ -3,14 +3,18 @@
 Each rank listens at an address of its own, for as long as its transport lives. Of two ranks the higher one
 calls. A call shows a key, made of a secret that only the ranks of the transport have (``transport.secret``)
 and of what its listener has made up, so a stranger who finds the port, or reads the job's store, gets no
-further.
+further. However many call, they change nothing: who has said nothing makes room for others, and who is known
+gets an answer. A rank that was hung up on before that calls again.
 """
 
 import hmac
 import os
 import secrets
+import selectors
 import socket
 import struct
+import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 try:
@@ -23,7 +27,11 @@ KINDS = 2
 """Connections to each peer, opened when first used: for words and all-gathers, and for reduce-scatters."""
 
 _HELLO = struct.Struct("<32sii")  # the key, the caller's rank, the kind of connection
+_ANSWER = b"!"
 _SIOCGIFADDR = 0x8915
+_BACKLOG = 4096  # calls that the kernel holds until they are taken; it has a limit of its own
+_CALLERS = 64  # that have not yet said who they are, at most: who says nothing makes room for others
+_PAUSE_S = 0.01
 
 
 class Place(NamedTuple):
@@ -64,23 +72,84 @@ class Caller:
         """Whether it has shown the key of who listens at ``place``."""
         return hmac.compare_digest(self.key, place.key(secret, self.rank, self.kind))
 
+    def answer(self) -> bool:
+        """Have it know that it is known; whether it is still there."""
+        try:
+            return self.socket.send(_ANSWER) > 0
+        except OSError:
+            return False
 
-def listen(world: int) -> tuple[socket.socket, Place] | str:
+
+class Lobby:
+    """Takes calls at a listener, and hears who calls, beside whatever else ``selector`` watches.
+
+    known: told of each caller that has said all; it answers and keeps the socket, or closes it.
+    """
+
+    def __init__(
+        self, listener: socket.socket, selector: selectors.BaseSelector, known: Callable[[Caller], None]
+    ) -> None:
+        listener.setblocking(False)
+        self._listener, self._selector, self._known = listener, selector, known
+        self._callers: list[Caller] = []
+        selector.register(listener, selectors.EVENT_READ, self)
+
+    def take(self) -> None:
+        """Somebody calls."""
+        for _ in range(_CALLERS):
+            try:
+                sock = self._listener.accept()[0]
+            except BlockingIOError:
+                return
+            except OSError:  # who called has given up, or this process may open no more
+                time.sleep(_PAUSE_S)
+                return
+            caller = Caller(sock)
+            self._callers.append(caller)
+            self._selector.register(sock, selectors.EVENT_READ, caller)
+            self.hear(caller)
+            if len(self._callers) > _CALLERS:
+                self._leave(self._callers[0]).close()
+
+    def hear(self, caller: Caller) -> None:
+        """Read on of what a caller says."""
+        if caller not in self._callers:  # it was closed after the selector saw it
+            return
+        said_all = caller.read()
+        if said_all is not None:
+            self._leave(caller)
+            if said_all:
+                self._known(caller)
+            else:
+                caller.socket.close()
+
+    def close(self) -> None:
+        """Take no more calls. The selector's owner closes that."""
+        for sock in (self._listener, *(caller.socket for caller in self._callers)):
+            sock.close()
+
+    def _leave(self, caller: Caller) -> socket.socket:
+        self._selector.unregister(caller.socket)
+        self._callers.remove(caller)
+        return caller.socket
+
+
+def listen() -> tuple[socket.socket, Place] | str:
     """A socket that listens, and where it can be called; else why there is none."""
     if not hasattr(socket.socket, "sendmsg"):
         return "Python has no sendmsg here"
     for host in _hosts():
         try:
-            return listen_at(host, KINDS * world)
+            return listen_at(host)
         except OSError:  # a name of another machine, or one that nobody knows
             continue
     return "it has no address of its own to listen at"
 
 
-def listen_at(host: str, backlog: int) -> tuple[socket.socket, Place]:
+def listen_at(host: str) -> tuple[socket.socket, Place]:
     """A socket that listens at a name or address of this host. Raises: OSError where there is none."""
     family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-    listener = socket.create_server((host, 0), family=family, backlog=backlog)
+    listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
     address, port = listener.getsockname()[:2]
     return listener, Place(address, port, secrets.token_hex(16))
 
@@ -98,15 +167,32 @@ def _hosts() -> list[str]:
             return []
 
 
-def call(place: Place, secret: bytes, rank: int, kind: int, patience_s: float) -> socket.socket:
-    """A connection to who listens there. rank: who calls. Raises: OSError for one that can't be reached."""
-    sock = socket.create_connection((place.host, place.port), patience_s)
-    try:
-        sock.sendall(_HELLO.pack(place.key(secret, rank, kind), rank, kind))
-    except OSError:
-        sock.close()
-        raise
-    return _tuned(sock)
+def call(
+    place: Place, secret: bytes, rank: int, kind: int, patience_s: float, answer_s: float | None = None
+) -> socket.socket:
+    """A connection to who listens there, and has answered. rank: who calls.
+
+    patience_s: to reach the host. answer_s: for the answer, as long by default.
+    Raises: OSError for one that can't be reached, or doesn't answer.
+    """
+    answer_s = patience_s if answer_s is None else answer_s
+    deadline = time.monotonic() + answer_s
+    while True:
+        sock = socket.create_connection((place.host, place.port), patience_s)
+        try:
+            sock.settimeout(max(deadline - time.monotonic(), _PAUSE_S))
+            sock.sendall(_HELLO.pack(place.key(secret, rank, kind), rank, kind))
+            if sock.recv(len(_ANSWER)):
+                return _tuned(sock)
+        except ConnectionError:
+            pass
+        except OSError:
+            sock.close()
+            raise
+        sock.close()  # others called meanwhile, and it made room for them
+        if time.monotonic() > deadline:
+            raise ConnectionResetError("it hangs up")
+        time.sleep(_PAUSE_S)
 
 
 def _tuned(sock: socket.socket) -> socket.socket:

@@ -11,7 +11,9 @@ none has connections; and whichever rank ends, its neighbours notice, and tell a
 
 import json
 import socket
-from collections.abc import Iterable
+import threading
+import time
+from collections.abc import Iterable, Sequence
 
 from shardwright.errors import CommError
 from shardwright.files import said
@@ -19,10 +21,12 @@ from shardwright.transport.cpu.connection import Connection
 from shardwright.transport.cpu.event_loop import EventLoop
 from shardwright.transport.cpu.handshake import GATHERS, KINDS, REDUCTIONS, Caller, Place, call, listen
 from shardwright.transport.cpu.transfer import Endpoint
+from shardwright.transport.launches import process_state
 from shardwright.transport.meeting import Meeting
 from shardwright.transport.secret import Agreement
 
 _PATIENCE_S = 20.0
+_POLL_S = 0.001
 _REMEDY = (
     "ranks listen at any free port of the interface in GLOO_SOCKET_IFNAME, else of their host's name; "
     'where no route leads there, set_transport("collectives") goes over torch\'s groups'
@@ -36,7 +40,7 @@ def open_connections(meeting: Meeting) -> "Peers | str":
     """
     name = f"rank {meeting.log.ranks[meeting.rank]}"
     agreement = Agreement(meeting)
-    there = listen(meeting.world)
+    there = listen()
     if isinstance(there, str):
         return meeting.refusal("listen", f"{name}: {there}") or ""
     listener, place = there
@@ -53,8 +57,11 @@ def open_connections(meeting: Meeting) -> "Peers | str":
     peers = Peers(meeting, listener, place, secret)
     peers.find({(meeting.rank + way * hop) % meeting.world for hop in hops(meeting.world) for way in (1, -1)})
     neighbours = {(meeting.rank + way) % meeting.world for way in (1, -1)} - {meeting.rank}
-    troubles = [peers.to(GATHERS, peer).trouble for peer in neighbours]
-    refused = meeting.refusal("call", next((f"{name}: {trouble}" for trouble in troubles if trouble), None))
+    connections = [peers.to(GATHERS, peer) for peer in neighbours]
+    with meeting.waiting("call"):
+        peers.called(connections)
+    troubles = [f"{name}: {connection.trouble}" for connection in connections if connection.trouble]
+    refused = meeting.refusal("call", troubles[0] if troubles else None)
     if refused is not None:
         peers.loop.join()
         return refused
@@ -97,16 +104,27 @@ class Peers:
         self._places |= {peer: Place(*said(data)) for peer, data in told.items()}
 
     def to(self, kind: int, peer: int) -> Connection:
-        """The connection of a kind to a peer; where there was none it is opened now. Called by the rank's own
-        thread. One that can't be opened fails who waits on it."""
+        """The connection of a kind to a peer; where there was none it is opened now. Called by the rank's
+        own thread. One that can't be opened fails who waits on it."""
         with self.endpoint.changed:
             connection = self._made.get((kind, peer))
             if connection is not None:
                 return connection
             connection = self._make(kind, peer)
         if peer < self.endpoint.rank:
-            self._call(connection, kind)
+            self.find([peer])
+            threading.Thread(
+                target=self._call, args=(connection, kind), name="shardwright-call", daemon=True
+            ).start()
         return connection
+
+    def called(self, connections: Sequence[Connection]) -> None:
+        """Return when those that this rank opens are open, or can't be. Raises: what the watch found."""
+        while any(
+            each.peer < self.endpoint.rank and not (each.is_open or each.trouble) for each in connections
+        ):
+            process_state.raise_diagnosis()
+            time.sleep(_POLL_S)
 
     def to_all(self, kind: int) -> dict[int, Connection]:
         """The connections of a kind to all peers."""
@@ -121,11 +139,11 @@ class Peers:
 
     def _call(self, connection: Connection, kind: int) -> None:
         endpoint, peer = self.endpoint, connection.peer
-        self.find([peer])
         place = self._places[peer]
         where = f"{place.host}:{place.port}"
         try:
-            sock = call(place, self._secret, endpoint.rank, kind, min(endpoint.timeout_s, _PATIENCE_S))
+            patience_s = min(endpoint.timeout_s, _PATIENCE_S)
+            sock = call(place, self._secret, endpoint.rank, kind, patience_s, endpoint.timeout_s)
         except ConnectionRefusedError:
             endpoint.log.ended.add(peer)
             connection.fail(
