@@ -2,6 +2,7 @@
 
 import gc
 import os
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -56,6 +57,23 @@ def test_the_first_rank_says_who_has_not_come(store):
     meet(first, Attempt(store, 1, 3))
     assert not first.meet_within(0.01)
     assert first.missing == "ranks [2]"
+
+
+def starts_again(rank, world, port):
+    """As a rank of torchrun, whose agent has the store: its script makes the process group by itself."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank)}
+    os.environ |= {"WORLD_SIZE": str(world), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    time.sleep(0.3 * rank)  # who comes first finds all that the others left in the last attempt
+    dist.init_process_group("gloo", timeout=timedelta(seconds=10))
+    total = torch.tensor([rank + 1])
+    dist.all_reduce(total)
+    return total.item()
+
+
+def test_a_script_that_makes_the_process_group_itself_has_keys_of_its_attempt_alone():
+    store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=10), wait_for_workers=False)
+    for _ in range(3):
+        assert run_ranks(2, starts_again, store.port, grouped=False, limit_s=30.0) == [3, 3]
 
 
 def held() -> tuple[int, int]:

@@ -6,6 +6,7 @@ node leaves and joins again.
 
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -15,6 +16,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+
+from tests.fences import fences
 
 LIMIT_S = 150.0
 # Its own: no init_process_group, so the package joins the ranks, or (with "own") as scripts for torch do.
@@ -52,6 +55,13 @@ for step in range(steps):
         os.kill(os.getpid(), signal.SIGKILL)
 print(f"trained {rank} of {world}, attempt {attempt}, a restart: {said}", flush=True)
 """
+KILL = """
+    if dist.get_rank() == {rank} and step == {step} and not os.path.exists("killed"):
+        import signal, threading
+        open("killed", "w").close()
+        threading.Timer({later_s}, os.kill, (os.getpid(), signal.SIGKILL)).start()
+"""
+READMES = [fence for fence in fences("README.md") if "+from shardwright" in fence.text]
 KILLS = """
 import os, signal
 from pathlib import Path
@@ -121,14 +131,31 @@ def test_a_killed_rank_is_started_again_and_the_next_attempt_trains(tmp_path, sc
 
 @pytest.mark.slow
 def test_also_where_the_script_makes_the_process_group(tmp_path, script):
-    """torch 2.13 itself may connect to an address of the attempt before: a store for each attempt, which
-    torchrun then makes, keeps it from that (docs/process.md)."""
     arguments = ("--standalone", "--nproc-per-node=2", "--max-restarts=2", script, str(tmp_path), "own")
-    agent = torchrun(*arguments, env={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
+    agent = torchrun(*arguments)
     with ended(agent):
         out, _ = agent.communicate(timeout=LIMIT_S)
     assert agent.returncode == 0, out
     assert out.count("attempt 1, a restart: True") == 2, out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(1, 20))])
+@pytest.mark.parametrize("change", READMES, ids=["from DDP", "from FSDP2"])
+def test_the_readmes_scripts_go_on_after_a_rank_is_killed(change, seed, tmp_path):
+    rank, step, later_s = random.Random(seed).choice(
+        [(rank, step, later_s) for rank in range(2) for step in range(9) for later_s in (0.0, 0.02, 0.1)]
+    )
+    lines = [line[1:] for line in change.text.splitlines() if not line.startswith("-")]
+    loop = lines.index("for step in range(start, steps):")
+    lines[loop + 1 : loop + 1] = KILL.format(rank=rank, step=step, later_s=later_s).splitlines()
+    (tmp_path / "train.py").write_text("\n".join(lines))
+    agent = torchrun("--nproc-per-node", "2", "--max-restarts", "3", "train.py", cwd=tmp_path)
+    with ended(agent):
+        out, _ = agent.communicate(timeout=LIMIT_S)
+    assert agent.returncode == 0, out
+    assert (tmp_path / "killed").exists()
+    assert out.count("step 9: loss") == 1, out
 
 
 @pytest.mark.slow

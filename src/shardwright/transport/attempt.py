@@ -12,18 +12,19 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 from weakref import ref
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from shardwright.errors import CommError
-from shardwright.torch_private import default_store, default_store_is, new_group_of
+from shardwright.torch_private import default_store, default_store_is, have_rendezvous_through, new_group_of
 from shardwright.transport import liveness
 from shardwright.transport.host_limits import host_limits_told
 from shardwright.transport.process import process_is_ours
@@ -33,6 +34,8 @@ _NAME = "shardwright/attempt"
 _POLL_S, _POLL_MOST_S = 0.001, 0.02
 _UNKNOWN = "?"  # of a host without /proc
 _Result = TypeVar("_Result")
+_Found = tuple[Store, int, int]
+_AGENTS_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 _GLOO_LAZY, _GLOO_OVER = "TORCH_GLOO_LAZY_INIT", "GLOO_DEVICE_TRANSPORT"  # variables that torch reads
 
 
@@ -144,8 +147,7 @@ def keys_of(ranks: Sequence[int], timeout: timedelta, what: str) -> Store:
 def join_job(backend: str | None, timeout: timedelta) -> None:
     """``init_process_group`` by the launcher's variables, also where the store has keys of an attempt before.
 
-    torch 2.13 itself has ranks of a new attempt connect to addresses that the last one left in the store of
-    torchrun. Its Gloo groups connect two ranks when they first need it, not every rank to each other at once.
+    Its Gloo groups connect two ranks when they first need it, not every rank to each other at once.
     Every rank calls it. Raises: CommError where some rank doesn't come within ``timeout``.
     """
     with host_limits_told():
@@ -158,6 +160,23 @@ def _join(backend: str | None, timeout: timedelta) -> None:
     if process_is_ours() and sys.platform == "linux" and os.environ.get(_GLOO_OVER, "TCP") == "TCP":
         os.environ.setdefault(_GLOO_LAZY, "1")  # elsewhere torch refuses it
     dist.init_process_group(backend, store=attempt.keys(), rank=rank, world_size=world, timeout=timeout)
+
+
+def _of_this_attempt(torchs: Callable[..., Iterator[_Found]]) -> Callable[..., Iterator[_Found]]:
+    """torch's way to a job's store, but where that is torchrun's: by keys of this attempt alone."""
+
+    def found(url: str, timeout: timedelta = default_pg_timeout, **options: Any) -> Iterator[_Found]:
+        for store, rank, world in torchs(url, timeout=timeout, **options):
+            if os.environ.get(_AGENTS_STORE) == "True" and process_is_ours():
+                yield _met(Attempt(store, rank, world), timeout, "to start").keys(), rank, world
+            else:
+                yield store, rank, world
+
+    return found
+
+
+# A script's own init_process_group() comes after its imports.
+have_rendezvous_through(_of_this_attempt)
 
 
 def _met(attempt: Attempt, timeout: timedelta, what: str) -> Attempt:

@@ -27,7 +27,9 @@ def save_together(
     if own.world == 1:
         return save_page([own], folder, steps, predicted)
     _saves += 1
-    store = PrefixStore(f"shardwright/trace/{this_attempt().token}/{_saves}", default_store())
+    attempt = this_attempt()
+    attempt.meet_within(_COME_S)
+    store = PrefixStore(f"shardwright/trace/{attempt.token}/{_saves}", default_store())
     try:
         if own.rank:
             store.set(str(own.rank), own.to_bytes())  # pyright: ignore[reportArgumentType]
