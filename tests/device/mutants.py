@@ -96,7 +96,7 @@ ELSEWHERE = {
     "plan/": "plans in numbers",
     "hf/": "agreement of ranks before files are read or written",
     "checkpoint/background.py": "a thread of the host",
-    "checkpoint/lease.py": "a thread of the host",
+    "checkpoint/remote.py": "a thread of the host",
     "checkpoint/load.py": "agreement of ranks before files are read",
     "checkpoint/tools.py": "reads files, with no model",
 }

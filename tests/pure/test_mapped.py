@@ -3,7 +3,7 @@
 import os
 import random
 
-from shardwright.checkpoint.mapped import EXTENT_NBYTES, Window
+from shardwright.checkpoint.shardfile import EXTENT_NBYTES, Window
 
 
 def test_a_window_gives_the_bytes_of_the_file_wherever_it_is_asked(tmp_path):

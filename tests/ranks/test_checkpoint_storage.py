@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from shardwright import fully_shard
-from shardwright.checkpoint import async_save, latest, lease, load, save
+from shardwright.checkpoint import async_save, latest, load, remote, save
 from shardwright.checkpoint.format import Manifest, dumps, loads
 from shardwright.checkpoint.writer import Writer
 from shardwright.cli import main
@@ -156,7 +156,7 @@ def save_and_be_killed(rank: int, world: int, bucket: Bucket, killed: int, at: s
 
 
 def load_and_save(rank: int, world: int, bucket: Bucket) -> tuple[int, tuple[str, ...], set[float]]:
-    lease.LOST_S = 1.0
+    remote.LOST_S = 1.0
     bucket.enter()
     model = fully_shard(build(-1.0))
     restored = load(bucket.url, model=model)
@@ -189,9 +189,9 @@ def test_who_saves_holds_a_lock_that_a_killed_one_loses_and_a_late_one_publishes
 ) -> None:
     if bucket.url.startswith("gs:"):
         pytest.skip("the emulator replaces an object that gcsfs asks it to put only where there is none")
-    monkeypatch.setattr(lease, "BEAT_S", 0.1)
-    monkeypatch.setattr(lease, "LOST_S", 1.5)
-    monkeypatch.setattr(lease, "_LOOK_S", 0.05)
+    monkeypatch.setattr(remote, "BEAT_S", 0.1)
+    monkeypatch.setattr(remote, "LOST_S", 1.5)
+    monkeypatch.setattr(remote, "_LOOK_S", 0.05)
     root = location_of(bucket.url)
     first = Writer(root, 1)
     with pytest.raises(CheckpointError, match=rf"another process is saving here \(pid {os.getpid()} on "):

@@ -12,7 +12,7 @@ or the memory is bad between two reads, and say so.
 
 import contextlib
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
@@ -35,19 +35,19 @@ from shardwright.checkpoint.format import (
     crc32_in_chunks,
     run_crc32,
 )
-from shardwright.checkpoint.install import install, install_whole
 from shardwright.checkpoint.live import model_tensors, set_rng_state
 from shardwright.checkpoint.shardfile import TORCH_DTYPE, Reader, bits_of, chunks_of, tensor_of
 from shardwright.checkpoint.sources import Source, locate, open_source
 from shardwright.checkpoint.target import LoadPlan, Target, allocated, overlapping, plan
 from shardwright.checkpoint.told import Partial
-from shardwright.checkpoint.tree import decode
+from shardwright.checkpoint.tree import decode, keys_in
 from shardwright.checkpoint.verify import Verifier, crc_in, parts_of
 from shardwright.checkpoint.writer import loaded
 from shardwright.crc import crc32
 from shardwright.errors import CheckpointError, DamagedError, UnreadError
 from shardwright.files import reading
 from shardwright.storage import Location, location_of
+from shardwright.torch_private import COMPILED, EXTRA_STATE, buffers_of, look_up_again, parameters_of
 
 _ATTEMPTS = 3  # of a load that finds a file that can't be read
 _PAUSE_S = 0.2
@@ -369,3 +369,109 @@ def fill_and_prove(
         raise CheckpointError(
             f"the live state differs from what was read, it is half loaded and must not be used: {error}"
         ) from error
+
+
+# ---- in its place: parameters, the optimizer's state and groups, extra objects
+
+
+def install_whole(todo: LoadPlan, small: Mapping[str, torch.Tensor]) -> None:
+    """Restore what code of the user's does, from whole tensors: extra state of modules, and extra objects
+    that hold nothing sharded. Before any weight is touched, so that what fails here leaves those. Local.
+
+    Raises: CheckpointError, saying which object, and which were restored before it.
+    """
+    restored: list[str] = []
+    for name, module in todo.model.named_modules():
+        key = f"{name}.{EXTRA_STATE}".lstrip(".").replace(COMPILED, "")
+        if key in todo.state.get("model", {}):
+            state = decode(todo.state["model"][key], small.__getitem__)
+            _restore(f"set_extra_state of {name or 'the model'}", module.set_extra_state, state, restored)
+    sharded = _sharded_extra(todo)
+    for key, value in todo.extra.items():
+        if key not in sharded:
+            state = decode(todo.state["extra"][key], small.__getitem__)
+            _restore(f"load_state_dict of extra/{key}", value.load_state_dict, state, restored)
+
+
+def _sharded_extra(todo: LoadPlan) -> set[str]:
+    """Keys of extra objects of which tensors are filled in place: these are restored after the fill."""
+    filled = {target.key for target in todo.targets}
+    return {key for key in todo.extra if not filled.isdisjoint(keys_in(todo.state["extra"][key]))}
+
+
+def _restore(what: str, restore: Callable[[Any], object], state: Any, restored: list[str]) -> None:
+    try:
+        restore(state)
+    except Exception as error:
+        before = f" Restored before it: {', '.join(restored)}." if restored else ""
+        raise CheckpointError(
+            f"{what} raised {type(error).__qualname__}: {error}. Model and optimizer are as they were; what "
+            f"the object itself has changed by then stays changed.{before}"
+        ) from error
+    restored.append(what)
+
+
+def install(todo: LoadPlan, filled: Mapping[str, Target], small: Mapping[str, torch.Tensor]) -> None:
+    """Put what was allocated in place, and set the small state: groups, steps, sharded extra objects. Local.
+
+    Raises: CheckpointError, where an extra object can't take what the model and the optimizer have by then.
+    """
+
+    def value_of(key: str) -> torch.Tensor:
+        if key in todo.wholes:  # filled by what it is made of
+            return todo.wholes[key]
+        return base_tensor(filled[key].whole) if key in filled else small[key]
+
+    _replace_meta(todo, filled)
+    if todo.optimizer is not None:
+        saved = todo.state["optimizer"]
+        for group, index in zip(todo.optimizer.param_groups, todo.groups, strict=True):
+            _set_group(
+                group, decode({k: v for k, v in saved["groups"][index].items() if k != "params"}, value_of)
+            )
+            for p in group["params"]:
+                tree = saved["state"].get(todo.names[id(p)][0])
+                if tree is None:
+                    todo.optimizer.state.pop(p, None)
+                else:
+                    todo.optimizer.state[p] = decode(tree, value_of)
+    for key in _sharded_extra(todo):
+        try:
+            todo.extra[key].load_state_dict(decode(todo.state["extra"][key], value_of))
+        except Exception as error:
+            raise CheckpointError(
+                f"load_state_dict of extra/{key} raised {type(error).__qualname__}: {error}. Model and "
+                "optimizer are restored, and so are the sharded tensors of this object; the rest of it isn't"
+            ) from error
+
+
+def _set_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    for key, value in saved.items():
+        if isinstance(group.get(key), torch.Tensor):  # in place: compiled and captured steps hold on to it
+            group[key].fill_(value)
+        else:
+            group[key] = value
+
+
+def _replace_meta(todo: LoadPlan, filled: Mapping[str, Target]) -> None:
+    if not todo.replaced:
+        return
+    new: dict[int, Any] = {}
+    for module in todo.model.modules():
+        for tensors in (parameters_of(module), buffers_of(module)):
+            for name, old in tensors.items():
+                if old is None or id(old) not in todo.replaced:
+                    continue
+                if id(old) not in new:  # tied parameters stay one object
+                    whole: Any = base_tensor(filled[todo.replaced[id(old)]].whole)
+                    if isinstance(old, nn.Parameter):
+                        whole = nn.Parameter(whole, requires_grad=old.requires_grad)
+                        whole.__dict__.update(old.__dict__)
+                    new[id(old)] = whole
+                tensors[name] = new[id(old)]
+    for group in todo.optimizer.param_groups if todo.optimizer else ():
+        for i, p in enumerate(group["params"]):
+            if id(p) in new:
+                group["params"][i] = new[id(p)]
+                todo.names[id(new[id(p)])] = todo.names[id(p)]
+    look_up_again(todo.model)

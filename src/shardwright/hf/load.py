@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.api import fully_shard
 from shardwright.checkpoint.agree import ranks
-from shardwright.checkpoint.install import install
-from shardwright.checkpoint.load import fill
+from shardwright.checkpoint.load import fill, install
 from shardwright.checkpoint.shardfile import Reader
 from shardwright.checkpoint.sources import open_source
 from shardwright.checkpoint.target import LoadPlan, allocated, plan

@@ -25,7 +25,6 @@ from shardwright.module import FSDPModule
 from shardwright.params.flat_param import key_of
 from shardwright.policy import DEFAULT_OFFLOAD, DEFAULT_PRECISION, CPUOffloadPolicy
 from shardwright.wrapper import policies, prepare, states
-from shardwright.wrapper.comm_hook import HookedReduceScatter
 from shardwright.wrapper.meshes import mesh_for
 from shardwright.wrapper.options import (
     BackwardPrefetch,
@@ -368,7 +367,7 @@ class FullyShardedDataParallel(StatefulWrapper):
             )
         for unit in units:
             for module in unit.modules:
-                module.set_custom_reduce_scatter(HookedReduceScatter(state, hook))  # type: ignore[operator]
+                module.set_custom_reduce_scatter(_HookedReduceScatter(state, hook))  # type: ignore[operator]
                 module.set_gradient_divide_factor(1.0)  # type: ignore[operator]
 
     # ---- whole parameters
@@ -416,6 +415,22 @@ class FullyShardedDataParallel(StatefulWrapper):
                 stack.callback(setattr, wrapper, "_summoned", False)
                 wrapper._summoned = True
             yield
+
+
+class _HookedReduceScatter:
+    """A caller's ``hook(state, whole, shard)`` in the shape that ``set_custom_reduce_scatter`` takes."""
+
+    def __init__(self, state: object, hook: Callable[..., Any]) -> None:
+        self.state = state
+        self.hook = hook
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory for one flat tensor."""
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, *, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **_: Any) -> None:
+        """Fill ``output_tensor``; the hook waits for its own collectives."""
+        self.hook(self.state, input_tensor, output_tensor)
 
 
 def _warn_of_container(module: nn.Module, unit: Unit) -> None:
