@@ -1,5 +1,6 @@
 """``shardwright plan`` of models of transformers: traced as they are, on the meta device."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -45,13 +46,25 @@ def matmuls(work):
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_model_of_transformers_is_planned_as_it_is(kind, tmp_path, capsys):
     CONFIGS[kind].save_pretrained(tmp_path)
-    words = (str(tmp_path), "--device", "H100", "--ranks", "8", "--sequence", "16", "--batch", "2", "--trace")
+    words = (
+        str(tmp_path),
+        "--device",
+        "H100",
+        "--ranks",
+        "8",
+        "--sequence",
+        "16",
+        "--batch",
+        "2",
+        "--trace",
+        "--json",
+    )
     assert main(["plan", *words]) == 0
-    out = capsys.readouterr().out
+    out = json.loads(capsys.readouterr().out)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(CONFIGS[kind])
-    assert f"{sum(param.numel() for param in model.parameters()):,} parameters" in out
-    assert "2 x" not in out.splitlines()[0] and "1 x 32 tokens" in out
+    assert out["parameters"] == sum(param.numel() for param in model.parameters())
+    assert (out["microbatches"], out["microbatch_tokens"]) == (1, 32)
     tokens = torch.empty(2, 16, dtype=torch.int64)
     found = estimate(model, {"input_ids": tokens, "labels": tokens, "use_cache": False}, EIGHT, Choice())
     names = [group.name for group in found.workload.groups]
@@ -88,7 +101,7 @@ def test_the_experts_of_a_mixture_count_for_the_tokens_that_they_see():
 def test_a_type_that_has_no_numbers_is_traced_without_being_asked(tmp_path, capsys):
     CONFIGS["phi"].save_pretrained(tmp_path)
     assert main(["plan", str(tmp_path), "--device", "H100", "--ranks", "8", "--sequence", "16"]) == 0
-    assert "fits                   yes" in capsys.readouterr().out
+    assert ") fits on 8 x H100" in capsys.readouterr().out
 
 
 def tuned(folder, name, sizes=SIZES):
@@ -106,7 +119,10 @@ def test_a_recipe_of_fine_tuning_holds_what_its_run_expects_to_hold(name, tmp_pa
     path = tuned(tmp_path, name)
     sized = ["--sequence", "32", "--batch", "2", "--microbatches", "1"]
     out = tmp_path / "plan.toml"
-    assert main(["plan", str(path), "--device", "H100", "--ranks", "8", *sized, "--out", str(out)]) == 0
+    assert (
+        main(["plan", str(path), "--device", "H100", "--ranks", "8", *sized, "--out", str(out), "--json"])
+        == 0
+    )
     sizes = [("training.sequence_length", "32"), ("training.batch_size", "2"), ("training.accumulation", "1")]
     recipe = resolve(path, sizes).recipe
     expected = expected_peak(recipe, SimpleNamespace(world=8, device_type="cuda"))
@@ -118,7 +134,9 @@ def test_a_recipe_of_fine_tuning_holds_what_its_run_expects_to_hold(name, tmp_pa
     blocks = ("model.layers.0", "model.layers.1")
     assert (plan.base, plan.modules_to_recompute) == (base, blocks if recomputes else ())
     model = adapted_model(recipe)
-    assert f"{sum(param.numel() for param in model.parameters()):,} parameters" in capsys.readouterr().out
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["parameters"] == sum(param.numel() for param in model.parameters())
+    assert answer["fits"] and (answer["error"] is None) == (base == "nf4")
 
 
 def test_a_base_decoded_per_use_is_expected_to_hold_its_largest_weight_and_no_decoded_group(tmp_path):

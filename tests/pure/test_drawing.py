@@ -9,7 +9,7 @@ import torch
 from bench import model as bench_model
 from shardwright.errors import InputError
 from shardwright.observe.ledger.late import doing
-from shardwright.observe.memory import Category
+from shardwright.observe.memory.report import Category
 from shardwright.observe.steps.drawing import COLOURS, Bar, Drawing, Level, figure_of
 from shardwright.observe.steps.rings import Record, RecordedStep, Ring
 from shardwright.observe.steps.step_page import draw

@@ -15,6 +15,7 @@ from shardwright.plan import cluster, runs
 from shardwright.plan.cluster import DEVICES, GIB, Cluster, DeviceSpec
 from shardwright.plan.constants import Constants
 from shardwright.plan.memory import Category, Sharding, memory, peak, reserved
+from shardwright.plan.predict import Choice, price
 from shardwright.plan.presets import PRESETS, schedule
 from shardwright.plan.prices import Prices
 from shardwright.plan.simulate import simulate
@@ -173,8 +174,57 @@ def test_the_names_that_torch_prints_are_each_their_own_device(printed, name, gi
     found = cluster.device(printed)
     assert (found.name, found.memory_nbytes) == (name, pytest.approx(gib * GIB))
     assert found == DEVICES[name]
-    assert Cluster(found, 64).host_bandwidth == host_bandwidth
-    assert Cluster(found, 64, host_bandwidth=1e9).host_bandwidth == 1e9
+    assert Cluster(found, 64).network == host_bandwidth
+    assert Cluster(found, 64, host_bandwidth=1e9).network == 1e9
+
+
+def test_what_was_not_measured_is_not_in_the_file_and_is_asked_for(tmp_path):
+    path, work = tmp_path / "cluster.toml", workload(SMALL, Microbatch(512, 1))
+    Cluster(DEVICES["H100"], 64).save(path)
+    assert "host_bandwidth" not in path.read_text() and Cluster.load(path).network == 400e9
+    ours = replace(DEVICES["H100"], name="ours", source="measured", link_bandwidth=0.0)
+    names = ("host_bandwidth", "link_bandwidth", "host_link", "host_memory", "host_memory_nbytes")
+    for name in ("ours", "NVIDIA H100 80GB HBM3"):  # nor is it taken from the library
+        Cluster(replace(ours, name=name, host_link=25e9), 8, 4).save(path)
+        assert not any(line.startswith(names) for line in path.read_text().splitlines())
+        assert (Cluster.load(path).device.link_bandwidth, Cluster.load(path).host_bandwidth) == (0, 0)
+    Cluster(ours, 8, 4).save(path)
+    for ranks, fields, says in (
+        (
+            4,
+            {},
+            r"inside a host isn't known, .*write \[device\] link_bandwidth .*--nproc-per-node 4 ",
+        ),
+        (
+            8,
+            {"link_bandwidth": 3e11},
+            r"between hosts isn't known, .*write host_bandwidth .*bench links .*on two",
+        ),
+    ):
+        found = replace(Cluster.load(path), device=replace(ours, **fields)).of(ranks)
+        with pytest.raises(ConfigError, match=says):
+            price(work, found, Choice())
+    assert price(work, Cluster.load(path).of(1), Choice()).step_s > 0  # one rank needs no link
+    assert Cluster(replace(DEVICES["H100"], source="measured"), 16).network == 0
+
+
+def test_copies_of_shards_inside_one_host_need_nothing_between_hosts():
+    ours = replace(DEVICES["H100"], name="ours", source="measured")
+    work = workload(SMALL, Microbatch(512, 1))
+    assert price(work, Cluster(ours, 8), Choice(shards=4)).step_s > 0
+
+
+def test_what_is_between_hosts_is_measured_only_where_several_were(tmp_path):
+    ours = replace(DEVICES["H100"], name="ours", source="measured")
+    work = workload(SMALL, Microbatch(512, 1))
+    for hosts, known in ((0, False), (1, False), (2, True)):
+        Cluster(ours, 16, host_bandwidth=1e11, measured_hosts=hosts).save(tmp_path / "cluster.toml")
+        found = price(work, Cluster.load(tmp_path / "cluster.toml"), Choice())
+        assert (found.answer()["error"] is not None) == known
+        assert known or "what is between hosts is as the cluster's file says, and was not measured" in str(
+            found
+        )
+        assert price(work, Cluster.load(tmp_path / "cluster.toml").of(8), Choice()).answer()["error"] == 0.1
 
 
 @pytest.mark.parametrize(
@@ -221,6 +271,8 @@ def test_a_file_that_is_no_cluster_is_refused_with_what_is_wrong(text, says, tmp
         (lambda: Cluster(DEVICES["H100"], 2.5), "Cluster.ranks is 2.5, expected a whole number"),
         (lambda: Cluster(DEVICES["H100"], 8, 0), "Cluster.ranks_per_host is 0, expected a number above 0"),
         (lambda: Cluster(DEVICES["H100"], 8, host_bandwidth=-1.0), "Cluster.host_bandwidth is -1.0"),
+        (lambda: Cluster(DEVICES["H100"], 12), "12 ranks aren't whole hosts of 8: take 8 or 16"),
+        (lambda: Cluster(DEVICES["H100"], 8).of(20), "20 ranks aren't whole hosts of 8: take 16 or 24"),
         (lambda: replace(DEVICES["H100"], peak_flops=0.0), "'H100' peak_flops is 0.0, expected a number"),
         (lambda: replace(DEVICES["H100"], dtype="int8"), "'H100' dtype is 'int8', expected one of"),
     ],

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -32,9 +33,9 @@ def sample():
 @pytest.mark.parametrize("ranks", [8, 512])
 @pytest.mark.parametrize("arch", [WIDE, NARROW], ids=["wide", "narrow"])
 def test_greedy_is_within_two_percent_of_every_candidate_there_is(arch, ranks):
-    def space():
+    def space(budget=None):
         work = {split: workload(arch, Microbatch(2048, 4 // split)) for split in (1, 2)}
-        return Space(Cluster(DEVICES["H100"], ranks), Choice(), work)
+        return Space(Cluster(DEVICES["H100"], ranks).within(budget), Choice(), work)
 
     whole = space()
     tried = [whole.price(candidate) for candidate in whole.all()]
@@ -42,8 +43,8 @@ def test_greedy_is_within_two_percent_of_every_candidate_there_is(arch, ranks):
         sizes = sorted(one.nbytes for one in tried)
         budget = sizes[int(share * (len(sizes) - 1))]
         best = min(one.step_s for one in tried if one.nbytes <= budget)
-        mine = space()
-        found = greedy(mine, budget)
+        mine = space(budget)
+        found = greedy(mine)
         assert found.nbytes <= budget
         assert found.step_s <= best * 1.02
         assert len(mine.seen) < len(tried) / 2
@@ -89,8 +90,36 @@ def test_the_front_is_what_nothing_beats_and_every_loser_has_a_reason():
     over = {one.candidate for one in plan.tried if one.nbytes > 0.2 * GIB}
     assert over
     assert all(("GiB more than there is" in why) == (candidate in over) for candidate, why in lost.items())
-    assert f"{len(plan.tried)} candidates tried" in str(plan)
-    assert sum(line.endswith("<-") for line in str(plan).splitlines()) <= 1
+    fit = f"{len(plan.tried) - len(over)} of {len(plan.tried)} ways that were tried fit"
+    assert str(plan).splitlines()[-1].startswith(f"{fit}; the nearest other one holds")
+
+
+def test_a_search_says_what_it_chose_and_shows_only_what_fits_and_holds_less():
+    subject = of_architecture(Architecture(16, 4096, 32, 8, 128, 14336, 32000), Microbatch(4096, 8))
+    plan = fastest(subject, Cluster(DEVICES["H100"], 16), Choice())
+    answer = plan.answer(tokens=2e9, price_per_hour=3.0)
+    room = 0.867 * 80 * GIB
+    assert answer["room_nbytes"] == plan.budget_nbytes == pytest.approx(room)
+    chosen, *others = answer["ways"]
+    assert {name: chosen[name] for name in plan.candidate._fields} == plan.candidate._asdict()
+    sizes = [way["peak_nbytes"] for way in answer["ways"]]
+    assert sizes[0] == plan.peak_nbytes <= room
+    assert others and all(after < before * 0.95 for before, after in pairwise(sizes))
+    seconds = [way["step_s"] for way in answer["ways"]]
+    assert seconds == sorted(seconds)
+    assert any(one.nbytes > room for one in plan.front)
+    over = [one for one in plan.tried if one.nbytes > room]
+    assert (answer["tried"], answer["too_large"]) == (len(plan.tried), len(over))
+    assert answer["nearest_over_nbytes"] == pytest.approx(min(one.nbytes for one in over) - room)
+    lines = str(plan).splitlines()
+    choice, work = plan.choice, plan.estimate.workload
+    size = f"{choice.microbatches} x {plan.microbatch_tokens:,} tokens on each a step"
+    how = f"{size}, {len(work.groups)} groups sharded over {choice.shards}"
+    assert f"fits on 16 x H100 in 2 hosts with {how}" in lines[0]
+    start = lines.index("") + 1
+    assert lines[start].split() == ["GiB", "tokens/s", "step", "s", "what", "differs"]
+    assert lines[start + 1].endswith("(chosen)")
+    assert not any(line.lstrip().startswith("-") for line in lines)
 
 
 def test_a_search_reshards_to_the_ranks_of_a_host_where_links_between_hosts_are_slow():
@@ -118,9 +147,7 @@ def test_a_search_keeps_the_last_groups_for_the_backward_where_there_is_memory_f
     lost = plan.lost()
     assert "GiB more than there is" in lost[plan.candidate._replace(kept=1.0)]
     assert re.match(r"takes \d.*% longer, and holds \d", lost[plan.candidate._replace(kept=0.0)])
-    head, *rows = str(plan).splitlines()[-len(plan.front) - 1 :]
-    (shown,) = (row for row in rows if row.endswith("<-"))
-    assert shown.split()[head.split().index("kept")] == str(kept)
+    assert f"{kept:.0%} of the groups kept for the backward" in str(plan).splitlines()[0]
 
 
 def test_of_two_that_hold_as_much_the_faster_one_is_the_plan():

@@ -26,8 +26,10 @@ def measured(rank, world, port, path):
         patch.setattr(measure, "_LONG_US", 200)
         patch.setattr(measure, "_NARROW", (32, 128))
         patch.setattr(measure, "_LINK_NBYTES", (1 << 10, 1 << 16, 1 << 18))
-        codes = [main(["bench", what, "--dtype", "float32", "--out", path]) for what in ("compute", "links")]
-        before = Cluster.load(path) if rank == 0 else None  # others needn't see it
+        codes = [main(["bench", "compute", "--dtype", "float32", "--out", path])]
+        assert rank or not Cluster.load(path).device.link_bandwidth  # others needn't see it
+        codes.append(main(["bench", "links", "--dtype", "float32", "--out", path]))
+        before = Cluster.load(path) if rank == 0 else None
         codes.append(main(["bench", "compute", "--out", path]))
     return codes, before, None if rank else Cluster.load(path)
 
@@ -39,6 +41,8 @@ def test_ranks_measure_their_devices_and_links_together_into_a_file_that_an_esti
     assert (links.ranks, links.ranks_per_host, links.hosts) == (2, 2, 1)
     assert links.device.name.startswith("CPU")
     assert links.device.peak_flops > 0 and 0 < links.device.link_bandwidth != links.device.memory_bandwidth
+    assert (links.host_bandwidth, links.measured_hosts) == (0, 1)  # nothing is between hosts here
+    assert 0 < links.host_memory_nbytes == links.device.memory_nbytes == 2 * links.memory_nbytes
     # Measured once more, a device keeps its links.
     kept = [(c.device.link_bandwidth, c.constants.hop_s, c.constants.contention) for c in (links, again)]
     assert kept[0] == kept[1] and links.device.memory_bandwidth != again.device.memory_bandwidth

@@ -9,7 +9,13 @@ import torch.distributed as dist
 
 from shardwright.cli.arguments.bench import check_out
 from shardwright.plan.cluster import Cluster
-from shardwright.plan.measure import measured_briefly, measured_device, measured_links, of_first_rank
+from shardwright.plan.measure import (
+    measured_briefly,
+    measured_device,
+    measured_hosts,
+    measured_links,
+    of_first_rank,
+)
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -20,9 +26,8 @@ def run(known: argparse.Namespace) -> int:
     before = of_first_rank(lambda: _before(path, known.what))
     if known.what == "compute":
         device, constants = measured_device(DTYPES[known.dtype])
-        ranks = dist.get_world_size()
         found = (
-            Cluster(device, ranks, ranks, constants=constants)
+            measured_hosts(device, constants)
             if before is None
             else replace(
                 before,
@@ -53,18 +58,21 @@ def measured_cluster(path: Path, dtype: torch.dtype) -> Cluster:
     with measured_briefly():
         device, constants = measured_device(dtype) if before is None else (before.device, before.constants)
         alone = dist.get_world_size() == 1
-        return Cluster(device, 1, 1, constants=constants) if alone else measured_links(device, constants)
+        return (measured_hosts if alone else measured_links)(device, constants)
 
 
 def told(cluster: Cluster) -> str:
     """A cluster in lines for people."""
     device, constants = cluster.device, cluster.constants
+    inside, between = (
+        f"{rate / 1e9:.3g} GB/s" if rate else "not measured"
+        for rate in (device.link_bandwidth, cluster.host_bandwidth)
+    )
     rows = [
         f"{cluster.ranks} x {device.name}, {cluster.ranks_per_host} in a host",
         f"matmuls        {device.peak_flops / 1e12:.3g} TFLOP/s, half of it {constants.narrow:.0f} wide",
         f"memory         {device.memory_bandwidth / 1e9:.3g} GB/s, elementwise {constants.memory:.0%} of it",
-        f"links in a host {device.link_bandwidth / 1e9:.3g} GB/s, between hosts "
-        f"{cluster.host_bandwidth / 1e9:.3g} GB/s, {constants.hop_s * 1e6:.0f} us a hop",
+        f"links in a host {inside}, between hosts {between}, {constants.hop_s * 1e6:.0f} us a hop",
         f"computing loses {constants.contention:.2f} s for each second of a collective beside it",
     ]
     return "\n".join(rows)

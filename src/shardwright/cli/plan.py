@@ -1,6 +1,7 @@
 """What ``shardwright plan`` predicts, and prints."""
 
 import argparse
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,18 +9,19 @@ from copy import copy
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from shardwright.cli.arguments.plan import ROWS, SEQUENCE
 from shardwright.cli.plan_choice import changed
 from shardwright.errors import ConfigError, InputError
 from shardwright.plan import runs
+from shardwright.plan.answer import in_words
 from shardwright.plan.cluster import GIB, Cluster, device
 from shardwright.plan.configs import architecture, has_numbers, is_config
 from shardwright.plan.constants import Constants
 from shardwright.plan.predict import Choice, price
 from shardwright.plan.questions import (
     Fitting,
-    Saving,
     fewest_ranks,
     largest_batch,
     longest_sequence,
@@ -60,75 +62,64 @@ def _refusals_told() -> Iterator[None]:
 
 
 def _predict_model(known: argparse.Namespace) -> int:
-    if len(known.runtime or []) > 1:
-        return _predict_runtimes(known)
+    """An answer for each runtime, one below the other."""
+    for place, name in enumerate(known.runtime or [None]):
+        one = copy(known)
+        one.runtime = name and [name]
+        found, table = _answer(one)
+        if known.json:
+            print(json.dumps(found))
+        else:
+            print(*([""] if place else []), in_words(found), *table, sep="\n")
+    if known.out is not None:
+        said = f'{known.out}: fully_shard(model, plan="{known.out}") applies it'
+        print(said if known.json else f"\n{said}", file=sys.stderr if known.json else None)
+    return 0
+
+
+def _answer(known: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """As data, and lines that follow its words. Raises: ConfigError, InputError."""
     subject, choice = _asked(known)
+    named = replace(subject, at=lambda *size: replace(subject.at(*size), name=known.model))
     if choice.base != "plain" and not any(group.frozen[0] for group in subject.workload.groups):
         raise ConfigError(f"--base {choice.base}: {known.model} has no frozen weights, so none would be in 4 "
                           "bits; give a recipe with adapters, or ask shardwright.plan.estimate")  # fmt: skip
-    cluster = _cluster(known)
-    budget = None if known.budget is None else known.budget * GIB
-    if known.savings:
-        return _print_savings(savings(subject, cluster, choice))
+    cluster = _cluster(known).within(None if known.budget is None else known.budget * GIB)
+    counted = known.tokens or 1e9, known.price
     if known.largest or known.fewest:
-        ask = _QUESTIONS[known.largest or known.fewest]
-        return _print_answer(known, ask(subject, cluster, choice, budget=budget))
+        return _most(known, _QUESTIONS[known.largest or known.fewest](named, cluster, choice)), []
     if known.search:
-        plan = fastest(subject, cluster, choice, budget)
-        found, text = plan.estimate, str(plan).partition("\n\n")[2]
+        plan = fastest(named, cluster, choice)
+        found, answer = plan.estimate, plan.answer(*counted)
     else:
-        found = price(subject.workload, cluster, choice)
-        text = found.by_phase()
-        plan = planned(found, subject.modules)
-    work = subject.workload
-    print(f"{'model':22} {known.model}, {work.numel:,} parameters; on each rank "
-          f"{found.choice.microbatches} x {found.tokens:,} tokens a step")  # fmt: skip
-    print(found.table(known.price), *([text] if text else []), sep="\n\n" if text else "\n")
-    if not found.fits and not known.search:
-        print("\nIt doesn't fit as it is: --search looks for a way that does.")
+        found = price(named.workload, cluster, choice)
+        plan, answer = planned(found, subject.modules), found.answer(*counted)
     if known.draw is not None:
         found.drawing().save(known.draw)
     if known.out is not None:
         plan.save(known.out)
-        print(f'\n{known.out}: fully_shard(model, plan="{known.out}") applies it')
-    return 0
-
-
-def _predict_runtimes(known: argparse.Namespace) -> int:
-    """One table below the other."""
-    for place, name in enumerate(known.runtime):
-        one = copy(known)
-        one.runtime = [name]
-        if place:
-            print()
-        _predict_model(one)
-    return 0
+    if known.savings:
+        return answer | {"levers": [each._asdict() for each in savings(named, cluster, choice)]}, []
+    if known.search:
+        return answer, []
+    hint = "It doesn't fit as it is: --search looks for a way that does; --budget GIB sets another limit."
+    return answer, ["", found.by_phase()] if found.fits else ["", hint]
 
 
 _QUESTIONS = {"batch": largest_batch, "sequence": longest_sequence, "ranks": fewest_ranks}
 
 
-def _print_answer(known: argparse.Namespace, answer: Fitting) -> int:
-    which = f"largest {known.largest}" if known.largest else f"fewest {known.fewest}"
-    print(f"{which:22} {answer.value:,}")
-    if answer.beyond is not None:
-        print(f"{'the next one':22} doesn't fit: {answer.beyond.peak.total / GIB:.1f} GiB")
-    print(answer.estimate.table(known.price))
-    return 0
-
-
-def _print_savings(found: list[Saving]) -> int:
-    print(f"{'lever':12}{'value':>8}{'GiB less':>12}{'seconds more':>16}")
-    for lever, value, nbytes, seconds in found:
-        print(f"{lever:12}{value!s:>8}{nbytes / GIB:12.1f}{seconds:16.3f}")
-    return 0
+def _most(known: argparse.Namespace, most: Fitting) -> dict[str, Any]:
+    asked = f"largest {known.largest}" if known.largest else f"fewest {known.fewest}"
+    beyond = None if most.beyond is None else most.beyond.peak.total
+    found = most.estimate.answer(known.tokens or 1e9, known.price)
+    return {"asked": asked, "value": most.value, "next_peak_nbytes": beyond} | found
 
 
 def _cluster(known: argparse.Namespace) -> Cluster:
     if known.cluster is not None:
         found = Cluster.load(known.cluster)
-        ranks = known.ranks or found.ranks
-        return replace(found, ranks=ranks, ranks_per_host=min(ranks, found.ranks_per_host))
+        return found.of(known.ranks or found.ranks)
     return Cluster(device(known.device), known.ranks, min(known.ranks, 8))
 
 

@@ -62,7 +62,7 @@ def groups_for(
         )
     mesh = default_mesh() if mesh is None else mesh
     cluster = given if isinstance(given, Cluster) else Cluster.load(given)
-    here = replace(cluster, ranks=mesh.size(), ranks_per_host=min(mesh.size(), cluster.ranks_per_host))
+    here = cluster.of(mesh.size())
     reshards = options.reshard_after_forward is not False
     choice = Choice(mp_policy=options.precision, reshard_after_forward=reshards, shards=mesh.shape[-1])
     return grouped(model, sample, here, choice)

@@ -4,11 +4,12 @@ import json
 import math
 import re
 import tomllib
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from shardwright.errors import ConfigError
+from shardwright.errors import ConfigError, InputError
 from shardwright.files import parsed
 from shardwright.plan.constants import ACCURACY, Constants
 
@@ -22,9 +23,10 @@ class DeviceSpec:
     Args:
         name: what it is called.
         peak_flops: dense FLOP/s in ``dtype``.
-        memory_nbytes: bytes of its memory.
+        memory_nbytes: bytes of its memory; of a CPU those of its host, which ranks of it share.
         memory_bandwidth: bytes/s of that memory.
-        link_bandwidth: bytes/s, in one direction, of all its links to the other devices of its host.
+        link_bandwidth: bytes/s, in one direction, of all its links to the other devices of its host; 0: not
+            known.
         matmul: share of ``peak_flops`` that the best matmul was measured to reach, of any shape.
         attention: share of it that the usual fused attention reaches (see docs/plan.md).
         ring: share of ``link_bandwidth`` that the rings of a collective use.
@@ -96,8 +98,16 @@ class DeviceSpec:
     @property
     def host_network(self) -> float:
         """Bytes/s, in one direction, that are usual between a host of it and the others: network cards of 400
-        Gbit/s for each of eight devices, of 200 Gbit/s for A100."""
+        Gbit/s for each of eight devices, of 200 Gbit/s for A100. 0 of a device that isn't in the library, or
+        was measured: nothing is usual there."""
+        if self.source == "measured" or _known(self.name) is None:
+            return 0.0
         return 200e9 if "A100" in self.name.upper() else 400e9
+
+    @property
+    def is_host(self) -> bool:
+        """Whether it is a CPU, so that its memory is that of its host."""
+        return self.name.upper().startswith("CPU")
 
 
 @dataclass(frozen=True)
@@ -106,14 +116,17 @@ class Cluster:
 
     Args:
         device: one of them; ``device("H100")`` has those of the library.
-        ranks: devices in all.
+        ranks: devices in all: of one host, or of whole hosts.
         ranks_per_host: of them in one host.
         host_bandwidth: bytes/s, in one direction, between one host and the others; 0, the default, takes the
             device's ``host_network``.
         constants: what no data sheet says; others than the fitted ones where the cluster was measured.
+        host_memory_nbytes: bytes of a host's memory, which its ranks share; 0: not known.
+        budget_nbytes: bytes of each device that a step may hold; 0, the default: all but a reserve.
+        measured_hosts: how many hosts ``shardwright bench links`` measured together; 0: it didn't.
 
     Raises:
-        ConfigError: ``device`` isn't one, or a number isn't above 0.
+        ConfigError: ``device`` isn't one, a number isn't above 0, or ``ranks`` aren't whole hosts.
     """
 
     device: DeviceSpec
@@ -121,6 +134,9 @@ class Cluster:
     ranks_per_host: int = 8
     host_bandwidth: float = 0.0
     constants: Constants = field(default=Constants())
+    host_memory_nbytes: float = 0.0
+    budget_nbytes: float = 0.0
+    measured_hosts: int = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.device, DeviceSpec):
@@ -128,16 +144,74 @@ class Cluster:
                 f"Cluster.device is {self.device!r}, expected a DeviceSpec: shardwright.plan.cluster.device("
                 '"H100") is one, by its name in the library'
             )
-        object.__setattr__(self, "host_bandwidth", self.host_bandwidth or self.device.host_network)
         try:
             _check({name: getattr(self, name) for name in _CLUSTER}, _CLUSTER, "Cluster.")
         except ValueError as error:
             raise ConfigError(f"{error}; ranks are devices in all, as Cluster(device, ranks=8)") from error
+        if self.ranks > self.ranks_per_host and self.ranks % self.ranks_per_host:
+            whole = self.ranks - self.ranks % self.ranks_per_host
+            raise ConfigError(
+                f"{self.ranks} ranks aren't whole hosts of {self.ranks_per_host}: take {whole} or "
+                f"{whole + self.ranks_per_host}, or describe hosts of another size (ranks_per_host of a "
+                "Cluster, or of its file: --cluster)"
+            )
 
     @property
     def hosts(self) -> int:
         """How many hosts there are."""
         return -(-self.ranks // self.ranks_per_host)
+
+    @property
+    def ranks_on_host(self) -> int:
+        """Ranks that share a host."""
+        return min(self.ranks, self.ranks_per_host)
+
+    @property
+    def memory_nbytes(self) -> float:
+        """Bytes of memory that one rank has: its device's, or, on CPUs, its part of the host's."""
+        return self.device.memory_nbytes / (self.ranks_on_host if self.device.is_host else 1)
+
+    @property
+    def room_nbytes(self) -> float:
+        """Bytes of it that a step may hold: the budget, or all but a reserve (docs/plan.md)."""
+        return self.budget_nbytes or FULL * self.memory_nbytes
+
+    @property
+    def network(self) -> float:
+        """Bytes/s of a host to the others: as given, or what is usual for its devices; 0: not known."""
+        return self.host_bandwidth or self.device.host_network
+
+    def of(self, ranks: int) -> "Cluster":
+        """The same hosts with another number of ranks.
+
+        Args:
+            ranks: devices in all.
+
+        Returns:
+            The cluster.
+
+        Raises:
+            ConfigError: these aren't whole hosts.
+        """
+        return replace(self, ranks=ranks, ranks_per_host=min(ranks, self.ranks_per_host))
+
+    def within(self, budget_nbytes: float | None) -> "Cluster":
+        """The same with a budget.
+
+        Args:
+            budget_nbytes: bytes of each device that a step may hold; None leaves the cluster as it is.
+
+        Returns:
+            The cluster.
+
+        Raises:
+            InputError: the budget isn't positive.
+        """
+        if budget_nbytes is None:
+            return self
+        if not budget_nbytes > 0:
+            raise InputError(f"budget must be a positive number of bytes, got {budget_nbytes!r}")
+        return replace(self, budget_nbytes=budget_nbytes)
 
     def save(self, path: str | Path) -> None:
         """Write it as TOML: a device of the library by its name, any other by all of its fields.
@@ -146,15 +220,18 @@ class Cluster:
             path: of the file; what is there is replaced.
         """
         known = DEVICES.get(self.device.name) == self.device
+        unknown = [(name, 0.0) for name in (*_CLUSTER[2:], "link_bandwidth")]
         lines = [
             f"# {self.hosts} host(s) of equal devices, for shardwright plan --cluster.",
             *([f"device = {json.dumps(self.device.name)}"] if known else []),
-            *(f"{name} = {getattr(self, name)!r}  # {_UNITS[name]}" for name in _CLUSTER),
+            *_lines(self, _CLUSTER, unknown),
         ]
         if not known:
             lines += ["", "[device]", f"name = {json.dumps(self.device.name)}"]
             lines += [f"{name} = {json.dumps(getattr(self.device, name))}" for name in _WORDED]
-            lines += [f"{name} = {getattr(self.device, name)!r}  # {_UNITS[name]}" for name in _DEVICE]
+            if self.device.source == "measured":  # by a command that doesn't measure these
+                unknown += [(name, getattr(DeviceSpec, name)) for name in ("host_link", "host_memory")]
+            lines += _lines(self.device, _DEVICE, unknown)
         if self.constants != Constants():
             lines += ["", "[constants] # what each is: docs/plan.md"]
             lines += [f"{name} = {value!r}" for name, value in asdict(self.constants).items()]
@@ -191,7 +268,9 @@ class Cluster:
             known = _known(given["name"])
             for name in _WORDED.keys() & given.keys():
                 numbers[name] = _one_of(given[name], _WORDED[name], f"[device] {name}")
-            missing = [name for name in _DEVICE[:4] if name not in numbers and known is None]
+            if known is None or given.get("source") == "measured":
+                numbers.setdefault("link_bandwidth", 0.0)
+            missing = [name for name in _DEVICE[:3] if name not in numbers and known is None]
             if missing:
                 raise ValueError(
                     f"[device] {missing[0]} is missing, and {given['name']!r} isn't in the library, which "
@@ -210,7 +289,21 @@ class Cluster:
             ) from error
 
 
-_CLUSTER = ("ranks", "ranks_per_host", "host_bandwidth")
+def _lines(of: object, names: Iterable[str], left_out: Iterable[tuple[str, float]] = ()) -> list[str]:
+    """Of a file, without what isn't known."""
+    values = [(name, getattr(of, name)) for name in names]
+    return [
+        f"{name} = {value!r}  # {_UNITS[name]}" for name, value in values if (name, value) not in left_out
+    ]
+
+
+FULL = 0.867
+"""Share of a device's memory that a plan fills: what torch's caching allocator was seen to hold where more
+than that was cached, 82.4 of 95.04 GiB of one published run (TTH001). The rest is a reserve: for the driver
+and kernels' workspaces, for blocks that don't fit again, and for the error of the prediction."""
+
+_CLUSTER = ("ranks", "ranks_per_host", "host_bandwidth", "host_memory_nbytes", "budget_nbytes")
+_CLUSTER += ("measured_hosts",)
 _DEVICE = ("peak_flops", "memory_nbytes", "memory_bandwidth", "link_bandwidth", "matmul", "attention", "ring")
 _DEVICE += ("float8", "float32", "tf32", "reserved", "host_link", "host_memory")
 _WORDED = {"dtype": ("bfloat16", "float16", "float32"), "source": tuple(ACCURACY)}
@@ -218,6 +311,9 @@ _UNITS = {
     "ranks": "devices in all",
     "ranks_per_host": "of them in one host",
     "host_bandwidth": "bytes/s of a host to the others, in one direction",
+    "host_memory_nbytes": "bytes of a host, which its ranks share",
+    "budget_nbytes": "bytes of each device that a step may hold",
+    "measured_hosts": "that bench links measured together",
     "peak_flops": "FLOP/s in dtype, dense",
     "memory_nbytes": "bytes",
     "memory_bandwidth": "bytes/s",
@@ -234,7 +330,16 @@ _UNITS = {
 }
 
 
-_MAY_BE_ZERO = ("narrow", "hop_s", "launch_s", "contention", "float32", "tf32")
+_MAY_BE_ZERO = (
+    "narrow",
+    "hop_s",
+    "launch_s",
+    "contention",
+    "float32",
+    "tf32",
+    "link_bandwidth",
+    *_CLUSTER[2:],
+)
 
 
 def _one_of(value: object, known: tuple[str, ...], where: str) -> str:
@@ -254,7 +359,7 @@ def _check(given: dict[str, Any], known: tuple[str, ...], where: str) -> None:
         least = 0 if name in _MAY_BE_ZERO else math.ulp(0.0)
         if isinstance(value, bool) or not isinstance(value, int | float) or not value >= least:
             raise ValueError(f"{where}{name} is {value!r}, expected a number above 0")
-        if name.startswith("ranks") and not isinstance(value, int):
+        if name in ("ranks", "ranks_per_host", "measured_hosts") and not isinstance(value, int):
             raise ValueError(f"{where}{name} is {value!r}, expected a whole number")
 
 

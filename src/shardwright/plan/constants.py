@@ -34,7 +34,8 @@ class Constants:
 class Accuracy(NamedTuple):
     """How far predicted seconds were off where the device's numbers were obtained in the same way.
 
-    mean: the mean of relative errors. most: what nine of ten were within. why: how they were obtained.
+    mean: the mean of relative errors; not a number where none is known. most: what nine of ten were within.
+    why: what they are the errors of, or why none is known.
     """
 
     mean: float
@@ -43,10 +44,14 @@ class Accuracy(NamedTuple):
 
 
 ACCURACY = {
-    "measured": Accuracy(0.06, 0.10, "measured on this cluster"),
-    "fitted": Accuracy(0.04, 0.08, "fitted to published runs"),
-    "data sheet": Accuracy(0.17, 0.30, "from a data sheet; shardwright bench compute measures it"),
+    "measured": Accuracy(0.06, 0.10, "nine of ten steps on a machine measured in the same way"),
+    "fitted": Accuracy(0.04, 0.08, "nine of ten published runs of FSDP1 and FSDP2 on such devices"),
+    "data sheet": Accuracy(
+        0.17, 0.30, "nine of ten runs by a data sheet (shardwright bench compute measures)"
+    ),
 }
 """By a device's ``source`` (docs/plan.md, Accuracy, has the runs)."""
+PUBLISHED_RANKS, PUBLISHED_NETWORK = 512, 50e9
+"""Of the published runs the most ranks, and the least bytes/s between hosts."""
 MEMORY_ERROR = 0.05
 """What the predicted bytes were off at most, where a run states its peak."""

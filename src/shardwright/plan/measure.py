@@ -5,7 +5,6 @@ All ranks measure at the same time, since ranks of one host share memory and cor
 
 import json
 import math
-import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +24,7 @@ from shardwright.plan.prices import HOST_HOP, LAUNCH_S
 from shardwright.schedule.layout import equal_spans
 from shardwright.transport.base import Comm, Gather, Segment
 from shardwright.transport.channel import compare
+from shardwright.transport.host_memory import total_nbytes
 from shardwright.transport.mesh import comm_of, default_mesh
 from shardwright.transport.streams import wait_for_device
 
@@ -102,7 +102,7 @@ def measured_device(dtype: torch.dtype = torch.bfloat16) -> tuple[DeviceSpec, Co
         peak_flops=peak_flops,
         memory_nbytes=float(_memory_nbytes(device)),
         memory_bandwidth=bandwidth,
-        link_bandwidth=bandwidth,
+        link_bandwidth=0.0,
         matmul=1.0,
         attention=min(_attention(comm, device, dtype) / peak_flops, 1.0),
         ring=1.0,
@@ -165,27 +165,35 @@ def _optimizer_s(comm: Comm, device: torch.device) -> float:
     return _seconds(comm, optimizer.step) / param.numel()
 
 
-def measured_links(device: DeviceSpec, constants: Constants) -> Cluster:
-    """The ranks of this job, with the latency and the bandwidth of all-gathers between them, by the transport
-    that steps take; and how much computing loses beside one. Every rank of the job calls.
-
-    Of a host's ranks the link is measured among themselves, and between hosts among all.
-    Raises: InputError for a job of one rank, or whose hosts have different numbers of ranks.
-    """
-    comm, where = _meet()
-    ranks = comm.world
-    if ranks == 1:
-        raise InputError(
-            "links are between ranks, and this job has 1: start one on each device, with torchrun"
-        )
-    own = socket.gethostname()
-    hosts = compare(comm, own, "the names of hosts") or [own] * ranks
+def measured_hosts(device: DeviceSpec, constants: Constants) -> Cluster:
+    """The ranks of this job by host, and the memory of the smallest. Of the links nothing is known yet. Every
+    rank of the job calls. Raises: InputError where hosts have different numbers of ranks."""
+    comm, _ = _meet()
+    hosts = _hosts(comm)
     sizes = {hosts.count(host) for host in hosts}
     if len(sizes) > 1:
         raise InputError(f"hosts have {sorted(sizes)} ranks; a plan is for as many on each")
-    per_host = sizes.pop()
-    cluster = Cluster(device, ranks, per_host, constants=constants)
+    (memory,) = comm.host.all_reduce_words([total_nbytes()], min, "what a host has")
+    return Cluster(device, comm.world, sizes.pop(), constants=constants, host_memory_nbytes=float(memory))
+
+
+def measured_links(device: DeviceSpec, constants: Constants) -> Cluster:
+    """``measured_hosts``, with the latency and the bandwidth of all-gathers between its ranks, by the
+    transport that steps take; and how much computing loses beside one. Every rank of the job calls.
+
+    Of a host's ranks the link is measured among themselves, and between hosts among all; a job of one host
+    says nothing of what is between hosts. Raises: InputError for a job of one rank, or as ``measured_hosts``.
+    """
+    comm, where = _meet()
+    if comm.world == 1:
+        raise InputError(
+            "links are between ranks, and this job has 1: start one on each device, with torchrun"
+        )
+    found = measured_hosts(device, constants)
+    cluster = replace(found, measured_hosts=found.hosts)
+    ranks, per_host = cluster.ranks, cluster.ranks_per_host
     if per_host > 1:
+        hosts = _hosts(comm)
         inside = comm if per_host == ranks else comm_of(_groups_of(hosts), where.type)
         within, hop_s = _link(inside, hops=per_host - 1)
         cluster = replace(
@@ -274,6 +282,12 @@ def _device_of(comm: Comm) -> torch.device:
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
+def _hosts(comm: Comm) -> list[str]:
+    """The name of each rank's host."""
+    own = socket.gethostname()
+    return compare(comm, own, "the names of hosts") or [own] * comm.world
+
+
 def _groups_of(hosts: Sequence[str]) -> dist.ProcessGroup:
     """This rank's host's ranks. Every rank makes the groups of all hosts."""
     mine, _ = dist.new_subgroups_by_enumeration(
@@ -292,5 +306,5 @@ def _name(device: torch.device) -> str:
 
 def _memory_nbytes(device: torch.device) -> int:
     if device.type == "cpu":
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return total_nbytes()
     return torch.accelerator.get_memory_info(device)[1]

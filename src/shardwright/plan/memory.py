@@ -10,7 +10,7 @@ from math import prod
 from typing import NamedTuple
 
 from shardwright.observe.memory.report import Category
-from shardwright.plan.cluster import DeviceSpec
+from shardwright.plan.cluster import FULL, DeviceSpec
 from shardwright.plan.presets import Preset
 from shardwright.plan.workload import GroupSize, Stretch, Workload
 from shardwright.policy import DEFAULT_OFFLOAD, CPUOffloadPolicy, OffloadPolicy
@@ -103,9 +103,6 @@ def decoded_while_read(workload: Workload, event: Event) -> int:
     return workload.groups[event.group].per_use * workload.itemsize
 
 
-_FULL = 0.867
-"""Share of a device's memory that the caching allocator was seen to hold where more than that was cached:
-82.4 of 95.04 GiB, of one published run (TTH001)."""
 CONTEXT_NBYTES = 2**30
 """Of the device's driver and of kernels, which no tensor has."""
 
@@ -116,11 +113,12 @@ def reserved(active: float, device: DeviceSpec) -> float:
     It keeps freed blocks of sizes that don't fit again, until there is no more memory. An estimate of what
     was seen in few runs (docs/plan.md).
     """
-    return max(active, min(active * device.reserved, _FULL * device.memory_nbytes))
+    return max(active, min(active * device.reserved, FULL * device.memory_nbytes))
 
 
 def fits(active: float, device: DeviceSpec) -> bool:
-    """Whether a peak of ``active`` bytes has a place on the device."""
+    """Whether a peak of ``active`` bytes has a place on the device at all, without a reserve: nine published
+    runs, predicted to hold 87 to 92% of it, ran."""
     return active + CONTEXT_NBYTES <= device.memory_nbytes
 
 

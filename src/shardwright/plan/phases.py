@@ -75,14 +75,20 @@ def _evaluation(schedule: Schedule, workload: Workload) -> dict[Category, int]:
     return most
 
 
-def in_table(phases: dict[str, PhaseBytes]) -> str:
-    """GiB of each phase and category, as text. A category that no phase has is left out."""
+def in_table(phases: dict[str, PhaseBytes], ranks: int) -> str:
+    """GiB of each phase and category, as text; of a host with its ``ranks``. A category that no phase has is
+    left out."""
     totals = Counter[Category]()
     for phase in phases.values():
         totals.update(phase.nbytes)
     categories = [category for category in Category if totals[category]]
     rows = [["GiB", "device", *categories, "host", "disk"]]
     for name, phase in phases.items():
-        sizes = [phase.total, *(phase.nbytes.get(each, 0) for each in categories), phase.host, phase.disk]
+        sizes = [
+            phase.total,
+            *(phase.nbytes.get(each, 0) for each in categories),
+            phase.host * ranks,
+            phase.disk,
+        ]
         rows.append([name, *(f"{nbytes / GIB:.1f}" if nbytes else "" for nbytes in sizes)])
     return "\n".join(in_columns(rows, ">"))

@@ -1,5 +1,6 @@
 """``estimate``: a model on the meta device, a sample batch and a cluster in; seconds and bytes out."""
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,12 +13,20 @@ from shardwright.errors import ConfigError, InputError
 from shardwright.grouped import Groups
 from shardwright.observe.steps.drawing import Drawing
 from shardwright.params.quantized.module import encodings
-from shardwright.plan.cluster import GIB, Cluster
-from shardwright.plan.constants import ACCURACY, MEMORY_ERROR, Accuracy, Constants
+from shardwright.plan.answer import in_words
+from shardwright.plan.cluster import FULL, Cluster
+from shardwright.plan.constants import (
+    ACCURACY,
+    MEMORY_ERROR,
+    PUBLISHED_NETWORK,
+    PUBLISHED_RANKS,
+    Accuracy,
+    Constants,
+)
 from shardwright.plan.events import TracedGroup
 from shardwright.plan.groups import traced_groups
 from shardwright.plan.levers import coded, first_blocks, kept_groups, recomputed, recomputes
-from shardwright.plan.memory import AtRest, HeldBytes, Sharding, fits, memory, peak, reserved
+from shardwright.plan.memory import AtRest, HeldBytes, Sharding, memory, peak, reserved
 from shardwright.plan.phases import PhaseBytes, in_table, phases_of
 from shardwright.plan.picture import drawing_of, named
 from shardwright.plan.presets import preset, schedule
@@ -27,12 +36,12 @@ from shardwright.plan.trace import trace
 from shardwright.plan.transformer import Architecture, Microbatch, Recompute
 from shardwright.plan.transformer import workload as workload_of_numbers
 from shardwright.plan.workload import OpKind, Workload
-from shardwright.planned import BASES
+from shardwright.planned import BASES, OFFLOADS
 from shardwright.policy import DEFAULT_OFFLOAD, MixedPrecisionPolicy, OffloadPolicy, SchedulePolicy
 from shardwright.schedule.schedule import Phase, Schedule
 
+_SAID = ("runtime", "microbatches", "reshard_after_forward", "keep", "recompute", "base")
 _BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-_TABLE = "{:22} {}"
 
 
 @dataclass(frozen=True)
@@ -125,9 +134,19 @@ class Estimate:
         return peak(self.held)
 
     @property
+    def over_nbytes(self) -> float:
+        """Bytes by which a rank holds more than it may, on its device and, where that memory is known, as its
+        part of the host; 0: it fits."""
+        cluster, need = self.cluster, self.peak.total + self.host_nbytes * self.cluster.device.is_host
+        over = max(need - cluster.room_nbytes, 0.0)
+        if cluster.host_memory_nbytes and not cluster.device.is_host:
+            over += max(self.host_nbytes - FULL * cluster.host_memory_nbytes / cluster.ranks_on_host, 0.0)
+        return over
+
+    @property
     def fits(self) -> bool:
-        """Whether the bytes at the peak fit on the device."""
-        return fits(self.peak.total, self.cluster.device)
+        """Whether each rank holds no more than it may (``Cluster.room_nbytes``), and each host."""
+        return not self.over_nbytes
 
     @property
     def phases(self) -> dict[str, PhaseBytes]:
@@ -139,12 +158,12 @@ class Estimate:
         return phases_of(self.schedule, self.workload, self.kept, self.peak, shards)
 
     def by_phase(self) -> str:
-        """``phases`` as a table.
+        """``phases`` as a table; of the host with all of its ranks.
 
         Returns:
             Lines of text, in GiB.
         """
-        return in_table(self.phases)
+        return in_table(self.phases, self.cluster.ranks_on_host)
 
     @property
     def reserved_nbytes(self) -> int:
@@ -190,12 +209,30 @@ class Estimate:
     @property
     def accuracy(self) -> Accuracy:
         """How far seconds were off where a device's numbers were obtained as this one's were. In another
-        dtype than that in which they were measured or fitted, they are those of a data sheet.
+        dtype than that in which they were measured or fitted, they are those of a data sheet. NaN for what no
+        measured run shows, as offload.
         """
         device = self.cluster.device
         dtype = next(iter(self._flops_by_dtype), device.dtype)
         known = dtype == device.dtype or {dtype, device.dtype} <= {"bfloat16", "float16"}
-        return ACCURACY[device.source if known else "data sheet"]
+        found = ACCURACY[device.source if known else "data sheet"]
+        unseen = self._unseen(found is ACCURACY["measured"])
+        return found if unseen is None else Accuracy(math.nan, math.nan, unseen)
+
+    def _unseen(self, measured: bool) -> str | None:
+        """What no run shows that a prediction was compared with."""
+        cluster = self.cluster
+        if self.choice.offload != DEFAULT_OFFLOAD:
+            return "no run with states or parameters on the host was compared with its prediction"
+        if any(group.coded[0] for group in self.workload.groups):
+            return "no run with quantised weights was compared with its prediction"
+        if cluster.hosts > 1 and measured and cluster.measured_hosts < 2:
+            return "what is between hosts is as the cluster's file says, and was not measured"
+        if not measured and cluster.ranks > PUBLISHED_RANKS:
+            return f"no published run has more than {PUBLISHED_RANKS} devices"
+        if not measured and cluster.hosts > 1 and cluster.network < PUBLISHED_NETWORK:
+            return f"published runs have {PUBLISHED_NETWORK / 1e9:g} GB/s or more between hosts"
+        return None
 
     def cost_per_billion_tokens(self, price_per_hour: float) -> float:
         """The cost of a billion tokens.
@@ -215,67 +252,83 @@ class Estimate:
             A drawing; ``drawing().save("step.html")`` writes it.
         """
         title = (
-            f"A step on {self.cluster.ranks} x {self.cluster.device.name}: {self.step_s:.3f} s, as planned"
+            f"A step of {self.workload.name} on {self.cluster.ranks} x {self.cluster.device.name}: "
+            f"{self.step_s:.3f} s, as planned"
         )
         names = [group.name for group in self.workload.groups]
-        capacity = int(self.cluster.device.memory_nbytes)
+        capacity = int(self.cluster.memory_nbytes)
         return drawing_of(title, self.timeline.intervals, self.held, names, capacity)
-
-    def _network(self) -> str:
-        gbytes, usual = self.cluster.host_bandwidth / 1e9, self.cluster.device.host_network / 1e9
-        assumed = f" (usual for {self.cluster.device.name}, and assumed where a cluster's file says nothing)"
-        return f"{gbytes:,.4g} GB/s from a host, in one direction{assumed if gbytes == usual else ''}"
-
-    def _fits_in_words(self) -> str:
-        near = [fits(self.peak.total * share, self.cluster.device) for share in (1.0, 1.0 + MEMORY_ERROR)]
-        return "yes" if all(near) else "barely" if any(near) else "NO"
 
     def __str__(self) -> str:
         return self.table()
 
-    def table(self, price_per_hour: float | None = None) -> str:
-        """What ``print`` shows.
+    def table(self, price_per_hour: float | None = None, tokens: float = 1e9) -> str:
+        """What ``print`` shows: ``answer`` in words.
 
         Args:
-            price_per_hour: of one device; adds the cost of a billion tokens.
+            price_per_hour: of one device; adds what ``tokens`` cost.
+            tokens: to be trained on.
 
         Returns:
             Lines of text.
         """
-        device, held = self.cluster.device, self.peak
-        by_category = ", ".join(
-            f"{category} {nbytes / GIB:.1f}"
-            for category, nbytes in sorted(held.nbytes.items(), key=lambda item: -item[1])
-            if nbytes >= 0.05 * GIB
-        )
-        total, phases = self.tokens_per_s, {name: each.total for name, each in self.phases.items()}
-        if self.host_nbytes:
-            phases["on the host"] = self.host_nbytes
-        exposed = float(self.timeline.exposed_s) / self.step_s
-        peaks, accuracy = ", ".join(self._flops_by_dtype), self.accuracy
-        off = f"(+- {accuracy.most:.0%})"
-        because = f"(+- {accuracy.most:.0%}, in the mean {accuracy.mean:.0%}: {accuracy.why})"
-        moment = named(held.at, self.schedule.names)
-        rows = [
-            ("cluster", f"{self.cluster.ranks} x {device.name}, {self.choice.runtime}"),
-            *([("between hosts", self._network())] if self.cluster.hosts > 1 else []),
-            ("fits", f"{self._fits_in_words()}: {held.total / GIB:.1f} (+- {MEMORY_ERROR:.0%}) of "
-             f"{device.memory_nbytes / GIB:.1f} GiB, {moment} ({by_category})"),
-            ("GiB at most", ", ".join(f"{name} {nbytes / GIB:.1f}" for name, nbytes in phases.items())),
-            ("reserved", f"up to {self.reserved_nbytes / GIB:.1f} GiB by torch's caching allocator"),
-            ("a checkpoint", f"{self.phases['save'].disk / GIB:.1f} GiB of files, of all ranks together"),
-            ("step", f"{self.step_s:.3f} s {because}"),
-            ("tokens/s", f"{total:,.0f}, {total / self.cluster.ranks:,.0f} per device {off}"),
-            ("MFU", f"{self.mfu:.1%} {off} of the peak in {peaks} (3 x forward's matmuls and attention, half "
-             "where causal)"),
-            ("without compute", f"{exposed:.1%} of the step (communication and the host)"),
-        ]  # fmt: skip
-        if price_per_hour is not None:
-            cost = self.cost_per_billion_tokens(price_per_hour)
-            rows.append(
-                ("a billion tokens", f"{cost:,.2f} {off}, at {price_per_hour:g} for a device and hour")
-            )
-        return "\n".join(_TABLE.format(*row) for row in rows)
+        return in_words(self.answer(tokens, price_per_hour))
+
+    def answer(self, tokens: float = 1e9, price_per_hour: float | None = None) -> dict[str, Any]:
+        """Whether it fits, how it is trained, how fast, and for how long and how much.
+
+        Args:
+            tokens: to be trained on.
+            price_per_hour: of one device.
+
+        Returns:
+            The answer as data, which ``json.dumps`` takes. Bytes are of one device, ``host_nbytes`` of a host
+            with all of its ranks, ``checkpoint_nbytes`` of all ranks. ``error`` is None where no measured run
+            stands behind the seconds.
+        """
+        cluster, choice, held, accuracy = self.cluster, self.choice, self.peak, self.accuracy
+        known, hours = accuracy.most == accuracy.most, tokens / self.tokens_per_s / 3600
+        device_hours = hours * cluster.ranks
+        return {name: getattr(choice, name) for name in _SAID} | {
+            "model": self.workload.name,
+            "parameters": self.workload.numel,
+            "device": cluster.device.name,
+            "ranks": cluster.ranks,
+            "hosts": cluster.hosts,
+            "network_bytes_per_s": cluster.network if cluster.hosts > 1 else None,
+            "network_assumed": cluster.hosts > 1 and not cluster.host_bandwidth,
+            "groups": len(self.workload.groups),
+            "shards": choice.shards or cluster.ranks,
+            "microbatch_tokens": self.tokens,
+            "offload": next((name for name, policy in OFFLOADS.items() if policy == choice.offload), "some"),
+            "fits": self.fits,
+            "peak_nbytes": held.total,
+            "memory_error": MEMORY_ERROR,
+            "peak_at": named(held.at, self.schedule.names),
+            "peak_by_category": {str(category): nbytes for category, nbytes in held.nbytes.items()},
+            "room_nbytes": cluster.room_nbytes,
+            "memory_nbytes": cluster.memory_nbytes,
+            "has_budget": bool(cluster.budget_nbytes),
+            "over_nbytes": self.over_nbytes,
+            "reserved_nbytes": self.reserved_nbytes,
+            "host_nbytes": self.host_nbytes * cluster.ranks_on_host,
+            "host_room_nbytes": FULL * cluster.host_memory_nbytes or None,
+            "checkpoint_nbytes": self.phases["save"].disk,
+            "phases": {name: each.total for name, each in self.phases.items()},
+            "step_s": self.step_s,
+            "tokens_per_s": self.tokens_per_s,
+            "error": accuracy.most if known else None,
+            "error_mean": accuracy.mean if known else None,
+            "error_why": accuracy.why,
+            "mfu": self.mfu,
+            "dtypes": ", ".join(self._flops_by_dtype),
+            "exposed": float(self.timeline.exposed_s) / self.step_s,
+            "tokens": tokens,
+            "days": hours / 24,
+            "device_hours": device_hours,
+            "price_per_hour": price_per_hour,
+            "cost": None if price_per_hour is None else device_hours * price_per_hour,
+        }
 
 
 def estimate(
@@ -346,7 +399,7 @@ def workload_of(
             'data; pass the model as it was before quantize_, and Choice(base="nf4")'
         )
     found = trace(model, args, named, groups, choice.mp_policy.param_dtype, loss)
-    return replace(found, tokens=_tokens([*args, *named.values()]))
+    return replace(found, tokens=_tokens([*args, *named.values()]), name=type(model).__name__)
 
 
 def price(

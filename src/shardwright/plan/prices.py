@@ -3,10 +3,12 @@
 A constant may be an array, one element for each variant: then so is every price made with it.
 """
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from shardwright.errors import ConfigError
 from shardwright.plan.cluster import Cluster
 from shardwright.plan.constants import Constants
 from shardwright.plan.presets import Preset
@@ -20,6 +22,13 @@ HOST_HOP = 4.0
 """Latency of a hop between hosts, in hops inside of one (NCCL's own figures: 14 us and 3.4 us)."""
 LAUNCH_S = 20e-6
 """Seconds of a collective that moves nothing between two ranks."""
+
+
+_UNKNOWN = (
+    "what links carry {} isn't known, and was not measured: write {} (bytes/s, in one direction) into the "
+    "cluster's file, or measure it: torchrun --nproc-per-node {} -m shardwright bench links --out "
+    "cluster.toml{}"
+)
 
 
 class CollectiveCost(NamedTuple):
@@ -113,10 +122,10 @@ class Prices:
     @cached_property
     def gathering(self) -> CollectiveCost:
         """Of all-gathers and reduce-scatters."""
-        hosts = -(-self.shards // self.cluster.ranks_per_host)
-        within = self.cluster.device.link_bandwidth * self.cluster.device.ring
-        between = self.cluster.host_bandwidth * self.constants.wire
-        return self._ring(self.shards, hosts, within if hosts == 1 else 1 / (1 / within + 1 / between), 1)
+        hosts, bandwidth = -(-self.shards // self.cluster.ranks_per_host), self._inside
+        if hosts > 1:
+            bandwidth = 1 / (1 / bandwidth + 1 / self._between)
+        return self._ring(self.shards, hosts, bandwidth, 1)
 
     @cached_property
     def gathering_kept(self) -> CollectiveCost:
@@ -125,11 +134,29 @@ class Prices:
 
     @cached_property
     def copying(self) -> CollectiveCost:
-        """Of all-reduces over copies of shards, each of which is on another host."""
-        copies = self.cluster.ranks // self.shards
-        rings = min(self.shards, self.cluster.ranks_per_host)
-        bandwidth = self.cluster.host_bandwidth * self.constants.wire / rings
-        return self._ring(copies, copies, bandwidth, 2)
+        """Of all-reduces over copies of shards, each of which is on another host, where there are several."""
+        copies, cluster = self.cluster.ranks // self.shards, self.cluster
+        if cluster.hosts == 1:
+            return self._ring(copies, 1, self._inside, 2)
+        return self._ring(copies, copies, self._between / min(self.shards, cluster.ranks_per_host), 2)
+
+    @property
+    def _inside(self) -> float:
+        """Bytes/s of rings inside a host. Raises: ConfigError where that isn't known."""
+        device, ranks = self.cluster.device, self.cluster.ranks_on_host
+        if ranks > 1 and not device.link_bandwidth:
+            raise ConfigError(_UNKNOWN.format("inside a host", "[device] link_bandwidth", ranks, ""))
+        return device.link_bandwidth * device.ring or math.inf
+
+    @property
+    def _between(self) -> Seconds:
+        """Bytes/s of a collective from a host to the others. Raises: ConfigError where that isn't known."""
+        if not self.cluster.network:
+            on = ", on two hosts or more"
+            raise ConfigError(
+                _UNKNOWN.format("between hosts", "host_bandwidth", self.cluster.ranks_on_host, on)
+            )
+        return self.cluster.network * self.constants.wire
 
     def _ring(self, ranks: int, hosts: int, bandwidth: Seconds, turns: int) -> CollectiveCost:
         if ranks == 1:

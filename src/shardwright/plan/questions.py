@@ -4,7 +4,6 @@ By bisection over ``price``: of what is asked for, more takes more.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from shardwright.errors import InputError
@@ -43,7 +42,7 @@ def largest_batch(
         subject: the model and a sample; see ``of_model``.
         cluster: the devices.
         choice: how it is trained; None: the defaults of ``Choice``.
-        budget: bytes of each device that may be used; None: all of them.
+        budget: bytes of each device that may be used; None: all but a reserve (``Cluster.room_nbytes``).
 
     Returns:
         The number of rows, its estimate, and that of one row more.
@@ -54,9 +53,10 @@ def largest_batch(
     """
 
     def at(rows: int) -> Estimate:
-        return price(subject.at(rows, subject.sequence), cluster, choice or Choice())
+        return price(subject.at(rows, subject.sequence), within, choice or Choice())
 
-    return _most(at, budget, cluster, 1, "rows of a microbatch")
+    within = cluster.within(budget)
+    return _most(at, within, 1, "rows of a microbatch")
 
 
 def longest_sequence(
@@ -73,7 +73,7 @@ def longest_sequence(
         subject: the model and a sample of shape [rows, tokens]; see ``of_model``.
         cluster: the devices.
         choice: how it is trained; None: the defaults of ``Choice``.
-        budget: bytes of each device that may be used; None: all of them.
+        budget: bytes of each device that may be used; None: all but a reserve (``Cluster.room_nbytes``).
         multiple: the number of tokens is a multiple of this.
 
     Returns:
@@ -90,9 +90,10 @@ def longest_sequence(
         )
 
     def at(tokens: int) -> Estimate:
-        return price(subject.at(subject.rows, tokens), cluster, choice or Choice())
+        return price(subject.at(subject.rows, tokens), within, choice or Choice())
 
-    return _most(at, budget, cluster, multiple, "tokens of a row")
+    within = cluster.within(budget)
+    return _most(at, within, multiple, "tokens of a row")
 
 
 def fewest_ranks(
@@ -104,7 +105,7 @@ def fewest_ranks(
         subject: the model and a sample; see ``of_model``.
         cluster: the kind of device and host; its number of ranks is ignored.
         choice: how it is trained; None: the defaults of ``Choice``.
-        budget: bytes of each device that may be used; None: all of them.
+        budget: bytes of each device that may be used; None: all but a reserve (``Cluster.room_nbytes``).
 
     Returns:
         The number of devices, its estimate, and that of the next fewer.
@@ -113,14 +114,13 @@ def fewest_ranks(
         InputError: no number of devices is enough, or the ranks can't be divided as asked.
         ConfigError: the runtime isn't known.
     """
-    host = cluster.ranks_per_host
+    host, within = cluster.ranks_per_host, cluster.within(budget)
 
     def at(place: int) -> Estimate:
         ranks = place if place <= host else (place - host + 1) * host
-        some = replace(cluster, ranks=ranks, ranks_per_host=min(ranks, host))
-        return price(subject.workload, some, choice or Choice())
+        return price(subject.workload, within.of(ranks), choice or Choice())
 
-    place, seen = _first(at, lambda found: _fits(found, budget), _MOST // host)
+    place, seen = _first(at, lambda found: found.fits, _MOST // host)
     if place is None:
         last = max(seen)
         raise InputError(
@@ -140,8 +140,8 @@ def savings(subject: Subject, cluster: Cluster, choice: Choice | None = None) ->
         choice: how it is trained; None: the defaults of ``Choice``.
 
     Returns:
-        For each setting the value that holds least, with bytes and seconds; the one that frees most comes
-            first.
+        For each setting that frees any the value that holds least, with bytes and seconds; the one that frees
+            most comes first.
 
     Raises:
         InputError: the ranks can't be divided as asked.
@@ -157,14 +157,12 @@ def savings(subject: Subject, cluster: Cluster, choice: Choice | None = None) ->
             best = min(tried, key=lambda one: (one.nbytes, one.step_s))
             value = getattr(best.candidate, lever)
             found.append(Saving(lever, value, base.nbytes - best.nbytes, best.step_s - base.step_s))
-    return sorted(found, key=lambda saving: -saving.nbytes)
+    return sorted((each for each in found if each.nbytes > 0), key=lambda saving: -saving.nbytes)
 
 
-def _most(
-    at: Callable[[int], Estimate], budget: float | None, cluster: Cluster, unit: int, what: str
-) -> Fitting:
+def _most(at: Callable[[int], Estimate], cluster: Cluster, unit: int, what: str) -> Fitting:
     """The last multiple of ``unit`` that fits. Raises: InputError."""
-    place, seen = _first(lambda n: at(n * unit), lambda found: not _fits(found, budget), _MOST // unit)
+    place, seen = _first(lambda n: at(n * unit), lambda found: not found.fits, _MOST // unit)
     if place == 1:
         raise InputError(
             f"{what}: {unit} is too much already, {_short(seen[1])} on each of {cluster.ranks} x "
@@ -193,9 +191,5 @@ def _first(
     return high, seen
 
 
-def _fits(found: Estimate, budget: float | None) -> bool:
-    return found.fits if budget is None else found.peak.total <= budget
-
-
 def _short(found: Estimate) -> str:
-    return f"{found.peak.total / GIB:.1f} GiB"
+    return f"{found.peak.total / GIB:.1f} of {found.cluster.room_nbytes / GIB:.1f} GiB"

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import math
 import os
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
@@ -55,12 +56,11 @@ def _changes_that_fit(case: Exhausted) -> list[str]:
     has_stepped = measured[Category.STATES] > shards
     more = measured[Category.OTHER] + (measured[Category.STATES] - planned) * has_stepped
     room = case.capacity_nbytes - more
-    is_host = space.cluster.device.name == "cpu"  # nothing is offloaded from there
     changes = [
         plain._replace(**{lever: value})
         for lever, values in space.values.items()
         for value in values
-        if value != getattr(plain, lever) and (lever != "offload" or not is_host)
+        if value != getattr(plain, lever)
     ]
     both: list[Candidate] = []
     found = _fastest(_fitting(space, changes, base, room), base)
@@ -179,8 +179,9 @@ def _space(case: Exhausted) -> tuple[Space, Candidate]:
         policy=runtime.policy,
     )
     ranks = world * first.axis.num_copies
-    here = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
-    cluster = Cluster(_device(first.axis.device, case.capacity_nbytes), ranks, here)
+    here = math.gcd(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
+    spec = _device(first.axis.device, case.capacity_nbytes)
+    cluster = Cluster(spec, ranks, here, spec.host_network or 4e11)
     twin = twin_of(case.model)
     space = space_of(of_model(twin, _sample(twin, case.inputs), choice, any_loss), cluster, choice)
     count = space.values["groups"][0]

@@ -254,7 +254,10 @@ def _cluster(cells: _Cells, ranks: int) -> Cluster:
         raise cells.refusal("gpu", f"a device of the library: {error}") from error
     if cells.text("gpu_mem_gb"):
         spec = replace(spec, memory_nbytes=cells.number("gpu_mem_gb") * GIB)
-    cluster = Cluster(spec, ranks, min(ranks, cells.whole("gpus_per_node", 8)))
+    host = min(ranks, cells.whole("gpus_per_node", 8))
+    if ranks % host:
+        raise cells.refusal("n_gpus", f"a multiple of the {host} of a host")
+    cluster = Cluster(spec, ranks, host)
     if cells.text("internode_gbps_per_node"):
         return replace(cluster, host_bandwidth=cells.number("internode_gbps_per_node") * 1e9 / 8)
     return cluster

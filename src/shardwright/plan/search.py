@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardwright.columns import in_columns
-from shardwright.errors import InputError
+from shardwright.plan.answer import in_words
 from shardwright.plan.cluster import GIB, Cluster
+from shardwright.plan.constants import MEMORY_ERROR
 from shardwright.plan.levers import first_blocks, kept_groups, merged, neighbours, recomputes
-from shardwright.plan.memory import CONTEXT_NBYTES
 from shardwright.plan.predict import Choice, Estimate, a_cluster, price
 from shardwright.plan.presets import preset
 from shardwright.plan.subject import Subject, of_model
@@ -58,11 +57,12 @@ class Candidate(NamedTuple):
 
 
 class Tried(NamedTuple):
-    """A candidate, and what it takes and holds."""
+    """A candidate, what it takes and holds, and by how many bytes that is more than there is."""
 
     candidate: Candidate
     step_s: float
     nbytes: int
+    over_nbytes: float = 0.0
 
     def beats(self, other: "Tried") -> bool:
         """It takes no longer and holds no more, and one of both is less."""
@@ -77,14 +77,13 @@ class Tried(NamedTuple):
 class FoundPlan(Plan):
     """A ``Plan``, and how it was found.
 
-    ``print`` shows the candidates that no other one beats in both time and memory, and why each other one
-    lost. ``fully_shard(model, plan=...)`` applies it, and ``save`` writes the file for that.
+    ``print`` shows the answer, and the candidates that hold less than the plan. ``fully_shard(model,
+    plan=...)`` applies it, and ``save`` writes the file for that.
 
     Attributes:
         estimate: of the fastest candidate that fits (if none fits, of the one that holds least), or of one
             that takes at most a hundredth longer and holds less.
         candidate: the value of each setting that the search varies.
-        budget_nbytes: the limit of the search, in bytes of a device.
         tried: every candidate that was simulated, with its seconds and bytes.
 
     Raises:
@@ -93,8 +92,12 @@ class FoundPlan(Plan):
 
     estimate: Estimate = field(kw_only=True)
     candidate: Candidate = field(kw_only=True)
-    budget_nbytes: float = field(kw_only=True)
     tried: tuple[Tried, ...] = field(kw_only=True)
+
+    @property
+    def budget_nbytes(self) -> float:
+        """The limit of the search, in bytes of a device."""
+        return self.estimate.cluster.room_nbytes
 
     @property
     def choice(self) -> Choice:
@@ -117,31 +120,39 @@ class FoundPlan(Plan):
         return {one.candidate: self._why(one, best) for one in self.tried if one is not best}
 
     def _why(self, one: Tried, best: Tried) -> str:
-        over = one.nbytes - self.budget_nbytes
-        if over > 0:
-            return f"holds {over / GIB:.1f} GiB more than there is"
+        if one.over_nbytes:
+            return f"holds {one.over_nbytes / GIB:.1f} GiB more than there is"
         less = (best.nbytes - one.nbytes) / GIB
         if one.step_s < best.step_s:
             return f"takes {1 - one.step_s / best.step_s:.1%} less, but holds {-less:.1f} GiB more"
         gain = f", and holds {less:.1f} GiB less" if less > 0 else ""
         return f"takes {one.step_s / best.step_s - 1:.1%} longer{gain}"
 
+    def answer(self, tokens: float = 1e9, price_per_hour: float | None = None) -> dict[str, Any]:
+        """As ``Estimate.answer``, with ``ways``: the plan, and the slower candidates of the front, of which
+        each holds so much less than the one before it that the prediction's error doesn't hide it.
+
+        Args:
+            tokens: to be trained on.
+            price_per_hour: of one device.
+
+        Returns:
+            The answer as data, which ``json.dumps`` takes.
+        """
+        ways, of_step = list[dict[str, Any]](), self.estimate.tokens_per_s * self.step_s
+        most = self.peak_nbytes if self.estimate.fits else 0.0
+        for one in self.front:
+            if one.nbytes <= most and not one.over_nbytes:
+                most = one.nbytes * (1 - MEMORY_ERROR)
+                held = {"peak_nbytes": one.nbytes, "step_s": one.step_s, "tokens_per_s": of_step / one.step_s}
+                ways.append(one.candidate._asdict() | held)
+        over = [one.over_nbytes for one in self.tried if one.over_nbytes]
+        tried = {"tried": len(self.tried), "too_large": len(over)}
+        found = {"ways": ways, **tried, "nearest_over_nbytes": min(over, default=None)}
+        return self.estimate.answer(tokens, price_per_hour) | found
+
     def __str__(self) -> str:
-        lost = self.lost()
-        names = [*Candidate._fields, "seconds", "GiB", ""]
-        rows = [
-            [
-                *map(str, one.candidate),
-                f"{one.step_s:.3f}",
-                f"{one.nbytes / GIB:.1f}",
-                lost.get(one.candidate, "<-"),
-            ]
-            for one in self.front
-        ]
-        return (
-            f"{self.estimate}\n\n{len(self.tried)} candidates tried; those that no other beats:\n"
-            + "\n".join(in_columns([names, *rows], ">"))
-        )
+        return in_words(self.answer())
 
 
 @dataclass
@@ -173,7 +184,7 @@ class Space:
             "kept": _SHARES,
             "ahead": _AHEAD,
             "split": tuple(self.workloads),
-            "offload": tuple(OFFLOADS),
+            "offload": tuple(OFFLOADS)[: 1 if self.cluster.device.is_host else None],
             "base": BASES if may_be_coded else (self.choice.base,),
         }
 
@@ -209,7 +220,7 @@ class Space:
                 base=candidate.base,
             )
             found = price(work, self.cluster, choice)
-            self.seen[candidate] = Tried(candidate, found.step_s, found.peak.total), found
+            self.seen[candidate] = Tried(candidate, found.step_s, found.peak.total, found.over_nbytes), found
         return self.seen[candidate][0]
 
 
@@ -235,7 +246,7 @@ def search(
         sample: as ``estimate``.
         cluster: as ``estimate``.
         choice: everything that the search doesn't vary; None: the defaults of ``Choice``.
-        budget: bytes of each device that may be used; None: all of them.
+        budget: bytes of each device that may be used; None: all but a reserve (``Cluster.room_nbytes``).
         loss: as ``estimate``.
 
     Returns:
@@ -265,11 +276,8 @@ def search(
 
 def fastest(subject: Subject, cluster: Cluster, choice: Choice, budget: float | None = None) -> FoundPlan:
     """``search`` of what was traced, or of a row of numbers. Raises: InputError."""
-    most = cluster.device.memory_nbytes - CONTEXT_NBYTES if budget is None else budget
-    if not most > 0:
-        raise InputError(f"search: budget must be a positive number of bytes, got {budget!r}")
-    space = space_of(subject, cluster, choice)
-    best = thriftiest(space, greedy(space, most), most)
+    space = space_of(subject, cluster.within(budget), choice)
+    best = thriftiest(space, greedy(space))
     _, parts = space.prepare(best.candidate)
     listed = [tuple(name for group in part for name in subject.modules[group]) for part in parts]
     found = space.seen[best.candidate][1]
@@ -280,7 +288,6 @@ def fastest(subject: Subject, cluster: Cluster, choice: Choice, budget: float | 
         **{each.name: getattr(plan, each.name) for each in fields(Plan)},
         estimate=found,
         candidate=best.candidate,
-        budget_nbytes=most,
         tried=tuple(tried for tried, _ in space.seen.values()),
     )
 
@@ -293,12 +300,11 @@ def grouped(model: nn.Module, sample: Any, cluster: Cluster, choice: Choice) -> 
     """
     subject = of_model(model, sample, choice, any_loss)
     space = Space(cluster, choice, {1: subject.workload})
-    most = cluster.device.memory_nbytes - CONTEXT_NBYTES
     plain = Candidate(*(each[0] for each in space.values.values()))
     reshards = choice.reshard_after_forward
     plain = plain._replace(shards=choice.shards or cluster.ranks, reshards=reshards, kept=choice.keep)
     tried = [space.price(plain._replace(groups=count)) for count in space.values["groups"]]
-    best = thriftiest(space, min(tried, key=lambda one: _rank(one, most)), most)
+    best = thriftiest(space, min(tried, key=_rank))
     _, parts = space.prepare(best.candidate)
     names = [[name for group in part for name in subject.modules[group]] for part in parts]
     return [listed for listed in names if listed not in ([], [""])]
@@ -346,33 +352,33 @@ def planned(found: Estimate, listed: Sequence[tuple[str, ...]]) -> Plan:
     )
 
 
-def greedy(space: Space, budget: float) -> Tried:
+def greedy(space: Space) -> Tried:
     """The best that changes of one lever at a time lead to, from two starts."""
     values = space.values
     plain = Candidate(*(each[0] for each in values.values()))
     least = plain._replace(recomputed=values["recomputed"][-1], split=values["split"][-1])
     starts = [plain, least]
-    if space.price(least).nbytes > budget:
+    if space.price(least).over_nbytes:
         starts.append(least._replace(offload=values["offload"][-1]))
-    if space.price(starts[-1]).nbytes > budget:
+    if space.price(starts[-1]).over_nbytes:
         starts.append(starts[-1]._replace(base=values["base"][-1]))
-    return min((_climb(space, start, budget) for start in starts), key=lambda one: _rank(one, budget))
+    return min((_climb(space, start) for start in starts), key=_rank)
 
 
-def thriftiest(space: Space, best: Tried, budget: float) -> Tried:
+def thriftiest(space: Space, best: Tried) -> Tried:
     """Of what was tried and takes hardly longer than the best, that which holds least: a hundredth is far
     less than the error of a prediction. What is offloaded or quantised stays as the best has it."""
     near = [
         one
         for one, _ in space.seen.values()
-        if one.nbytes <= max(budget, best.nbytes)
+        if one.over_nbytes <= best.over_nbytes
         and one.step_s <= best.step_s * (1 + _NEAR)
         and one.candidate[-2:] == best.candidate[-2:]
     ]
     return min(near, key=lambda one: (one.nbytes, one.step_s))
 
 
-def _climb(space: Space, start: Candidate, budget: float) -> Tried:
+def _climb(space: Space, start: Candidate) -> Tried:
     best = space.price(start)
     while True:
         changes = [
@@ -381,12 +387,12 @@ def _climb(space: Space, start: Candidate, budget: float) -> Tried:
             for value in values
             if value != getattr(best.candidate, lever) and (lever != "base" or value == values[0])
         ]
-        found = min(map(space.price, changes), key=lambda one: _rank(one, budget))
-        if _rank(found, budget) >= _rank(best, budget):
+        found = min(map(space.price, changes), key=_rank)
+        if _rank(found) >= _rank(best):
             return best
         best = found
 
 
-def _rank(one: Tried, budget: float) -> tuple[float, float]:
+def _rank(one: Tried) -> tuple[float, float]:
     """What fits first, then by seconds; what doesn't fit by how much it is over."""
-    return (max(one.nbytes - budget, 0.0), one.step_s)
+    return (one.over_nbytes, one.step_s)

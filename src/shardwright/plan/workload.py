@@ -92,7 +92,7 @@ class Workload:
     with what is computed after it. Layers that are equal may share their ``Stretch``: it is priced once.
     root: the group of what lies right in the model itself; None: there is none. itemsize: bytes of an element
     of parameters while they are computed with. tokens: of the microbatch. outside_nbytes: of what
-    there is before it: inputs, and buffers of modules.
+    there is before it: inputs, and buffers of modules. name: what people call the model.
     """
 
     groups: tuple[GroupSize, ...]
@@ -101,6 +101,7 @@ class Workload:
     itemsize: int = 2
     tokens: int = 1
     outside_nbytes: int = 0
+    name: str = "the model"
 
     @property
     def orders(self) -> dict[Phase, tuple[Event, ...]]:

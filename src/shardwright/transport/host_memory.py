@@ -131,6 +131,15 @@ def free_nbytes(root: Path = _CGROUP) -> int:
         return host
 
 
+def total_nbytes(root: Path = _CGROUP) -> int:
+    """Bytes of the host, or of its container where that has a bound."""
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return min(host, _container_nbytes(root))
+    except ConfigError:
+        return host
+
+
 @cache
 def _statm(pid: int) -> int | None:
     """The open file, of this process: a forked one opens its own."""

@@ -59,10 +59,18 @@ def add_commands(commands: Any) -> None:
     asked.add_argument("--largest", choices=("batch", "sequence"), help="the largest that fits")
     asked.add_argument("--fewest", choices=("ranks",), help="the fewest devices that it fits on")
     asked.add_argument("--savings", action="store_true", help="what each lever of --search frees by itself")
-    asked.add_argument("--budget", type=float, metavar="GIB", help="of each device; default: all it has")
-    asked.add_argument("--price", type=float, metavar="PER_HOUR", help="of a device, for the cost of tokens")
+    asked.add_argument(
+        "--budget", type=float, metavar="GIB", help="of each device; default: all but a reserve"
+    )
+    asked.add_argument("--tokens", type=float, metavar="N", help="to train on, as 15e12 (default 1e9)")
+    asked.add_argument(
+        "--price", type=float, metavar="PER_HOUR", help="of a device, for what the tokens cost"
+    )
     asked.add_argument("--runs", metavar="CSV", help="a run in each row (docs/plan.md)")
     shown = plan.add_argument_group("output")
+    shown.add_argument(
+        "--json", action="store_true", help="print the answer as an object, in bytes and seconds"
+    )
     shown.add_argument("--draw", metavar="FILE", help="a step's timeline above its memory: .html, .png, .svg")
     shown.add_argument("--out", metavar="FILE", help="the plan (TOML); with --runs: the predictions (CSV)")
     plan.set_defaults(call=work("plan", _check))
@@ -95,7 +103,7 @@ def _check_table(known: argparse.Namespace) -> None:
 
 
 def _check_model(known: argparse.Namespace) -> None:
-    for name in ("ranks", "sequence", "batch", "microbatches", "shards", "budget", "price"):
+    for name in ("ranks", "sequence", "batch", "microbatches", "shards", "budget", "price", "tokens"):
         value = getattr(known, name)
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"--{name} must be more than 0, got {value}")
@@ -103,10 +111,6 @@ def _check_model(known: argparse.Namespace) -> None:
     if len(asked) > 1 or (known.out is not None and asked not in ([], ["search"])):
         raise ConfigError(
             f"--{asked[0]} goes with none of --{', --'.join([*asked[1:], 'out'])}: ask one by one"
-        )
-    if known.budget is not None and asked in ([], ["savings"]):
-        raise ConfigError(
-            "--budget goes with --search, --largest or --fewest: give one of them, or leave it out"
         )
     given = asked + [name for name in ("draw", "out") if getattr(known, name)]
     if len(known.runtime or []) > 1 and given:
