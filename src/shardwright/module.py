@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import nn
 
 from shardwright.engine.backward import Backward, backward_of
-from shardwright.engine.edits import write_back
-from shardwright.engine.hooks import reset_step
-from shardwright.engine.methods import run_as_forward
+from shardwright.engine.hooks import reset_step, run_as_forward
 from shardwright.engine.runtime import Runtime
 from shardwright.engine.setters import GradientSetters, ScheduleSetters
 from shardwright.engine.torch_state import TorchState, show_state, splits_backward
@@ -132,7 +130,7 @@ class FSDPModule(GradientSetters, ScheduleSetters, RefusingFSDPModule):
                 if phase is None:
                     runtime.do(ActionKind.UNSHARD, group)
                 else:  # which will reshard them
-                    write_back(group, unmarked=True)
+                    group.write_back(unmarked=True)
             for runtime, group in pairs if phase is None else ():
                 runtime.do(ActionKind.WAIT, group)
 
@@ -148,7 +146,7 @@ class FSDPModule(GradientSetters, ScheduleSetters, RefusingFSDPModule):
             for runtime in runtimes:
                 runtime.table.around.remove(show)
             for runtime, group in pairs:
-                write_back(group, unmarked=True)
+                group.write_back(unmarked=True)
                 runtime.do(ActionKind.RESHARD, group)
 
     def reset_iter_state(self) -> None:

@@ -25,7 +25,7 @@ from tests.device.sim import without_waiting
 KINDS_OF: dict[str, tuple[str, ...]] = {
     "bucketer.py": ("sums in buckets",),
     "checkpoint/save.py": ("plain", "half"),
-    "engine/away.py": ("plain", "another dim"),
+    "engine/away.py": ("plain", "another dim", "offloaded optimizer", "state alone on the host"),
     "engine/backward.py": ("plain",),
     "engine/batches.py": ("plain", "different layers by rank, in a smaller world"),
     "engine/executor.py": (
@@ -46,14 +46,12 @@ KINDS_OF: dict[str, tuple[str, ...]] = {
         "different quantised layers by rank",
     ),
     "engine/hooks.py": ("alone", "plain", "another dim", "hybrid", "groups cut in two"),
-    "engine/pending.py": ("plain", "hybrid", "offloaded", "steps in the backward, offloaded"),
     "engine/optimizer_guard.py": (
         "offloaded",
         "offloaded, half",
         "offloaded in a smaller world",
         "different layers by rank, offloaded",
     ),
-    "engine/paging.py": ("offloaded optimizer", "state alone on the host"),
     "engine/reducer.py": ("plain", "hybrid", "offloaded", "steps in the backward, offloaded"),
     "engine/runtime.py": ("plain", "half", "hybrid"),
     "module.py": ("plain", "half"),
@@ -68,11 +66,10 @@ KINDS_OF: dict[str, tuple[str, ...]] = {
     "params/rows.py": ("rows in use",),
     "params/smaller_world.py": ("smaller world",),
     "params/subclass.py": ("subclass", "subclass of two tensors"),
-    "transport/base.py": ("plain", "hybrid"),
+    "transport/base.py": ("plain", "hybrid", "different layers by rank"),
     "transport/collect.py": ("rows in use", "hybrid"),
     "transport/custom.py": ("custom collectives",),
     "transport/nccl.py": ("alone", "plain", "half", "hybrid", "rows in use"),
-    "transport/shared.py": ("plain", "hybrid", "different layers by rank"),
     "transport/streams.py": (
         "alone",
         "plain",

@@ -64,73 +64,6 @@ FLOORS = {
 """Room (top folder or file of the package, or one file of a folder) -> floor. A room imports only from lower
 floors and itself."""
 
-BUDGETS = {"file lines": 400, "function lines": 60, "parameters": 6, "class lines": 250, "attributes": 12}
-
-EXCEPTIONS: dict[tuple[str, str, str], tuple[int, str]] = {
-    ("api.py", "parameters", "fully_shard"): (
-        13,
-        "torch's signature, so that calls carry over; a plan, and what one is made for",
-    ),
-    ("schedule/follower.py", "file lines", "schedule/follower.py"): (
-        536,
-        "one state machine, read as a whole",
-    ),
-    ("schedule/follower.py", "class lines", "Follower"): (441, "one state machine, read as a whole"),
-    ("schedule/follower.py", "attributes", "Follower"): (15, "the state of the machine, and nothing else"),
-    ("torch_private.py", "file lines", "torch_private.py"): (404, "all private names of torch, in one place"),
-    ("engine/runtime.py", "class lines", "Runtime"): (
-        312,
-        "the loop, what a model is asked from outside, and what is recorded",
-    ),
-    ("engine/runtime.py", "attributes", "Runtime"): (16, "what the loop works with, and where it stands"),
-    ("transport/two_level.py", "attributes", "TwoLevelComm"): (
-        13,
-        "what every transport has, both hops, and what is between them",
-    ),
-    ("transport/cpu/connection.py", "class lines", "Connection"): (270, "both ways of one connection"),
-    ("observe/steps/recording.py", "attributes", "_Reader"): (
-        13,
-        "what is put together of each kind of record",
-    ),
-    ("observe/steps/rings.py", "attributes", "Record"): (
-        15,
-        "a row of what a rank did, with all that it says",
-    ),
-    ("train/loop.py", "attributes", "StepReport"): (13, "a row of metrics.jsonl, with all that it says"),
-    ("params/param.py", "attributes", "ShardedParam"): (
-        14,
-        "its two faces, where it lies, what lies in it, what it began with, and what waits",
-    ),
-    ("engine/reducer.py", "attributes", "Reducer"): (15, "what it reduces, how, and where that stands"),
-    ("observe/watch/diagnosis.py", "file lines", "observe/watch/diagnosis.py"): (
-        425,
-        "what ranks say, and the one judgement of it",
-    ),
-    ("schedule/schedule.py", "attributes", "GroupSpec"): (13, "all that a planner knows of a group"),
-    ("plan/cluster.py", "attributes", "DeviceSpec"): (
-        17,
-        "a row of the library, with all that a data sheet says",
-    ),
-    ("planned.py", "attributes", "Plan"): (14, "what one call applies, and what was predicted"),
-    ("policy.py", "attributes", "SchedulePolicy"): (15, "every choice of when a collective is issued"),
-    ("train/config.py", "attributes", "ScheduleConfig"): (
-        16,
-        "every field of SchedulePolicy, and the transport",
-    ),
-    ("train/config.py", "file lines", "train/config.py"): (
-        516,
-        "every key of a recipe, each with what it means, its bounds, and what an editor may take",
-    ),
-    ("train/config.py", "attributes", "TrainingConfig"): (13, "one for each key of [training]"),
-    ("train/config.py", "attributes", "DataConfig"): (13, "what is read, how, and where it is kept"),
-    ("train/config.py", "attributes", "Recipe"): (14, "one for each section of a recipe"),
-    ("hf/load.py", "parameters", "load"): (8, "fully_shard's policies, and what becomes of the weights"),
-    ("wrapper/fsdp1.py", "parameters", "__init__"): (16, "torch's signature, so that calls carry over"),
-    ("wrapper/fsdp1.py", "function lines", "__init__"): (75, "sixteen arguments, each named once"),
-    ("xla/shard.py", "parameters", "fully_shard"): (13, "options of XlaFullyShardedDataParallel, by name"),
-}
-"""(file, budget, name) -> (allowed, reason): the one place to raise a number. One not needed fails too."""
-
 BANNED_NAMES = {"utils", "util", "common", "helper", "helpers", "manager", "context", "misc"}
 BRIDGES = {
     "torchax": "xla/torch_bridge.py",
@@ -163,12 +96,6 @@ OF_STREAMS = re.compile(
     r"|.*\.(synchronize|record_stream|record_event|wait_event|wait_stream)"
 )
 """Names by which a device's streams are made, ordered and waited for."""
-RIDDLES = re.compile(
-    r"\b([Bb]ut for|(come|comes|came|coming) for|([Ii]s|are|was) another than|belongs? into|what else goes by"
-    r"|[Aa]like)\b"
-)
-INSTEAD = "write: except, is at, is not the one that, belongs to, the same on every rank"
-"""Phrases that readers took for something else, and what to write in their place."""
 AnyFunction = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -544,89 +471,5 @@ def pickles_between_ranks(package: dict[str, str]) -> list[str]:
     return complaints
 
 
-def riddles(package: dict[str, str]) -> list[str]:
-    """Phrases that a reader must decode, in the docstrings, messages and comments of a file, or in a page."""
-    complaints = []
-    for path, source in package.items():
-        for line, prose in _prose(source) if path.endswith(".py") else [(1, source)]:
-            found = RIDDLES.search(" ".join(prose.split()))
-            if found:
-                complaints.append(f"{path}:{line}: says {found[0]!r}; {INSTEAD}")
-    return complaints
-
-
-def _prose(source: str) -> Iterator[tuple[int, str]]:
-    """(line, text) of each string and each block of comments; names of things are no prose."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
-            yield node.lineno, node.value
-    for block in re.finditer(r"(?:^[^\n\"']*# .*\n?)+", source, re.MULTILINE):
-        yield source.count("\n", 0, block.start()) + 1, re.sub(r"^.*?# ", "", block[0], flags=re.MULTILINE)
-
-
-def over_budget(
-    package: dict[str, str], exceptions: dict[tuple[str, str, str], tuple[int, str]]
-) -> list[str]:
-    """Files, functions and classes over their size, and exceptions that nothing needs."""
-    complaints, needed = [], set()
-    for path, source in package.items():
-        for name, budget, size in _sizes(path, source):
-            if size <= BUDGETS[budget]:
-                continue
-            key = (path, budget, name)
-            needed.add(key)
-            allowed = exceptions.get(key, (BUDGETS[budget], ""))[0]
-            if size > allowed:
-                complaints.append(f"{path}: {name}: {size} {budget}, at most {allowed}")
-    for key in exceptions.keys() - needed:
-        complaints.append(f"EXCEPTIONS: {key} is not needed (any more); take it out")
-    return complaints
-
-
-def _sizes(path: str, source: str) -> Iterator[tuple[str, str, int]]:
-    """(name, budget, size) of everything in a file that has a budget. Docstrings are free."""
-    tree = ast.parse(source)
-    yield path, "file lines", len(source.splitlines()) - _doc_lines(tree)
-    for function in _functions(tree):
-        yield function.name, "function lines", _lines(function) - _doc_lines(function)
-        yield function.name, "parameters", len(_parameters(function))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef):
-            yield node.name, "class lines", _lines(node) - _doc_lines(node)
-            yield node.name, "attributes", len(_attributes(node))
-
-
-def _doc_lines(tree: ast.AST) -> int:
-    """Lines of the docstrings of a tree: of its functions and classes, and its own."""
-    lines = 0
-    for node in ast.walk(tree):
-        if isinstance(node, AnyFunction | ast.ClassDef | ast.Module) and ast.get_docstring(node) is not None:
-            lines += (node.body[0].end_lineno or 0) - node.body[0].lineno + 1
-    return lines
-
-
 def _functions(tree: ast.AST) -> Iterator[AnyFunction]:
     return (node for node in ast.walk(tree) if isinstance(node, AnyFunction))
-
-
-def _lines(node: AnyFunction | ast.ClassDef) -> int:
-    return (node.end_lineno or node.lineno) - node.lineno + 1
-
-
-def _parameters(function: AnyFunction) -> list[str]:
-    spec = function.args
-    given = [*spec.posonlyargs, *spec.args, *spec.kwonlyargs]
-    given += [extra for extra in (spec.vararg, spec.kwarg) if extra]
-    return [arg.arg for arg in given if arg.arg not in ("self", "cls")]
-
-
-def _attributes(node: ast.ClassDef) -> set[str]:
-    """Annotated fields of the class body and everything assigned to ``self.<name>`` in it."""
-    fields = {
-        s.target.id for s in node.body if isinstance(s, ast.AnnAssign) and isinstance(s.target, ast.Name)
-    }
-    for inner in ast.walk(node):
-        stored = isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store)
-        if stored and isinstance(inner.value, ast.Name) and inner.value.id == "self":
-            fields.add(inner.attr)
-    return fields

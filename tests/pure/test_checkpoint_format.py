@@ -38,7 +38,7 @@ from shardwright.checkpoint.shardfile import CHUNK_NBYTES, chunks_of
 from shardwright.checkpoint.tree import decode, encode, keys_in
 from shardwright.crc import crc32
 from shardwright.errors import CheckpointError, InputError
-from shardwright.schedule.flat_layout import FlatEntry, FlatLayout
+from shardwright.schedule.layout import FlatEntry, FlatLayout
 
 SHAPES = st.lists(st.integers(1, 6), min_size=0, max_size=4).map(tuple)
 

@@ -9,9 +9,8 @@ import torch
 
 from shardwright.errors import CommError
 from shardwright.transport.cpu import connection as connection_file
-from shardwright.transport.cpu.connection import Connection
+from shardwright.transport.cpu.connection import HEAD, NO_RUNS, NOT_CODED, Connection, text_of
 from shardwright.transport.cpu.event_loop import EventLoop
-from shardwright.transport.cpu.message import HEAD, NO_RUNS, NOT_CODED, text_of
 from shardwright.transport.cpu.transfer import CollectiveFailure, Endpoint, Transfer
 from shardwright.transport.cpu.views import views_of
 from shardwright.transport.launches import Launch, LaunchLog

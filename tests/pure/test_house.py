@@ -8,15 +8,6 @@ from tests.pure import house
 
 ROOT = Path(__file__).parents[2] / "src" / house.PACKAGE
 PACKAGE = {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted(ROOT.rglob("*.py"))}
-TOP = Path(__file__).parents[2]
-PAGES = {
-    path.relative_to(TOP).as_posix(): path.read_text()
-    for path in [*TOP.glob("*.md"), *TOP.glob("docs/**/*.md")]
-}
-
-
-def over_budget(package):
-    return house.over_budget(package, house.EXCEPTIONS if package is PACKAGE else {})
 
 
 PRIVATE = house.private_names(PACKAGE[house.PRIVATE_FILE])
@@ -41,19 +32,12 @@ RULES = [
     stray_private_names,
     house.unbounded_groups,
     house.pickles_between_ranks,
-    house.riddles,
-    over_budget,
 ]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_the_package_keeps_the_rule(rule):
     complaints = rule(PACKAGE)
-    assert not complaints, "\n".join(complaints)
-
-
-def test_pages_have_no_riddles():
-    complaints = house.riddles(PAGES)
     assert not complaints, "\n".join(complaints)
 
 
@@ -65,11 +49,6 @@ def test_the_package_was_found():
     assert {"__init__.py", "errors.py"} <= PACKAGE.keys()
 
 
-def lines(count: int) -> str:
-    return "".join(f"    x{i} = {i}\n" for i in range(count))
-
-
-LONG_METHODS = "".join(f"    def f{i}(self):\n" + "        pass\n" * 50 for i in range(5))
 COMMS = {"transport/base.py": "class Comm(Protocol): pass", "transport/shm.py": "class Shm(base.Comm): pass"}
 BAD = [
     (
@@ -157,20 +136,6 @@ BAD = [
     (house.pickles_between_ranks, {"fabric.py": "path = self.broadcast(path)"}),
     (house.pickles_between_ranks, {"transport/channel.py": "told = pickle.loads(data)"}),
     (house.pickles_between_ranks, {"engine/consensus.py": "told = torch.load(io.BytesIO(data))"}),
-    (house.riddles, {"api.py": '"""The groups, but\n    for the last."""'}),
-    (house.riddles, {"api.py": "raise InputError(f'{x} is another ' 'than before')"}),
-    (house.riddles, {"api.py": "x = 1  # alike on\n"}),
-    (house.riddles, {"api.py": "# what ranks\n# came for\n"}),
-    (house.riddles, {"docs/plan.md": "It belongs\ninto the folder."}),
-    (over_budget, {"api.py": "x = 1\n" * 401}),
-    (over_budget, {"api.py": "def f():\n" + lines(60)}),
-    (over_budget, {"api.py": "def f(a, b, c, d, e, *f, g): pass"}),
-    (over_budget, {"api.py": "class A:\n" + LONG_METHODS}),
-    (over_budget, {"api.py": "class A:\n" + "".join(f"    a{i}: int\n" for i in range(13))}),
-    (
-        over_budget,
-        {"api.py": "class A:\n  def f(self):\n" + "".join(f"    self.a{i} = 0\n" for i in range(13))},
-    ),
 ]
 
 
@@ -187,14 +152,12 @@ GOOD = {
     "torch_private.py": "from torch import _C\nx = attrgetter('_version')",
     "module.py": "import torch\n\nclass A:\n    def _apply(self):\n        super()._apply(1)\n        "
     "self._own = torch.nn.__version__",
-    "clip.py": "alike = {}  # of the same kind\nx = f'{alike} is another, and belongs to it'",
     "transport/base.py": '"""As cuda."""\nclass Comm(Protocol): pass\nx = "cpu"',
     "transport/shm.py": "class Shm(Comm): pass\nx = isinstance(comm, Shm)\ny = isinstance(x, int)",
     "transport/streams.py": "torch.accelerator.synchronize()\nmake = torch.Stream",
     "observe/watch/exchange.py": "stopped = threading.Event()\nevent.record()",
     "transport/mesh.py": "dist.new_group(ranks, T)\ninit_process_group(timeout=T)",
-    "schedule/layout.py": "from shardwright.errors import InputError\n\ndef f(a, b, c, d, e, f):\n"
-    + lines(59),
+    "schedule/layout.py": "from shardwright.errors import InputError\n\ndef f(a): pass",
     "schedule/schedule.py": "from .layout import X\n\nclass A:\n    def f(self, a, b, c, d, e, g): pass",
     "errors.py": 'def f():\n    """' + "doc\n" * 80 + '"""\n',
 }
@@ -208,14 +171,3 @@ def test_no_rule_complains_of_a_good_house(rule):
 def test_every_file_that_may_read_a_pickle_reads_one():
     without = {path: house.pickles_between_ranks({f"x/{path}": PACKAGE[path]}) for path in house.UNPICKLES}
     assert all(without.values()), without
-
-
-def test_an_exception_raises_one_number_and_must_be_needed():
-    package = {"api.py": "def f(a, b, c, d, e, f, g): pass"}
-    allowed = {("api.py", "parameters", "f"): (7, "mirrors torch")}
-    assert house.over_budget(package, allowed) == []
-    assert house.over_budget({"api.py": "def f(a): pass"}, allowed)
-
-
-def test_an_exception_states_its_reason():
-    assert all(reason for _, reason in house.EXCEPTIONS.values())

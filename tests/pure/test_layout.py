@@ -6,8 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.errors import InputError
-from shardwright.schedule.flat_layout import FlatLayout
-from shardwright.schedule.layout import ALIGNMENT_NBYTES, GroupLayout, ParamLayout, Spans, equal_spans, pack
+from shardwright.schedule.layout import (
+    ALIGNMENT_NBYTES,
+    FlatLayout,
+    GroupLayout,
+    ParamLayout,
+    Spans,
+    equal_spans,
+    pack,
+)
 from shardwright.transport.base import Segment, join, spread, sum_in_rank_order, sums_in_rank_order
 from shardwright.transport.cpu.pages import SMALL_NBYTES
 from shardwright.transport.nccl import padded

@@ -48,7 +48,7 @@ def agreed(world, environments=None, monkeypatch=None):
         try:
             with lock:
                 monkeypatch.setattr(secret, "given", lambda: given[rank])
-                agreement = secret.Agreement(meeting)
+                agreement = secret.KeyAgreement(meeting)
             meeting.refusal("listen", None)
             found[rank] = agreement.secret()
         except CommError as error:

@@ -55,10 +55,10 @@ ROOMS = ("engine", "params", "schedule", "transport")
 # The files that these rooms had when the limits were set, wherever they are now; and new files of the rooms.
 CORE = {
     "engine": """
-        asked away backward batches build clone consensus containers costs deferred edits executor factored
-        foreign found gatherer grads group group_table held_memory hooks listeners methods
-        optimizer_guard optimizer_in_backward outputs paging pending reducer references
-        runtime same_model setters torch_state transforms unit versions
+        asked away backward batches build clone consensus containers costs deferred executor
+        foreign gatherer grads group group_table held_memory hooks listeners
+        optimizer_guard optimizer_in_backward reducer references
+        runtime same_model setters torch_state unit versions
     """,
     "params": """
         at_rest binding buffer first_weights flat_param gather_full load_plain offload param placement rows
@@ -69,14 +69,14 @@ CORE = {
     """,
     "observe/memory": "accounts out_of_memory",
     "schedule": """
-        check exposed flat_layout follower group_states grouping layout planner recorded schedule sync
+        check exposed follower group_states grouping layout planner recorded schedule sync
     """,
     "transport": """
-        abort attempt base channel collect custom device_times host_limits host_memory kept launches link
-        liveness meeting mesh nccl process recorder shared streams thread_use two_level watched
+        abort attempt base channel collect custom device_times host_limits host_memory launches link
+        liveness meeting mesh nccl process recorder streams thread_use two_level watched
     """,
     "transport/cpu": """
-        arena coder connection event_loop futex handshake libc message pages peers shm sockets transfer
+        arena coder connection event_loop handshake libc pages peers shm sockets transfer
         views worker zeros
     """,
 }

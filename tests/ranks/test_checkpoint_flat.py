@@ -16,7 +16,7 @@ from shardwright import fully_shard
 from shardwright.checkpoint import load, save
 from shardwright.checkpoint.folder import read_manifest
 from shardwright.errors import CheckpointError
-from shardwright.schedule.flat_layout import FlatEntry, FlatLayout
+from shardwright.schedule.layout import FlatEntry, FlatLayout
 from tests.ranks.pool import run_ranks
 from tests.ranks.test_checkpoint import assert_equal, full
 

@@ -18,7 +18,7 @@ from shardwright.engine.unit import unit_of
 from shardwright.errors import CommError, Diverged, InputError, RankLost
 from shardwright.schedule.layout import ParamLayout, align
 from shardwright.transport import collect
-from shardwright.transport.cpu import futex
+from shardwright.transport.cpu import arena
 from shardwright.transport.cpu.shm import ShmComm
 from shardwright.transport.cpu.sockets import SocketComm
 from shardwright.transport.mesh import TIMEOUT, resolve, timeout_of
@@ -186,10 +186,10 @@ def test_places_in_shared_memory_are_used_again():
 
 
 def late(rank, world):
-    slept, sleep_while = [], futex.sleep_while
+    slept, sleep_while = [], arena.sleep_while
     model = fully_shard(nn.Linear(4, 4))
     model(torch.ones(1, 4))
-    futex.sleep_while = lambda *args: (slept.append(args), sleep_while(*args))
+    arena.sleep_while = lambda *args: (slept.append(args), sleep_while(*args))
     if rank == 1:
         time.sleep(0.5)
     model(torch.ones(1, 4))

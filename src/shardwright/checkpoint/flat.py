@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardwright.checkpoint.format import Box, TensorEntry
-from shardwright.schedule.flat_layout import FlatEntry, FlatLayout
+from shardwright.schedule.layout import FlatEntry, FlatLayout
 
 
 def boxes_of_range(shape: Sequence[int], first: int, stop: int) -> tuple[Box, ...]:

@@ -27,7 +27,7 @@ from shardwright.checkpoint.shardfile import DTYPE_NAME
 from shardwright.checkpoint.torchfile import entry_of, piece_of, structure_of
 from shardwright.errors import CheckpointError
 from shardwright.files import reading
-from shardwright.schedule.flat_layout import FlatLayout
+from shardwright.schedule.layout import FlatLayout
 from shardwright.xla import files as xla
 
 Content = Mapping[str, Any]

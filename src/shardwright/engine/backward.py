@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 
-from shardwright.engine.edits import follow_writes
 from shardwright.engine.group import ParamGroup, keeps_grads
 from shardwright.engine.runtime import Runtime
 from shardwright.engine.unit import Unit
@@ -111,7 +110,7 @@ class Backward:
         if any(each.reads_weights for each in together):
             for owner in unit.owners:
                 if owner.group is not None and any(owner.group in each.memory for each in together):
-                    follow_writes(owner.group)
+                    owner.group.follow_writes()
                     self.runtime.at(EventKind.BACKWARD_BEGIN, owner.group)
             for each in together:
                 each.check_memory()

@@ -13,8 +13,7 @@ from shardwright.engine.reducer import Grads, Reducer
 from shardwright.errors import StageError
 from shardwright.params.param import ShardedParam
 from shardwright.schedule.layout import ParamLayout
-from shardwright.transport.base import Comm, Reduction, Segment
-from shardwright.transport.shared import SharedGather, SharedReduction
+from shardwright.transport.base import Comm, Reduction, Segment, SharedGather, SharedReduction
 
 Member = TypeVar("Member")
 

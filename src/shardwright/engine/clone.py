@@ -16,8 +16,7 @@ from torch import nn
 from shardwright.engine.deferred import Deferred
 from shardwright.engine.gatherer import GatherOptions
 from shardwright.engine.group import ParamGroup
-from shardwright.engine.hooks import ModuleHooks, hooks_of
-from shardwright.engine.methods import methods_run_as_forward, run_as_forward
+from shardwright.engine.hooks import ModuleHooks, hooks_of, methods_run_as_forward, run_as_forward
 from shardwright.engine.runtime import Runtime
 from shardwright.engine.torch_state import hide_state, show_state
 from shardwright.engine.unit import Unit, mark, unit_of, units_in, unmark

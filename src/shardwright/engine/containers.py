@@ -1,13 +1,14 @@
 """Tensors inside of what a forward takes and gives: any nesting of containers, dataclasses and objects."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardwright.torch_private import tree_leaves, tree_map
+from shardwright.torch_private import beneath_all_transforms, peek_transforms, tree_leaves, tree_map
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, type, nn.Module)
 
@@ -67,3 +68,32 @@ def _inside(leaf: Any) -> list[Any]:
 def _slot_names(cls: type) -> tuple[str, ...]:
     names = cls.__dict__.get("__slots__", ())
     return (names,) if isinstance(names, str) else tuple(names)
+
+
+# ---- weights are moved outside of the transforms and the inference mode that a model runs in
+
+
+_INSIDE_NONE = nullcontext()
+
+
+def beneath_transforms() -> AbstractContextManager[None]:
+    """A context in which no transform of ``torch.func`` and no inference mode is entered. 0.1 us where none
+    was.
+
+    Inside of one, every tensor that the transformed function did not make is a constant that may not be
+    written to. The buffers of unsharded weights are such: they are filled beneath all transforms, and what
+    runs inside reads them as it reads any captured tensor. What an inference mode makes may not be trained
+    with after it.
+    """
+    if torch.is_inference_mode_enabled():
+        return _beneath(torch.inference_mode(False), torch.no_grad())
+    return _INSIDE_NONE if peek_transforms() is None else _beneath()
+
+
+@contextmanager
+def _beneath(*modes: AbstractContextManager[None]) -> Generator[None]:
+    with ExitStack() as entered:
+        for mode in modes:
+            entered.enter_context(mode)
+        with beneath_all_transforms():
+            yield

@@ -5,7 +5,7 @@ from collections.abc import Set as AbstractSet
 
 import torch
 
-from shardwright.engine import batches, edits
+from shardwright.engine import batches
 from shardwright.engine.group import ParamGroup, Stage, drop_grads, follow_freezing, keeps_grads
 from shardwright.engine.group_table import GroupTable
 from shardwright.engine.held_memory import Memory
@@ -100,7 +100,7 @@ class Executor:
                 keeps = group.gatherer.smaller_world is not None and (
                     post_forward or keeps_grads(group)  # the next microbatch has the same parameters
                 )
-                edits.reshard(group, keeps)
+                group.reshard(keeps)
                 # What is kept is there before the rest is freed.
                 self.memory.count([group], freed_nbytes=held_nbytes if keeps else 0)
 

@@ -20,8 +20,7 @@ from shardwright.params.param import ShardedParam
 from shardwright.params.quantized.group import Decoding
 from shardwright.policy import MixedPrecisionPolicy, SchedulePolicy
 from shardwright.schedule.layout import ParamLayout
-from shardwright.transport.base import Comm, Gather, Segment
-from shardwright.transport.kept import WHOLE, Sends
+from shardwright.transport.base import WHOLE, Comm, Gather, Segment, Sends
 from shardwright.transport.mesh import Axis
 
 if TYPE_CHECKING:

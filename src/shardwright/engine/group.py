@@ -252,7 +252,9 @@ class ParamGroup:
         next use waits."""
         if self.stage is Stage.GATHERING and self._gather is not None:
             return
-        was, self.stage = self.stage, Stage.SHARDED
+        was = self.stage
+        if was is not Stage.SHARDED:
+            self._move(Stage.SHARDED)
         if self._bound is not None and self._shows_any_face():
             self._bound.show(unsharded=False)
         if was is Stage.GATHERING:  # maybe issued, into memory that can't be used again before it has ended
@@ -312,13 +314,31 @@ class ParamGroup:
             assert self._bound is not None
             self._bound.show(unsharded=True)
 
+    def write_back(self, unmarked: bool = False) -> None:
+        """Copy this rank's rows of the unsharded parameters into the shards, where they were edited in place.
+
+        With ``unmarked`` they are compared, since an edit of ``.data`` leaves no mark.
+        """
+        if self.stage is Stage.UNSHARDED:
+            self.face_versions.write_back(self.params, self.gatherer.decoding, unmarked)
+            self.face_versions.count(self.shard_versions())
+
+    def follow_writes(self) -> None:
+        """Before a backward of parameters that have stayed unsharded: of those whose shards were written
+        since, what autograd has saved isn't what they are."""
+        if self.stage is Stage.UNSHARDED and self.is_stale:
+            self.face_versions.follow(self.faces, self.shard_versions())
+
     def reshard(self, post_forward: bool = False) -> None:
-        """Modules show the shards again; the buffer's memory is freed.
+        """Modules show the shards again, with what was edited; the buffer's memory is freed.
 
         post_forward: keep shards over the smaller world, where the group has one, for the next unshard.
         """
         if self.stage is Stage.GATHERING:
             self.wait()
+        elif any(self.face_versions.edited()) and not self.is_stale:
+            # Where the shards were written themselves since, by an optimizer, those stay.
+            self.write_back()
         if post_forward:
             self.keep_post_forward_shards()
         follow_freezing(self)

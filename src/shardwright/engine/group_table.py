@@ -13,8 +13,7 @@ from shardwright.errors import InputError
 from shardwright.params.param import ShardedParam
 from shardwright.policy import SchedulePolicy, Wire
 from shardwright.schedule.schedule import Event, EventKind, GroupSpec, Phase
-from shardwright.transport.base import Comm
-from shardwright.transport.kept import WHOLE, Sends
+from shardwright.transport.base import WHOLE, Comm, Sends
 from shardwright.transport.link import free_nbytes, measured, what_pays
 from shardwright.transport.recorder import Label
 

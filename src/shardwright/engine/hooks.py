@@ -12,10 +12,11 @@ Inputs that need a gradient are passed on as aliases (``view_as``), so that the 
 own share of the gradient is done, however else the caller uses the tensor.
 """
 
+import functools
 import gc
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -25,19 +26,22 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from shardwright.engine.away import page_out
 from shardwright.engine.backward import Call, backward_of
-from shardwright.engine.containers import cast_floating, map_tensors, opaque_tensors_in, tensors_in
-from shardwright.engine.factored import show_grads
+from shardwright.engine.containers import (
+    beneath_transforms,
+    cast_floating,
+    map_tensors,
+    opaque_tensors_in,
+    tensors_in,
+)
 from shardwright.engine.gatherer import is_lookup
 from shardwright.engine.group import ParamGroup, Stage
 from shardwright.engine.listeners import listeners
-from shardwright.engine.optimizer_guard import OptimizerGuard, show_waiting
-from shardwright.engine.outputs import without_weights
-from shardwright.engine.paging import page_out
+from shardwright.engine.optimizer_guard import OptimizerGuard, show_grads, show_waiting
 from shardwright.engine.references import warn_of_late
-from shardwright.engine.runtime import Caller, Runtime
+from shardwright.engine.runtime import CallingFrame, Runtime
 from shardwright.engine.same_model import compare_buffers
-from shardwright.engine.transforms import beneath_transforms
 from shardwright.engine.unit import Unit, unit_of
 from shardwright.errors import StageError, warn
 from shardwright.params.at_rest import name_remedy
@@ -49,6 +53,8 @@ from shardwright.torch_private import (
     copies_what_is_saved,
     current_graph_task,
     forward_pre_hooks_of,
+    is_alias_of,
+    peek_transforms,
     register_optimizer_kernels,
     skipped_by_compiler,
     tree_flatten,
@@ -226,7 +232,7 @@ class ModuleHooks:
             _outermost.listed.clear()  # an exception may have ended the one before
             warn_of_late(root, runtime, _guard.num_checked)
             phase = Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION
-            runtime.begin(phase, Caller(2).runs, unit.entry)
+            runtime.begin(phase, CallingFrame(2).runs, unit.entry)
         if unit.now.number != runtime.pass_number:
             self._calls.clear()
             unit.enter_pass(runtime.pass_number)
@@ -404,3 +410,61 @@ def guard_optimizers() -> None:
 
 
 _guard = OptimizerGuard()
+
+
+# ---- other methods of a sharded module that run as its forward does: unsharded around them
+
+
+_WRAPPED = "_runs_as_forward"
+
+
+def run_as_forward(module: nn.Module, name: str) -> None:
+    """From now on do around another method of a sharded module what is done around its forward."""
+    method = getattr(module, name)
+
+    @functools.wraps(method)
+    def around(*args: Any, **kwargs: Any) -> Any:
+        hooks = hooks_of(module)
+        args, kwargs = hooks.before(module, args, kwargs)
+        try:
+            output = method(*args, **kwargs)
+        except BaseException:
+            hooks.after(module, args, None)
+            raise
+        changed = hooks.after(module, args, output)
+        return output if changed is None else changed
+
+    setattr(around, _WRAPPED, True)
+    setattr(module, name, around)
+
+
+def methods_run_as_forward(module: nn.Module) -> list[str]:
+    """Names of the methods for which ``run_as_forward`` was called."""
+    return [name for name, value in module.__dict__.items() if getattr(value, _WRAPPED, False)]
+
+
+# ---- weights that leave a forward: their memory is given back after it, so copies leave
+
+
+def without_weights(name: str, owners: Sequence[Unit], output: Any) -> Any:
+    """``output`` of the modules called ``name`` with copies of what lies in the memory of a parameter of
+    ``owners``: itself, a view of it. Raises: StageError for one in an object, which can't be replaced."""
+
+    def is_weight(tensor: torch.Tensor) -> bool:
+        base = base_of(tensor)
+        root = tensor if base is None else base
+        if root.grad_fn is not None or root.layout is not torch.strided or peek_transforms() is not None:
+            return False
+        groups = [owner.group for owner in owners if owner.group is not None]
+        unsharded = [group for group in groups if group.stage is Stage.UNSHARDED]
+        return any(is_alias_of(root, face) for group in unsharded for face in group.faces)
+
+    if not any(map(is_weight, tensors_in(output))):
+        return output
+    output = map_tensors(lambda tensor: tensor.clone() if is_weight(tensor) else tensor, output)
+    if any(map(is_weight, tensors_in(output))):
+        raise StageError(
+            f"the forward of {name!r} gives a view of one of its parameters in an object; give a copy of it "
+            "(.clone()), since the memory of parameters is given back after the forward"
+        )
+    return output

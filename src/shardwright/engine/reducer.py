@@ -31,7 +31,6 @@ from shardwright.engine.grads import (
     take_grads,
     zero_grads,
 )
-from shardwright.engine.pending import PendingReduction
 from shardwright.errors import StageError
 from shardwright.params.offload import empty_on_host
 from shardwright.params.param import ShardedParam
@@ -44,11 +43,41 @@ from shardwright.torch_private import (
     foreach_div_,
     post_accumulate_grad_hooks_of,
 )
-from shardwright.transport.base import Comm, Reduction, Segment
+from shardwright.transport.base import Comm, Followed, Reduction, Segment
 from shardwright.transport.mesh import Axis
-from shardwright.transport.shared import Followed
 from shardwright.transport.streams import Streams
 from shardwright.transport.watched import Collective, notify_modes
+
+
+class PendingReduction:
+    """``params``: none where nobody wants what it brings any more."""
+
+    def __init__(self, reduction: Reduction, params: Sequence[ShardedParam]) -> None:
+        self.reduction = reduction
+        self.params = list(params)
+        self._outlives = False
+
+    def outlive(self) -> None:
+        """The backward ends that has issued it: who clears gradients from here on clears what it brings."""
+        for param in self.params:
+            param.waiting.begin(param.sharded)
+        self._outlives = True
+
+    def land(self) -> tuple[list[torch.Tensor], list[ShardedParam]]:
+        """Wait for it: what it brings of the parameters whose gradients weren't cleared meanwhile."""
+        totals = self.reduction.wait()
+        if not (self._outlives and self.params):
+            return totals, self.params
+        pairs = zip(totals, self.params, strict=True)
+        kept = [(total, p) for total, p in pairs if not p.waiting.is_cleared(p.sharded)]
+        return [total for total, _ in kept], [param for _, param in kept]
+
+    def drop(self) -> None:
+        """Its backward failed: it ends unseen, and what waited for it is lost."""
+        for param in self.params:
+            param.waiting.lose(param.sharded)
+        self.params = []
+
 
 Hook = Callable[[torch.Tensor], None]
 

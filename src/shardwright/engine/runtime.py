@@ -17,10 +17,10 @@ from weakref import WeakSet
 
 from shardwright.engine.away import State, refuse_away, refuse_phase
 from shardwright.engine.consensus import Consensus, channel_of
+from shardwright.engine.containers import beneath_transforms
 from shardwright.engine.executor import Executor
 from shardwright.engine.group import ParamGroup, Stage
 from shardwright.engine.group_table import GroupTable
-from shardwright.engine.transforms import beneath_transforms
 from shardwright.errors import StageError
 from shardwright.extras import require
 from shardwright.params.param import ShardedParam
@@ -60,9 +60,9 @@ class Entry(NamedTuple):
 NO_ENTRY = Entry()
 
 
-class Caller:
+class CallingFrame:
     """A function that runs, further up in this thread's stack. What ends it without a hook of ours, as Ctrl-C
-    does, is seen when it is asked for: ``Caller(1)`` is who calls whoever makes this."""
+    does, is seen when it is asked for: ``CallingFrame(1)`` is who calls whoever makes this."""
 
     __slots__ = ("_frame", "_thread")
 
@@ -468,7 +468,7 @@ class _Turn:
         self.inside: EventKind | None = None
         self._on_interrupt = on_interrupt
         self._lock = threading.RLock()
-        self._holder: Caller | None = None
+        self._holder: CallingFrame | None = None
         self._queue: list[Callable[[], None]] = []
 
     def queue(self, call: Callable[[], None]) -> bool:
@@ -504,7 +504,7 @@ class _Turn:
                 )
             self.settle()
         self._lock.acquire()
-        self._holder = Caller(1)
+        self._holder = CallingFrame(1)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and not issubclass(kind, Exception):

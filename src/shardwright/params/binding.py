@@ -14,8 +14,7 @@ from shardwright.params.subclass import extensions_changed
 from shardwright.policy import MixedPrecisionPolicy
 from shardwright.schedule.layout import ALIGNMENT_NBYTES, GroupLayout, ParamLayout, contiguous_strides
 from shardwright.torch_private import foreach_copy_, local_of, parameters_of
-from shardwright.transport.base import Segment, copy_together
-from shardwright.transport.kept import Kept, Sends
+from shardwright.transport.base import Kept, Segment, Sends, copy_together
 
 Typed = Sequence[tuple[ShardedParam, torch.dtype]]
 """Parameters, and the dtypes that they have while unsharded."""

@@ -4,7 +4,7 @@
     at rest     Parameter(DTensor) of 1 dim       a meta tensor: its shape, no numbers
     unsharded   Parameter (plain) of 1 dim        a view of it, through which its gradient comes
 
-For everything else it is a parameter like any other, of one dim. ``schedule/flat_layout.py`` says what lies
+For everything else it is a parameter like any other, of one dim. ``FlatLayout`` says what lies
 where.
 """
 
@@ -19,8 +19,7 @@ from shardwright.errors import InputError
 from shardwright.params.param import Member, ParamSite, ShardedParam, Split, attributes_of, give
 from shardwright.params.quantized.module import encodings
 from shardwright.params.subclass import is_extended
-from shardwright.schedule.flat_layout import FlatEntry, FlatLayout
-from shardwright.schedule.layout import ParamLayout
+from shardwright.schedule.layout import FlatEntry, FlatLayout, ParamLayout
 from shardwright.torch_private import CHECKPOINTED, COMPILED, parameters_of
 from shardwright.transport.mesh import Axis
 

@@ -26,8 +26,7 @@ from shardwright.params.offload import DeviceCopy, placed
 from shardwright.params.placement import ParamPlacement, Split
 from shardwright.params.unreduced import Waiting
 from shardwright.policy import CPUOffloadPolicy, MixedPrecisionPolicy
-from shardwright.schedule.flat_layout import FlatEntry
-from shardwright.schedule.layout import ParamLayout
+from shardwright.schedule.layout import FlatEntry, ParamLayout
 from shardwright.torch_private import (
     DTensorSpec,
     TensorMeta,
@@ -37,8 +36,7 @@ from shardwright.torch_private import (
     take_over_hooks,
     version_of,
 )
-from shardwright.transport.base import Segment
-from shardwright.transport.kept import Kept
+from shardwright.transport.base import Kept, Segment
 from shardwright.transport.mesh import Axis
 
 Versions = tuple[tuple[int, int], ...]

@@ -6,14 +6,72 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from shardwright.schedule.layout import ParamLayout, Spans, align, equal_spans
 from shardwright.torch_private import foreach_add, foreach_add_, foreach_copy_
 from shardwright.transport.cpu.pages import SMALL_NBYTES, pages_of_its_own, take_bytes
-from shardwright.transport.kept import Kept
 from shardwright.transport.launches import LaunchLog
 from shardwright.transport.streams import Streams
+
+
+@dataclass(frozen=True)
+class Sends:
+    """What a group's collectives send over a network.
+
+    changes: an all-gather what has changed since the last one. codes: of it, coded differences; else the
+    parts in which anything has changed. gradients: a reduce-scatter coded numbers. why: why nothing of these,
+    where it was asked for.
+    """
+
+    changes: bool = False
+    codes: bool = False
+    gradients: bool = False
+    why: str = ""
+
+
+WHOLE = Sends()
+
+
+@dataclass
+class Version:
+    """One span as it was sent last. words: its patterns, as signed integers. number: of the messages that it
+    has followed. crc: CRC-32 of the words, None before the first message."""
+
+    words: np.ndarray
+    number: int = 0
+    crc: int | None = None
+
+
+class Kept:
+    """What a rank keeps of a segment's last all-gather, so that of the next one only changes travel.
+
+    The owner of a span compares it with what it has sent last, and every other rank has kept the same: one
+    copy of all spans, in host memory, in the dtype of the wire. A number counts the messages that a copy has
+    followed. It is in each message, so that a difference is never added to anything but what it was taken
+    from.
+
+    Of one segment: the last version of each rank's span. Own ones are written by the thread that codes,
+    others' by the one that decodes, each in the order of messages, whether or not anybody waits for them.
+
+    on: this rank sends what has changed; else the whole span, and everybody forgets. codes: changes are sent
+    as coded differences; else the parts in which anything has changed are sent whole.
+    """
+
+    def __init__(self) -> None:
+        self.on = self.codes = False
+        self.versions: dict[int, Version] = {}
+
+    @property
+    def is_used(self) -> bool:
+        """Whether an all-gather has to tell the other ranks of it: what has changed, or to forget."""
+        return self.on or bool(self.versions)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory that this rank holds for it."""
+        return sum([version.words.nbytes for version in tuple(self.versions.values())])
 
 
 @dataclass(frozen=True)
@@ -296,3 +354,67 @@ class AllReduce:
         assert self._gather is not None
         self._gather.wait()
         return [s.flat[: layout.numel] for s, layout in zip(self._segments, self._layouts, strict=True)]
+
+
+class SharedGather:
+    """An all-gather of several groups: the first that waits waits for all of it.
+
+    segments: what it fills, held until then: of some groups nobody else may hold it.
+    """
+
+    def __init__(self, gather: Gather, segments: Sequence[Segment]) -> None:
+        self._gather: Gather | None = gather
+        self._segments = segments
+
+    def wait(self) -> None:
+        """See ``Gather.wait``; may be called by every owner."""
+        if self._gather is not None:
+            self._gather.wait()  # where it fails it stays, to fail for the next one too
+            self._gather = None
+            self._segments = []
+
+
+class SharedReduction:
+    """A reduction (a reduce-scatter, or an all-reduce) of several owners' tensors, one after another."""
+
+    def __init__(self, reduction: Reduction) -> None:
+        self._reduction = reduction
+        self._totals: list[torch.Tensor] | None = None
+
+    def parts(self, counts: Sequence[int]) -> "list[_Part]":
+        """Of each owner what it waits for: the next ``count`` sums."""
+        stops = [sum(counts[: i + 1]) for i in range(len(counts))]
+        return [_Part(self, stop - count, stop) for count, stop in zip(counts, stops, strict=True)]
+
+    def wait(self) -> list[torch.Tensor]:
+        """All sums. The reduction lives as long as an owner has its part."""
+        if self._totals is None:
+            self._totals = self._reduction.wait()
+        return self._totals
+
+
+class _Part:
+    """One owner's part of a reduction."""
+
+    def __init__(self, whole: SharedReduction, start: int, stop: int) -> None:
+        self._whole = whole
+        self._start, self._stop = start, stop
+
+    def wait(self) -> list[torch.Tensor]:
+        """See ``Reduction.wait``."""
+        return self._whole.wait()[self._start : self._stop]
+
+
+class Followed:
+    """A reduction whose sums another collective takes on an accelerator: made on the reduce stream, once that
+    waits for them. What was read is held until compute has waited for that stream."""
+
+    def __init__(self, reduction: Reduction, streams: Streams) -> None:
+        self._held = [reduction]
+        self._streams, self._due = streams, streams.reduced()
+
+    def wait(self) -> list[torch.Tensor]:
+        """Make compute wait; nothing is left to give."""
+        self._streams.land(self._due)
+        self._held = []
+        return []

@@ -13,8 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from shardwright.schedule.layout import equal_spans
-from shardwright.transport.base import Comm, Segment
-from shardwright.transport.kept import Kept, Sends
+from shardwright.transport.base import Comm, Kept, Segment, Sends
 from shardwright.transport.liveness import boot_id
 
 _PART_NBYTES = (256 << 10, 1 << 20, 4 << 20)  # by turns, until one takes long enough to be measured

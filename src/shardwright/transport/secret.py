@@ -39,7 +39,7 @@ def given() -> bytes:
     return found
 
 
-class Agreement:
+class KeyAgreement:
     """Of the ranks of a meeting on a secret: made before one ``refusal``, asked after it. Every rank does."""
 
     def __init__(self, meeting: Meeting) -> None:

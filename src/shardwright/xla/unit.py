@@ -20,8 +20,7 @@ import torch
 from torch import nn
 
 from shardwright.errors import InputError, StageError
-from shardwright.schedule.flat_layout import FlatLayout
-from shardwright.schedule.layout import ParamLayout
+from shardwright.schedule.layout import FlatLayout, ParamLayout
 from shardwright.xla.mesh import Axes
 from shardwright.xla.options import UnitOptions
 from shardwright.xla.torch_bridge import jax_dtype, to_numpy

@@ -15,6 +15,8 @@ and x86 keeps the order of stores. (On other processors that takes a fence that 
 ranks talk through sockets.)
 """
 
+import ctypes
+import errno
 import functools
 import mmap
 import os
@@ -25,16 +27,54 @@ import weakref
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from shardwright.errors import CommError
 from shardwright.schedule.layout import align
-from shardwright.transport.cpu import futex
+from shardwright.transport.cpu.libc import LIBC
 from shardwright.transport.launches import Launch, LaunchLog, process_state
 from shardwright.transport.liveness import boot_id
 from shardwright.transport.recorder import DONE, clock, recorder
+
+# Linux' futexes, which Python lacks, put a process to sleep until a word in shared memory changes. Only for
+# x86-64, as shared memory is.
+_SYS_FUTEX = 202
+_WAIT, _WAKE = 0, 1
+_EVERYBODY = 2**31 - 1
+_EXPECTED = (errno.EAGAIN, errno.ETIMEDOUT, errno.EINTR)
+_NAP_S = 1e-4  # where the kernel refuses
+
+_syscall: Any = getattr(LIBC, "syscall", None)
+if _syscall is not None:
+    _syscall.restype = ctypes.c_long
+    _syscall.argtypes = [
+        ctypes.c_long,
+        ctypes.c_void_p,
+        ctypes.c_int,
+        ctypes.c_uint32,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_uint32,
+    ]
+
+
+def sleep_while(address: int, value: int, seconds: float) -> None:
+    """Return when the 32-bit word at ``address`` isn't ``value``, was woken, or after ``seconds`` (below 1).
+
+    It may return early for no reason. Other threads of this process run meanwhile.
+    """
+    limit = (ctypes.c_long * 2)(0, int(seconds * 1e9))
+    failed = _syscall(_SYS_FUTEX, address, _WAIT, value & 0xFFFFFFFF, ctypes.byref(limit), None, 0)
+    if failed and ctypes.get_errno() not in _EXPECTED:
+        time.sleep(_NAP_S)
+
+
+def wake(address: int) -> None:
+    """Wake all, of any process, that sleep on the word at ``address``; after it was changed."""
+    _syscall(_SYS_FUTEX, address, _WAKE, _EVERYBODY, None, None, 0)
+
 
 RESERVED_NBYTES = 64 << 30
 NUM_RECORDS = 256  # operations that may be issued and not yet read by all; a schedule keeps below ten
@@ -82,14 +122,14 @@ class MemorySegment:
         self._words[place // 8 + 1] = offset
         self._words[place // 8 + 2] = nbytes
         self._words[place // 8] = number
-        futex.wake(self._address + place)
+        wake(self._address + place)
 
     def sleep(self, number: int, seconds: float) -> None:
         """Return when the operation is announced, or after ``seconds``; maybe earlier."""
         place = number % NUM_RECORDS * _RECORD_NBYTES
         seen = self._words[place // 8]
         if seen != number:
-            futex.sleep_while(self._address + place, seen, seconds)
+            sleep_while(self._address + place, seen, seconds)
 
     def has(self, number: int) -> bool:
         """Whether the operation has been announced."""

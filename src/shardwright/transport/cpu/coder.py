@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from shardwright.crc import crc32
+from shardwright.transport.base import Kept, Version
 from shardwright.transport.cpu.views import skip, view_of
-from shardwright.transport.kept import Kept, Version
 
 try:
     import zstandard  # pyright: ignore[reportMissingImports]

@@ -23,7 +23,7 @@ from shardwright.transport.cpu.handshake import GATHERS, KINDS, REDUCTIONS, Call
 from shardwright.transport.cpu.transfer import Endpoint
 from shardwright.transport.launches import process_state
 from shardwright.transport.meeting import Meeting
-from shardwright.transport.secret import Agreement
+from shardwright.transport.secret import KeyAgreement
 
 _PATIENCE_S = 20.0
 _POLL_S = 0.001
@@ -39,7 +39,7 @@ def open_connections(meeting: Meeting) -> "Peers | str":
     Every rank of the meeting calls it; a few keys of each in the job's store.
     """
     name = f"rank {meeting.log.ranks[meeting.rank]}"
-    agreement = Agreement(meeting)
+    agreement = KeyAgreement(meeting)
     there = listen()
     if isinstance(there, str):
         return meeting.refusal("listen", f"{name}: {there}") or ""

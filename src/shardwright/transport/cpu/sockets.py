@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from shardwright.transport.base import Comm, Segment, sum_in_rank_order, whole_place
+from shardwright.transport.base import Comm, Kept, Segment, sum_in_rank_order, whole_place
 from shardwright.transport.cpu.connection import Connection
 from shardwright.transport.cpu.handshake import GATHERS, REDUCTIONS
 from shardwright.transport.cpu.peers import Peers, hops
@@ -26,7 +26,6 @@ from shardwright.transport.cpu.transfer import CollectiveFailure, Transfer
 from shardwright.transport.cpu.views import views_of
 from shardwright.transport.cpu.worker import Worker
 from shardwright.transport.cpu.zeros import filled_runs
-from shardwright.transport.kept import Kept
 from shardwright.transport.streams import Streams
 
 _MOST_AT_ONCE = 4
