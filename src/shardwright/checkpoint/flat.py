@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from shardwright.checkpoint.format import Box, TensorEntry
 from shardwright.schedule.layout import FlatEntry, FlatLayout
@@ -85,13 +84,13 @@ class FlatSlice:
         (begin,), (end,) = range_of_flat.offset, range_of_flat.end
         return boxes_of_range(self.shape, *self.entry.held(begin, end))
 
-    def local(self, range_of_flat: Box) -> torch.Tensor:
-        """This rank's elements, 1-D, the same memory."""
+    def local(self, flat: torch.Tensor, range_of_flat: Box) -> torch.Tensor:
+        """Its elements in a rank's range of the flat parameter, which lies in ``flat``: 1-D, the same
+        memory."""
         (begin,), (end,) = range_of_flat.offset, range_of_flat.end
         first, stop = self.entry.held(begin, end)
         at = self.entry.start + first - begin
-        local = self.flat.to_local() if isinstance(self.flat, DTensor) else self.flat
-        return local.detach()[at : at + stop - first] if stop > first else local.detach()[:0]
+        return flat[at : at + stop - first] if stop > first else flat[:0]
 
 
 Saved = torch.Tensor | FlatSlice

@@ -20,7 +20,7 @@ from shardwright.checkpoint.shardfile import DTYPE_NAME
 from shardwright.checkpoint.tree import Tensors, encode, put
 from shardwright.errors import CheckpointError
 from shardwright.params.placement import cuts_of
-from shardwright.torch_private import COMPILED, StridedShard
+from shardwright.torch_private import COMPILED, StridedShard, local_of
 from shardwright.xla.placeholder import Placeholder
 
 
@@ -74,33 +74,38 @@ def part_of(key: str, tensor: Saved, rank: int) -> Part:
         raise CheckpointError(
             f"{key}: dtype {tensor.dtype} can't be saved; convert it to one of {sorted(DTYPE_NAME.values())}"
         )
-    local = base_tensor(tensor)
+    base, local, boxes = base_tensor(tensor), memory_of(key, tensor), boxes_of(key, tensor)
     if local.is_meta or local.layout is not torch.strided:
         raise CheckpointError(
             f"{key}: a tensor on {local.device} with layout {local.layout} can't be saved; give it memory, "
             "or make it dense"
         )
-    if isinstance(tensor, FlatSlice):
-        flat = part_of(key, tensor.flat, rank)
-        boxes = tuple(box for held in flat.boxes for box in tensor.held(held))
-        local = tensor.local(flat.boxes[0]) if flat.boxes else flat.local
-        return Part(local, tensor.shape, boxes, flat.owner, flat.sharded)
-    shape, box = tuple(tensor.shape), box_of(key, tensor)
-    boxes = (box,) if box is not None and box.numel else ()
-    if not isinstance(tensor, DTensor):
-        return Part(tensor.detach(), shape, boxes, rank == 0, False)
-    with torch.no_grad():
-        local = tensor.to_local()
-    coordinate = tensor.device_mesh.get_coordinate() or ()
-    first_copy = box is not None and all(
-        c == 0 for c, p in zip(coordinate, tensor.placements, strict=True) if isinstance(p, Replicate)
-    )
-    if box is not None and tuple(local.shape) != box.shape:
+    if not isinstance(base, DTensor):
+        return Part(local, tuple(tensor.shape), boxes, rank == 0, False)
+    box, held = box_of(key, base), list(local_of(base).shape)
+    if box is not None and held != list(box.shape):
         raise CheckpointError(
-            f"{key}: by its placements {tensor.placements} this rank holds {list(local.shape)}, expected "
+            f"{key}: by its placements {base.placements} this rank holds {held}, expected "
             f"{list(box.shape)}; cut it as torch.distributed.tensor.distribute_tensor does"
         )
-    return Part(local, shape, boxes, first_copy, True)
+    at = base.device_mesh.get_coordinate() or ()
+    copies = [c for c, p in zip(at, base.placements, strict=False) if isinstance(p, Replicate)]
+    return Part(local, tuple(tensor.shape), boxes, box is not None and not any(copies), True)
+
+
+def boxes_of(key: str, tensor: Saved) -> tuple[Box, ...]:
+    """The boxes of ``tensor`` that this rank holds; see ``Part``."""
+    box = box_of(key, base_tensor(tensor))
+    if box is None or not box.numel:
+        return ()
+    return tensor.held(box) if isinstance(tensor, FlatSlice) else (box,)
+
+
+def memory_of(key: str, tensor: Saved) -> torch.Tensor:
+    """This rank's memory of ``tensor``: of its box, or 1-D of its boxes in a flat parameter."""
+    base, box = base_tensor(tensor), box_of(key, base_tensor(tensor))
+    local = (local_of(base) if isinstance(base, DTensor) else base).detach()
+    return tensor.local(local, box) if isinstance(tensor, FlatSlice) and box is not None else local
 
 
 def box_of(key: str, tensor: torch.Tensor) -> Box | None:

@@ -38,7 +38,7 @@ from shardwright.checkpoint.format import (
 from shardwright.checkpoint.live import model_tensors, set_rng_state
 from shardwright.checkpoint.shardfile import TORCH_DTYPE, Reader, bits_of, chunks_of, tensor_of
 from shardwright.checkpoint.sources import Source, locate, open_source
-from shardwright.checkpoint.target import LoadPlan, Target, allocated, overlapping, plan
+from shardwright.checkpoint.target import LoadPlan, Target, allocated, overlapping, plan, without_params
 from shardwright.checkpoint.told import Partial
 from shardwright.checkpoint.tree import decode, keys_in
 from shardwright.checkpoint.verify import Verifier, crc_in, parts_of
@@ -173,7 +173,7 @@ def _load(
     def prepare() -> set[str]:
         prepared.append(_prepare(found, model, optimizer, extra, group.rank))
         return overlapping(
-            target for target in prepared[0].todo.targets if not base_tensor(target.whole).is_meta
+            target for target in prepared[0].todo.targets.values() if not base_tensor(target.whole).is_meta
         )
 
     shared = set[str]().union(*group.together(what, prepare))
@@ -191,7 +191,7 @@ def _load(
         rng = manifest.state.get("rng", [])
         own_rng = rng[group.rank] if len(rng) == group.world else None
         group.here(what, lambda: install_whole(todo, small))
-        filled = allocated(todo.targets)
+        filled = allocated(todo.targets.values())
         fill_and_prove(verifier, what, reader, filled, shared)
     group.here(what, lambda: install(todo, filled, small))
     loaded(model, found, manifest)
@@ -199,7 +199,7 @@ def _load(
         path=found,
         step=manifest.step,
         extra=decode(
-            {k: v for k, v in (todo.state.get("extra") or {}).items() if k not in todo.extra},
+            {k: v for k, v in (manifest.state.get("extra") or {}).items() if k not in todo.extra},
             small.__getitem__,
         ),
         num_tensors=len(filled),
@@ -264,15 +264,15 @@ def _check(
 ) -> dict[str, torch.Tensor]:
     """Verify all that this rank will read, before anything is touched; returns the small tensors, whole."""
     small: dict[str, torch.Tensor] = {}
-    wanted = [(t.key, t.entry, box) for t in todo.targets for box in t.boxes]
+    wanted = [(t.key, t.entry, box) for t in todo.targets.values() for box in t.boxes]
 
     def look() -> list[Partial]:
-        for key in todo.small:
+        for key in sorted(todo.small):
             entry = manifest.tensors[key]
             box = Box.whole(entry.shape)
             verifier.checksums([(key, entry, box)], crc_in(reader))
             tensor = torch.empty(entry.shape, dtype=TORCH_DTYPE[entry.dtype])
-            fill(reader, [Target(key, entry, tensor, (box,), True, tensor.device)])
+            fill(reader, [Target(key, entry, tensor, (box,), tensor.device)])
             small[key] = tensor
         return verifier.checksums(wanted, crc_in(reader))
 
@@ -383,20 +383,20 @@ def install_whole(todo: LoadPlan, small: Mapping[str, torch.Tensor]) -> None:
     restored: list[str] = []
     for name, module in todo.model.named_modules():
         key = f"{name}.{EXTRA_STATE}".lstrip(".").replace(COMPILED, "")
-        if key in todo.state.get("model", {}):
-            state = decode(todo.state["model"][key], small.__getitem__)
+        if key in todo.manifest.state.get("model", {}):
+            state = decode(todo.manifest.state["model"][key], small.__getitem__)
             _restore(f"set_extra_state of {name or 'the model'}", module.set_extra_state, state, restored)
     sharded = _sharded_extra(todo)
     for key, value in todo.extra.items():
         if key not in sharded:
-            state = decode(todo.state["extra"][key], small.__getitem__)
+            state = decode(todo.manifest.state["extra"][key], small.__getitem__)
             _restore(f"load_state_dict of extra/{key}", value.load_state_dict, state, restored)
 
 
 def _sharded_extra(todo: LoadPlan) -> set[str]:
     """Keys of extra objects of which tensors are filled in place: these are restored after the fill."""
-    filled = {target.key for target in todo.targets}
-    return {key for key in todo.extra if not filled.isdisjoint(keys_in(todo.state["extra"][key]))}
+    saved = todo.manifest.state.get("extra", {})
+    return {key for key in todo.extra if not todo.targets.keys().isdisjoint(keys_in(saved[key]))}
 
 
 def _restore(what: str, restore: Callable[[Any], object], state: Any, restored: list[str]) -> None:
@@ -424,20 +424,18 @@ def install(todo: LoadPlan, filled: Mapping[str, Target], small: Mapping[str, to
 
     _replace_meta(todo, filled)
     if todo.optimizer is not None:
-        saved = todo.state["optimizer"]
+        saved = todo.manifest.state["optimizer"]
         for group, index in zip(todo.optimizer.param_groups, todo.groups, strict=True):
-            _set_group(
-                group, decode({k: v for k, v in saved["groups"][index].items() if k != "params"}, value_of)
-            )
+            _set_group(group, decode(without_params(saved["groups"][index]), value_of))
             for p in group["params"]:
-                tree = saved["state"].get(todo.names[id(p)][0])
+                tree = saved["state"].get(next(iter(todo.held[id(p)])))
                 if tree is None:
                     todo.optimizer.state.pop(p, None)
                 else:
                     todo.optimizer.state[p] = decode(tree, value_of)
     for key in _sharded_extra(todo):
         try:
-            todo.extra[key].load_state_dict(decode(todo.state["extra"][key], value_of))
+            todo.extra[key].load_state_dict(decode(todo.manifest.state["extra"][key], value_of))
         except Exception as error:
             raise CheckpointError(
                 f"load_state_dict of extra/{key} raised {type(error).__qualname__}: {error}. Model and "
@@ -460,7 +458,7 @@ def _replace_meta(todo: LoadPlan, filled: Mapping[str, Target]) -> None:
     for module in todo.model.modules():
         for tensors in (parameters_of(module), buffers_of(module)):
             for name, old in tensors.items():
-                if old is None or id(old) not in todo.replaced:
+                if old is None or todo.replaced.get(id(old)) not in filled:
                     continue
                 if id(old) not in new:  # tied parameters stay one object
                     whole: Any = base_tensor(filled[todo.replaced[id(old)]].whole)
@@ -473,5 +471,5 @@ def _replace_meta(todo: LoadPlan, filled: Mapping[str, Target]) -> None:
         for i, p in enumerate(group["params"]):
             if id(p) in new:
                 group["params"][i] = new[id(p)]
-                todo.names[id(new[id(p)])] = todo.names[id(p)]
+                todo.held[id(new[id(p)])] = todo.held[id(p)]
     look_up_again(todo.model)

@@ -1,8 +1,8 @@
 """Where a checkpoint's tensors go: the plan of a load, and what doesn't fit."""
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,15 @@ from torch.optim import Optimizer
 from shardwright.checkpoint.apart import Apart, made_state, state_device
 from shardwright.checkpoint.flat import FlatSlice, Saved, are_like, base_tensor, is_like, views_of
 from shardwright.checkpoint.format import Box, Manifest, TensorEntry
-from shardwright.checkpoint.live import Stateful, box_at, box_of, check_extra, device_of, model_tensors
+from shardwright.checkpoint.live import (
+    Stateful,
+    box_at,
+    boxes_of,
+    check_extra,
+    device_of,
+    memory_of,
+    model_tensors,
+)
 from shardwright.checkpoint.shardfile import TORCH_DTYPE
 from shardwright.checkpoint.tree import Tensors, encode, keys_in, kinds_in
 from shardwright.errors import CheckpointError
@@ -28,23 +36,19 @@ class Target:
     """One tensor to fill from ``entry``: ``whole`` is plain, a DTensor, or lies in a flat parameter; on the
     meta device until ``allocated``, if it is new.
 
-    ``boxes`` are this rank's part, none if it has none. ``live`` says that ``whole`` is in use already.
+    ``boxes`` are this rank's part, none if it has none. ``device``: where it is allocated.
     """
 
     key: str
     entry: TensorEntry
     whole: Saved
     boxes: tuple[Box, ...]
-    live: bool
     device: torch.device
 
     @property
     def local(self) -> torch.Tensor:
         """This rank's memory of it."""
-        if isinstance(self.whole, FlatSlice):
-            held = box_of(self.key, self.whole.flat)
-            return self.whole.local(held) if held is not None else self.whole.flat.detach()[:0]
-        return self.whole.to_local() if isinstance(self.whole, DTensor) else self.whole.detach()
+        return memory_of(self.key, self.whole)
 
     @property
     def casts(self) -> bool:
@@ -88,43 +92,36 @@ def overlapping(targets: Iterable[Target]) -> set[str]:
     return found
 
 
-@dataclass(frozen=True)
 class LoadPlan:
-    """What a load will do: ``targets`` to fill, ``small`` tensors to read whole, and what to install
-    afterwards."""
+    """What a load will do: collected, with everything that doesn't fit, before anything is touched.
 
-    targets: tuple[Target, ...]
-    small: tuple[str, ...]
-    model: nn.Module
-    optimizer: Optimizer | None
-    extra: Mapping[str, Any]
-    state: Mapping[str, Any]
-    names: MutableMapping[int, tuple[str, ...]]
-    groups: tuple[int, ...]
-    replaced: Mapping[int, str] = field(default_factory=dict)
-    wholes: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    ``targets`` are filled, ``small`` tensors read whole. ``held``: what is in each parameter and buffer, by
+    the checkpoint's names. ``groups``: of which saved group each of the optimizer's takes what it has.
+    ``replaced``: keys of what is on the meta device. ``wholes``: what is filled by what it is made of.
+    """
 
-
-class _Planner:
-    """Collects targets, and everything that doesn't fit, before anything is touched."""
-
-    def __init__(self, manifest: Manifest, model: nn.Module) -> None:
+    def __init__(self, manifest: Manifest, model: nn.Module, optimizer: Any, extra: Any) -> None:
         self.manifest = manifest
         self.model = model
+        self.optimizer = optimizer
+        self.extra = extra or {}
         self.targets: dict[str, Target] = {}
-        self.small: list[str] = []
-        self.problems: list[str] = []
-        self.names: dict[int, tuple[str, ...]] = {}
-        self.held: dict[int, list[Saved]] = {}
+        self.small: set[str] = set()
+        self.held: dict[int, dict[str, Saved]] = {}
+        self.groups: list[int] = []
         self.replaced: dict[int, str] = {}
         self.wholes: dict[str, torch.Tensor] = {}
-        self.device = device_of(model)
-        self.stored_of = manifest.keys_of("model/")
+        self.problems: list[str] = []
+        self._device = device_of(model)
 
-    def add(self, key: str, stored: str, whole: Saved, live: bool) -> None:
-        """``key`` is the live tensor's, ``stored`` the checkpoint's."""
-        entry = self.manifest.tensors[stored]
-        dtype = TORCH_DTYPE[entry.dtype]
+    def add(self, key: str, whole: Saved, stored: str = "", device: torch.device | None = None) -> None:
+        """``key`` is the live tensor's. stored: the checkpoint's; device: where a new one is allocated; both
+        only where they are others."""
+        entry = self.manifest.tensors[stored or key]
+        dtype, base = TORCH_DTYPE[entry.dtype], base_tensor(whole)
+        if device is None:
+            is_cut = isinstance(base, DTensor)
+            device = torch.device(base.device_mesh.device_type) if is_cut else self._device
         if tuple(whole.shape) != entry.shape:
             self.problems.append(
                 f"misshapen {key}: {list(entry.shape)} in the checkpoint, {list(whole.shape)} expected"
@@ -132,20 +129,14 @@ class _Planner:
         elif whole.dtype != dtype and not (whole.dtype.is_floating_point and dtype.is_floating_point):
             self.problems.append(f"wrong dtype {key}: {dtype} in the checkpoint, {whole.dtype} expected")
         else:
-            base = base_tensor(whole)
-            device = base.device
-            if isinstance(base, DTensor):
-                device = torch.device(base.device_mesh.device_type)
-            elif base.is_meta:
-                device = self.device
-            self.targets[key] = Target(key, entry, whole, _boxes_of(key, whole), live, device)
+            self.targets[key] = Target(key, entry, whole, boxes_of(key, whole), device)
 
     def plan_model(self, left_out: Collection[str] = ()) -> None:
         named, aliases = model_tensors(self.model)
-        named = {name: value for name, value in named.items() if name not in left_out}
-        stored_of = self.stored_of
-        used: set[str] = set()
+        stored_of, used = self.manifest.keys_of("model/"), set[str]()
         for name, value in named.items():
+            if name in left_out:
+                continue
             if isinstance(value, Apart):
                 self.plan_apart(name, value)
                 continue
@@ -156,15 +147,14 @@ class _Planner:
             known = [n for n in (name, *aliases.get(name, ())) if f"model/{n}" in stored_of]
             stored = list(dict.fromkeys(stored_of[f"model/{n}"] for n in known))
             base = id(base_tensor(value))
-            self.names[base] = (*self.names.get(base, ()), known[0] if known else name)
-            self.held.setdefault(base, []).append(value)
+            self.held.setdefault(base, {})[known[0] if known else name] = value
             used.update(stored)
             if not stored:
                 self.problems.append(f"missing model/{name}: {list(value.shape)} {value.dtype}")
                 continue
             if len({tuple(p.crc32 for p in self.manifest.tensors[s].pieces) for s in stored}) > 1:
                 self.problems.append(f"tied in the model, different in the checkpoint: {', '.join(stored)}")
-            self.add(f"model/{name}", stored[0], value, live=True)
+            self.add(f"model/{name}", value, stored[0])
             if value.is_meta:
                 self.replaced[base] = f"model/{name}"
         unused = sorted(set(stored_of.values()) - used)
@@ -178,7 +168,7 @@ class _Planner:
 
     def plan_apart(self, name: str, value: Apart) -> None:
         """A parameter or buffer of a subclass; what it is made of has names of its own."""
-        self.names[id(value.whole)], self.held[id(value.whole)] = (name,), [value.whole]
+        self.held[id(value.whole)] = {name: value.whole}
         saved = self.manifest.state.get("model", {}).get(name, "")
         if saved != value.kind:
             self.problems.append(
@@ -189,56 +179,49 @@ class _Planner:
                 f"model/{name} is of a class of its own and on the meta device: call to_empty() before load"
             )
 
-    def plan_optimizer(self, optimizer: Optimizer) -> tuple[int, ...]:
-        """Returns which saved group each live group takes its hyper-parameters from."""
-        saved = self.manifest.state.get("optimizer")
+    def plan_optimizer(self) -> None:
+        saved, optimizer = self.manifest.state.get("optimizer"), self.optimizer
         if saved is None:
             self.problems.append("missing optimizer state: the checkpoint was saved without an optimizer")
-            return ()
+            return
         if saved["kind"] != type(optimizer).__qualname__:
             self.problems.append(
                 f"optimizer state is of {saved['kind']}, the optimizer is {type(optimizer).__qualname__}"
             )
-            return ()
-        groups = []
+            return
         for i, group in enumerate(optimizer.param_groups):
             foreign = ("a parameter that is not the model's",)
-            names = {name for p in group["params"] for name in self.names.get(id(p), foreign)}
+            names = {name for p in group["params"] for name in self.held.get(id(p), foreign)}
             fits = [j for j, g in enumerate(saved["groups"]) if set(g["params"]) == names]
             if not fits:
                 self.problems.append(
                     f"optimizer group {i} has other parameters than any saved one: {_other(names, saved)}"
                 )
                 continue
-            groups.append(i if i in fits else fits[0])
-            self.small += keys_in({k: v for k, v in saved["groups"][groups[-1]].items() if k != "params"})
+            self.groups.append(i if i in fits else fits[0])
+            self.small.update(keys_in(without_params(saved["groups"][self.groups[-1]])))
             for p in group["params"]:
-                trees = [saved["state"].get(name) for name in self.names[id(p)]]
-                if isinstance(self.held[id(p)][0], FlatSlice):
-                    self.plan_flat_state(optimizer, p, group, trees)
+                slices = {name: s for name, s in self.held[id(p)].items() if isinstance(s, FlatSlice)}
+                trees = [saved["state"].get(name) for name in self.held[id(p)]]
+                if slices:
+                    self.plan_flat_state(p, group, slices, trees)
                 else:
-                    self.plan_param_state(optimizer, p, group, keys_in(trees[0]), trees[0])
+                    self.plan_param_state(p, group, keys_in(trees[0]), trees[0])
         if len(saved["groups"]) != len(optimizer.param_groups):
             self.problems.append(
                 f"{len(saved['groups'])} optimizer groups saved, {len(optimizer.param_groups)} expected"
             )
-        return tuple(groups)
 
     def plan_param_state(
-        self,
-        optimizer: Optimizer,
-        p: torch.Tensor,
-        group: Mapping[str, Any],
-        keys: Iterable[str],
-        tree: Any = None,
+        self, p: torch.Tensor, group: Mapping[str, Any], keys: Iterable[str], tree: Any = None
     ) -> None:
         live: Tensors = {}
         apart: dict[str, Apart] = {}
-        name, kinds, held = self.names[id(p)][0], kinds_in(tree), p in optimizer.state
-        state = optimizer.state[p] if held else {}
+        name, kinds, held = next(iter(self.held[id(p)])), kinds_in(tree), p in self.optimizer.state
+        state = self.optimizer.state[p] if held else {}
         if kinds and not held:
             try:
-                state = made_state(optimizer, p, group, self.device)
+                state = made_state(self.optimizer, p, group, self._device)
             except Exception as error:
                 self.problems.append(
                     f"optimizer/{name}: take one step before load; load's own failed: {error!r}"
@@ -251,9 +234,9 @@ class _Planner:
             spec = self.spec_of(key, self.manifest.tensors[key], p, group)
             present = live.get(key) if held else None
             if present is not None and present.shape == spec.shape and type(present) is type(spec):
-                self.add(key, key, present, live=True)
+                self.add(key, present)
             else:
-                self.add_new(key, spec, p, group)
+                self.add(key, spec, device=state_device(key, p, group, self._device))
 
     def plan_apart_state(
         self, path: str, saved: Mapping[str, Any], live: Tensors, apart: Mapping[str, Apart]
@@ -271,21 +254,18 @@ class _Planner:
         else:
             self.wholes[path] = found.whole
             for key in keys:
-                self.add(key, key, live[key], live=True)
+                self.add(key, live[key])
         return keys
 
-    def add_new(self, key: str, spec: Saved, p: torch.Tensor, group: Mapping[str, Any]) -> None:
-        """State of ``p`` that will be allocated."""
-        self.add(key, key, spec, live=False)
-        if key in self.targets:
-            device = state_device(key, p, group, self.device)
-            self.targets[key] = replace(self.targets[key], device=device)
-
     def plan_flat_state(
-        self, optimizer: Optimizer, p: torch.Tensor, group: Mapping[str, Any], trees: Sequence[Any]
+        self,
+        p: torch.Tensor,
+        group: Mapping[str, Any],
+        slices: Mapping[str, FlatSlice],
+        trees: Sequence[Any],
     ) -> None:
         """State of a flat parameter, from that of the tensors in it: of its shape, or one number for all."""
-        names, slices = self.names[id(p)], [s for s in self.held[id(p)] if isinstance(s, FlatSlice)]
+        names = [*slices]
         if kinds := kinds_in([*trees]):
             self.problems.append(
                 f"optimizer state {next(iter(kinds))} is of a class of its own, which no part of a flat "
@@ -306,22 +286,21 @@ class _Planner:
             return
         for suffix in [key.removeprefix(prefixes[0]) for key in keys_in(trees[0])]:
             entries = [self.manifest.tensors[prefix + suffix] for prefix in prefixes]
-            if not are_like(entries, slices):
-                self.plan_param_state(optimizer, p, group, [prefixes[0] + suffix])
+            if not are_like(entries, [*slices.values()]):
+                self.plan_param_state(p, group, [prefixes[0] + suffix])
                 if len({tuple(piece.crc32 for piece in entry.pieces) for entry in entries}) > 1:
                     self.problems.append(
                         f"optimizer state {suffix!r} of {', '.join(names)} differs, and they lie in one flat "
                         "parameter, which has one"
                     )
                 continue
-            base = optimizer.state[p].get(suffix) if p in optimizer.state else None
+            base = self.optimizer.state[p].get(suffix) if p in self.optimizer.state else None
             new = torch.empty_like(p, dtype=TORCH_DTYPE[entries[0].dtype], device="meta")
-            for prefix, part in zip(prefixes, slices, strict=True):
+            flat = base if isinstance(base, torch.Tensor) and is_like(base, p) else new
+            for prefix, part in zip(prefixes, slices.values(), strict=True):
                 key = prefix + suffix
-                if isinstance(base, torch.Tensor) and is_like(base, p):
-                    self.add(key, key, FlatSlice(base, part.entry), live=True)
-                else:
-                    self.add_new(key, FlatSlice(new, part.entry), p, group)
+                device = state_device(key, p, group, self._device)
+                self.add(key, FlatSlice(flat, part.entry), device=device)
 
     def spec_of(
         self, key: str, entry: TensorEntry, p: torch.Tensor, group: Mapping[str, Any]
@@ -329,7 +308,7 @@ class _Planner:
         """A meta tensor as the optimizer would have made it for ``p``: distributed like ``p`` where the
         shapes allow, replicated where not; a scalar (``step``) is plain."""
         dtype = TORCH_DTYPE[entry.dtype]
-        saved = self.manifest.tensors.get(self.stored_of.get(f"model/{self.names[id(p)][0]}", ""))
+        saved = self.manifest.tensors.get(f"model/{next(iter(self.held[id(p)]))}")
         if saved is not None and entry.shape and (entry.shape, entry.dtype) == (saved.shape, saved.dtype):
             dtype = p.dtype  # state in the parameter's precision follows it
         if not isinstance(p, DTensor) or (not entry.shape and not entry.sharded):
@@ -342,10 +321,10 @@ class _Planner:
         ]
         return _meta_dtensor(key, entry.shape, dtype, p.device_mesh, placements)
 
-    def plan_extra(self, extra: Mapping[str, Any]) -> None:
-        check_extra(extra)
+    def plan_extra(self) -> None:
+        check_extra(self.extra)
         saved = self.manifest.state.get("extra") or {}
-        for key, value in extra.items():
+        for key, value in self.extra.items():
             if key not in saved:
                 self.problems.append(f"missing extra/{key}: saved were {sorted(saved)}")
             elif not isinstance(value, Stateful):
@@ -357,8 +336,8 @@ class _Planner:
                 encode(value.state_dict(), f"extra/{key}", live)
                 for name in keys_in(saved[key]):
                     if isinstance(live.get(name), DTensor):
-                        self.add(name, name, live[name], live=True)
-        self.small += [name for name in keys_in(saved) if name not in self.targets]
+                        self.add(name, live[name])
+        self.small.update(name for name in keys_in(saved) if name not in self.targets)
 
 
 def plan(
@@ -375,37 +354,24 @@ def plan(
     Raises:
         CheckpointError: listing everything that doesn't fit.
     """
-    planner = _Planner(manifest, model)
-    planner.plan_model(left_out)
-    groups = planner.plan_optimizer(optimizer) if optimizer is not None else ()
-    planner.plan_extra(extra or {})
-    planner.small += keys_in([*manifest.state.get("model", {}).values()])
+    todo = LoadPlan(manifest, model, optimizer, extra)
+    todo.plan_model(left_out)
+    if optimizer is not None:
+        todo.plan_optimizer()
+    todo.plan_extra()
     rng = manifest.state.get("rng", [])
-    planner.small += keys_in(rng[rank]) if rank < len(rng) else []
-    if planner.problems:
+    todo.small.update(keys_in([*manifest.state.get("model", {}).values(), *rng[rank : rank + 1]]))
+    if todo.problems:
         raise CheckpointError(
-            f"the checkpoint doesn't fit ({len(planner.problems)} differences):\n    "
-            + "\n    ".join(planner.problems)
+            f"the checkpoint doesn't fit ({len(todo.problems)} differences):\n    "
+            + "\n    ".join(todo.problems)
         )
-    return LoadPlan(
-        tuple(planner.targets.values()),
-        tuple(dict.fromkeys(planner.small)),
-        model,
-        optimizer,
-        extra or {},
-        manifest.state,
-        planner.names,
-        groups,
-        planner.replaced,
-        planner.wholes,
-    )
+    return todo
 
 
-def _boxes_of(key: str, tensor: Saved) -> tuple[Box, ...]:
-    box = box_of(key, base_tensor(tensor))
-    if box is None:
-        return ()
-    return tensor.held(box) if isinstance(tensor, FlatSlice) else (box,)
+def without_params(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a saved group of an optimizer has beside its parameters."""
+    return {key: value for key, value in group.items() if key != "params"}
 
 
 def _meta_dtensor(

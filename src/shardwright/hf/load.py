@@ -3,7 +3,7 @@
 config.json -> model on the meta device -> groups from its hints -> shards -> each rank's slices of the files
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +176,7 @@ def read_weights(
     reset_adapters(model)
     for param in model.parameters():
         param._is_hf_initialized = True  # type: ignore[attr-defined]
-    return WeightsRead(nbytes, len(todo.targets), tuple(t.key for t in todo.targets if t.casts))
+    return WeightsRead(nbytes, len(todo.targets), tuple(t.key for t in todo.targets.values() if t.casts))
 
 
 def encoded_names(model: nn.Module) -> frozenset[str]:
@@ -186,13 +186,12 @@ def encoded_names(model: nn.Module) -> frozenset[str]:
 
 def _fill_and_encode(todo: LoadPlan, reader: Reader, chosen: frozenset[str], how: dict[str, str]) -> None:
     """Fill and install: what isn't to be encoded at once, then one tensor after another."""
-    one_by_one = [target for target in todo.targets if target.key.removeprefix("model/") in chosen]
-    others = [target for target in todo.targets if target.key.removeprefix("model/") not in chosen]
-    for targets in (others, *([target] for target in one_by_one)):
+    named = {target.key.removeprefix("model/"): target for target in todo.targets.values()}
+    others = [target for name, target in named.items() if name not in chosen]
+    for targets in (others, *([target] for name, target in named.items() if name in chosen)):
         filled = allocated(targets)
         fill(reader, filled.values())
-        replaced = {tensor: key for tensor, key in todo.replaced.items() if key in filled}
-        install(replace(todo, replaced=replaced), filled, {})
+        install(todo, filled, {})
         names = {target.key.removeprefix("model/") for target in targets} & chosen
         if names:
             quantize_(todo.model, where=lambda name, _: name in names, **how)  # noqa: B023 (called at once)
