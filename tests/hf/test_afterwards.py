@@ -13,9 +13,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from shardwright import cli
+from shardwright.checkpoint import shardfile
 from shardwright.finetune import tuned
 from shardwright.finetune.job import FineTuning
-from shardwright.hf import export
 from shardwright.hf.load import encoded_names
 from shardwright.params.quantized.codecs import codec_of
 from shardwright.train.config import Recipe
@@ -182,7 +182,7 @@ def test_merging_holds_two_tensors_at_most_and_leaves_nothing_half_written(tmp_p
         if next(writes, None) is None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(export, "write_all", full)
+    monkeypatch.setattr(shardfile, "write_all", full)
     assert cli.main([*command[:2], str(tmp_path / "full")]) == 1
     assert "No space left on device" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "out", "run"]

@@ -193,10 +193,8 @@ def _attempt(work: Callable[[], Any], outcome: list[Any]) -> None:
     try:
         with torch.no_grad():  # grad mode belongs to a thread
             outcome.append((told.plain(work()), "", False))
-    except UnreadError as error:
-        outcome.append((None, str(error), True))
     except (ShardwrightError, OSError) as error:
-        outcome.append((None, str(error), False))
+        outcome.append((None, str(error), isinstance(error, UnreadError)))
     except BaseException:  # a bug, or a SystemExit of the user's code: every rank must still hear of it
         outcome.append((None, traceback.format_exc(), False))
 

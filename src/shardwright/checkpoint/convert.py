@@ -26,7 +26,7 @@ from shardwright.checkpoint.format import Manifest
 from shardwright.checkpoint.live import Whole
 from shardwright.checkpoint.rankfiles import write_rank_files
 from shardwright.checkpoint.save import save
-from shardwright.checkpoint.shardfile import TORCH_DTYPE, Reader, bits_of
+from shardwright.checkpoint.shardfile import TORCH_DTYPE, Reader, bits_of, bytes_of
 from shardwright.checkpoint.sink import write_all
 from shardwright.checkpoint.sources import Source, open_source
 from shardwright.checkpoint.tools import Progress, consolidate, open_checkpoint, read_tensor
@@ -121,7 +121,7 @@ def _mapped(source: Source, scratch: Path, progress: Progress | None) -> dict[st
             tensor = read_tensor(reader, key, entry)
             if entry.nbytes:
                 with open(scratch / str(number), "xb", buffering=0) as file:
-                    write_all(file.fileno(), bits_of(tensor).reshape(-1).view(np.uint8).data)
+                    write_all(file.fileno(), bytes_of(tensor).data)
                 flat = torch.from_file(file.name, size=entry.nbytes, dtype=torch.uint8, shared=True)
                 tensor = flat.view(TORCH_DTYPE[entry.dtype]).reshape(entry.shape)
             read[key] = tensor

@@ -249,7 +249,7 @@ def complete_steps(path: Location) -> list[int]:
     return [f.step for f in (*line, *others) if not f.fault]
 
 
-def find(path: Location) -> tuple[Location, Sequence[str]]:
+def find(path: Location) -> tuple[Location, tuple[str, ...]]:
     """``(folder, skipped)``: ``path`` itself if it is a checkpoint, else its newest complete one, and why
     others that were saved later, or have a higher step, were skipped.
 

@@ -10,7 +10,6 @@ A failure in the first two leaves model and optimizer as they were. The others c
 or the memory is bad between two reads, and say so.
 """
 
-import contextlib
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -29,14 +28,13 @@ from shardwright.checkpoint.folder import complete_steps, step_folder, storage_o
 from shardwright.checkpoint.format import (
     ITEM_NBYTES,
     Box,
-    Manifest,
     Piece,
     TensorEntry,
     crc32_in_chunks,
     run_crc32,
 )
 from shardwright.checkpoint.live import model_tensors, set_rng_state
-from shardwright.checkpoint.shardfile import TORCH_DTYPE, Reader, bits_of, chunks_of, tensor_of
+from shardwright.checkpoint.shardfile import TORCH_DTYPE, Reader, bits_of, bytes_of, chunks_of, tensor_of
 from shardwright.checkpoint.sources import Source, locate, open_source
 from shardwright.checkpoint.target import LoadPlan, Target, allocated, overlapping, plan, without_params
 from shardwright.checkpoint.told import Partial
@@ -168,21 +166,19 @@ def _load(
 ) -> Restored:
     found, skipped = located
     what = f"loading {found}"
-    prepared: list[_Prepared] = []
+    prepared: list[tuple[Source, LoadPlan]] = []
 
     def prepare() -> set[str]:
         prepared.append(_prepare(found, model, optimizer, extra, group.rank))
-        return overlapping(
-            target for target in prepared[0].todo.targets.values() if not base_tensor(target.whole).is_meta
-        )
+        targets = prepared[0][1].targets.values()
+        return overlapping(target for target in targets if not base_tensor(target.whole).is_meta)
 
     shared = set[str]().union(*group.together(what, prepare))
-    todo, manifest = prepared[0].todo, prepared[0].source.manifest
+    (source, todo), manifest = prepared[0], prepared[0][0].manifest
     verifier = Verifier(group)
-    with contextlib.ExitStack() as stack:
-        reader = stack.enter_context(Reader(prepared[0].source.folder))
+    with Reader(source.folder) as reader:
         try:
-            small, reader = _check_copies_too(stack, verifier, what, (reader, manifest, todo))
+            small = _check(verifier, what, reader, todo)
         except UnreadError:
             raise
         except CheckpointError as error:
@@ -243,57 +239,39 @@ def _older(found: Location, step: int) -> str:
     return f"\nolder complete checkpoints: {', '.join(names)}; rename {found}, and load takes {names[0]}"
 
 
-@dataclass(frozen=True)
-class _Prepared:
-    """An opened checkpoint, and what is to be done with it."""
-
-    source: Source
-    todo: LoadPlan
-
-
 def _prepare(
     found: Location, model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str, Any] | None, rank: int
-) -> _Prepared:
+) -> tuple[Source, LoadPlan]:
     named, aliases = model_tensors(model)
     source = open_source(found, {*named, *(alias for names in aliases.values() for alias in names)})
-    return _Prepared(source, plan(source.manifest, model, optimizer, extra, rank))
+    return source, plan(source.manifest, model, optimizer, extra, rank)
 
 
-def _check(
-    verifier: Verifier, what: str, reader: Reader, manifest: Manifest, todo: LoadPlan
-) -> dict[str, torch.Tensor]:
-    """Verify all that this rank will read, before anything is touched; returns the small tensors, whole."""
+def _check(verifier: Verifier, what: str, reader: Reader, todo: LoadPlan) -> dict[str, torch.Tensor]:
+    """Verify all that this rank will read, before anything is touched; returns the small tensors, whole.
+
+    Where copies on this host were read and are damaged, once more, of what is copied anew.
+    """
     small: dict[str, torch.Tensor] = {}
     wanted = [(t.key, t.entry, box) for t in todo.targets.values() for box in t.boxes]
 
     def look() -> list[Partial]:
         for key in sorted(todo.small):
-            entry = manifest.tensors[key]
+            entry = todo.manifest.tensors[key]
             box = Box.whole(entry.shape)
             verifier.checksums([(key, entry, box)], crc_in(reader))
-            tensor = torch.empty(entry.shape, dtype=TORCH_DTYPE[entry.dtype])
-            fill(reader, [Target(key, entry, tensor, (box,), tensor.device)])
-            small[key] = tensor
+            small[key] = torch.empty(entry.shape, dtype=TORCH_DTYPE[entry.dtype])
+            fill(reader, [Target(key, entry, small[key], (box,), small[key].device)])
         return verifier.checksums(wanted, crc_in(reader))
 
-    verifier.verify(what, look)
-    return small
-
-
-def _check_copies_too(
-    stack: contextlib.ExitStack, verifier: Verifier, what: str, of: tuple[Reader, Manifest, LoadPlan]
-) -> tuple[dict[str, torch.Tensor], Reader]:
-    """``_check``; where copies on this host were read and are damaged, once more, of what was copied."""
-    reader, manifest, todo = of
     try:
-        return _check(verifier, what, reader, manifest, todo), reader
+        verifier.verify(what, look)
     except CheckpointError:
-        storage = storage_of(reader.folder)
-        if not storage.copies:
+        if not reader.copies:
             raise
-        verifier.group.together(what, lambda: storage.forget(reader.folder))
-        reader = stack.enter_context(Reader(reader.folder))
-        return _check(verifier, what, reader, manifest, todo), reader
+        verifier.group.together(what, reader.forget)
+        verifier.verify(what, look)
+    return small
 
 
 def fill(reader: Reader, targets: Iterable[Target]) -> None:
@@ -345,7 +323,7 @@ def fill_and_prove(
             for box in chunks_of(part, ITEM_NBYTES[entry.dtype]):
                 _copy(key, reader.bits_of(key, entry, piece, box), live(key, box), entry.dtype)
             return live_crc(key, entry, piece, part)
-        rest, crc = bits_of(into).reshape(-1).view(np.uint8), 0
+        rest, crc = bytes_of(into), 0
         for read in run:
             for at in range(0, read.nbytes, STEP_NBYTES):
                 step = read[at : at + STEP_NBYTES]

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from shardwright.checkpoint.format import MANIFEST
 from shardwright.checkpoint.lock import LOCK, Held
-from shardwright.checkpoint.storage import LATEST, TORN, Unpublished
+from shardwright.checkpoint.storage import LATEST, TORN, Storage, Unpublished
 from shardwright.errors import StorageError
 from shardwright.storage import ObjectStore, RemotePath, cached, forget
 
@@ -124,7 +124,7 @@ def _said(text: bytes) -> dict[str, str]:
         return {}
 
 
-class RemoteStorage:
+class RemoteStorage(Storage):
     """See ``Storage``: objects below ``root``, through fsspec."""
 
     copies = True

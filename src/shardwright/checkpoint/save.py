@@ -12,8 +12,8 @@ Under a URL the files are uploaded under names that no other save uses, and the 
 import contextlib
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path, PurePath
+from dataclasses import dataclass, field, replace
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -21,12 +21,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwright.checkpoint import background
-from shardwright.checkpoint.agree import Ranks, ranks
+from shardwright.checkpoint.agree import ranks
 from shardwright.checkpoint.folder import step_folder, storage_of
 from shardwright.checkpoint.format import Box, Manifest, Piece, TensorEntry, crc32_in_chunks, dumps, prove
-from shardwright.checkpoint.live import Live, Part, collect, part_of, rng_state
+from shardwright.checkpoint.live import Part, collect, part_of, rng_state
 from shardwright.checkpoint.shardfile import DTYPE_NAME, Item, bits_of, chunks_of, write_shard
-from shardwright.checkpoint.storage import Storage, Unpublished
+from shardwright.checkpoint.storage import Unpublished
 from shardwright.checkpoint.told import Written
 from shardwright.checkpoint.tree import Tensors, encode, leaves
 from shardwright.checkpoint.writer import Keep, Writer, keep_of, line_of, saved, whole_number
@@ -80,11 +80,9 @@ def save(
         >>> str(folder)
         'run/step-000100'
     """
-    background.finish()
-    options = _Options(model, location_of(path), _step_of(step), keep_of(keep))
-    group = ranks()
-    group.arrive(f"save(step={step})")
-    return _write(group, _snapshot(group, model, optimizer, extra), options)
+    asked = _Save(path, model, step, keep)
+    asked.group.arrive(f"save(step={step})")
+    return asked.run(_snapshot(asked.group.rank, model, optimizer, extra))
 
 
 @recorder.span("save")
@@ -130,28 +128,10 @@ def async_save(
         >>> str(pending.wait())  # after more training steps
         'run/step-000001'
     """
-    background.finish()
-    options = _Options(model, location_of(path), _step_of(step), keep_of(keep))
-    group = ranks()
-    group.arrive(f"async_save(step={step})")
-    snapshot = staged(_snapshot(group, model, optimizer, extra))
-    return background.start(lambda pace: _write(group, snapshot, replace(options, pace=pace)))
-
-
-@dataclass(frozen=True)
-class _Options:
-    model: nn.Module
-    path: Location
-    step: int
-    keep: Keep | None
-    pace: background.Pace | None = None
-
-    def __post_init__(self) -> None:
-        storage_of(self.path)  # raises here, not in the background, for a URL that can't be used
-
-
-def _step_of(step: int) -> int:
-    return whole_number(step, "step", "the number of optimizer steps done, 0 or more", 0)
+    asked = _Save(path, model, step, keep)
+    asked.group.arrive(f"async_save(step={step})")
+    snapshot = staged(_snapshot(asked.group.rank, model, optimizer, extra))
+    return background.start(lambda pace: asked.run(snapshot, pace))
 
 
 @dataclass(frozen=True)
@@ -166,7 +146,7 @@ class Snapshot:
     aliases: Mapping[str, tuple[str, ...]]
     state: Mapping[str, Any]
     rng: Any = None
-    rng_parts: Mapping[str, Part] | None = None
+    rng_parts: Mapping[str, Part] = field(default_factory=dict)
     fault: str = ""
 
     def described(self) -> dict[str, str]:
@@ -185,22 +165,19 @@ class Snapshot:
         return tensors | {path: text for key, tree in trees.items() for path, text in leaves(tree, key)}
 
 
-def take_snapshot(group: Ranks, live: Live) -> Snapshot:
-    """The parts of ``live`` on this rank and its random state; references, no copies."""
-    parts = {key: part_of(key, tensor, group.rank) for key, tensor in live.tensors.items()}
-    rng_tensors: Tensors = {}
-    rng = encode(rng_state(), f"rng/{group.rank}", rng_tensors)
-    rng_parts = {key: part_of(key, tensor, 0) for key, tensor in rng_tensors.items()}
-    return Snapshot(parts, live.aliases, live.state, rng, rng_parts)
-
-
 def _snapshot(
-    group: Ranks, model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str, Any] | None
+    rank: int, model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str, Any] | None
 ) -> Snapshot:
+    """This rank's parts of the live state, and its random state; references, no copies."""
+    rng_tensors: Tensors = {}
     try:
-        return take_snapshot(group, collect(model, optimizer, extra))
+        live = collect(model, optimizer, extra)
+        parts = {key: part_of(key, tensor, rank) for key, tensor in live.tensors.items()}
+        rng = encode(rng_state(), f"rng/{rank}", rng_tensors)
+        rng_parts = {key: part_of(key, tensor, 0) for key, tensor in rng_tensors.items()}
     except CheckpointError as error:
         return Snapshot({}, {}, {}, fault=str(error))
+    return Snapshot(parts, live.aliases, live.state, rng, rng_parts)
 
 
 _staging: dict[str, torch.Tensor] = {}
@@ -230,60 +207,87 @@ def staged(snapshot: Snapshot) -> Snapshot:
     return replace(snapshot, parts=parts)
 
 
-def _write(group: Ranks, snapshot: Snapshot, options: _Options) -> Location:
-    what, storage = f"saving step {options.step} to {options.path}", storage_of(options.path)
-    with contextlib.ExitStack() as stack:
-        writers: list[Writer] = []
+class _Save:
+    """One save, as each rank does it. Raises: InputError, MissingExtra, as ``save``."""
 
-        def described() -> dict[str, str]:
-            return {**snapshot.described(), "path": str(options.path)}
+    def __init__(self, path: str | PurePath, model: nn.Module, step: int, keep: int | Keep | None) -> None:
+        background.finish()
+        self.model, self.path = model, location_of(path)
+        self.storage = storage_of(self.path)
+        self.step = whole_number(step, "step", "the number of optimizer steps done, 0 or more", 0)
+        self.keep = keep_of(keep)
+        self.group = ranks()
+        self._writer: Writer | None = None  # of rank 0
 
-        def compared() -> tuple[dict[str, str], set[str]]:
-            return described(), {
-                key for key, part in snapshot.parts.items() if part.sharded and not part.local.numel()
-            }
-
-        def begin() -> tuple[Unpublished | None, int]:
-            if snapshot.fault:
-                raise CheckpointError(snapshot.fault)
-            if group.rank == 0:
-                line = line_of(options.model, options.path)
-                writers.append(Writer(options.path, options.step, line))
-                stack.callback(writers[0].close)
-            return writers[0].attempt if writers else None, hash_of(described())
-
-        begun = group.together(what, begin)
-        attempt = begun[0][0]
-        assert attempt is not None
-        stack.callback(storage.discard, attempt)
-        if len({fingerprint for _, fingerprint in begun}) > 1:
-            _raise_difference(what, group.together(what, compared))
-        place = _Place(group.rank, storage, attempt)
-        written = group.together(what, lambda: _write_pieces(place, snapshot, options.pace))
-
-        def publish() -> dict[str, str]:
-            if group.rank:
-                return {}
+    def run(self, snapshot: Snapshot, pace: background.Pace | None = None) -> Location:
+        """Every rank writes its pieces, rank 0 publishes. pace: of a save in the background."""
+        group, what = self.group, f"saving step {self.step} to {self.path}"
+        described = {**snapshot.described(), "path": str(self.path)}
+        with contextlib.ExitStack() as stack:
+            begun = group.together(what, lambda: self._begin(stack, snapshot.fault, hash_of(described)))
+            attempt: Any = begun[0][0]
+            stack.callback(self.storage.discard, attempt)
+            if len({fingerprint for _, fingerprint in begun}) > 1:
+                empty = {k for k, part in snapshot.parts.items() if part.sharded and not part.local.numel()}
+                _raise_difference(what, group.together(what, lambda: (described, empty)))
+            written = group.together(what, lambda: self._write_pieces(snapshot, attempt, pace))
             diverged = _diverged(written)
-            line = writers[0].line
-            about = {"diverged": [*diverged], "line": line.state()}
-            manifest = _merge(snapshot, written, options.step, about)
-            prove(manifest)
-            writers[0].publish(dumps(manifest))
-            saved(options.model, line)
-            if options.keep:
-                writers[0].prune(options.keep)
-            return diverged
+            group.together(what, lambda: self._publish(snapshot, written, [*diverged]))
+            with contextlib.suppress(OSError):  # it is published; a copy is fetched where it is needed
+                self.storage.keep(attempt, self.storage.scratch(attempt) / written[group.rank].file)
+        if diverged and group.rank == 0:
+            warn(
+                f"{len(diverged)} tensors that should be equal on all ranks are not; one copy was saved: "
+                + ", ".join(f"{key} ({which})" for key, which in [*diverged.items()][:5]),
+            )
+        return step_folder(self.path, self.step)
 
-        diverged = group.together(what, publish)[0]
-        with contextlib.suppress(OSError):  # it is published; a copy is fetched where it is needed
-            storage.keep(attempt, place.file)
-    if diverged and group.rank == 0:
-        warn(
-            f"{len(diverged)} tensors that should be equal on all ranks are not; one copy was saved: "
-            + ", ".join(f"{key} ({which})" for key, which in [*diverged.items()][:5]),
-        )
-    return step_folder(options.path, options.step)
+    def _begin(
+        self, stack: contextlib.ExitStack, fault: str, fingerprint: int
+    ) -> tuple[Unpublished | None, int]:
+        """Of rank 0 where to write; of each rank what it is about to."""
+        if fault:
+            raise CheckpointError(fault)
+        if self.group.rank:
+            return None, fingerprint
+        self._writer = Writer(self.path, self.step, line_of(self.model, self.path))
+        stack.callback(self._writer.close)
+        return self._writer.attempt, fingerprint
+
+    def _write_pieces(
+        self, snapshot: Snapshot, attempt: Unpublished, pace: background.Pace | None
+    ) -> Written:
+        items = [
+            Item(key, view, box, number)
+            for key, part in {**snapshot.parts, **snapshot.rng_parts}.items()
+            if part.owner
+            for number, (box, view) in enumerate(part.views())
+        ]
+        file = self.storage.scratch(attempt) / f"shard-{self.group.rank:05d}{attempt.tag}.safetensors"
+        pieces, nbytes = write_shard(file, items, pace)
+        self.storage.send(attempt, file)
+        copies = {
+            (key, box.offset): crc32_of(box, view)
+            for key, part in snapshot.parts.items()
+            if not part.owner
+            for box, view in part.views()
+        }
+        entries = {
+            key: TensorEntry(p.shape, DTYPE_NAME[p.local.dtype], tuple(pieces[key]))
+            for key, p in snapshot.rng_parts.items()
+        }
+        return Written(file.name, nbytes, pieces, copies, snapshot.rng, entries)
+
+    def _publish(self, snapshot: Snapshot, written: Sequence[Written], diverged: list[str]) -> None:
+        if self._writer is None:  # not on rank 0
+            return
+        line = self._writer.line
+        manifest = _merge(snapshot, written, self.step, {"diverged": diverged, "line": line.state()})
+        prove(manifest)
+        self._writer.publish(dumps(manifest))
+        saved(self.model, line)
+        if self.keep:
+            self._writer.prune(self.keep)
 
 
 def hash_of(described: Mapping[str, str]) -> int:
@@ -323,43 +327,6 @@ def _shortened(*texts: str) -> list[str]:
     same = next((i for i, each in enumerate(zip(*texts, strict=False)) if len({*each}) > 1), 0)
     at = max(0, same - 30)
     return [("…" if at else "") + text[at : at + 80] + ("…" if text[at + 80 :] else "") for text in texts]
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where one rank writes its file."""
-
-    rank: int
-    storage: Storage
-    attempt: Unpublished
-
-    @property
-    def file(self) -> Path:
-        return self.storage.scratch(self.attempt) / f"shard-{self.rank:05d}{self.attempt.tag}.safetensors"
-
-
-def _write_pieces(place: _Place, snapshot: Snapshot, pace: background.Pace | None) -> Written:
-    rng_parts = snapshot.rng_parts or {}
-    items = [
-        Item(key, view, box, number)
-        for key, part in {**snapshot.parts, **rng_parts}.items()
-        if part.owner
-        for number, (box, view) in enumerate(part.views())
-    ]
-    file = place.file
-    pieces, nbytes = write_shard(file, items, pace)
-    place.storage.send(place.attempt, file)
-    copies = {
-        (key, box.offset): crc32_of(box, view)
-        for key, part in snapshot.parts.items()
-        if not part.owner
-        for box, view in part.views()
-    }
-    entries = {
-        key: TensorEntry(p.shape, DTYPE_NAME[p.local.dtype], tuple(pieces[key]))
-        for key, p in rng_parts.items()
-    }
-    return Written(file.name, nbytes, pieces, copies, snapshot.rng, entries)
 
 
 def crc32_of(box: Box, view: torch.Tensor) -> int:

@@ -6,7 +6,7 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +18,7 @@ import torch
 from shardwright.checkpoint.background import Pace
 from shardwright.checkpoint.folder import storage_of
 from shardwright.checkpoint.format import ITEM_NBYTES, Box, Piece, TensorEntry, checked_shape, first_of_run
-from shardwright.checkpoint.sink import Cached, Direct, Sink
+from shardwright.checkpoint.sink import Cached, Direct, Sink, write_all
 from shardwright.crc import crc32
 from shardwright.errors import CheckpointError, UnreadError
 from shardwright.files import is_size, json_object, open_regular, opened, reading
@@ -50,6 +50,11 @@ def bits_of(tensor: torch.Tensor) -> np.ndarray:
     be."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
     return flat.view(_BITS[tensor.element_size()]).reshape(tensor.shape)
+
+
+def bytes_of(tensor: torch.Tensor) -> np.ndarray:
+    """``bits_of`` as one run of bytes."""
+    return bits_of(tensor).reshape(-1).view(np.uint8)
 
 
 def tensor_of(bits: np.ndarray, dtype: str) -> torch.Tensor:
@@ -132,9 +137,48 @@ def write_shard(
     return pieces, at
 
 
-def header_of(
-    tensors: Sequence[tuple[str, str, tuple[int, ...], int]], metadata: Mapping[str, str] | None = None
-) -> bytes:
+Described = tuple[str, str, tuple[int, ...], int]
+"""A tensor of a file: its name, dtype, shape and number of bytes."""
+
+
+def by_file(tensors: Iterable[Any], max_nbytes: int) -> dict[str, list[Any]]:
+    """Tensors, each with ``nbytes``, in order, by the file that each goes into; transformers' names."""
+    files: list[list[Any]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if files[-1] and size + tensor.nbytes > max_nbytes:
+            files.append([])
+            size = 0
+        files[-1].append(tensor)
+        size += tensor.nbytes
+    if len(files) == 1:
+        return {"model.safetensors": files[0]}
+    return {f"model-{i:05d}-of-{len(files):05d}.safetensors": each for i, each in enumerate(files, 1)}
+
+
+def write_whole(
+    path: Path,
+    described: Sequence[Described],
+    tensors: Iterable[torch.Tensor],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write whole tensors as one safetensors file, and sync it. ``tensors`` come in the order of
+    ``described``, one at a time. Raises: OSError; CheckpointError, as ``header_of``."""
+    with open(path, "xb", buffering=0) as file:
+        write_all(file.fileno(), header_of(described, metadata))
+        for tensor in tensors:
+            write_all(file.fileno(), bytes_of(tensor).data)
+        os.fsync(file.fileno())
+
+
+def write_index(folder: Path, file_of: Mapping[str, str], nbytes: int) -> None:
+    """Where there are several files: write which tensor is in which, and the ``nbytes`` of all tensors."""
+    if len(set(file_of.values())) > 1:
+        index = {"metadata": {"total_size": nbytes}, "weight_map": file_of}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True))
+
+
+def header_of(tensors: Sequence[Described], metadata: Mapping[str, str] | None = None) -> bytes:
     """The start of a safetensors file that holds ``(name, dtype, shape, nbytes)``, one after the other.
 
     Raises: CheckpointError for a name that is there twice, or that the format keeps for itself.
@@ -224,7 +268,7 @@ def _bytes_of(item: Item) -> Iterator[np.ndarray]:
     """The bytes of a tensor: at once where they lie so on the host, else in chunks."""
     at_once = item.tensor.device.type == "cpu" and item.tensor.is_contiguous()
     for box in [item.box] if at_once else chunks_of(item.box, item.tensor.element_size()):
-        yield bits_of(item.tensor[box.slices_in(item.box)]).reshape(-1).view(np.uint8)
+        yield bytes_of(item.tensor[box.slices_in(item.box)])
 
 
 class Window:
@@ -293,10 +337,23 @@ class Reader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
+        self._close()
+
+    def _close(self) -> None:
         for fd in self._files.values():
             os.close(fd)
         self._files.clear()
         self._window = None
+
+    @property
+    def copies(self) -> bool:
+        """Whether copies on this host are read."""
+        return self._storage.copies
+
+    def forget(self) -> None:
+        """Remove these copies: what is read from here on is copied anew."""
+        self._close()
+        self._storage.forget(self.folder)
 
     def bits_of(self, key: str, entry: TensorEntry, piece: Piece, box: Box) -> np.ndarray:
         """The elements of ``box`` (inside of ``piece``, at most one chunk) as unsigned integers, shaped

@@ -22,11 +22,9 @@ class Sink(Protocol):
 
     def write(self, data: memoryview) -> None:
         """Put ``data`` behind what was written before."""
-        ...
 
     def finish(self) -> None:
         """Return when all of it is on the disk."""
-        ...
 
 
 class Cached:

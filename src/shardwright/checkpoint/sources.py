@@ -44,16 +44,10 @@ def locate(path: Location) -> tuple[Location, tuple[str, ...]]:
     Raises:
         CheckpointError: there is none.
     """
-    if isinstance(path, RemotePath):
-        folder, skipped = find(path)
-        return folder, tuple(skipped)
-    if path.is_dir() and step_folders(path):
-        folder, skipped = find(path)
-        return folder, tuple(skipped)
-    if path.is_file() or _has(path, METADATA) or _weight_file(path) or rank_files(path):
-        return path, ()
-    folder, skipped = find(path)
-    return folder, tuple(skipped)
+    if isinstance(path, RemotePath) or (path.is_dir() and step_folders(path)):
+        return find(path)
+    is_foreign = path.is_file() or _has(path, METADATA) or _weight_file(path) or rank_files(path)
+    return (path, ()) if is_foreign else find(path)
 
 
 def open_source(path: Location, names: Collection[str] = ()) -> Source:

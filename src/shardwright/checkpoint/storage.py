@@ -37,25 +37,23 @@ class Lock(Protocol):
 
     def check(self) -> None:
         """Raises: OSError if another process has it now."""
-        ...
 
     def close(self) -> None:
         """Give it back; a second call does nothing."""
-        ...
 
 
 class Storage(Protocol):
     """Where checkpoints are. What can't be read or written raises OSError.
 
-    Folders and files are ``Path`` or ``RemotePath``, as the implementation takes them.
+    Folders and files are ``Path`` or ``RemotePath``, as the implementation takes them. It inherits from here
+    what it has nothing to do for.
     """
 
-    copies: bool
+    copies = False
     """Whether files are read from copies on this host, which ``forget`` removes."""
 
     def check(self, path: Any, write: bool) -> None:
         """Nothing, if ``path`` can be reached and, if asked, written to."""
-        ...
 
     def lock(self, path: Any) -> Lock:
         """The lock of the folder ``path``, which needn't be there yet. Raises: Held."""
@@ -69,7 +67,9 @@ class Storage(Protocol):
         """Bytes of each file in ``folder``; none where it isn't there."""
         ...
 
-    def read_text(self, file: Any) -> str: ...
+    def read_text(self, file: Any) -> str:
+        """The text of ``file``."""
+        ...
 
     def readable(self, file: Any) -> Path:
         """A local file with the bytes of ``file``."""
@@ -77,7 +77,6 @@ class Storage(Protocol):
 
     def forget(self, folder: Any) -> None:
         """Remove the copies on this host of what is in ``folder``."""
-        ...
 
     def leftovers(self, path: Any) -> list[Any]:
         """What killed writers have left in ``path``."""
@@ -93,44 +92,31 @@ class Storage(Protocol):
 
     def send(self, attempt: Unpublished, file: Path) -> None:
         """Put a file that was written in ``scratch``, and synced, to the others in ``attempt.at``."""
-        ...
 
     def publish(self, attempt: Unpublished, manifest_text: str) -> None:
         """Make it ``attempt.final``, whose files are all there, in one step. Raises: FileExistsError."""
-        ...
 
     def keep(self, attempt: Unpublished, file: Path) -> None:
         """It is published: on each rank, what was written in ``scratch`` serves the next load."""
-        ...
 
     def discard(self, attempt: Unpublished) -> None:
         """Whatever came of it: remove what this rank alone has made for it."""
-        ...
 
     def abandon(self, attempt: Unpublished) -> None:
         """Remove what was sent, unless it is published. Rank 0; it has the lock."""
-        ...
 
     def name_latest(self, path: Any, name: str) -> None:
         """Replace the text of ``path/latest``."""
-        ...
 
     def move(self, folder: Any, to: Any) -> None:
         """Give a checkpoint another name."""
-        ...
 
     def remove(self, what: Any) -> None:
         """Remove a checkpoint, or one of ``leftovers``; out of sight first."""
-        ...
 
 
-class LocalStorage:
+class LocalStorage(Storage):
     """See ``Storage``: a folder that is written beside, synced, and renamed."""
-
-    copies = False
-
-    def check(self, path: Path, write: bool) -> None:
-        """See ``Storage``: whether a folder of this host can be written to, its lock says."""
 
     def lock(self, path: Path) -> FolderLock:
         """See ``Storage``: ``flock``."""
@@ -155,9 +141,6 @@ class LocalStorage:
         """See ``Storage``."""
         return file
 
-    def forget(self, folder: Path) -> None:
-        """See ``Storage``: there are no copies."""
-
     def leftovers(self, path: Path) -> list[Path]:
         """See ``Storage``."""
         return list(path.glob(TORN + "*"))
@@ -172,21 +155,12 @@ class LocalStorage:
         """See ``Storage``: where the others' files are."""
         return attempt.at
 
-    def send(self, attempt: Unpublished, file: Path) -> None:
-        """See ``Storage``: it is there."""
-
     def publish(self, attempt: Unpublished, manifest_text: str) -> None:
         """See ``Storage``: fails, and loses nothing, if ``final`` came to exist meanwhile."""
         _write_synced(attempt.at / MANIFEST, manifest_text)
         sync_folder(attempt.at)
         os.rename(attempt.at, attempt.final)
         sync_folder(attempt.final.parent)
-
-    def keep(self, attempt: Unpublished, file: Path) -> None:
-        """See ``Storage``: it is read where it is."""
-
-    def discard(self, attempt: Unpublished) -> None:
-        """See ``Storage``: its file lies among the others', which rank 0 may be about to publish."""
 
     def abandon(self, attempt: Unpublished) -> None:
         """See ``Storage``: what was published has another name."""

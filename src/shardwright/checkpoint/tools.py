@@ -6,9 +6,7 @@ returns data; ``exit_code`` is for scripts: 0 all is well, 1 it is not. What can
 CheckpointError.
 """
 
-import json
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,18 +14,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwright.checkpoint.folder import published, storage_of
+from shardwright.checkpoint.folder import published
 from shardwright.checkpoint.format import ITEM_NBYTES, Box, Manifest, TensorEntry
 from shardwright.checkpoint.shardfile import (
     DTYPE_NAME,
     TORCH_DTYPE,
     Reader,
     bits_of,
+    by_file,
     chunks_of,
-    header_of,
     tensor_of,
+    write_index,
+    write_whole,
 )
-from shardwright.checkpoint.sink import write_all
 from shardwright.checkpoint.sources import Source, locate, open_source
 from shardwright.checkpoint.verify import crc_in, header_faults
 from shardwright.crc import crc32
@@ -186,10 +185,10 @@ def verify(path: str | Path, *, progress: Progress | None = None) -> Verificatio
         MissingExtra: the package for this kind of URL isn't installed.
     """
     source = open_checkpoint(path)
-    storage_of(source.folder).forget(source.folder)
     manifest, faults = source.manifest, []
     num_unchecked = done = 0
     with Reader(source.folder) as reader:
+        reader.forget()
         if manifest.written_by:  # of others' files the header is all that there is
             faults += header_faults(reader, manifest)
         crc_of = crc_in(reader)
@@ -286,24 +285,27 @@ def consolidate(
     if dtype is not None and not dtype.is_floating_point:
         raise InputError(f"dtype is {dtype}, expected a floating one")
     source, out = open_checkpoint(path), local_only(out, "safetensors are written to")
-    files = _split(_exports(source.manifest, dtype, tied_copies), max_file_nbytes)
-    weight_map, done = {}, 0
-    total = sum(x.nbytes for file in files for x in file)
+    exports = _exports(source.manifest, dtype, tied_copies)
+    files = by_file(exports, max_file_nbytes)
+    total, done = sum(x.nbytes for x in exports), 0
+
+    def read(members: list[_Export]) -> Iterator[torch.Tensor]:
+        nonlocal done
+        for x in members:
+            yield read_tensor(reader, x.key, x.entry).to(x.dtype)
+            done += x.nbytes
+            if progress:
+                progress(done, total)
+
     with published(out) as torn, Reader(source.folder) as reader:
         torn.mkdir()
-        for i, exports in enumerate(files, 1):
-            name = (
-                "model.safetensors" if len(files) == 1 else f"model-{i:05d}-of-{len(files):05d}.safetensors"
-            )
-            _export_file(
-                reader, torn / name, exports, lambda n, at=done: progress and progress(at + n, total)
-            )
-            done += sum(x.nbytes for x in exports)
-            weight_map |= {x.name: name for x in exports}
-        if len(files) > 1:
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            (torn / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True))
-    return tuple(out / name for name in sorted(set(weight_map.values())))
+        for name, members in files.items():
+            members.sort(key=lambda x: -x.dtype.itemsize)  # every tensor aligned to its items
+            tied = {alias: x.name for x in members for alias in x.tied}
+            described = [(x.name, DTYPE_NAME[x.dtype], x.entry.shape, x.nbytes) for x in members]
+            write_whole(torn / name, described, read(members), tied)
+        write_index(torn, {x.name: name for name, members in files.items() for x in members}, total)
+    return tuple(out / name for name in files)
 
 
 # ---- what they are made of
@@ -364,8 +366,8 @@ def _info(reader: Reader, key: str, entry: TensorEntry, values: bool) -> TensorI
         bits = bits_of(tensor).reshape(-1)
         if bits.size > 1 and (bits == bits[0]).all():
             constant = str(tensor.reshape(-1)[0].item())
-    info = TensorInfo(key, entry.shape, entry.dtype, entry.nbytes, len(entry.pieces), entry.aliases)
-    return TensorInfo(**{**vars(info), "num_nan": num_nan, "constant": constant})
+    described = (key, entry.shape, entry.dtype, entry.nbytes, len(entry.pieces), entry.aliases)
+    return TensorInfo(*described, num_nan, constant)
 
 
 def _small_state(manifest: Manifest) -> dict[str, Any]:
@@ -421,30 +423,3 @@ def _exports(manifest: Manifest, dtype: torch.dtype | None, tied_copies: bool) -
     if not exports:
         raise CheckpointError("the checkpoint holds no weights (no key starts with model/)")
     return exports
-
-
-def _split(exports: Sequence[_Export], max_file_nbytes: int) -> list[list[_Export]]:
-    files: list[list[_Export]] = [[]]
-    size = 0
-    for export in exports:
-        if files[-1] and size + export.nbytes > max_file_nbytes:
-            files.append([])
-            size = 0
-        files[-1].append(export)
-        size += export.nbytes
-    return files
-
-
-def _export_file(reader: Reader, path: Path, exports: list[_Export], done: Callable[[int], Any]) -> None:
-    exports = sorted(exports, key=lambda x: -x.dtype.itemsize)  # every tensor aligned to its items
-    tied = {alias: x.name for x in exports for alias in x.tied}
-    described = [(x.name, DTYPE_NAME[x.dtype], x.entry.shape, x.nbytes) for x in exports]
-    written = 0
-    with open(path, "xb", buffering=0) as file:
-        write_all(file.fileno(), header_of(described, tied))
-        for x in exports:
-            tensor = read_tensor(reader, x.key, x.entry).to(x.dtype)
-            write_all(file.fileno(), bits_of(tensor).reshape(-1).view(np.uint8).data)
-            written += x.nbytes
-            done(written)
-        os.fsync(file.fileno())

@@ -135,27 +135,27 @@ def decode(value: Any, tensor_of: Callable[[str], torch.Tensor]) -> Any:
     )
 
 
+def _tagged(value: Any) -> Iterator[dict[str, Any]]:
+    """What an encoded tree has in the place of tensors."""
+    tag = next(iter(value), "") if isinstance(value, dict) else ""
+    if tag in ("$tensor", "$ndarray", "$subclass"):
+        yield value
+    elif isinstance(value, list | dict):
+        for each in value if isinstance(value, list) else value.values():
+            yield from _tagged(each)
+
+
 def keys_in(value: Any) -> list[str]:
     """The keys of all tensors that an encoded tree refers to."""
-    if isinstance(value, list):
-        return [key for v in value for key in keys_in(v)]
-    if not isinstance(value, dict):
-        return []
-    tag = next(iter(value), "")
-    if tag in ("$tensor", "$ndarray"):
-        return [value[tag]]
-    return [key for v in value.values() for key in keys_in(v)]
+    found = []
+    for each in _tagged(value):
+        found += keys_in(each["of"]) if "$subclass" in each else each.values()
+    return found
 
 
 def kinds_in(value: Any) -> dict[str, Any]:
     """The encoded tensors of subclasses that an encoded tree refers to, by path."""
-    if isinstance(value, list):
-        return {path: kind for v in value for path, kind in kinds_in(v).items()}
-    if not isinstance(value, dict):
-        return {}
-    if "$subclass" in value:
-        return {value["$subclass"]: value}
-    return kinds_in([*value.values()])
+    return {each["$subclass"]: each for each in _tagged(value) if "$subclass" in each}
 
 
 def leaves(value: Any, path: str) -> Iterator[tuple[str, str]]:

@@ -1,20 +1,17 @@
 """A sharded model as the folder that ``save_pretrained`` would write: one whole tensor at a time."""
 
-import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import nn
 
 from shardwright.checkpoint.agree import ranks
 from shardwright.checkpoint.folder import published, sync_folder
-from shardwright.checkpoint.shardfile import DTYPE_NAME, bits_of, header_of
-from shardwright.checkpoint.sink import write_all
+from shardwright.checkpoint.shardfile import DTYPE_NAME, by_file, write_index, write_whole
 from shardwright.engine.unit import units_in
 from shardwright.errors import CheckpointError, InputError
 from shardwright.hf import library
@@ -53,6 +50,10 @@ class _ExportedTensor:
     name: str
     live: torch.Tensor
     stored: tuple[_Stored, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(stored.nbytes for stored in self.stored)
 
 
 Collect = Callable[[Sequence[_ExportedTensor]], Iterator[torch.Tensor | None]]
@@ -102,7 +103,7 @@ def save_pretrained(
             torn.mkdir(parents=True)
 
     group.together(what, begin)
-    files = _files(sources, max_file_nbytes)
+    files = by_file(sources, max_file_nbytes)
     fault = _write_weights(model, files, torn, lambda members: _wholes(model, members), group.rank == 0)
 
     def finish() -> None:
@@ -134,20 +135,6 @@ def _plan(model: nn.Module) -> list[_ExportedTensor]:
     return sources
 
 
-def _files(sources: Sequence[_ExportedTensor], max_nbytes: int) -> list[list[_ExportedTensor]]:
-    """What goes into which file, in order."""
-    files: list[list[_ExportedTensor]] = [[]]
-    size = 0
-    for source in sources:
-        nbytes = sum(stored.nbytes for stored in source.stored)
-        if files[-1] and size + nbytes > max_nbytes:
-            files.append([])
-            size = 0
-        files[-1].append(source)
-        size += nbytes
-    return files
-
-
 def write_pretrained(
     model: nn.Module,
     folder: str | Path,
@@ -165,7 +152,7 @@ def write_pretrained(
         there then.
     """
     sources = _plan(model)
-    files = _files(sources, max_file_nbytes)
+    files = by_file(sources, max_file_nbytes)
     with published(Path(folder)) as torn:
         torn.mkdir()
         fault = _write_weights(model, files, torn, lambda members: (read(m.name) for m in members), True)
@@ -179,7 +166,7 @@ def write_pretrained(
 
 def _write_weights(
     model: nn.Module,
-    files: Sequence[Sequence[_ExportedTensor]],
+    files: Mapping[str, Sequence[_ExportedTensor]],
     folder: Path,
     collect: Collect,
     writes: bool,
@@ -188,11 +175,8 @@ def _write_weights(
 
     After a failure the others are collected all the same, so that no rank waits for one that gave up.
     """
-    width = len(files)
-    fault, weight_map = "", {}
-    for number, members in enumerate(files, 1):
-        name = "model.safetensors" if width == 1 else f"model-{number:05d}-of-{width:05d}.safetensors"
-        weight_map |= {stored.name: name for source in members for stored in source.stored}
+    fault = ""
+    for name, members in files.items():
         wholes = collect(members)
         if writes and not fault:
             try:
@@ -201,10 +185,9 @@ def _write_weights(
                 fault = f"can't write {folder / name}: {error.strerror or error}"
         for _ in wholes:  # the collectives that are left
             pass
-    if writes and not fault and width > 1:
-        total = sum(stored.nbytes for members in files for source in members for stored in source.stored)
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True))
+    if writes and not fault:
+        file_of = {s.name: file for file, members in files.items() for each in members for s in each.stored}
+        write_index(folder, file_of, sum(each.nbytes for members in files.values() for each in members))
     return fault
 
 
@@ -219,13 +202,13 @@ def _write_file(
     model: nn.Module, path: Path, members: Sequence[_ExportedTensor], wholes: Iterator[torch.Tensor | None]
 ) -> None:
     stored = [(s.name, DTYPE_NAME[s.dtype], s.shape, s.nbytes) for source in members for s in source.stored]
-    with open(path, "xb", buffering=0) as file:
-        write_all(file.fileno(), header_of(stored))
+
+    def converted() -> Iterator[torch.Tensor]:
         for source, whole in zip(members, wholes, strict=True):
             assert whole is not None, "rank 0 collects every tensor"
-            for tensor in library.in_file_names(model, {source.name: whole}).values():
-                write_all(file.fileno(), bits_of(tensor).reshape(-1).view(np.uint8).data)
-        os.fsync(file.fileno())
+            yield from library.in_file_names(model, {source.name: whole}).values()
+
+    write_whole(path, stored, converted())
 
 
 def _dtype(sources: Sequence[_ExportedTensor]) -> torch.dtype:
