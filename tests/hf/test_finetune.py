@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -245,20 +246,59 @@ def test_examples_that_share_a_window_do_not_see_each_other(place, attention):
     data = FineTuning(recipe_of(place, place / "none"), alone()).feed.sources[0]
     model = transformers.AutoModelForCausalLM.from_pretrained(place / "llama", attn_implementation=attention)
     results = []
-    for several in (True, False):
+    for several, width in ((True, 0), (False, 0), (False, 64)):  # the last is padded as far as it may be long
         windows = packed(data.examples, np.arange(9), 64, 0, several=several)
-        batch = windows.batch(range(len(windows)))
+        batch = padded_to(width, windows.batch(range(len(windows))))
         model.zero_grad()
         logits = model(batch.inputs, position_ids=batch.positions, use_cache=False).logits
         options = {"ignore_index": -100, "reduction": "sum"}
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), **options)
         loss.backward()
         results.append((len(windows), loss.item(), [p.grad.clone() for p in model.parameters()]))
-    (few, together, grads), (many, apart, grads_apart) = results
-    assert few < many
-    assert together == pytest.approx(apart, rel=1e-5)
-    for ours, theirs in zip(grads, grads_apart, strict=True):
-        assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5 * theirs.abs().max().item())
+    whole, *others = reversed(results)
+    assert others[1][0] < others[0][0] == whole[0]
+    for _, loss, grads in others:
+        assert loss == pytest.approx(whole[1], rel=1e-5)
+        for ours, theirs in zip(grads, whole[2], strict=True):
+            assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5 * theirs.abs().max().item())
+
+
+def padded_to(width, batch):
+    """The batch with padding up to that width, which positions keep apart."""
+    more = width - batch.inputs.shape[1]
+    if more <= 0:
+        return batch
+    shape = len(batch.inputs), batch.inputs.shape[1]
+    own = torch.arange(shape[1]).expand(shape) if batch.positions is None else batch.positions
+    positions = torch.cat([own, torch.arange(more).expand(len(own), more)], dim=1)
+    inputs, targets = (
+        torch.nn.functional.pad(each, (0, more), value=value)
+        for each, value in ((batch.inputs, 0), (batch.targets, -100))
+    )
+    return replace(batch, inputs=inputs, targets=targets, positions=positions)
+
+
+def test_ranks_whose_records_differ_in_length_take_the_steps_of_one_and_count_no_padding(place, tmp_path):
+    said = [{"role": "user", "content": "a" * (i % 7 * 9)} for i in range(48)]
+    chats = [
+        {"messages": [asked, {"role": "assistant", "content": "b" * (i % 5)}]} for i, asked in enumerate(said)
+    ]
+    (tmp_path / "chats.jsonl").write_text("".join(f"{json.dumps(chat)}\n" for chat in chats))
+    data = {"path": str(tmp_path / "chats.jsonl"), "heldout_share": 0.25, "packing": False}
+    told = []
+    for world, accumulation in ((1, 4), (2, 2)):
+        training = {"epochs": 1, "batch_size": 1, "accumulation": accumulation, "sequence_length": 128}
+        recipe = recipe_of(place, tmp_path / f"run{world}", data=data, training=training)
+        run_ranks(world, tune, recipe)
+        told.append((losses(tmp_path / f"run{world}"), losses(tmp_path / f"run{world}", "tokens")))
+    (one, tokens), (two, same) = told
+    assert tokens == same
+    assert one == pytest.approx(two, rel=1e-4)
+    feed = FineTuning(recipe_of(place, tmp_path / "none", data=data, training=training), alone()).feed
+    lengths = (feed.sources[0].examples.ends - feed.sources[0].examples.begins)[~feed.sources[0].heldout] - 1
+    steps = max(tokens)
+    assert steps == len(lengths) // 4 and len({*lengths}) > 10
+    assert lengths.sum() - 4 * lengths.max() <= tokens[steps] <= lengths.sum() < 128 * len(lengths) / 2
 
 
 # ---- bad input, before any training
@@ -368,7 +408,7 @@ def test_the_line_for_real_models_trains_on_any_chats(place, tmp_path, count):
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert f"; {count:,} record(s)" in done.stdout
-    assert (" one in each" in done.stdout) == (count == 9)
+    assert (", one record in each (packed, they" in done.stdout) == (count == 9)
     run = tmp_path / "runs" / "finetune-qlora-real"
     heldout = losses(run, "heldout_loss")
     assert heldout[max(heldout)] < heldout[0]

@@ -18,7 +18,7 @@ from shardwright.finetune.mixture import MixedOrder, Mixture
 from shardwright.finetune.store import Examples, tokenised
 from shardwright.finetune.windows import IGNORED, packed, paired, stream
 from shardwright.train.config import DataConfig
-from shardwright.train.data import Share
+from shardwright.train.data import Order, Share
 
 
 class Bytes:
@@ -529,8 +529,34 @@ def test_records_are_packed_whole_and_padding_is_not_learned():
     apart = laid(examples, packed, 5, 0, several=False).batch([0, 1])
     assert apart.inputs.tolist() == [[10, 11, 12, 0, 0], [20, 21, 0, 0, 0]]
     assert apart.targets.tolist() == [[11, 12, no, no, no], [21, no, no, no, no]]
+    short = laid(examples, packed, 50, 7, several=False).batch([0, 1])
+    assert short.inputs.tolist() == [[10, 11, 12, *[7] * 5], [20, 21, *[7] * 6]]
+    assert short.positions is not None and short.positions[0].tolist() == [0, 1, 2, 0, 1, 2, 3, 4]
     with pytest.raises(DataError, match=r"none has anything to learn in its first 3 tokens"):
         laid([example(9, 0, unlearned=6)], packed, 3, 0, several=True)
+
+
+def test_a_batch_has_the_positions_of_its_longest_record_and_only_its_own_tokens_are_counted():
+    lengths = np.random.default_rng(0).integers(60, 100, size=400)
+    examples = [example(int(n), 0) for n in lengths]
+    for several, most in ((False, 1.05), (True, 1.15)):  # a row of the packed ones is left half empty
+        windows = laid(examples, packed, 2048, 0, several=several)
+        mixture = Mixture((windows,))
+        one_by_one = [mixture.batch([row]).inputs.numel() for row in range(len(windows))]
+        assert one_by_one == [-(-own // 8) * 8 for own in mixture.inputs.tolist()]
+        assert lengths.sum() - 400 <= sum(one_by_one) <= most * lengths.sum() < 2048 * 400 / 20
+        assert mixture.batch([0, 1, 2]).inputs.shape == (3, max(one_by_one[:3]))
+    pairs = Mixture((laid(examples, paired, 2048, 0),), per=2)
+    assert pairs.inputs.tolist() == (lengths.reshape(-1, 2).sum(axis=1) - 2).tolist()
+
+
+def test_the_windows_of_all_ranks_are_those_that_each_takes_at_its_place():
+    shares = [Share(rank, 3, 2) for rank in range(3)]
+    ranks = [Order(11, share, seed=1) for share in shares]
+    own = [number for position in range(0, 60, 6) for order in ranks for number in order.at(position)]
+    assert ranks[0].between(0, 60).tolist() == own
+    assert ranks[0].between(7, 40).tolist() == own[7:40]
+    assert ranks[0].between(5, 5).tolist() == []
 
 
 def test_windows_that_are_one_text_each_need_no_positions():

@@ -88,17 +88,8 @@ class TunedEngine(RankEngine):
                 "the tokenizer is another model's"
             )
         self.keeps_apart = keeps_apart(self.model, place.device)
-        if not self.keeps_apart:
-            self._say_what_sees_what()
-
-    def _say_what_sees_what(self) -> None:
-        name = type(self.model).__name__
-        if self.feed.packs and any(source.kind == "records" for source in self.feed.sources):
-            raise InputError(
-                f"{name} lets records that share a sequence see each other, also where positions count from "
-                "0 again: set data.packing = false (--data.packing false), for one record in each sequence"
-            )
-        if any(source.kind == "text" for source in self.feed.sources):
+        if not self.keeps_apart and any(source.kind == "text" for source in feed.sources):
+            name = type(self.model).__name__
             _log.warning("%s: files of text that share a sequence see each other in this model", name)
 
     @property
@@ -113,8 +104,12 @@ class TunedEngine(RankEngine):
         return flops_per_token(
             stats(model).param_numel - sum(p.numel() for p in unread),
             trained - sum(p.numel() for p in unread if p.requires_grad),
-            config.num_hidden_layers * width * self.recipe.training.sequence_length,
+            config.num_hidden_layers * width * self.feed.train.inputs.mean() / self.feed.train.per,
         )
+
+    def tokens(self, first: int, end: int) -> int:
+        """See ``Engine``."""
+        return int(self.feed.train.inputs[self.feed.order.between(first, end)].sum())
 
     def gradients(self, position: int) -> Tensor:
         """See ``RankEngine``."""

@@ -34,6 +34,11 @@ class Feed:
         return self.train.per == 2
 
     @property
+    def has_records(self) -> bool:
+        """Whether some are records, which could share windows."""
+        return any(source.kind == "records" for source in self.sources)
+
+    @property
     def epoch(self) -> int:
         """Numbers of ``train`` that an epoch takes."""
         return self.order.num_windows
@@ -63,12 +68,13 @@ class Feed:
         sources, parts = self.sources, self.train.parts
         cut, dropped = (sum(getattr(part, name) for part in parts) for name in ("cut", "dropped"))
         lost = f", {cut} cut to fit, {dropped} left out (nothing to learn)" if cut or dropped else ""
-        apart = ", one in each" if self.packs != recipe.data.packing else ""
+        too_few = self.packs != recipe.data.packing
+        apart = ", one record in each (packed, they are fewer than a step takes)" if too_few else ""
         counted = ", ".join(f"{source.num:,} {_UNITS[source.kind]}" for source in sources)
         lines = [
             f"corpus: {self.train.num_targets:,} tokens to learn in {len(self.train):,} "
-            f"{'pairs' if self.are_pairs else 'sequences'}{apart}, {len(self.heldout):,} held out; "
-            f"{counted}{lost}, sha256 {self.sha256[:16]}"
+            f"{'pairs' if self.are_pairs else 'sequences'} (of {self.train.inputs.mean():,.0f} tokens, on "
+            f"average){apart}, {len(self.heldout):,} held out; {counted}{lost}, sha256 {self.sha256[:16]}"
         ]
         if isinstance(self.order, MixedOrder):
             shares = zip(recipe.data.sources, self.order.counts, parts, strict=True)

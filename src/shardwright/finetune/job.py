@@ -6,6 +6,7 @@ runs/NAME/exported/step-000300/   the adapter in peft's form, or the model as tr
 """
 
 import hashlib
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from shardwright.errors import DataError
 from shardwright.finetune.engine import TunedEngine
 from shardwright.finetune.expected import expected_peak
 from shardwright.finetune.feed import feed_of
+from shardwright.finetune.windows import positions_for
 from shardwright.hf import library
 from shardwright.plan.memory import HeldBytes
 from shardwright.train.config import Recipe
@@ -24,6 +26,8 @@ from shardwright.train.lora import save_adapter
 from shardwright.train.ranks import RankPlace
 
 _EDGE_NBYTES = 2**20
+
+_log = logging.getLogger(__name__)
 
 
 class FineTuning:
@@ -36,8 +40,7 @@ class FineTuning:
     def __init__(self, recipe: Recipe, place: RankPlace) -> None:
         self.place = place
         self.tokenizer = library.tokenizer(Path(recipe.base.folder))
-        (share,) = place.shares(recipe.training.batch_size)
-        self.feed = feed_of(recipe, self.tokenizer, share)
+        self._feed_by(recipe)
         place.meet("tokenised data")
         if self.feed.are_pairs != (recipe.training.loss == "dpo"):
             found = "preferences" if self.feed.are_pairs else "no preferences"
@@ -45,6 +48,10 @@ class FineTuning:
                 f"the data has {found} (chosen, rejected), and training.loss is {recipe.training.loss!r}: "
                 'set it to "dpo" for preferences, to "cross-entropy" for single answers, or give other data'
             )
+
+    def _feed_by(self, recipe: Recipe) -> None:
+        (share,) = self.place.shares(recipe.training.batch_size)
+        self.feed = feed_of(recipe, self.tokenizer, share)
         self.epoch_steps = max(1, self.feed.epoch // (share.num_windows * recipe.training.accumulation))
         self.recipe = recipe.model_copy(update={"training": steps_of(recipe.training, self.epoch_steps)})
 
@@ -82,7 +89,13 @@ class FineTuning:
 
     def expected_peak(self) -> HeldBytes:
         """See ``Job``."""
-        return expected_peak(self.recipe, self.place)
+        training, longest = (
+            self.recipe.training,
+            max(int(part.inputs.max()) for part in self.feed.train.parts),
+        )
+        length = positions_for(longest, training.sequence_length)
+        training = training.model_copy(update={"sequence_length": length})
+        return expected_peak(self.recipe.model_copy(update={"training": training}), self.place)
 
     def opening(self) -> list[str]:
         """See ``Job``."""
@@ -101,7 +114,17 @@ class FineTuning:
 
     def engine(self) -> TunedEngine:
         """See ``Job``."""
-        return TunedEngine(self.recipe, self.place, self.feed)
+        engine, records = TunedEngine(self.recipe, self.place, self.feed), self.feed.has_records
+        if self.feed.packs and records and not engine.keeps_apart:
+            data = self.recipe.data.model_copy(update={"packing": False})
+            self._feed_by(self.recipe.model_copy(update={"data": data}))
+            engine.feed, engine.recipe = self.feed, self.recipe
+            _log.warning(
+                "%s lets records that share a sequence see each other, also where positions count from 0 "
+                "again. So each has a sequence of its own: %d, and an epoch is %d steps",
+                *(type(engine.model).__name__, len(self.feed.train), self.epoch_steps),
+            )
+        return engine
 
     def export(self, engine: TunedEngine, folder: RunFolder, *, step: int, last: bool) -> str:
         """See ``Job``."""

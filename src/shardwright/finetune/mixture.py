@@ -8,6 +8,7 @@ large weight is repeated within an epoch, and of a large one with a small weight
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -36,7 +37,13 @@ class Mixture:
     def batch(self, numbers: Sequence[int]) -> Batch:
         """The windows of those numbers: of preferences all chosen answers, then in the same order all that
         were rejected."""
-        return batch_of([self._row(n * self.per + i) for i in range(self.per) for n in numbers])
+        rows = [self._row(n * self.per + i) for i in range(self.per) for n in numbers]
+        return batch_of(rows, self.parts[0].width, self.parts[0].pad)
+
+    @cached_property
+    def inputs(self) -> np.ndarray:
+        """Tokens that a model is given by each number, int64, without padding."""
+        return np.concatenate([part.inputs for part in self.parts]).reshape(-1, self.per).sum(axis=1)
 
     def spread(self, count: int) -> list[int]:
         """``count`` numbers, or all, evenly over them."""

@@ -1,8 +1,10 @@
 """Examples as windows of one length, and batches of them.
 
     text      | a a a a b b | b b c c c c | ...      one after another, cut where a window is full
-    records   | a a a b b . | c c c c d . | ...      packed: whole, none sees another; padded: one each
-    pairs     | a a a . . . | A A . . . . | ...      the chosen and the rejected answer, padded
+    records   | a a a b b   | c c c c d   | ...      packed: whole, none sees another; or one each
+    pairs     | a a a       | A A         | ...      the chosen and the rejected answer
+
+A batch has the positions that the longest of its windows needs, and shorter ones are padded to that.
 
 Where an example begins in a window, positions count from 0 again, and the attention of transformers then
 sees nothing before it.
@@ -40,13 +42,13 @@ class Batch:
 
 @dataclass(frozen=True)
 class Windows:
-    """Rows of ``width`` tokens, sequence_length + 1, as spans of the tokens of ``examples``; nothing is
-    copied until a batch is made.
+    """Rows of at most ``width`` tokens, sequence_length + 1, as spans of the tokens of ``examples``; nothing
+    is copied until a batch is made.
 
     at, length: int64 (spans,), where a span begins there, and how long it is; starts: bool (spans,), whether
-    an example begins with it. first: int64 (rows + 1,), the first span of each row; what they don't fill is
-    ``pad``. num_targets: tokens to learn in all rows. ``cut`` examples were too long and lost their end,
-    ``dropped`` ones had nothing left to learn.
+    an example begins with it. first: int64 (rows + 1,), the first span of each row. num_targets: tokens to
+    learn in all rows. pad: fills a batch. ``cut`` examples were too long and lost their end, ``dropped`` ones
+    had nothing left to learn.
     """
 
     examples: Examples
@@ -63,25 +65,39 @@ class Windows:
     def __len__(self) -> int:
         return len(self.first) - 1
 
+    @property
+    def inputs(self) -> np.ndarray:
+        """Tokens that a model is given of each row, int64: all but the last, and no padding."""
+        return np.add.reduceat(self.length, self.first[:-1]) - 1
+
     def row(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens int32 (width,), a token not learned as its complement; whether an example begins there)."""
-        coded, starts = np.full(self.width, ~self.pad, dtype=np.int32), np.zeros(self.width, dtype=bool)
-        end = 0
-        for span in range(self.first[number], self.first[number + 1]):
-            begin, end = end, end + int(self.length[span])
-            coded[begin:end] = self.examples.tokens[self.at[span] : self.at[span] + end - begin]
-            starts[begin] = self.starts[span]
-        starts[end : end + 1] = True  # the padding is seen by nobody
+        """(its tokens, int32, one that isn't learned as its complement; whether an example begins there)."""
+        spans = range(self.first[number], self.first[number + 1])
+        parts = [self.examples.tokens[self.at[span] : self.at[span] + self.length[span]] for span in spans]
+        coded = np.concatenate(parts)
+        starts = np.zeros(len(coded), dtype=bool)
+        starts[np.cumsum([0, *map(len, parts[:-1])])] = self.starts[spans.start : spans.stop]
         return coded, starts
 
     def batch(self, rows: Sequence[int]) -> Batch:
         """The windows of those numbers."""
-        return batch_of([self.row(number) for number in rows])
+        return batch_of([self.row(number) for number in rows], self.width, self.pad)
 
 
-def batch_of(rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> Batch:
-    """Rows, as ``Windows.row`` gives them, as what a model takes."""
-    coded, starts = np.stack([coded for coded, _ in rows]), np.stack([starts for _, starts in rows])
+def positions_for(tokens: int, most: int) -> int:
+    """How many positions rows of so many tokens get, of ``most``: whole eights. Tensor cores take these, and
+    there are fewer shapes, for each of which a library makes its kernels, in memory that it keeps."""
+    return min(-(-tokens // 8) * 8, most)
+
+
+def batch_of(rows: Sequence[tuple[np.ndarray, np.ndarray]], width: int, pad: int) -> Batch:
+    """Rows, as ``Windows.row`` gives them, as what a model takes, padded with ``pad``, but not over
+    ``width``."""
+    shape = len(rows), 1 + positions_for(max(len(own) for own, _ in rows) - 1, width - 1)
+    coded, starts = np.full(shape, ~pad, dtype=np.int32), np.zeros(shape, dtype=bool)
+    for row, (own, begins) in enumerate(rows):
+        coded[row, : len(own)], starts[row, : len(own)] = own, begins
+        starts[row, len(own) : len(own) + 1] = True  # the padding is seen by nobody
     tokens = torch.from_numpy(np.where(coded < 0, ~coded, coded).astype(np.int64))
     starts[:, 0] = True
     counted = np.where((coded >= 0) & ~starts, coded, IGNORED)[:, 1:].astype(np.int64)
@@ -124,9 +140,8 @@ def stream(examples: Examples, chosen: np.ndarray, length: int) -> Windows:
 
 
 def packed(examples: Examples, chosen: np.ndarray, length: int, pad: int, *, several: bool) -> Windows:
-    """Windows of whole examples of the ``chosen`` numbers, the rest filled with ``pad``; ``several`` in one
-    as they fit, the longest first, each where the least room is left. One that is longer than a window loses
-    its end.
+    """Windows of whole examples of the ``chosen`` numbers; ``several`` in one as they fit, the longest first,
+    each where the least room is left. One that is longer than a window loses its end.
 
     Raises: DataError where nothing is left to learn.
     """

@@ -84,6 +84,10 @@ class CompiledEngine:
         """See ``Engine``."""
         return flops_of(self.recipe.model, self.recipe.training.sequence_length)
 
+    def tokens(self, first: int, end: int) -> int:
+        """See ``Engine``."""
+        return (end - first) * self.recipe.training.sequence_length
+
     def step(self, number: int, position: int) -> Reading:
         """See ``Engine``. A device's rows are its microbatches, one after another."""
         began = time.perf_counter()

@@ -162,8 +162,8 @@ class DataConfig(Section):
     )
     packing: bool = Field(
         default=True,
-        description="several records in one sequence, none of which sees another, where one step's sequences "
-        "can be filled so; off: padded, one each",
+        description="several records in one sequence, none of which sees another, where the model keeps them "
+        "apart and one step's sequences can be filled so; off: one each",
     )
     pad_token: str = Field(default="", description="for padding; empty: the tokenizer's own, or any")
 

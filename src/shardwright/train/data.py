@@ -267,13 +267,18 @@ class Order:
     def at(self, position: int) -> list[int]:
         """Numbers of the windows of our next microbatch, below ``num_windows``."""
         first = position + self.share.rank * self.share.batch_size
-        return [self._window(first + i) for i in range(self.share.batch_size)]
+        return self.between(first, first + self.share.batch_size).tolist()
 
-    def _window(self, index: int) -> int:
-        epoch, within = divmod(index, self.num_windows)
-        if epoch != self._epoch[0]:
-            self._epoch = (epoch, self._order_of(epoch))
-        return int(self._epoch[1][within])
+    def between(self, first: int, end: int) -> np.ndarray:
+        """Numbers of the windows of all ranks, int64, from one position up to another."""
+        found = [np.empty(0, dtype=np.int64)]
+        while first < end:
+            epoch, begin = divmod(first, self.num_windows)
+            if epoch != self._epoch[0]:
+                self._epoch = (epoch, self._order_of(epoch))
+            found.append(self._epoch[1][begin : begin + end - first])
+            first += len(found[-1])
+        return np.concatenate(found)
 
     def _order_of(self, epoch: int) -> np.ndarray:
         return np.random.default_rng((self._seed, epoch)).permutation(self.num_windows)

@@ -175,6 +175,10 @@ class RankEngine(ABC):
         """See ``Engine``."""
         return stats(self.model).exposed_s
 
+    def tokens(self, first: int, end: int) -> int:
+        """See ``Engine``."""
+        return (end - first) * self.recipe.training.sequence_length
+
     def step(self, number: int, position: int) -> Reading:
         """See ``Engine``."""
         recipe = self.recipe

@@ -107,6 +107,10 @@ class Engine(Protocol):
         """FLOPs of a trained token, as ``train.flops`` counts them."""
         ...
 
+    def tokens(self, first: int, end: int) -> int:
+        """Tokens of the windows of all ranks from one position up to another, without padding."""
+        ...
+
     def step(self, number: int, position: int) -> Reading:
         """Train by optimizer step ``number`` (from 1) on the windows from ``position`` on."""
         ...

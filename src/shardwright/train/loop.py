@@ -75,11 +75,11 @@ class StepReport:
     """One step: a row of ``metrics.jsonl``. What has no value is None.
 
     time: seconds since 1970. loss: nats per byte, or token, the mean over ranks; grad_norm: before clipping.
-    tokens: that all ranks have seen since the run began. Since the last report: tokens_per_s of all ranks;
-    mfu (``train.flops``); and of this rank, by step, data_s: seconds in which it got its batches ready, and
-    exposed_s: in which its host, or its device's compute stream, waited for collectives (None: not known).
-    Of the largest rank: host_nbytes, which its process has now, and device_nbytes, which its tensors took
-    there at most. figures: what the objective has besides its loss, by key.
+    tokens: that all ranks have seen since the run began, without padding. Since the last report: tokens_per_s
+    of all ranks; mfu (``train.flops``); and of this rank, by step, data_s: seconds in which it got its
+    batches ready, and exposed_s: in which its host, or its device's compute stream, waited for collectives
+    (None: not known). Of the largest rank: host_nbytes, which its process has now, and device_nbytes, which
+    its tensors took there at most. figures: what the objective has besides its loss, by key.
     """
 
     step: int
@@ -140,7 +140,7 @@ class Loop:
         self.engine = engine
         self._epoch_steps = epoch_steps if recipe.training.epochs else 0
         self.progress = Progress()
-        self._since_report = _Clock()
+        self._since_report, self._tokens_before = _Clock(), 0
         self._unchecked: Reading | None = None
         is_half = recipe.training.dtype == "bf16" or (recipe.base.folder and recipe.base.dtype != "fp32")
         dtype = torch.bfloat16 if is_half else torch.float32  # files of a base are nearly always in 16 bits
@@ -149,6 +149,7 @@ class Loop:
     def run(self, listener: Listener, stop: StopRequest) -> bool:
         """Train to the end or until a stop is asked for, and save. Returns whether it is the end."""
         training, progress, heldout = self.recipe.training, self.progress, self.recipe.heldout
+        self._tokens_before = self.engine.tokens(0, progress.position)
         if heldout.at_start and progress.step == 0:
             listener.evaluated(0, self.engine.heldout_loss())
         while not self.is_done and not self._is_told_to(stop):
@@ -204,8 +205,8 @@ class Loop:
         reading = self.engine.step(step, progress.position)
         windows = self.engine.place.world * training.batch_size * training.accumulation
         progress.step = step
+        progress.tokens += self.engine.tokens(progress.position, progress.position + windows)
         progress.position += windows
-        progress.tokens += windows * training.sequence_length
         self._check(step - 1)  # one step late, so that the device isn't waited for
         self._unchecked = reading
         due = step % training.log_every == 0 or step == training.steps
@@ -239,7 +240,7 @@ class Loop:
 
     def _report(self, loss: float, grad_norm: float, figures: dict[str, float]) -> StepReport:
         """The row of the step that was made."""
-        recipe, progress, engine = self.recipe, self.progress, self.engine
+        progress, engine = self.progress, self.engine
         exposed_s = engine.exposed_s
         now = _Clock(
             len(progress.step_s), progress.tokens, progress.trained_s, engine.data_s, exposed_s or 0.0
@@ -259,7 +260,7 @@ class Loop:
             loss=loss,
             lr=self._rate(progress.step),
             grad_norm=grad_norm,
-            tokens=progress.position * recipe.training.sequence_length,
+            tokens=self._tokens_before + progress.tokens,
             tokens_per_s=speed,
             mfu=None if could is None else speed * engine.flops_per_token / could,
             data_s=(now.data_s - last.data_s) / steps,

@@ -85,10 +85,10 @@ def _train(
     if start:
         recipe = with_saved_batch(recipe, step_folder(folder.checkpoint, start.step), place.world)
     job = prepare(recipe, place)
-    training = job.recipe.training
     _announce(screen, job, place)
     expected = _expected_peak(screen, job) if place.is_first else None
-    loop = Loop(job.recipe, job.engine(), job.epoch_steps)
+    engine = job.engine()  # which may change the recipe, where its model can't do what that says
+    loop, training = Loop(job.recipe, engine, job.epoch_steps), job.recipe.training
     kept = {"identity": job.identity, "batch": batch_of(recipe, resolved.recipe, place.world)}
     if start:
         restore(folder, loop, screen, job.identity, start)
@@ -157,7 +157,7 @@ def _announce(screen: Screen, job: Job, place: TrainingProcess) -> None:
     screen.say(
         f"ranks: {place.world} on {place.device_type}, {torch.get_num_threads()} thread(s) each; global "
         f"batch: {place.world} ranks x {training.batch_size} x {training.accumulation} microbatch(es) = "
-        f"{global_batch} sequences of {training.sequence_length}; an epoch is {job.epoch_steps} steps"
+        f"{global_batch} sequences of up to {training.sequence_length}; an epoch is {job.epoch_steps} steps"
     )
 
 
