@@ -37,7 +37,6 @@ SEEN_ON = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 """Versions of torch that the package's tests were run on."""
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_Rendezvous = Callable[..., Iterator[tuple[Store, int, int]]]
 
 
 @contextmanager
@@ -231,13 +230,10 @@ with _known():
     # The process groups that there are, and the store of each. ``get_group_store`` has another prefix.
     from torch.distributed.distributed_c10d import _world
 
-    # How ``init_process_group`` comes to its store, by the scheme of its ``init_method``.
-    from torch.distributed.rendezvous import _rendezvous_handlers
-
     _backend_of, _devices_of = dist.ProcessGroup._get_backend, attrgetter("_device_types")
     _devices_of(dist.ProcessGroup)
-    # Torch's flight recorders: what each collective of a process group was, and how far it has come. One has
-    # NCCL's, in builds with NCCL, one Gloo's and others'.
+    rendezvous_handlers = import_module("torch.distributed.rendezvous")._rendezvous_handlers  # by scheme
+    # Torch's flight recorders (NCCL's; Gloo's and others'): what each collective was, how far it has come.
     from torch._C import _distributed_c10d
 
     _flight_recorders: list[Callable[..., bytes]] = [
@@ -419,13 +415,6 @@ def default_store() -> Store:
     default = dist.group.WORLD
     assert default is not None
     return _world.pg_map[default][1]
-
-
-def have_rendezvous_through(change: Callable[[_Rendezvous], _Rendezvous]) -> None:
-    """Have ``init_process_group`` take its store from what ``change`` makes of torch's own way, where a
-    launcher's variables or an address say where that is. (``register_rendezvous_handler`` replaces none.)"""
-    for scheme in ("env", "tcp"):
-        _rendezvous_handlers[scheme] = change(_rendezvous_handlers[scheme])
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from shardwright.errors import CommError
-from shardwright.torch_private import default_store, default_store_is, have_rendezvous_through, new_group_of
+from shardwright.torch_private import default_store, default_store_is, new_group_of, rendezvous_handlers
 from shardwright.transport import liveness
 from shardwright.transport.host_limits import host_limits_told
 from shardwright.transport.process import process_is_ours
@@ -175,8 +175,9 @@ def _of_this_attempt(torchs: Callable[..., Iterator[_Found]]) -> Callable[..., I
     return found
 
 
-# A script's own init_process_group() comes after its imports.
-have_rendezvous_through(_of_this_attempt)
+# Before a script's own init_process_group(). (``register_rendezvous_handler`` replaces none.)
+for _scheme in ("env", "tcp"):
+    rendezvous_handlers[_scheme] = _of_this_attempt(rendezvous_handlers[_scheme])
 
 
 def _met(attempt: Attempt, timeout: timedelta, what: str) -> Attempt:
