@@ -15,16 +15,16 @@ ROOMS = tuple(f"{ROOT / room}/" for room in ("engine", "params", "schedule", "tr
 class Interrupt:
     """A block in which KeyboardInterrupt is raised at the ``at``-th place that this thread comes to in the
     package's core: where a function begins and after each call of one in C, since Python looks for signals
-    there. rooms: folders of it. place: where that was; None: there were fewer. count: how many it came to."""
+    there. place: where that was; None: there were fewer."""
 
-    def __init__(self, at: int, rooms: tuple[str, ...] = ROOMS) -> None:
-        self.at, self.count, self._rooms = at, 0, rooms
+    def __init__(self, at: int) -> None:
+        self.at, self._count = at, 0
         self.place: str | None = None
 
     def _come(self, frame: FrameType, event: str, _: Any) -> None:
-        if event in ("call", "c_return") and frame.f_code.co_filename.startswith(self._rooms):
-            self.count += 1
-            if self.count == self.at:
+        if event in ("call", "c_return") and frame.f_code.co_filename.startswith(ROOMS):
+            self._count += 1
+            if self._count == self.at:
                 sys.setprofile(None)
                 file = Path(frame.f_code.co_filename).relative_to(ROOT)
                 self.place = f"{file}:{frame.f_lineno} in {frame.f_code.co_qualname}, {event}"

@@ -16,6 +16,7 @@ from shardwright import nf4
 from shardwright.engine import build as building
 from shardwright.engine import hooks
 from shardwright.engine.unit import units_in
+from shardwright.errors import CommError
 from shardwright.policy import CPUOffloadPolicy, DiskOffloadPolicy
 from shardwright.torch_private import new_group_of
 from shardwright.transport import mesh as meshes
@@ -205,10 +206,19 @@ def _new_group(ranks: list[int], backend: str, timeout: Any) -> dist.ProcessGrou
 
 
 class Job:
-    """One run of ``cases.train`` on simulated ranks."""
+    """One run of ``cases.train``, or of another function, on simulated ranks."""
 
-    def __init__(self, kind: str, seed: int, rules: type[Streams] = Streams) -> None:
-        self.size = cases.setting(kind)[0]
+    def __init__(
+        self,
+        kind: str,
+        seed: int,
+        rules: type[Streams] = Streams,
+        function: Callable[..., Any] = cases.train,
+        size: int | None = None,
+    ) -> None:
+        """size: ranks, where not those of the kind."""
+        self.function = function
+        self.size = size or cases.setting(kind)[0]
         self.kind, self.rules = kind, rules
         swapped = [(meshes, "_made"), (hooks, "_outermost"), (hooks, "_root_left_out")]
         swapped += [(saving, "_staging")]
@@ -262,7 +272,7 @@ class Job:
         try:
             place = self._places[rank] = Simulated(device, self._offload)
             with Kernels(device):
-                return cases.train(self.kind, number, rank, place)
+                return self.function(self.kind, number, rank, place)
         finally:
             dist.destroy_process_group()
 
@@ -288,6 +298,8 @@ class Job:
         said[ranks.index(rank)] = list(words)
         while None in said:
             self.world.yield_turn()
+        if len(set(map(len, said))) > 1:
+            raise CommError("ranks are in different collectives")
         return said
 
     def _all_reduce(self, total: torch.Tensor, op: Any, group: Any) -> None:
