@@ -404,7 +404,7 @@ def _between_steps(model: nn.Module, caller: str) -> list[ParamGroup]:
         raise InputError(
             f"{caller}: {type(model).__name__} has no sharded module; call fully_shard on it first"
         )
-    phases = [phase for unit in units if (phase := unit.runtime.running) is not None]
+    phases = [phase for unit in units if (phase := unit.runtime.running()) is not None]
     if phases:
         raise StageError(
             f"{caller} was called inside a {phases[0]}; call it between steps; where an exception has ended "

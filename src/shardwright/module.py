@@ -122,7 +122,7 @@ class FSDPModule(GradientSetters, ScheduleSetters, RefusingFSDPModule):
         """
         owners = [(unit.runtime, owner) for unit in self._units(recurse) for owner in unit.owners]
         pairs = list(dict.fromkeys((runtime, owner.group) for runtime, owner in owners if owner.group))
-        if any(runtime.running is not None for runtime, _ in pairs):
+        if any(runtime.running() is not None for runtime, _ in pairs):
             raise StageError("unsharded() was entered inside a forward or backward; enter it between steps")
 
         def show(phase: Phase | None = None) -> None:
@@ -178,7 +178,7 @@ class FSDPModule(GradientSetters, ScheduleSetters, RefusingFSDPModule):
         """
         runtime = self._root_runtime("set_manual_backward_finalization")
         if enabled != runtime.step.finalizes_by_hand:
-            if runtime.running is Phase.BACKWARD or backward_of(runtime).partial:
+            if runtime.running() is Phase.BACKWARD or backward_of(runtime).partial:
                 raise StageError(
                     f"set_manual_backward_finalization({enabled}) was called in a step whose backward has "
                     "begun; call it before the forward, or end the step with finalize_backward or "

@@ -108,7 +108,7 @@ def _owners(model: nn.Module) -> Owners:
     """What is sharded: parameter at rest -> where it belongs. Everything is at rest afterwards."""
     owners: Owners = {}
     for unit in units_in(model):
-        if unit.runtime.running is not None:
+        if unit.runtime.running() is not None:
             raise StageError("quantize_ was called inside a forward or backward; call it between steps")
         unit.runtime.rest()
         for group in unit.groups:

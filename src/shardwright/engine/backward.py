@@ -79,7 +79,7 @@ class Backward:
 
     def begin(self) -> None:
         """Enter the backward, once per backward."""
-        if self.runtime.running is not Phase.BACKWARD:  # an exception may have ended the one before
+        if self.runtime.running() is not Phase.BACKWARD:  # an exception may have ended the one before
             queue_callback(self._enter_phase())
 
     def _enter_phase(self) -> _Ending:
@@ -146,7 +146,7 @@ class Backward:
     def finalize(self, settles: bool) -> None:
         """As ``reduce_held``, in a step whose backwards don't end it themselves. settles: wait for all
         reductions; else ``settle`` does. Raises: StageError inside of a phase, and before ``settle``."""
-        if self.runtime.running is not None:
+        if self.runtime.running() is not None:
             raise StageError(
                 f"finalize_backward was called inside a {self.runtime.phase}; call it after the last "
                 "backward of the step has ended"

@@ -79,7 +79,7 @@ def plain(model: nn.Module) -> Iterator[Blueprint]:
     """
     top = units_in(model)
     runtime = top[0].runtime
-    if runtime.running is not None:
+    if runtime.running() is not None:
         raise StageError("a sharded model can't be copied inside a forward or backward; do it between steps")
     runtime.rest()
     blueprint = _draw(model, runtime)

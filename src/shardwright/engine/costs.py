@@ -94,7 +94,7 @@ def _logical(group: ParamGroup) -> list[tuple[tuple[int, ...], torch.dtype]]:
 def communication_s(runtime: Runtime) -> float:
     """Seconds that the collectives of one step take alone, in the order of the schedule; before there is one,
     each group's own. The median of three times. Raises: StageError inside of a step."""
-    if runtime.running is not None:
+    if runtime.running() is not None:
         raise StageError("communication_s was called inside a forward or backward; call it between steps")
     phases = runtime.schedule.phases
     if Phase.BACKWARD not in phases:

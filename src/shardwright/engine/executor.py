@@ -6,7 +6,7 @@ from collections.abc import Set as AbstractSet
 import torch
 
 from shardwright.engine import batches
-from shardwright.engine.group import ParamGroup, Stage, drop_grads, follow_freezing, keeps_grads
+from shardwright.engine.group import ParamGroup, Stage, drop_grads, follow_freezing, keeps_grads, restore
 from shardwright.engine.group_table import GroupTable
 from shardwright.engine.held_memory import Memory
 from shardwright.engine.reducer import Reducer
@@ -261,7 +261,7 @@ class Executor:
             drop_grads(group)
         self.reshard_unsharded()
         for group in self.table.groups:
-            group.restore()
+            restore(group)
         self.memory.recount(self.table.groups)
 
     def reshard_unsharded(self) -> None:

@@ -247,30 +247,6 @@ class ParamGroup:
             if self.gatherer.comm.streams is not None:
                 self.gatherer.comm.streams.forget_filled()
 
-    def restore(self) -> None:
-        """Be at rest, wherever an interrupt has come between; but for an all-gather in flight, for which the
-        next use waits."""
-        if self.stage is Stage.GATHERING and self._gather is not None:
-            return
-        was = self.stage
-        if was is not Stage.SHARDED:
-            self._move(Stage.SHARDED)
-        if self._bound is not None and self._shows_any_face():
-            self._bound.show(unsharded=False)
-        if was is Stage.GATHERING:  # maybe issued, into memory that can't be used again before it has ended
-            self.regroup(self.params)
-        elif self.held_nbytes and self.buffer is not None:
-            self._free()
-            self._release()
-
-    def _shows_any_face(self) -> bool:
-        sites = [(param, site) for param in self.params for site in param.sites]
-        faces = set(map(id, self.faces))
-        return any(
-            param.shows_itself or id(parameters_of(site.module).get(site.name)) in faces
-            for param, site in sites
-        )
-
     def wait(self) -> int:
         """Wait for the all-gather; from now on modules show the unsharded parameters.
 
@@ -422,6 +398,23 @@ def drop_grads(group: ParamGroup) -> None:
     for param in group.params:
         if param.bound is not None:
             param.bound.param.grad = None
+
+
+def restore(group: ParamGroup) -> None:
+    """Bring a group to rest, wherever an interrupt has come; not what is being gathered, which the next use
+    waits for."""
+    was, bound = group.stage, group._bound
+    if was is Stage.GATHERING and group._gather is not None:
+        return
+    if was is not Stage.SHARDED:
+        group._move(Stage.SHARDED)
+    if bound is not None and bound.shows_any(group.faces):
+        bound.show(unsharded=False)
+    if was is Stage.GATHERING:  # maybe issued, into memory that can't be used again before it has ended
+        group.regroup(group.params)
+    elif group.held_nbytes and group.buffer is not None:
+        group._free()
+        group._release()
 
 
 def follow_freezing(group: ParamGroup) -> None:

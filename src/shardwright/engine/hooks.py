@@ -40,8 +40,9 @@ from shardwright.engine.group import ParamGroup, Stage
 from shardwright.engine.listeners import listeners
 from shardwright.engine.optimizer_guard import OptimizerGuard, show_grads, show_waiting
 from shardwright.engine.references import warn_of_late
-from shardwright.engine.runtime import CallingFrame, Runtime
+from shardwright.engine.runtime import Runtime
 from shardwright.engine.same_model import compare_buffers
+from shardwright.engine.turns import CallingFrame
 from shardwright.engine.unit import Unit, unit_of
 from shardwright.errors import StageError, warn
 from shardwright.params.at_rest import name_remedy
@@ -224,8 +225,8 @@ class ModuleHooks:
 
     def _enter(self, call: Call, runtime: Runtime, owners: tuple[Unit, ...]) -> None:
         unit = self.unit
-        if runtime.running is not None and (runtime.depth == 0 or runtime.is_cut_short):
-            runtime.abandon()  # an exception ended that phase: its end never came
+        if runtime.running() and runtime.abandoned:
+            runtime.abandon()  # an action has failed in it, and the caller goes on
         root, outermost = unit.modules[0], runtime.depth == 0
         gathers = outermost and any(group.stage is Stage.SHARDED for group in runtime.groups)
         if outermost:
@@ -258,7 +259,9 @@ class ModuleHooks:
     def _read(self, owner: Unit) -> None:
         """Parameters of a group that was deferred are read."""
         runtime = self.unit.runtime
-        if runtime.running and self.unit.now.number == runtime.pass_number:  # else that forward was abandoned
+        if (
+            runtime.running() and runtime.depth and self.unit.now.number == runtime.pass_number
+        ):  # else that forward was abandoned
             owner.now.users += 1
             runtime.at(EventKind.FORWARD_BEGIN, owner.group)
             _watch_grads(owner)

@@ -6,12 +6,9 @@ turns together: an event from another thread waits for its turn.
 """
 
 import sys
-import threading
 import zlib
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from types import FrameType
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -21,6 +18,7 @@ from shardwright.engine.containers import beneath_transforms
 from shardwright.engine.executor import Executor
 from shardwright.engine.group import ParamGroup, Stage
 from shardwright.engine.group_table import GroupTable
+from shardwright.engine.turns import Turn
 from shardwright.errors import StageError
 from shardwright.extras import require
 from shardwright.params.param import ShardedParam
@@ -60,28 +58,6 @@ class Entry(NamedTuple):
 NO_ENTRY = Entry()
 
 
-class CallingFrame:
-    """A function that runs, further up in this thread's stack. What ends it without a hook of ours, as Ctrl-C
-    does, is seen when it is asked for: ``CallingFrame(1)`` is who calls whoever makes this."""
-
-    __slots__ = ("_frame", "_thread")
-
-    def __init__(self, depth: int) -> None:
-        self._frame, self._thread = sys._getframe(depth + 1), threading.get_ident()
-
-    @property
-    def is_here(self) -> bool:
-        """Whether it is of this thread."""
-        return self._thread == threading.get_ident()
-
-    def runs(self) -> bool:
-        """Whether it still runs, as far as this thread can tell."""
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame is not self._frame:
-            frame = frame.f_back
-        return frame is not None or not self.is_here
-
-
 @dataclass
 class PhaseRun:
     """A phase as it runs. nested: inside of another one. lives: whether what it runs in hasn't ended."""
@@ -112,8 +88,8 @@ class Runtime:
         self._follower: Follower | None = None
         self._consensus = Consensus(self.executor, None)
         self._entry = 0
-        self._abandoned = False
-        self._turn = _Turn(self._break_off)
+        self.abandoned = False
+        self._turn = Turn(self._break_off)
 
     # ---- groups
 
@@ -212,16 +188,9 @@ class Runtime:
             self._follower.replan(self.policy, self.table.specs())
 
     def _forget(self) -> None:
-        self._follower = None
-        self.table.labels = ()
+        self._follower, self.table.labels = None, ()
 
     # ---- phases
-
-    @property
-    def is_cut_short(self) -> bool:
-        """Whether the phase that is running can't go on: a backward that ended without its callback, or a
-        phase in which an action failed."""
-        return bool(self._runs) and (self._abandoned or self.phase is Phase.BACKWARD)
 
     def begin(self, phase: Phase, lives: Callable[[], bool], entry: Entry = NO_ENTRY) -> None:
         """Enter a phase, by the outermost module ``entry``; maybe inside another (a backward in a forward).
@@ -229,7 +198,7 @@ class Runtime:
         lives: whether what it runs in hasn't been ended by an exception since. Where ranks agree every rank
         of the model's meshes calls it. Raises: Diverged where others have called something else.
         """
-        self.heal()
+        self.running()
         refuse_phase(self.groups, phase)
         for tell in () if self._runs else tuple(self.table.around):
             tell(phase)
@@ -353,28 +322,28 @@ class Runtime:
     def abandon(self) -> None:
         """Forget a step that an exception ended: its phases, its unreduced gradients."""
         with self._turn:
-            self._drop()
+            if self.backward is not None:
+                self.backward.forget()
+            self._break_off()
+            self.depth = 0
+            self.executor.drop()
+            self._runs.clear()
+            self._say_where()
+            self.abandoned = False  # last: where this is interrupted it is done again
 
-    def heal(self) -> None:
-        """Forget a step that an exception has ended, also where nobody was told (Ctrl-C, an error in a
-        backward): its phases and unreduced gradients, and what it has left half done. No-op in a phase."""
-        if self._runs and self._runs[-1].lives():
-            return
-        self._turn.settle()
-        if self._runs or self._abandoned:
-            self.abandon()
-
-    @property
     def running(self) -> Phase | None:
-        """The phase that is running, if one is, and not only was when an exception came."""
-        self.heal()
+        """The phase that runs. A step that an exception has ended, also where nobody was told (Ctrl-C, an
+        error in a backward), is forgotten first: its phases, unreduced gradients, what was left half done."""
+        if not (self._runs and self._runs[-1].lives()):
+            self._turn.settle()
+            if self._runs or self.abandoned:
+                self.abandon()
         return self.phase
 
     def rest(self) -> None:
         """Reshard every group, between phases (before parameters are saved, loaded, moved or cast)."""
-        self.heal()
         refuse_away(self.groups, "what saves, loads, moves or casts parameters", State.PARAMS)
-        if not self._runs and not self._turn.queue(self.rest):
+        if self.running() is None and not self._turn.queue(self.rest):
             with self._turn:
                 self.executor.rest()
 
@@ -407,7 +376,7 @@ class Runtime:
 
     def _break_off(self) -> None:
         """An action has failed, or was interrupted: no phase can go on."""
-        self._abandoned = True
+        self.abandoned = True
         if self._follower is not None:
             self._follower.abandon()
 
@@ -432,17 +401,6 @@ class Runtime:
             self.table.choose(self.policy)
             self._replan()
 
-    def _drop(self) -> None:
-        if self.backward is not None:
-            self.backward.forget()
-        if self._follower is not None:
-            self._follower.abandon()
-        self.depth = 0
-        self.executor.drop()
-        self._runs.clear()
-        self._say_where()
-        self._abandoned = False  # last: what interrupts this is followed by another one
-
     def _write_down(self, step: Step, start: float) -> None:
         """Into the recorder; events that this rank left out were passed in no time of their own."""
         held_nbytes, taken = self.executor.memory.now_nbytes, step.taken
@@ -454,63 +412,3 @@ class Runtime:
         """Say which phase is running, to the launch log too."""
         self.phase = self._runs[-1].phase if self._runs else None
         process_state.enter(self.phase or "", self.pass_number)
-
-
-class _Turn:
-    """The lock of a runtime: one event at a time, with the actions that it leads to.
-
-    inside: the event whose actions are being taken. What is asked for from inside of them by the same thread
-    waits in a queue until they are done, or is refused. A turn that Ctrl-C has ended, maybe before or after
-    it was noted, is found by the next one of its thread; on_interrupt is called then, or at its end.
-    """
-
-    def __init__(self, on_interrupt: Callable[[], None]) -> None:
-        self.inside: EventKind | None = None
-        self._on_interrupt = on_interrupt
-        self._lock = threading.RLock()
-        self._holder: CallingFrame | None = None
-        self._queue: list[Callable[[], None]] = []
-
-    def queue(self, call: Callable[[], None]) -> bool:
-        """Have ``call`` made at the end of this thread's turn; False where it has none."""
-        if not self._is_in_turn():
-            return False
-        self._queue.append(call)
-        return True
-
-    def _is_in_turn(self) -> bool:
-        holder = self._holder
-        return holder is not None and holder.is_here and holder.runs()
-
-    def settle(self) -> None:
-        """End this thread's turn, where an interrupt has left it."""
-        if self._is_in_turn():
-            return
-        if self._holder is not None and self._holder.is_here:
-            self._queue = []
-            self._on_interrupt()
-            self._holder = self.inside = None
-        with suppress(RuntimeError):  # this thread doesn't hold it any more
-            while True:
-                self._lock.release()
-
-    def __enter__(self) -> None:
-        if self._holder is not None and self._holder.is_here:
-            if self._is_in_turn():
-                raise StageError(
-                    "a hook that runs inside of an action of Shardwright (at event "
-                    f"{self.inside or 'begin or end'}: a gradient hook, a communication hook, an optimizer "
-                    "in the backward) ran the model itself; call it outside of such hooks"
-                )
-            self.settle()
-        self._lock.acquire()
-        self._holder = CallingFrame(1)
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None and not issubclass(kind, Exception):
-            self._on_interrupt()
-        queued, self._queue = self._queue, []
-        self._holder = self.inside = None
-        self._lock.release()
-        for call in queued:
-            call()

@@ -223,5 +223,10 @@ class Bound:
             if not (unsharded and decoded):
                 param.show(param.unsharded if unsharded else param.sharded)
 
+    def shows_any(self, faces: Sequence[torch.Tensor]) -> bool:
+        """Whether a module shows one of them, or may do."""
+        found = set(map(id, faces))
+        return bool(self._show_themselves) or any(id(shown.get(n)) in found for shown, n, _ in self._sites[0])
+
 
 _Shown = tuple[dict[str, nn.Parameter | None], str, nn.Parameter]

@@ -287,7 +287,7 @@ class FullyShardedDataParallel(StatefulWrapper):
         """
         if self._summoned:
             return TrainingState.SUMMON_FULL_PARAMS
-        running = self._unit.runtime.running is not None
+        running = self._unit.runtime.running() is not None
         return TrainingState.FORWARD_BACKWARD if running else TrainingState.IDLE
 
     @property
@@ -403,7 +403,7 @@ class FullyShardedDataParallel(StatefulWrapper):
             raise InputError("writeback=True with rank0_only=True would leave the ranks with different edits")
         roots = FullyShardedDataParallel.fsdp_modules(module)
         units = [wrapper._unit for wrapper in (roots if recurse else roots[:1])]
-        if any(unit.runtime.running is not None for unit in units) or any(w._summoned for w in roots):
+        if any(unit.runtime.running() is not None for unit in units) or any(w._summoned for w in roots):
             raise StageError("summon_full_params was entered inside a step, or inside of itself")
         with ExitStack() as stack:
             summoned = states.Summoned(units, rank0_only, offload_to_cpu, writeback, with_grads)

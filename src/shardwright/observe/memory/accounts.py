@@ -149,7 +149,7 @@ def _known_and_rest(names: dict[ParamGroup, str], device: torch.device) -> tuple
 def recorded(model: nn.Module) -> Iterator[MemoryLog]:
     """Take a report before and after the actions of each event; see ``FSDPModule.record_memory``."""
     runtime = unit_of(model).runtime
-    if runtime.running is not None:
+    if runtime.running() is not None:
         raise StageError("record_memory() was entered inside a forward or backward; enter it between steps")
     recorder = _StepRecorder(model)
     watchers = runtime.executor.memory.watchers
