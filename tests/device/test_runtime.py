@@ -207,6 +207,7 @@ def test_the_all_reduce_over_copies_is_launched_behind_each_reduce_scatter():
     assert not [key for key in seen if "spread" in key or "host waits" in key]
 
 
+_INTERRUPTED = "only what an interrupt has left half done; tests/device/test_interrupts.py shows it"
 _ALONE = (
     "communication_s() drops what it sums, and the host waits for the whole device before it returns: each "
     "schedule that calls it looks whether anything is still queued then"
@@ -215,6 +216,10 @@ NOT_SEEN = {
     "bucketer.py ReduceScatterHandle._call: self.wait()": (
         "a callback runs once the sums of its collective have landed, and nothing is left to wait for"
     ),
+    "engine/group.py restore: group._free()": _INTERRUPTED,
+    "engine/group.py restore: group._release()": _INTERRUPTED,
+    "engine/runtime.py Runtime.running: self._turn.settle()": _INTERRUPTED,
+    "engine/turns.py Turn.__enter__: self.settle()": _INTERRUPTED,
     "engine/batches.py rehearse: reduction.wait()": _ALONE,
     "engine/batches.py rehearse: reducer.copies.all_reduce(totals, f'all-reduce {reducer.name}').wait()": (
         _ALONE
@@ -228,7 +233,7 @@ NOT_SEEN = {
 """What schedules come to and can be left out without a trace here, with the reason."""
 FILLED = "engine/group.py ParamGroup.fill: streams.filled([segment.flat for segment in segments])"
 """What isn't said to be filled waits for compute: later, and right. A test of its own shows it."""
-BEGIN_FORGETS = "engine/backward.py Backward.abandon_failed: self.forget()"
+BEGIN_FORGETS = "engine/runtime.py Runtime.abandon: self.backward.forget()"
 END_FORGETS = "engine/backward.py Backward.end: self.forget()"
 """What a backward has counted: of one that failed, or of calls whose inputs ask for no gradient."""
 OWN_TESTS = {FILLED, BEGIN_FORGETS, END_FORGETS}
