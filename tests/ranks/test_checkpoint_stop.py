@@ -39,13 +39,12 @@ def train_until_told(
             for _ in range(2):  # torchrun and the scheduler may both send one
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    before = signal.getsignal(signal.SIGTERM)
     handle = register_optimizer_step_pre_hook(in_step)
     names: dict[str, Any] = {}
     exec(loop_of_the_docs(), names)
     handle.remove()
     set_watch(WatchPolicy(on=False))  # which had found the signal free
-    assert signal.getsignal(signal.SIGTERM) == before
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     return len(done), [p.detach().to_local().clone() for p in names["model"].parameters()]
 
 

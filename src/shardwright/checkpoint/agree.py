@@ -169,10 +169,12 @@ class Ranks:
                 self._finished += 1
                 own = Launch(self._finished, what, process_state.phase, process_state.step), clock()
                 recorder.write((LAUNCH, name, *own))
-            done = torch.tensor([len(outcome)])
-            dist.all_reduce(done, dist.ReduceOp.MIN, group=self.cpu_group)
-            if done.item():
-                outcomes = self._tell(json.dumps(outcome[0]).encode())
+            done, outcomes = torch.tensor([len(outcome)]), list[Any]()
+            with self._log.waiting(Launch(0, what, process_state.phase, process_state.step)):
+                dist.all_reduce(done, dist.ReduceOp.MIN, group=self.cpu_group)
+                if done.item():
+                    outcomes = self._tell(json.dumps(outcome[0]).encode())
+            if outcomes:
                 if own is not None:
                     recorder.write((WAIT, name, own[0], threading.get_ident(), own[1], clock()))
                 return outcomes

@@ -127,6 +127,8 @@ def start(work: Callable[[Pace], Location]) -> Pending:
     assert _slot.pending is None, "two saves in the background"
     pace = Pace()
     _slot.pending = Pending(lambda: work(pace), pace)
+    atexit.unregister(_at_exit)
+    atexit.register(_at_exit)  # the last to register, and so the first to run: while the watch is there
     return _slot.pending
 
 
@@ -141,6 +143,3 @@ def _at_exit() -> None:
         finish()
     except CheckpointError as error:
         print(f"shardwright: the last checkpoint was not saved: {error}", file=sys.stderr)
-
-
-atexit.register(_at_exit)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from shardwright.errors import InputError
 from shardwright.transport.attempt import new_group
+from shardwright.transport.launches import LaunchLog
 from shardwright.transport.mesh import TIMEOUT
 
 
@@ -52,6 +53,7 @@ class StopRequest:
             number: signal.signal(number, self._received) for number in signals
         }
         self._group: dist.ProcessGroup | None = None
+        self._log: LaunchLog
 
     def agreed(self) -> bool:
         """Whether any rank was asked to stop, with the same answer on every rank. Every rank calls it, once a
@@ -70,8 +72,11 @@ class StopRequest:
             return bool(self.reason)
         if self._group is None:
             self._group = new_group(range(dist.get_world_size()), "gloo", TIMEOUT)
+            self._log = LaunchLog(range(dist.get_world_size()), "stop ")
+            self._log.travels_on(self._group)
         asked = torch.tensor([bool(self.reason)], dtype=torch.int32)
-        dist.all_reduce(asked, dist.ReduceOp.MAX, group=self._group)
+        with self._log.waiting(self._log.launch("whether to stop")):
+            dist.all_reduce(asked, dist.ReduceOp.MAX, group=self._group)
         return bool(asked.item())
 
     def ask(self, reason: str) -> None:
