@@ -103,13 +103,14 @@ class LaunchLog:
     name: the same on all its ranks. ranks: of the default process group, in the transport's order.
     operations: of c10d that launches became, where the transport says so (``became``).
     ended: places on the transport of those whose connection to this one is closed. broken: why nothing can
-    be launched any more; "" while it can.
+    be launched any more; "" while it can. in_memory: it moves bytes in memory that its ranks share.
     """
 
     def __init__(self, ranks: Sequence[int], kind: str = "") -> None:
         self.ranks = tuple(ranks)
         self.ended: set[int] = set()
         self.broken = ""
+        self.in_memory = False
         self._groups: list[ref[ProcessGroup]] = []
         # Ranks make the transports of one set of ranks in one order, so counting gives each the same name on
         # all.

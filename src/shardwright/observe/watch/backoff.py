@@ -9,6 +9,7 @@ from shardwright.transport.launches import Wait
 
 _LONGEST_PAUSE_S = 5.0
 _QUIET_S = 60.0  # between two lines of the log, unless the waits get much longer
+_SAID = 5  # times suspect_s, which a wait lasts before the log has it: on a busy host many last one
 _URGENT_PAUSE_S = 0.3
 _URGENT_CALLS = 3  # what ended a connection is known before the connection ends, so more would not help
 
@@ -42,9 +43,10 @@ class Backoff:
                 self._next_s = wait.since_s + self.suspect_s
         return now >= self._next_s
 
-    def back_off(self, diagnosis: Diagnosis, found: Findings) -> str:
-        """The ranks were asked and nothing is wrong: ask later. Returns the line to log, if any; none where
-        what this rank waited for has come while they were asked, and no rank has waited for long."""
+    def back_off(self, diagnosis: Diagnosis, found: Findings, lost_s: float = _LONGEST_PAUSE_S) -> str:
+        """The ranks were asked and nothing is wrong: ask later, and as soon as one that is silent has been so
+        for lost_s. Returns the line to log, if any; none where what this rank waited for has come while they
+        were asked, or no rank has waited for long."""
         now = time.monotonic()
         if self.error:
             self._next_s = now + _URGENT_PAUSE_S
@@ -55,9 +57,12 @@ class Backoff:
             return ""
         self._next_s = now + self._pause_s
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        if found.silent:
+            left_s = lost_s - max(found.silent.values())
+            self._next_s = min(self._next_s, now + max(left_s, 0.0) + _URGENT_PAUSE_S)
         waited_s = now - self._wait.since_s if self._wait else 0.0
         at_s, longest_s = self._logged
-        if _longest_s(found) < self.suspect_s or (now - at_s < _QUIET_S and waited_s < 2 * longest_s):
+        if _longest_s(found) < _SAID * self.suspect_s or (now - at_s < _QUIET_S and waited_s < 2 * longest_s):
             return ""
         self._logged = (now, waited_s)
         return f"{diagnosis.sentence}. {diagnosis.remedy}"

@@ -194,6 +194,7 @@ class Arena:
         self.rank = rank
         self._pids = pids
         self.log = log
+        log.in_memory = True
         self._segments = segments
         self._timeout_s = timeout_s
         self._announced = 0
