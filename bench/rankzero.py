@@ -17,7 +17,6 @@ from torch.distributed import ProcessGroup
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 (registers the backend "fake")
 
 from shardwright.engine import held_memory
-from shardwright.observe.watch import lifecycle
 from shardwright.torch_private import new_group_of
 from shardwright.transport import mesh
 from shardwright.transport.base import Comm
@@ -101,11 +100,10 @@ def rank_zero_of(world: int) -> Iterator[None]:
     they were said. What the recorder asks the kernel and the allocator goes by time, not by event: they
     aren't asked here.
     """
-    alone = mock.patch.dict(os.environ, {"SHARDWRIGHT_PROCESS": "off"})  # nobody to watch over,
-    unmet = mock.patch.object(lifecycle, "_PATIENCE_S", 0.0)  # and nobody to wait for
+    alone = mock.patch.dict(os.environ, {"SHARDWRIGHT_PROCESS": "off"})  # nobody to watch over
     made = mock.patch.multiple(mesh, _make_comm=_make_comm, new_group=_new_group)
     untimed = mock.patch.object(recorder, "look_s", inf), mock.patch.object(held_memory, "PAUSE", inf)
-    with alone, unmet, made, untimed[0], untimed[1]:
+    with alone, made, untimed[0], untimed[1]:
         dist.init_process_group("fake", store=HashStore(), rank=0, world_size=world)
         try:
             yield

@@ -30,6 +30,7 @@ from shardwright.policy import (
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
+from shardwright.torch_private import when_default_group_changes
 
 if TYPE_CHECKING:
     from shardwright.engine.costs import Stats
@@ -217,14 +218,22 @@ def _shard(
     mesh: DeviceMesh | None, options: GroupOptions, modules: Sequence[nn.Module], ignored: set[int]
 ) -> None:
     """Make one group of what nested calls have left of ``modules``."""
-    from shardwright.observe.attached import attach  # noqa: PLC0415 the watch
-
-    attach(_changes_that_fit)
+    _watch()
     for m in shard_modules(modules, mesh, options, ignored):
         if not isinstance(m, FSDPModule):
             become_fsdp_module(m)
     guard_optimizers()
     refuse_shards()
+
+
+def _watch() -> None:
+    from shardwright.observe.attached import attach  # noqa: PLC0415 the watch
+
+    attach(_changes_that_fit)
+
+
+# Ranks wait for each other before the first fully_shard, too.
+when_default_group_changes(_watch)
 
 
 def _changes_that_fit(case: "Exhausted") -> list[str]:

@@ -227,8 +227,12 @@ with _known():
     )
     # torch 2.11 sorts the ranks of a new group: see ``check_order``.
     keeps_order = "sort_ranks" in inspect.signature(dist.new_group).parameters
-    # The process groups that there are, and the store of each. ``get_group_store`` has another prefix.
+    # The process groups that there are, and the store of each. ``get_group_store`` has another prefix. What
+    # both ``init_process_group`` and ``destroy_process_group`` call with the default one, or None.
+    from torch.distributed import distributed_c10d as _c10d
     from torch.distributed.distributed_c10d import _world
+
+    _c10d._update_default_pg  # noqa: B018 it is there
 
     _backend_of, _devices_of = dist.ProcessGroup._get_backend, attrgetter("_device_types")
     _devices_of(dist.ProcessGroup)
@@ -408,6 +412,17 @@ def skipped_by_compiler(function: _Function) -> _Function:
 def process_groups() -> list[dist.ProcessGroup]:
     """All of this process, the caller's own too."""
     return list(_world.pg_map)
+
+
+def when_default_group_changes(call: Callable[[], None]) -> None:
+    """From now on ``call()`` follows the begin of each default process group, and its end."""
+    before = _c10d._update_default_pg
+
+    def told(group: dist.ProcessGroup | None) -> None:
+        before(group)
+        call()
+
+    _c10d._update_default_pg = told
 
 
 def default_store() -> Store:

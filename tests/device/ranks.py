@@ -17,6 +17,7 @@ from shardwright.engine import build as building
 from shardwright.engine import hooks
 from shardwright.engine.unit import units_in
 from shardwright.errors import CommError
+from shardwright.observe.watch import lifecycle
 from shardwright.policy import CPUOffloadPolicy, DiskOffloadPolicy
 from shardwright.torch_private import new_group_of
 from shardwright.transport import mesh as meshes
@@ -236,6 +237,7 @@ class Job:
         """What each rank gives of the model of that number."""
         stand_ins = [
             (building, "keep_watch", lambda: None),
+            (lifecycle, "keep_watch", lambda: None),
             (meshes, "_make_comm", self._make_comm),
             (dist, "all_reduce", self._all_reduce),
             (saving, "_is_on_device", lambda t: not self.world.device.memory.is_on_host(cases.inner_of(t))),

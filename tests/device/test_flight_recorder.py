@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from shardwright.observe.watch import flight_recorder, process_status
-from shardwright.observe.watch.diagnosis import Fault, Findings, diagnose, table, tell
+from shardwright.observe.watch.diagnosis import Fault, Findings, diagnose
 from shardwright.observe.watch.flight_recorder import FlightRecorder
 from shardwright.observe.watch.process_status import ProcessStatus
+from shardwright.observe.watch.table import table, tell
 from shardwright.policy import WatchPolicy
 from shardwright.schedule.layout import equal_spans
 from shardwright.transport.base import Segment

@@ -21,11 +21,10 @@ from shardwright.observe.watch.diagnosis import (
     Waits,
     diagnose,
     spans,
-    table,
-    tell,
 )
 from shardwright.observe.watch.status import status
-from shardwright.observe.watch.status_exchange import StatusExchange, _answer
+from shardwright.observe.watch.status_exchange import StatusExchange, answer_of
+from shardwright.observe.watch.table import table, tell
 from shardwright.policy import WatchPolicy
 
 POLICY = WatchPolicy()
@@ -189,7 +188,7 @@ def test_the_table_has_a_row_for_each_thing_that_ranks_do():
     assert len(rows) == 4  # the head, 0-61, 62, 63
     assert rows[1].split()[:4] == ["0-61", "waits", "in", "b"]
     assert "train.py:40 in main" in rows[1]
-    assert "does not answer" in rows[3]
+    assert "has not come yet" in rows[3]
 
 
 def test_every_error_names_its_class_the_table_and_a_remedy():
@@ -204,7 +203,7 @@ def test_every_error_names_its_class_the_table_and_a_remedy():
 
 def test_an_answer_survives_the_store():
     answer = says(1, "abc", 2, caught="ValueError: x", foreign="", idle_s=1.5)
-    assert _answer(json.loads(json.dumps(dataclasses.asdict(answer)))) == answer
+    assert answer_of(json.loads(json.dumps(dataclasses.asdict(answer)))) == answer
 
 
 OBEYED = "\x1b[2J\x07all is well\r\x9b1A\u202e\u200b"

@@ -54,6 +54,20 @@ def nodes(count: int) -> Iterator[list[Node]]:
         yield [Node(name, _words(name)) for name in names]
 
 
+def cut(node: Node, on: bool = True) -> None:
+    """Take a node of more than two from the bridge (on: False puts it back): it goes dark for the others, and
+    they for it, without a word to any of them."""
+    prefix, _, number = node.name.rpartition("-")
+    _ip(
+        "-n",
+        f"{prefix}-bridge",
+        "link",
+        "set",
+        f"port{number}",
+        *(["nomaster"] if on else ["master", "bridge"]),
+    )
+
+
 def hosts_of(name: str) -> Path:
     """The file that is /etc/hosts on a node, for what is started there from then on."""
     return Path("/etc/netns", name, "hosts")

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,15 +43,24 @@ class Outcome:
 
 
 def run_scripts(
-    world: int, fn: Callable[..., Any], policy: str = "", store: str = "tcp", limit_s: float = 60.0
+    world: int,
+    fn: Callable[..., Any],
+    policy: str = "",
+    store: str = "tcp",
+    limit_s: float = 60.0,
+    hosts: Sequence[str] = (),
 ) -> list[Outcome]:
-    """``fn(rank, world)`` on each rank, under the watch policy ``policy``; how each rank ended."""
+    """``fn(rank, world)`` on each rank, under the watch policy ``policy``; how each rank ended.
+
+    store: "tcp" of rank 0; "served" by a process of its own, whose id is in the file STORE; a "file". hosts:
+    network namespaces of nodes.py, one for each rank.
+    """
     start_server()
     with tempfile.TemporaryDirectory(prefix="shardwright-scripts-") as folder:
         payload = pickle.dumps(fn)
         ranks = []
         for rank in range(world):
-            arguments = (rank, world, folder, payload, policy, store)
+            arguments = (rank, world, folder, payload, policy, store, hosts)
             process = _server.Process(target=_main, args=arguments, daemon=True)
             process.start()
             ranks.append(process)
@@ -83,19 +92,28 @@ def _outcome(folder: Path, rank: int, code: int | None) -> Outcome:
     return Outcome(code, stderr, took_s=took_s, **{**said, "threads": tuple(said["threads"])})
 
 
-def _main(rank: int, world: int, folder: str, payload: bytes, policy: str, store: str) -> None:
+def _main(
+    rank: int, world: int, folder: str, payload: bytes, policy: str, store: str, hosts: Sequence[str]
+) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     with open(Path(folder, f"stderr{rank}"), "w") as stderr:
         os.dup2(stderr.fileno(), 2)
     sys.stderr = os.fdopen(2, "w", buffering=1)
-    os.environ.update(GLOO_SOCKET_IFNAME="lo", RANK=str(rank), SCRIPT_FOLDER=folder, SHARDWRIGHT_WATCH=policy)
+    interface, address = "lo", "127.0.0.1"
+    if hosts:
+        interface, address = "wire", "10.79.0.1"
+        with open(f"/run/netns/{hosts[rank]}") as namespace:
+            assert ctypes.CDLL(None).setns(namespace.fileno(), 0) == 0
+    os.environ.update(
+        GLOO_SOCKET_IFNAME=interface, RANK=str(rank), SCRIPT_FOLDER=folder, SHARDWRIGHT_WATCH=policy
+    )
     torch.set_num_threads(1)
     code, error = 0, None
     try:
         dist.init_process_group(
             "gloo",
-            store=_store(rank, world, folder, store),
+            store=_store(rank, world, folder, store, address),
             rank=rank,
             world_size=world,
             timeout=datetime.timedelta(seconds=GROUP_TIMEOUT_S),
@@ -124,15 +142,25 @@ def _main(rank: int, world: int, folder: str, payload: bytes, policy: str, store
     os._exit(code)
 
 
-def _store(rank: int, world: int, folder: str, kind: str) -> dist.Store:
+def _store(rank: int, world: int, folder: str, kind: str, address: str) -> dist.Store:
     if kind == "file":
         return dist.FileStore(str(Path(folder, "store")), world)
     port = Path(folder, "port")
-    if rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, world, True, wait_for_workers=False)
-        port.with_suffix(".part").write_text(str(store.port))
-        port.with_suffix(".part").rename(port)
-        return store
+    if rank == 0 and kind == "tcp":
+        return _serve(port, address, world)
+    if rank == 0 and os.fork() == 0:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+        Path(folder, "STORE").write_text(str(os.getpid()))
+        kept = _serve(port, address, world)
+        while kept is not None:
+            time.sleep(1.0)
     while not port.exists():
         time.sleep(0.01)
-    return dist.TCPStore("127.0.0.1", int(port.read_text()), world, False, wait_for_workers=False)
+    return dist.TCPStore(address, int(port.read_text()), world, False, wait_for_workers=False)
+
+
+def _serve(port: Path, address: str, world: int) -> dist.Store:
+    store = dist.TCPStore(address, 0, world, True, wait_for_workers=False)
+    port.with_suffix(".part").write_text(str(store.port))
+    port.with_suffix(".part").rename(port)
+    return store

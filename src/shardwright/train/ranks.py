@@ -27,7 +27,6 @@ from shardwright.columns import in_words
 from shardwright.engine.listeners import listeners
 from shardwright.errors import CheckpointError, ConfigError, DataError, InputError
 from shardwright.observe.watch.lifecycle import keep_watch, leave, set_watch, store_address
-from shardwright.torch_private import default_store
 from shardwright.train.config import LaunchConfig, Recipe
 from shardwright.train.data import Share
 from shardwright.train.launch import (
@@ -41,6 +40,7 @@ from shardwright.train.launch import (
 from shardwright.transport.attempt import join_job
 from shardwright.transport.host_limits import limit_in
 from shardwright.transport.host_memory import anonymous_nbytes, free_nbytes
+from shardwright.transport.jobstore import job_store
 from shardwright.transport.launches import LaunchLog, process_state
 
 _MEETING_S = 0.1
@@ -94,7 +94,7 @@ class RankPlace:
         """
         if self.world == 1:
             return
-        store = default_store()
+        store = job_store()
         keys = [f"shardwright/{name}/{rank}" for rank in range(self.world)]
         store.set(keys[self.rank], "")
         with self._log.waiting(self._log.launch(name)):

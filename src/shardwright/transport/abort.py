@@ -26,12 +26,14 @@ def close(group: ProcessGroup) -> None:
     """End every wait of this rank in a group, now and later, with an error. Not a collective; any thread."""
     if group.size() == 1:
         return
-    peer = (group.rank() + 1) % group.size()
-    with contextlib.suppress(RuntimeError):  # the time limit, or a connection that is closed already
-        if group.name() == "nccl":
+    if group.name() == "nccl":
+        with contextlib.suppress(RuntimeError):
             group.abort()
-            return
-        group.recv([torch.empty(1)], peer, _TAG).wait(datetime.timedelta(milliseconds=1))
+        return
+    for shift in range(1, group.size()):  # a peer that has closed its end tells at once, and closes only that
+        with contextlib.suppress(RuntimeError):  # the time limit, or a connection that is closed already
+            peer = (group.rank() + shift) % group.size()
+            group.recv([torch.empty(1)], peer, _TAG).wait(datetime.timedelta(milliseconds=1))
 
 
 def is_closed(group: ProcessGroup, peer: int) -> bool:

@@ -24,9 +24,11 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from shardwright.errors import CommError
-from shardwright.torch_private import default_store, default_store_is, new_group_of, rendezvous_handlers
+from shardwright.torch_private import default_store_is, new_group_of, rendezvous_handlers
 from shardwright.transport import liveness
 from shardwright.transport.host_limits import host_limits_told
+from shardwright.transport.jobstore import job_store
+from shardwright.transport.launches import Launch, LaunchLog, process_state
 from shardwright.transport.process import process_is_ours
 from shardwright.transport.welcome import Round, answer, ask, met
 
@@ -82,6 +84,7 @@ class Attempt:
         """``meet`` until all is said, or ``seconds`` are over; whether all is said."""
         deadline, pause = time.monotonic() + seconds, _POLL_S
         while not self.meet():
+            process_state.raise_diagnosis()
             if time.monotonic() > deadline:
                 return False
             time.sleep(pause)
@@ -116,8 +119,7 @@ def this_attempt() -> Attempt:
     assert group is not None
     of, attempt = _last
     if attempt is None or of() is not group:
-        own = default_store().clone()  # pyright: ignore[reportAttributeAccessIssue]  # not in the stub
-        attempt = Attempt(own, dist.get_rank(), dist.get_world_size())
+        attempt = Attempt(job_store(), dist.get_rank(), dist.get_world_size())
         _last = (ref(group), attempt)
     return attempt
 
@@ -140,8 +142,10 @@ def keys_of(ranks: Sequence[int], timeout: timedelta, what: str) -> Store:
     what: what for, in messages. Raises: CommError where one of them doesn't come within ``timeout``.
     """
     ours = list(ranks).index(dist.get_rank())
-    members = PrefixStore(f"group/{','.join(map(str, ranks))}", default_store())
-    return _met(Attempt(members, ours, len(ranks)), timeout, what).keys()
+    members = PrefixStore(f"group/{','.join(map(str, ranks))}", job_store())
+    wait = Launch(0, what.removeprefix("to "), process_state.phase, process_state.step)
+    with LaunchLog(ranks, "meeting ").waiting(wait):
+        return _met(Attempt(members, ours, len(ranks)), timeout, what).keys()
 
 
 def join_job(backend: str | None, timeout: timedelta) -> None:

@@ -8,8 +8,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from shardwright.observe.steps.rings import Ring, write
 from shardwright.observe.steps.step_page import Predicted, save_page
-from shardwright.torch_private import default_store
 from shardwright.transport.attempt import this_attempt
+from shardwright.transport.jobstore import job_store
 
 _COME_S = 10.0  # that the first rank waits for the others' rings
 _WRITE_S = 40.0  # that the others wait for it
@@ -29,7 +29,7 @@ def save_together(
     _saves += 1
     attempt = this_attempt()
     attempt.meet_within(_COME_S)
-    store = PrefixStore(f"shardwright/trace/{attempt.token}/{_saves}", default_store())
+    store = PrefixStore(f"shardwright/trace/{attempt.token}/{_saves}", job_store())
     try:
         if own.rank:
             store.set(str(own.rank), own.to_bytes())  # pyright: ignore[reportArgumentType]

@@ -3,7 +3,8 @@
 Judged in this order; the first that holds is the diagnosis:
 
     failed     a rank left a note: it raised an exception, or its program ended
-    lost       a rank's process has ended without one, its connection is closed, or it is silent for lost_s
+    lost       a rank's process has ended without one, its connection is closed, or it is silent for lost_s;
+               or the asking rank is cut off: all ranks of other hosts are
     diverged   two ranks launched different collectives under one number; or ranks wait for each other in a
                circle; or all wait, some in the caller's own collectives, and no wait can end
     stalled    a rank that others wait for has done nothing for stall_s; or a collective that all its ranks
@@ -67,7 +68,8 @@ class Launched:
     """A transport's launches on one rank: its ranks, how many there were, the keys of the last ones.
 
     begun, ended: how many the device has begun and ended; None where that isn't known. of_torch: of one of
-        the caller's process groups, as torch's flight recorder has them.
+        the caller's process groups, as torch's flight recorder has them. in_memory: its bytes go through
+        memory that its ranks share, not over a network.
     """
 
     ranks: tuple[int, ...]
@@ -76,6 +78,7 @@ class Launched:
     begun: int | None = None
     ended: int | None = None
     of_torch: bool = False
+    in_memory: bool = False
 
     def key(self, number: int) -> str | None:
         """What was launched under ``number``; None where that is not known (any more, or yet)."""
@@ -138,7 +141,8 @@ class Findings:
     """All that one status exchange has brought.
 
     ended: ranks whose process or connection is known to be gone. silent: seconds since a rank last answered,
-    of those that did not. took_s: how long answers were waited for.
+    of those that did not. took_s: how long answers were waited for. asker, hosts: who asked, and the address
+    of each rank's host, as far as they are known.
     """
 
     world: int
@@ -147,6 +151,8 @@ class Findings:
     ended: frozenset[int] = frozenset()
     silent: Mapping[int, float] = field(default_factory=dict)
     took_s: float = 0.0
+    asker: int = -1
+    hosts: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -213,6 +219,10 @@ def _lost(found: Findings, policy: WatchPolicy) -> Diagnosis | None:
     ranks = sorted({*found.ended, *silent})
     if not ranks:
         return None
+    own = found.hosts.get(found.asker)
+    away = {rank: host for rank, host in found.hosts.items() if host != own}
+    if away and not found.ended and set(away) <= set(silent):
+        return _cut_off(found.asker, sorted(away), len(set(away.values())), policy.lost_s)
     how = "ended without a word" if found.ended else f"has not answered for {policy.lost_s:g} s"
     return Diagnosis(
         Fault.LOST,
@@ -220,6 +230,22 @@ def _lost(found: Findings, policy: WatchPolicy) -> Diagnosis | None:
         f"{spans(ranks)} {'is' if len(ranks) == 1 else 'are'} lost: the process {how}",
         f"Look for what ended {spans(ranks)}: the out-of-memory killer, a crash in native code, a scheduler, "
         "its host.",
+    )
+
+
+def _cut_off(rank: int, away: Sequence[int], hosts: int, lost_s: float) -> Diagnosis:
+    """No rank of another host answers: with two such hosts that is this one's doing."""
+    said = f"{spans(away)} on {'another host' if hosts == 1 else f'{hosts} other hosts'}"
+    said = f"{said} {'has' if len(away) == 1 else 'have'} not answered for {lost_s:g} s"
+    at_fault = [rank] if hosts > 1 else away
+    is_or_are = "is" if len(at_fault) == 1 else "are"
+    what = "cut off" if hosts > 1 else f"lost, or rank {rank} is cut off"
+    return Diagnosis(
+        Fault.LOST,
+        tuple(at_fault),
+        f"{spans(at_fault)} {is_or_are} {what}: {said}",
+        f"Look at the network of rank {rank}'s host"
+        + (", and for what ended the other host." if hosts == 1 else "."),
     )
 
 
@@ -393,7 +419,8 @@ def _stuck(found: Findings, policy: WatchPolicy) -> Diagnosis | None:
             said = f"{activity(answer)} has not ended for {policy.collective_s:g} s; all have launched it"
             behind = _behind(found, answer)
             if not behind:
-                remedy = f"Look at the network between {spans(log.ranks)}, or raise collective_s."
+                where = "what else their host runs" if log.in_memory else "the network between them"
+                remedy = f"Look at {spans(log.ranks)}, and at {where}; or raise collective_s."
                 return Diagnosis(Fault.STALLED, log.ranks, said, remedy)
             remedy = f"Look at what the device of {spans(behind)} does before it, or raise collective_s."
             said = f"{said}, and {spans(behind)} {_NOT_ENTERED}"
@@ -406,11 +433,14 @@ _MEANT = "Nothing is wrong if that is meant to take so long."
 
 def _slow(found: Findings) -> Diagnosis:
     waiting = [answer for answer in found.answers.values() if answer.waits]
-    if not waiting:
+    waited_s = max((answer.waits.since_s for answer in waiting if answer.waits), default=0.0)
+    if not waiting or waited_s < FOREIGN_S < max(answer.foreign_s for answer in found.answers.values()):
         return _in_calls_of_their_own(found)
     longest = max(waiting, key=lambda answer: answer.waits.since_s if answer.waits else 0.0)
     assert longest.waits is not None
-    late = sorted({*_missing(found, longest), *found.silent})
+    absent = {*range(found.world)} - {*found.answers} - {*found.ended} - {note.rank for note in found.notes}
+    elsewhere = [] if longest.waits.number else [a.rank for a in found.answers.values() if a.waits is None]
+    late = sorted({*_missing(found, longest), *absent, *elsewhere})
     late = late or sorted({rank for answer in waiting for rank in _missing(found, answer)})
     waited = f"rank {longest.rank} has waited {longest.waits.since_s:.1f} s in {activity(longest)}"
     if not late and (behind := _behind(found, longest)):
@@ -420,13 +450,14 @@ def _slow(found: Findings) -> Diagnosis:
         said = f"{waited}; whether {spans(unknown)} launched it, torch's flight recorder doesn't say"
         return Diagnosis(Fault.SLOW, tuple(unknown), said, _MEANT)
     if not late:
-        return Diagnosis(
-            Fault.SLOW, (), f"{waited}, which all ranks have launched", "Its bytes are on their way."
-        )
+        log = longest.logs.get(longest.waits.log)
+        why = "The host is busy." if log and log.in_memory else "The host is busy, or the network is slow."
+        return Diagnosis(Fault.SLOW, (), f"{waited}, which all ranks have launched", why)
     said = []
     for rank in late:
         answer = found.answers.get(rank)
-        what = f"{activity(answer)} at {answer.line}" if answer else "does not answer, but has not ended"
+        silent = "does not answer, but has not ended" if rank in found.silent else "has not come yet"
+        what = f"{activity(answer)} at {answer.line}" if answer else silent
         said.append(f"rank {rank}: {what}")
     return Diagnosis(
         Fault.SLOW,
@@ -455,39 +486,3 @@ def activity(answer: Answer) -> str:
         return f"{answer.waits.key} ({answer.place})" if answer.place else answer.waits.key
     what = f"torch.distributed.{answer.foreign}" if answer.foreign else answer.does
     return f"{what} ({answer.place})" if answer.place else what
-
-
-def table(found: Findings) -> str:
-    """A row for each rank, those that say the same joined: rank, what it waits for or does, since, where."""
-    rows: dict[tuple[str, str], list[tuple[int, float]]] = {}
-    for rank in range(found.world):
-        what, line, since_s = _row(found, rank)
-        rows.setdefault((what, line), []).append((rank, since_s))
-    cells = [("rank", "waits for or does", "since", "in")]
-    for (what, line), members in rows.items():
-        ranks = spans([rank for rank, _ in members]).partition(" ")[2]
-        cells.append((ranks, what, f"{max(since_s for _, since_s in members):.1f} s", line))
-    widths = [max(len(row[column]) for row in cells) for column in range(3)]
-    return "\n".join(
-        f"  {rank:<{widths[0]}}  {what:<{widths[1]}}  {since:>{widths[2]}}  {line}".rstrip()
-        for rank, what, since, line in cells
-    )
-
-
-def _row(found: Findings, rank: int) -> tuple[str, str, float]:
-    note = next((note for note in found.notes if note.rank == rank), None)
-    if note is not None:
-        return (f"raised {note.raised}" if note.raised else "ended its program"), note.line, 0.0
-    answer = found.answers.get(rank)
-    if rank in found.ended or answer is None:
-        silent = "process has ended" if rank in found.ended else "does not answer"
-        return silent, "", found.silent.get(rank, 0.0)
-    after = f", after {answer.caught}" if answer.caught else ""
-    waits = answer.waits
-    what = f"waits in {activity(answer)}, number {waits.number}" if waits is not None else activity(answer)
-    return what + after, answer.line, waits.since_s if waits is not None else answer.since_s
-
-
-def tell(diagnosis: Diagnosis, found: Findings) -> str:
-    """The whole diagnosis: class and sentence, the table, the remedy."""
-    return f"{diagnosis.fault}: {diagnosis.sentence}\n{table(found)}\n{diagnosis.remedy}"

@@ -1,4 +1,4 @@
-"""The watch begins with the first sharded module and ends with the process; what ends the process is noted.
+"""The watch begins and ends with the default process group; what ends the process is noted.
 
 A note tells the other ranks why this one no longer comes: the exception that nobody caught, or just that
 its program ended. Hooks that Python calls leave it (``sys.excepthook``, ``atexit``); a process that is killed
@@ -21,11 +21,12 @@ from shardwright.engine.listeners import listeners
 from shardwright.errors import InputError
 from shardwright.observe.watch.diagnosis import Note
 from shardwright.observe.watch.process_status import is_library
-from shardwright.observe.watch.status_exchange import address_of, open_exchange
+from shardwright.observe.watch.status_exchange import address_of
 from shardwright.observe.watch.watchdog import Watch
 from shardwright.policy import WatchPolicy
-from shardwright.torch_private import default_store
+from shardwright.torch_private import default_store, when_default_group_changes
 from shardwright.transport.attempt import this_attempt
+from shardwright.transport.jobstore import end_job_store, hasty, job_store
 from shardwright.transport.launches import process_state
 from shardwright.transport.mesh import timeout_of
 from shardwright.transport.process import process_is_ours
@@ -35,19 +36,18 @@ logger = logging.getLogger(__name__)
 VARIABLE = "SHARDWRIGHT_WATCH"
 """The policy of programs that don't call ``set_watch``: see ``WatchPolicy.from_text``."""
 
-_PATIENCE_S = 2.0  # at most, for ranks that come to their first sharded module later
 _LINGER_S = 3.0  # at most, of the process that holds the store, until the others have read what is there
+_STORE_S = 1.0  # at most, for each answer of the store to a process that ends
 
 
 class _Lifecycle:
-    """Of this process: the watch that is on, over which default group, and whose ranks were met; what was
-    chosen; the hooks' state."""
+    """Of this process: the watch that is on, over which default group; what was chosen; the hooks' state."""
 
     def __init__(self) -> None:
         self.policy: WatchPolicy | None = None
         self.watch: Watch | None = None
         self.group: Any = lambda: None
-        self.met: Any = lambda: None
+        self.hook = sys.excepthook
         self.pid = 0
 
 
@@ -58,8 +58,8 @@ def set_watch(policy: WatchPolicy) -> None:
     """Choose how long a rank waits before it asks the others for their state, and what is an error then; the
     same on all ranks. Local.
 
-    Call it before the first ``fully_shard`` if possible. Later, ``on=False`` ends the watchdog, and any other
-    policy applies from then on; a watchdog that is off starts with the next ``fully_shard``.
+    The watchdog begins with the default process group. ``on=False`` ends it, and any other policy applies
+    from then on; a watchdog that is off starts with the next ``fully_shard``.
 
     Args:
         policy: see ``WatchPolicy``.
@@ -73,39 +73,46 @@ def set_watch(policy: WatchPolicy) -> None:
     if _lifecycle.watch is not None:
         if policy.on:
             _lifecycle.watch.follow(policy)
+            _warn_of_limit(policy)
         else:
             _end()
 
 
 def keep_watch() -> None:
-    """Watch over the ranks of the default process group, if that isn't done yet. Every rank calls it.
-
-    Nothing for a world of one, or where the policy says off. No collective: ranks come when they come.
-    """
+    """Watch over the ranks of the default process group, if that isn't done yet; local. Nothing for a world
+    of one, or where the policy says off."""
     group = dist.group.WORLD if dist.is_initialized() else None
-    if group is None or group is _lifecycle.group() or dist.get_world_size() == 1:
-        return
-    attempt = this_attempt()
-    attempt.meet_within(0.0 if group is _lifecycle.met() else _PATIENCE_S)
-    _lifecycle.met = ref(group)
     policy = _lifecycle.policy or WatchPolicy.from_text(os.environ.get(VARIABLE, ""))
-    if not attempt.token or not policy.on or not process_is_ours():  # no token: the next call asks again
+    wanted = group is not None and dist.get_world_size() > 1 and policy.on and process_is_ours()
+    if wanted and group is _lifecycle.group():
         return
     _end()
-    rank = dist.get_rank()
-    limit_s = timeout_of(group).total_seconds()
-    if policy.stall_s is not None and limit_s < policy.stall_s and rank == 0:
+    if group is None or not wanted:
+        return
+    _lifecycle.watch = Watch(policy, dist.get_rank(), this_attempt(), job_store(), _set_hooks)
+    _lifecycle.group, _lifecycle.pid = ref(group), os.getpid()
+    _lifecycle.watch.start()
+    _warn_of_limit(policy)
+
+
+def _warn_of_limit(policy: WatchPolicy) -> None:
+    group = dist.group.WORLD
+    limit_s = timeout_of(group).total_seconds() if group is not None else 0.0
+    if policy.stall_s is not None and 0 < limit_s < policy.stall_s and dist.get_rank() == 0:
         logger.warning(
             "the default process group gives up after %.0f s, before a rank counts as stalled (stall_s = "
             "%.0f): give init_process_group a longer timeout, or lower stall_s",
             limit_s,
             policy.stall_s,
         )
-    exchange = open_exchange(default_store(), dist.get_world_size(), attempt.token)
-    _lifecycle.watch = Watch(policy, exchange, rank, attempt)
-    _lifecycle.group = ref(group)
-    _set_hooks()
-    _lifecycle.watch.start()
+
+
+def _group_changed() -> None:
+    if dist.group.WORLD is not None:
+        keep_watch()
+        return
+    leave()
+    end_job_store()
 
 
 def store_address() -> str:
@@ -118,22 +125,23 @@ def late_over_the_run() -> list[str]:
     watch = _lifecycle.watch
     if watch is None or watch.is_deaf:
         return []
-    with suppress(RuntimeError):  # the store may have gone
+    with suppress(RuntimeError), hasty(_STORE_S):  # the store may have gone
         return watch.exchange.late()
     return []
 
 
 def leave(error: BaseException | None = None) -> None:
-    """This process is about to end: note why, for the ranks that still need it, and end the watch.
+    """This process is about to end, or its process group has ended: note why, for the ranks that still need
+    it, and end the watch. Waits for no store that is silent.
 
     Called by hooks as Python ends; by hand before ``os._exit``. error: what nobody caught, if anything.
     """
     watch = _lifecycle.watch
     if watch is None or os.getpid() != _lifecycle.pid:  # a forked child inherits the hooks
         return
-    with suppress(RuntimeError):  # the store may have gone first
-        exchange = watch.exchange
+    with suppress(RuntimeError), hasty(_STORE_S):  # the store may have gone first
         watch.look()  # who was told first has ended, and broke what this one waited in: no fault of its own
+        exchange = watch.exchange
         if process_state.diagnosis is not None:
             if exchange.holds_store:
                 exchange.linger(_LINGER_S)
@@ -149,6 +157,9 @@ def leave(error: BaseException | None = None) -> None:
 def _end() -> None:
     if _lifecycle.watch is not None:
         _lifecycle.watch.stop()
+        atexit.unregister(leave)
+        if sys.excepthook is _told:
+            sys.excepthook = _lifecycle.hook
     _lifecycle.watch, _lifecycle.group = None, lambda: None
     process_state.diagnosis, process_state.delivered = None, False
 
@@ -166,25 +177,29 @@ def _raised_in(error: BaseException | None) -> str:
 
 
 def _set_hooks() -> None:
-    if _lifecycle.pid == os.getpid():
-        return
-    _lifecycle.pid = os.getpid()
-    before = sys.excepthook
-
-    def told(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        listeners.amend(error)
-        before(kind, error, trace)
-        if _lifecycle.watch is not None and _lifecycle.pid == os.getpid():
-            _lifecycle.watch.look()
-        if (
-            process_state.diagnosis is not None
-            and not process_state.delivered
-            and _lifecycle.pid == os.getpid()
-        ):
-            # it was let go out of a call of its own
-            print(process_state.diagnosis, file=sys.stderr, flush=True)
-        if not hasattr(sys, "ps1"):  # an interactive Python goes on
-            leave(error)
-
-    sys.excepthook = told
+    """The watch calls it once it has met the others: later than torch sets a hook of its own."""
+    atexit.unregister(leave)
     atexit.register(leave)
+    if sys.excepthook is not _told:
+        _lifecycle.hook, sys.excepthook = sys.excepthook, _told
+
+
+def _told(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    ours = _lifecycle.watch is not None and _lifecycle.pid == os.getpid()
+    if ours:
+        listeners.amend(error)
+    _lifecycle.hook(kind, error, trace)
+    if _lifecycle.watch is not None and ours:
+        with hasty(_STORE_S):
+            _lifecycle.watch.look()
+        if process_state.diagnosis is not None and not process_state.delivered:
+            # it was let go out of a call of its own
+            process_state.delivered = True
+            print(process_state.diagnosis, file=sys.stderr, flush=True)
+    if not hasattr(sys, "ps1"):  # an interactive Python goes on
+        leave(error)
+
+
+when_default_group_changes(_group_changed)
+if dist.is_initialized():
+    keep_watch()

@@ -25,6 +25,7 @@ _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 _SITE = os.sep + "site-packages" + os.sep
 _MADE = "<string>"  # exec and eval
 _C10D = _TORCH + os.path.join("distributed", "distributed_c10d.py")
+_WATCHING = ("shardwright-watch", "shardwright-store", "shardwright-signals")
 _SAMPLE_S = 0.1  # at least between two samples: a share of less says nothing
 _BUSY_SHARE = 0.05  # of a core: below it a process counts as idle, if no thread of it is runnable either
 
@@ -164,7 +165,10 @@ class ProcessStatus:
         for log in process_state.logs:
             if log.launched:
                 keys = tuple(launch.key for launch in tuple(log.ring))
-                logs[log.name] = Launched(log.ranks, log.launched, keys, *self._recorder.progress(log))
+                begun, ended = self._recorder.progress(log)
+                logs[log.name] = Launched(
+                    log.ranks, log.launched, keys, begun, ended, in_memory=log.in_memory
+                )
         return Answer(
             rank=self._rank,
             place=f"{process_state.phase} of pass {process_state.step}" if process_state.phase else "",
@@ -181,9 +185,21 @@ class ProcessStatus:
         )
 
 
+def _ours() -> list[int]:
+    """The threads by which the watch itself works."""
+    return [thread.native_id or 0 for thread in threading.enumerate() if thread.name in _WATCHING]
+
+
 def _others_cpu_s() -> float:
-    """CPU time of this process, without what the calling thread has used."""
-    return time.process_time() - time.thread_time()
+    """CPU time of this process, without what the watch itself has used."""
+    used_ns = 0
+    try:
+        for thread in _ours():
+            with open(f"/proc/self/task/{thread}/schedstat") as file:
+                used_ns += int(file.read().split()[0])
+    except OSError:  # not Linux, or a thread that has just ended
+        return time.process_time() - time.thread_time()
+    return time.process_time() - used_ns / 1e9
 
 
 def _device_nbytes() -> int:
@@ -192,11 +208,11 @@ def _device_nbytes() -> int:
 
 
 def _runnable() -> bool:
-    """Whether a thread of this process other than this one is running or waits for a core."""
-    own = str(threading.get_native_id())
+    """Whether a thread of this process, none of the watch's, is running or waits for a core."""
+    own = {str(thread) for thread in _ours()}
     try:
         for thread in os.listdir("/proc/self/task"):
-            if thread != own:
+            if thread not in own:
                 with open(f"/proc/self/task/{thread}/stat") as file:
                     if file.read().rpartition(")")[2].split()[0] == "R":
                         return True

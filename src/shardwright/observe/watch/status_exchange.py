@@ -9,8 +9,10 @@ While all goes well nothing is written.
     ring/<call>/<r> they
     looked/<window> whether a rank has asked who was late then (20 steps)
     looks           what is known of the last time: ``Looks``
+    lines, line/<n> what rank 0 is to write into its log
     lates, late/<n> how many times a rank was found late; which one it was, and why
     who/<rank>      the rank's process, to see from the same host whether it has ended
+    at/<rank>       where the rank answers who can't ask through the store; it has come
     note/<n>        what a rank left behind as it ended
     dismissed/<r>   the rank was told to end, by SIGTERM
     diagnosis       what is wrong for good: the first one counts
@@ -41,6 +43,7 @@ from shardwright.observe.watch.diagnosis import (
     Waits,
 )
 from shardwright.transport import liveness
+from shardwright.transport.jobstore import bottom_of
 
 _POLL_S = 0.02
 
@@ -98,7 +101,7 @@ class StatusExchange:
         answers = {a.rank: a for a in self.collect(number, wait_s, meanwhile, self.ended(ranks))}
         missing = [rank for rank in ranks if rank not in answers]
         gone = self.ended(missing)
-        silent = dict.fromkeys(missing, wait_s)
+        silent = dict.fromkeys(self.come(missing), wait_s)
         took_s = time.monotonic() - began
         return Findings(self.world, answers, self.notes(), frozenset(gone), silent, took_s)
 
@@ -116,7 +119,7 @@ class StatusExchange:
 
     def _said(self, rank: int) -> tuple[int, Answer]:
         call, answer = said(self._store.get(f"answer/{rank}"))
-        return call, _answer(answer)
+        return call, answer_of(answer)
 
     def _has_answered(self, rank: int, call: int) -> bool:
         return self._store.check([f"answer/{rank}"]) and self._said(rank)[0] >= call
@@ -159,24 +162,47 @@ class StatusExchange:
         """Keep for all ranks what is known of the last time that one asked who was late."""
         self._store.set("looks", text)
 
+    def say(self, line: str) -> None:
+        """Have rank 0 write a line into its log."""
+        self._store.set(f"line/{self._store.add('lines', 1)}", line)
+
+    def said(self, after: int) -> list[str]:
+        """The lines for rank 0 behind so many that it knows."""
+        return self._listed("line", after)
+
     def note_late(self, text: str) -> None:
         """Remember over the run that a rank was found late: a line of text."""
         self._store.set(f"late/{self._store.add('lates', 1)}", text)
 
     def late(self) -> list[str]:
         """What was noted, in order."""
+        return self._listed("late", 0)
+
+    def _listed(self, kind: str, after: int) -> list[str]:
         found: list[str] = []
-        while self._store.check([key := f"late/{len(found) + 1}"]):
+        while self._store.check([key := f"{kind}/{after + len(found) + 1}"]):
             found.append(self._store.get(key).decode())
         return found
 
     # ---- who ended, and what they left
 
-    def register(self, rank: int) -> None:
-        """Say which process this rank is."""
+    def register(self, rank: int, place: str) -> None:
+        """Say which process this rank is, and where it answers without the store."""
         identity = liveness.identity()
         if identity is not None:
             self._store.set(f"who/{rank}", identity)
+        self._store.set(f"at/{rank}", place)
+
+    def come(self, ranks: Iterable[int]) -> set[int]:
+        """Those of ``ranks`` that have registered."""
+        return {rank for rank in ranks if self._store.check([f"at/{rank}"])}
+
+    def places(self) -> dict[int, str]:
+        """Where each rank answers, once all have registered; nothing before."""
+        keys = [f"at/{rank}" for rank in range(self.world)]
+        if not self._store.check(keys):
+            return {}
+        return {rank: place.decode() for rank, place in enumerate(self._store.multi_get(keys))}
 
     def ended(self, ranks: Iterable[int]) -> set[int]:
         """Those of ``ranks`` whose processes, of this host, are known to have ended."""
@@ -210,11 +236,7 @@ class StatusExchange:
 
     def notes(self) -> list[Note]:
         """All notes, in the order in which they were left."""
-        found, number = [], 1
-        while self._store.check([f"note/{number}"]):
-            found.append(Note(**said(self._store.get(f"note/{number}"))))
-            number += 1
-        return found
+        return [Note(**said(text)) for text in self._listed("note", 0)]
 
     # ---- the diagnosis
 
@@ -249,7 +271,7 @@ def _shared(data: bytes) -> SharedDiagnosis:
     return SharedDiagnosis(Fault(fault), tuple(ranks), text)
 
 
-def _answer(fields: dict) -> Answer:
+def answer_of(fields: dict) -> Answer:
     waits, status = fields.pop("waits"), Status(*fields.pop("status"))
     logs = {
         name: Launched(**log | {"ranks": tuple(log["ranks"]), "keys": tuple(log["keys"])})
@@ -261,21 +283,16 @@ def _answer(fields: dict) -> Answer:
 _NAME = "shardwright/watch"
 
 
-def bottom_of(store: Store) -> Store:
-    """The store itself, without the prefixes that were put before its keys."""
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return store
+def open_exchange(store: Store, world: int, token: str, own: Store | None = None) -> StatusExchange:
+    """The status exchange of the attempt ``token``. Every rank opens it.
 
-
-def open_exchange(store: Store, world: int, token: str) -> StatusExchange:
-    """The status exchange of the attempt ``token``, over a connection of its own. Every rank opens it.
-
-    What ``find_exchange`` needs is left under ``shardwright/job``.
+    own: by what to ask the store; its own clone by default. What ``find_exchange`` needs is left under
+    ``shardwright/job``.
     """
     bottom = bottom_of(store)
     holds_store = isinstance(bottom, TCPStore) and "server=<nullptr>" not in repr(bottom)
-    own = bottom.clone()  # pyright: ignore[reportAttributeAccessIssue]  # missing in the stub
+    own = own or bottom.clone()  # pyright: ignore[reportAttributeAccessIssue]  # missing in the stub
+    assert own is not None
     own.set("shardwright/job", json.dumps([token, world]))
     return StatusExchange(PrefixStore(f"{_NAME}/{token}", own), world, holds_store)
 

@@ -13,70 +13,91 @@ often it looks.
 """
 
 import logging
-import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from torch.distributed import DistError
 
+from shardwright.errors import printable
 from shardwright.observe.ledger.lateness import STEPS, Lateness, Looks, WaitChange, judged
 from shardwright.observe.steps.recording import ring
 from shardwright.observe.steps.rings import Ring
 from shardwright.observe.watch.backoff import Backoff
-from shardwright.observe.watch.diagnosis import ERRORS, Fault, Findings, Note, diagnose, tell
+from shardwright.observe.watch.delivery import Delivery
+from shardwright.observe.watch.diagnosis import ERRORS, Fault, Findings, Note, diagnose
 from shardwright.observe.watch.process_status import ProcessStatus
+from shardwright.observe.watch.reach import STORE_S, Reach
 from shardwright.observe.watch.requests import Requests
 from shardwright.observe.watch.status import status
 from shardwright.observe.watch.status_exchange import SharedDiagnosis, StatusExchange
+from shardwright.observe.watch.table import tell
 from shardwright.policy import WatchPolicy
-from shardwright.torch_private import process_groups
-from shardwright.transport.abort import close, is_closed
+from shardwright.transport.abort import is_closed
 from shardwright.transport.attempt import Attempt
+from shardwright.transport.jobstore import JobStore, StoreSilent, hasty
 from shardwright.transport.launches import process_state
 
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.25
+_MEETING_S = 0.05  # between looks whether the others have come
 _LOOKS_PER_S = 4000  # of all ranks together, at most: what a store serves beside its other work
 _EXPLAIN_S = 4.5  # a transport's own error is raised after so long without a diagnosis
-_GRACE_S = 2.0  # for a diagnosis to reach the training thread, before what that may sit in is closed as well
-_LAST_RESORT_S = 10.0
+_AWAY_S = 5.0  # without a look, at least, to count as away
+_BACK_S = 60.0  # for which what others have found meanwhile is that
 
 
 @dataclass
 class _Known:
     """What the watch knows of the job: the last call it answered, what was left behind, since when a rank is
-    silent, and what the store last said ("": it is there)."""
+    silent, what the store last said ("": it is there), how many lines rank 0 has written, and when this
+    process last looked, or came back from a time without looks."""
 
-    answered: int
+    answered: int = 0
     notes: list[Note] = field(default_factory=list)
     silent_since: dict[int, float] = field(default_factory=dict)
     store_error: str = ""
+    lines: int = 0
+    looked_s: float = field(default_factory=time.monotonic)
+    back_s: float = -_BACK_S
+    away_s: float = 0.0
 
 
 class Watch:
-    """The watch of this process over the ranks of one default process group."""
+    """The watch of this process over the ranks of one default process group.
 
-    def __init__(self, policy: WatchPolicy, exchange: StatusExchange, rank: int, attempt: Attempt) -> None:
+    joined: called once this rank has met the first one, in the watch's thread.
+    """
+
+    def __init__(
+        self, policy: WatchPolicy, rank: int, attempt: Attempt, store: JobStore, joined: Callable[[], None]
+    ) -> None:
         self.policy = policy
         self.rank = rank
-        self.exchange = exchange
-        self._attempt = attempt
         self._status = ProcessStatus(rank)
+        self.reach = Reach(rank, attempt, store, self._status.answer)
         self._requests = Requests(policy.signal, self.last_word)
         self._backoff = Backoff(policy.suspect_s)
         self._lateness = Lateness()
-        self._known = _Known(exchange.latest())
+        self._known = _Known()
         self._stop = threading.Event()
+        self._delivery = Delivery(rank, self._status, self._requests, self._stop)
         self._wake = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="shardwright-watch", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(joined,), name="shardwright-watch", daemon=True
+        )
+
+    @property
+    def exchange(self) -> StatusExchange:
+        """As ``Reach`` has it."""
+        return self.reach.exchange
 
     def start(self) -> None:
         """Begin to watch."""
-        self.exchange.register(self.rank)
         process_state.explain, process_state.look = self.explain, self.look
         self._thread.start()
 
@@ -89,11 +110,14 @@ class Watch:
             self._thread.join(2.0)
         process_state.explain = process_state.look = None
         self._requests.close()
+        self.reach.close()
 
     def follow(self, policy: WatchPolicy) -> None:
         """Judge by another policy from now on."""
         self.policy = policy
         self._backoff.suspect_s = policy.suspect_s
+        if not policy.signal:
+            self._requests.close()
 
     @property
     def is_deaf(self) -> bool:
@@ -102,23 +126,35 @@ class Watch:
 
     # ---- the thread
 
-    def _run(self) -> None:
-        look_s = max(_LOOK_S, self.exchange.world / _LOOKS_PER_S)
-        while not self._stop.is_set():
-            self._wake.wait(look_s)
-            self._wake.clear()
-            try:
-                if not self._stop.is_set():
-                    self._look()
-            except DistError as error:  # the store: the process that holds it has ended
-                self._known.store_error = str(error).splitlines()[0]
-            except Exception:
-                logger.exception("rank %d: the watchdog failed in this round and continues", self.rank)
+    def _run(self, joined: Callable[[], None]) -> None:
+        look_s = max(_LOOK_S, self.reach.world / _LOOKS_PER_S)
+        with hasty(STORE_S):
+            while not self._stop.is_set():
+                self._wake.wait(look_s if self.reach.has_met else _MEETING_S)
+                self._wake.clear()
+                try:
+                    met = self.reach.has_met
+                    if not self._stop.is_set():
+                        self._look()
+                    if self.reach.has_met and not met:
+                        joined()
+                except StoreSilent:
+                    pass  # the next look is without it
+                except DistError as error:  # the store: the process that holds it has ended
+                    self._known.store_error = str(error).splitlines()[0]
+                except Exception:
+                    logger.exception("rank %d: the watchdog failed in this round and continues", self.rank)
 
     def _look(self) -> None:
+        self._note_absence()
         self._status.sample()
         if self.is_deaf:
             self._diagnose_alone()
+            return
+        if self.reach.is_silent:
+            self._look_without_store()
+            return
+        if not self.reach.meet():
             return
         self._answer()
         if self._requests.asked():
@@ -127,12 +163,38 @@ class Watch:
         if shared is not None:
             self._deliver(shared)
         elif self._backoff.is_due(self._status.stands_in):
-            self._ask()
+            self._judge(self.call())
         elif (waits := self._lateness.waits()) is not None:
             self._look_for_late(waits)
+        for line in self.exchange.said(self._known.lines) if self.rank == 0 else ():
+            self._known.lines += 1
+            logger.warning("%s", printable(line))
+
+    def _note_absence(self) -> None:
+        known, now = self._known, time.monotonic()
+        if now - known.looked_s > max(self.policy.lost_s, _AWAY_S):
+            known.back_s, known.away_s = now, now - known.looked_s
+        known.looked_s = now
+
+    def _look_without_store(self) -> None:
+        """The store is silent: its host is dark, or its process stopped, or this host is cut off."""
+        told = self.reach.told()
+        if told is not None:
+            self._deliver(told)
+        elif self._backoff.is_due(self._status.stands_in):
+            found = self.reach.ask(self.policy.answer_s, self._known.notes)
+            silent_s, limit_s = self.reach.silent_s, self.policy.lost_s
+            if len(found.hosts) == self.reach.world or silent_s < limit_s:
+                self._judge(self._heard(found))
+                return
+            text = (
+                f"{Fault.LOST}: the job's store has not answered for {limit_s:g} s, since before the ranks "
+                "had met: its host is dark, its process is stopped, or this host is cut off\n"
+                f"  rank {self.rank} waited in {found.answers[self.rank].line}"
+            )
+            self._deliver(SharedDiagnosis(Fault.LOST, (self.rank,), text))
 
     def _answer(self) -> None:
-        self._attempt.meet()  # a rank that comes later than this one needs the token
         latest = self.exchange.latest()
         if latest > self._known.answered:
             self._known.answered = latest
@@ -143,13 +205,17 @@ class Watch:
 
     def call(self) -> Findings:
         """Ask all ranks: what they say, which have ended and what they left behind."""
-        found = self.exchange.call(self.policy.answer_s, self._answer)
+        return self._heard(self.exchange.call(self.policy.answer_s, self._answer))
+
+    def _heard(self, found: Findings) -> Findings:
+        """Beside what was asked: since when ranks are silent, which connections are closed, who is where."""
         now = time.monotonic()
         self._known.silent_since = {rank: self._known.silent_since.get(rank, now) for rank in found.silent}
         silent = {rank: now - since_s for rank, since_s in self._known.silent_since.items()}
         gone = found.ended | {rank for rank in found.silent if self._is_cut_off(rank)}
         self._known.notes = list(found.notes)
-        return replace(found, ended=frozenset(gone), silent=silent)
+        hosts = self.reach.hosts()
+        return replace(found, ended=frozenset(gone), silent=silent, asker=self.rank, hosts=hosts)
 
     def _is_cut_off(self, rank: int) -> bool:
         """Whether a connection to a rank that doesn't answer is closed."""
@@ -160,14 +226,21 @@ class Watch:
                     return True
         return False
 
-    def _ask(self) -> None:
-        found = self.call()
+    def _judge(self, found: Findings) -> None:
         diagnosis = diagnose(found, self.policy)
         if diagnosis.is_error:
-            self._deliver(self.exchange.publish(diagnosis, tell(diagnosis, found)))
+            shared = SharedDiagnosis(diagnosis.fault, diagnosis.ranks, tell(diagnosis, found))
+            if self.reach.is_silent:
+                self.reach.tell(shared)
+            else:
+                shared = self.exchange.publish(diagnosis, shared.text)
+            self._deliver(shared)
             return
-        line = self._backoff.back_off(diagnosis, found)
-        if line:
+        line = self._backoff.back_off(diagnosis, found, self.policy.lost_s)
+        # All that wait have heard the same: the first of them says it.
+        if line and self.rank == min(
+            (rank for rank, said in found.answers.items() if said.waits or said.foreign), default=-1
+        ):
             logger.warning("rank %d: %s: %s", self.rank, diagnosis.fault, line)
 
     def _look_for_late(self, waits: WaitChange) -> None:
@@ -183,17 +256,17 @@ class Watch:
         if found is not None:
             self.exchange.note_late(found._replace(stands=looks.stands(window, found)).to_json())
         for line in lines:
-            logger.warning("%s", line)
+            self.exchange.say(line)
 
     def _diagnose_alone(self) -> None:
         """Nobody can be asked any more: an error only once this rank needs others, which then won't come."""
-        wait = self._status.wait or self._status.in_flight
+        wait = self._status.stands_in
         met = self._backoff.error
         if not met and (wait is None or time.monotonic() - wait.since_s < self.policy.suspect_s):
             return
         own = self._status.answer()
         if self._known.notes:
-            found = Findings(self.exchange.world, {self.rank: own}, self._known.notes)
+            found = Findings(self.reach.world, {self.rank: own}, self._known.notes)
             diagnosis = diagnose(found, self.policy)
             self._deliver(SharedDiagnosis(diagnosis.fault, diagnosis.ranks, tell(diagnosis, found)))
             return
@@ -209,40 +282,24 @@ class Watch:
 
     def _deliver(self, shared: SharedDiagnosis) -> None:
         """Have the training thread raise the diagnosis, wherever it waits. Ends the watch."""
-        process_state.diagnosis = process_state.diagnosis or ERRORS[shared.fault](shared.text)
-        for group in {group for log in process_state.logs for group in log.groups}:
-            close(group)
+        text, known = shared.text, self._known
+        if shared.fault in (Fault.LOST, Fault.FAILED) and time.monotonic() - known.back_s < _BACK_S:
+            text = (
+                f"{Fault.LOST}: rank {self.rank} was itself away for {known.away_s:.0f} s (stopped, "
+                f"suspended, or held by native code), and the others did not wait for it\n{text}"
+            )
+        process_state.diagnosis = process_state.diagnosis or ERRORS[shared.fault](text)
         self._backoff.heard.set()
+        self._delivery.close_ours()
         if not self.is_deaf:
             with suppress(RuntimeError):
                 self.exchange.acknowledge(self.rank)
-        # A thread that stands in a call of torch's won't come to hear of it.
-        if not self._is_raised_within(_GRACE_S if self._status.in_flight is None else 0.0):
-            self._free(shared)
+        self._delivery.see_it_raised(shared.fault is Fault.STALLED and self.rank in shared.ranks, text)
         self._stop.set()
-
-    def _free(self, shared: SharedDiagnosis) -> None:
-        """The training thread doesn't wait in a collective of ours. One that computes raises at its next."""
-        stalled = shared.fault is Fault.STALLED and self.rank in shared.ranks
-        if self._status.answer().foreign or self._status.in_flight is not None:
-            for group in process_groups():  # the caller's own, too: what it raises is told by the hook
-                close(group)
-        elif stalled:
-            self._requests.interrupt()
-        if (stalled or self._status.wait is not None) and not self._is_raised_within(_LAST_RESORT_S):
-            # It sits in native code that nothing can interrupt, and nobody will ever come.
-            print(shared.text, file=sys.stderr, flush=True)
-            os._exit(1)
-
-    def _is_raised_within(self, seconds: float) -> bool:
-        deadline = time.monotonic() + seconds
-        while not process_state.delivered and time.monotonic() < deadline and not self._stop.is_set():
-            time.sleep(0.02)
-        return process_state.delivered or self._stop.is_set()
 
     def look(self) -> None:
         """See now whether there is a diagnosis. The training thread calls it, to save the wait for a look."""
-        with suppress(DistError):
+        with suppress(DistError), hasty(STORE_S):
             shared = self.exchange.published() if self._thread.is_alive() and not self.is_deaf else None
             if shared is not None and process_state.diagnosis is None:
                 process_state.diagnosis = ERRORS[shared.fault](shared.text)
@@ -252,7 +309,7 @@ class Watch:
 
         A launcher ends what is left of a job as soon as one rank is gone, mostly before the others know why.
         """
-        with suppress(RuntimeError):  # the store may have gone first
+        with suppress(RuntimeError), hasty(STORE_S / 4):  # the store may have gone first
             self.exchange.dismiss(self.rank)
             shared = self.exchange.published()
             if shared is None:

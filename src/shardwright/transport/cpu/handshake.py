@@ -138,7 +138,7 @@ def listen() -> tuple[socket.socket, Place] | str:
     """A socket that listens, and where it can be called; else why there is none."""
     if not hasattr(socket.socket, "sendmsg"):
         return "Python has no sendmsg here"
-    for host in _hosts():
+    for host in own_hosts():
         try:
             return listen_at(host)
         except OSError:  # a name of another machine, or one that nobody knows
@@ -154,7 +154,7 @@ def listen_at(host: str) -> tuple[socket.socket, Place]:
     return listener, Place(address, port, secrets.token_hex(16))
 
 
-def _hosts() -> list[str]:
+def own_hosts() -> list[str]:
     """Addresses to listen at, the best first; chosen as Gloo does, so that one variable steers both."""
     names = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if not names or fcntl is None:

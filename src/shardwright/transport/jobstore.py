@@ -1,0 +1,212 @@
+"""The job's store, asked by a thread of its own, so that whoever asks can stop waiting.
+
+A call to torch's TCPStore has no time limit where it counts: a host that went dark, or a store's process that
+is stopped, holds the thread that called for 15 minutes, in C++. Here the calls of all threads of a process
+are made one after another by one thread, and who asked waits in Python: until the watch has found that the
+others can't come, or, in a block of ``hasty``, for so many seconds.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as TooLate
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+from weakref import ref
+
+import torch.distributed as dist
+from torch.distributed import DistNetworkError, DistStoreError
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from shardwright.torch_private import default_store
+from shardwright.transport.launches import Launch, LaunchLog, Wait, process_state
+
+_POLL_S = 0.02  # between two looks at a key that isn't there yet
+_LOOK_S = 0.05  # how often who waits looks what the watch has found
+_haste = threading.local()
+
+
+class StoreSilent(DistNetworkError):
+    """The store has not answered in the time that there was."""
+
+
+@contextmanager
+def hasty(seconds: float) -> Generator[None]:
+    """In this block this thread waits so long for the job's store, and no longer: then ``StoreSilent``."""
+    before = getattr(_haste, "seconds", None)
+    _haste.seconds = seconds
+    try:
+        yield
+    finally:
+        _haste.seconds = before
+
+
+class _Line:
+    """The thread that asks, and the connection to the store that it makes."""
+
+    def __init__(self, store: Store) -> None:
+        self.patience_s = store.timeout.total_seconds()  # pyright: ignore[reportAttributeAccessIssue]
+        self.busy_since = 0.0
+        self.closed = False
+        self.fronts: list[JobStore] = []  # torch's C++ holds only half of a store that is written in Python
+        self.log = LaunchLog(range(dist.get_world_size()), "store ")
+        self.asked: queue.SimpleQueue[tuple[Future[Any], Callable[[Any], Any]] | None] = queue.SimpleQueue()
+        self.thread = threading.Thread(
+            target=self._serve, args=(store,), name="shardwright-store", daemon=True
+        )
+        self.thread.start()
+
+    def _serve(self, store: Store) -> None:
+        own: Any = None
+        while (asked := self.asked.get()) is not None:
+            future, call = asked
+            if future.set_running_or_notify_cancel():  # else who asked waits no longer
+                self.busy_since = time.monotonic()
+                try:
+                    own = own or store.clone()  # pyright: ignore[reportAttributeAccessIssue]  # not in the stub
+                    future.set_result(call(own))
+                except BaseException as error:
+                    future.set_exception(error)
+                self.busy_since = 0.0
+
+
+class JobStore(Store):
+    """The job's store, or what is below its prefixes. ``get`` waits for its key."""
+
+    def __init__(self, line: _Line, at_bottom: bool = False) -> None:
+        super().__init__()
+        self._line, self._at_bottom = line, at_bottom
+        line.fronts.append(self)
+
+    @property
+    def silent_s(self) -> float:
+        """For how long it has owed an answer."""
+        since_s = self._line.busy_since
+        return time.monotonic() - since_s if since_s else 0.0
+
+    def bottom(self) -> "JobStore":
+        """The same store, with the keys of all who use it."""
+        return JobStore(self._line, True)
+
+    def close(self) -> None:
+        """End the thread, once the store has answered what it was asked."""
+        self._line.closed = True
+        self._line.asked.put(None)
+        self._line.thread.join(0.0 if self.silent_s > _LOOK_S else 1.0)
+
+    def _ask(self, name: str, *arguments: Any) -> Any:
+        if self._line.closed:
+            raise DistStoreError("the process group of this store was destroyed")
+
+        def call(own: Store) -> Any:
+            return getattr(bottom_of(own) if self._at_bottom else own, name)(*arguments)
+
+        future: Future[Any] = Future()
+        self._line.asked.put((future, call))
+        seconds = getattr(_haste, "seconds", None)
+        try:
+            return future.result(_LOOK_S if seconds is None else seconds)
+        except TooLate:
+            if seconds is None:
+                return self._result(future, name)
+            future.cancel()
+            raise StoreSilent(f"the job's store has not answered for {self.silent_s:.1f} s") from None
+
+    def _result(self, future: Future[Any], name: str) -> Any:
+        """What the store answers late: this thread waits, as the watch sees."""
+        began = time.monotonic()
+        with self._waiting():
+            while time.monotonic() < began + self._line.patience_s:
+                process_state.raise_diagnosis()
+                try:
+                    return future.result(_LOOK_S)
+                except TooLate:
+                    pass
+        future.cancel()
+        raise StoreSilent(f"the job's store has not answered {name!r} for {self._line.patience_s:.0f} s")
+
+    @contextmanager
+    def _waiting(self) -> Generator[None]:
+        thread = threading.get_ident()
+        launch = Launch(0, "the job's store", process_state.phase, process_state.step)
+        wait = process_state.waits.setdefault(thread, Wait(self._line.log, launch, time.monotonic()))
+        try:
+            yield
+        finally:
+            if wait.launch is launch:
+                process_state.waits.pop(thread, None)
+
+    # ---- what torch calls a store by
+
+    def set(self, key: str, value: Any) -> None:
+        self._ask("set", key, value)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._ask("get", key)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self.wait(keys)
+        return self._ask("multi_get", keys)
+
+    def add(self, key: str, amount: int) -> int:
+        return self._ask("add", key, amount)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        return self._ask("compare_set", key, expected, desired)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._ask("check", keys)
+
+    def delete_key(self, key: str) -> bool:
+        return self._ask("delete_key", key)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        limit_s = self._line.patience_s if timeout is None else timeout.total_seconds()
+        began = time.monotonic()
+        if self.check(keys):
+            return
+        with self._waiting():
+            while not self.check(keys):
+                process_state.raise_diagnosis()
+                if time.monotonic() > began + limit_s:
+                    missing = [key for key in keys if not self.check([key])]
+                    raise DistStoreError(
+                        f"waited {limit_s:.0f} s for the key {missing[:1]} of the job's store"
+                    )
+                time.sleep(_POLL_S)
+
+    deleteKey = delete_key  # the name by which other stores call it
+
+
+def bottom_of(store: Store) -> Store:
+    """The store itself, without the prefixes that were put before its keys."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+_last: tuple[Any, JobStore | None] = (lambda: None, None)
+_making = threading.Lock()
+
+
+def job_store() -> JobStore:
+    """The store of the default process group, as all of this process ask it."""
+    global _last
+    group = dist.group.WORLD
+    assert group is not None
+    with _making:
+        if _last[0]() is not group or _last[1] is None:
+            end_job_store()
+            _last = (ref(group), JobStore(_Line(default_store())))
+        assert _last[1] is not None
+        return _last[1]
+
+
+def end_job_store() -> None:
+    """Its process group is destroyed: end the thread. What holds the store still, of C++, finds it closed."""
+    if _last[1] is not None:
+        _last[1].close()
