@@ -3,7 +3,8 @@
 A fence with a line that begins with ``$ `` is a console: its commands run in a shell, one after another, in a
 copy of the repository in which ``.venv`` is there, and in which ``python``, ``pytest``, ``torchrun`` and
 ``shardwright`` are those of ``.venv/bin``. A fence that imports shardwright is a file: it is written to disk
-and run. The fences of a document run in their order, in one folder. Labels mean nothing.
+and run. The fences of a document run in their order, in one folder. Of labels only a title counts: the file
+of that name is for the commands after it (``follow``, for the tutorials).
 """
 
 import os
@@ -16,16 +17,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-_FENCE = re.compile(r"^( *)```[^\n]*\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
+_FENCE = re.compile(r"^( *)```([^\n]*)\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
+_TITLE = re.compile(r'title="([^"]+)"')
 _IMPORT = re.compile(r"^\s*(import|from) shardwright\b", re.MULTILINE)
 
 
 class Fence(NamedTuple):
-    """A block: the document that it stands in, the line where it begins, and its text."""
+    """A block: the document that it stands in, the line where it begins, its text, and its title."""
 
     document: str
     line: int
     text: str
+    title: str = ""
 
     @property
     def commands(self) -> list[str]:
@@ -48,7 +51,12 @@ def fences(pattern: str = "*") -> list[Fence]:
 def in_text(document: str, text: str) -> list[Fence]:
     """Those of one document."""
     return [
-        Fence(document, text[: found.start()].count("\n") + 1, re.sub(f"(?m)^{found[1]}", "", found[2]))
+        Fence(
+            document,
+            text[: found.start()].count("\n") + 1,
+            re.sub(f"(?m)^{found[1]}", "", found[3]),
+            title[1] if (title := _TITLE.search(found[2])) else "",
+        )
         for found in _FENCE.finditer(text)
     ]
 
@@ -68,12 +76,43 @@ def copy_repository(folder: Path) -> Path:
     return copied
 
 
-def run_command(command: str, folder: Path, limit_s: float = 120.0) -> str:
-    """Run it in a shell in ``folder``; what it wrote. Raises: AssertionError with that where it fails."""
-    binaries = Path(sys.executable).parent
+def installed(folder: Path) -> Path:
+    """Below ``folder`` what pip installs of a wheel of this tree; what it needs is in this environment."""
+    site, options = folder / "site", "--no-index --no-deps --disable-pip-version-check"
+    build, install = f"hatchling build --target wheel --directory {folder}", f"pip install {options} --target"
+    for line in (build, f"{install} {site} --find-links {folder} shardwright"):
+        command = [sys.executable, "-m", *line.split()]
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
+    return site
+
+
+def follow(document: str, folder: Path) -> None:
+    """Do in an empty folder what a page says, word for word: each file that it names is written, and each
+    command is run, with Shardwright from a wheel (the line of pip itself: test_dist.py)."""
+    site, place = installed(folder), folder / "empty"
+    place.mkdir()
+    where = run_command("python -c 'import shardwright; print(shardwright.__file__)'", place, site=site)
+    assert where.startswith(str(site)), where
+    for fence in fences(document):
+        if fence.title:
+            (place / fence.title).write_text(fence.text)
+        else:
+            assert not fence.is_file, f"{document}:{fence.line}: a file without a title"
+        for command in fence.commands:
+            if not command.startswith("pip install "):
+                run_command(command, place, limit_s=300, site=site)
+
+
+def run_command(command: str, folder: Path, limit_s: float = 120.0, site: Path | None = None) -> str:
+    """Run it in a shell in ``folder``; what it wrote. Raises: AssertionError with that where it fails.
+
+    site: where Shardwright is ``installed``; None: as this process has it.
+    """
+    ours = [] if site is None else [f"{site}/bin"]
     environment = {
         **os.environ,
-        "PATH": f"{binaries}{os.pathsep}{os.environ['PATH']}",
+        **({"PYTHONPATH": str(site)} if ours else {}),
+        "PATH": os.pathsep.join([*ours, str(Path(sys.executable).parent), os.environ["PATH"]]),
         "HOME": str(folder.parent),  # where the documents say ~
     }
     done = subprocess.run(

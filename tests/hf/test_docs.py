@@ -9,7 +9,7 @@ pytest.importorskip("transformers", reason="needs the extra: pip install 'shardw
 pytest.importorskip("lightning_fabric", reason="docs/huggingface.md shows it (make test-hf)")
 pytest.importorskip("peft", reason="docs/huggingface.md shows it (make test-hf)")
 
-from tests.fences import copy_repository, excuse_for, fences, run_command
+from tests.fences import copy_repository, excuse_for, fences, follow, run_command
 from tests.ranks.pool import free_port, run_ranks
 from tests.ranks.test_docs import run_file
 
@@ -17,14 +17,13 @@ EXCUSED = [
     (r"^make setup-hf$", "this environment"),
     (r"^vllm |llama\.cpp/", "another tool, which the page says was not run"),
 ]
-PAGES = ("finetuning.md", "serving.md", "tutorial-qlora.md")
+PAGES = ("finetuning.md", "serving.md")
 # Commands that take minutes, and what runs instead: less text, fewer steps.
 SHORTER = [
     (r"^make finetune$", "make finetune CORPUS=notes.txt"),
     (r"(bench/(tokenise|finetune|dequantise)\.py)( --steps 10)?$", r"\1 --toy"),
     (r"(bench/llama\.py .*)$", r"\1 --toy"),
     (r"(--run\.folder runs/billion)$", r"\1 --training.epochs 1 --training.sequence_length 128"),
-    (r"(--run\.folder runs/mine)$", r"\1 --training.epochs 1 --training.sequence_length 128"),
     (r"(train finetune-lora)$", r"\1 --data.path notes.txt"),
 ]
 
@@ -66,3 +65,9 @@ def test_the_commands_of_fine_tuning_run_one_after_another(repository):
         for pattern, instead in SHORTER:
             command = re.sub(pattern, instead, command)
         run_command(command, repository, limit_s=300)
+
+
+def test_the_tutorial_runs_word_for_word_in_an_empty_folder_with_a_wheel(tmp_path):
+    follow("tutorial-qlora.md", tmp_path)
+    empty = tmp_path / "empty"
+    assert {path.name for path in (empty / "models").iterdir()} == {"llama", "mine", "mine-adapter"}

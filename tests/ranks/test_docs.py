@@ -1,7 +1,8 @@
 """What README.md and docs/ show runs as it stands: files by Python, commands by a shell (tests/fences.py).
 
-docs/huggingface.md, serving.md, trl.md, xla.md and two tutorials need other environments:
-tests/hf/test_docs.py, tests/clients/test_trl.py and tests/xla/test_docs.py. Examples: test_examples.py.
+The tutorials run in an empty folder, with a wheel. docs/huggingface.md, serving.md, trl.md, xla.md and two of
+the tutorials need other environments: tests/hf/test_docs.py, tests/clients/test_trl.py and
+tests/xla/test_docs.py. Examples: test_examples.py.
 """
 
 import os
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.fences import Fence, copy_repository, excuse_for, fences, in_text, run_command, toy
+from tests.fences import Fence, copy_repository, excuse_for, fences, follow, in_text, run_command, toy
 from tests.ranks.pool import as_torchrun, free_port, run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +25,9 @@ ELSEWHERE = (
     "huggingface.md",
     "serving.md",
     "trl.md",
+    "tutorial-gpus.md",
     "tutorial-qlora.md",
+    "tutorial-slurm.md",
     "tutorial-tpu.md",
     "xla.md",
 )
@@ -266,6 +269,12 @@ def test_the_commands_of_a_document_run_one_after_another(document, repository):
         shutil.rmtree(repository / "runs" / "quickstart")
     for command in commands:
         run_command(shortened(command), repository, limit_s=600)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("document", ["tutorial-gpus.md", "tutorial-slurm.md"])
+def test_a_tutorial_runs_word_for_word_in_an_empty_folder_with_a_wheel(document, tmp_path):
+    follow(document, tmp_path)
 
 
 def test_every_shorter_form_is_of_a_command_that_there_is():
