@@ -16,7 +16,7 @@ from itertools import zip_longest
 from typing import Literal, Protocol
 from weakref import WeakKeyDictionary
 
-from shardwright.errors import CommError
+from shardwright.errors import CommError, Diverged
 from shardwright.transport.base import Comm
 
 Combine = Literal["or", "min"]
@@ -54,6 +54,19 @@ def first_difference(sides: list[list[str]]) -> tuple[str, str, int] | None:
     pairs = zip_longest(sides[0], sides[other], fillvalue="nothing: its model ends before")
     first, second = next(pair for pair in pairs if pair[0] != pair[1])
     return first, second, other
+
+
+def check_same_lines(comm: Comm, lines: Sequence[str], key: str, what: str, remedy: str) -> None:
+    """Every rank of the axis calls it. Raises: Diverged, on all of them, where ``lines`` aren't the same on
+    every rank: with ``what`` ranks have, both sides of the first difference, and the remedy."""
+    texts = compare(comm, "\n".join(lines), key)
+    differs = first_difference([text.splitlines() for text in texts]) if texts else None
+    if differs is not None:
+        first, second, other = differs
+        raise Diverged(
+            f"{what}, first seen between ranks 0 and {other} of the mesh:\n"
+            f"  rank 0: {first}\n  rank {other}: {second}\n{remedy}"
+        )
 
 
 def check_alike(comm: Comm, text: str, key: str) -> None:

@@ -22,7 +22,7 @@ from shardwright.engine.setters import without_sync
 from shardwright.engine.unit import Unit, units_in
 from shardwright.errors import InputError, StageError, warn
 from shardwright.module import FSDPModule
-from shardwright.params.flat_param import key_of
+from shardwright.params.flat_param import WRAPPED, key_of
 from shardwright.policy import DEFAULT_OFFLOAD, DEFAULT_PRECISION, CPUOffloadPolicy
 from shardwright.wrapper import policies, prepare, states
 from shardwright.wrapper.meshes import mesh_for
@@ -181,7 +181,7 @@ class FullyShardedDataParallel(StatefulWrapper):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == states.INNER or name.startswith("__"):
+            if name == WRAPPED or name.startswith("__"):
                 raise  # copying and pickling ask for methods that are the wrapped module's own
             return getattr(self._fsdp_wrapped_module, name)
 

@@ -1,11 +1,11 @@
 """From a process group, or two, and a strategy to the mesh that is sharded over."""
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.errors import InputError
@@ -42,17 +42,18 @@ def mesh_for(
         return _copies(ranks, kind)
     if groups is None or groups is dist.group.WORLD:
         return default
-    return _of_group(groups, kind)
+    return _once(groups, "", kind, lambda: DeviceMesh.from_group(groups, kind))
 
 
 # Meshes made from process groups, so that wrappers on the same ranks share their transports.
-_made: dict[tuple[int, Any, str], tuple[Any, DeviceMesh]] = {}
+_made: dict[tuple[int, str, str], tuple[Any, DeviceMesh]] = {}
 
 
-def _of_group(group: ProcessGroup, kind: str) -> DeviceMesh:
-    key = (id(group), None, kind)
-    if key not in _made or _made[key][0] is not group:
-        _made[key] = (group, DeviceMesh.from_group(group, kind))
+def _once(owner: Any, layout: str, kind: str, make: Callable[[], DeviceMesh]) -> DeviceMesh:
+    """The mesh of a layout of a process group's ranks, made once as long as there is that group."""
+    key = (id(owner), layout, kind)
+    if key not in _made or _made[key][0] is not owner:
+        _made[key] = (owner, make())
     return _made[key][1]
 
 
@@ -61,13 +62,14 @@ def _copies(ranks: list[int], kind: str) -> DeviceMesh:
 
 
 def _grid(rows: list[list[int]], kind: str) -> DeviceMesh:
-    """The 2-D mesh of these ranks, made once per world."""
-    world = dist.group.WORLD
-    key = (id(world), str(rows), kind)
-    if key not in _made or _made[key][0] is not world:
-        layout = torch.tensor(rows, dtype=torch.int)
-        _made[key] = (world, DeviceMesh(kind, layout, mesh_dim_names=("replicate", "shard")))
-    return _made[key][1]
+    """The 2-D mesh of these ranks."""
+    layout = torch.tensor(rows, dtype=torch.int)
+    return _once(
+        dist.group.WORLD,
+        str(rows),
+        kind,
+        lambda: DeviceMesh(kind, layout, mesh_dim_names=("replicate", "shard")),
+    )
 
 
 def _hybrid(groups: Any, kind: str, default: DeviceMesh) -> DeviceMesh:

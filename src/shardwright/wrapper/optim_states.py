@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwright.errors import Diverged, InputError
+from shardwright.errors import InputError
 from shardwright.params.flat_param import original_name
 from shardwright.params.param import ShardedParam
-from shardwright.transport.channel import compare, first_difference
+from shardwright.transport.channel import check_same_lines
 from shardwright.wrapper.from_first import Sent
 from shardwright.wrapper.options import OptimStateKeyType, StateDictSettings, StateDictType, adopt
 from shardwright.wrapper.states import (
@@ -73,12 +73,13 @@ def optim_state(
     model: nn.Module, state: Mapping[str, Any], groups: Sequence[Sequence[Any]], settings: StateDictSettings
 ) -> dict[str, Any]:
     """The optimizer's state dict by parameter names. Every rank calls it where it is a full one, or of flat
-    parameters. groups: see ``groups_of``.
+    parameters. groups: see ``groups_of``. With ``rank0_only`` it is empty on other ranks than the
+    mesh's first.
 
     Raises: InputError for an optimizer with parameters that aren't the model's. Diverged, on all ranks, where
     they have state of different parameters, keys or shapes.
     """
-    on_host, kind = settings.optim_state_dict_config.offload_to_cpu, settings.state_dict_type
+    config, kind = settings.optim_state_dict_config, settings.state_dict_type
     listed = [each for group in _listed(model, groups) for each in group]
     as_they_lie = kind is StateDictType.LOCAL_STATE_DICT
     rest = dict(state["state"])
@@ -95,12 +96,14 @@ def optim_state(
         for key in sorted(entry, key=str):
             value = entry[key]
             if each.param is not None and isinstance(value, DTensor):
-                parts = split(each.param, each.name, value, kind, on_host)
+                parts = split(each.param, each.name, value, kind, config.offload_to_cpu)
             else:
                 names = [each.name] if as_they_lie else each.names
-                parts = {name: convert(value, kind, on_host) for name in names}
+                parts = {name: convert(value, kind, config.offload_to_cpu) for name in names}
             for name, part in parts.items():
                 converted.setdefault(name, {})[key] = part
+    if getattr(config, "rank0_only", False) and not all(param.is_first for param in params_in(model)):
+        return {}
     found: dict[str, Any] = {"state": {**converted, **rest}}
     if "param_groups" in state:
         named: dict[Any, list[str]] = {}
@@ -201,17 +204,13 @@ def _check_alike(model: nn.Module, entries: Iterable[tuple[Listed, Mapping[str, 
     for each, entry in entries:
         if each.param is not None:
             lines[each.param.axis.comm].append(f"{each.name!r}: {', '.join(sorted(map(str, entry)))}")
+    what = "ranks have optimizers with different states"
+    remedy = (
+        "Build the optimizer from the same parameters on every rank (their order may differ), and load or "
+        "step it on all of them"
+    )
     for comm, own in lines.items():
-        texts = compare(comm, "\n".join(own), "compare optimizer states")
-        differs = first_difference([text.splitlines() for text in texts]) if texts else None
-        if differs is not None:
-            first, second, other = differs
-            raise Diverged(
-                "ranks have optimizers with different states, first seen between ranks 0 and "
-                f"{other} of the mesh:\n  rank 0: {first}\n  rank {other}: {second}\n"
-                "Build the optimizer from the same parameters on every rank (their order may differ), and "
-                "load or step it on all of them"
-            )
+        check_same_lines(comm, own, "compare optimizer states", what, remedy)
 
 
 def _group_to_load(

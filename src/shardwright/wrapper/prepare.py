@@ -8,9 +8,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardwright.errors import Diverged, InputError
+from shardwright.errors import InputError
 from shardwright.torch_private import buffers_of
-from shardwright.transport.channel import compare, first_difference
+from shardwright.transport.channel import check_same_lines
 from shardwright.transport.mesh import resolve
 
 InitFn = Callable[[nn.Module], None]
@@ -90,16 +90,10 @@ def _check_alike(root: nn.Module, tensors: dict[int, torch.Tensor], mesh: Device
     found = resolve(mesh)
     names = {id(tensor): name for name, tensor in (*root.named_parameters(), *root.named_buffers())}
     lines = [f"{names.get(key)}: {list(each.shape)}, {each.dtype}" for key, each in tensors.items()]
+    what = "sync_module_states=True: ranks have different models"
     for comm in (found.comm, found.replicate):
-        texts = compare(comm, "\n".join(lines), "compare what is sent") if comm is not None else []
-        differs = first_difference([text.splitlines() for text in texts])
-        if differs is not None:
-            first, second, other = differs
-            raise Diverged(
-                "sync_module_states=True: ranks have different models, first seen between ranks 0 and "
-                f"{other} of the mesh:\n  rank 0: {first}\n  rank {other}: {second}\n"
-                "Build the same model on every rank"
-            )
+        if comm is not None:
+            check_same_lines(comm, lines, "compare what is sent", what, "Build the same model on every rank")
 
 
 def cast_buffers(modules: list[nn.Module], dtype: torch.dtype | None) -> dict[int, torch.dtype]:

@@ -9,11 +9,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwright.errors import InputError
-from shardwright.params.flat_param import key_of
+from shardwright.params.flat_param import WRAPPED, key_of
 from shardwright.torch_private import CHECKPOINTED, children_of
 from shardwright.wrapper import optim_states, states
 from shardwright.wrapper.from_first import from_first
 from shardwright.wrapper.options import (
+    FullOptimStateDictConfig,
     OptimStateDictConfig,
     OptimStateKeyType,
     StateDictConfig,
@@ -43,7 +44,7 @@ class StatefulWrapper(nn.Module):
 
     @property
     def _inside(self) -> nn.Module:
-        return children_of(self)[states.INNER]  # type: ignore[return-value]
+        return children_of(self)[WRAPPED]  # type: ignore[return-value]
 
     # ---- state dicts
 
@@ -177,8 +178,8 @@ class StatefulWrapper(nn.Module):
         if self._settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
             self._shard_local_entries(state_dict, prefix)
         for key in [key for key in state_dict if key.startswith(prefix)]:
-            if not key.startswith(f"{prefix}{states.INNER}."):
-                state_dict[f"{prefix}{states.INNER}.{key[len(prefix) :]}"] = state_dict.pop(key)
+            if not key.startswith(f"{prefix}{WRAPPED}."):
+                state_dict[f"{prefix}{WRAPPED}.{key[len(prefix) :]}"] = state_dict.pop(key)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         self.__dict__[_ERRORS] = args[-1]
 
@@ -216,9 +217,7 @@ class StatefulWrapper(nn.Module):
         """
         settings = StatefulWrapper.get_state_dict_type(model)
         given = optim.state_dict() if optim_state_dict is None else optim_state_dict
-        state = optim_states.optim_state(model, given, optim_states.groups_of(model, optim), settings)
-        only_first = getattr(settings.optim_state_dict_config, "rank0_only", False)
-        return {} if only_first and not all(p.is_first for p in states.params_in(model)) else state
+        return optim_states.optim_state(model, given, optim_states.groups_of(model, optim), settings)
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -285,8 +284,8 @@ class StatefulWrapper(nn.Module):
             Diverged: ranks have states of different parameters; raised on all of them.
         """
         groups = optim_states.groups_of(model, optim, optim_input)
-        state = optim_states.optim_state(model, optim.state_dict(), groups, StateDictSettings())
-        return {} if rank0_only and not all(p.is_first for p in states.params_in(model)) else state
+        settings = StateDictSettings(optim_state_dict_config=FullOptimStateDictConfig(rank0_only=rank0_only))
+        return optim_states.optim_state(model, optim.state_dict(), groups, settings)
 
     @staticmethod
     def shard_full_optim_state_dict(

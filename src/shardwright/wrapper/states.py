@@ -12,14 +12,13 @@ from torch.distributed.tensor import DTensor
 from shardwright.engine.unit import Unit, units_in
 from shardwright.errors import InputError, StageError
 from shardwright.params.at_rest import keep_per_rank
-from shardwright.params.flat_param import WRAPPED, cut_by_rows, original_name
+from shardwright.params.flat_param import cut_by_rows, original_name
 from shardwright.params.gather_full import stream_full
 from shardwright.params.param import ShardedParam
 from shardwright.schedule.schedule import Phase
 from shardwright.torch_private import ShardedTensor, local_of, process_group_of
 from shardwright.wrapper.options import StateDictSettings, StateDictType
 
-INNER = WRAPPED
 Params = Mapping[int, ShardedParam]
 
 
@@ -36,6 +35,12 @@ def params_in(model: nn.Module) -> list[ShardedParam]:
 def params_by_id(model: nn.Module) -> dict[int, ShardedParam]:
     """Every sharded parameter of a tree, by the identity of what modules show at rest."""
     return {id(param.sharded): param for param in params_in(model)}
+
+
+def params_by_name(model: nn.Module) -> dict[str, ShardedParam | None]:
+    """What each parameter is, by its name in the model as it was; None of one that isn't sharded."""
+    params = params_by_id(model)
+    return {original_name(path): params.get(id(each)) for path, each in model.named_parameters()}
 
 
 def mesh_of(model: nn.Module) -> DeviceMesh:

@@ -75,9 +75,7 @@ def _names_of(model: nn.Module, name: str, *args: Any, **options: Any) -> set[st
     if _has_ours(model):
         own = original_name(name)
         if own.rpartition(".")[2].startswith(NAME):
-            params = states.params_by_id(model)
-            named = {original_name(path): params.get(id(each)) for path, each in model.named_parameters()}
-            param = named.get(own)
+            param = states.params_by_name(model).get(own)
             return set(param.names(own)) if param is not None else {own}
         if own == name:
             return {name}
@@ -110,8 +108,7 @@ def _load_model(model: nn.Module, state: Mapping[str, Any], info: Any) -> Any:
     if not _has_ours(model):
         return _theirs[_LOAD](model, state, info)
     if info.broadcast_from_rank0:
-        shown = states.params_by_id(model)
-        params = {original_name(path): shown.get(id(each)) for path, each in model.named_parameters()}
+        params = states.params_by_name(model)
         received: dict[str, Any] = {}
         for name, value in from_first(state, states.mesh_of(model), always=True).items():
             whole, param = value.receive() if isinstance(value, Sent) else value, params.get(name)
