@@ -181,9 +181,7 @@ class ObjectStore:
         Raises: FileNotFoundError if there is no such object.
         """
         with self._asking(f"read {path}"):
-            self._fs.invalidate_cache()
-            file = cached(path) / self._state_of(path)
-            file.parent.mkdir(parents=True, exist_ok=True)
+            file = self._copy_of(path)
             with _turn(file.parent):
                 if not file.exists():
                     part = file.with_name(f"{file.name}.part")
@@ -204,16 +202,17 @@ class ObjectStore:
     def keep(self, file: Path, path: RemotePath) -> None:
         """Move ``file``, of which ``path`` was uploaded, to where ``fetch`` looks first."""
         with self._asking(f"read {path}"):
-            self._fs.invalidate_cache()
-            into = cached(path) / self._state_of(path)
-            into.parent.mkdir(parents=True, exist_ok=True)
-            os.replace(file, into)
+            os.replace(file, self._copy_of(path))
 
-    def _state_of(self, path: RemotePath) -> str:
-        """A name for what the object is now: another after it was replaced (of S3, by its ETag)."""
+    def _copy_of(self, path: RemotePath) -> Path:
+        """Where a copy of what the object is now lies in the cache: elsewhere after it was replaced (of S3,
+        by its ETag)."""
+        self._fs.invalidate_cache()
         info = self._fs.info(self._path(path))
         known = [info.get(key) for key in ("size", "ETag", "etag", "generation", "LastModified", "mtime")]
-        return sha256(repr([*known, str(info.get("created"))]).encode()).hexdigest()[:16]
+        state = repr([*known, str(info.get("created"))])
+        cached(path).mkdir(parents=True, exist_ok=True)
+        return cached(path) / sha256(state.encode()).hexdigest()[:16]
 
     def _path(self, path: RemotePath) -> str:
         return "/".join((self._below, *path.parts[len(self.root.parts) :]))

@@ -96,6 +96,7 @@ ELSEWHERE = {
     "checkpoint/background.py": "a thread of the host",
     "checkpoint/remote.py": "a thread of the host",
     "checkpoint/load.py": "agreement of ranks before files are read",
+    "checkpoint/shardfile.py": "removes copies on the host",
     "checkpoint/tools.py": "reads files, with no model",
 }
 """Files and folders with such calls that aren't on the way of a device, with the reason."""

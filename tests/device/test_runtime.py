@@ -240,8 +240,8 @@ OWN_TESTS = {FILLED, BEGIN_FORGETS, END_FORGETS}
 _ON_HOSTS = "only hosts have it: an accelerator's collectives are launched at once, and its streams wait"
 _SAVES = "ranks come to a save by words in a store, which a test of its own shows"
 NOT_REACHED = {
-    "checkpoint/save.py save: group.arrive(f'save(step={step})')": _SAVES,
-    "checkpoint/save.py async_save: group.arrive(f'async_save(step={step})')": _SAVES,
+    "checkpoint/save.py save: asked.group.arrive(f'save(step={step})')": _SAVES,
+    "checkpoint/save.py async_save: asked.group.arrive(f'async_save(step={step})')": _SAVES,
     "strategies.py on_rank_0: group.arrive(what)": _SAVES,
     "module.py _save_pretrained: ranks().arrive(f'{own.__name__}.save_pretrained')": _SAVES,
     "module.py GradientReductionHandle.wait: backward.settle(self._number)": (

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from shardwright import cli
-from shardwright.checkpoint.convert import Format
+from shardwright.checkpoint.tools import Format
 from shardwright.cli import VERBS, command_parser
 from shardwright.cli.arguments import checkpoint, plan_choice
 from shardwright.plan.presets import PRESETS

@@ -28,8 +28,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorPropertie
 from shardwright.checkpoint import load, save
 from shardwright.checkpoint.folder import is_complete, read_manifest
 from shardwright.checkpoint.format import dumps
-from shardwright.checkpoint.lock import LOCK, FolderLock
 from shardwright.checkpoint.shardfile import header_of, read_header
+from shardwright.checkpoint.storage import LOCK, FolderLock
 from shardwright.checkpoint.tools import consolidate, inspect, open_checkpoint, verify
 from shardwright.checkpoint.writer import Keep
 from shardwright.crc import crc32

@@ -12,9 +12,8 @@ from torch import nn
 
 from shardwright import fully_shard
 from shardwright.checkpoint import load, save
-from shardwright.checkpoint.convert import PER_RANK, Format, convert
 from shardwright.checkpoint.folder import read_manifest
-from shardwright.checkpoint.tools import consolidate, diff, inspect, verify
+from shardwright.checkpoint.tools import PER_RANK, Format, consolidate, convert, diff, inspect, verify
 from shardwright.errors import CheckpointError, InputError
 from tests.ranks.pool import run_ranks
 

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwright.checkpoint import StopRequest
-from shardwright.checkpoint.lock import FolderLock, Held
+from shardwright.checkpoint.storage import FolderLock, Held
 from shardwright.cli import main
 from shardwright.errors import CheckpointError, ConfigError
 from shardwright.train.folder import RunFolder

@@ -8,12 +8,15 @@ done: no collective waits for a file, and a rank that died is noticed by the nex
     wrong anywhere is raised everywhere.
 """
 
+import base64
 import json
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import PurePath
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -21,8 +24,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from shardwright.checkpoint import told
+from shardwright.checkpoint.format import Box, Piece, TensorEntry
+from shardwright.checkpoint.storage import Unpublished
 from shardwright.errors import CheckpointError, ShardwrightError, UnreadError
+from shardwright.storage import location_of
 from shardwright.transport.attempt import Attempt, new_group, this_attempt
 from shardwright.transport.launches import Launch, LaunchLog, process_state
 from shardwright.transport.recorder import LAUNCH, WAIT, clock, recorder
@@ -111,8 +116,8 @@ class Ranks:
             pause = min(2 * pause, _POLL_S)
 
     def together(self, what: str, work: Callable[[], T]) -> list[T]:
-        """Run ``work`` (file I/O of any length) on every rank; returns every rank's result, sent as ``told``
-        says.
+        """Run ``work`` (file I/O of any length) on every rank; returns every rank's result, sent as
+        ``plain`` says.
 
         Raises:
             UnreadError: on all ranks, where that is the only reason.
@@ -140,7 +145,7 @@ class Ranks:
             raise (UnreadError if unread else CheckpointError)(
                 f"{what} failed on {len(faults)} of {self.world} ranks\n  " + "\n  ".join(faults)
             )
-        return [told.made(result) for result, _, _ in outcomes]
+        return [made(result) for result, _, _ in outcomes]
 
     def here(self, what: str, work: Callable[[], None]) -> None:
         """Run ``work`` in the calling thread, which may make collectives of its own; every rank hears how it
@@ -194,7 +199,7 @@ class Ranks:
 def _attempt(work: Callable[[], Any], outcome: list[Any]) -> None:
     try:
         with torch.no_grad():  # grad mode belongs to a thread
-            outcome.append((told.plain(work()), "", False))
+            outcome.append((plain(work()), "", False))
     except (ShardwrightError, OSError) as error:
         outcome.append((None, str(error), isinstance(error, UnreadError)))
     except BaseException:  # a bug, or a SystemExit of the user's code: every rank must still hear of it
@@ -214,3 +219,72 @@ def ranks() -> Ranks:
     if world not in _of_group:
         _of_group[world] = Ranks(dist.get_rank(), dist.get_world_size())
     return _of_group[world]
+
+
+# ---- what they tell each other
+
+
+@dataclass(frozen=True)
+class Partial:
+    """What a rank's part contributes to the checksum of a piece that several ranks hold."""
+
+    key: str
+    piece: Piece
+    part: Box
+    crc32: int
+
+
+@dataclass(frozen=True)
+class Written:
+    """What one rank reports after writing: its file, its pieces by key, and the checksums of copies it did
+    not write."""
+
+    file: str
+    nbytes: int
+    pieces: Mapping[str, list[Piece]]
+    copies: Mapping[tuple[str, tuple[int, ...]], int]
+    rng: Any
+    rng_entries: Mapping[str, TensorEntry]
+
+
+_DESCRIBED = {kind.__name__: kind for kind in (Box, Piece, TensorEntry, Unpublished, Partial, Written)}
+_KINDS: dict[str, Callable[[list[Any]], Any]] = {
+    **{kind.__name__: kind for kind in (list, tuple, set, dict)},
+    "bytes": lambda parts: base64.b64decode(parts[0]),
+    "path": lambda parts: location_of(parts[0]),
+}
+
+
+def plain(value: Any) -> Any:
+    """``value`` as JSON, of which nothing is run where it is read. (A pickle would let who speaks in a rank's
+    place run code on all others.)
+
+        null, numbers and text as they are; else a list of the kind, and what it is made of
+        {"a": (1, 2)}   ["dict", ["tuple", "a", ["tuple", 1, 2]]]
+
+    Raises: TypeError for one of another kind.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    name, parts = type(value).__name__, value
+    if name in _DESCRIBED:
+        parts = vars(value).values()
+    elif isinstance(value, Mapping):
+        name, parts = "dict", value.items()
+    elif isinstance(value, PurePath):
+        name, parts = "path", [str(value)]
+    elif isinstance(value, bytes):
+        parts = [base64.b64encode(value).decode()]
+    elif isinstance(value, tuple):  # a torch.Size, too
+        name = "tuple"
+    elif name not in _KINDS:
+        raise TypeError(f"ranks don't tell each other of a {name}")
+    return [name, *map(plain, parts)]
+
+
+def made(value: Any) -> Any:
+    """What ``plain`` was given on the rank that told it. Raises: KeyError for a kind that isn't known."""
+    if not isinstance(value, list):
+        return value
+    name, parts = value[0], [made(each) for each in value[1:]]
+    return _DESCRIBED[name](*parts) if name in _DESCRIBED else _KINDS[name](parts)

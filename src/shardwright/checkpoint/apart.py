@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.optim import Optimizer
 
@@ -123,14 +124,21 @@ class _Cut:
             )
 
     def made(self, part: torch.Tensor, shape: Sequence[int], placements: Sequence[Placement]) -> torch.Tensor:
-        """``part`` where the tensor is plain, else a DTensor over it, wherever it lies: ``from_local`` moves
-        what is offloaded."""
+        """``part`` where the tensor is plain, else a DTensor over it."""
         if not isinstance(self._value, DTensor):
             return part
-        size = torch.Size(shape)
-        meta = TensorMeta(size, torch.empty(size, device="meta").stride(), part.dtype)
-        spec = DTensorSpec(self._value.device_mesh, tuple(placements), meta)
-        return DTensor(part, spec, requires_grad=False)  # type: ignore[call-arg]
+        return dtensor_over(part, self._value.device_mesh, placements, shape)
+
+
+def dtensor_over(
+    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
+) -> DTensor:
+    """A DTensor of this shape over the memory of ``local``, wherever it lies: ``from_local`` moves what is
+    offloaded."""
+    size = torch.Size(shape)
+    meta = TensorMeta(size, torch.empty(size, device="meta").stride(), local.dtype)
+    spec = DTensorSpec(mesh, tuple(placements), meta)
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
 
 
 def made_state(optimizer: Optimizer, p: torch.Tensor, group: Mapping[str, Any], default: torch.device) -> Any:

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent import futures
 from typing import NamedTuple
 
 from shardwright.errors import CheckpointError
@@ -66,23 +67,20 @@ class Pending:
     exit."""
 
     def __init__(self, work: Callable[[], Location], pace: Pace) -> None:
-        self._work = work
         self._pace = pace
-        self._path: Location | None = None
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="shardwright-save")
-        self._thread.start()
+        self._folder: futures.Future[Location] = futures.Future()
+        threading.Thread(target=self._run, args=(work,), name="shardwright-save").start()
 
-    def _run(self) -> None:
+    def _run(self, work: Callable[[], Location]) -> None:
         _yield_to_training()
         try:
-            self._path = self._work()
+            self._folder.set_result(work())
         except BaseException as error:  # raised again in the thread that waits
-            self._error = error
+            self._folder.set_exception(error)
 
     def done(self) -> bool:
         """Whether it has ended, well or not; does not block."""
-        return not self._thread.is_alive()
+        return self._folder.done()
 
     def wait(self) -> Location:
         """Block until it has ended; returns the published folder. Not a collective, but every rank's save
@@ -92,13 +90,10 @@ class Pending:
             CheckpointError: the save failed; nothing was published, the previous checkpoint stays the latest.
         """
         self._pace.hurry()
-        self._thread.join()
-        if _slot.pending is self:
-            _slot.pending = None
-        if self._error is not None:
-            raise self._error
-        assert self._path is not None
-        return self._path
+        futures.wait([self._folder])
+        if self in _running:
+            _running.remove(self)
+        return self._folder.result()
 
 
 def _yield_to_training() -> None:
@@ -114,28 +109,23 @@ def _yield_to_training() -> None:
             os.setpriority(os.PRIO_PROCESS, thread, max(NICE, os.getpriority(os.PRIO_PROCESS, thread)))
 
 
-class _Slot:
-    def __init__(self) -> None:
-        self.pending: Pending | None = None
-
-
-_slot = _Slot()
+_running: list[Pending] = []  # one at most
 
 
 def start(work: Callable[[Pace], Location]) -> Pending:
-    """Run ``work`` in the background, at the pace that it is given. The slot must be free (``finish``)."""
-    assert _slot.pending is None, "two saves in the background"
+    """Run ``work`` in the background, at the pace that it is given. None may be running (``finish``)."""
+    assert not _running, "two saves in the background"
     pace = Pace()
-    _slot.pending = Pending(lambda: work(pace), pace)
+    _running.append(Pending(lambda: work(pace), pace))
     atexit.unregister(_at_exit)
     atexit.register(_at_exit)  # the last to register, and so the first to run: while the watch is there
-    return _slot.pending
+    return _running[0]
 
 
 def finish() -> None:
     """Wait for the save in the background, if there is one, and raise its error."""
-    if _slot.pending is not None:
-        _slot.pending.wait()
+    if _running:
+        _running[0].wait()
 
 
 def _at_exit() -> None:

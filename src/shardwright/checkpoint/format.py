@@ -24,7 +24,7 @@ any world size. This module is pure: no torch, no devices, no processes.
 import functools
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -366,19 +366,12 @@ def first_of_run(part: Box, piece: Box) -> int | None:
     return first
 
 
-def crc32_in_chunks(
-    part: Box, piece: Box, item_nbytes: int, chunks: Iterable[Box], bits_of: Callable[[Box], np.ndarray]
-) -> int:
-    """``part_crc32`` of a part that is given chunk by chunk, in row-major order; ``bits_of`` gives the
-    elements."""
-    crc = 0
-    if first_of_run(part, piece) is None:
-        for box in chunks:
-            crc ^= part_crc32(bits_of(box), box, piece, item_nbytes)
-        return crc
-    for box in chunks:
-        crc = crc32(bits_of(box).data, crc)
-    return run_crc32(crc, part, piece, item_nbytes)
+def crc32_in_chunks(part: Box, piece: Box, item_nbytes: int, chunks: Iterable[tuple[Box, np.ndarray]]) -> int:
+    """``part_crc32`` of a part that is given chunk by chunk, each with its box, in row-major order."""
+    crc, is_run = 0, first_of_run(part, piece) is not None
+    for box, bits in chunks:
+        crc = crc32(bits.data, crc) if is_run else crc ^ part_crc32(bits, box, piece, item_nbytes)
+    return run_crc32(crc, part, piece, item_nbytes) if is_run else crc
 
 
 def run_crc32(crc: int, part: Box, piece: Box, item_nbytes: int) -> int:

@@ -74,7 +74,7 @@ def part_of(key: str, tensor: Saved, rank: int) -> Part:
         raise CheckpointError(
             f"{key}: dtype {tensor.dtype} can't be saved; convert it to one of {sorted(DTYPE_NAME.values())}"
         )
-    base, local, boxes = base_tensor(tensor), memory_of(key, tensor), boxes_of(key, tensor)
+    base, local, boxes = base_tensor(tensor), local_part(key, tensor), boxes_of(key, tensor)
     if local.is_meta or local.layout is not torch.strided:
         raise CheckpointError(
             f"{key}: a tensor on {local.device} with layout {local.layout} can't be saved; give it memory, "
@@ -101,7 +101,7 @@ def boxes_of(key: str, tensor: Saved) -> tuple[Box, ...]:
     return tensor.held(box) if isinstance(tensor, FlatSlice) else (box,)
 
 
-def memory_of(key: str, tensor: Saved) -> torch.Tensor:
+def local_part(key: str, tensor: Saved) -> torch.Tensor:
     """This rank's memory of ``tensor``: of its box, or 1-D of its boxes in a flat parameter."""
     base, box = base_tensor(tensor), box_of(key, base_tensor(tensor))
     local = (local_of(base) if isinstance(base, DTensor) else base).detach()

@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwright.checkpoint import background
-from shardwright.checkpoint.agree import Ranks, ranks
+from shardwright.checkpoint.agree import Partial, Ranks, ranks
 from shardwright.checkpoint.flat import base_tensor
 from shardwright.checkpoint.folder import complete_steps, step_folder, storage_of
 from shardwright.checkpoint.format import (
@@ -34,10 +34,9 @@ from shardwright.checkpoint.format import (
     run_crc32,
 )
 from shardwright.checkpoint.live import model_tensors, set_rng_state
-from shardwright.checkpoint.shardfile import TORCH_DTYPE, Reader, bits_of, bytes_of, chunks_of, tensor_of
+from shardwright.checkpoint.shardfile import TORCH_DTYPE, Reader, bits_in_chunks, bits_of, bytes_of, tensor_of
 from shardwright.checkpoint.sources import Source, locate, open_source
 from shardwright.checkpoint.target import LoadPlan, Target, allocated, overlapping, plan, without_params
-from shardwright.checkpoint.told import Partial
 from shardwright.checkpoint.tree import decode, keys_in
 from shardwright.checkpoint.verify import Verifier, crc_in, parts_of
 from shardwright.checkpoint.writer import loaded
@@ -281,8 +280,8 @@ def fill(reader: Reader, targets: Iterable[Target]) -> None:
             torch.autograd.graph.increment_version(t.local)  # what autograd saved of it is no longer valid
         for held, view in t.views():
             for key, entry, piece, part in parts_of([(t.key, t.entry, held)]):
-                for box in chunks_of(part, ITEM_NBYTES[entry.dtype]):
-                    _copy(key, reader.bits_of(key, entry, piece, box), view[box.slices_in(held)], entry.dtype)
+                for box, bits in reader.chunks(key, entry, piece, part):
+                    _copy(key, bits, view[box.slices_in(held)], entry.dtype)
 
 
 def _copy(key: str, bits: np.ndarray, into: torch.Tensor, dtype: str) -> None:
@@ -312,16 +311,14 @@ def fill_and_prove(
         return next(view[box.slices_in(held)] for held, view in views[key] if held.intersect(box) == box)
 
     def live_crc(key: str, entry: TensorEntry, piece: Piece, part: Box) -> int:
-        chunks = chunks_of(part, ITEM_NBYTES[entry.dtype])
-        return crc32_in_chunks(
-            part, piece.box, ITEM_NBYTES[entry.dtype], chunks, lambda box: bits_of(live(key, box))
-        )
+        chunks = bits_in_chunks(live(key, part), part)
+        return crc32_in_chunks(part, piece.box, ITEM_NBYTES[entry.dtype], chunks)
 
     def filled_crc(key: str, entry: TensorEntry, piece: Piece, part: Box) -> int:
         into, run = live(key, part), reader.run(key, entry, piece, part)
         if run is None or into.device.type != "cpu" or not into.is_contiguous():
-            for box in chunks_of(part, ITEM_NBYTES[entry.dtype]):
-                _copy(key, reader.bits_of(key, entry, piece, box), live(key, box), entry.dtype)
+            for box, bits in reader.chunks(key, entry, piece, part):
+                _copy(key, bits, into[box.slices_in(part)], entry.dtype)
             return live_crc(key, entry, piece, part)
         rest, crc = bytes_of(into), 0
         for read in run:
@@ -359,16 +356,24 @@ def install_whole(todo: LoadPlan, small: Mapping[str, torch.Tensor]) -> None:
     Raises: CheckpointError, saying which object, and which were restored before it.
     """
     restored: list[str] = []
+
+    def whole(what: str, restore: Callable[[Any], object], tree: Any) -> None:
+        before = f" Restored before it: {', '.join(restored)}." if restored else ""
+        then = (
+            "Model and optimizer are as they were; what the object itself has changed by then stays changed."
+        )
+        _restore(what, restore, decode(tree, small.__getitem__), then + before)
+        restored.append(what)
+
+    state = todo.manifest.state
     for name, module in todo.model.named_modules():
         key = f"{name}.{EXTRA_STATE}".lstrip(".").replace(COMPILED, "")
-        if key in todo.manifest.state.get("model", {}):
-            state = decode(todo.manifest.state["model"][key], small.__getitem__)
-            _restore(f"set_extra_state of {name or 'the model'}", module.set_extra_state, state, restored)
+        if key in state.get("model", {}):
+            whole(f"set_extra_state of {name or 'the model'}", module.set_extra_state, state["model"][key])
     sharded = _sharded_extra(todo)
     for key, value in todo.extra.items():
         if key not in sharded:
-            state = decode(todo.manifest.state["extra"][key], small.__getitem__)
-            _restore(f"load_state_dict of extra/{key}", value.load_state_dict, state, restored)
+            whole(f"load_state_dict of extra/{key}", value.load_state_dict, state["extra"][key])
 
 
 def _sharded_extra(todo: LoadPlan) -> set[str]:
@@ -377,16 +382,11 @@ def _sharded_extra(todo: LoadPlan) -> set[str]:
     return {key for key in todo.extra if not todo.targets.keys().isdisjoint(keys_in(saved[key]))}
 
 
-def _restore(what: str, restore: Callable[[Any], object], state: Any, restored: list[str]) -> None:
+def _restore(what: str, restore: Callable[[Any], object], state: Any, then: str) -> None:
     try:
         restore(state)
     except Exception as error:
-        before = f" Restored before it: {', '.join(restored)}." if restored else ""
-        raise CheckpointError(
-            f"{what} raised {type(error).__qualname__}: {error}. Model and optimizer are as they were; what "
-            f"the object itself has changed by then stays changed.{before}"
-        ) from error
-    restored.append(what)
+        raise CheckpointError(f"{what} raised {type(error).__qualname__}: {error}. {then}") from error
 
 
 def install(todo: LoadPlan, filled: Mapping[str, Target], small: Mapping[str, torch.Tensor]) -> None:
@@ -412,13 +412,13 @@ def install(todo: LoadPlan, filled: Mapping[str, Target], small: Mapping[str, to
                 else:
                     todo.optimizer.state[p] = decode(tree, value_of)
     for key in _sharded_extra(todo):
-        try:
-            todo.extra[key].load_state_dict(decode(todo.manifest.state["extra"][key], value_of))
-        except Exception as error:
-            raise CheckpointError(
-                f"load_state_dict of extra/{key} raised {type(error).__qualname__}: {error}. Model and "
-                "optimizer are restored, and so are the sharded tensors of this object; the rest of it isn't"
-            ) from error
+        _restore(
+            f"load_state_dict of extra/{key}",
+            todo.extra[key].load_state_dict,
+            decode(todo.manifest.state["extra"][key], value_of),
+            "Model and optimizer are restored, and so are the sharded tensors of this object; the rest of it "
+            "isn't",
+        )
 
 
 def _set_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:

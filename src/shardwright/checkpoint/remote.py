@@ -26,8 +26,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from shardwright.checkpoint.format import MANIFEST
-from shardwright.checkpoint.lock import LOCK, Held
-from shardwright.checkpoint.storage import LATEST, TORN, Storage, Unpublished
+from shardwright.checkpoint.storage import LATEST, LOCK, TORN, Held, Storage, Unpublished
 from shardwright.errors import StorageError
 from shardwright.storage import ObjectStore, RemotePath, cached, forget
 

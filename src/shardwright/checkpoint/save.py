@@ -21,13 +21,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwright.checkpoint import background
-from shardwright.checkpoint.agree import ranks
+from shardwright.checkpoint.agree import Written, ranks
 from shardwright.checkpoint.folder import step_folder, storage_of
 from shardwright.checkpoint.format import Box, Manifest, Piece, TensorEntry, crc32_in_chunks, dumps, prove
 from shardwright.checkpoint.live import Part, collect, part_of, rng_state
-from shardwright.checkpoint.shardfile import DTYPE_NAME, Item, bits_of, chunks_of, write_shard
+from shardwright.checkpoint.shardfile import DTYPE_NAME, Item, bits_in_chunks, write_shard
 from shardwright.checkpoint.storage import Unpublished
-from shardwright.checkpoint.told import Written
 from shardwright.checkpoint.tree import Tensors, encode, leaves
 from shardwright.checkpoint.writer import Keep, Writer, keep_of, line_of, saved, whole_number
 from shardwright.crc import crc32
@@ -331,8 +330,7 @@ def _shortened(*texts: str) -> list[str]:
 
 def crc32_of(box: Box, view: torch.Tensor) -> int:
     """The CRC-32 of what this rank holds, as if it were one piece."""
-    chunks = chunks_of(box, view.element_size())
-    return crc32_in_chunks(box, box, view.element_size(), chunks, lambda c: bits_of(view[c.slices_in(box)]))
+    return crc32_in_chunks(box, box, view.element_size(), bits_in_chunks(view, box))
 
 
 def _diverged(written: Sequence[Written]) -> dict[str, str]:

@@ -9,7 +9,6 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -75,6 +74,12 @@ def chunks_of(box: Box, item_nbytes: int) -> Iterator[Box]:
         offset[dim] += start
         shape[dim] = min(step, box.shape[dim] - start)
         yield from chunks_of(Box(tuple(offset), tuple(shape)), item_nbytes)
+
+
+def bits_in_chunks(tensor: torch.Tensor, box: Box) -> Iterator[tuple[Box, np.ndarray]]:
+    """``bits_of`` a tensor that holds ``box``, in chunks, each with its box."""
+    for chunk in chunks_of(box, tensor.element_size()):
+        yield chunk, bits_of(tensor[chunk.slices_in(box)])
 
 
 @dataclass(frozen=True)
@@ -163,7 +168,7 @@ def write_whole(
     metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Write whole tensors as one safetensors file, and sync it. ``tensors`` come in the order of
-    ``described``, one at a time. Raises: OSError; CheckpointError, as ``header_of``."""
+    ``described``, one at a time. Raises: CheckpointError, as ``header_of``."""
     with open(path, "xb", buffering=0) as file:
         write_all(file.fileno(), header_of(described, metadata))
         for tensor in tensors:
@@ -334,9 +339,7 @@ class Reader:
     def __enter__(self) -> "Reader":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._close()
 
     def _close(self) -> None:
@@ -355,13 +358,19 @@ class Reader:
         self._close()
         self._storage.forget(self.folder)
 
-    def bits_of(self, key: str, entry: TensorEntry, piece: Piece, box: Box) -> np.ndarray:
-        """The elements of ``box`` (inside of ``piece``, at most one chunk) as unsigned integers, shaped
-        ``box.shape``, valid until the next call.
+    def chunks(
+        self, key: str, entry: TensorEntry, piece: Piece, part: Box
+    ) -> Iterator[tuple[Box, np.ndarray]]:
+        """The elements of ``part`` (inside of ``piece``) in chunks, each with its box: unsigned integers,
+        shaped as the box, valid until the next.
 
         Raises:
             CheckpointError: the file is missing, unreadable or too short; names file and tensor ``key``.
         """
+        for box in chunks_of(part, ITEM_NBYTES[entry.dtype]):
+            yield box, self._bits_of(key, entry, piece, box)
+
+    def _bits_of(self, key: str, entry: TensorEntry, piece: Piece, box: Box) -> np.ndarray:
         kind = _BITS[ITEM_NBYTES[entry.dtype]]
         nbytes = box.numel * ITEM_NBYTES[entry.dtype]
         start = _start_of(entry, piece, box)
@@ -377,7 +386,7 @@ class Reader:
 
     def run(self, key: str, entry: TensorEntry, piece: Piece, box: Box) -> Iterator[np.ndarray] | None:
         """The bytes of a box of any size, one part after the other, each valid until the next; None where
-        they aren't one run in the file. Raises: as ``bits_of``."""
+        they aren't one run in the file. Raises: as ``chunks``."""
         start = _start_of(entry, piece, box)
         return None if start is None else self._run(key, piece, start, box.numel * ITEM_NBYTES[entry.dtype])
 

@@ -151,15 +151,14 @@ def _indexed(index: Path) -> dict[str, TensorEntry]:
     if missing := [file for file in files if not (index.parent / file).exists()]:
         raise CheckpointError(f"{index} names {len(missing)} files that are missing: {missing[:5]}")
     held = {file: _weights_in(index.parent / file) for file in files}
-    places: dict[str, list[str]] = {name: [] for name in said}
-    for file, entries in held.items():
-        for name in entries:
-            places.setdefault(name, []).append(file)
-    wrong = [f"{name} is not in {said[name]}, nor in another file" for name in said if not places[name]]
-    for name, found in places.items():
-        if len(found) > 1:
+    wrong = []
+    for name in dict.fromkeys([*said, *(name for entries in held.values() for name in entries)]):
+        found = [file for file in files if name in held[file]]
+        if not found:
+            wrong.append(f"{name} is not in {said[name]}, nor in another file")
+        elif len(found) > 1:
             wrong.append(f"{name} is in {' and in '.join(found)}")
-        elif found and said.get(name, found[0]) != found[0]:
+        elif said.get(name, found[0]) != found[0]:
             wrong.append(f"{name} is not in {said[name]} but in {found[0]}")
     if wrong:
         listed = "\n  ".join(wrong[:10])

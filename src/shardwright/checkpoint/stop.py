@@ -3,7 +3,6 @@
 import signal
 import threading
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -96,9 +95,7 @@ class StopRequest:
     def __enter__(self) -> "StopRequest":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _received(self, number: int, _: Any) -> None:

@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
-from shardwright.checkpoint.apart import Apart, made_state, state_device
+from shardwright.checkpoint.apart import Apart, dtensor_over, made_state, state_device
 from shardwright.checkpoint.flat import FlatSlice, Saved, are_like, base_tensor, is_like, views_of
 from shardwright.checkpoint.format import Box, Manifest, TensorEntry
 from shardwright.checkpoint.live import (
@@ -20,7 +19,7 @@ from shardwright.checkpoint.live import (
     boxes_of,
     check_extra,
     device_of,
-    memory_of,
+    local_part,
     model_tensors,
 )
 from shardwright.checkpoint.shardfile import TORCH_DTYPE
@@ -48,7 +47,7 @@ class Target:
     @property
     def local(self) -> torch.Tensor:
         """This rank's memory of it."""
-        return memory_of(self.key, self.whole)
+        return local_part(self.key, self.whole)
 
     @property
     def casts(self) -> bool:
@@ -201,10 +200,9 @@ class LoadPlan:
             self.groups.append(i if i in fits else fits[0])
             self.small.update(keys_in(without_params(saved["groups"][self.groups[-1]])))
             for p in group["params"]:
-                slices = {name: s for name, s in self.held[id(p)].items() if isinstance(s, FlatSlice)}
                 trees = [saved["state"].get(name) for name in self.held[id(p)]]
-                if slices:
-                    self.plan_flat_state(p, group, slices, trees)
+                if any(isinstance(part, FlatSlice) for part in self.held[id(p)].values()):
+                    self.plan_flat_state(p, group, trees)
                 else:
                     self.plan_param_state(p, group, keys_in(trees[0]), trees[0])
         if len(saved["groups"]) != len(optimizer.param_groups):
@@ -231,7 +229,7 @@ class LoadPlan:
             key for path, saved in kinds.items() for key in self.plan_apart_state(path, saved, live, apart)
         }
         for key in [each for each in keys if each not in inner]:
-            spec = self.spec_of(key, self.manifest.tensors[key], p, group)
+            spec = self.spec_of(key, p)
             present = live.get(key) if held else None
             if present is not None and present.shape == spec.shape and type(present) is type(spec):
                 self.add(key, present)
@@ -257,15 +255,10 @@ class LoadPlan:
                 self.add(key, live[key])
         return keys
 
-    def plan_flat_state(
-        self,
-        p: torch.Tensor,
-        group: Mapping[str, Any],
-        slices: Mapping[str, FlatSlice],
-        trees: Sequence[Any],
-    ) -> None:
+    def plan_flat_state(self, p: torch.Tensor, group: Mapping[str, Any], trees: Sequence[Any]) -> None:
         """State of a flat parameter, from that of the tensors in it: of its shape, or one number for all."""
-        names = [*slices]
+        names = [*self.held[id(p)]]
+        slices = [part for part in self.held[id(p)].values() if isinstance(part, FlatSlice)]
         if kinds := kinds_in([*trees]):
             self.problems.append(
                 f"optimizer state {next(iter(kinds))} is of a class of its own, which no part of a flat "
@@ -286,7 +279,7 @@ class LoadPlan:
             return
         for suffix in [key.removeprefix(prefixes[0]) for key in keys_in(trees[0])]:
             entries = [self.manifest.tensors[prefix + suffix] for prefix in prefixes]
-            if not are_like(entries, [*slices.values()]):
+            if not are_like(entries, slices):
                 self.plan_param_state(p, group, [prefixes[0] + suffix])
                 if len({tuple(piece.crc32 for piece in entry.pieces) for entry in entries}) > 1:
                     self.problems.append(
@@ -297,16 +290,15 @@ class LoadPlan:
             base = self.optimizer.state[p].get(suffix) if p in self.optimizer.state else None
             new = torch.empty_like(p, dtype=TORCH_DTYPE[entries[0].dtype], device="meta")
             flat = base if isinstance(base, torch.Tensor) and is_like(base, p) else new
-            for prefix, part in zip(prefixes, slices.values(), strict=True):
+            for prefix, part in zip(prefixes, slices, strict=True):
                 key = prefix + suffix
                 device = state_device(key, p, group, self._device)
                 self.add(key, FlatSlice(flat, part.entry), device=device)
 
-    def spec_of(
-        self, key: str, entry: TensorEntry, p: torch.Tensor, group: Mapping[str, Any]
-    ) -> torch.Tensor:
+    def spec_of(self, key: str, p: torch.Tensor) -> torch.Tensor:
         """A meta tensor as the optimizer would have made it for ``p``: distributed like ``p`` where the
         shapes allow, replicated where not; a scalar (``step``) is plain."""
+        entry = self.manifest.tensors[key]
         dtype = TORCH_DTYPE[entry.dtype]
         saved = self.manifest.tensors.get(f"model/{next(iter(self.held[id(p)]))}")
         if saved is not None and entry.shape and (entry.shape, entry.dtype) == (saved.shape, saved.dtype):
@@ -319,7 +311,10 @@ class LoadPlan:
             else Replicate()
             for q in p.placements
         ]
-        return _meta_dtensor(key, entry.shape, dtype, p.device_mesh, placements)
+        mesh, coordinate = p.device_mesh, p.device_mesh.get_coordinate()
+        assert coordinate is not None, f"{key}: this rank is not in the mesh of its parameter"
+        box = box_at(key, entry.shape, placements, tuple(mesh.shape), tuple(coordinate))
+        return dtensor_over(torch.empty(box.shape, dtype=dtype, device="meta"), mesh, placements, entry.shape)
 
     def plan_extra(self) -> None:
         check_extra(self.extra)
@@ -372,19 +367,6 @@ def plan(
 def without_params(group: Mapping[str, Any]) -> dict[str, Any]:
     """What a saved group of an optimizer has beside its parameters."""
     return {key: value for key, value in group.items() if key != "params"}
-
-
-def _meta_dtensor(
-    key: str, shape: tuple[int, ...], dtype: torch.dtype, mesh: DeviceMesh, placements: list[Any]
-) -> DTensor:
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None, f"{key}: this rank is not in the mesh of its parameter"
-    box = box_at(key, shape, placements, tuple(mesh.shape), tuple(coordinate))
-    whole = torch.empty(shape, dtype=dtype, device="meta")
-    local = torch.empty(box.shape, dtype=dtype, device="meta")
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
-    )
 
 
 def _other(names: set[str], saved: Mapping[str, Any]) -> str:

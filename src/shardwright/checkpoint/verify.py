@@ -6,7 +6,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
-from shardwright.checkpoint.agree import Ranks
+from shardwright.checkpoint.agree import Partial, Ranks
 from shardwright.checkpoint.format import (
     ITEM_NBYTES,
     Box,
@@ -16,8 +16,7 @@ from shardwright.checkpoint.format import (
     crc32_in_chunks,
     run_crc32,
 )
-from shardwright.checkpoint.shardfile import METADATA, Reader, chunks_of
-from shardwright.checkpoint.told import Partial
+from shardwright.checkpoint.shardfile import METADATA, Reader
 from shardwright.crc import crc32
 from shardwright.errors import CheckpointError
 
@@ -33,13 +32,12 @@ def crc_in(reader: Reader) -> PartCrc:
     """Of what is in the files."""
 
     def crc_of(key: str, entry: TensorEntry, piece: Piece, part: Box) -> int:
-        item_nbytes = ITEM_NBYTES[entry.dtype]
         run = reader.run(key, entry, piece, part)
-        if run is not None:
-            crc = functools.reduce(lambda crc, part: crc32(part.data, crc), run, 0)
-            return run_crc32(crc, part, piece.box, item_nbytes)
-        read = functools.partial(reader.bits_of, key, entry, piece)
-        return crc32_in_chunks(part, piece.box, item_nbytes, chunks_of(part, item_nbytes), read)
+        if run is None:
+            chunks = reader.chunks(key, entry, piece, part)
+            return crc32_in_chunks(part, piece.box, ITEM_NBYTES[entry.dtype], chunks)
+        crc = functools.reduce(lambda crc, part: crc32(part.data, crc), run, 0)
+        return run_crc32(crc, part, piece.box, ITEM_NBYTES[entry.dtype])
 
     return crc_of
 

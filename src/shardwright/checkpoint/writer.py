@@ -7,7 +7,7 @@ publication is an error: it is a warning, and the next save tries again.
 import itertools
 import operator
 from collections.abc import Callable, Collection
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,7 @@ from shardwright.checkpoint.folder import (
     storage_of,
 )
 from shardwright.checkpoint.format import MANIFEST, Manifest, loads
-from shardwright.checkpoint.lock import Held
-from shardwright.checkpoint.storage import Lock
+from shardwright.checkpoint.storage import Held
 from shardwright.errors import CheckpointError, InputError, warn
 from shardwright.storage import Location
 from shardwright.torch_private import COMPILED
@@ -129,28 +128,28 @@ class Writer:
         self.path = path
         self.storage = storage_of(path)
         self.final = step_folder(path, step)
-        self._lock: Lock | None = None
         try:
             self._lock = self.storage.lock(path)
-            is_ours = line is None or self.final.name in line.names
-            if is_ours and self._is_there() and is_complete(self.final):
-                raise CheckpointError(
-                    f"{self.final} exists already; nothing was overwritten: remove it, or use another folder"
-                )
-            self.line, self._left = self._continued(step, line)
-            for left in self.storage.leftovers(path):  # we hold the lock: no living writer owns them
-                self._try(f"{left}, left by an earlier save, couldn't be removed", self.storage.remove, left)
-            self.attempt = self.storage.begin(self.final)
+            with ExitStack() as undo:
+                undo.callback(self._lock.close)
+                is_ours = line is None or self.final.name in line.names
+                if is_ours and self._is_there() and is_complete(self.final):
+                    raise CheckpointError(
+                        f"{self.final} exists already; nothing was overwritten: remove it, or use another "
+                        "folder"
+                    )
+                self.line, self._left = self._continued(step, line)
+                for left in self.storage.leftovers(path):  # we hold the lock: no living writer owns them
+                    what = f"{left}, left by an earlier save, couldn't be removed"
+                    self._try(what, self.storage.remove, left)
+                self.attempt = self.storage.begin(self.final)
+                undo.pop_all()
         except Held as error:
             raise CheckpointError(
                 f"{path}: another process is saving here ({error}); nothing was written"
             ) from None
         except OSError as error:
-            self.close()
             raise CheckpointError(f"can't write to {path}: {error.strerror or error}") from error
-        except BaseException:
-            self.close()
-            raise
 
     def _continued(self, step: int, line: Lineage | None) -> tuple[Lineage, tuple[str, ...]]:
         """The line that this save goes on with, and what it leaves behind: of the line that is going on in
@@ -176,7 +175,6 @@ class Writer:
         """
         try:
             check_files(loads(manifest_text, str(self.final)), self.attempt.at)
-            assert self._lock is not None
             self._lock.check()
             if latest_name(self.path) not in ("", *self.line.names):
                 # A kill before the file names the new one: of what descends from the common ancestor, the
@@ -231,12 +229,9 @@ class Writer:
 
     def close(self) -> None:
         """Give the lock back and remove what was not published."""
-        if self._lock is not None:
-            if (attempt := getattr(self, "attempt", None)) is not None:
-                with suppress(OSError):  # the next writer removes it
-                    self.storage.abandon(attempt)
-            self._lock.close()
-            self._lock = None
+        with suppress(OSError):  # the next writer removes it
+            self.storage.abandon(self.attempt)
+        self._lock.close()
 
 
 def _warn(what: str, error: OSError) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from shardwright.checkpoint import tools
-from shardwright.checkpoint.convert import Format, convert
+from shardwright.checkpoint.tools import Format, convert
 from shardwright.extras import from_extra
 from shardwright.train.report import as_json, open_console
 from shardwright.xla import files

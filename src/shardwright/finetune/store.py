@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from shardwright.checkpoint.lock import FolderLock, Held
+from shardwright.checkpoint.storage import FolderLock, Held
 from shardwright.errors import DataError
 from shardwright.finetune.encode import Encoder, Example
 from shardwright.finetune.formats import BadRecord, Preference, parse

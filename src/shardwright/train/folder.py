@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from shardwright.checkpoint.lock import LOCK, FolderLock
+from shardwright.checkpoint.storage import LOCK, FolderLock
 from shardwright.errors import ConfigError, InputError
 from shardwright.extras import from_extra
 from shardwright.observe.steps.rings import Ring, write

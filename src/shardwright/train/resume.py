@@ -16,8 +16,8 @@ from typing import Any
 
 from shardwright.checkpoint import Restored
 from shardwright.checkpoint.folder import complete_steps, find, step_folder, storage_of
-from shardwright.checkpoint.lock import Held
 from shardwright.checkpoint.sources import open_source
+from shardwright.checkpoint.storage import Held
 from shardwright.checkpoint.writer import set_aside_after
 from shardwright.errors import CheckpointError, ConfigError, DamagedError, StorageError, UnreadError
 from shardwright.storage import Location

@@ -28,7 +28,7 @@ import torch
 
 from shardwright.checkpoint import StopRequest, background
 from shardwright.checkpoint.folder import is_complete, step_folder
-from shardwright.checkpoint.lock import Held, holder
+from shardwright.checkpoint.storage import Held, holder
 from shardwright.columns import in_words
 from shardwright.errors import ConfigError
 from shardwright.observe.steps.recording import ring

@@ -21,7 +21,7 @@ from shardwright.cli.verb import DTYPES, add_verb, at_least_1, work
 from shardwright.errors import CheckpointError, ConfigError
 
 FORMATS = ("shardwright", "safetensors", "dcp", "torch", "fairscale", "xla")
-"""Those of ``shardwright.checkpoint.convert.Format``."""
+"""Those of ``shardwright.checkpoint.tools.Format``."""
 _PATH = "a checkpoint, a folder of them (then its latest complete one), or the URL of either"
 _JSON = "print one object instead"
 _CODES = "Exit code 1: damage, NaN or differences were found, or it can't be opened."
