@@ -47,7 +47,7 @@ class Reach:
         self.world = dist.get_world_size()
         self._rank, self._attempt, self._store, self._own = rank, attempt, store, own
         self._exchange: StatusExchange | None = None
-        self._peers = Peers(rank, "", own)
+        self._peers = Datagrams(rank, "", own)
 
     @property
     def has_met(self) -> bool:
@@ -83,7 +83,7 @@ class Reach:
             token = self._attempt.token
             exchange = open_exchange(default_store(), self.world, token, self._store.bottom())
             self._peers.close()
-            self._peers = Peers(self._rank, token, self._own)
+            self._peers = Datagrams(self._rank, token, self._own)
             exchange.register(self._rank, self._peers.place)
             self._exchange = exchange
         if not self._peers.places:
@@ -117,7 +117,7 @@ class Reach:
         self._peers.close()
 
 
-class Peers:
+class Datagrams:
     """The other ranks' places, as they are known (``places``), and a socket of this one (``place``; "" where
     it has none). own: what this rank says of itself. told: a diagnosis that another one has sent."""
 
