@@ -250,3 +250,24 @@ def test_the_policy_reads_its_text_form():
     for bad in ("suspect=2", "stall_s=soon", "stall_s=-1", "no"):
         with pytest.raises(InputError, match=r"stall_s|suspect_s"):
             WatchPolicy.from_text(bad)
+
+
+def test_of_three_hosts_the_one_that_hears_of_no_other_is_cut_off_and_of_two_either_may_be():
+    silent = dict.fromkeys((1, 2), 31.0)
+    hosts = {0: "10.0.0.1", 1: "10.0.0.2", 2: "10.0.0.3"}
+    alone = dataclasses.replace(found(says(0, "a"), world=3), silent=silent, asker=0, hosts=hosts)
+    assert diagnose(alone, POLICY).sentence.startswith("rank 0 is cut off: ranks 1, 2 on 2 other hosts")
+    beside = dataclasses.replace(alone, hosts=hosts | {2: "10.0.0.2"})
+    assert "are lost, or rank 0 is cut off" in diagnose(beside, POLICY).sentence
+    heard = found(says(0, "a"), says(2, "a"), world=3)
+    heard = dataclasses.replace(heard, silent={1: 31.0}, asker=0, hosts=hosts)
+    assert diagnose(heard, POLICY).sentence == "rank 1 is lost: the process has not answered for 30 s"
+
+
+def test_no_network_is_slow_where_ranks_share_memory():
+    answers = [says(rank, "ab", 2) for rank in ALL]
+    for answer in answers:
+        name = answer.waits.log
+        logs = {name: dataclasses.replace(answer.logs[name], in_memory=True)}
+        object.__setattr__(answer, "logs", logs)
+    assert diagnose(found(*answers), POLICY).remedy == "The host is busy."

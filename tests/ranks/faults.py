@@ -547,13 +547,13 @@ CASES = {
     ),
     "computes 3 s, stall_s=1": Case(computes, policy="stall_s=1"),
     "compiles 3 s": Case(compiles),
-    "sleeps 3 s": Case(sleeps, policy="suspect_s=0.4"),
+    "sleeps 3 s": Case(sleeps, policy="suspect_s=0.3"),
     "sleeps 3 s, 4 ranks": Case(sleeps, world=4),
     "loads data for 3 s": Case(loads, world=3),
     "sleeps 3 s in backward": Case(slow_backward, world=3),
     "comes 3 s late to a barrier": Case(comes_late_to_a_barrier, world=3),
     "comes 3 s late to an all-reduce in flight": Case(
-        comes_late_to_what_is_in_flight, world=3, policy="suspect_s=0.4"
+        comes_late_to_what_is_in_flight, world=3, policy="suspect_s=0.3"
     ),
     "holds the GIL 3 s": Case(holds_the_gil),
     "stopped 3 s": Case(stopped),

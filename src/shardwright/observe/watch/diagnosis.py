@@ -221,7 +221,7 @@ def _lost(found: Findings, policy: WatchPolicy) -> Diagnosis | None:
         return None
     own = found.hosts.get(found.asker)
     away = {rank: host for rank, host in found.hosts.items() if host != own}
-    if away and not found.ended and set(away) <= set(silent):
+    if away and set(away) <= set(silent):
         return _cut_off(found.asker, sorted(away), len(set(away.values())), policy.lost_s)
     how = "ended without a word" if found.ended else f"has not answered for {policy.lost_s:g} s"
     return Diagnosis(

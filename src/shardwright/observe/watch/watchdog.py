@@ -212,7 +212,8 @@ class Watch:
         now = time.monotonic()
         self._known.silent_since = {rank: self._known.silent_since.get(rank, now) for rank in found.silent}
         silent = {rank: now - since_s for rank, since_s in self._known.silent_since.items()}
-        gone = found.ended | {rank for rank in found.silent if self._is_cut_off(rank)}
+        missing = {*range(found.world)} - {*found.answers}
+        gone = found.ended | {rank for rank in missing if self._is_cut_off(rank)}
         self._known.notes = list(found.notes)
         hosts = self.reach.hosts()
         return replace(found, ended=frozenset(gone), silent=silent, asker=self.rank, hosts=hosts)
