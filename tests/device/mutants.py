@@ -12,15 +12,13 @@ what is added to ``kept``, or kept beside a record, a part is left out.
 
 import ast
 import importlib
-import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from types import CodeType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import shardwright
 from tests.device.sim import without_waiting
+from tests.replaced import PACKAGE, replaced
 
 KINDS_OF: dict[str, tuple[str, ...]] = {
     "bucketer.py": ("sums in buckets",),
@@ -102,7 +100,6 @@ ELSEWHERE = {
 """Files and folders with such calls that aren't on the way of a device, with the reason."""
 CALLS = {"wait", "wait_event", "wait_stream", "wait_on_host", "land", "release", "_release", "settle"}
 CALLS |= {"filled", "forget_filled", "arrive", "forget", "give_up", "free", "_free", "synchronize"}
-_PACKAGE = Path(shardwright.__file__).parent
 
 
 class Site(NamedTuple):
@@ -120,8 +117,8 @@ class Site(NamedTuple):
 def sites(elsewhere: bool = False) -> list[Site]:
     """All of them, by file, in the order of the source. elsewhere: in files that no device has to do with."""
     found = []
-    for path in sorted(_PACKAGE.rglob("*.py")):
-        file, tree = str(path.relative_to(_PACKAGE)), ast.parse(path.read_text())
+    for path in sorted(PACKAGE.rglob("*.py")):
+        file, tree = str(path.relative_to(PACKAGE)), ast.parse(path.read_text())
         if file.startswith(tuple(ELSEWHERE)) is not elsewhere:
             continue
         for number, (function, text, _) in enumerate(_places(tree)):
@@ -132,7 +129,7 @@ def sites(elsewhere: bool = False) -> list[Site]:
 @contextmanager
 def left_out(site: Site) -> Iterator[None]:
     """Inside of it this process does without."""
-    tree = ast.parse((_PACKAGE / site.file).read_text())
+    tree = ast.parse((PACKAGE / site.file).read_text())
     list(_places(tree))[site.number][2]()
     long_ago = SimpleNamespace(record_event=lambda: SimpleNamespace(done=True))
     names = {
@@ -140,7 +137,7 @@ def left_out(site: Site) -> Iterator[None]:
         "_without_waiting": without_waiting,
         "_never_ends": _never_ends,
     }
-    with _replaced(site, tree, names):
+    with replaced(site.file, site.function, tree, names):
         yield
 
 
@@ -154,43 +151,15 @@ def reached(sites: list[Site]) -> Iterator[set[tuple[str, str]]]:
     found: set[tuple[str, str]] = set()
     with ExitStack() as stack:
         for site in {(site.file, site.function): site for site in sites}.values():
-            tree = ast.parse((_PACKAGE / site.file).read_text())
+            tree = ast.parse((PACKAGE / site.file).read_text())
             *path, name = site.function.split(".")
             body: Any = tree.body
             for part in (*path, name):
                 [owner] = [node for node in body if getattr(node, "name", "") == part][:1]
                 body = owner.body
             body.insert(0, ast.parse(f"_reached.add({(site.file, site.function)!r})").body[0])
-            stack.enter_context(_replaced(site, tree, {"_reached": found}))
+            stack.enter_context(replaced(site.file, site.function, tree, {"_reached": found}))
         yield found
-
-
-@contextmanager
-def _replaced(site: Site, tree: ast.Module, names: dict[str, Any]) -> Iterator[None]:
-    """Inside of it the site's function does what ``tree`` has, which uses ``names`` besides its module's."""
-    module = importlib.import_module(f"shardwright.{site.file.removesuffix('.py').replace('/', '.')}")
-    path = str(_PACKAGE / site.file)
-    code = _code_of(compile(ast.fix_missing_locations(tree), path, "exec"), site.function)
-    function: Any = module
-    for part in site.function.split("."):
-        function = inspect.getattr_static(function, part)
-    function = inspect.unwrap(getattr(function, "fget", None) or getattr(function, "__func__", function))
-    function.__globals__.update(names)
-    before, function.__code__ = function.__code__, code
-    try:
-        yield
-    finally:
-        function.__code__ = before
-
-
-def _code_of(code: CodeType, function: str) -> CodeType:
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            if inner.co_qualname == function:
-                return inner
-            if function.startswith(f"{inner.co_qualname}."):
-                return _code_of(inner, function)
-    raise LookupError(function)
 
 
 def _places(tree: ast.Module) -> Iterator[tuple[str, str, Any]]:

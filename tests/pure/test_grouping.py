@@ -43,6 +43,11 @@ def test_inner_modules_come_before_those_around_them():
     assert groups_from_hints(classes, Hints({"Outer", "Inner"}, {})).apart == ("a.b.c", "a")
 
 
+@pytest.mark.parametrize(("head", "last"), [(None, ()), ("lm_head", ("lm_head",)), ("score", ())])
+def test_a_head_that_is_not_there_is_in_no_group(head, last):
+    assert groups_from_hints(LLAMA, Hints((), {}, head=head)).last == last
+
+
 def list_of(name, kinds, nbytes=10):
     members = tuple(Node(f"{name}.{i}", kind, nbytes, True) for i, kind in enumerate(kinds))
     return Node(name, "ModuleList", nbytes * len(kinds), False, members)
@@ -56,6 +61,32 @@ def test_the_members_of_a_list_of_one_class_are_groups_the_outermost_lists_only(
     )
     assert repeated(Node("", "Model", 60, True, (mixed, outer))) == ["h.0", "h.1"]
     assert repeated(list_of("", ["Block"])) == []
+
+
+def sequential(*members):
+    """Of (kind, bytes, whether it has a forward)."""
+    nodes = tuple(Node(f"s.{place}", *member) for place, member in enumerate(members))
+    return Node("s", "Sequential", sum(node.nbytes for node in nodes), True, nodes)
+
+
+@pytest.mark.parametrize(
+    ("members", "mixed", "found"),
+    [
+        ([("Block", 10, True), ("Block", 10, True)], False, ["s.0", "s.1"]),
+        ([("Linear", 10, True), ("Block", 10, True)], False, []),
+        ([("Linear", 10, True), ("Block", 10, True)], True, ["s.0", "s.1"]),
+        ([("Linear", 10, True), ("ReLU", 0, True)], True, []),
+        ([("Linear", 10, True), ("ReLU", 0, True), ("Block", 10, True)], True, ["s.0", "s.2"]),
+        ([("Block", 10, True), ("Block", 0, True), ("Block", 10, False)], False, ["s.0"]),
+    ],
+)
+def test_the_members_of_a_sequence_are_groups_those_of_several_classes_where_that_is_asked_for(
+    members, mixed, found
+):
+    assert repeated(sequential(*members), mixed) == found
+    assert mixed or repeated(sequential(*members)) == found
+    alike = Node("s", "Model", 20, True, sequential(*members).children)
+    assert repeated(alike, mixed) == []
 
 
 def test_leftovers_are_runs_of_neighbours_that_a_grouped_module_ends():
@@ -78,10 +109,21 @@ def test_leftovers_are_runs_of_neighbours_that_a_grouped_module_ends():
     # Around a grouped module only what lies beside it is left: its parent's own forward reads the rest.
     runs = [[node.name for node in run] for run in leftovers(root, {"h.1", "head.inner"})]
     assert runs == [["embedding", "positions", "h.0"], ["extra.0", "extra.1"]]
+    runs = [[node.name for node in run] for run in leftovers(root, ())]
+    assert runs == [["embedding", "positions", "h.0", "h.1", "extra.0", "extra.1", "head"]]
 
 
 @pytest.mark.parametrize(
-    ("least", "expected"), [(0, ["a", "b", "c", "d"]), (15, ["ab", "cd"]), (25, ["abcd"]), (99, ["abcd"])]
+    ("least", "expected"),
+    [
+        (0, ["a", "b", "c", "d"]),
+        (10, ["a", "b", "c", "d"]),
+        (15, ["ab", "cd"]),
+        (20, ["ab", "cd"]),
+        (25, ["abcd"]),
+        (30, ["abcd"]),
+        (99, ["abcd"]),
+    ],
 )
 def test_small_neighbours_are_joined_until_they_are_large_enough(least, expected):
     nodes = [Node(name, "Block", 10, True) for name in "abcd"]

@@ -12,6 +12,8 @@ from shardwright.schedule.layout import (
     GroupLayout,
     ParamLayout,
     Spans,
+    align,
+    contiguous_strides,
     equal_spans,
     pack,
 )
@@ -76,6 +78,7 @@ def test_a_flat_parameter_is_cut_evenly_whatever_the_borders(shapes, world, mult
     share = layout.padded_numel // world
     assert share % multiple == 0
     assert flat.numel <= layout.padded_numel < flat.numel + world * multiple + (flat.numel == 0)
+    assert multiple > 1 or layout == flat.over(world)
     seen = torch.zeros(flat.numel, dtype=torch.int64)
     for rank in range(world):
         for entry in flat.entries:
@@ -105,6 +108,10 @@ def test_packed_pieces_do_not_overlap(sizes):
     assert not ends or ends[-1] <= total
 
 
+def test_a_flat_parameter_of_no_tensors_has_no_elements():
+    assert FlatLayout(()).numel == 0
+
+
 def test_a_scalar_is_kept_whole_by_every_rank():
     layout = ParamLayout((), 3, None)
     assert [layout.span(rank) for rank in range(3)] == [(0, 1)] * 3
@@ -129,6 +136,59 @@ def test_spans_with_gaps_are_not_chunks():
     spans = Spans(world=2, longest=2, end=8, gap=2)
     assert list(spans) == [(0, 2), (4, 6)] and spans[-1] == (4, 6)
     assert not spans.is_chunked and not spans.is_even
+
+
+@pytest.mark.parametrize("gap", [0, 3])
+@pytest.mark.parametrize("end", [0, 3, 20, 40])
+def test_spans_of_neighbours_are_joined_and_those_of_some_ranks_are_within_them(gap, end):
+    spans = Spans(world=6, longest=2, end=end, gap=gap)
+    assert len(spans) == len(list(spans)) == 6
+    for place, (start, stop) in enumerate(spans.joined(3)):
+        assert (start, stop) == (spans[3 * place][0], spans[3 * place + 2][1])
+    for first in (0, 3):
+        begin = first * (2 + gap)
+        within = spans.within(begin, 3)
+        parts = [tuple(max(0, end - begin) for end in spans[first + place]) for place in range(3)]
+        assert list(within) == parts and within.end <= 6 + 2 * gap
+    with pytest.raises(IndexError):
+        spans[6]
+    assert spans[-6] == spans[0]
+    assert Spans(6, 2, end, gap).within(spans.end + 1, 1).end == 0
+
+
+def test_regions_are_aligned_to_a_cache_line_and_to_the_loads_of_nccl():
+    assert ALIGNMENT_NBYTES % 64 == 0
+    assert align(1) == align(ALIGNMENT_NBYTES) == ALIGNMENT_NBYTES
+
+
+def test_strides_are_those_of_a_tensor_that_has_the_sharded_dim_first():
+    assert contiguous_strides((2, 3, 4)) == torch.empty(2, 3, 4).stride()
+    assert ParamLayout((2, 3, 4), 2, 1).strides == torch.empty(3, 2, 4).transpose(0, 1).stride()
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim", "outer"),
+    [
+        ((4, 6), 0, 1),
+        ((4, 6), 1, 4),
+        ((2, 6), 1, 2),
+        ((1, 6), 1, 1),
+        ((4, 6), None, 1),
+        ((), None, 1),
+        ((2, 3, 4), 2, 6),
+    ],
+)
+def test_the_storage_order_is_that_of_the_parameter_where_no_larger_dim_is_left_of_the_sharded_one(
+    shape, dim, outer
+):
+    layout = ParamLayout(shape, 2, dim)
+    assert (layout.outer, layout.in_order) == (outer, outer == 1)
+    if dim is not None:
+        assert layout.stacked(5) == ParamLayout((5, *shape[dim:]), 2, 1)
+
+
+def test_a_group_of_no_parameters_has_no_bytes():
+    assert GroupLayout((), ()).nbytes == 0
 
 
 def test_the_spans_of_what_is_kept_whole_are_all_of_it():

@@ -97,19 +97,17 @@ def leftovers(root: Node, grouped: Collection[str]) -> list[list[Node]]:
     """
     runs: list[list[Node]] = [[]]
 
-    def walk(node: Node, is_root: bool) -> bool:
-        """Whether ``node`` holds a grouped module."""
+    def walk(node: Node, is_root: bool) -> None:
         if node.name in grouped and not is_root:
             runs.append([])
-            return True
+            return
         inside = [name for name in grouped if name.startswith(f"{node.name}." if node.name else "")]
         if not is_root and node.runs and not inside:
             if node.nbytes:
                 runs[-1].append(node)
-            return False
+            return
         for child in node.children:
             walk(child, False)
-        return bool(inside)
 
     walk(root, True)
     return [run for run in runs if run]
