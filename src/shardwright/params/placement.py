@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -31,22 +32,22 @@ class Split:
     dims: DataParallelMeshDims | None = None
     keeps_dtype: bool = False
 
-    @property
+    @cached_property
     def on_host(self) -> bool:
         """Whether shard and gradient lie on the host."""
         return isinstance(self.offload, CPUOffloadPolicy) and self.offload.shards_on_host
 
-    @property
+    @cached_property
     def grads_on_host(self) -> bool:
         """Whether gradients are copied there in the backward; else once at the end of a step's last one."""
         return isinstance(self.offload, CPUOffloadPolicy) and self.offload.grads
 
-    @property
+    @cached_property
     def pages_state(self) -> bool:
         """Whether the optimizer's state alone lies on the host, except during a step."""
         return self.offload_streams is not None and not self.on_host
 
-    @property
+    @cached_property
     def offload_streams(self) -> Streams | None:
         """By which gradients, or an optimizer's state, go to pinned memory of the host; None where nothing is
         offloaded from a device, and where memory isn't pinned, so that the copy stops the host."""

@@ -9,6 +9,7 @@ import logging
 import os
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -50,22 +51,22 @@ class Axis:
     replicate: Comm | None = None
     hops: tuple[Comm, ...] = ()
 
-    @property
+    @cached_property
     def node(self) -> Comm | None:
         """The transport inside of this rank's node, where all-gathers over nodes go in two hops."""
         return self.hops[0] if self.hops else None
 
-    @property
+    @cached_property
     def world(self) -> int:
         """Number of ranks on the sharded axis."""
         return self.comm.world
 
-    @property
+    @cached_property
     def rank(self) -> int:
         """This rank's place on the sharded axis."""
         return self.comm.rank
 
-    @property
+    @cached_property
     def num_copies(self) -> int:
         """Number of ranks that hold the same shard."""
         return 1 if self.replicate is None else self.replicate.world
