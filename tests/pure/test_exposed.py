@@ -36,6 +36,8 @@ def test_a_gather_waited_for_where_it_is_issued_and_a_reduction_behind_the_last_
 def test_what_is_issued_while_another_group_computes_is_not():
     hidden = STEP.replace("unshard 0, wait 0", "wait 0").replace("reshard 1", "reshard 1, unshard 0")
     assert Exposed(0, Phase.BACKWARD) not in exposed(Schedule.parse(hidden))
+    early = STEP.replace("unshard 0, wait 0\n  G  0", "reduce 2, unshard 0, wait 0\n  G  0")
+    assert exposed(Schedule.parse(early)) == exposed(Schedule.parse(STEP))
 
 
 def test_before_a_step_nothing_is_known():

@@ -1,7 +1,8 @@
 """What the follower does at each event, as text (fixtures/follower.txt), of one rank.
 
 A line of the text is what happens, and after the colon what the follower makes of it: actions, and in
-brackets what it asks the other ranks, or its own. ``others ...`` is what they say to the next question. Where
+brackets what it asks the other ranks, or its own. After an arrow, where that is something else, the entries
+of the schedule that a trace shows. ``others ...`` is what they say to the next question. Where
 that is to be something else: ``python -m tests.pure.test_follower_steps`` writes the text again.
 """
 
@@ -9,11 +10,14 @@ import copy
 from pathlib import Path
 
 import pytest
+import torch
 
+from shardwright.errors import StageError
 from shardwright.policy import SchedulePolicy
+from shardwright.schedule.check import check
 from shardwright.schedule.follower import DONE, Follower, Mode
-from shardwright.schedule.recorded import bits
-from shardwright.schedule.schedule import ActionKind, Event, EventKind, GroupSpec, Phase
+from shardwright.schedule.recorded import RecordedSchedules, bits
+from shardwright.schedule.schedule import ActionKind, Event, EventKind, GroupSpec, Phase, Schedule
 from shardwright.schedule.sync import (
     AllReduceMin,
     Broadcast,
@@ -40,7 +44,8 @@ class Played:
         self.specs = specs
         self.held, self.post_forward, self.unreduced, self.accumulating = set(), set(), set(), set()
         self.mask = 0
-        self.said = []
+        self.stays = set()  # groups whose gradients no reduction takes
+        self.num_asked = 0
         self.points, self.missing, self.used = SyncPoint(0), 0, 0
         self.codes, self.told = [], []
 
@@ -64,11 +69,13 @@ class Played:
             step = follower.join_evaluations(self.local)
         elif word in {"unshard", "wait", "reshard"}:
             step = follower.call(K(word), number)
-        elif word in {"G", "G?", "G="}:  # gradients are there; "?": not all of them, "=": to be kept here
+        elif word in {"G", "G="}:  # gradients are there; "=": to be kept here
             (self.accumulating if word == "G=" else self.unreduced).add(number)
-            step = follower.on(Event(EventKind.GRADS_READY, number))
+            event = Event(EventKind.GRADS_READY, number)
+            return self.run(follower.on(event), event)
         elif word in {*EventKind}:
-            step = follower.on(Event(EventKind(word), number))
+            event = Event(EventKind(word), number)
+            return self.run(follower.on(event), event)
         else:
             assert word in {"hold", "abandon", "unsettled", "replan"}, line
             if word == "hold":
@@ -98,15 +105,20 @@ class Played:
         else:
             self.points |= SyncPoint[what.upper()]
 
-    def run(self, step):
-        said = []
+    def run(self, step, event=None):
+        said, done = [], []
         while True:
             for action in step.actions:
                 self.do(action)
                 said.append(str(action))
+            done += step.actions
             if step.sync is None:
                 self.check()
-                return ", ".join(said)
+                assert step.taken or event is None
+                own = event and [entry.event for entry in step.taken] == [event]
+                own = own and [*step.taken[0].actions] == done
+                more = "" if own or not step.taken else f" <- {'; '.join(map(str, step.taken))}"
+                return ", ".join(said) + more
             asked, answer = self.answer(step.sync)
             said.append(f"[{asked}]")
             if answer is None:
@@ -133,7 +145,7 @@ class Played:
             self.post_forward |= groups
         if action.kind in (K.HOLD, K.REDUCE, K.ACCUMULATE):
             self.mask |= bits(groups)
-            self.unreduced -= groups
+            self.unreduced -= groups - self.stays
             self.accumulating -= groups
         if action.kind is K.FINALIZE:
             self.mask = 0
@@ -141,6 +153,8 @@ class Played:
     def answer(self, sync):
         every = (1 << len(self.specs)) - 1
         if isinstance(sync, Synchronize):
+            quiet = sync.point is SyncPoint.DEVIATES
+            assert sync[1:] == (0, 0, 0) if quiet else sync.digest == self.follower.recorded.digest
             points = self.points | sync.point
             self.points = SyncPoint(0)
             local, used = self.local, self.used | sync.used
@@ -151,6 +165,7 @@ class Played:
             used = "+".join(str(group) for group in range(len(self.specs)) if used >> group & 1)
             return f"{sync.point.name.lower().replace('_', '-')}{f' used {used}' if used else ''}", result
         if isinstance(sync, AllReduceMin):
+            self.num_asked += 1
             code = min(sync.code, *(self.codes[:1] or [DONE]))
             del self.codes[:1]
             return f"ask {asked(sync.code)}" + (f", {asked(code)}" if code != sync.code else ""), code
@@ -194,9 +209,18 @@ SEVERAL = {
     "two steps": STEP + STEP,
     "a group is left out": f"~{STEP}~" + WITHOUT_1 + WITHOUT_2 + STEP,
     "another order": f"~{STEP}~" + SWAPPED + STEP,
+    "the first group is left out": f"~{STEP}~forward 9; F+ 1; F- 1; F+ 2; F- 2; end; "
+    "backward 9; B+ 2; G 2; B- 2; B+ 1; G 1; B- 1; E; end; ",
     "ends without a begin": f"~{STEP}~forward 9; F+ 0; F+ 1; F- 1; F- 1; F- 2; F+ 2; F- 2; F- 0; end",
     "a part runs inside of the whole": f"~{STEP}~" + INNER + INNER + STEP,
     "the caller has unsharded all": f"~{STEP}~" + HELD + BACKWARD + HELD.replace("forward", "evaluation"),
+    "a part runs inside of the whole at once": INNER,
+    "the caller holds a part": f"~{STEP}~forward 9; F+ 0; held forward 5; forward 6; F+ 1; F- 1; "
+    f"end; end; F+ 2; F- 2; F- 0; end; {BACKWARD}",
+    "the caller has unsharded all for an evaluation": f"~{STEP}~{WITHOUT_1[: WITHOUT_1.index('backward')]}"
+    f"{HELD.replace('forward', 'evaluation')}{WITHOUT_1[WITHOUT_1.index('backward') :]}",
+    "nothing runs any more": f"~{STEP}~forward 9; end; forward 9; end",
+    "a forward ends early": f"~{STEP}~forward 9; F+ 0; F+ 1; F- 1; end; {STEP}",
     "a part runs where the caller holds": "unshard 0; held forward 9; F+ 0; forward 5; F+ 1; F- 1; end; "
     "F- 0; end",
     "calls between phases": f"unshard 1; wait 1; {FORWARD}unshard 2; {BACKWARD}reshard 1; "
@@ -249,6 +273,14 @@ MISSING = {
         (PLAIN, KEPT, PLAIN),
     ),
     "others miss what is there": (f"~{STEP}{FORWARD}~others miss 0; {BACKWARD}", (PLAIN, KEPT, PLAIN)),
+    "others miss what an evaluation has kept": (
+        f"~{STEP}{EVALUATION}~others miss 1; {FORWARD}{BACKWARD}{EVALUATION}others miss 1; {EVALUATION}",
+        (PLAIN, KEPT, PLAIN),
+    ),
+    "others need in a backward what is kept over a smaller world": (
+        f"~{FORWARD}~backward 9; B+ 0; others need 1; B+ 2; G 2; B- 2; B+ 1; G 1; B- 1; B- 0; G 0; E; end",
+        (PLAIN, SMALLER, PLAIN),
+    ),
     "others need it over a smaller world": (
         f"~{STEP}{FORWARD}~others deviates; others need 1; others need 2; {BACKWARD}",
         (SMALLER,) * 3,
@@ -272,7 +304,8 @@ def scenarios():
         for name, script in SEVERAL.items():
             found[f"{mode}: {name}"] = script, (PLAIN,) * 3, mode, ONE_BY_ONE
         for name, specs in KINDS.items():
-            script = f"~{STEP}~{STEP}{EVALUATION}{FORWARD}reshard 1; {BACKWARD}{WITHOUT_1}{HELD}{BACKWARD}"
+            script = f"~{STEP}~{STEP}~{EVALUATION}~{EVALUATION}{FORWARD}reshard 1; "
+            script += f"{BACKWARD}{WITHOUT_1}{HELD}{BACKWARD}"
             policy = SchedulePolicy() if name == "in buckets" else ONE_BY_ONE
             found[f"{mode}: {name}"] = script, specs, mode, policy
     for name, script in AGREED.items():
@@ -308,6 +341,55 @@ def test_each_event_leads_to_the_actions_and_questions_that_are_written_down(nam
 
 def test_no_scenario_is_written_down_that_is_not_played():
     assert [*written()] == [*scenarios()]
+
+
+def test_a_group_is_forgotten_after_so_many_backwards_without_it_also_where_none_has_used_it():
+    recorded = RecordedSchedules(SchedulePolicy(forget_after=2), (PLAIN,) * 2)
+    order = tuple(Event(EventKind.FORWARD_BEGIN, group) for group in (0, 1))
+    recorded.replace(Recorded((RecordedOrder(9, Phase.FORWARD, order),), recorded.specs))
+    seen = []
+    for used in (0b01, 0b01, 0b00, 0b00):
+        recorded.note_used(used)
+        seen.append([event.group for event in recorded.planned(9, Phase.FORWARD).events])
+    assert seen == [[0, 1], [0], [0], []]
+
+
+def test_a_digest_has_63_bits_and_differs_where_schedules_do():
+    digests = {RecordedSchedules(ONE_BY_ONE, (PLAIN,) * num).digest for num in range(1, 9)}
+    assert len(digests) == 8 and max(digests).bit_length() == 63
+
+
+def test_gradients_that_two_reductions_have_not_taken_are_an_error_and_not_asked_about_for_ever():
+    rank = Played((PLAIN,) * 3, Mode.AGREED, ONE_BY_ONE)
+    for line in filter(None, f"{FORWARD}backward 9; B+ 0".split("; ")):
+        rank.play(line)
+    rank.stays, rank.num_asked = {2}, 0
+    with pytest.raises(StageError, match=r"group 2 .* still holds gradients after two reductions"):
+        rank.play("G 2")
+    assert rank.num_asked == 2
+
+
+def test_the_schedule_of_a_module_is_what_was_planned_of_its_phases():
+    rank = Played((PLAIN,) * 3, Mode.LOCAL, ONE_BY_ONE)
+    for line in filter(None, STEP.split("; ")):
+        rank.play(line)
+    recorded = rank.follower.recorded
+    assert [*recorded.schedule(9).phases] == [Phase.FORWARD, Phase.BACKWARD]
+    assert recorded.schedule(8) == Schedule()
+    check(recorded.schedule(9))
+
+
+def test_followers_that_would_go_on_differently_have_different_snapshots():
+    follower = Follower(ONE_BY_ONE, [PLAIN], Mode.LOCAL)
+    seen = [follower.snapshot()]
+    follower.begin(Phase.FORWARD, 9, Local())
+    seen.append(follower.snapshot())
+    follower.on(Event(EventKind.FORWARD_BEGIN, 0))
+    assert len({*seen, follower.snapshot()}) == 3
+
+
+def test_that_nothing_more_is_needed_is_the_largest_word_that_ranks_exchange():
+    assert torch.iinfo(torch.int64).max == DONE
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.policy import SchedulePolicy
+from shardwright.schedule import recorded
 from shardwright.schedule.follower import Follower, Mode
 from shardwright.schedule.recorded import bits, supersequence
 from shardwright.schedule.schedule import Action, ActionKind, Event, EventKind, GroupSpec, Phase
@@ -514,3 +515,9 @@ def test_a_supersequence_has_both_and_is_the_shortest(first, second):
 def test_orders_too_different_to_compare_are_put_end_to_end():
     first, second = list(range(2001)), list(range(3000, 5001))
     assert supersequence([-1, *first, -2], [-1, *second, -2]) == (-1, *first, *second, -2)
+
+
+def test_orders_of_as_many_pairs_as_may_be_are_compared(monkeypatch):
+    monkeypatch.setattr(recorded, "_MAX_CELLS", 12)
+    assert supersequence([1, 2, 3], [4, 2, 5, 6]) == (1, 4, 2, 3, 5, 6)
+    assert supersequence([1, 2, 3], [4, 2, 5, 6, 7]) == (1, 2, 3, 4, 2, 5, 6, 7)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shardwright.errors import InputError
 from shardwright.policy import BackwardPrefetch, SchedulePolicy
 from shardwright.schedule.check import check
-from shardwright.schedule.planner import plan
+from shardwright.schedule.planner import fits, needed_first, plan
 from shardwright.schedule.schedule import (
     BEGINS,
     Action,
@@ -23,6 +23,7 @@ from shardwright.schedule.schedule import (
     Phase,
     Schedule,
     ScheduleEntry,
+    event_in_words,
 )
 
 POLICIES = st.builds(
@@ -176,6 +177,42 @@ def test_what_shares_a_collective_is_small_and_of_one_bucket_key(step, policy):
                 assert facts[action.group].bucket_key is not None
 
 
+NAMES = ("embedding", "blocks.0", "blocks.1", "head")
+
+
+def test_a_schedule_with_names_parses_back_too():
+    text = """\
+forward
+  F+ embedding : unshard embedding, unshard blocks.0 + blocks.1 + head, wait embedding
+backward
+  G  head : hold head
+  E  : reduce head + blocks.0, finalize/5"""
+    schedule = Schedule.parse(text, NAMES)
+    assert str(schedule) == text
+    assert schedule.phases[Phase.FORWARD][0].actions[1].groups == (1, 2, 3)
+    assert schedule.phases[Phase.BACKWARD][1].actions[1] == Action(ActionKind.FINALIZE, (), 5)
+    assert schedule == Schedule.parse(str(Schedule(schedule.phases)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (EventKind.FORWARD_BEGIN, "the forward of head"),
+        (EventKind.GRADS_READY, "the gradients of head"),
+        (EventKind.RECOMPUTE, "the recomputation of head"),
+    ],
+)
+def test_an_event_is_said_in_words(kind, words):
+    assert event_in_words(kind, "head") == words
+    assert event_in_words(EventKind.STEP_END, "") == "the end of the backward"
+
+
+def test_numbers_of_groups_are_raised_where_their_model_becomes_part_of_another():
+    spec = GroupSpec(ahead_in_forward=(1, 2), part_of=0, nbytes=7)
+    assert spec.shifted(3) == GroupSpec(ahead_in_forward=(4, 5), part_of=3, nbytes=7)
+    assert GroupSpec(ahead_in_backward=(0,)).shifted(3) == GroupSpec(ahead_in_backward=(3,))
+
+
 def chain(num_groups: int) -> dict[Phase, tuple[Event, ...]]:
     forward, backward = [], []
     for group in range(num_groups):
@@ -295,6 +332,60 @@ def test_groups_stay_for_the_backward_while_they_fit_in_the_bytes():
         assert {0, 1, 2, 3, 4} - resharded == kept
 
 
+@pytest.mark.parametrize(
+    ("options", "ahead"),
+    [
+        ({}, ["1", "2", "3", "4", ""]),
+        ({"depth": 0}, ["", "", "", "", ""]),
+        ({"depth": 2}, ["1 2", "3", "4", "", ""]),
+        ({"depth": 4, "max_gathers": 1}, ["", "", "", "", ""]),
+        ({"depth": 4, "max_gathers": 2}, ["1", "2", "3", "4", ""]),
+        ({"depth": 4, "max_gathers": 3}, ["1 2", "3", "4", "", ""]),
+        ({"depth": 4, "budget_nbytes": 9}, ["", "", "", "", ""]),
+        ({"depth": 4, "budget_nbytes": 19}, ["1", "2", "3", "4", ""]),
+        ({"depth": 4, "budget_nbytes": 20}, ["1 2", "3", "4", "", ""]),
+    ],
+)
+def test_so_many_groups_are_gathered_ahead_as_limits_allow(options, ahead):
+    schedule = plan(chain(5), SchedulePolicy(**options), lambda _: GroupSpec(nbytes=10))
+    assert gathered_ahead(schedule) == ahead
+
+
+def gathered_ahead(schedule: Schedule) -> list[str]:
+    """At each begin of a forward the groups that are gathered for later."""
+    return [
+        " ".join(str(a.group) for a in actions if a.kind is ActionKind.UNSHARD and a.group != event.group)
+        for event, actions in schedule.phases[Phase.FORWARD]
+        if event.kind is EventKind.FORWARD_BEGIN
+    ]
+
+
+def test_of_modules_that_are_cut_in_two_the_second_group_is_gathered_with_the_first():
+    specs = [GroupSpec(), GroupSpec(), GroupSpec(), GroupSpec(part_of=2), GroupSpec()]
+    assert gathered_ahead(plan(chain(5), SchedulePolicy(), specs.__getitem__)) == ["1", "2 3", "", "4", ""]
+    specs[0] = GroupSpec(ahead_in_forward=(2,))  # the first of them alone
+    assert gathered_ahead(plan(chain(5), SchedulePolicy(), specs.__getitem__)) == ["2", "3", "", "4", ""]
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "cap", "shared"),
+    [(3, 6, "1+2+3"), (4, 6, "1+2"), (7, 6, "1"), (1, 1, "1+2"), (0, 1, "1+2+3+4"), (1, 0, "1")],
+)
+def test_groups_join_a_collective_of_another_one_up_to_the_cap(nbytes, cap, shared):
+    assert fits([1, 2], 3, 6) and not fits([1, 2], 4, 6) and not fits([], 0, 0) and fits([], 1, 1)
+    policy = SchedulePolicy(bucket_cap_mb=cap / 2**20)
+    first, *_ = plan(chain(5), policy, lambda _: GroupSpec(nbytes=nbytes, bucket_key=0)).phases[Phase.FORWARD]
+    issued = [action for action in first.actions if action.kind is ActionKind.UNSHARD]
+    assert str(issued[1]) == f"unshard {shared}"
+
+
+def test_a_single_byte_is_kept_for_the_backward_where_one_may_be():
+    orders = {phase: events for phase, events in chain(3).items() if phase is Phase.BACKWARD}
+    for nbytes, kept in ((1, {2}), (0, set())):
+        policy = SchedulePolicy(keep_last=0, keep_nbytes=1)
+        assert needed_first(orders, policy, lambda _, n=nbytes: GroupSpec(nbytes=n)) == kept
+
+
 def stops(*lines: str) -> Schedule:
     return Schedule.parse("\n".join(lines))
 
@@ -317,11 +408,24 @@ def stops(*lines: str) -> Schedule:
         (("backward", "G 0: reduce 0", "G 0: hold 0"), "already being reduced"),
         (("forward", "F+ 0: unshard 0+1, wait 0", "F+ 1: unshard 1"), "group 1 is unsharded twice"),
         (("evaluation", "F- 0: reshard 0"), "at rest"),
+        (("evaluation", "F+ 0: unshard 0+1, wait 0", "F- 0: reshard 0"), "left at the end"),
     ],
 )
 def test_check_finds_each_kind_of_unsound_schedule(lines, complaint):
     with pytest.raises(AssertionError, match=complaint):
         check(stops(*lines))
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ("forward", "F+ 0: unshard 0+1, wait 0"),
+        ("evaluation", "F+ 0: unshard 0, wait 0"),
+        ("backward", "G 0: hold 0", "G 1: reduce 1+0", "E: wait-reduce 1+0, all-reduce 0, step 1"),
+    ],
+)
+def test_what_a_backward_or_another_evaluation_may_still_need_is_sound(lines):
+    check(stops(*lines))
 
 
 @pytest.mark.parametrize("line", ["F+ x: wait 0", "F+ 0: fetch 0", "F+ 0: wait", "F+ 0: wait 0+", "Q 0"])

@@ -369,8 +369,8 @@ class Follower:
         found = cursor.find(event)
         if found is not None:
             self._take(cursor.plan.entries[cursor.place : found + 1])
-        elif cursor.mode is Mode.LOCAL and not cursor.asking:
-            self._move(place=len(cursor.plan.entries), asking=True)
+        elif cursor.mode is Mode.LOCAL:
+            self._move(place=len(cursor.plan.entries))
             self.groups.set(live=0)
         spec = self.recorded.specs[group]
         if event.kind in BEGINS:

@@ -36,7 +36,7 @@ class Groups:
     ``states`` is replaced and never edited, so a shallow copy is a copy.
     """
 
-    def __init__(self, copied: int = 0) -> None:
+    def __init__(self, copied: int) -> None:
         self.copied = copied
         self.states = GroupStates()
         self.actions: tuple[Action, ...] = ()
