@@ -12,6 +12,7 @@ from shardwright.errors import CommError, InputError, MissingExtra, StorageError
 from shardwright.observe.ledger.lateness import Late, history
 from shardwright.observe.watch.diagnosis import (
     ERRORS,
+    FOREIGN_S,
     Answer,
     Diagnosis,
     Fault,
@@ -62,6 +63,8 @@ def test_other_collectives_under_one_number_are_a_divergence_whoever_waits():
     assert "number 2" in diagnosis.sentence
     assert "ranks 0, 1 launched 'b'" in diagnosis.sentence
     assert "rank 2 launched 'c'" in diagnosis.sentence
+    diagnosis = diagnose(found(says(0, "ab", 2), says(1, "cb"), says(2, "ab")), POLICY)
+    assert diagnosis.fault is Fault.DIVERGED and "number 1" in diagnosis.sentence
 
 
 def test_only_launches_that_both_remember_are_compared():
@@ -81,16 +84,36 @@ def test_ranks_that_wait_for_each_other_have_diverged_even_while_a_third_compute
     assert "save(step=3)" in diagnosis.sentence
 
 
-def test_a_wait_that_began_after_the_roll_was_called_proves_nothing():
+@pytest.mark.parametrize(
+    ("since_s", "in_flight", "fault"),
+    [
+        (0.1, False, Fault.SLOW),
+        (0.3, False, Fault.SLOW),
+        (0.5, False, Fault.DIVERGED),
+        (FOREIGN_S, True, Fault.SLOW),
+        (2 * FOREIGN_S, True, Fault.DIVERGED),
+    ],
+)
+def test_a_wait_that_began_after_the_roll_was_called_proves_nothing(since_s, in_flight, fault):
     first = says(0, "ab", 2)
-    second = dataclasses.replace(says(1, "a"), waits=Waits("save", 1, "save", 0.1))
-    assert diagnose(found(first, second, says(2, "ab"), took_s=0.3), POLICY).fault is Fault.SLOW
+    logs = {"axis": Launched(ALL, 1, ("a",)), "save": Launched(ALL, 1, ("save",))}
+    second = dataclasses.replace(says(1, "a"), waits=Waits("save", 1, "save", since_s, in_flight), logs=logs)
+    assert diagnose(found(first, second, says(2, "ab"), took_s=0.3), POLICY).fault is fault
+
+
+@pytest.mark.parametrize(("ended", "fault"), [(1, Fault.DIVERGED), (2, Fault.SLOW)])
+def test_a_rank_whose_device_is_elsewhere_is_waited_for_until_it_has_ended_what_others_wait_for(ended, fault):
+    first = says(0, "ab", 2)
+    logs = {"axis": Launched(ALL, 2, ("a", "b"), 2, ended), "save": Launched(ALL, 1, ("save",), 1, 0)}
+    second = dataclasses.replace(says(1, "ab"), waits=Waits("save", 1, "save", 9.0, True), logs=logs)
+    assert diagnose(found(first, second, says(2, "ab")), POLICY).fault is fault
 
 
 @pytest.mark.parametrize(
     ("call", "seconds", "fault"),
     [
         ("barrier", 2.5, Fault.DIVERGED),
+        ("barrier", FOREIGN_S, Fault.DIVERGED),
         ("barrier", 1.5, Fault.SLOW),
         ("recv", 20.0, Fault.SLOW),  # may be a long transfer
         ("recv", 31.0, Fault.DIVERGED),
@@ -109,6 +132,13 @@ def test_ranks_that_are_all_in_a_collective_of_the_callers_own_are_left_alone():
     assert diagnose(found(*answers), POLICY).fault is Fault.SLOW
 
 
+def test_of_ranks_beside_one_in_a_call_of_its_own_four_are_said():
+    answers = [says(0, "a", foreign="barrier", foreign_s=1.0), *(says(rank, "a") for rank in range(1, 6))]
+    diagnosis = diagnose(found(*answers, world=6), POLICY)
+    assert diagnosis.ranks == (1, 2, 3, 4, 5)
+    assert "rank 4:" in diagnosis.sentence and "rank 5:" not in diagnosis.sentence
+
+
 def test_what_was_raised_comes_before_everything_and_before_who_merely_left():
     notes = [Note(2, "", "", 1.0), Note(1, "ValueError: bad", "train.py:7 in main", 2.0)]
     diagnosis = diagnose(found(says(0, "ab", 2), notes=notes, ended=frozenset({1, 2})), POLICY)
@@ -125,6 +155,7 @@ def test_a_process_that_ended_without_a_word_is_lost():
 def test_silence_is_slow_until_lost_s():
     slow = found(says(0, "ab", 2), says(2, "ab", 2), silent={1: 29.0})
     assert diagnose(slow, POLICY).fault is Fault.SLOW
+    assert diagnose(dataclasses.replace(slow, silent={1: POLICY.lost_s}), POLICY).fault is Fault.SLOW
     assert diagnose(dataclasses.replace(slow, silent={1: 31.0}), POLICY).fault is Fault.LOST
 
 
@@ -132,6 +163,7 @@ def test_idling_is_an_error_only_beyond_stall_s():
     answers = found(says(0, "ab", 2), says(1, "a", idle_s=5.0), says(2, "ab", 2))
     assert diagnose(answers, POLICY).fault is Fault.SLOW
     assert diagnose(answers, WatchPolicy(stall_s=6.0)).fault is Fault.SLOW
+    assert diagnose(answers, WatchPolicy(stall_s=5.0)).fault is Fault.SLOW
     stalled = diagnose(answers, WatchPolicy(stall_s=2.0))
     assert (stalled.fault, stalled.ranks) == (Fault.STALLED, (1,))
     assert "train.py:1" in stalled.sentence
@@ -143,6 +175,7 @@ def test_idling_is_an_error_only_beyond_stall_s():
         ((60, 60, 60), None, Fault.SLOW),  # a slow link may take that long
         ((60, 60, 60), 90.0, Fault.SLOW),
         ((60, 60, 60), 30.0, Fault.STALLED),
+        ((30, 30, 30), 30.0, Fault.SLOW),
         ((60, 60, 1), 30.0, Fault.SLOW),  # the last one has only just launched it
     ],
 )
@@ -153,6 +186,18 @@ def test_what_all_have_launched_is_an_error_only_beyond_collective_s(since_s, bo
     if fault is Fault.STALLED:
         assert diagnosis.ranks == ALL
         assert "b (forward of pass 3) has not ended for 30 s" in diagnosis.sentence
+
+
+@pytest.mark.parametrize(
+    ("begun", "ranks", "remedy"), [(1, (1,), "the device of rank 1"), (2, ALL, "network")]
+)
+def test_of_a_stuck_collective_the_rank_is_named_whose_device_has_not_begun_it(begun, ranks, remedy):
+    log = Launched(ALL, 2, ("a", "b"), begun)
+    answers = [says(rank, "ab", 2, since_s=60) for rank in ALL]
+    answers[1] = dataclasses.replace(answers[1], logs={"axis": log})
+    diagnosis = diagnose(found(*answers), WatchPolicy(collective_s=30.0))
+    assert (diagnosis.fault, diagnosis.ranks) == (Fault.STALLED, ranks)
+    assert remedy in diagnosis.remedy
 
 
 def test_a_rank_that_has_not_launched_is_never_called_a_stuck_collective():
@@ -189,6 +234,9 @@ def test_the_table_has_a_row_for_each_thing_that_ranks_do():
     assert rows[1].split()[:4] == ["0-61", "waits", "in", "b"]
     assert "train.py:40 in main" in rows[1]
     assert "has not come yet" in rows[3]
+    notes = [Note(0, "ValueError", "a.py:1", 1.0)]
+    rows = table(found(says(1, "a"), notes=notes, ended=frozenset({2}))).splitlines()
+    assert [row.split()[-3:-1] for row in rows[1:2]] == [["0.0", "s"]] and rows[3].endswith("0.0 s")
 
 
 def test_every_error_names_its_class_the_table_and_a_remedy():
