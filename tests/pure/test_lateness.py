@@ -6,7 +6,17 @@ from types import SimpleNamespace
 import pytest
 
 from shardwright.observe.ledger import lateness
-from shardwright.observe.ledger.lateness import STEPS, Late, Lateness, Looks, WaitChange, history, judged
+from shardwright.observe.ledger.lateness import (
+    STEPS,
+    Late,
+    Lateness,
+    Looks,
+    NamedLate,
+    WaitChange,
+    history,
+    judged,
+)
+from shardwright.observe.ledger.ledger import Ledger, Line
 from shardwright.transport.launches import process_state
 from shardwright.transport.recorder import WAIT
 from tests.pure import test_ledger
@@ -204,3 +214,130 @@ def test_the_history_counts_steps_and_not_looks(monkeypatch):
 def test_a_run_of_an_older_version_has_no_steps_that_a_finding_stands_for():
     old = '{"time": 1.0, "rank": 1, "host": "a", "share": 0.1, "steps": 20, "cause": "data", "detail": ""}'
     assert Late.from_json(old).stands == 20
+
+
+def changes(monkeypatch, windows, step_s=1.0, of=lambda waited: [waited] * STEPS):
+    """What a rank notices at the end of each 20 steps, in which it waits for ``of`` a number of seconds."""
+    own, found, steps = Lateness(), [], [(1, 0.0, [])]
+    for waited in windows:
+        for seconds in of(waited):
+            number = len(steps) + 1
+            waits = [(WAIT, "", None, process_state.thread, 5.0, 5.0 + seconds)]
+            other = [("compute", "", None, process_state.thread, 0.0, 9.0), (WAIT, "", None, -1, 0.0, 9.0)]
+            steps.append((number, step_s * number, [*waits, *other]))
+        running = (len(steps) + 1, step_s * (len(steps) + 1), [])
+        recorder = SimpleNamespace(number=running[0], steps=lambda kept=(*steps, running): kept)
+        monkeypatch.setattr(lateness, "recorder", recorder)
+        change = own.waits()
+        found.append(" ".join(name for name, is_so in change._asdict().items() if is_so) or "-")
+        assert own.waits() is None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("windows", "noticed"),
+    [
+        ([0.046875, 0.0625, 0.0625], ["-", "much risen", "much"]),
+        ([0.125, 0.1796875, 0.1796875], ["much risen", "much risen", "much"]),
+        (
+            [0.125, 0.15, 0.0625, 0.02, 0.03, 0.0, 0.0],
+            ["much risen", "much", "much", "ended", "-", "ended", "-"],
+        ),
+        ([0.5, 0.1, 0.1, 0.1, 0.5], ["much risen", "much", "much", "much", "much"]),
+        ([0.5, 0.1, 0.1, 0.1, 0.1, 0.5], ["much risen", "much", "much", "much", "much", "much risen"]),
+    ],
+)
+def test_waits_are_much_and_risen_from_5_percent_of_a_step_on_and_ended_below_half_of_that(
+    monkeypatch, windows, noticed
+):
+    assert changes(monkeypatch, windows) == noticed
+
+
+def test_what_is_just_as_much_as_the_bar_is_much_and_neither_risen_nor_ended(monkeypatch):
+    assert changes(monkeypatch, [2.0, 2.0, 1.0, 0.9], 40.0) == ["much", "much", "-", "ended"]
+
+
+def test_a_rank_waits_much_in_steps_of_which_it_waits_in_half(monkeypatch):
+    def of(waited):
+        return [0.0] * (STEPS // 2) + [waited] * (STEPS // 2)
+
+    assert changes(monkeypatch, [0.5, 0.5], of=of) == ["much risen", "much"]
+    assert changes(monkeypatch, [0.5], of=lambda waited: [0.0, *of(waited)[:-1]]) == ["-"]
+
+
+@pytest.mark.parametrize(("kept", "looks"), [(1, False), (2, True)])
+def test_one_step_that_is_remembered_is_no_reason_to_look(monkeypatch, kept, looks):
+    steps = [(number, float(number), []) for number in (21, 22)][-kept:]
+    monkeypatch.setattr(lateness, "recorder", SimpleNamespace(number=22, steps=lambda: steps))
+    assert (Lateness().waits() is not None) is looks
+
+
+def test_a_look_is_due_when_waits_have_risen_or_ended_or_the_pause_has():
+    quiet, much, risen, ended = (
+        WaitChange(*map(bool, each)) for each in ((0, 0, 0), (1, 0, 0), (1, 1, 0), (0, 0, 1))
+    )
+    looks = Looks(window=10, pause=4)
+    named = looks._replace(told=(NamedLate(1, "node", "data", 0.2),))
+    assert [looks.is_due(11, each) for each in (quiet, much, risen, ended)] == [False, False, True, False]
+    assert [named.is_due(11, each) for each in (quiet, much, risen, ended)] == [False, False, True, True]
+    assert [looks.is_due(window, much) for window in (13, 14)] == [False, True]
+    assert [named.is_due(window, quiet) for window in (13, 14)] == [False, True]
+    assert not looks.is_due(14, quiet)
+
+
+@pytest.mark.parametrize(
+    ("pause", "cause", "share", "said", "after"),
+    [
+        (2, "data", 0.25, 0, 4),
+        (2, "data", 0.375, 0, 4),
+        (2, "data", 0.3828125, 1, 4),
+        (2, "user code", 0.0625, 1, 1),
+        (64, "data", 0.25, 0, 64),
+    ],
+)
+def test_a_line_says_a_new_cause_or_half_as_much_again(pause, cause, share, said, after):
+    looks = Looks(10, pause, (NamedLate(1, "node", "data", 0.25),))
+    late = Late(0.0, 1, "node", share, STEPS, cause, "")
+    looks, lines = looks.then(12, WaitChange(True, False, False), late, {1: share})
+    assert (len(lines), looks.pause) == (said, after)
+
+
+@pytest.mark.parametrize(("share", "over"), [(0.024, True), (0.025, False)])
+def test_a_named_rank_is_late_no_more_below_half_of_the_bar(share, over):
+    looks = Looks(10, 2, (NamedLate(1, "node", "data", 0.25),))
+    _, lines = looks.then(12, WaitChange(False, False, True), None, {1: share})
+    assert bool(lines) is over
+
+
+def late_of(seconds, whose=1, other=0.0):
+    """Who is late where rank 0 waits so long in each step of a second, for data; and for another rank."""
+    lines = [Line(0, step, "data", whose, each) for step, each in enumerate(seconds) if each]
+    lines += [Line(0, step, "data", 2, other) for step in range(len(seconds))]
+    lasted = {(rank, step): 1.0 for rank in (0, whose) for step in range(len(seconds))}
+    found = lateness._late_rank(Ledger(lines, lasted, {0: "a", whose: "b"}))
+    return found and found.rank
+
+
+@pytest.mark.parametrize(
+    ("seconds", "late"),
+    [
+        ([0.0625] * 20, 1),
+        ([0.04] * 20, None),
+        ([3 / 32] * 10 + [1 / 32] * 2 + [0.0] * 8, None),  # just 5% of all
+        ([3 / 32] * 10 + [1 / 32] * 3 + [0.0] * 7, 1),
+        ([0.2] * 9 + [0.05] * 2 + [0.0] * 9, None),  # more than 5% in fewer than half
+        ([0.2] * 10 + [0.0] * 10, 1),
+        ([0.5] * 8 + [0.0] * 12, None),
+    ],
+)
+def test_a_rank_is_late_that_costs_more_than_5_percent_in_all_and_in_half_of_the_steps(seconds, late):
+    assert late_of(seconds) == late
+
+
+@pytest.mark.parametrize(("other", "late"), [(0.125, None), (0.1, 1)])
+def test_a_cause_is_a_ranks_own_where_it_costs_more_than_three_times_what_another_one_costs(other, late):
+    assert late_of([0.375] * 20, other=other) == late
+
+
+def test_a_rank_alone_costs_nobody_anything():
+    assert lateness._share(Ledger([], {(0, 1): 1.0}, {0: "a"}), 0, {1}) == 0.0

@@ -6,7 +6,8 @@ from collections import defaultdict
 import pytest
 
 from shardwright.observe.ledger.causes import CAUSES, NOBODY, REMEDIES, REST
-from shardwright.observe.ledger.ledger import Ledger, Line, booked, table
+from shardwright.observe.ledger.ledger import Ledger, Line, _holdups, _usual_rates, booked, table
+from shardwright.observe.ledger.slow_links import _longer, slow_links
 from shardwright.observe.steps.rings import CoreUse, Record, RecordedStep, Ring
 
 BLOCKS, MS = 4, 1e-3
@@ -216,6 +217,115 @@ def test_clocks_that_differ_are_no_lateness():
         assert loss.seconds < 6 * 3 * 1.2 * MS, loss
 
 
+@pytest.mark.parametrize(("late_us", "whose"), [(40, set()), (75, {1}), (200, {1})])
+def test_lateness_of_more_than_clocks_differ_by_is_the_late_ranks(late_us, whose):
+    late_s, place = late_us * 1e-6, {"transport": TRANSPORT, "number": 1}
+
+    def ring(rank, issue, start):
+        own = [
+            Record("compute", "", ("g",), 2, "forward", 0, 1.0, 1.0, start),
+            Record("runtime", "F+", (), 2, "forward", 0, start, start, 1.02),
+            Record("wait", "all-gather", ("g",), 2, "forward", 0, issue, start, 1.02, **place),
+            Record(
+                "collective", "all-gather", ("g",), 2, "forward", 0, issue, issue, 1.02, met=True, **place
+            ),
+        ]
+        steps = [RecordedStep(2, 1.0, 1.02), RecordedStep(3, 1.02, 1.02)]
+        return Ring(rank, 2, f"node{rank}", {TRANSPORT: (0, 1)}, steps, own, [])
+
+    ledger = booked([ring(0, 1.01, 1.01), ring(1, 1.01 + late_s, 1.01 + late_s)])
+    found = [line for line in ledger.of(0, 2) if line.whose == 1]
+    assert {line.whose for line in found} == whose
+    assert sum(line.seconds for line in found) == pytest.approx(late_s if whose else 0.0)
+
+
+def collective(issue, end, number=1, **more):
+    place = {"transport": TRANSPORT, "number": number, "met": True}
+    return Record("collective", "all-gather", ("g",), 2, "forward", 64, issue, issue, end, **place, **more)
+
+
+def ring_of(rank, records, cores=(), end=1.1):
+    steps = [RecordedStep(2, 1.0, end), RecordedStep(3, end, end)]
+    return Ring(rank, 2, f"node{rank}", {TRANSPORT: (0, 1)}, steps, records, [], [], cores)
+
+
+def test_a_rank_that_launches_two_at_once_was_not_in_step_at_the_first_of_them():
+    wait = Record("wait", "all-gather", ("g",), 2, "forward", 64, 1.005, 1.01, 1.02, "", 2)._replace(
+        transport=TRANSPORT
+    )
+    around = Record("runtime", "F+", (), 2, "forward", 0, 1.01, 1.01, 1.02)
+    own = [collective(1.0, 1.02), collective(1.005, 1.02, 2), around, wait]
+    save = Record("span", "save", (), 2, "forward", 0, 1.0, 1.0, 1.012)
+    data = Record("span", "data", (), 2, "forward", 0, 1.012, 1.012, 1.02)
+    theirs = [save, data, collective(1.02, 1.02), collective(1.02, 1.02, 2)]
+    ledger = booked([ring_of(0, own), ring_of(1, theirs)])
+    found = {line.cause: line.seconds for line in ledger.of(0, 2) if line.whose == 1}
+    assert found == {"checkpoint": pytest.approx(0.006), "data": pytest.approx(0.004)}
+
+
+def test_what_holds_up_the_threads_of_a_rank_takes_more_than_a_millisecond():
+    collections = [
+        Record("gc", "", (), 2, "", 0, at, at, at + took) for at, took in ((1.0, 0.0009), (1.02, 0.002))
+    ]
+    cores = [CoreUse(at, at + 0.01, 0.0, 0.0, 0, 0.0, stopped) for at, stopped in ((1.0, 1e-3), (1.01, 2e-3))]
+    found = _holdups(ring_of(0, collections, tuple(cores)))
+    assert [(cause, start) for cause, start, *_ in found] == [
+        ("CPU quota", 1.01),
+        ("garbage collection", 1.02),
+    ]
+
+
+def test_what_a_transfer_usually_takes_is_that_of_the_fastest_tenth():
+    records = [collective(1.0, 1.0 + number / 100, number) for number in range(1, 21)]
+    issues = {(TRANSPORT, number): {0: 1.0} for number in range(1, 21)}
+    (usual,) = _usual_rates([ring_of(0, records)], issues).values()
+    assert usual == pytest.approx(0.03)
+
+
+def sent(source, to, link_s, alone=False):
+    """A message that took so long; alone: another one to the same rank took as long."""
+    return collective(1.0, 1.1, link=(to,) if alone else (source, to), link_s=link_s)
+
+
+USUAL_S, SLOW_S = 2.0**-10, 2.0**-5
+
+
+@pytest.mark.parametrize(
+    ("slow", "named"),
+    [
+        ([], {}),
+        ([(0, sent(1, 0, SLOW_S))], {1: "what it sends"}),
+        ([(0, sent(1, 0, SLOW_S)), (2, sent(1, 2, SLOW_S))], {1: "what it sends"}),
+        ([(1, sent(0, 1, SLOW_S, alone=True))], {1: "what it receives"}),
+        ([(0, sent(1, 0, SLOW_S)), (1, sent(0, 1, SLOW_S, alone=True))], {1: "what it receives"}),
+        ([(0, sent(1, 0, 1.5 * USUAL_S))], {}),
+    ],
+)
+def test_a_link_is_slow_one_way_or_the_other(slow, named):
+    usual = {rank: [sent((rank + 1) % 3, rank, USUAL_S)] * 8 for rank in range(3)}
+    rings = [ring_of(rank, own + [each for to, each in slow if to == rank]) for rank, own in usual.items()]
+    assert slow_links(rings) == named
+
+
+def test_a_message_is_slow_beside_the_fastest_tenth_of_those_like_it():
+    longer = _longer([ring_of(0, [sent(1, 0, number / 100) for number in range(1, 21)])])
+    assert longer == {(1, 0): pytest.approx(sum(number - 3 for number in range(5, 21)) / 100)}
+
+
+def test_a_table_has_a_column_for_each_of_eight_ranks_and_no_numbers_that_round_to_nothing():
+    hosts = {rank: f"node{rank}" for rank in range(9)}
+    lines = [Line(rank, 1, "data", rank, 5e-5 if rank else 4e-5) for rank in hosts]
+    rows = table(Ledger(lines, {(rank, 1): 0.1 for rank in hosts}, hosts), 1).splitlines()
+    assert rows[0].split()[4:] == [word for rank in range(8) for word in ("rank", str(rank))]
+    assert rows[1].split() == ["data", "-", *["0.1"] * 7]
+
+
+def test_a_collection_of_garbage_beside_all_that_the_thread_does_is_in_the_rest():
+    compute = Record("compute", "", ("g",), 2, "forward", 0, 1.0, 1.0, 1.05)
+    ledger = booked([ring_of(0, [compute, Record("gc", "", (), 2, "", 0, 1.05, 1.05, 1.06)])])
+    assert {line.cause: round(line.seconds, 6) for line in ledger.lines} == {"compute": 0.05, REST: 0.05}
+
+
 def spent(kind, action, *, ran, queued=0.0, faults=0, others=0.0, throttled=0.0):
     """Milliseconds by cause of one slice of 100 ms, in which the kernel counted that."""
     record = Record(kind, action, (), 2, "", 0, 1.0, 1.0, 1.1, note="train.py:7 in main")
@@ -237,6 +347,8 @@ def test_what_a_rank_did_not_compute_has_a_cause_of_its_own():
     found = spent("span", "data", ran=10, queued=90, throttled=60)
     assert found == {"data": (10.0, line), "CPU quota": (60.0, ""), "busy cores": (30.0, "")}
     assert spent("compute", "", ran=60, queued=40, throttled=200)["CPU quota"] == (40.0, "")
+    assert spent("compute", "", ran=99.85, queued=0.15).keys() == {"compute", "busy cores"}
+    assert spent("compute", "", ran=99.95, queued=0.05).keys() == {"compute"}
     # Blocked: pages from disk, with the kernel's work for them; or asleep, which isn't computing either.
     assert spent("compute", "", ran=40, faults=1000) == {"compute": (10.0, "loss"), "paging": (90.0, line)}
     assert spent("compute", "", ran=20) == {"compute": (20.0, "loss"), "user code": (80.0, line)}
