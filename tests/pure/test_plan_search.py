@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from shardwright.errors import InputError
 from shardwright.plan import Choice, estimate, search
 from shardwright.plan.cluster import DEVICES, GIB, Cluster
 from shardwright.plan.predict import price
-from shardwright.plan.search import Space, fastest, greedy
+from shardwright.plan.search import Candidate, FoundPlan, Space, Tried, fastest, greedy, thriftiest
 from shardwright.plan.subject import of_architecture
 from shardwright.plan.transformer import Architecture, Microbatch, workload
 
@@ -160,3 +161,78 @@ def test_of_two_that_hold_as_much_the_faster_one_is_the_plan():
 def test_a_budget_of_nothing_is_refused():
     with pytest.raises(InputError, match="budget must be a positive number of bytes, got 0"):
         search(on_meta(), sample(), Cluster(DEVICES["H100"], 8), budget=0)
+
+
+def one(step_s, nbytes, **changes):
+    """A candidate that was tried."""
+    return Tried(PLAIN._replace(**changes), step_s, nbytes)
+
+
+PLAIN = Candidate(1, 0.0, 8, True, 0.0, 1, 1, "nothing", "plain")
+
+
+@pytest.mark.parametrize(
+    ("other", "beaten"),
+    [((2.0, 9), True), ((3.0, 8), True), ((2.0, 8), False), ((1.0, 12), False), ((3.0, 7), False)],
+)
+def test_a_candidate_beats_another_one_in_time_or_memory_where_it_loses_in_neither(other, beaten):
+    assert one(2.0, 8).beats(one(*other)) is beaten
+
+
+@pytest.mark.parametrize(
+    ("tried", "why"),
+    [
+        ((1.0, 11 * GIB), "holds 1.0 GiB more than there is"),
+        ((1.0, 10 * GIB), "takes 50.0% less, but holds 2.0 GiB more"),
+        ((2.0, 8 * GIB), "takes 0.0% longer"),
+        ((3.0, 8 * GIB), "takes 50.0% longer"),
+        ((3.0, 7 * GIB), "takes 50.0% longer, and holds 1.0 GiB less"),
+    ],
+)
+def test_why_a_candidate_lost_is_its_memory_or_its_time(tried, why):
+    assert FoundPlan._why(SimpleNamespace(budget_nbytes=10 * GIB), one(*tried), one(2.0, 8 * GIB)) == why
+
+
+def space_of_ranks(ranks, ranks_per_host=8):
+    work = workload(NARROW, Microbatch(128, 1))
+    return Space(Cluster(DEVICES["H100"], ranks, ranks_per_host), Choice(), {1: work})
+
+
+@pytest.mark.parametrize(
+    ("ranks", "per_host", "shards", "reshards"),
+    [
+        (8, 8, (8,), (True,)),
+        (16, 8, (16, 8), (True, 8)),
+        (128, 8, (128, 64, 8), (True, 8)),
+        (4, 1, (4, 1), (True,)),
+    ],
+)
+def test_parameters_are_sharded_over_all_ranks_or_a_host_and_resharded_over_a_host_of_several(
+    ranks, per_host, shards, reshards
+):
+    values = space_of_ranks(ranks, per_host).values
+    assert (values["shards"], values["reshards"]) == (shards, reshards)
+
+
+def test_a_candidate_is_priced_as_it_says():
+    space = space_of_ranks(16)
+    plain = Candidate(*(each[0] for each in space.values.values()))
+    for candidate, budget, reshards in (
+        (plain, None, True),
+        (plain._replace(ahead=2), int, True),
+        (plain._replace(reshards=8), None, 8),
+        (plain._replace(reshards=8, shards=8), None, True),
+    ):
+        space.price(candidate)
+        choice = space.seen[candidate][1].choice
+        found = choice.policy.budget_nbytes
+        assert (found is None) if budget is None else isinstance(found, budget)
+        assert choice.reshard_after_forward is reshards or choice.reshard_after_forward == reshards != 1
+
+
+def test_of_what_takes_at_most_a_hundredth_longer_that_which_holds_least_is_taken():
+    best = one(100.0, 20)
+    tried = [best, one(101.0, 9, groups=2), one(101.1, 8, groups=3), one(100.0, 7, base="nf4")]
+    space = SimpleNamespace(seen={each.candidate: (each, None) for each in tried})
+    assert thriftiest(space, best, 30) == tried[1]
+    assert thriftiest(SimpleNamespace(seen={PLAIN: (best, None)}), best, 10) == best
