@@ -1,0 +1,125 @@
+"""Tests see each comparison, constant and return of the pure rooms that is turned (mutants.py)."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.pure import mutants
+
+ROOT = Path(__file__).parents[2]
+DOCUMENT = ROOT / "docs/design/follower.md"
+_BAR = "of numbers that are measured none is just the bar"
+_CHECKER = "for the type checker: it isn't so there"
+_EMPTY = "what takes no time is kept, or not: nothing is booked to it"
+_MEMORY = "a bound of what is remembered or looked at, which may be any"
+_NUMBERED = "collectives have numbers of their own, of which only equal ones count"
+_ORDER = "of two that begin and end together either may be first"
+_REPLACED = "a place is taken that is written before it is read"
+_SCALED = "all that is compared grows alike"
+_START = "one more start, which leads to what is at least as good"
+REASONED: dict[str, str] = {
+    "schedule/follower.py (module): _MOST_PASSED = 16: 16 is 17": _MEMORY,
+    "schedule/follower.py Follower.__init__: self._place = 0: 0 is 1": _REPLACED,
+    "schedule/follower.py Follower.__init__: self._answer: Answer = 0: 0 is 1": _REPLACED,
+    "schedule/follower.py Follower.abandon: ((), (), (), 0): 0 is 1": _REPLACED,
+    "schedule/follower.py Follower._leave_exact: ((), 0): 0 is 1": _REPLACED,
+    "schedule/follower.py Follower._leave_exact: len(self._passed) < _MOST_PASSED: <=": _MEMORY,
+    "schedule/layout.py ParamLayout.strides: [0]: 0 is 1": _REPLACED,
+    "schedule/layout.py contiguous_strides: ParamLayout(shape, 1, None): 1 is 2": (
+        "what is kept whole is the same in any world"
+    ),
+    "schedule/planner.py Planner.__init__: self._issued = 0: 0 is 1": _NUMBERED,
+    "schedule/planner.py Planner._begin: self._issued += 1: 1 is 2": _NUMBERED,
+    "schedule/planner.py Planner._gather_ahead: self._issued += 1: 1 is 2": _NUMBERED,
+    "schedule/recorded.py (module): _MAX_CELLS = 4000000: 4000000 is 4000001": _MEMORY,
+    "schedule/recorded.py RecordedSchedules.__init__: self.digest = 0: 0 is 1": _REPLACED,
+    "schedule/recorded.py RecordedSchedules.note_used: default=0: 0 is 1": "without groups none is gone",
+    "schedule/recorded.py _shared_lengths: len(second) + 1: 1 is 2": _MEMORY,
+    "schedule/recorded.py _shared_lengths: len(second) + 1: 1 is 2 (2)": _MEMORY,
+    "schedule/recorded.py _shared_lengths: below[j + 1] + 1: 1 is 2": _SCALED,
+    "observe/ledger/late.py _most: each.end <= start: <": _EMPTY,
+    "observe/ledger/lateness.py (module): _MOST_STEPS = 1280: 1280 is 1281": "as many whole windows",
+    "observe/ledger/lateness.py Looks.then: shares.get(each.rank, 1.0): 1.0 is 2.0": "far above the bar",
+    "observe/ledger/lateness.py history: causes.most_common(1): 1 is 2": "the first of them is read",
+    "observe/ledger/ledger.py (module): _FAR_BACK = 400: 400 is 401": _MEMORY,
+    "observe/ledger/ledger.py _Books._profile: bisect_right(starts, start) - 1: 1 is 2": _EMPTY,
+    "observe/ledger/ledger.py _Books._profile: seconds <= 0: <": _EMPTY,
+    "observe/ledger/ledger.py _Books._profile: sum((line.seconds for line in lines)) or 1.0: 1.0 is 2.0": (
+        _EMPTY
+    ),
+    "observe/ledger/ledger.py _Books._apart: total_s - left_s < _NOTED_S: <=": _BAR,
+    **{
+        f"observe/ledger/ledger.py _Books._wait: Line(rank, 0, {rest}): 0 is 1": _REPLACED
+        for rest in (
+            "*who, part.late_s * share, detail",
+            "SCHEDULE, rank, part.usual_s, f'{wait.action} on demand'",
+            "LINK, NOBODY, part.usual_s, wait.transport",
+            "*part.held, part.held_s",
+            "LINK, whose, seconds, where or wait.transport",
+        )
+    },
+    "observe/ledger/ledger.py _Books._held: each_start < end: <=": _EMPTY,
+    "observe/ledger/ledger.py _Books._held: each_end > start: >=": _EMPTY,
+    "observe/ledger/ledger.py _Books._more: (1.0, ''): 1.0 is 2.0": _SCALED,
+    "observe/ledger/ledger.py summary: :1: 1 is 2": "the first of them is read",
+    "observe/ledger/ledger.py summary: world > 1: >=": "of one rank nobody waits for another",
+    "observe/ledger/slices.py _tiles: :2: 2 is 3": _ORDER,
+    "observe/ledger/slices.py _tiles: each.start < clear[-1].end: <=": _EMPTY,
+    "observe/ledger/slices.py _tiles: each.end > each.start: >=": _EMPTY,
+    "observe/ledger/slices.py _tiles: clear[at].end <= start: <": _EMPTY,
+    "observe/ledger/slices.py _tiles: cut.start > start: >=": _EMPTY,
+    "observe/ledger/slices.py _tiles: cut.start < start: <=": _EMPTY,
+    "observe/ledger/slices.py _tiles: tile.end > start: >=": _EMPTY,
+    "observe/ledger/slices.py _without_core: use.end - use.start - use.ran_s < _NOTED_S: <=": _BAR,
+    "observe/ledger/slices.py _without_core: end > each.start: >=": _EMPTY,
+    "observe/ledger/slices.py _without_core: :2: 2 is 3": _ORDER,
+    "observe/ledger/slices.py _parts: queued_s > _NOTED_S: >=": _BAR,
+    "observe/ledger/slices.py _parts: seconds > 0: >=": _EMPTY,
+    "observe/ledger/slices.py _parts: blocked_s < _BLOCKED_S: <=": _BAR,
+    "observe/ledger/slices.py _parts: idle_s > _BLOCKED_S: >=": _BAR,
+    "observe/watch/diagnosis.py _different_launches: max((log.count for log in logs.values())) + 1: 1 is 2": (
+        "nobody has launched what comes after all"
+    ),
+    "observe/watch/diagnosis.py table: range(3): 3 is 4": "nothing stands behind the last column",
+    "plan/simulate.py _Step.compute: -4: 4 is 5": "the fifth one ago has ended before what is computed",
+    "plan/search.py greedy: space.price(least).nbytes > budget: >=": _START,
+    "plan/search.py greedy: space.price(starts[-1]).nbytes > budget: >=": _START,
+    "observe/watch/diagnosis.py _slow: answer.waits.since_s if answer.waits else 0.0: 0.0 is 1.0": _CHECKER,
+}
+"""Those that no test sees, with the reason."""
+
+
+def seen_by(*arguments):
+    """By mutant the name of the test that has seen it, or ""."""
+    command = [sys.executable, "-m", "tests.pure.mutants", "--json", *arguments]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    return dict(map(json.loads, run.stdout.splitlines()))
+
+
+def test_what_no_test_sees_is_in_the_source():
+    assert REASONED.keys() <= {str(mutant) for mutant in mutants.mutants()}
+
+
+def test_the_document_says_how_many_are_turned_and_how_many_are_seen():
+    num = len(mutants.mutants())
+    told = f"{num} such changes", f"{num - len(REASONED)} of them are seen", f"{len(REASONED)} more"
+    document = " ".join(DOCUMENT.read_text().split())
+    assert [each for each in told if each not in document] == []
+
+
+def test_tests_see_some_that_are_turned():
+    seen = seen_by("schedule/grouping.py", "observe/watch/diagnosis.py", "--each", "8")
+    assert len(seen) >= 8
+    assert {mutant for mutant, test in seen.items() if not test} <= REASONED.keys()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.parametrize("file", [file for held in mutants.HELD for file in held.files])
+def test_tests_see_all_that_are_turned(file):
+    unseen = {mutant for mutant, test in seen_by(file).items() if not test}
+    assert unseen == {mutant for mutant in REASONED if mutant.startswith(f"{file} ")}
