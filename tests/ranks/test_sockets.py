@@ -375,7 +375,7 @@ def interrupted(rank, world):
         own = [bytearray(nbytes * b"\xa5") for nbytes in range(600, 1100) for _ in range(4)]
     dist.barrier()
     if rank == 1:
-        with pytest.raises(CommError, match=r"rank 0 was interrupted \(KeyboardInterrupt\) as it began 'gather'"):
+        with pytest.raises(CommError, match=r"rank 0 was interrupted .* as it began 'gather'"):
             comm.all_gather([Segment(flat, layout.spans)], "gather").wait()
     dist.barrier()
     return rank == 1 or not any(each.strip(b"\xa5") for each in own)
