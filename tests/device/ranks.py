@@ -14,8 +14,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwright import nf4
 from shardwright.engine import hooks
+from shardwright.engine.listeners import listeners
 from shardwright.engine.unit import units_in
 from shardwright.errors import CommError
+from shardwright.observe import attached
 from shardwright.observe.watch import lifecycle
 from shardwright.policy import CPUOffloadPolicy, DiskOffloadPolicy
 from shardwright.torch_private import new_group_of
@@ -236,6 +238,8 @@ class Job:
         """What each rank gives of the model of that number."""
         stand_ins = [
             (lifecycle, "keep_watch", lambda: None),
+            (attached, "keep_watch", lambda: None),
+            (listeners, "sharding", []),
             (meshes, "_make_comm", self._make_comm),
             (dist, "all_reduce", self._all_reduce),
             (saving, "_is_on_device", lambda t: not self.world.device.memory.is_on_host(cases.inner_of(t))),

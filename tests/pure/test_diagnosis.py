@@ -305,6 +305,7 @@ def test_of_three_hosts_the_one_that_hears_of_no_other_is_cut_off_and_of_two_eit
     hosts = {0: "10.0.0.1", 1: "10.0.0.2", 2: "10.0.0.3"}
     alone = dataclasses.replace(found(says(0, "a"), world=3), silent=silent, asker=0, hosts=hosts)
     assert diagnose(alone, POLICY).sentence.startswith("rank 0 is cut off: ranks 1, 2 on 2 other hosts")
+    assert diagnose(alone, POLICY).remedy == "Look at the network of rank 0's host."
     beside = dataclasses.replace(alone, hosts=hosts | {2: "10.0.0.2"})
     assert "are lost, or rank 0 is cut off" in diagnose(beside, POLICY).sentence
     heard = found(says(0, "a"), says(2, "a"), world=3)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shardwright.errors import ConfigError, OutOfMemory
-from shardwright.observe import host_memory
+from shardwright.transport import host_memory
 from shardwright.transport.cpu import pages
 from shardwright.transport.cpu.pages import take_bytes
 from shardwright.transport.host_memory import allocated_nbytes, budget_of, resident_nbytes

@@ -163,9 +163,9 @@ def test_a_budget_of_nothing_is_refused():
         search(on_meta(), sample(), Cluster(DEVICES["H100"], 8), budget=0)
 
 
-def one(step_s, nbytes, **changes):
+def one(step_s, nbytes, over_nbytes=0.0, **changes):
     """A candidate that was tried."""
-    return Tried(PLAIN._replace(**changes), step_s, nbytes)
+    return Tried(PLAIN._replace(**changes), step_s, nbytes, over_nbytes)
 
 
 PLAIN = Candidate(1, 0.0, 8, True, 0.0, 1, 1, "nothing", "plain")
@@ -182,7 +182,7 @@ def test_a_candidate_beats_another_one_in_time_or_memory_where_it_loses_in_neith
 @pytest.mark.parametrize(
     ("tried", "why"),
     [
-        ((1.0, 11 * GIB), "holds 1.0 GiB more than there is"),
+        ((1.0, 11 * GIB, GIB), "holds 1.0 GiB more than there is"),
         ((1.0, 10 * GIB), "takes 50.0% less, but holds 2.0 GiB more"),
         ((2.0, 8 * GIB), "takes 0.0% longer"),
         ((3.0, 8 * GIB), "takes 50.0% longer"),
@@ -190,7 +190,7 @@ def test_a_candidate_beats_another_one_in_time_or_memory_where_it_loses_in_neith
     ],
 )
 def test_why_a_candidate_lost_is_its_memory_or_its_time(tried, why):
-    assert FoundPlan._why(SimpleNamespace(budget_nbytes=10 * GIB), one(*tried), one(2.0, 8 * GIB)) == why
+    assert FoundPlan._why(SimpleNamespace(), one(*tried), one(2.0, 8 * GIB)) == why
 
 
 def space_of_ranks(ranks, ranks_per_host=8):
@@ -233,6 +233,7 @@ def test_a_candidate_is_priced_as_it_says():
 def test_of_what_takes_at_most_a_hundredth_longer_that_which_holds_least_is_taken():
     best = one(100.0, 20)
     tried = [best, one(101.0, 9, groups=2), one(101.1, 8, groups=3), one(100.0, 7, base="nf4")]
+    tried.append(one(100.0, 8, 1.0, groups=4))
     space = SimpleNamespace(seen={each.candidate: (each, None) for each in tried})
-    assert thriftiest(space, best, 30) == tried[1]
-    assert thriftiest(SimpleNamespace(seen={PLAIN: (best, None)}), best, 10) == best
+    assert thriftiest(space, best) == tried[1]
+    assert thriftiest(SimpleNamespace(seen={PLAIN: (best, None)}), best) == best

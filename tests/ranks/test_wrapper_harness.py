@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwright.engine.group import ParamGroup, Stage
 from shardwright.engine.unit import unit_of, units_in
+from shardwright.observe.steps.trace import last_trace
 from shardwright.schedule.schedule import ActionKind, EventKind, Phase
 from shardwright.wrapper import (
     FSDP,
@@ -319,7 +320,7 @@ def gathered_in_backward(runtime):
     """``(moment, group at that moment, group gathered first)`` of each all-gather of the last backward."""
     return [
         (event.kind, event.group, action.group)
-        for event, actions in runtime.trace.schedule().phases[Phase.BACKWARD]
+        for event, actions in last_trace(runtime.table.labels).schedule().phases[Phase.BACKWARD]
         for action in actions
         if action.kind is ActionKind.UNSHARD
     ]
