@@ -222,7 +222,7 @@ class Job:
         self.function = function
         self.size = size or cases.setting(kind)[0]
         self.kind, self.rules = kind, rules
-        swapped = [(meshes, "_made"), (hooks, "_outermost"), (hooks, "_root_left_out")]
+        swapped = [(meshes, "_made"), (hooks, "_listed"), (hooks, "_root_left_out")]
         swapped += [(saving, "_staging")]
         swapped += [(nf4, name) for name in _TABLES]
         self.world = World(self.size, seed, swapped)
@@ -268,7 +268,7 @@ class Job:
     @staticmethod
     def _fresh() -> list[Any]:
         tables = [cache(made) for made in _TABLES.values()]
-        return [meshes._Made(None), hooks._Outermost(), hooks._RootLeftOut(), {}, *tables]
+        return [meshes._Made(None), [], hooks._RootLeftOut(), {}, *tables]
 
     def _train(self, rank: int, number: int) -> list[torch.Tensor]:
         dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=self.size)

@@ -110,14 +110,8 @@ def _watch_grads(owner: Unit) -> None:
     watch.attach()
 
 
-class _Outermost:
-    """The outermost sharded module that runs. listed: units of several modules that have begun in it."""
-
-    def __init__(self) -> None:
-        self.listed: list[Unit] = []
-
-
-_outermost = _Outermost()
+_listed: list[Unit] = []
+"""Units of several modules that have begun in the outermost sharded module that runs."""
 
 
 class _RootLeftOut:
@@ -230,7 +224,7 @@ class ModuleHooks:
         root, outermost = unit.modules[0], runtime.depth == 0
         gathers = outermost and any(group.stage is Stage.SHARDED for group in runtime.groups)
         if outermost:
-            _outermost.listed.clear()  # an exception may have ended the one before
+            _listed.clear()  # an exception may have ended the one before
             warn_of_late(root, runtime, _guard.num_checked)
             phase = Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION
             runtime.begin(phase, CallingFrame(2).runs, unit.entry)
@@ -243,7 +237,7 @@ class ModuleHooks:
         if not unit.now.awaited:
             unit.now.awaited = set(unit.modules)
             if len(unit.modules) > 1:
-                _outermost.listed.append(unit)
+                _listed.append(unit)
             if unit.now.running == 1:
                 for owner in owners:
                     owner.enter_pass(runtime.pass_number)
@@ -344,7 +338,7 @@ class ModuleHooks:
         if (
             runtime.depth == 0
         ):  # of a list only some modules may have run: a chunked loss calls the head alone
-            ended += [listed for listed in _outermost.listed if listed.now.awaited]
+            ended += [each for each in _listed if each.now.awaited]
         for each in ended:
             each.now.awaited.clear()
             for owner in each.owners:
@@ -357,7 +351,7 @@ class ModuleHooks:
                         holds = owner.now.unseen and owner.group is not None and owner.group.trainable != 0
                         runtime.at(EventKind.FORWARD_END, owner.group, holds)
         if runtime.depth == 0:
-            _outermost.listed.clear()
+            _listed.clear()
             runtime.end(failed)
 
     def _watch_output(self, call: Call, output: torch.Tensor) -> None:
