@@ -1,5 +1,6 @@
 """Ctrl-C at any instruction of the package's: KeyboardInterrupt wherever Python would raise it."""
 
+import gc
 import sys
 import threading
 from pathlib import Path
@@ -15,7 +16,8 @@ ROOMS = tuple(f"{ROOT / room}/" for room in ("engine", "params", "schedule", "tr
 class Interrupt:
     """A block in which KeyboardInterrupt is raised at the ``at``-th place that this thread comes to in the
     package's core: where a function begins and after each call of one in C, since Python looks for signals
-    there. place: where that was; None: there were fewer."""
+    there. place: where that was; None: there were fewer. No garbage is collected in it: what is raised in a
+    callback of the collector Python ignores, and 3.11 may crash where the profiler is taken off in one."""
 
     def __init__(self, at: int) -> None:
         self.at, self._count = at, 0
@@ -31,11 +33,13 @@ class Interrupt:
                 raise KeyboardInterrupt
 
     def __enter__(self) -> "Interrupt":
+        gc.disable()
         sys.setprofile(self._come)
         return self
 
     def __exit__(self, kind: Any, *_: object) -> bool:
         sys.setprofile(None)
+        gc.enable()
         return kind is KeyboardInterrupt
 
 

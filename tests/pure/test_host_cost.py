@@ -9,15 +9,27 @@ import torch
 
 from bench.counting import KernelCount, count_calls
 from bench.host import Case, Cost, cost, interval
+from shardwright.transport.host_memory import VARIABLE
 
 MOST_FRAMES, MOST_CALLS, MOST_KERNELS, MOST_RECORDS = 8, 600, 8, 24
 HERE = __file__.rpartition("/")[0]
+
+
+@pytest.fixture(autouse=True)
+def no_budget(monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
 
 
 @cache
 def counted(world: int, width: int = 512, dim: int = 0) -> Cost:
     """A step of four groups, with the defaults."""
     return cost("shardwright", Case(world, width, layers=3, dim=dim))
+
+
+def called(found: Cost) -> str:
+    """How often each function of the package was called, for a failure to tell."""
+    calls = found.seen.calls.most_common()
+    return "\n".join(f"{number} {code.co_filename}:{code.co_qualname}" for code, number in calls)
 
 
 @pytest.mark.parametrize("kind", ["all-gather", "reduce-scatter"])
@@ -38,7 +50,12 @@ def test_the_drawn_way_of_a_byte_is_the_stack_of_a_real_step(kind):
 
 @pytest.mark.parametrize("world", [1, 8, 64, 512])
 def test_a_group_costs_few_python_calls_a_step(world):
-    assert 0 < counted(world).calls <= MOST_CALLS
+    assert 0 < counted(world).calls <= MOST_CALLS, called(counted(world))
+
+
+def test_it_does_so_with_a_budget_of_memory_too(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "1TiB")
+    assert counted(8).calls < cost("shardwright", Case(8, 512, layers=3)).calls <= MOST_CALLS
 
 
 def test_the_played_device_times_its_collectives_by_three_calls_for_each():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shardwright.errors import ConfigError, OutOfMemory
+from shardwright.errors import ConfigError
 from shardwright.transport import host_memory
 from shardwright.transport.cpu import pages
 from shardwright.transport.cpu.pages import take_bytes
@@ -47,11 +47,9 @@ def test_a_containers_bound_counts_all_that_is_in_it_but_files_that_the_kernel_c
     (tmp_path / "memory.stat").write_text("anon 600000\ninactive_file 300000\nactive_file 0\n")
     budget = budget_of("container", tmp_path)
     assert (budget.nbytes, budget.held_nbytes()) == (1000000, 600000)
-    budget.check(400000, 0, "unsharding layers.3")
-    with pytest.raises(
-        OutOfMemory, match=r"rank 3, unsharding layers\.3: its container holds 585.9 KiB and needs"
-    ):
-        budget.check(400001, 3, "unsharding layers.3")
+    assert budget.has_room(400000) and not budget.has_room(400001)
+    said = str(budget.error(400001, 3, "unsharding layers.3"))
+    assert said.startswith("rank 3, unsharding layers.3: its container holds 585.9 KiB and needs")
 
 
 @pytest.mark.parametrize("says", ["max\n", None])

@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from shardwright.engine.group import ParamGroup
 from shardwright.engine.listeners import listeners
-from shardwright.errors import OutOfMemory
 from shardwright.schedule.schedule import Event, event_in_words
 from shardwright.transport.host_memory import Budget, allocated_nbytes, stated_budget
 from shardwright.transport.recorder import HELD, clock, recorder
@@ -39,10 +38,6 @@ class Memory:
     budget: Budget | None = field(default_factory=stated_budget)
     watchers: list[Watcher] = field(default_factory=list)
     sample_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.budget is not None:
-            self.watchers.append(self._check_event)
 
     def sample(self, start: float, device: torch.device) -> None:
         """Into the recorder, at an event that began at ``start``: what is held in all. To ask an allocator
@@ -80,17 +75,19 @@ class Memory:
 
     def check_unshard(self, groups: Sequence[ParamGroup]) -> None:
         """Raises: OutOfMemory where the budget has no room for the buffers of ``groups``."""
-        more_nbytes = sum(group.unsharded_nbytes - group.held_nbytes for group in groups)
-        self._check(more_nbytes, f"unsharding {', '.join(group.name for group in groups)}")
-
-    def _check_event(self, event: Event, group: ParamGroup | None, has_acted: bool) -> None:
-        if not has_acted:
-            self._check(0, event_in_words(event.kind, "" if group is None else group.name))
-
-    def _check(self, more_nbytes: int, doing: str) -> None:
         assert self.budget is not None
-        try:
-            self.budget.check(more_nbytes, dist.get_rank() if dist.is_initialized() else 0, doing)
-        except OutOfMemory as error:
-            listeners.amend(error)  # in a backward nobody else sees it on its way
-            raise
+        more_nbytes = sum([group.unsharded_nbytes - group.held_nbytes for group in groups])
+        if not self.budget.has_room(more_nbytes):
+            self._refuse(more_nbytes, f"unsharding {', '.join(group.name for group in groups)}")
+
+    def check_event(self, event: Event, group: ParamGroup | None) -> None:
+        """Raises: OutOfMemory where more than the budget is held before the actions of an event."""
+        assert self.budget is not None
+        if not self.budget.has_room(0):
+            self._refuse(0, event_in_words(event.kind, "" if group is None else group.name))
+
+    def _refuse(self, more_nbytes: int, doing: str) -> None:
+        assert self.budget is not None
+        error = self.budget.error(more_nbytes, dist.get_rank() if dist.is_initialized() else 0, doing)
+        listeners.amend(error)  # in a backward nobody else sees it on its way
+        raise error

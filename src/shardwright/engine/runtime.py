@@ -70,6 +70,7 @@ class PhaseRun:
 class Runtime:
     """Where the step of one model stands; ``table`` holds its groups.
 
+    groups: of the model, in the order in which they were sharded.
     depth: sharded modules that are in their forward now, one inside the other. phase: the one that is
     running, or None. backward: see ``backward_of``. pass_number: counts forwards. successor: the runtime that
     has taken this one's groups in, if one has.
@@ -78,6 +79,7 @@ class Runtime:
     def __init__(self, policy: SchedulePolicy | None = None) -> None:
         self.policy = policy or SchedulePolicy()
         self.table = GroupTable()
+        self.groups = self.table.groups
         self.executor = Executor(self.table)
         self.depth = self.pass_number = 0
         self.successor: Runtime | None = None
@@ -92,11 +94,6 @@ class Runtime:
         self._turn = Turn(self._break_off)
 
     # ---- groups
-
-    @property
-    def groups(self) -> list[ParamGroup]:
-        """The groups of the model, in the order in which they were sharded."""
-        return self.table.groups
 
     def add(self, group: ParamGroup, reshard_after_forward: bool | None) -> None:
         """Take a group into the model. Forgets the schedule: the next step records a new one."""
@@ -258,11 +255,14 @@ class Runtime:
                 follower.hold(event.group)
             if kind is EventKind.STEP_END:
                 follower.settles = self._consensus.settles = self.step.is_last_backward
-            for watcher in self.executor.memory.watchers:
+            memory = self.executor.memory
+            if memory.budget is not None:
+                memory.check_event(event, group)
+            for watcher in memory.watchers:
                 watcher(event, group, False)
             with beneath_transforms():
                 step = self._follow(follower.on(event))
-            for watcher in self.executor.memory.watchers:
+            for watcher in memory.watchers:
                 watcher(event, group, True)
             if kind is EventKind.FORWARD_END:
                 # What the caller sees between forward and backward doesn't depend on what the planner keeps.
@@ -271,13 +271,12 @@ class Runtime:
             elif kind in BEGINS:
                 self.groups[event.group].show_unsharded()
             if len(step.taken) == 1:
-                held_nbytes = self.executor.memory.now_nbytes
                 recorder.write(
-                    (CALL, self.table.labels, event, step.taken[0].actions, start, clock(), held_nbytes)
+                    (CALL, self.table.labels, event, step.taken[0].actions, start, clock(), memory.now_nbytes)
                 )
             else:
                 self._write_down(step, start)
-            self.executor.memory.sample(start, self.groups[0].axis.device)
+            memory.sample(start, self.groups[0].axis.device)
 
     def end(self, failed: bool = False) -> None:
         """Leave the phase.
@@ -334,10 +333,11 @@ class Runtime:
     def running(self) -> Phase | None:
         """The phase that runs. A step that an exception has ended, also where nobody was told (Ctrl-C, an
         error in a backward), is forgotten first: its phases, unreduced gradients, what was left half done."""
-        if not (self._runs and self._runs[-1].lives()):
-            self._turn.settle()
-            if self._runs or self.abandoned:
-                self.abandon()
+        if self._turn.holder is None and self._runs and self._runs[-1].lives():
+            return self.phase
+        self._turn.settle()  # first, since frames that an interrupted turn holds keep a backward alive
+        if (self.abandoned or self._runs) and not (self._runs and self._runs[-1].lives()):
+            self.abandon()
         return self.phase
 
     def rest(self) -> None:

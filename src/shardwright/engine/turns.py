@@ -36,6 +36,7 @@ class CallingFrame:
 class Turn:
     """The lock of a runtime: one event at a time, with the actions that it leads to.
 
+    holder: the function that has the turn, or that an interrupt ended in it; None: the turn is free.
     inside: the event whose actions are being taken. What is asked for from inside of them by the same thread
     waits in a queue until they are done, or is refused. A turn that Ctrl-C has ended, maybe before or after
     it was noted, is found by the next one of its thread; on_interrupt is called then, or at its end.
@@ -45,7 +46,7 @@ class Turn:
         self.inside: EventKind | None = None
         self._on_interrupt = on_interrupt
         self._lock = threading.RLock()
-        self._holder: CallingFrame | None = None
+        self.holder: CallingFrame | None = None
         self._queue: list[Callable[[], None]] = []
 
     def queue(self, call: Callable[[], None]) -> bool:
@@ -56,23 +57,23 @@ class Turn:
         return True
 
     def _is_in_turn(self) -> bool:
-        holder = self._holder
+        holder = self.holder
         return holder is not None and holder.is_here and holder.runs()
 
     def settle(self) -> None:
         """End this thread's turn, where an interrupt has left it."""
         if self._is_in_turn():
             return
-        if self._holder is not None and self._holder.is_here:
+        if self.holder is not None and self.holder.is_here:
             self._queue = []
             self._on_interrupt()
-            self._holder = self.inside = None
+            self.holder = self.inside = None
         with suppress(RuntimeError):  # this thread doesn't hold it any more
             while True:
                 self._lock.release()
 
     def __enter__(self) -> None:
-        if self._holder is not None and self._holder.is_here:
+        if self.holder is not None and self.holder.is_here:
             if self._is_in_turn():
                 raise StageError(
                     "a hook that runs inside of an action of Shardwright (at event "
@@ -81,13 +82,13 @@ class Turn:
                 )
             self.settle()
         self._lock.acquire()
-        self._holder = CallingFrame(1)
+        self.holder = CallingFrame(1)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and not issubclass(kind, Exception):
             self._on_interrupt()
         queued, self._queue = self._queue, []
-        self._holder = self.inside = None
+        self.holder = self.inside = None
         self._lock.release()
         for call in queued:
             call()

@@ -84,17 +84,19 @@ class Budget:
             return current - (int(found[1]) if found else 0)  # the kernel drops clean pages of files first
         return resident_nbytes()
 
-    def check(self, more_nbytes: int, rank: int, doing: str) -> None:
-        """Raises: OutOfMemory where ``more_nbytes`` more are more than there is."""
-        held = self.held_nbytes()
-        if held + more_nbytes > self.nbytes:
-            whose = "its container" if self.container else "this process"
-            more = f" and needs {in_words(more_nbytes)} more" if more_nbytes else ""
-            raise OutOfMemory(
-                f"rank {rank}, {doing}: {whose} holds {in_words(held)}{more}, expected at most "
-                f"{in_words(self.nbytes)} ({VARIABLE}={os.environ.get(VARIABLE, '')}). Raise that where the "
-                "machine has more, or have the step hold less"
-            )
+    def has_room(self, more_nbytes: int) -> bool:
+        """Whether ``more_nbytes`` more can be held."""
+        return self.held_nbytes() + more_nbytes <= self.nbytes
+
+    def error(self, more_nbytes: int, rank: int, doing: str) -> OutOfMemory:
+        """What is raised where there is no room for ``more_nbytes`` more."""
+        whose = "its container" if self.container else "this process"
+        more = f" and needs {in_words(more_nbytes)} more" if more_nbytes else ""
+        return OutOfMemory(
+            f"rank {rank}, {doing}: {whose} holds {in_words(self.held_nbytes())}{more}, expected at most "
+            f"{in_words(self.nbytes)} ({VARIABLE}={os.environ.get(VARIABLE, '')}). Raise that where the "
+            "machine has more, or have the step hold less"
+        )
 
 
 def resident_nbytes() -> int:
