@@ -26,7 +26,7 @@ from bench.launch import arguments, run, slowest_s
 from bench.layers import build_layers, step_s
 from bench.toy import add_toy
 from shardwright import SchedulePolicy, fully_shard, set_transport
-from shardwright.engine.consensus import channel_of
+from shardwright.engine.step.consensus import channel_of
 from shardwright.transport.mesh import resolve
 
 WARM_UP_STEPS = 3

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed import ProcessGroup
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 (registers the backend "fake")
 
-from shardwright.engine import held_memory
+from shardwright.engine.step import held_memory
 from shardwright.torch_private import new_group_of
 from shardwright.transport import mesh
 from shardwright.transport.base import Comm

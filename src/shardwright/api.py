@@ -10,16 +10,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.engine.asked import refuse_shards
-from shardwright.engine.away import State, bring_back, check_reduced, put_away
-from shardwright.engine.build import (
+from shardwright.engine.building.build import (
     GroupOptions,
     PlacementFunction,
     check_modules,
     has_no_forward,
     shard_modules,
 )
-from shardwright.engine.group import ParamGroup
-from shardwright.engine.hooks import guard_optimizers
+from shardwright.engine.groups.group import ParamGroup
+from shardwright.engine.optimizers.away import State, bring_back, check_reduced, put_away
+from shardwright.engine.step.hooks import guard_optimizers
 from shardwright.engine.unit import unit_of, units_in
 from shardwright.errors import InputError, StageError, warn
 from shardwright.module import FSDPModule, become_fsdp_module
@@ -33,8 +33,8 @@ from shardwright.policy import (
 from shardwright.torch_private import when_default_group_changes
 
 if TYPE_CHECKING:
+    from shardwright.engine.building.grouping import Groups
     from shardwright.engine.costs import Stats
-    from shardwright.grouped import Groups
     from shardwright.observe.memory.out_of_memory import Exhausted
     from shardwright.plan.cluster import Cluster
     from shardwright.planned import Plan
@@ -175,7 +175,7 @@ def fully_shard(
             return module
         groups = apply.groups_for(module, groups, cluster, sample, mesh, options)
     if groups is not None:
-        from shardwright.grouped import shard_groups  # noqa: PLC0415 chosen groups
+        from shardwright.engine.building.grouping import shard_groups  # noqa: PLC0415 chosen groups
 
         options.check()
         shard_groups(module, groups, ignored, partial(_shard, mesh, options))
@@ -323,7 +323,7 @@ def stream_state_dict(
 
 
 def _whole(model: nn.Module, decoded: torch.dtype | None, shared: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    from shardwright.params.gather_full import stream_full  # noqa: PLC0415 whole weights
+    from shardwright.engine.gather_full import stream_full  # noqa: PLC0415 whole weights
 
     units = units_in(model)
     if not units:

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
-from shardwright.engine.backward import Backward, backward_of
-from shardwright.engine.hooks import reset_step, run_as_forward
-from shardwright.engine.runtime import Runtime
-from shardwright.engine.setters import GradientSetters, ScheduleSetters
-from shardwright.engine.torch_state import TorchState, show_state, splits_backward
+from shardwright.engine.building.torch_state import TorchState, show_state, splits_backward
+from shardwright.engine.step.backward import Backward, backward_of
+from shardwright.engine.step.hooks import reset_step, run_as_forward
+from shardwright.engine.step.runtime import Runtime
 from shardwright.engine.unit import Unit
 from shardwright.errors import InputError, StageError
 from shardwright.params.param import keep_attributes
 from shardwright.schedule.schedule import ActionKind, Phase, Schedule
+from shardwright.setters import GradientSetters, ScheduleSetters
 from shardwright.torch_fsdp import RefusingFSDPModule, TorchFSDPModule
 
 if TYPE_CHECKING:
@@ -348,7 +348,7 @@ class FSDPModule(GradientSetters, ScheduleSetters, RefusingFSDPModule):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A model of its own, sharded in the same way on the same mesh, with copies of the shards; at
         rest."""
-        from shardwright.engine.clone import deep_copy, rebuild  # noqa: PLC0415 copies alone
+        from shardwright.engine.building.clone import deep_copy, rebuild  # noqa: PLC0415 copies alone
 
         model, blueprint = deep_copy(cast(nn.Module, self), memo)
         for module in rebuild(model, blueprint):

@@ -11,15 +11,10 @@ from shardwright.api import (
     stream_state_dict,
 )
 from shardwright.bucketer import ReduceScatterBucketer, ReduceScatterHandle
-from shardwright.clip import clip_grad_norm_
-from shardwright.engine.build import ShardPlacementResult
+from shardwright.clients.install import install, uninstall
+from shardwright.engine.building.build import ShardPlacementResult
 from shardwright.engine.costs import Stats
-from shardwright.engine.optimizer_in_backward import StepInBackward
-from shardwright.explanation import Explanation, explain
-from shardwright.gather import gathered, scattered
-from shardwright.installed import install, uninstall
-from shardwright.linear_loss import linear_cross_entropy
-from shardwright.loss import loss_weights
+from shardwright.engine.optimizers.in_backward import StepInBackward
 from shardwright.module import (
     FSDPModule,
     GradientReductionHandle,
@@ -27,7 +22,13 @@ from shardwright.module import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
+from shardwright.observe.explain import Explanation, explain
 from shardwright.observe.watch.lifecycle import set_watch
+from shardwright.ops.clip import clip_grad_norm_
+from shardwright.ops.gather import gathered, scattered
+from shardwright.ops.linear_loss import linear_cross_entropy
+from shardwright.ops.lockstep import lockstep
+from shardwright.ops.loss import loss_weights
 from shardwright.params.at_rest import pickle_shards
 from shardwright.policy import (
     BackwardPrefetch,
@@ -45,7 +46,6 @@ from shardwright.quantize import quantize_
 from shardwright.transport.mesh import set_transport
 from shardwright.transport.process import set_process
 from shardwright.transport.recorder import record_function
-from shardwright.uneven import lockstep
 from shardwright.wrapper import FullyShardedDataParallel
 
 __all__ = [

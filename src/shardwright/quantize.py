@@ -8,16 +8,16 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwright.engine.group import ParamGroup
+from shardwright.engine.groups.decoding import encode_sharded
+from shardwright.engine.groups.group import ParamGroup
 from shardwright.engine.unit import Unit, remember_replaced, units_in
 from shardwright.errors import InputError, StageError
-from shardwright.interchange import from_nf4_tensor, is_nf4_tensor
 from shardwright.module import FSDPModule, become_fsdp_module, original_class
 from shardwright.params.param import ShardedParam
-from shardwright.params.quantized.codec import Encoding
-from shardwright.params.quantized.codecs import NF4, codec_of
-from shardwright.params.quantized.group import encode_sharded
-from shardwright.params.quantized.module import encodings, is_base, set_encoded
+from shardwright.quantized.codec import Encoding
+from shardwright.quantized.codecs import NF4, codec_of
+from shardwright.quantized.interchange import from_nf4_tensor, is_nf4_tensor
+from shardwright.quantized.module import encodings, is_base, set_encoded
 from shardwright.torch_private import parameters_of
 
 Where = str | Sequence[str] | Callable[[str, nn.Parameter], bool]

@@ -8,7 +8,7 @@ when it is used. Unless its comment says otherwise, each was seen to work on eve
 docs/versions.md says what was run there.
 
 What is read in every step is an alias or an ``operator.attrgetter``, so that it costs no Python call.
-What torch reads of our modules, the other way round, stands in engine/torch_state.py.
+What torch reads of our modules, the other way round, stands in engine/building/torch_state.py.
 """
 
 import inspect

@@ -40,8 +40,9 @@ from shardwright import (
 )
 from shardwright.checkpoint.live import collect, part_of
 from shardwright.checkpoint.save import Snapshot, staged
-from shardwright.engine import batches, deferred
-from shardwright.engine.group import ParamGroup
+from shardwright.engine.building import deferred
+from shardwright.engine.groups.group import ParamGroup
+from shardwright.engine.step import batches
 from shardwright.engine.unit import unit_of, units_in
 from shardwright.params.buffer import ReorderedBuffer
 from shardwright.policy import OptimizerOffloadPolicy

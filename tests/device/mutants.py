@@ -21,12 +21,12 @@ from tests.device.sim import without_waiting
 from tests.replaced import PACKAGE, replaced
 
 KINDS_OF: dict[str, tuple[str, ...]] = {
-    "bucketer.py": ("sums in buckets",),
+    "ops/bucketer.py": ("sums in buckets",),
     "checkpoint/save.py": ("plain", "half"),
-    "engine/away.py": ("plain", "another dim", "offloaded optimizer", "state alone on the host"),
-    "engine/backward.py": ("plain",),
-    "engine/batches.py": ("plain", "different layers by rank, in a smaller world"),
-    "engine/executor.py": (
+    "engine/optimizers/away.py": ("plain", "another dim", "offloaded optimizer", "state alone on the host"),
+    "engine/step/backward.py": ("plain",),
+    "engine/step/batches.py": ("plain", "different layers by rank, in a smaller world"),
+    "engine/step/executor.py": (
         "plain",
         "hybrid",
         "hybrid, sharded over all",
@@ -35,27 +35,27 @@ KINDS_OF: dict[str, tuple[str, ...]] = {
         "steps in the backward, offloaded",
         "steps in the backward, state alone on the host",
     ),
-    "engine/grads.py": ("half", "another dim, in a smaller world"),
-    "engine/group.py": (
+    "engine/groups/grads.py": ("half", "another dim, in a smaller world"),
+    "engine/groups/group.py": (
         "plain",
         "another dim",
         "quantised",
         "quantised in a smaller world",
         "different quantised layers by rank",
     ),
-    "engine/hooks.py": ("alone", "plain", "another dim", "hybrid", "groups cut in two"),
-    "engine/optimizer_guard.py": (
+    "engine/step/hooks.py": ("alone", "plain", "another dim", "hybrid", "groups cut in two"),
+    "engine/optimizers/guard.py": (
         "offloaded",
         "offloaded, half",
         "offloaded in a smaller world",
         "different layers by rank, offloaded",
     ),
-    "engine/reducer.py": ("plain", "hybrid", "offloaded", "steps in the backward, offloaded"),
-    "engine/runtime.py": ("plain", "half", "hybrid"),
+    "engine/groups/reducer.py": ("plain", "hybrid", "offloaded", "steps in the backward, offloaded"),
+    "engine/step/runtime.py": ("plain", "half", "hybrid"),
     "module.py": ("plain", "half"),
     "params/binding.py": ("plain", "different layers by rank"),
     "params/buffer.py": ("another dim", "another dim, in a smaller world"),
-    "params/quantized/group.py": (
+    "engine/groups/decoding.py": (
         "quantised",
         "quantised in a smaller world",
         "different quantised layers by rank",

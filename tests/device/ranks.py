@@ -13,8 +13,8 @@ from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwright import nf4
-from shardwright.engine import hooks
 from shardwright.engine.listeners import listeners
+from shardwright.engine.step import hooks
 from shardwright.engine.unit import units_in
 from shardwright.errors import CommError
 from shardwright.observe import attached

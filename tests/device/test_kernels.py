@@ -15,7 +15,7 @@ from torch import nn
 
 import shardwright
 from bench.counting import KernelCount, is_around_autograd
-from shardwright.engine.group import ParamGroup
+from shardwright.engine.groups.group import ParamGroup
 from shardwright.engine.unit import units_in
 from tests.device import cases
 from tests.device.cases import KINDS, ON_DIM_1, Layer, is_supported
@@ -28,7 +28,7 @@ MORE = {
     "another dim": 4,  # where the world doesn't divide: two copies each way for matrices that are cut alike
     "quantised, sharded over all": 4,  # as the next
     "quantised in a smaller world": 4,  # codes, scales and the rest differ in dtype, and are kept by copies
-    "nf4.py": 5,  # for each weight that is decoded, unless bitsandbytes does it in one
+    "quantized/nf4.py": 5,  # for each weight that is decoded, unless bitsandbytes does it in one
     "params/rows.py": 70,  # for a table: ranks tell each other which rows they use, twice
 }
 """Kernels besides, of a way to gather or of a file."""
@@ -118,12 +118,16 @@ def test_a_group_gives_the_device_few_kernels_a_step(kind):
     for (operation, site), number in counted.kernels.items():
         files[site.partition(":")[0]] += number
         operations[operation] += number
-    assert files.pop("nf4.py", 0) <= MORE["nf4.py"] * operations["aten::index_select"]
+    assert files.pop("quantized/nf4.py", 0) <= MORE["quantized/nf4.py"] * operations["aten::index_select"]
     assert files.pop("params/rows.py", 0) <= MORE["params/rows.py"]
     assert 0 < files.total() <= (MOST + MORE.get(kind, 0)) * num_groups, counted.kernels
 
 
-ARRIVING = {"another dim": "params/buffer.py", "rows in use": "params/rows.py", "quantised": "nf4.py"}
+ARRIVING = {
+    "another dim": "params/buffer.py",
+    "rows in use": "params/rows.py",
+    "quantised": "quantized/nf4.py",
+}
 
 
 @pytest.mark.parametrize("kind", EACH_KIND)

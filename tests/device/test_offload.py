@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwright import FSDPModule, offload_states, reload_states
-from shardwright.engine.away import _leaves
+from shardwright.engine.optimizers.away import _leaves
 from shardwright.engine.unit import units_in
 from shardwright.transport.streams import Streams
 from shardwright.wrapper import FSDP, CPUOffload, ModuleWrapPolicy

@@ -213,28 +213,27 @@ _ALONE = (
     "schedule that calls it looks whether anything is still queued then"
 )
 NOT_SEEN = {
-    "bucketer.py ReduceScatterHandle._call: self.wait()": (
+    "ops/bucketer.py ReduceScatterHandle._call: self.wait()": (
         "a callback runs once the sums of its collective have landed, and nothing is left to wait for"
     ),
-    "engine/group.py restore: group._free()": _INTERRUPTED,
-    "engine/group.py restore: group._release()": _INTERRUPTED,
-    "engine/runtime.py Runtime.running: self._turn.settle()": _INTERRUPTED,
-    "engine/turns.py Turn.__enter__: self.settle()": _INTERRUPTED,
-    "engine/batches.py rehearse: reduction.wait()": _ALONE,
-    "engine/batches.py rehearse: reducer.copies.all_reduce(totals, f'all-reduce {reducer.name}').wait()": (
-        _ALONE
-    ),
-    "engine/executor.py Executor._arrive: streams.settle()": (
+    "engine/groups/group.py restore: group._free()": _INTERRUPTED,
+    "engine/groups/group.py restore: group._release()": _INTERRUPTED,
+    "engine/step/runtime.py Runtime.running: self._turn.settle()": _INTERRUPTED,
+    "engine/step/turns.py Turn.__enter__: self.settle()": _INTERRUPTED,
+    "engine/step/batches.py rehearse: reduction.wait()": _ALONE,
+    "engine/step/batches.py rehearse: "
+    "reducer.copies.all_reduce(totals, f'all-reduce {reducer.name}').wait()": _ALONE,
+    "engine/step/executor.py Executor._arrive: streams.settle()": (
         "the last sums are copied after compute has waited for the backward's gathers, but for one that was "
         "launched ahead for nothing, which is dropped here; another rank may use it, after this one's "
         "backward only of a frozen group, for gradients of its inputs"
     ),
 }
 """What schedules come to and can be left out without a trace here, with the reason."""
-FILLED = "engine/group.py ParamGroup.fill: streams.filled([segment.flat for segment in segments])"
+FILLED = "engine/groups/group.py ParamGroup.fill: streams.filled([segment.flat for segment in segments])"
 """What isn't said to be filled waits for compute: later, and right. A test of its own shows it."""
-BEGIN_FORGETS = "engine/runtime.py Runtime.abandon: self.backward.forget()"
-END_FORGETS = "engine/backward.py Backward.end: self.forget()"
+BEGIN_FORGETS = "engine/step/runtime.py Runtime.abandon: self.backward.forget()"
+END_FORGETS = "engine/step/backward.py Backward.end: self.forget()"
 """What a backward has counted: of one that failed, or of calls whose inputs ask for no gradient."""
 OWN_TESTS = {FILLED, BEGIN_FORGETS, END_FORGETS}
 _ON_HOSTS = "only hosts have it: an accelerator's collectives are launched at once, and its streams wait"
@@ -242,7 +241,7 @@ _SAVES = "ranks come to a save by words in a store, which a test of its own show
 NOT_REACHED = {
     "checkpoint/save.py save: asked.group.arrive(f'save(step={step})')": _SAVES,
     "checkpoint/save.py async_save: asked.group.arrive(f'async_save(step={step})')": _SAVES,
-    "strategies.py on_rank_0: group.arrive(what)": _SAVES,
+    "clients/strategies.py on_rank_0: group.arrive(what)": _SAVES,
     "module.py _save_pretrained: ranks().arrive(f'{own.__name__}.save_pretrained')": _SAVES,
     "module.py GradientReductionHandle.wait: backward.settle(self._number)": (
         "no schedule here is finalized by hand; tests/ranks/test_torch_versions.py shows the wait"

@@ -5,7 +5,8 @@ import importlib.util
 import pytest
 import torch
 
-from shardwright import bnb, nf4
+from shardwright import nf4
+from shardwright.quantized import bnb
 
 pytestmark = [
     pytest.mark.gpu,

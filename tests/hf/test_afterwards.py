@@ -17,7 +17,7 @@ from shardwright.checkpoint import shardfile
 from shardwright.finetune import tuned
 from shardwright.finetune.job import FineTuning
 from shardwright.hf.load import encoded_names
-from shardwright.params.quantized.codecs import codec_of
+from shardwright.quantized.codecs import codec_of
 from shardwright.train.config import Recipe
 from shardwright.train.folder import RunFolder
 from shardwright.train.lora import Lora, add_lora, save_adapter

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from shardwright import FSDPModule, Grouping, checkpoint
+from shardwright.clients.strategies import publish, read_file, write_file
 from shardwright.errors import CheckpointError, InputError
 from shardwright.fabric import ShardwrightStrategy
-from shardwright.strategies import publish, read_file, write_file
 from tests.ranks.models import full
 from tests.ranks.pool import run_ranks
 

@@ -16,7 +16,6 @@ from shardwright.cli import main
 from shardwright.finetune.engine import adapted_model
 from shardwright.finetune.expected import expected_peak, subject_of
 from shardwright.hf.load import encoded_names
-from shardwright.params.quantized.codecs import codec_of
 from shardwright.plan import Choice, Plan, estimate
 from shardwright.plan.cluster import DEVICES, Cluster
 from shardwright.plan.configs import architecture
@@ -24,6 +23,7 @@ from shardwright.plan.predict import price
 from shardwright.plan.subject import of_architecture
 from shardwright.plan.transformer import Microbatch
 from shardwright.plan.workload import OpKind
+from shardwright.quantized.codecs import codec_of
 from shardwright.schedule.schedule import Phase
 from shardwright.train.resolve import resolve
 from tests.hf.models import SIZES

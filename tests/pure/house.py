@@ -16,31 +16,25 @@ FLOORS = {
     "__main__": 17,
     "cli": 16,
     "": 15,  # the package itself: gives out the names of `public`
-    "lightning": 13,
-    "strategies": 12,
-    "fabric": 13,
+    "lightning": 14,  # another name, as those of fabric, bucketer, interchange and nf4 are
+    "fabric": 14,
+    "clients": 13,
     "finetune": 14,
     "hf": 13,
     "public": 14,
-    "installed": 13,
     "plan": 10,
     "planned": 3,
     "train": 12,
     "wrapper": 12,
     "api": 11,
     "module": 8,
-    "explanation": 8,
-    "grouped": 8,
-    "clip": 8,
-    "gather": 8,
-    "linear_loss": 1,
-    "loss": 8,
-    "uneven": 8,
+    "ops": 8,
+    "setters": 7,
     "quantize": 9,
     "engine": 6,
     "checkpoint": 6,
     "params": 5,
-    "bucketer": 5,
+    "bucketer": 9,
     "transport": 4,
     "observe": 7,
     "xla": 8,
@@ -48,12 +42,12 @@ FLOORS = {
     "xla.files": 4,  # with torch alone: what checkpoints read and write of them
     "xla.placeholder": 4,  # what a parameter is known by
     "schedule": 3,
-    "interchange": 3,
-    "nf4": 2,
+    "interchange": 5,
+    "nf4": 5,
+    "quantized": 2,
     "policy": 2,
     "storage": 3,
     "extras": 2,
-    "bnb": 1,
     "crc": 0,
     "files": 0,
     "columns": 0,
@@ -77,13 +71,13 @@ DEVICE_TYPE = re.compile(r"(?<!torch\.)\b(cuda|rocm|hip|xpu|mps|hpu|npu)\b")
 # Of a step; of one that is traced; a function of its own, with its gradients. And of loads: of a module whose
 # keys are renamed first; of what a load says.
 HOOKS_FILES = (
-    "engine/hooks.py",
+    "engine/step/hooks.py",
     "plan/events.py",
-    "linear_loss.py",
+    "ops/linear_loss.py",
     "params/load_plain.py",
     "wrapper/saving.py",
 )
-STAGES_FILE = "engine/group.py"
+STAGES_FILE = "engine/groups/group.py"
 KINDS = ("Buffer", "Comm", "ShardedParam")
 """What the house knows of buffers, transports and parameters; who inherits from them is a kind of them."""
 FSDP_FILE = "torch_fsdp.py"
@@ -445,9 +439,9 @@ UNPICKLES = {
     "checkpoint/dcpfile.py": "a file of others, by an Unpickler that makes nothing but its own descriptions",
     "checkpoint/torchfile.py": "a file of others, with weights_only=True",
     "xla/files.py": "a file of others, with weights_only=True",
-    "fabric.py": "what a checkpoint has beside the model, as weights_only= of Fabric.load says",
-    "lightning.py": "what a checkpoint has beside the model, as weights_only= of Trainer.fit says",
-    "strategies.py": "a file, as weights_only= of Fabric.load or Trainer.fit says",
+    "clients/fabric.py": "what a checkpoint has beside the model, as weights_only= of Fabric.load says",
+    "clients/lightning.py": "what a checkpoint has beside the model, as weights_only= of Trainer.fit says",
+    "clients/strategies.py": "a file, as weights_only= of Fabric.load or Trainer.fit says",
     "torch_private.py": "torch's flight recorder of this very process",
 }
 """Files that may read a pickle, none of which another rank has sent, and what they read."""

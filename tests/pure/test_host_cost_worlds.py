@@ -190,7 +190,7 @@ def looped(world):
 
 def test_batches_in_lockstep_and_weights_of_losses_ask_the_host_no_more_of_4096_ranks_than_of_8():
     first, *others = map(looped, WORLDS)
-    assert first[0]["uneven.py Lockstep._said"] > 100 and first[1]["loss.py loss_weights"] > 100
+    assert first[0]["ops/lockstep.py Lockstep._said"] > 100 and first[1]["ops/loss.py loss_weights"] > 100
     for world, found in zip(WORLDS[1:], others, strict=True):
         assert [differing(a, b) for a, b in zip(first, found, strict=True)] == [{}, {}], f"{world} ranks"
 

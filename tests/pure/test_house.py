@@ -53,10 +53,13 @@ COMMS = {"transport/base.py": "class Comm(Protocol): pass", "transport/shm.py": 
 BAD = [
     (
         house.arrows_up,
-        {"schedule/layout.py": "from shardwright.engine.group import X", "engine/group.py": ""},
+        {"schedule/layout.py": "from shardwright.engine.groups.group import X", "engine/groups/group.py": ""},
     ),
-    (house.arrows_up, {"schedule/layout.py": "import shardwright.engine.group", "engine/group.py": ""}),
-    (house.arrows_up, {"schedule/layout.py": "from ..engine import group", "engine/group.py": ""}),
+    (
+        house.arrows_up,
+        {"schedule/layout.py": "import shardwright.engine.groups.group", "engine/groups/group.py": ""},
+    ),
+    (house.arrows_up, {"schedule/layout.py": "from ..engine import group", "engine/groups/group.py": ""}),
     (house.arrows_up, {"schedule/layout.py": "from shardwright import fully_shard", "__init__.py": ""}),
     (
         house.arrows_up,
@@ -89,7 +92,7 @@ BAD = [
     (house.foreign_runtime, {"api.py": "import torch\nx = torch.distributed.fsdp.FSDPModule"}),
     (house.foreign_runtime, {"api.py": "import_module('torch.distributed.fsdp')"}),
     (house.stray_hooks, {"api.py": "m.register_forward_pre_hook(f)"}),
-    (house.stray_hooks, {"engine/runtime.py": "p.register_post_accumulate_grad_hook(f)"}),
+    (house.stray_hooks, {"engine/step/runtime.py": "p.register_post_accumulate_grad_hook(f)"}),
     (house.stray_hooks, {"api.py": "class F(torch.autograd.Function): pass"}),
     (house.stray_hooks, {"api.py": "from torch.autograd import Function"}),
     (house.stray_hooks, {"api.py": "from torch.autograd.graph import register_multi_grad_hook"}),
@@ -104,10 +107,10 @@ BAD = [
     (house.stray_streams, {"transport/nccl.py": "stream = torch.Stream(device)"}),
     (house.stray_streams, {"params/offload.py": "from torch.cuda import Event"}),
     (house.stray_streams, {"transport/device_times.py": "event.synchronize()"}),
-    (house.stray_stages, {"engine/executor.py": "def f(group):\n    group.stage = Stage.SHARDED"}),
-    (house.stray_stages, {"engine/group.py": "def f(self):\n    self.stage, x = Stage.SHARDED, 1"}),
+    (house.stray_stages, {"engine/step/executor.py": "def f(group):\n    group.stage = Stage.SHARDED"}),
+    (house.stray_stages, {"engine/groups/group.py": "def f(self):\n    self.stage, x = Stage.SHARDED, 1"}),
     (house.stray_stages, {"api.py": "def f(group):\n    object.__setattr__(group, 'stage', 0)"}),
-    (house.device_types, {"engine/build.py": "kind = 'cuda'"}),
+    (house.device_types, {"engine/building/build.py": "kind = 'cuda'"}),
     (house.device_types, {"transport/mesh.py": "make = f'init_device_mesh(\"cuda\", {world})'"}),
     (house.device_types, {"checkpoint/save.py": "torch.cuda.synchronize()"}),
     (house.device_types, {"params/param.py": "pinned = local.is_xpu"}),
@@ -127,7 +130,7 @@ BAD = [
     (stray_private_names, {"api.py": "from torch import nn\nx = nn.modules.conv._ConvNd"}),
     (stray_private_names, {"api.py": "import torch\naten = torch.ops.aten\nx = aten._fused_adam_"}),
     (stray_private_names, {"api.py": "import_module('torch.distributed._composable.fsdp')"}),
-    (stray_private_names, {"engine/versions.py": "def f(param):\n    return param._version"}),
+    (stray_private_names, {"engine/groups/versions.py": "def f(param):\n    return param._version"}),
     (stray_private_names, {"xla/state.py": "def f(m):\n    return getattr(m, '_parameters')"}),
     (stray_private_names, {"module.py": "class A:\n    def f(self):\n        super()._apply(1)"}),
     (house.unbounded_groups, {"api.py": "init_process_group('gloo', rank=0)"}),
@@ -135,7 +138,7 @@ BAD = [
     (house.pickles_between_ranks, {"api.py": "from torch.distributed import broadcast_object_list as b"}),
     (house.pickles_between_ranks, {"fabric.py": "path = self.broadcast(path)"}),
     (house.pickles_between_ranks, {"transport/channel.py": "told = pickle.loads(data)"}),
-    (house.pickles_between_ranks, {"engine/consensus.py": "told = torch.load(io.BytesIO(data))"}),
+    (house.pickles_between_ranks, {"engine/step/consensus.py": "told = torch.load(io.BytesIO(data))"}),
 ]
 
 
@@ -147,8 +150,8 @@ def test_every_rule_catches_a_breach(rule, package):
 GOOD = {
     "__init__.py": "from shardwright.api import fully_shard",
     "api.py": '"""Doc."""\nfrom .engine import hooks\nfrom shardwright import errors\n',
-    "engine/hooks.py": "m.register_forward_hook(f)\nclass F(torch.autograd.Function): pass",
-    "engine/runtime.py": "from shardwright.schedule.layout import X\nimport torch.distributed as dist",
+    "engine/step/hooks.py": "m.register_forward_hook(f)\nclass F(torch.autograd.Function): pass",
+    "engine/step/runtime.py": "from shardwright.schedule.layout import X\nimport torch.distributed as dist",
     "torch_private.py": "from torch import _C\nx = attrgetter('_version')",
     "module.py": "import torch\n\nclass A:\n    def _apply(self):\n        super()._apply(1)\n        "
     "self._own = torch.nn.__version__",

@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from shardwright import bnb, nf4, quantize_
+from shardwright import nf4, quantize_
 from shardwright.errors import InputError
-from shardwright.params.quantized import module as encoded
-from shardwright.params.quantized.codec import Encoding
-from shardwright.params.quantized.codecs import INT8, NF4, NF4_DOUBLE
+from shardwright.quantized import bnb
+from shardwright.quantized import module as encoded
+from shardwright.quantized.codec import Encoding
+from shardwright.quantized.codecs import INT8, NF4, NF4_DOUBLE
 
 CODECS = pytest.mark.parametrize("codec", [NF4, NF4_DOUBLE, INT8], ids=lambda codec: codec.name)
 

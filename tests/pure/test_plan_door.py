@@ -24,13 +24,13 @@ from shardwright import (
 )
 from shardwright.engine.unit import is_sharded, unit_of
 from shardwright.errors import ConfigError, InputError, MissingExtra
-from shardwright.params.quantized.module import encodings
 from shardwright.plan import Choice, Plan, estimate, search
 from shardwright.plan.cluster import DEVICES, GIB, Cluster
 from shardwright.plan.predict import price
 from shardwright.plan.search import grouped, planned
 from shardwright.plan.subject import of_model
 from shardwright.planned import PlannedGroup
+from shardwright.quantized.module import encodings
 from shardwright.train.report import Screen, beside_prediction
 from shardwright.train.run import _expected_peak
 

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwright import SchedulePolicy, fully_shard, set_transport
 from shardwright.checkpoint import save
-from shardwright.engine.consensus import Consensus
+from shardwright.engine.step.consensus import Consensus
 from shardwright.observe.watch.status_exchange import StatusExchange
 from shardwright.schedule.sync import AllReduceMin
 from shardwright.transport.cpu.connection import Connection

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardwright.engine.runtime import Runtime
+from shardwright.engine.step.runtime import Runtime
 from shardwright.observe.watch import process_status
 
 _ADDRESS_SPACE = 1 << 34

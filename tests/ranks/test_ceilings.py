@@ -58,19 +58,17 @@ PACKAGE = ROOT / "src" / "shardwright"
 ROOMS = ("engine", "params", "schedule", "transport")
 # The files that these rooms had when the limits were set, wherever they are now; and new files of the rooms.
 CORE = {
-    "engine": """
-        asked away backward batches build clone consensus containers costs deferred executor
-        foreign gatherer grads group group_table held_memory hooks listeners
-        optimizer_guard optimizer_in_backward reducer references
-        runtime same_model setters torch_state turns unit versions
-    """,
+    "": "setters",
+    "engine": "asked containers costs gather_full listeners references unit",
+    "engine/building": "build clone deferred foreign torch_state",
+    "engine/groups": "decoding gatherer grads group reducer table versions",
+    "engine/optimizers": "away guard in_backward",
+    "engine/step": "backward batches consensus executor held_memory hooks runtime same_model turns",
     "params": """
-        at_rest binding buffer first_weights flat_param gather_full load_plain offload param placement rows
+        at_rest binding buffer first_weights flat_param load_plain offload param placement rows
         smaller_world subclass unreduced
     """,
-    "params/quantized": """
-        codec codecs group module
-    """,
+    "quantized": "codec codecs module",
     "observe/memory": "accounts out_of_memory",
     "schedule": """
         check exposed follower group_states grouping layout planner recorded schedule sync

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from shardwright import SchedulePolicy, explain, fully_shard, set_transport, stats
-from shardwright.engine.runtime import Phase
+from shardwright.engine.step.runtime import Phase
 from tests.ranks import models
 from tests.ranks.pool import run_ranks
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardwright import SchedulePolicy, fully_shard, stats
-from shardwright.engine.runtime import Runtime
+from shardwright.engine.step.runtime import Runtime
 from shardwright.engine.unit import unit_of
 from shardwright.errors import StageError
 from shardwright.schedule.follower import Mode

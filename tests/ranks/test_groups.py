@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwright import MixedPrecisionPolicy, SchedulePolicy, fully_shard, set_transport, stats
-from shardwright.engine.group import Stage
+from shardwright.engine.groups.group import Stage
 from shardwright.engine.unit import is_sharded, unit_of, units_in
 from shardwright.errors import StageError
 from shardwright.schedule.check import check

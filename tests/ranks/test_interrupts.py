@@ -14,8 +14,8 @@ from shardwright import (
     quantize_,
     set_transport,
 )
-from shardwright.engine.group import ParamGroup
-from shardwright.engine.reducer import Reducer
+from shardwright.engine.groups.group import ParamGroup
+from shardwright.engine.groups.reducer import Reducer
 from shardwright.engine.unit import unit_of
 from shardwright.errors import CommError, Diverged, RankFailed
 from shardwright.observe.watch.lifecycle import leave

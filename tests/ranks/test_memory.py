@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from shardwright import SchedulePolicy, fully_shard, quantize_
-from shardwright.engine import held_memory
+from shardwright.engine.step import held_memory
 from shardwright.errors import StageError
 from shardwright.observe.memory.accounts import memory_of
 from shardwright.observe.memory.out_of_memory import Exhausted

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from shardwright import MixedPrecisionPolicy, SchedulePolicy, fully_shard
-from shardwright.engine.consensus import Consensus
+from shardwright.engine.step.consensus import Consensus
 from shardwright.engine.unit import unit_of
 from shardwright.errors import Diverged, InputError, StageError
 from shardwright.schedule.sync import Synchronize, SyncPoint

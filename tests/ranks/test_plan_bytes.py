@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from shardwright import SchedulePolicy, fully_shard
-from shardwright.engine import versions
-from shardwright.engine.runtime import Runtime
+from shardwright.engine.groups import versions
+from shardwright.engine.step.runtime import Runtime
 from shardwright.params.buffer import Buffer
 from shardwright.plan.host import Rank, live_bytes
 from shardwright.plan.predict import Choice, workload_of

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from shardwright import SchedulePolicy, fully_shard, set_transport, stats
-from shardwright.engine.group import ParamGroup
-from shardwright.engine.reducer import Reducer
+from shardwright.engine.groups.group import ParamGroup
+from shardwright.engine.groups.reducer import Reducer
 from shardwright.engine.unit import unit_of
 from shardwright.errors import InputError
 from shardwright.schedule.check import check

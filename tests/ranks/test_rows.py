@@ -231,7 +231,7 @@ def fallbacks(rank, world):
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
-    logger = logging.getLogger("shardwright.engine.gatherer")
+    logger = logging.getLogger("shardwright.engine.groups.gatherer")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     tied, stays, whole = Scores(tied=True), Scores(), Scores()

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from shardwright import CPUOffloadPolicy, MixedPrecisionPolicy, SchedulePolicy, fully_shard
-from shardwright.engine import build as building
+from shardwright.engine.building import build as building
 from shardwright.engine.unit import units_in
 from shardwright.policy import OptimizerOffloadPolicy
 from shardwright.transport import mesh as meshes

@@ -20,7 +20,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 import shardwright
-from shardwright.engine.build import GroupOptions
+from shardwright.engine.building.build import GroupOptions
 from shardwright.errors import InputError
 from tests.ranks.models import full
 from tests.ranks.pool import run_ranks

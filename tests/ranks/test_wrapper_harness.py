@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwright.engine.group import ParamGroup, Stage
+from shardwright.engine.groups.group import ParamGroup, Stage
 from shardwright.engine.unit import unit_of, units_in
 from shardwright.observe.steps.trace import last_trace
 from shardwright.schedule.schedule import ActionKind, EventKind, Phase

@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.optim import Optimizer
 
 from shardwright.errors import CheckpointError
-from shardwright.interchange import NF4_ROWS, STATE_ROWS, is_nf4_tensor
 from shardwright.params.placement import Cut, cuts_of
+from shardwright.quantized.interchange import NF4_ROWS, STATE_ROWS, is_nf4_tensor
 from shardwright.torch_private import (
     AsyncCollectiveTensor,
     DTensorSpec,

@@ -11,7 +11,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 from torch.distributed.tensor import DTensor
 
-from shardwright.engine.group_table import tables
+from shardwright.engine.groups.table import tables
 from shardwright.errors import StageError
 from shardwright.params.param import ShardedParam
 from shardwright.torch_private import before_backwards

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwright.engine import batches
-from shardwright.engine.executor import Executor
-from shardwright.engine.group import ParamGroup
-from shardwright.engine.group_table import GroupTable
-from shardwright.engine.runtime import Runtime
+from shardwright.engine.groups.group import ParamGroup
+from shardwright.engine.groups.table import GroupTable
+from shardwright.engine.step import batches
+from shardwright.engine.step.executor import Executor
+from shardwright.engine.step.runtime import Runtime
 from shardwright.errors import StageError
 from shardwright.policy import SchedulePolicy
 from shardwright.schedule.planner import plan

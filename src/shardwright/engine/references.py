@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwright.engine.optimizer_guard import is_left_out
-from shardwright.engine.runtime import Runtime
+from shardwright.engine.optimizers.guard import is_left_out
+from shardwright.engine.step.runtime import Runtime
 from shardwright.errors import warn
 from shardwright.torch_private import buffers_of
 

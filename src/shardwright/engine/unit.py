@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardwright.engine.deferred import Deferred
-from shardwright.engine.foreign import register, unregister
-from shardwright.engine.group import ParamGroup
-from shardwright.engine.runtime import Entry, Runtime
+from shardwright.engine.building.deferred import Deferred
+from shardwright.engine.building.foreign import register, unregister
+from shardwright.engine.groups.group import ParamGroup
+from shardwright.engine.step.runtime import Entry, Runtime
 from shardwright.errors import InputError
 from shardwright.params.param import ShardedParam
 from shardwright.policy import MixedPrecisionPolicy

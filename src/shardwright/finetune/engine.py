@@ -18,7 +18,7 @@ from shardwright.finetune.generate import Wanted, generate, tokens_of
 from shardwright.finetune.objective import objective_of
 from shardwright.finetune.windows import Batch
 from shardwright.hf import library
-from shardwright.loss import loss_weights
+from shardwright.ops.loss import loss_weights
 from shardwright.storage import Location
 from shardwright.train.config import AdapterConfig, BaseConfig, Recipe
 from shardwright.train.eager import RankEngine, opened, policies_of, set_up

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from shardwright.finetune.engine import adapted_model
 from shardwright.finetune.head import HeadLoss
 from shardwright.hf.load import encoded_names
-from shardwright.params.quantized.codecs import codec_of
 from shardwright.plan.memory import HeldBytes
 from shardwright.plan.predict import Choice, chosen_groups, workload_of
 from shardwright.plan.subject import Subject, names_of_groups
 from shardwright.plan.workload import Workload
+from shardwright.quantized.codecs import codec_of
 from shardwright.train.config import Recipe
 from shardwright.train.eager import precision_of
 from shardwright.train.engine import TrainingProcess

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardwright.finetune.windows import IGNORED
-from shardwright.linear_loss import linear_cross_entropy
+from shardwright.ops.linear_loss import linear_cross_entropy
 
 _log = logging.getLogger(__name__)
 _PROBE = 8  # tokens of the first batch that both ways are tried on

@@ -27,7 +27,7 @@ from shardwright.finetune.job import fingerprint
 from shardwright.hf import library
 from shardwright.hf.load import encoded_names
 from shardwright.hf.weights import under_model_names
-from shardwright.params.quantized.codecs import codec_of
+from shardwright.quantized.codecs import codec_of
 from shardwright.train.config import Recipe
 from shardwright.train.folder import RunFolder
 from shardwright.train.lora import ADAPTER_CONFIG, adapter_parts, base_of_adapter, merged_weight, read_lora

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.checkpoint.agree import ranks
+from shardwright.engine.gather_full import stream_full
 from shardwright.engine.unit import units_in
-from shardwright.params.gather_full import stream_full
 
 
 def carries_peft(model: Any) -> bool:

@@ -12,11 +12,11 @@ from torch import nn
 from shardwright.checkpoint.agree import ranks
 from shardwright.checkpoint.folder import published, sync_folder
 from shardwright.checkpoint.shardfile import DTYPE_NAME, by_file, write_index, write_whole
+from shardwright.engine.gather_full import stream_full
 from shardwright.engine.unit import units_in
 from shardwright.errors import CheckpointError, InputError
 from shardwright.hf import library
 from shardwright.module import original_class
-from shardwright.params.gather_full import stream_full
 
 MAX_FILE_NBYTES = 5 * 10**9
 _TOKENIZER = (

@@ -17,9 +17,9 @@ from shardwright.checkpoint.load import fill, install
 from shardwright.checkpoint.shardfile import Reader
 from shardwright.checkpoint.sources import open_source
 from shardwright.checkpoint.target import LoadPlan, allocated, plan
+from shardwright.engine.building.grouping import hints_of, suggested
 from shardwright.engine.unit import unit_of
 from shardwright.errors import InputError
-from shardwright.grouped import hints_of, suggested
 from shardwright.hf import library
 from shardwright.hf.weights import under_model_names
 from shardwright.policy import DEFAULT_OFFLOAD, DEFAULT_PRECISION, MixedPrecisionPolicy, OffloadPolicy

@@ -20,7 +20,6 @@ from torch import nn
 
 from shardwright.checkpoint import load, save
 from shardwright.checkpoint.agree import ranks
-from shardwright.clip import clip_grad_norm_
 from shardwright.engine.unit import units_in
 from shardwright.errors import CheckpointError, InputError
 from shardwright.hf import library
@@ -29,6 +28,7 @@ from shardwright.hf.arguments import check_arguments
 from shardwright.hf.export import save_pretrained
 from shardwright.hf.load import shard
 from shardwright.module import FSDPModule, register_fsdp_forward_method
+from shardwright.ops.clip import clip_grad_norm_
 from shardwright.train.lora import adapters_in, save_adapter, trained_part
 from shardwright.transport.collect import take_values_of_rank_0
 

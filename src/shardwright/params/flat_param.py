@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardwright.errors import InputError
 from shardwright.params.param import Member, ParamSite, ShardedParam, Split, attributes_of, give
-from shardwright.params.quantized.module import encodings
 from shardwright.params.subclass import is_extended
+from shardwright.quantized.module import encodings
 from shardwright.schedule.layout import FlatEntry, FlatLayout, ParamLayout
 from shardwright.torch_private import CHECKPOINTED, COMPILED, parameters_of
 from shardwright.transport.mesh import Axis

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.params.flat_param import original_name
 from shardwright.params.param import Member, ParamSite, ShardedParam
-from shardwright.params.quantized.module import encode_entries
+from shardwright.quantized.module import encode_entries
 
 
 class PlainLoads:

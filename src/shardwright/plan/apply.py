@@ -8,9 +8,9 @@ from typing import Any, cast
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright.engine.build import GroupOptions
+from shardwright.engine.building.build import GroupOptions
+from shardwright.engine.building.grouping import Groups, shard_groups
 from shardwright.errors import InputError
-from shardwright.grouped import Groups, shard_groups
 from shardwright.module import FSDPModule
 from shardwright.plan.cluster import Cluster
 from shardwright.plan.predict import Choice

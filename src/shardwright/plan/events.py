@@ -1,7 +1,8 @@
 """The events of a traced step, each at the operation at which the runtime has it.
 
-The same hooks as those of ``engine/hooks.py``, on a model that isn't sharded and runs under fake tensors: so
-the order of events is the runtime's, and whatever is alive at one of them is alive in the trace as well.
+The same hooks as those of ``engine/step/hooks.py``, on a model that isn't sharded and runs under fake
+tensors: so the order of events is the runtime's, and whatever is alive at one of them is alive in the trace
+as well.
 """
 
 from collections import Counter
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.engine.deferred import Deferred
+from shardwright.engine.building.deferred import Deferred
 from shardwright.params.param import ParamSite
 from shardwright.schedule.schedule import Event, EventKind
 from shardwright.torch_private import (

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from shardwright.engine.deferred import ends, halves, hardly_computes
-from shardwright.grouped import Groups, Shard, shard_groups
+from shardwright.engine.building.deferred import ends, halves, hardly_computes
+from shardwright.engine.building.grouping import Groups, Shard, shard_groups
 from shardwright.params.param import ParamSite
 from shardwright.plan.events import TracedGroup
 from shardwright.policy import DEFAULT_PRECISION, MixedPrecisionPolicy
@@ -21,7 +21,7 @@ def traced_groups(
     """The groups that ``fully_shard(model, groups=groups)`` would make, by its numbers. Changes nothing.
 
     cuts: large first blocks are two groups, and a large head is gathered late, as ours are
-        (``engine/deferred.py``).
+        (``engine/building/deferred.py``).
     """
     return groups_of_calls(model, lambda shard: shard_groups(model, groups, set(), shard), precision, cuts)
 
@@ -86,7 +86,7 @@ def groups_of_calls(
 
 @dataclass(eq=False)
 class _Param:
-    """A parameter that a plan shards, as ``engine/deferred.py`` asks of it."""
+    """A parameter that a plan shards, as ``engine/building/deferred.py`` asks of it."""
 
     param: nn.Parameter
     name: str

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwright.engine.building.grouping import Groups
 from shardwright.errors import ConfigError, InputError
-from shardwright.grouped import Groups
 from shardwright.observe.steps.drawing import Drawing
-from shardwright.params.quantized.module import encodings
 from shardwright.plan.answer import in_words
 from shardwright.plan.cluster import FULL, Cluster
 from shardwright.plan.constants import (
@@ -38,6 +37,7 @@ from shardwright.plan.transformer import workload as workload_of_numbers
 from shardwright.plan.workload import OpKind, Workload
 from shardwright.planned import BASES, OFFLOADS
 from shardwright.policy import DEFAULT_OFFLOAD, MixedPrecisionPolicy, OffloadPolicy, SchedulePolicy
+from shardwright.quantized.module import encodings
 from shardwright.schedule.schedule import Phase, Schedule
 
 _SAID = ("runtime", "microbatches", "reshard_after_forward", "keep", "recompute", "base")

@@ -18,10 +18,10 @@ from torch.func import functional_call
 from torch.utils.flop_counter import flop_registry
 
 from shardwright.errors import InputError
-from shardwright.params.quantized.codecs import NF4
-from shardwright.params.quantized.module import is_base
 from shardwright.plan.events import StepEvents, TracedGroup, cut_from
 from shardwright.plan.workload import GroupSize, Op, OpKind, ParamSize, Stretch, Workload
+from shardwright.quantized.codecs import NF4
+from shardwright.quantized.module import is_base
 from shardwright.schedule.schedule import Event, EventKind, Phase
 from shardwright.torch_private import (
     NEEDS_DATA,

@@ -30,13 +30,13 @@ from torch.nn import functional as F
 
 from shardwright.checkpoint.agree import ranks
 from shardwright.checkpoint.live import Whole
+from shardwright.engine.building.grouping import hints_of
 from shardwright.engine.unit import units_in
 from shardwright.errors import CheckpointError, InputError
 from shardwright.extras import from_extra
 from shardwright.files import json_file, opened, reading
-from shardwright.grouped import hints_of
 from shardwright.module import FSDPModule
-from shardwright.params.quantized.module import encoded_class, encodings, own_class
+from shardwright.quantized.module import encoded_class, encodings, own_class
 from shardwright.torch_private import look_up_again, parameters_of
 
 with from_extra("checkpoint"):

@@ -16,7 +16,7 @@ they have them); nothing else reads these tuples:
     LINE     line of the user's program, at                         where the training thread was seen
     DEVICE   name of the transport, number, start, end              a collective on a device, by this clock
     STALL    name of the transport, number, at                      the compute stream came to wait for it
-    HELD     at, bytes allocated, of states, of what is other       now and then (engine/held_memory.py)
+    HELD     at, bytes allocated, of states, of what is other       now and then (engine/step/held_memory.py)
     USE      what the kernel counts of the thread, at               see thread_use.py; anywhere between
 
 A record costs below a microsecond (``bench/host.py``), and keeps nothing alive but tuples and names.

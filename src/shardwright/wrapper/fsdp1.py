@@ -14,16 +14,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.api import shard_as
-from shardwright.clip import clip_grad_norm_
-from shardwright.engine.build import GroupOptions, check_modules, has_no_forward
+from shardwright.engine.building.build import GroupOptions, check_modules, has_no_forward
+from shardwright.engine.building.foreign import check_foreign
 from shardwright.engine.containers import map_tensors
-from shardwright.engine.foreign import check_foreign
-from shardwright.engine.setters import without_sync
 from shardwright.engine.unit import Unit, units_in
 from shardwright.errors import InputError, StageError, warn
 from shardwright.module import FSDPModule
+from shardwright.ops.clip import clip_grad_norm_
 from shardwright.params.flat_param import WRAPPED, key_of
 from shardwright.policy import DEFAULT_OFFLOAD, DEFAULT_PRECISION, CPUOffloadPolicy
+from shardwright.setters import without_sync
 from shardwright.wrapper import policies, prepare, states
 from shardwright.wrapper.meshes import mesh_for
 from shardwright.wrapper.options import (

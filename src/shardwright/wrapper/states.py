@@ -9,11 +9,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from shardwright.engine.gather_full import stream_full
 from shardwright.engine.unit import Unit, units_in
 from shardwright.errors import InputError, StageError
 from shardwright.params.at_rest import keep_per_rank
 from shardwright.params.flat_param import cut_by_rows, original_name
-from shardwright.params.gather_full import stream_full
 from shardwright.params.param import ShardedParam
 from shardwright.schedule.schedule import Phase
 from shardwright.torch_private import ShardedTensor, local_of, process_group_of

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwright.engine.group import ParamGroup
-from shardwright.engine.optimizer_guard import stepped
+from shardwright.engine.groups.group import ParamGroup
+from shardwright.engine.optimizers.guard import stepped
 from shardwright.engine.unit import unit_of, units_in
 from shardwright.errors import StageError
 from shardwright.observe.memory.report import (

@@ -1,0 +1,457 @@
+"""What ``fully_shard`` is made of: checks, then parameters (``found.py``), groups, unit and hooks."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from shardwright.engine.building.deferred import Deferred, ends, halves, hardly_computes, shown_by
+from shardwright.engine.building.foreign import check_foreign
+from shardwright.engine.groups.gatherer import GatherOptions
+from shardwright.engine.groups.group import ParamGroup
+from shardwright.engine.listeners import listeners
+from shardwright.engine.optimizers.guard import leave_out
+from shardwright.engine.references import warn_of_references
+from shardwright.engine.step.hooks import ModuleHooks
+from shardwright.engine.step.runtime import Runtime
+from shardwright.engine.unit import (
+    Unit,
+    is_sharded,
+    mark,
+    owner_of,
+    remember_replaced,
+    sharded_from,
+    take_over,
+    unit_of,
+    units_in,
+)
+from shardwright.errors import InputError, MisuseError
+from shardwright.params.flat_param import NAME as FLAT_NAME
+from shardwright.params.flat_param import FlatParam, check_flat
+from shardwright.params.param import ParamSite, ShardedParam
+from shardwright.params.placement import Split
+from shardwright.params.subclass import ExtendedParam, is_extended, not_extensible
+from shardwright.policy import (
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ReductionPolicy,
+    adopt,
+)
+from shardwright.schedule.schedule import GroupSpec
+from shardwright.torch_private import buffers_of, concatenated, parameters_of
+from shardwright.transport.mesh import Axis, resolve, smaller_world
+
+Found = dict[nn.Parameter, tuple[str, list[ParamSite]]]
+"""Parameter -> its name in the tree, and the places that show it."""
+
+
+def _named_sites(modules: Sequence[nn.Module]) -> Iterator[tuple[str, ParamSite, nn.Parameter]]:
+    """Every place in the trees that shows a parameter, tied ones each time, with its name in the tree."""
+    seen: set[tuple[int, str]] = set()
+    for root in modules:
+        for prefix, m in root.named_modules():
+            for name, param in parameters_of(m).items():
+                if param is not None and (id(m), name) not in seen:
+                    seen.add((id(m), name))
+                    yield f"{prefix}.{name}" if prefix else name, ParamSite(m, name), param
+
+
+def numbered_without(modules: Sequence[nn.Module], ignored: set[int]) -> dict[str, str]:
+    """Names of parameters, and what they would be if lists had no modules that are ignored as a whole.
+
+    Ranks may ignore different numbers of modules; what comes after them in a list has other numbers then.
+    """
+    found: dict[str, str] = {}
+
+    def visit(module: nn.Module, path: str, counted: str) -> None:
+        for name in parameters_of(module):
+            found.setdefault(path + name, counted + name)
+        skipped = 0
+        for name, child in module.named_children():
+            params = list(child.parameters())
+            if params and all(id(param) in ignored for param in params):
+                skipped += 1
+            else:
+                number = str(int(name) - skipped) if name.isdecimal() else name
+                visit(child, f"{path}{name}.", f"{counted}{number}.")
+
+    for module in modules:
+        visit(module, "", "")
+    return found
+
+
+def find_params(modules: Sequence[nn.Module], ignored: set[int]) -> Found:
+    """Parameters that no nested call has taken, with the places that show them."""
+    taken = {
+        id(param.sharded)
+        for m in modules
+        for unit in units_in(m)
+        for group in unit.groups
+        for param in group.params
+    }
+    found: Found = {}
+    for fqn, site, param in _named_sites(modules):
+        if id(param) not in taken and id(param) not in ignored:
+            found.setdefault(param, (fqn, []))[1].append(site)
+    return found
+
+
+def shard_params(
+    found: Found, splits: dict[nn.Parameter, Split], unit: Unit
+) -> tuple[list[ShardedParam], tuple[Unit, ...]]:
+    """Shard what is found. Parameters that another unit has sharded (tied weights) are shown, not taken."""
+    params: list[ShardedParam] = []
+    shared_owners: dict[Unit, None] = {}
+    for param, (fqn, sites) in found.items():
+        owner, sharded = owner_of(param), sharded_from(param)
+        if owner is not None and sharded is not None:
+            sharded.sites.extend(sites)
+            sharded.show(sharded.sharded)
+            owner.deferred = None  # what is read at the new places is not seen
+            shared_owners[owner] = None
+            continue
+        kind = ExtendedParam if is_extended(param) else ShardedParam
+        sharded = kind(fqn, sites, param, splits[param])
+        remember_replaced(param, unit, sharded)
+        params.append(sharded)
+    return params, tuple(shared_owners)
+
+
+def check_shared_flat(found: Found, flat: bool) -> None:
+    """Raises: InputError for a parameter that can't lie in a flat one, or that lies in another unit's."""
+    if flat:
+        check_flat(found)
+    for param, (fqn, _) in found.items():
+        owner, sharded = owner_of(param), sharded_from(param)
+        if owner is not None and (flat or (sharded is not None and sharded.members)):
+            raise InputError(
+                f"use_orig_params=False: {fqn!r} is shared with {owner.name!r}, which was wrapped before; "
+                "wrap the module that holds both as one, or leave the argument out"
+            )
+
+
+def flatten(found: Found, splits: dict[nn.Parameter, Split], unit: Unit) -> list[ShardedParam]:
+    """One flat parameter for all that is found; one for each dtype, and apart for
+    frozen ones and those that are never cast."""
+    kinds: dict[Any, Found] = {}
+    for param, places in found.items():
+        kinds.setdefault((param.dtype, param.requires_grad, splits[param].keeps_dtype), {})[param] = places
+    flats: list[ShardedParam] = []
+    for place, members in enumerate(kinds.values()):
+        site = ParamSite(unit.modules[0], f"{FLAT_NAME}_{place}" if place else FLAT_NAME)
+        flats.append(FlatParam(site, members, replace(splits[next(iter(members))], dim=0)))
+        for param in members:
+            remember_replaced(param, unit, flats[-1])
+    return flats
+
+
+PlacementFunction = Callable[[nn.Parameter], Any]
+
+
+@dataclass(frozen=True)
+class ShardPlacementResult:
+    """The result of ``shard_placement_fn`` for a parameter that is sharded on a separate mesh.
+
+    Args:
+        placement: ``Shard(dim)``, or None for dim 0.
+        mesh_info: the DeviceMesh, 1-D or 2-D, or an object that has it as ``.mesh``.
+    """
+
+    placement: Shard | None
+    mesh_info: Any
+
+
+@dataclass(frozen=True)
+class GroupOptions:
+    """What ``fully_shard`` was told of the group. ``flat``: its parameters lie in a ``FlatParam``.
+    ``over_all``: both axes of the mesh shard, and shards over a node are kept from forward to backward."""
+
+    reshard_after_forward: bool | int | None
+    placement_fn: PlacementFunction | None
+    precision: MixedPrecisionPolicy
+    offload: OffloadPolicy
+    dims: DataParallelMeshDims | None = None
+    flat: bool = False
+    over_all: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("precision", "offload", "dims"):
+            object.__setattr__(self, name, adopt(getattr(self, name)))
+
+    def check(self) -> None:
+        """Raises: InputError for what isn't of its type."""
+        if not isinstance(self.precision, MixedPrecisionPolicy):
+            raise InputError(f"mp_policy must be a MixedPrecisionPolicy, got {type(self.precision).__name__}")
+        if not isinstance(self.offload, OffloadPolicy):
+            raise InputError(f"offload_policy must be an OffloadPolicy, got {type(self.offload).__name__}")
+        reshard = self.reshard_after_forward
+        if reshard is not None and not isinstance(reshard, int):
+            raise InputError(
+                "reshard_after_forward should be a bool or an int representing the group size to reshard to, "
+                f"not {reshard!r}"
+            )
+
+    def smaller_world(self, axis: Axis) -> int | None:
+        """The smaller world to reshard to after forward, if there is one. Raises: InputError."""
+        size = self.reshard_after_forward
+        if size is None or isinstance(size, bool):
+            return None
+        if self.over_all:
+            raise InputError(
+                f"reshard_after_forward={size} doesn't go with shard_over_all, which keeps shards over the "
+                "ranks of a node in between; leave it out, or give a bool"
+            )
+        if not 1 <= size <= axis.world or axis.world % size:
+            raise InputError(
+                "If passing reshard_after_forward as an int, it should be a factor of "
+                f"{axis.world}, not {size}: the world of the sharded axis is split into equal parts"
+            )
+        return size
+
+
+def has_no_forward(module: nn.Module) -> bool:
+    """Whether its class has no forward of its own."""
+    return type(module).forward is nn.Module.forward
+
+
+def check_modules(modules: Sequence[Any]) -> Sequence[nn.Module]:
+    """The modules to shard, each fit to be. Raises: InputError."""
+    if not modules:
+        raise InputError("fully_shard got an empty list; pass at least one module")
+    for m in modules:
+        kind = type(m).__name__
+        if not isinstance(m, nn.Module):
+            raise InputError(f"fully_shard takes an nn.Module or a list of them, got {kind}")
+        if is_sharded(m):
+            raise MisuseError(
+                "Each distinct composable distributed API can only be applied to a module once. fully_shard "
+                f"has already been applied to the following module: {kind}. Call it once on each, inner first"
+            )
+    for m in modules:
+        for other in modules:
+            if other is not m and any(child is other for child in m.modules()):
+                raise InputError(
+                    f"the list has a {type(other).__name__} that is inside another of its modules, a "
+                    f"{type(m).__name__}; list only modules that lie beside each other"
+                )
+    return modules
+
+
+def shard_modules(
+    modules: Sequence[nn.Module],
+    mesh: DeviceMesh | None,
+    options: GroupOptions,
+    ignored: set[int],
+) -> Sequence[nn.Module]:
+    """Shard the parameters that no nested call has taken, and set the hooks. Returns the modules.
+
+    Around those that are sharded already (by another group of theirs) the new group is unsharded too.
+    """
+    check_foreign(modules, ignored)
+    axis = resolve(mesh, options.dims, options.over_all)
+    for tell in listeners.sharding:
+        tell()
+    found = find_params(modules, ignored)
+    check_shared_flat(found, options.flat)
+    splits = {param: _split(fqn, param, sites, axis, options) for param, (fqn, sites) in found.items()}
+    worlds = {split.axis: options.smaller_world(split.axis) for split in splits.values()}
+    options.smaller_world(axis)
+    warn_of_references(modules, {param: fqn for param, (fqn, _) in found.items()})
+    # From here on nothing is refused any more.
+    leave_out(param for module in modules for param in module.parameters() if id(param) in ignored)
+    runtime = Runtime()
+    nested = list(dict.fromkeys(unit for m in modules for unit in units_in(m)))
+    fresh = tuple(m for m in modules if not is_sharded(m))
+    unit = Unit("+".join(type(m).__name__ for m in modules), fresh, None, (), options.precision, runtime)
+    _move_buffers(modules, axis.device, ignored)
+    numbered = numbered_without(modules, ignored) if ignored else {}
+    if options.flat:
+        params = flatten(found, splits, unit)
+    else:
+        params, unit.shared_owners = shard_params(found, splits, unit)
+    for param in params:
+        param.compared = numbered
+    for inner in (*nested, *unit.shared_owners):
+        if inner.runtime is not runtime:
+            runtime.absorb(inner.runtime)
+    if not options.flat:
+        _cut_first_block(nested)
+    groups = _by_axis(params)
+    last: list[ShardedParam] = []
+    if len(groups) == len(modules) == 1 and not options.flat:
+        first, last = ends(
+            params, modules[0], (m for each in nested for m in each.modules), options.precision
+        )
+        groups = [members for members in (first, last) if members]
+    for place, members in enumerate(groups):
+        name = f"{unit.name}.{shown_by(members, modules[0]) if members is last else place}"
+        own = unit if not place else Unit(name, (), None, (), options.precision, runtime)
+        own.group = _make_group(own.name, members, options, worlds[members[0].axis])
+        own.deferred = Deferred(members) if members is last else None
+        if place:
+            take_over(own, members)
+        runtime.add(own.group, _reshards(options, worlds[members[0].axis], members[0].axis))
+        if place:
+            runtime.change(own.group, part_of=runtime.table.number(unit.groups[0]))
+        unit.parts = (*unit.parts, own) if place else ()
+    runtime.table.root = tuple(unit.groups)
+    _join(unit, list(dict.fromkeys(unit_of(m) for m in modules if m not in fresh)))
+    mark(unit)
+    _name_by_path(modules)
+    ModuleHooks(unit)
+    return modules
+
+
+def _cut_first_block(nested: Sequence[Unit]) -> None:
+    """Hold the parameters of the first of ``nested`` that does more than look up in two groups (see
+    ``halves``), if it is one module, nothing was asked of it, and no other unit is cut."""
+    groups = ((unit, unit.group) for unit in nested if unit.group)
+    unit = next((unit for unit, g in groups if not hardly_computes(g.params, g.policy)), None)
+    if unit is None or unit.group is None or len(unit.modules) != 1:
+        return
+    (block,) = unit.modules
+    if any(owner.deferred for each in nested for owner in (each, *each.parts)):
+        return
+    group, runtime = unit.group, unit.runtime
+    spec = runtime.requested(group)
+    special = spec != GroupSpec(spec.reshard_after_forward) or group.reducer.hook is not None
+    if special or group.reducer.policy != ReductionPolicy():
+        return
+    first, last = halves(group.params, block, group.policy)
+    if last:
+        part = Unit(f"{unit.name}.{shown_by(last, block)}", (), None, (), unit.policy, runtime)
+        part.group = ParamGroup(part.name, last, group.axis, group.policy, group.gatherer.options)
+        part.deferred = Deferred(last)
+        take_over(part, last)
+        runtime.regroup(group, first)
+        runtime.add(part.group, spec.reshard_after_forward)
+        runtime.change(part.group, part_of=runtime.table.number(group))
+        unit.parts = (*unit.parts, part)
+
+
+def _join(unit: Unit, others: list[Unit]) -> None:
+    """Have ``unit``'s groups unsharded around the modules of other units too, which share these with it.
+
+    One without modules of its own becomes a part of the first, whose modules then hold its groups.
+    """
+    if others and not unit.modules:
+        others[0].parts = (*others[0].parts, *(owner for owner in (unit, *unit.parts) if owner.group))
+        others[0].shared_owners = (*others[0].shared_owners, *unit.shared_owners)
+        others = others[1:]
+    for other in others:
+        other.shared_owners = (*other.shared_owners, *unit.owners)
+
+
+def _name_by_path(modules: Sequence[nn.Module]) -> None:
+    """Name nested groups by where they are in the outermost module sharded so far, for messages."""
+    for root in modules:
+        paths: dict[Unit, list[str]] = {}
+        for path, m in root.named_modules():
+            if path and is_sharded(m):
+                paths.setdefault(unit_of(m), []).append(path)
+        for nested, found in paths.items():
+            for group in nested.groups:
+                group.rename("+".join(found) + group.name.removeprefix(nested.name))
+            nested.name = "+".join(found)
+
+
+def _reshards(options: GroupOptions, world: int | None, axis: Axis) -> bool | None:
+    """What the planner is told; a world of one keeps everything, the whole world keeps nothing."""
+    asked = options.reshard_after_forward
+    return asked if asked is None or isinstance(asked, bool) else world != 1
+
+
+def _make_group(
+    name: str, params: Sequence[ShardedParam], options: GroupOptions, world: int | None
+) -> ParamGroup:
+    axis = params[0].axis
+    asked = GatherOptions()
+    if world is not None and 1 < world < axis.world:
+        asked = GatherOptions(smaller_world=smaller_world(axis, world))
+    elif axis.node is not None and options.reshard_after_forward is not False:
+        asked = GatherOptions(smaller_world=axis.node)
+    return ParamGroup(name, params, axis, options.precision, asked)
+
+
+def _by_axis(params: Sequence[ShardedParam]) -> list[list[ShardedParam]]:
+    """Parameters that can share a group: those on one axis."""
+    members: dict[Axis, list[ShardedParam]] = {}
+    for param in params:
+        members.setdefault(param.axis, []).append(param)
+    return list(members.values())
+
+
+def _split(
+    fqn: str, param: nn.Parameter, sites: Sequence[ParamSite], axis: Axis, options: GroupOptions
+) -> Split:
+    """How to shard a parameter. Raises: InputError for a placement that it can't have."""
+    wanted = options.placement_fn(param) if options.placement_fn is not None else None
+    if wanted is not None and not isinstance(wanted, Shard):
+        if not hasattr(wanted, "mesh_info"):
+            raise InputError(
+                f"Invalid shard_placement_fn result: {wanted!r} for {fqn!r}; expected None, Shard(dim) or "
+                "ShardPlacementResult"
+            )
+        info = wanted.mesh_info
+        axis = resolve(info if isinstance(info, DeviceMesh) else getattr(info, "mesh", info))
+        wanted = wanted.placement
+    ndim = param.ndim
+    dim = 0 if wanted is None else wanted.dim
+    if ndim and not -ndim <= dim < ndim:
+        raise MisuseError(
+            f"Shard dim {dim} is invalid for {ndim}D tensor: {param.shape}, which is parameter {fqn!r}"
+        )
+    _check_composes(fqn, param, axis, options.dims)
+    if is_extended(param) and (dim % max(ndim, 1) or not ndim or isinstance(param, DTensor)):
+        raise InputError(not_extensible(fqn, param))
+    if axis.world > 1 and any(getattr(site.module, "max_norm", None) is not None for site in sites):
+        raise InputError(
+            f"max_norm of {fqn.rpartition('.')[0]!r} (an Embedding) changes rows of its weight in each "
+            "forward: on each rank those of its own batch, most of which others hold. Set max_norm = None, "
+            "and between steps call torch.embedding_renorm_ on the weight inside of "
+            "`with model.unsharded():`"
+        )
+    # Kernels of batch norms take weights of the dtype of their running statistics, which aren't cast.
+    normalizes = any(getattr(site.module, "running_mean", None) is not None for site in sites)
+    keeps_dtype = options.precision.keeps_dtype(fqn, param) or normalizes
+    return Split(axis, dim % ndim if ndim else None, options.offload, options.dims, keeps_dtype)
+
+
+def _check_composes(fqn: str, param: nn.Parameter, axis: Axis, dims: DataParallelMeshDims | None) -> None:
+    """Raises: InputError for a DTensor whose mesh and the data-parallel one don't go together."""
+    if not isinstance(param, DTensor):
+        if dims is not None:
+            raise InputError(
+                "When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD mesh (e.g. "
+                f"via distribute_module). Got plain tensor for parameter {fqn!r}; else leave it out (types "
+                "of spmd_types aren't read: choose another parallelism.spmd_backend in torchtitan)"
+            )
+        return
+    mesh, names = param.device_mesh, param.device_mesh.mesh_dim_names or ()
+    if dims is None:
+        try:
+            concatenated([axis.mesh, mesh])
+        except (RuntimeError, TypeError) as error:  # the second where an axis has no name
+            raise InputError(
+                f"parameter {fqn!r} is a DTensor already ({param.placements} on {mesh}), on a mesh that "
+                f"doesn't go with {axis.mesh}: {error}. Take both from one init_device_mesh with named axes"
+            ) from error
+    for name in (*dims.shard_names, *dims.replicate_names) if dims is not None else ():
+        if name not in names or param.placements[names.index(name)] != Replicate():
+            raise InputError(
+                f"Expected Replicate() on the data-parallel axis {name!r} of parameter {fqn!r}, but it is "
+                f"placed {param.placements} on {mesh}"
+            )
+
+
+def _move_buffers(modules: Sequence[nn.Module], device: torch.device, ignored: set[int]) -> None:
+    for m in modules:
+        for child in m.modules():
+            for name, buffer in buffers_of(child).items():
+                if buffer is not None and buffer.device not in (device, torch.device("meta")):
+                    buffers_of(child)[name] = buffer.to(device)

@@ -1,0 +1,183 @@
+"""The groups of one model by number, and what is asked of each: by the caller, and by what follows from
+that."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import inf
+from typing import Any
+from weakref import WeakSet
+
+from shardwright.engine.groups.gatherer import has_lookup
+from shardwright.engine.groups.group import ParamGroup, gathered_nbytes, grad_nbytes
+from shardwright.errors import InputError
+from shardwright.params.param import ShardedParam
+from shardwright.policy import SchedulePolicy, Wire
+from shardwright.schedule.schedule import Event, EventKind, GroupSpec, Phase
+from shardwright.transport.base import WHOLE, Comm, Sends
+from shardwright.transport.link import free_nbytes, measured, what_pays
+from shardwright.transport.recorder import Label
+
+_NO_ROOM = (
+    "its copy doesn't fit beside those before it in SchedulePolicy.wire_nbytes (by default a quarter of the "
+    "host's free memory, divided by its ranks)"
+)
+
+tables: "WeakSet[GroupTable]" = WeakSet()
+"""Of every sharded model that is alive."""
+
+
+class GroupTable:
+    """``groups`` in the order in which they were sharded; a group's number is its place there.
+
+    root: the groups of the outermost module, which stay unsharded after a forward by default.
+    chosen: whether it is up to date which groups move rows in use only.
+    listed: what the policy has gathered ahead of a group: field of ``GroupSpec`` -> group -> groups.
+    around: told of a phase outside of any other before it begins, and None when it has ended.
+    events: the events of each group, ready-made. labels: what records call the groups; () before ``label``.
+    """
+
+    def __init__(self) -> None:
+        self.groups: list[ParamGroup] = []
+        self.root: tuple[ParamGroup, ...] = ()
+        self.chosen = False
+        self.listed: dict[str, dict[int, tuple[int, ...]]] = {}
+        self.events: dict[tuple[EventKind, ParamGroup | None], Event] = {
+            (EventKind.STEP_END, None): Event(EventKind.STEP_END)
+        }
+        self.labels: tuple[Label, ...] = ()
+        self.around: list[Callable[[Phase | None], None]] = []
+        self._requested: list[GroupSpec] = []
+        self._index: dict[ParamGroup, int] = {}
+        tables.add(self)
+
+    def add(self, group: ParamGroup, requested: GroupSpec) -> None:
+        """Number one more group."""
+        index = self._index[group] = len(self.groups)
+        self.events |= {
+            (kind, group): Event(kind, index) for kind in EventKind if kind is not EventKind.STEP_END
+        }
+        self.groups.append(group)
+        self._requested.append(requested)
+        self.chosen = False
+
+    def absorb(self, other: "GroupTable") -> None:
+        """Number the groups of another table after those of this one."""
+        shift = len(self.groups)
+        for group, requested in zip(other.groups, other._requested, strict=True):
+            self.add(group, requested.shifted(shift))
+
+    def label(self) -> None:
+        """Have records name the groups as they are called now."""
+        groups = self.groups
+        self.labels = tuple(Label(each.name, gathered_nbytes(each), grad_nbytes(each)) for each in groups)
+
+    def regroup(self, group: ParamGroup, params: Sequence[ShardedParam]) -> None:
+        """Give ``group`` other parameters; all at rest."""
+        group.regroup(params)
+        self.chosen = False
+
+    def number(self, group: ParamGroup) -> int:
+        """The group's place in ``groups``."""
+        return self._index[group]
+
+    def requested(self, group: ParamGroup) -> GroupSpec:
+        """What was asked of ``group``."""
+        return self._requested[self._index[group]]
+
+    def change(self, group: ParamGroup, **changes: Any) -> None:
+        """Replace fields of what was asked of ``group``."""
+        index = self._index[group]
+        self._requested[index] = replace(self._requested[index], **changes)
+
+    def effective(self, index: int) -> GroupSpec:
+        """What the planner knows of a group: what was asked of it, with what follows for the root and for
+        rows in use; its bytes, and what it may share collectives with."""
+        group, spec = self.groups[index], self._requested[index]
+        for field, ahead in self.listed.items():
+            if index in ahead and getattr(spec, field) is None:
+                spec = replace(spec, **{field: ahead[index]})
+        by_rows = group.gatherer.rows is not None
+        if by_rows or self._stays_as_root(group):
+            spec = replace(spec, reshard_after_forward=by_rows, no_prefetch=by_rows)
+        return replace(
+            spec,
+            nbytes=group.unsharded_nbytes,
+            grad_nbytes=grad_nbytes(group),
+            bucket_key=id(group.gatherer.comm) if group.gatherer.is_whole else None,
+            needs_copies_reduced=group.axis.replicate is not None,
+            smaller_world=group.gatherer.smaller_world is not None,
+        )
+
+    def _stays_as_root(self, group: ParamGroup) -> bool:
+        return self.requested(group).reshard_after_forward is None and group in self.root
+
+    def specs(self) -> tuple[GroupSpec, ...]:
+        """``effective`` of every group."""
+        return tuple(self.effective(index) for index in range(len(self.groups)))
+
+    def list_ahead(self, policy: SchedulePolicy) -> None:
+        """Take over the policy's lists of groups to gather ahead. Raises: InputError for a name of no group,
+        before anything has changed."""
+        numbers = {group.name: index for index, group in enumerate(self.groups)}
+        named = {
+            name for lists in policy.ahead.values() for item in lists.items() for name in (item[0], *item[1])
+        }
+        unknown = sorted(named - numbers.keys())
+        if unknown:
+            raise InputError(
+                f"SchedulePolicy.ahead names groups that the model doesn't have: {unknown}; "
+                f"it has {[*numbers]}"
+            )
+        self.listed = {
+            f"ahead_in_{phase}": {
+                numbers[key]: tuple(map(numbers.__getitem__, names)) for key, names in lists.items()
+            }
+            for phase, lists in policy.ahead.items()
+        }
+
+    def choose(self, policy: SchedulePolicy) -> None:
+        """Have groups move rows in use only, or send what has changed, where ``policy`` says so and they
+        can."""
+        left = _copies_nbytes(self.groups, policy)
+        for group in self.groups:
+            sends, nbytes = _sends(group, policy), gathered_nbytes(group)
+            if sends.changes and nbytes > left:
+                sends = Sends(why=_NO_ROOM)
+            asks = policy.row_wise
+            if asks is None:  # what has changed of an embedding is less than the rows in use of it
+                asks = group.axis.comm.over_network and not sends.codes
+            asks = asks and has_lookup(group.params)
+            stays = self.requested(group).reshard_after_forward is False or self._stays_as_root(group)
+            group.request(row_wise=policy if asks else None, stays=asks and stays, sends=sends)
+            left -= nbytes if group.gatherer.sends.changes else 0
+        self.chosen = True
+
+    def comms(self) -> list[Comm]:
+        """The transports in use, each once."""
+        used = [
+            (group.axis.comm, *group.axis.hops, group.axis.replicate, group.gatherer.options.smaller_world)
+            for group in self.groups
+        ]
+        return list({id(comm): comm for comms in used for comm in comms if comm is not None}.values())
+
+
+def _may_code(group: ParamGroup, policy: SchedulePolicy) -> bool:
+    """Whether the group's ranks may send less than whole shards; the same on all ranks."""
+    return policy.wire is not Wire.PLAIN and group.axis.world > 1 and not group.axis.comm.why_plain
+
+
+def _sends(group: ParamGroup, policy: SchedulePolicy) -> Sends:
+    """What the group's collectives are to send, by ``SchedulePolicy.wire``."""
+    if policy.wire is Wire.AUTO and _may_code(group, policy):  # all ranks measure the link together
+        frozen = sum(p.layout.numel for p in group.params if not p.sharded.requires_grad)
+        share = frozen / sum(p.layout.numel for p in group.params)
+        return what_pays(measured(group.axis.comm.network), share)
+    return WHOLE if policy.wire is Wire.PLAIN else Sends(changes=True, codes=True, gradients=True)
+
+
+def _copies_nbytes(groups: Sequence[ParamGroup], policy: SchedulePolicy) -> float:
+    """Bytes that the copies of all groups may take on this rank."""
+    if policy.wire_nbytes is not None:
+        return policy.wire_nbytes
+    comms = [group.axis.comm.network for group in groups if _may_code(group, policy)]
+    return min((free_nbytes(comm) / 4 for comm in comms), default=inf)

@@ -1,0 +1,271 @@
+"""What is seen to before an optimizer's step: that its gradients are those of all ranks, and before its first
+one that it holds shards and steps them fast."""
+
+from collections.abc import Iterable
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Adafactor, Muon
+from torch.optim.optimizer import Optimizer
+
+from shardwright.engine.groups.group import Stage, offloaded
+from shardwright.engine.groups.table import tables
+from shardwright.engine.optimizers.away import State, page_in, refuse_away_of
+from shardwright.engine.step.runtime import unsettled
+from shardwright.engine.unit import sharded_from
+from shardwright.errors import InputError, StageError, UnsupportedTorch, warn
+from shardwright.params.unreduced import mark_of, zeros_of
+from shardwright.torch_private import current_graph_task, has_optimizer_kernels
+
+_LEFT_OUT = "_left_out_of_sharding"
+
+stepped: "WeakSet[Optimizer]" = WeakSet()
+"""Optimizers that have made a step in this process."""
+
+
+class OptimizerGuard:
+    """Checks each optimizer once, before its first step (``num_checked``); and each step against a backward
+    cut short."""
+
+    def __init__(self) -> None:
+        self.handle: Any = None
+        self.num_checked = 0
+        self._checked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        refuse_away_of(params, f"a step of {type(optimizer).__name__}", *State)
+        if current_graph_task() == -1:  # else it steps from inside the backward
+            if unsettled:
+                _check_settled(optimizer, params)
+            _forget_unsharded(params)
+            _settle_offloaded(params)
+        if self._checked.get(optimizer) != len(params):
+            self._check(optimizer, params)
+        page_in(optimizer)
+        step_whole(optimizer)
+        if kwargs.get("closure") is None and not any(map(callable, args[1:])):  # a closure brings gradients
+            _set_aside_waiting(optimizer, params)
+
+    def _check(self, optimizer: Optimizer, params: list[Any]) -> None:
+        stale = [found.fqn for found in map(sharded_from, params) if found is not None]
+        if stale:
+            raise StageError(
+                f"{type(optimizer).__name__} holds {len(stale)} parameters that fully_shard has replaced, "
+                f"or quantize_ has ({', '.join(stale[:3])}{', ...' if len(stale) > 3 else ''}): stepping it "
+                "would train nothing. Build the optimizer after both, from model.parameters()"
+            )
+        _check_sharded(optimizer, params)
+        _check_kernels(optimizer)
+        _check_runs_on_shards(optimizer, params)
+        self._checked[optimizer] = len(params)
+        self.num_checked += 1
+        stepped.add(optimizer)
+        _choose_foreach(optimizer)
+        warn_of_roundings(optimizer, params)
+        _warn_of_left_out(optimizer, params)
+
+
+def _check_settled(optimizer: Optimizer, params: list[Any]) -> None:
+    if any(model.holds_any(params) for model in tuple(unsettled)):
+        raise StageError(
+            f"{type(optimizer).__name__} would step with gradients of a backward that didn't end on all "
+            "ranks: parameters would differ between them. Leave the step out where backward() raised; the "
+            "next forward starts afresh"
+        )
+
+
+def _forget_unsharded(written: list[Any]) -> None:
+    """What stayed unsharded after an evaluation, or in flight after a failure, isn't used again where the
+    optimizer writes its shards."""
+    kept = [group for table in tuple(tables) for group in table.groups if group.stage is not Stage.SHARDED]
+    ids = {id(param) for param in written} if kept else set()
+    for group in kept:
+        if any(id(param.sharded) in ids for param in group.params):
+            group.forget_versions(written=True)
+
+
+def _settle_offloaded(written: list[Any]) -> None:
+    """Shards on the host are written once no gather (of an evaluation since) reads them any more."""
+    groups = [group for group in tuple(offloaded) if group.params[0].split.on_host]
+    ids = {id(param) for param in written} if groups else set()
+    owners = [group for group in groups if any(id(param.sharded) in ids for param in group.params)]
+    for streams in {group.params[0].split.offload_streams for group in owners}:
+        if streams is not None:
+            streams.settle()
+
+
+def _check_sharded(optimizer: Optimizer, params: list[Any]) -> None:
+    groups = [group for table in tuple(tables) for group in table.groups]
+    faces = {id(param.unsharded): param.fqn for group in groups for param in group.params if param.bound}
+    names = [faces[id(param)] for param in params if id(param) in faces]
+    if names:
+        raise StageError(
+            f"{type(optimizer).__name__} was built on {len(names)} parameters while they were unsharded, as "
+            f"after an evaluation ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}): stepping it "
+            "would train nothing. Call reshard() on their modules and build it then, or build it earlier"
+        )
+
+
+_NOT_ON_SHARDS = (
+    (torch.optim.LBFGS, "it joins all gradients to one, which torch can't do with shards: use AdamW"),
+    (torch.optim.Rprop, "it writes where signs differ, which torch can't do in shards: use RMSprop or AdamW"),
+)
+
+
+def _check_runs_on_shards(optimizer: Optimizer, params: list[Any]) -> None:
+    """Raises: InputError for one that torch can't run on DTensors, instead of an error from inside of it."""
+    for kind, reason in _NOT_ON_SHARDS:
+        if isinstance(optimizer, kind) and any(isinstance(param, DTensor) for param in params):
+            groups = [group for table in tuple(tables) for group in table.groups]
+            names = {id(param.sharded): param.fqn for group in groups for param in group.params}
+            first = next((names[id(param)] for param in params if id(param) in names), "of a DTensor")
+            raise InputError(
+                f"{type(optimizer).__name__} holds sharded parameters ({first!r}, ...), and can't step them: "
+                f"{reason}, or give it the parameters of a model that isn't sharded"
+            )
+
+
+def _check_kernels(optimizer: Optimizer) -> None:
+    """Raises: UnsupportedTorch for fused kernels that this torch can't be told to run on shards."""
+    kind = next((cls for cls in (torch.optim.SGD, torch.optim.Adagrad) if isinstance(optimizer, cls)), None)
+    for group in optimizer.param_groups if not has_optimizer_kernels() else ():
+        if (
+            kind is not None
+            and group.get("fused")
+            and any(isinstance(param, DTensor) for param in group["params"])
+        ):
+            raise UnsupportedTorch(
+                f"{kind.__name__}(fused=True) steps sharded parameters with torch 2.12 or newer, and this is "
+                f"{torch.__version__}: build it with foreach=True, or install a newer torch"
+            )
+
+
+_waiting: WeakKeyDictionary[Optimizer, list[tuple[Any, Any]]] = WeakKeyDictionary()
+
+
+def _set_aside_waiting(optimizer: Optimizer, params: list[Any]) -> None:
+    """Gradients that wait to be reduced are none for this step. Raises: StageError where all wait."""
+    pairs = [(param, mark_of(param.grad)) for param in params]
+    waiting = [param for param, mark in pairs if mark is not None]
+    if not waiting:
+        return
+    marks = [mark for _, mark in pairs if mark is not None]
+    if len(waiting) == sum(param.grad is not None for param in params) and not all(m.cleared for m in marks):
+        raise StageError(
+            f"{type(optimizer).__name__} would step nothing: the gradients of all its {len(waiting)} "
+            f"parameters ({marks[0].fqn!r}, ...) wait to be reduced, since the last backward was one of "
+            "set_requires_gradient_sync(False), no_sync() or set_requires_all_reduce(False). Step after a "
+            "backward that synchronises"
+        )
+    _waiting[optimizer] = [(param, param.grad) for param in waiting]
+    for param, mark in zip(waiting, marks, strict=True):
+        param.grad = zeros_of(param.grad) if mark.cleared else mark.earlier
+
+
+def show_waiting(optimizer: Optimizer, *_: Any) -> None:
+    """After the step: what stands for the gradients that wait."""
+    for param, grad in _waiting.pop(optimizer, ()):
+        param.grad = grad
+
+
+def leave_out(params: Iterable[torch.Tensor]) -> None:
+    """The caller has said that these are not to be sharded: what becomes of their gradients is known."""
+    for param in params:
+        setattr(param, _LEFT_OUT, True)
+
+
+def is_left_out(param: torch.Tensor) -> bool:
+    """Whether the caller has said so of a parameter."""
+    return hasattr(param, _LEFT_OUT)
+
+
+def _warn_of_left_out(optimizer: Optimizer, params: list[Any]) -> None:
+    groups = [group for table in tables for group in table.groups]
+    ours = {id(param.sharded): group.axis.world for group in groups for param in group.params}
+    if max((ours.get(id(param), 1) for param in params), default=1) == 1:
+        return
+    plain = [p for p in params if id(p) not in ours and not isinstance(p, DTensor) and p.grad is not None]
+    left = [list(param.shape) for param in plain if not is_left_out(param)]
+    if left:
+        warn(
+            f"{type(optimizer).__name__} steps {len(left)} parameters that no fully_shard call has taken, of "
+            f"shapes {', '.join(map(str, left[:3]))}{', ...' if len(left) > 3 else ''}, beside sharded ones: "
+            "their gradients are not averaged over ranks, so the ranks' copies become different. Call "
+            "fully_shard on the module that holds them (the whole model, last), or, where you average them "
+            "yourself, pass them as ignored_params",
+        )
+
+
+def _choose_foreach(optimizer: Optimizer) -> None:
+    """Step DTensors with foreach kernels where torch would for plain parameters: on an accelerator.
+
+    With neither ``foreach`` nor ``fused`` given, torch takes foreach for plain CUDA parameters but, not
+    knowing a DTensor for one, a Python loop over sharded ones.
+    """
+    for group in optimizer.param_groups:
+        asked = group.get("fused") or group.get("differentiable") or group.get("foreach", False) is not None
+        sharded = [param for param in group["params"] if isinstance(param, DTensor)]
+        if not asked and sharded and sharded[0].device.type != "cpu":
+            group["foreach"] = True
+
+
+# ---- optimizers that read rows and columns of whole matrices
+
+
+_set_aside: WeakKeyDictionary[Optimizer, list[tuple[Any, Any]]] = WeakKeyDictionary()
+
+
+@torch.no_grad()
+def step_whole(optimizer: Optimizer) -> None:
+    """Step what is sharded of an ``Adafactor``, and hide its gradients from the step that follows.
+
+    Torch's keeps a mean of each row and each column, and fails on DTensors. Its state is small, so a sharded
+    parameter is stepped whole, one after another: gathered, stepped by torch's own code in the same way on
+    every rank, and cut again.
+    Every rank calls it with the same parameters, which may be listed in an order of its own on each. Memory:
+    one whole parameter, its gradient and its update.
+    """
+    if not isinstance(optimizer, Adafactor):
+        return
+    aside = _set_aside.setdefault(optimizer, [])
+    names = {
+        id(param.sharded): (group.name, param.fqn)
+        for table in tuple(tables)
+        for group in table.groups
+        for param in group.params
+    }
+    for group in optimizer.param_groups:
+        options = {key: value for key, value in group.items() if key != "params"}
+        for param in sorted(group["params"], key=lambda each: names.get(id(each), ("", ""))):
+            if not isinstance(param, DTensor) or param.grad is None:
+                continue
+            whole: Any = param.full_tensor().detach().clone().requires_grad_()
+            whole.grad = param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad
+            alone = Adafactor([whole])
+            alone.param_groups[0].update(options)
+            alone.state[whole] = optimizer.state[param]
+            alone.step()
+            optimizer.state[param] = alone.state[whole]
+            parts = distribute_tensor(whole.detach(), param.device_mesh, param.placements, src_data_rank=None)
+            param.to_local().copy_(parts.to_local())
+            aside.append((param, param.grad))
+            param.grad = None
+
+
+def show_grads(optimizer: Optimizer, *_: Any) -> None:
+    """After the step: the gradients that ``step_whole`` has hidden."""
+    for param, grad in _set_aside.pop(optimizer, ()):
+        param.grad = grad
+
+
+def warn_of_roundings(optimizer: Optimizer, params: list[Any]) -> None:
+    """Say once that sharded matrices aren't stepped to the last digit as one process would."""
+    if isinstance(optimizer, Muon) and any(isinstance(param, DTensor) for param in params):
+        warn(
+            "torch.optim.Muon over shards isn't exact: it orthogonalises in bfloat16, and the products of "
+            "sharded matrices are summed in another order than one process sums them (seen: weights that "
+            "differ by 1e-3 after three steps)",
+        )

@@ -1,0 +1,183 @@
+"""Several groups in one collective: small ones, whose own would cost its latency and little else. And taking
+part in a group's all-gather for the sake of other ranks."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import TypeVar
+
+import torch
+
+from shardwright.engine.groups.grads import separated
+from shardwright.engine.groups.group import ParamGroup, Stage
+from shardwright.engine.groups.reducer import Grads, Reducer
+from shardwright.errors import StageError
+from shardwright.params.param import ShardedParam
+from shardwright.schedule.layout import ParamLayout
+from shardwright.transport.base import Comm, Reduction, Segment, SharedGather, SharedReduction
+
+Member = TypeVar("Member")
+
+
+def unshard(groups: Sequence[ParamGroup], kept: AbstractSet[ParamGroup] | None = None) -> None:
+    """Issue the all-gathers of groups, one for each transport that they use.
+
+    Those that aren't at rest take part for others, with memory that is dropped. kept: the groups of
+    which the ranks of the smaller world have kept shards; None: each rank sees by itself.
+    Raises: StageError, before anything was issued (see ``ParamGroup.prepare``); what issuing raises, and then
+        the groups that it had not come to are at rest.
+    """
+    at_rest = [group for group in groups if group.stage is Stage.SHARDED]
+    for group in at_rest:
+        group.prepare()
+    try:
+        _issue(groups, at_rest, kept)
+    except Exception:
+        for group in at_rest:
+            group.give_up()
+        raise
+
+
+def _issue(
+    groups: Sequence[ParamGroup], at_rest: Sequence[ParamGroup], kept: AbstractSet[ParamGroup] | None
+) -> None:
+    segments: dict[ParamGroup, list[Segment]] = {}
+    for group in groups:
+        by_part = None if kept is None else group in kept
+        own = group.fill(by_part) if group in at_rest else _fill_discarded(group, bool(by_part))
+        if own is not None:
+            segments[group] = own
+    for comm, members in _by_comm(segments, lambda group: group.gatherer.comm):
+        parts = [part for group in members for part in segments[group]]
+        gather = comm.all_gather(parts, _key("all-gather", members))
+        shared = gather if len(members) == 1 else SharedGather(gather, parts)
+        waiting = [group for group in members if group in at_rest]
+        for group in waiting:
+            group.receive(shared)
+        if not waiting:
+            shared.wait()
+
+
+def participate(group: ParamGroup, kept: bool) -> None:
+    """Take part in a group's all-gather for others, and drop what it brings."""
+    segments = _fill_discarded(group, kept)
+    if segments is not None:
+        group.gatherer.comm.all_gather(segments, _key("all-gather", [group])).wait()
+
+
+def _fill_discarded(group: ParamGroup, kept: bool) -> list[Segment] | None:
+    """As ``ParamGroup.fill``, but into memory that nobody reads, whatever stage the group is in; it stays so.
+
+    None where an all-gather of less was issued, and dropped: over the smaller world, or of rows in use.
+    Raises: StageError for parameters that say themselves what is gathered: nobody else can fill in for them.
+    """
+    extended = group.gatherer.decoding.extended
+    if extended:
+        raise StageError(
+            f"group {group.name!r} has {extended[0].fqn!r}, whose class says itself what is "
+            "gathered; every rank must use such a group in every step"
+        )
+    if group.stage is Stage.SHARDED:
+        group.prepare()
+    gather = group.gatherer.gather_part(kept, _empty, group.name)
+    if gather is not None:
+        gather.wait()
+        return None
+    return _filled([param for param in group.params if param.layout.dim is not None])
+
+
+def _empty(param: ShardedParam, layout: ParamLayout) -> Segment:
+    """Its part in an all-gather, in memory of its own that holds nothing yet."""
+    flat = torch.empty(layout.padded_numel, dtype=param.own.dtype, device=param.own.device)
+    return Segment(flat, layout.spans)
+
+
+def _filled(params: Sequence[ShardedParam]) -> list[Segment]:
+    """The segments of an all-gather, in memory of their own, with this rank's spans filled."""
+    segments: dict[int, Segment] = {}
+    for param in params:
+        bound = param.gather_segment()
+        if id(bound) not in segments:
+            segments[id(bound)] = Segment(torch.empty_like(bound.flat), bound.spans, kept=bound.kept)
+        if param.own.numel():
+            start = param.own.storage_offset() - bound.flat.storage_offset()
+            own = segments[id(bound)].flat.as_strided(param.own.shape, param.own.stride(), start)
+            with torch.no_grad():
+                own.copy_(param.local, non_blocking=True)
+    return list(segments.values())
+
+
+def reduce(reducers: Sequence[Reducer]) -> None:
+    """Issue the reduce-scatters of what is held or was just brought, one for each transport; on accelerators
+    also the all-reduces over copies, each behind its reduce-scatter. Nothing of theirs may be in flight."""
+    grads = {}
+    for reducer in reducers:
+        if not reducer.holds:
+            reducer.hold()
+        held = reducer.release()
+        if held:
+            grads[reducer] = held
+    for reducer, reduction in _issued(grads):
+        reducer.send(reduction, [param for param, _ in grads[reducer]])
+    followed = [(reducer, streams) for reducer in grads if (streams := reducer.follows_on) is not None]
+    for _, members in _by_comm(followed, lambda each: each[0].copies):
+        with members[0][1].reducing():
+            all_reduce({reducer: reducer.follow() for reducer, _ in members})
+
+
+def rehearse(reducers: Sequence[Reducer]) -> Callable[[], None]:
+    """Issue the reduce-scatters that ``reduce`` would, of ones; what it returns waits and drops the sums."""
+    grads = {reducer: ones for reducer in reducers if (ones := reducer.ones())}
+    flying = _issued(grads)
+
+    def wait() -> None:
+        for reducer, reduction in flying:
+            totals = reduction.wait()
+            if reducer.has_copies:
+                reducer.copies.all_reduce(totals, f"all-reduce {reducer.name}").wait()
+
+    return wait
+
+
+def _issued(grads: Mapping[Reducer, Grads]) -> list[tuple[Reducer, Reduction]]:
+    """One reduce-scatter for each transport; what each reducer waits for."""
+    flying: list[tuple[Reducer, Reduction]] = []
+    for comm, members in _by_comm(grads, lambda reducer: reducer.gatherer.comm):
+        if len(members) == 1:
+            flying.append((members[0], members[0].issue(grads[members[0]])))
+            continue
+        inputs = [reducer.inputs(grads[reducer]) for reducer in members]
+        segments = [segment for own, *_ in inputs for segment in own]
+        dtypes = [dtype for _, own, _ in inputs for dtype in own]
+        whole = SharedReduction(comm.reduce_scatter(segments, dtypes, _key("reduce-scatter", members)))
+        parts = whole.parts([len(own) for own, *_ in inputs])
+        for reducer, part, (*_, together) in zip(members, parts, inputs, strict=True):
+            flying.append((reducer, separated(part, together, grads[reducer])))
+    return flying
+
+
+def all_reduce(found: Mapping[Reducer, Mapping[ShardedParam, torch.Tensor]]) -> None:
+    """Issue the all-reduces over copies of what reduce-scatters have brought, one for each transport."""
+    partial = {reducer: totals for reducer, totals in found.items() if totals}
+    for comm, members in _by_comm(partial, lambda reducer: reducer.copies):
+        values = [total for reducer in members for total in partial[reducer].values()]
+        whole = SharedReduction(comm.all_reduce(values, _key("all-reduce", members)))
+        parts = whole.parts([len(partial[reducer]) for reducer in members])
+        for reducer, part in zip(members, parts, strict=True):
+            reducer.send_copies(part, list(partial[reducer]))
+
+
+def _by_comm(
+    members: Iterable[Member], comm_of: Callable[[Member], Comm]
+) -> Iterable[tuple[Comm, list[Member]]]:
+    """Members by transport, in order."""
+    found: dict[int, tuple[Comm, list[Member]]] = {}
+    for member in members:
+        comm = comm_of(member)
+        found.setdefault(id(comm), (comm, []))[1].append(member)
+    return found.values()
+
+
+def _key(what: str, members: Sequence[ParamGroup] | Sequence[Reducer]) -> str:
+    """For messages; the same on all ranks."""
+    more = f" and {len(members) - 1} more, to {members[-1].name}" if len(members) > 1 else ""
+    return f"{what} {members[0].name}{more}"

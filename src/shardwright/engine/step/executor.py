@@ -1,0 +1,307 @@
+"""The executor: takes the actions that the follower decides on, on the groups of one model by number."""
+
+from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
+
+import torch
+
+from shardwright.engine.groups.group import (
+    ParamGroup,
+    Stage,
+    drop_grads,
+    follow_freezing,
+    keeps_grads,
+    restore,
+)
+from shardwright.engine.groups.reducer import Reducer
+from shardwright.engine.groups.table import GroupTable
+from shardwright.engine.step import batches
+from shardwright.engine.step.held_memory import Memory
+from shardwright.engine.step.same_model import check_same_model
+from shardwright.params.param import ShardedParam
+from shardwright.policy import Agreement
+from shardwright.schedule.recorded import bits
+from shardwright.schedule.schedule import Action, ActionKind, Phase
+from shardwright.schedule.sync import Local
+from shardwright.transport.base import Comm
+from shardwright.transport.streams import Streams
+
+
+class Executor:
+    """The actions on the groups of ``table``: ``do[kind](action)``. What is already so is left so.
+
+    agreement: that of the schedule policy in force, which must be the same on all ranks.
+    promote: bits of the groups whose gradients travel in the reduce dtype, since some rank has kept some of
+        earlier microbatches in it. participates: other ranks may have gradients where this one has none.
+    pending_steps: by group, the steps of optimizers that run inside of the backward, once their gradients are
+        complete. asked: groups that the caller has unsharded, and nobody resharded since.
+    """
+
+    def __init__(self, table: GroupTable) -> None:
+        self.table = table
+        self.memory = Memory()
+        self.agreement = Agreement.STRICT
+        self.promote = 0
+        self.participates = False
+        self.pending_steps: dict[int, dict[Callable[[], None], None]] = {}
+        self.asked: set[int] = set()
+        # Gradients that are summed over shards, and not over copies yet.
+        self._partial: dict[Reducer, dict[ShardedParam, torch.Tensor]] = {}
+        self._paging: set[Streams] = set()  # by which steps inside of the backward put their state back
+        self._compared: set[int] = set()  # ids of transports on which all ranks hold the same groups
+        self.do: dict[ActionKind, Callable[[Action], None]] = {
+            ActionKind.UNSHARD: self._unshard,
+            ActionKind.UNSHARD_POST_FORWARD: self._unshard_post_forward,
+            ActionKind.PARTICIPATE: self._participate,
+            ActionKind.PARTICIPATE_POST_FORWARD: self._participate_post_forward,
+            ActionKind.WAIT: self._wait,
+            ActionKind.RESHARD: self._reshard,
+            ActionKind.RESHARD_POST_FORWARD: self._reshard_post_forward,
+            ActionKind.KEEP: self._keep,
+            ActionKind.HOLD: self._hold,
+            ActionKind.REDUCE: self._reduce,
+            ActionKind.ACCUMULATE: self._reduce,
+            ActionKind.WAIT_REDUCE: self._wait_reduce,
+            ActionKind.ALL_REDUCE: self._all_reduce,
+            ActionKind.STEP: self._step,
+            ActionKind.FINALIZE: self._finalize,
+        }
+
+    # ---- all-gathers
+
+    def _unshard(self, action: Action, kept: AbstractSet[ParamGroup] = frozenset()) -> None:
+        """Issue the all-gather of groups together; those that aren't at rest participate for other ranks."""
+        groups = [self.table.groups[index] for index in action.groups]
+        if self.memory.budget is not None:
+            self.memory.check_unshard(groups)
+        self._compare(group.axis.comm for group in groups)
+        kept_nbytes = _kept_nbytes(groups)
+        try:
+            batches.unshard(groups, kept)
+        finally:
+            self.memory.count(groups, freed_nbytes=kept_nbytes - _kept_nbytes(groups))
+
+    def _unshard_post_forward(self, action: Action) -> None:
+        self._unshard(action, {self.table.groups[index] for index in action.groups})
+
+    def _participate(self, action: Action, kept: bool = False) -> None:
+        batches.participate(self.table.groups[action.group], kept)
+
+    def _participate_post_forward(self, action: Action) -> None:
+        self._participate(action, kept=True)
+
+    def _wait(self, action: Action) -> None:
+        for index in action.groups:
+            group = self.table.groups[index]
+            if group.stage is Stage.GATHERING:
+                held_nbytes = group.held_nbytes
+                self.memory.touch(group.wait() - held_nbytes)
+                self.memory.count([group])
+
+    def _reshard(self, action: Action, post_forward: bool = False) -> None:
+        for index in action.groups:
+            group = self.table.groups[index]
+            self.asked.discard(index)
+            if group.stage is not Stage.SHARDED:
+                held_nbytes = group.held_nbytes
+                keeps = group.gatherer.smaller_world is not None and (
+                    post_forward or keeps_grads(group)  # the next microbatch has the same parameters
+                )
+                group.reshard(keeps)
+                # What is kept is there before the rest is freed.
+                self.memory.count([group], freed_nbytes=held_nbytes if keeps else 0)
+
+    def _reshard_post_forward(self, action: Action) -> None:
+        self._reshard(action, post_forward=True)
+
+    def _keep(self, action: Action) -> None:
+        if self.table.groups[action.group].stage is Stage.UNSHARDED:
+            self.table.groups[action.group].keep_post_forward_shards()
+            self.memory.count([self.table.groups[action.group]])
+
+    # ---- reductions
+
+    def _hold(self, action: Action) -> None:
+        """Take gradients, where that isn't done: zeros where this rank has none and others may have some."""
+        missing = [index for index in action.groups if not self.table.groups[index].reducer.holds]
+        self.land([self.table.groups[index] for index in missing])
+        for index in missing:
+            reducer = self.table.groups[index].reducer
+            reducer.hold(self.participates, bool(self.promote >> index & 1))
+
+    def _reduce(self, action: Action) -> None:
+        """Issue the reduce-scatter of groups together, of what was taken before or is there now."""
+        self._hold(action)
+        groups = [self.table.groups[index] for index in action.groups]
+        self._compare(g.axis.replicate for g in groups if g.axis.replicate and g.reducer.policy.all_reduce)
+        batches.reduce([group.reducer for group in groups])
+
+    def _wait_reduce(self, action: Action) -> None:
+        for index in action.groups:
+            reducer = self.table.groups[index].reducer
+            self._partial[reducer] = reducer.land()
+
+    def _all_reduce(self, action: Action) -> None:
+        """Issue the all-reduce over copies of what was waited for, where it wasn't issued yet."""
+        reducers = [self.table.groups[index].reducer for index in action.groups]
+        batches.all_reduce({each: self._partial.pop(each) for each in reducers if each in self._partial})
+
+    def _step(self, action: Action) -> None:
+        """Take the steps that are pending: each once, in the order in which their gradients came."""
+        for index in action.groups:
+            group = self.table.groups[index]
+            if self.table.requested(group).steps:
+                split = group.params[0].split
+                group.reducer.unresolved.arrive()
+                if split.pages_state and split.offload_streams is not None:
+                    self._paging.add(split.offload_streams)
+            for step in self.pending_steps.pop(index, ()):
+                step()
+
+    def _finalize(self, action: Action) -> None:
+        """Wait for every reduction, and give the shards their gradients; drop those that no rank has."""
+        self.land(self.table.groups)
+        if action.part is not None:
+            mask = action.part
+            for group in self.table.groups:
+                group.reducer.resolve(mask)
+                mask >>= len(group.params)
+        self._arrive()
+        if action.part is not None:
+            self._step(Action(ActionKind.STEP, tuple(self.pending_steps)))
+
+    def _arrive(self) -> None:
+        """The host waits for the gradients that were copied to it, once, and adds them to the shards'."""
+        for group in self.table.groups:
+            if group.reducer.unresolved.kept:
+                group.reducer.unresolved.send_kept()
+        awaited = [group for group in self.table.groups if group.reducer.unresolved.arriving]
+        for streams in {group.params[0].split.offload_streams for group in awaited}:
+            if streams is not None:
+                streams.settle()
+        for group in awaited:
+            group.reducer.unresolved.arrive()
+
+    def land(self, groups: Sequence[ParamGroup]) -> None:
+        """Wait for the reductions of groups that are in flight, and give the shards their gradients."""
+        landed = {group.reducer: group.reducer.land() for group in groups}
+        batches.all_reduce({each: self._partial.pop(each, None) or own for each, own in landed.items()})
+        for group in groups:
+            group.reducer.finalize()
+
+    # ---- what is so on this rank
+
+    def local(self, phase: Phase) -> Local:
+        """What the groups are, at the begin of a phase."""
+        groups = self.table.groups
+        evaluates = phase is Phase.EVALUATION
+        kept = [i for i, g in enumerate(groups) if not evaluates and g.has_post_forward_shards]
+        held = [index for index, group in enumerate(groups) if group.stage is not Stage.SHARDED]
+        return Local(held=bits(held), post_forward=bits(kept))
+
+    def inspect(self, index: int) -> Local:
+        """What the gradients of a group are."""
+        group = self.table.groups[index]
+        policy, bit = group.reducer.policy, 1 << index
+        if not policy.reduce:
+            return Local(accumulating=bit if group.has_grads else 0)
+        unused = policy.unused_params and not group.reducer.done
+        return Local(unreduced=bit if group.has_grads or keeps_grads(group) or unused else 0)
+
+    # ---- do all ranks hold the same model?
+
+    def compare(self) -> None:
+        """Asked once on every axis, by every rank of all axes."""
+        for axis in (group.axis for group in self.table.groups):
+            self._compare(comm for comm in (axis.comm, axis.replicate) if comm is not None)
+
+    def compare_again(self) -> None:
+        """Groups are others than before: ask anew whether all ranks hold the same."""
+        self._compared.clear()
+
+    def _compare(self, comms: Iterable[Comm]) -> None:
+        """Before the first collective on an axis, which needs the same ranks."""
+        for comm in comms:
+            if id(comm) not in self._compared:
+                groups = [g for g in self.table.groups if comm is g.axis.comm or comm is g.axis.replicate]
+                check_same_model(comm, groups, self.agreement)
+                self._compared.add(id(comm))
+
+    # ---- between phases
+
+    def regroup(self, group: ParamGroup) -> None:
+        """The group has got other parameters."""
+        self.memory.count([group])
+        self.compare_again()
+
+    def absorb(self, other: "Executor") -> None:
+        """Count the bytes of the groups of a model that became part of this one."""
+        self.compare_again()
+        self.memory.peak_nbytes = max(self.memory.peak_nbytes, other.memory.peak_nbytes)
+        self.memory.count(self.table.groups)
+
+    def forget_stale(self) -> None:
+        """Reshard what no longer shows the shards as they are, and what a phase that failed has left in
+        flight, since when they may have been written without a mark; drop shards over a smaller world and
+        copies of shards except between microbatches, which no step separates."""
+        for index, group in enumerate(self.table.groups):
+            has_copies = group.gatherer.smaller_world is not None or group.params[0].has_device_copy
+            if has_copies and not keeps_grads(group):
+                group.forget_copies()
+            if group.stage is not Stage.SHARDED:
+                follow_freezing(group)
+            if group.is_stale or (group.stage is Stage.GATHERING and index not in self.asked):
+                self._reshard(Action(ActionKind.RESHARD, (index,)))
+        self.memory.count(self.table.groups)
+        self.forget_versions()
+
+    def rest(self) -> None:
+        """Reshard every group."""
+        self.asked.clear()
+        self._reshard(Action(ActionKind.RESHARD, tuple(range(len(self.table.groups)))))
+
+    def drop(self) -> None:
+        """Forget a step that an exception ended: steps that are pending, gradients that are not reduced."""
+        self.pending_steps.clear()
+        self._partial.clear()
+        for group in self.table.groups:
+            drop_grads(group)
+        self.reshard_unsharded()
+        for group in self.table.groups:
+            restore(group)
+        self.memory.recount(self.table.groups)
+
+    def reshard_unsharded(self) -> None:
+        """Reshard what is unsharded; what is still being gathered stays so, since nothing is waited for."""
+        stages = enumerate(group.stage for group in self.table.groups)
+        self._reshard(Action(ActionKind.RESHARD, tuple(i for i, stage in stages if stage is Stage.UNSHARDED)))
+
+    def end_phase(self, phase: Phase, nested: bool) -> None:
+        """A phase over these groups has ended, maybe inside of another."""
+        if phase is Phase.BACKWARD:
+            while self._paging:
+                self._paging.pop().arrive()
+            self.forget_versions()
+            for index, group in enumerate(self.table.groups):
+                group.reducer.outlive()
+                if (
+                    index not in self.asked
+                ):  # kept by set_reshard_after_backward(False); shards have gradients
+                    group.show_sharded()
+        elif phase is Phase.EVALUATION and not nested:
+            # What has stayed unsharded shows its shards: who clips, averages or edits by
+            # ``model.parameters()`` finds there what an optimizer steps.
+            for index, group in enumerate(self.table.groups):
+                if group.stage is Stage.UNSHARDED and index not in self.asked:
+                    group.show_sharded()
+
+    def forget_versions(self) -> None:
+        """From here on shards may be written in a way that leaves no mark."""
+        for group in self.table.groups:
+            group.forget_versions()
+
+
+def _kept_nbytes(groups: Sequence[ParamGroup]) -> int:
+    """Bytes of shards over smaller worlds."""
+    kept = [group.gatherer.smaller_world for group in groups]
+    return sum(smaller.held_nbytes for smaller in kept if smaller is not None)

@@ -1,0 +1,467 @@
+"""Where the runtime meets PyTorch: the only file that touches module, autograd or optimizer hooks.
+
+    hook                                 event
+    module, before forward               F+ of the groups it needs (R+ inside a backward: recomputation)
+    module, after forward                F-
+    gradient of one of its outputs       B+
+    gradient of one of its inputs        B-, when those of all inputs are there
+    a parameter's gradient accumulated   G, when those of all trainable parameters of the group are there
+    end of the backward                  G of groups that still hold gradients, then E
+
+Inputs that need a gradient are passed on as aliases (``view_as``), so that the hook tells when the module's
+own share of the gradient is done, however else the caller uses the tensor.
+"""
+
+import functools
+import gc
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from shardwright.engine.containers import (
+    beneath_transforms,
+    cast_floating,
+    map_tensors,
+    opaque_tensors_in,
+    tensors_in,
+)
+from shardwright.engine.groups.gatherer import is_lookup
+from shardwright.engine.groups.group import ParamGroup, Stage
+from shardwright.engine.listeners import listeners
+from shardwright.engine.optimizers.away import page_out
+from shardwright.engine.optimizers.guard import OptimizerGuard, show_grads, show_waiting
+from shardwright.engine.references import warn_of_late
+from shardwright.engine.step.backward import Call, backward_of
+from shardwright.engine.step.runtime import Runtime
+from shardwright.engine.step.same_model import compare_buffers
+from shardwright.engine.step.turns import CallingFrame
+from shardwright.engine.unit import Unit, unit_of
+from shardwright.errors import StageError, warn
+from shardwright.params.at_rest import name_remedy
+from shardwright.params.load_plain import PlainLoads
+from shardwright.params.param import ShardedParam
+from shardwright.schedule.schedule import EventKind, Phase
+from shardwright.torch_private import (
+    base_of,
+    copies_what_is_saved,
+    current_graph_task,
+    forward_pre_hooks_of,
+    is_alias_of,
+    peek_transforms,
+    register_optimizer_kernels,
+    skipped_by_compiler,
+    tree_flatten,
+    tree_unflatten,
+)
+from shardwright.transport.process import process_is_ours
+from shardwright.transport.recorder import recorder
+
+
+class _GradWatch:
+    """Tells when all trainable parameters of a unit's group have their gradients, whatever runs last."""
+
+    def __init__(self, owner: Unit, group: ParamGroup) -> None:
+        # Weak, since this is kept in a table by its group: else no model that was dropped would be freed.
+        self._owner = weakref.ref(owner)
+        self._group = weakref.ref(group)
+        self._watched: nn.Parameter | None = None
+
+    def attach(self) -> None:
+        """Hook the unsharded parameters, where they are not the ones hooked before."""
+        group = self._group()
+        assert group is not None
+        params = group.params
+        if self._watched is params[0].unsharded:
+            return
+        self._watched = params[0].unsharded
+        for unsharded in (param.unsharded for param in params):
+            if unsharded.is_floating_point() or unsharded.is_complex():
+                # A hook can only be set on a parameter that asks for a gradient; it may be unfrozen later.
+                trainable = unsharded.requires_grad
+                with beneath_transforms():
+                    unsharded.requires_grad_(True).register_post_accumulate_grad_hook(self._arrive)
+                    unsharded.requires_grad_(trainable)
+
+    @skipped_by_compiler
+    def _arrive(self, _: torch.Tensor) -> None:
+        owner, group = self._owner(), self._group()
+        assert owner is not None
+        assert group is not None
+        runtime = owner.runtime
+        backward_of(runtime).arrived(runtime, group)
+
+
+_watches: WeakKeyDictionary[ParamGroup, _GradWatch] = WeakKeyDictionary()
+
+
+def _watch_grads(owner: Unit) -> None:
+    assert owner.group is not None
+    watch = _watches.get(owner.group)
+    if watch is None:
+        watch = _watches[owner.group] = _GradWatch(owner, owner.group)
+    watch.attach()
+
+
+_listed: list[Unit] = []
+"""Units of several modules that have begun in the outermost sharded module that runs."""
+
+
+class _RootLeftOut:
+    """Finds, and says once, that a module which was sharded as a model of its own is fed by another of its
+    class: layers of one model, on whose root ``fully_shard`` was not called."""
+
+    def __init__(self) -> None:
+        self.said = False
+        self._left: tuple[weakref.ref[nn.Module], weakref.ref[torch.Tensor]] | None = None
+
+    def leave(self, module: nn.Module, output: Any) -> None:
+        """The outermost sharded module has run."""
+        if not self.said:
+            first = next(tensors_in(output), None)
+            self._left = None if first is None else (weakref.ref(module), weakref.ref(first))
+
+    def enter(self, unit: Unit, module: nn.Module, inputs: Any) -> None:
+        """The outermost sharded module begins."""
+        if self.said or self._left is None:
+            return
+        before, output = self._left[0](), self._left[1]()
+        if before is None or output is None or type(before) is not type(module):
+            return
+        other = unit_of(before)
+        if other.runtime is unit.runtime or all(tensor is not output for tensor in tensors_in(inputs)):
+            return
+        self.said = True
+        warn(
+            f"{other.name!r} and {unit.name!r} were sharded as two separate models, but the output of the "
+            "first is the input of the second. Each plans by itself, so the second isn't gathered ahead, and "
+            "gradients of parameters outside of both are not averaged over ranks. Call fully_shard on the "
+            "module that holds them, too, after them (this warning is given once)",
+        )
+
+
+_root_left_out = _RootLeftOut()
+
+
+class ModuleHooks:
+    """The hooks of one unit's modules, known by ``ids``. Stays alive through them."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self._calls: list[Call] = []
+        loads = PlainLoads(self._at_rest, self._shown)
+        self.ids: set[int] = set()
+        for module in unit.modules:
+            handles = (
+                module.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True),
+                module.register_forward_hook(self.after, always_call=True),
+                module.register_state_dict_pre_hook(self._at_rest),
+                module.register_load_state_dict_pre_hook(loads.before),
+                module.register_load_state_dict_post_hook(loads.after),
+            )
+            self.ids.update(handle.id for handle in handles)
+
+    def _at_rest(self, *_: Any) -> None:
+        self.unit.runtime.rest()
+
+    def _shown(self) -> list[ShardedParam]:
+        return [param for unit in (self.unit, *self.unit.shared_owners) for param in unit.params]
+
+    # ---- before the forward
+
+    # Traced by torch.compile it would be compiled with buffers of the size that they had then. Where a
+    # compiled module is called (``block.compile()``) dynamo comes to it as to a frame of its own, passes it
+    # over with what it calls, and the forward is one graph without a break.
+    @skipped_by_compiler
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Unshard what the module's forward needs; cast and watch its inputs."""
+        unit, runtime, owners = self.unit, self.unit.runtime, self.unit.owners
+        call = Call(recomputed=current_graph_task() != -1)
+        if call.recomputed:
+            self._calls.append(call)
+            backward_of(runtime).begin()
+            for owner in owners:
+                runtime.at(EventKind.RECOMPUTE, owner.group)
+        else:
+            if runtime.depth == 0:
+                if copies_what_is_saved():
+                    raise StageError(
+                        "a sharded model was called inside of allow_mutation_on_saved_tensors(), which takes "
+                        "gathering weights for changing what autograd has saved: call it outside, and change "
+                        "a copy (.clone()) where a saved tensor is to be changed in place"
+                    )
+                _root_left_out.enter(unit, module, (args, kwargs))
+                for tell in listeners.forward:
+                    tell(module, args, kwargs)
+            if unit.group is None or unit.group.gatherer.rows is None:
+                self._enter(call, runtime, owners)
+            else:
+                with unit.group.gatherer.rows.wanted_by(module, args, kwargs):
+                    self._enter(call, runtime, owners)
+        for owner in owners:
+            if owner.deferred is None or call.recomputed:
+                _watch_grads(owner)
+        if runtime.depth == 1 and unit.device is not None and unit.device.type != "cpu":
+            args, kwargs = map_tensors(lambda t: t.to(unit.device, non_blocking=True), (args, kwargs))
+        dtype = unit.policy.param_dtype if unit.policy.cast_forward_inputs else None
+        if dtype is not None:
+            args, kwargs = map_tensors(lambda t: cast_floating(t, dtype), (args, kwargs))
+        if owners and torch.is_grad_enabled():
+            args, kwargs = self._watch_inputs(call, args, kwargs)
+        return args, kwargs
+
+    def _enter(self, call: Call, runtime: Runtime, owners: tuple[Unit, ...]) -> None:
+        unit = self.unit
+        if runtime.running() and runtime.abandoned:
+            runtime.abandon()  # an action has failed in it, and the caller goes on
+        root, outermost = unit.modules[0], runtime.depth == 0
+        gathers = outermost and any(group.stage is Stage.SHARDED for group in runtime.groups)
+        if outermost:
+            _listed.clear()  # an exception may have ended the one before
+            warn_of_late(root, runtime, _guard.num_checked)
+            phase = Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION
+            runtime.begin(phase, CallingFrame(2).runs, unit.entry)
+        if unit.now.number != runtime.pass_number:
+            self._calls.clear()
+            unit.enter_pass(runtime.pass_number)
+        self._calls.append(call)
+        runtime.depth += 1
+        unit.now.running += 1
+        if not unit.now.awaited:
+            unit.now.awaited = set(unit.modules)
+            if len(unit.modules) > 1:
+                _listed.append(unit)
+            if unit.now.running == 1:
+                for owner in owners:
+                    owner.enter_pass(runtime.pass_number)
+                    if owner.deferred is None:
+                        owner.now.users += 1
+                        runtime.at(EventKind.FORWARD_BEGIN, owner.group)
+                    else:
+                        owner.deferred.wait(partial(self._read, owner))
+        if gathers and runtime.phase is not None:  # else a rank may run it alone
+            compare_buffers(root, runtime.comms(), runtime.phase)
+
+    @skipped_by_compiler
+    def _read(self, owner: Unit) -> None:
+        """Parameters of a group that was deferred are read."""
+        runtime = self.unit.runtime
+        if (
+            runtime.running() and runtime.depth and self.unit.now.number == runtime.pass_number
+        ):  # else that forward was abandoned
+            owner.now.users += 1
+            runtime.at(EventKind.FORWARD_BEGIN, owner.group)
+            _watch_grads(owner)
+
+    def _watch_inputs(self, call: Call, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        leaves, spec = tree_flatten((args, kwargs))
+        if any(tensor.requires_grad for tensor in opaque_tensors_in(leaves)):
+            # Those can't be replaced by aliases, and without them nobody knows when the module's share of
+            # the gradient is done: then the end of the backward reshards.
+            return args, kwargs
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.layout is torch.strided:
+                alias = leaf.view_as(leaf)
+                alias.register_hook(self._input_hook(call))
+                leaves[index] = alias
+                call.num_inputs += 1
+        return tree_unflatten(leaves, spec) if call.num_inputs else (args, kwargs)
+
+    def _input_hook(self, call: Call) -> Callable[[torch.Tensor], None]:
+        def arrived(grad: torch.Tensor) -> None:
+            if grad.requires_grad:
+                # With create_graph: a backward through this gradient reads the same weights again.
+                grad.register_hook(lambda _: backward_of(self.unit.runtime).enter(self.unit, call))
+            backward_of(self.unit.runtime).input_done(self.unit, call)
+
+        return arrived
+
+    # ---- after the forward
+
+    @skipped_by_compiler
+    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Reshard after the module's forward; cast and watch its outputs."""
+        if not self._calls:
+            return None  # another hook failed before ours ran
+        call, unit = self._calls.pop(), self.unit
+        runtime, owners = unit.runtime, unit.owners
+        error = sys.exc_info()[1] if output is None else None
+        failed = error is not None
+        if failed:
+            listeners.amend(error)
+        whole = output
+        if not failed:
+            output = without_weights(unit.name, owners, output)
+        if not call.recomputed:
+            if torch.is_grad_enabled() and not any(t.requires_grad for t in tensors_in(output)):
+                # Nothing tells when a backward comes to it (it returns None, a closure, a generator, what was
+                # detached), so what is trained stays until one has ended.
+                unit.now.unseen = True
+            self._leave(module, runtime, failed)
+        if failed:
+            name_remedy(sys.exc_info()[1])
+            return None
+        dtype = unit.policy.output_dtype
+        if dtype is not None:
+            output = map_tensors(lambda t: cast_floating(t, dtype), output)
+        if runtime.depth == 0 and not call.recomputed:
+            _root_left_out.leave(module, output)
+        if owners and torch.is_grad_enabled():
+            hooked = [t for t in tensors_in(output) if t.requires_grad and not t.is_leaf]
+            call.reads_weights = not is_lookup(module, output)
+            call.memory = {
+                owner.group: owner.group.buffer
+                for owner in owners
+                if owner.group is not None and (owner.deferred is None or owner.deferred.was_read)
+            }
+            for tensor in hooked:
+                self._watch_output(call, tensor)
+            if hooked and len(unit.modules) > 1:
+                unit.now.calls.append(call)
+        return output if output is not whole else None
+
+    def _leave(self, module: nn.Module, runtime: Runtime, failed: bool) -> None:
+        unit = self.unit
+        if unit.now.number != runtime.pass_number:
+            return  # it belongs to a forward that was abandoned, and a new one has begun since
+        runtime.depth -= 1
+        unit.now.running -= 1
+        unit.now.awaited.discard(module)
+        ended = [unit] if unit.now.running == 0 and not unit.now.awaited else []
+        if (
+            runtime.depth == 0
+        ):  # of a list only some modules may have run: a chunked loss calls the head alone
+            ended += [each for each in _listed if each.now.awaited]
+        for each in ended:
+            each.now.awaited.clear()
+            for owner in each.owners:
+                if owner.deferred is not None and owner.deferred.waits:
+                    owner.deferred.stop()
+                elif not failed:
+                    owner.now.users -= 1
+                    owner.now.unseen |= each.now.unseen
+                    if owner.now.users == 0:
+                        holds = owner.now.unseen and owner.group is not None and owner.group.trainable != 0
+                        runtime.at(EventKind.FORWARD_END, owner.group, holds)
+        if runtime.depth == 0:
+            _listed.clear()
+            runtime.end(failed)
+
+    def _watch_output(self, call: Call, output: torch.Tensor) -> None:
+        output.register_hook(lambda _: backward_of(self.unit.runtime).enter(self.unit, call))
+        base = base_of(output)
+        if base is not None and base.grad_fn is not None:
+            # An in-place change of a view gives it a new node and drops its hook; its base's node stays.
+            base.grad_fn.register_prehook(lambda _: self._enter_if_missed(call))
+
+    def _enter_if_missed(self, call: Call) -> None:
+        if call.task != current_graph_task():
+            backward_of(self.unit.runtime).enter(self.unit, call)
+
+
+def hooks_of(module: nn.Module) -> ModuleHooks:
+    """The hooks of a sharded module."""
+    owners = (getattr(hook, "__self__", None) for hook in forward_pre_hooks_of(module).values())
+    return next(owner for owner in owners if isinstance(owner, ModuleHooks))
+
+
+def reset_step(runtime: Runtime) -> None:
+    """Forget a step that was cut short, after what is in flight has ended."""
+    backward_of(runtime).launched = 0
+    runtime.abandon()
+    runtime.rest()
+    runtime.executor.land(runtime.groups)
+    for group in runtime.groups:
+        group.reducer.forget_waiting()
+
+
+def watch_sharded_grad(param: torch.Tensor, call: Callable[[torch.Tensor], None]) -> RemovableHandle:
+    """Call ``call(param)`` whenever a gradient was reduced and added to a sharded parameter's."""
+    return param.register_post_accumulate_grad_hook(call)
+
+
+def guard_optimizers() -> None:
+    """From now on refuse to step an optimizer that holds parameters which sharding has replaced.
+
+    And have every elementwise optimizer of ``torch.optim`` work on those that it has made, and the recorder
+    told when one steps and when garbage is collected.
+    """
+    if _guard.handle is None:
+        register_optimizer_kernels()
+        listeners.failed.append(name_remedy)
+        _guard.handle = register_optimizer_step_pre_hook(_guard)
+        register_optimizer_step_pre_hook(recorder.begin_optimizer)
+        register_optimizer_step_post_hook(show_grads)
+        register_optimizer_step_post_hook(show_waiting)
+        register_optimizer_step_post_hook(page_out)
+        register_optimizer_step_post_hook(recorder.end_optimizer)
+        if process_is_ours():
+            gc.callbacks.append(recorder.collected)
+
+
+_guard = OptimizerGuard()
+
+
+# ---- other methods of a sharded module that run as its forward does: unsharded around them
+
+
+_WRAPPED = "_runs_as_forward"
+
+
+def run_as_forward(module: nn.Module, name: str) -> None:
+    """From now on do around another method of a sharded module what is done around its forward."""
+    method = getattr(module, name)
+
+    @functools.wraps(method)
+    def around(*args: Any, **kwargs: Any) -> Any:
+        hooks = hooks_of(module)
+        args, kwargs = hooks.before(module, args, kwargs)
+        try:
+            output = method(*args, **kwargs)
+        except BaseException:
+            hooks.after(module, args, None)
+            raise
+        changed = hooks.after(module, args, output)
+        return output if changed is None else changed
+
+    setattr(around, _WRAPPED, True)
+    setattr(module, name, around)
+
+
+def methods_run_as_forward(module: nn.Module) -> list[str]:
+    """Names of the methods for which ``run_as_forward`` was called."""
+    return [name for name, value in module.__dict__.items() if getattr(value, _WRAPPED, False)]
+
+
+# ---- weights that leave a forward: their memory is given back after it, so copies leave
+
+
+def without_weights(name: str, owners: Sequence[Unit], output: Any) -> Any:
+    """``output`` of the modules called ``name`` with copies of what lies in the memory of a parameter of
+    ``owners``: itself, a view of it. Raises: StageError for one in an object, which can't be replaced."""
+
+    def is_weight(tensor: torch.Tensor) -> bool:
+        base = base_of(tensor)
+        root = tensor if base is None else base
+        if root.grad_fn is not None or root.layout is not torch.strided or peek_transforms() is not None:
+            return False
+        groups = [owner.group for owner in owners if owner.group is not None]
+        unsharded = [group for group in groups if group.stage is Stage.UNSHARDED]
+        return any(is_alias_of(root, face) for group in unsharded for face in group.faces)
+
+    if not any(map(is_weight, tensors_in(output))):
+        return output
+    output = map_tensors(lambda tensor: tensor.clone() if is_weight(tensor) else tensor, output)
+    if any(map(is_weight, tensors_in(output))):
+        raise StageError(
+            f"the forward of {name!r} gives a view of one of its parameters in an object; give a copy of it "
+            "(.clone()), since the memory of parameters is given back after the forward"
+        )
+    return output

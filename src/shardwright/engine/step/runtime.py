@@ -1,0 +1,414 @@
+"""The runtime of a model: every event of a step goes through it. The only mutable whole-model object.
+
+The loop: the follower decides what an event leads to, the executor does it, and what one rank can't decide
+alone the ranks decide by consensus, whose answer the follower is resumed with. One lock holds each of these
+turns together: an event from another thread waits for its turn.
+"""
+
+import sys
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+from weakref import WeakSet
+
+from shardwright.engine.containers import beneath_transforms
+from shardwright.engine.groups.group import ParamGroup, Stage
+from shardwright.engine.groups.table import GroupTable
+from shardwright.engine.optimizers.away import State, refuse_away, refuse_phase
+from shardwright.engine.step.consensus import Consensus, channel_of
+from shardwright.engine.step.executor import Executor
+from shardwright.engine.step.turns import Turn
+from shardwright.errors import StageError
+from shardwright.extras import require
+from shardwright.params.param import ShardedParam
+from shardwright.policy import Agreement, SchedulePolicy, Wire
+from shardwright.schedule.follower import Follower, Mode
+from shardwright.schedule.schedule import BEGINS, Action, ActionKind, EventKind, GroupSpec, Phase, Schedule
+from shardwright.schedule.sync import Step
+from shardwright.transport.base import Comm
+from shardwright.transport.launches import process_state
+from shardwright.transport.recorder import ACTION, CALL, PHASE, clock, recorder
+
+unsettled: "WeakSet[Runtime]" = WeakSet()
+"""Models whose last backward has not ended on all ranks: their gradients may not be stepped with."""
+
+
+@dataclass(frozen=True)
+class StepPolicy:
+    """What the caller said of the step that is running.
+
+    is_last_backward: False lets reductions run on after this backward; the last one waits for them all.
+    finalizes_by_hand: so no backward is the last one, and ``finalize_backward`` ends the step.
+    optimizer_event: recorded after the optimizer's step; the next forward's all-gathers wait for it.
+    """
+
+    is_last_backward: bool = True
+    finalizes_by_hand: bool = False
+    optimizer_event: Any = None
+
+
+class Entry(NamedTuple):
+    """The outermost module that runs: its name, and what lists the groups that it and its children need."""
+
+    name: str = ""
+    groups: Callable[[], Sequence[ParamGroup]] = tuple
+
+
+NO_ENTRY = Entry()
+
+
+@dataclass
+class PhaseRun:
+    """A phase as it runs. nested: inside of another one. lives: whether what it runs in hasn't ended."""
+
+    phase: Phase
+    nested: bool
+    lives: Callable[[], bool]
+
+
+class Runtime:
+    """Where the step of one model stands; ``table`` holds its groups.
+
+    groups: of the model, in the order in which they were sharded.
+    depth: sharded modules that are in their forward now, one inside the other. phase: the one that is
+    running, or None. backward: see ``backward_of``. pass_number: counts forwards. successor: the runtime that
+    has taken this one's groups in, if one has.
+    """
+
+    def __init__(self, policy: SchedulePolicy | None = None) -> None:
+        self.policy = policy or SchedulePolicy()
+        self.table = GroupTable()
+        self.groups = self.table.groups
+        self.executor = Executor(self.table)
+        self.depth = self.pass_number = 0
+        self.successor: Runtime | None = None
+        self.step = StepPolicy()
+        self.phase: Phase | None = None
+        self.backward: Any = None
+        self._runs: list[PhaseRun] = []
+        self._follower: Follower | None = None
+        self._consensus = Consensus(self.executor, None)
+        self._entry = 0
+        self.abandoned = False
+        self._turn = Turn(self._break_off)
+
+    # ---- groups
+
+    def add(self, group: ParamGroup, reshard_after_forward: bool | None) -> None:
+        """Take a group into the model. Forgets the schedule: the next step records a new one."""
+        self.table.add(group, GroupSpec(reshard_after_forward))
+        self.executor.compare_again()
+        self._forget()
+
+    def absorb(self, other: "Runtime") -> None:
+        """Take in the groups of a model that became part of this one; both at rest."""
+        other.rest()
+        self.table.absorb(other.table)
+        self.executor.absorb(other.executor)
+        self._forget()
+        other.successor = self
+
+    def regroup(self, group: ParamGroup, params: Sequence[ShardedParam]) -> None:
+        """Give ``group`` other parameters; all at rest. Forgets the schedule."""
+        self.table.regroup(group, params)
+        self.executor.regroup(group)
+        self._forget()
+
+    def change(self, group: ParamGroup, **changes: Any) -> None:
+        """Replace fields of what was asked of ``group``, from the next phase on."""
+        self.table.change(group, **changes)
+        self._replan()
+
+    def requested(self, group: ParamGroup) -> GroupSpec:
+        """What was asked of ``group``."""
+        return self.table.requested(group)
+
+    def effective(self, group: ParamGroup) -> GroupSpec:
+        """What the planner knows of ``group``: what was asked of it, with what follows."""
+        return self.table.effective(self.table.number(group))
+
+    def do(self, kind: ActionKind, group: ParamGroup) -> None:
+        """Take an action that the caller asks for; what is already so is left so.
+
+        Asked for inside of another action (by a hook that runs in one) it is taken after that.
+        """
+        if not self._turn.queue(lambda: self.do(kind, group)):
+            with self._turn:
+                self._do(kind, group)
+
+    def _do(self, kind: ActionKind, group: ParamGroup) -> None:
+        index = self.table.number(group)
+        if kind is ActionKind.UNSHARD:
+            refuse_away((group,), "unshard()", State.PARAMS)
+            group.show_unsharded()
+        follower = self._follower if self._runs else None
+        if kind is ActionKind.UNSHARD and (follower is None or follower.mode is Mode.LOCAL):
+            self.executor.asked.add(index)
+        step = Step((Action(kind, (index,)),)) if follower is None else follower.call(kind, index)
+        if kind is not ActionKind.UNSHARD or group.stage is Stage.SHARDED:
+            self._follow(step)
+
+    def set_policy(self, policy: SchedulePolicy) -> None:
+        """Follow another policy, from the next phase on. Raises: InputError for a name of no group;
+        MissingExtra for a ``wire`` whose coder isn't installed."""
+        if policy.wire is not Wire.PLAIN:
+            require("wire", "zstandard")
+        self.table.list_ahead(policy)
+        if policy.agreement is not self.policy.agreement:
+            self.executor.compare_again()
+            self._forget()
+        self.policy = policy
+        self.table.chosen = False
+        self._replan()
+
+    def set_ahead(self, group: ParamGroup, phase: Phase, ahead: Sequence[ParamGroup] | None) -> None:
+        """Groups to gather when ``group`` begins in a phase, instead of the next ones; None: the next."""
+        listed = None if ahead is None else tuple(map(self.table.number, ahead))
+        name = "ahead_in_backward" if phase is Phase.BACKWARD else "ahead_in_forward"
+        self.change(group, **{name: listed})
+
+    @property
+    def schedule(self) -> Schedule:
+        """Planned from the last recorded step of the last outermost module; empty before one."""
+        if self._follower is None:
+            return Schedule()
+        planned = self._follower.recorded.schedule(self._entry)
+        return replace(planned, names=tuple(group.name for group in self.groups))
+
+    def comms(self) -> list[Comm]:
+        """The transports in use, each once."""
+        return self.table.comms()
+
+    def _replan(self) -> None:
+        if self._follower is not None:
+            self._follower.replan(self.policy, self.table.specs())
+
+    def _forget(self) -> None:
+        self._follower, self.table.labels = None, ()
+
+    # ---- phases
+
+    def begin(self, phase: Phase, lives: Callable[[], bool], entry: Entry = NO_ENTRY) -> None:
+        """Enter a phase, by the outermost module ``entry``; maybe inside another (a backward in a forward).
+
+        lives: whether what it runs in hasn't been ended by an exception since. Where ranks agree every rank
+        of the model's meshes calls it. Raises: Diverged where others have called something else.
+        """
+        self.running()
+        refuse_phase(self.groups, phase)
+        for tell in () if self._runs else tuple(self.table.around):
+            tell(phase)
+        if (start := clock()) > recorder.look_s:
+            recorder.look(start)
+        with self._turn:
+            self.pass_number += phase is not Phase.BACKWARD
+            nested = bool(self._runs)
+            if phase is Phase.FORWARD and not nested:
+                recorder.turn()
+            if not nested and phase is not Phase.BACKWARD:
+                self._start_afresh()
+                self.executor.memory.in_step = True
+            follower = self._ready_follower()
+            held = False
+            if phase is not Phase.BACKWARD:
+                needed = self.executor.asked and {self.table.number(group) for group in entry.groups()}
+                held = bool(needed) and needed <= self.executor.asked and follower.mode is Mode.AGREED
+                if not held:
+                    self._entry = zlib.crc32(entry.name.encode())
+                    self._consensus.names[self._entry] = entry.name
+            if not held and follower.mode is Mode.AGREED:
+                self.executor.asked.clear()
+                self._consensus.settles = self.step.is_last_backward
+                if phase is Phase.BACKWARD and not nested:
+                    unsettled.add(self)
+            self._runs.append(PhaseRun(phase, nested, lives))
+            self._say_where()
+            try:
+                with beneath_transforms():
+                    self._follow(follower.begin(phase, self._entry, self.executor.local(phase), held))
+            except BaseException:
+                self._runs.pop()
+                self._say_where()
+                raise
+            if phase is not Phase.BACKWARD and not held:
+                unsettled.discard(self)
+            recorder.write((PHASE, self.table.labels, phase, True, nested, start, clock()))
+
+    def at(self, kind: EventKind, group: ParamGroup | None = None, holds: bool = False) -> None:
+        """Take the actions of an event. After a begin event the group is unsharded, whatever was planned.
+        holds: it stays so to the end of the next backward.
+
+        Raises: StageError for an event from inside of an action: a hook that runs in one runs the model.
+        """
+        event, follower, start = self.table.events[kind, group], self._follower, clock()
+        if start > recorder.look_s:
+            recorder.look(start)
+        with self._turn:
+            self._turn.inside = kind
+            if follower is None or not follower.cursors:
+                raise StageError(
+                    f"this {self.phase or 'phase'} can't go on, since an action of Shardwright failed in it "
+                    "(the first exception says which): call the outermost module again"
+                )
+            if holds:
+                follower.hold(event.group)
+            if kind is EventKind.STEP_END:
+                follower.settles = self._consensus.settles = self.step.is_last_backward
+            memory = self.executor.memory
+            if memory.budget is not None:
+                memory.check_event(event, group)
+            for watcher in memory.watchers:
+                watcher(event, group, False)
+            with beneath_transforms():
+                step = self._follow(follower.on(event))
+            for watcher in memory.watchers:
+                watcher(event, group, True)
+            if kind is EventKind.FORWARD_END:
+                # What the caller sees between forward and backward doesn't depend on what the planner keeps.
+                if follower.recorded.specs[event.group].reshard_after_forward is None and not holds:
+                    self.groups[event.group].show_sharded()
+            elif kind in BEGINS:
+                self.groups[event.group].show_unsharded()
+            if len(step.taken) == 1:
+                recorder.write(
+                    (CALL, self.table.labels, event, step.taken[0].actions, start, clock(), memory.now_nbytes)
+                )
+            else:
+                self._write_down(step, start)
+            memory.sample(start, self.groups[0].axis.device)
+
+    def end(self, failed: bool = False) -> None:
+        """Leave the phase.
+
+        failed: it was cut short by an exception. Nothing is waited for then, since the ranks that would have
+        to take part may be gone: what is in flight stays so until its group is next used.
+        """
+        with self._turn:
+            run = self._runs.pop()
+            self._say_where()
+            if (start := clock()) > recorder.look_s:
+                recorder.look(start)
+            if failed:
+                process_state.failed(sys.exc_info()[1])
+            follower = self._ready_follower()
+            with beneath_transforms():
+                step = self._follow(follower.end(failed) if follower.cursors else Step(()))
+                self.executor.end_phase(run.phase, run.nested)
+            if run.phase is not Phase.FORWARD and not run.nested and not failed:
+                self.executor.memory.in_step = False
+            if run.phase is Phase.BACKWARD and not run.nested:
+                unsettled.discard(self)
+            if failed:
+                if not self._runs:
+                    self.executor.reshard_unsharded()
+            elif not run.nested:
+                self._write_down(step, start)
+                if run.phase is Phase.BACKWARD and self.step.is_last_backward:
+                    recorder.end_backward()
+            recorder.write((PHASE, self.table.labels, run.phase, False, run.nested or failed, start, clock()))
+        for tell in () if self._runs else tuple(self.table.around):
+            tell(None)
+
+    def join_evaluations(self) -> None:
+        """Take part in the evaluations of other ranks until all ranks have called it."""
+        with self._turn:
+            follower = self._ready_follower()
+            if follower.mode is Mode.AGREED:
+                self._start_afresh()
+                self._follow(follower.join_evaluations(self.executor.local(Phase.EVALUATION)))
+
+    def abandon(self) -> None:
+        """Forget a step that an exception ended: its phases, its unreduced gradients."""
+        with self._turn:
+            if self.backward is not None:
+                self.backward.forget()
+            self._break_off()
+            self.depth = 0
+            self.executor.drop()
+            self._runs.clear()
+            self._say_where()
+            self.abandoned = False  # last: where this is interrupted it is done again
+
+    def running(self) -> Phase | None:
+        """The phase that runs. A step that an exception has ended, also where nobody was told (Ctrl-C, an
+        error in a backward), is forgotten first: its phases, unreduced gradients, what was left half done."""
+        if self._turn.holder is None and self._runs and self._runs[-1].lives():
+            return self.phase
+        self._turn.settle()  # first, since frames that an interrupted turn holds keep a backward alive
+        if (self.abandoned or self._runs) and not (self._runs and self._runs[-1].lives()):
+            self.abandon()
+        return self.phase
+
+    def rest(self) -> None:
+        """Reshard every group, between phases (before parameters are saved, loaded, moved or cast)."""
+        refuse_away(self.groups, "what saves, loads, moves or casts parameters", State.PARAMS)
+        if self.running() is None and not self._turn.queue(self.rest):
+            with self._turn:
+                self.executor.rest()
+
+    def holds_any(self, params: Sequence[Any]) -> bool:
+        """Whether any of these sharded parameters is the model's."""
+        asked = {id(param) for param in params}
+        return any(id(param.sharded) in asked for group in self.groups for param in group.params)
+
+    def _follow(self, step: Step) -> Step:
+        """The loop; returns its last step. What fails abandons all phases: the next outermost one starts
+        clean."""
+        do, labels, start = self.executor.do, self.table.labels, clock()
+        try:
+            while True:
+                for action in step.actions:
+                    do[action.kind](action)
+                    end = clock()
+                    recorder.write((ACTION, labels, action, start, end))
+                    start = end
+                if step.sync is None:
+                    return step
+                assert self._follower is not None
+                step = self._follower.resume(self._consensus.exchange(step.sync))
+                end = clock()
+                recorder.write((ACTION, labels, None, start, end))
+                start = end
+        except BaseException:
+            self._break_off()
+            raise
+
+    def _break_off(self) -> None:
+        """An action has failed, or was interrupted: no phase can go on."""
+        self.abandoned = True
+        if self._follower is not None:
+            self._follower.abandon()
+
+    def _ready_follower(self) -> Follower:
+        if self._follower is None:
+            self.executor.agreement = self.policy.agreement
+            agrees = self.policy.agreement is Agreement.STRICT
+            channel = channel_of([group.axis for group in self.groups]) if agrees else None
+            mode = Mode.LOCAL if channel is None else Mode.AGREED
+            self.executor.participates = mode is Mode.AGREED
+            self._consensus = Consensus(self.executor, channel)
+            self.table.label()
+            self._follower = Follower(self.policy, self.table.specs(), mode)  # last: then all of it is there
+        return self._follower
+
+    def _start_afresh(self) -> None:
+        if self.step.optimizer_event is not None:
+            self.step.optimizer_event.wait()
+            self.step = replace(self.step, optimizer_event=None)
+        self.executor.forget_stale()
+        if not self.table.chosen:
+            self.table.choose(self.policy)
+            self._replan()
+
+    def _write_down(self, step: Step, start: float) -> None:
+        """Into the recorder; events that this rank left out were passed in no time of their own."""
+        held_nbytes, taken = self.executor.memory.now_nbytes, step.taken
+        for entry in taken:
+            end = clock() if entry is taken[-1] else start
+            recorder.write((CALL, self.table.labels, entry.event, entry.actions, start, end, held_nbytes))
+
+    def _say_where(self) -> None:
+        """Say which phase is running, to the launch log too."""
+        self.phase = self._runs[-1].phase if self._runs else None
+        process_state.enter(self.phase or "", self.pass_number)

@@ -1,0 +1,105 @@
+"""Gradient clipping over parameters on any number of meshes."""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from shardwright.engine.optimizers.away import State, refuse_away_of
+from shardwright.engine.optimizers.in_backward import steps_in_backward
+from shardwright.errors import InputError, StageError
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """``torch.nn.utils.clip_grad_norm_`` for gradients that are sharded, on one mesh or several, or plain.
+
+    Every rank calls it with the same parameters. The norm is that of the full gradients, as one process would
+    compute it. Gradients are scaled in place so that their norm is at most ``max_norm``. Plain gradients must
+    be equal on all ranks.
+
+    Args:
+        parameters: one or several parameters; those without a gradient are skipped.
+        max_norm: gradients with a larger norm are scaled down to it.
+        norm_type: the order of the norm, above 0; ``math.inf`` is one.
+        error_if_nonfinite: raise an error if the norm is infinite or NaN, before anything is scaled.
+        foreach: as in torch: True or False chooses the implementation, None leaves the choice to torch.
+
+    Returns:
+        The norm before clipping, a plain 0-d tensor in the dtype of the gradients, with the same value on
+            every rank.
+
+    Raises:
+        InputError: ``norm_type`` isn't above 0.
+        StageError: ``StepInBackward`` steps the parameters, or their gradients are on the host
+            (``offload_states``).
+        RuntimeError: the norm isn't finite and ``error_if_nonfinite`` is True.
+
+    Examples:
+        >>> model = shardwright.fully_shard(nn.Linear(8, 4, bias=False))
+        >>> model(torch.ones(1, 8)).sum().backward()
+        >>> float(shardwright.clip_grad_norm_(model.parameters(), max_norm=1.0))  # sqrt(32), of 32 ones
+        5.656854152679443
+    """
+    if norm_type <= 0:
+        raise InputError(f"clip_grad_norm_: norm_type must be above 0, got {norm_type}")
+    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    refuse_away_of(given, "clip_grad_norm_", State.GRADS)
+    if any(steps_in_backward(param) for param in given):
+        raise StageError(
+            "clip_grad_norm_: StepInBackward has stepped these parameters already, before their total norm "
+            "was known; to clip, remove() it and step a plain optimizer after clipping"
+        )
+    alike: dict[Any, list[torch.Tensor]] = {}
+    for param in given:
+        if param.grad is not None:
+            where = (
+                (param.grad.device_mesh, param.grad.placements) if isinstance(param.grad, DTensor) else None
+            )
+            alike.setdefault(where, []).append(param)
+    norms = [
+        _norm([p.grad for p in members if p.grad is not None], where, norm_type, foreach)
+        for where, members in alike.items()
+    ]
+    if not norms:
+        return torch.tensor(0.0)
+    total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(
+            f"the total norm of order {norm_type} of the gradients is {total.item()}, so it can't be clipped "
+            "to; pass error_if_nonfinite=False to scale by it anyway"
+        )
+    for members in alike.values():
+        clip_grads_with_norm_(members, max_norm, total, foreach)
+    return total
+
+
+def _norm(grads: list[torch.Tensor], where: Any, norm_type: float, foreach: bool | None) -> torch.Tensor:
+    """The norm of gradients that are sharded over the same axes: of the local shards, then over the axes that
+    shard them.
+
+    Not torch's own norm of DTensors: its infinity norm fails on a rank whose shard is empty.
+    """
+    local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+    filled = [shard for shard in local if shard.numel()]
+    norm = get_total_norm(filled, norm_type, False, foreach) if filled else local[0].new_zeros(())
+    if where is None:
+        return norm
+    mesh, placements = where
+    infinite = math.isinf(norm_type)
+    total = (norm if infinite else norm**norm_type).to(mesh.device_type)
+    for axis, placed in enumerate(placements):
+        if not isinstance(placed, Replicate):
+            operation = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
+            dist.all_reduce(total, operation, group=mesh.get_group(axis))
+    return total if infinite else total ** (1 / norm_type)
