@@ -1,6 +1,5 @@
 """Every public name of the package, for type checkers; a program gets them by the table in `__init__.py`."""
 
-from shardwright import nf4
 from shardwright.api import (
     communication_s,
     full_state_dict,
@@ -10,7 +9,6 @@ from shardwright.api import (
     stats,
     stream_state_dict,
 )
-from shardwright.bucketer import ReduceScatterBucketer, ReduceScatterHandle
 from shardwright.clients.install import install, uninstall
 from shardwright.engine.building.build import ShardPlacementResult
 from shardwright.engine.costs import Stats
@@ -24,6 +22,7 @@ from shardwright.module import (
 )
 from shardwright.observe.explain import Explanation, explain
 from shardwright.observe.watch.lifecycle import set_watch
+from shardwright.ops.bucketer import ReduceScatterBucketer, ReduceScatterHandle
 from shardwright.ops.clip import clip_grad_norm_
 from shardwright.ops.gather import gathered, scattered
 from shardwright.ops.linear_loss import linear_cross_entropy
@@ -43,6 +42,7 @@ from shardwright.policy import (
     WatchPolicy,
 )
 from shardwright.quantize import quantize_
+from shardwright.quantized import nf4
 from shardwright.transport.mesh import set_transport
 from shardwright.transport.process import set_process
 from shardwright.transport.recorder import record_function

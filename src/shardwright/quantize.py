@@ -14,10 +14,10 @@ from shardwright.engine.unit import Unit, remember_replaced, units_in
 from shardwright.errors import InputError, StageError
 from shardwright.module import FSDPModule, become_fsdp_module, original_class
 from shardwright.params.param import ShardedParam
-from shardwright.quantized.codec import Encoding
+from shardwright.quantized.codec import Encoding, encodings
 from shardwright.quantized.codecs import NF4, codec_of
 from shardwright.quantized.interchange import from_nf4_tensor, is_nf4_tensor
-from shardwright.quantized.module import encodings, is_base, set_encoded
+from shardwright.quantized.module import is_base, set_encoded
 from shardwright.torch_private import parameters_of
 
 Where = str | Sequence[str] | Callable[[str, nn.Parameter], bool]

@@ -7,16 +7,15 @@ import pytest
 
 from shardwright.observe.ledger import lateness
 from shardwright.observe.ledger.lateness import (
-    STEPS,
     Late,
-    Lateness,
     Looks,
     NamedLate,
-    WaitChange,
     history,
     judged,
 )
 from shardwright.observe.ledger.ledger import Ledger, Line
+from shardwright.observe.watch import waits as own_waits
+from shardwright.observe.watch.waits import STEPS, OwnWaits, WaitChange
 from shardwright.transport.launches import process_state
 from shardwright.transport.recorder import WAIT
 from tests.pure import test_ledger
@@ -33,7 +32,7 @@ class Job:
     def __init__(self, monkeypatch, late, world=3, link_s=LINK_S, late_s=lambda step: LATE_S):
         self.late, self.world, self.number = late, world, 0
         self.link_s, self.late_s, self.over = link_s, late_s, []
-        self.own, self.looks = [Lateness() for _ in range(world)], Looks()
+        self.own, self.looks = [OwnWaits() for _ in range(world)], Looks()
         self.looked, self.says, self.found = [], [], []
         self.monkeypatch = monkeypatch
 
@@ -56,8 +55,8 @@ class Job:
                         self.written(rank, step) for step in range(first, self.number + 1)
                     ],
                 )
-                self.monkeypatch.setattr(lateness, "recorder", recorder)
-                waits = own.waits()
+                self.monkeypatch.setattr(own_waits, "recorder", recorder)
+                waits = own.change()
                 if (
                     waits is not None
                     and self.looks.is_due(own.window, waits)
@@ -218,7 +217,7 @@ def test_a_run_of_an_older_version_has_no_steps_that_a_finding_stands_for():
 
 def changes(monkeypatch, windows, step_s=1.0, of=lambda waited: [waited] * STEPS):
     """What a rank notices at the end of each 20 steps, in which it waits for ``of`` a number of seconds."""
-    own, found, steps = Lateness(), [], [(1, 0.0, [])]
+    own, found, steps = OwnWaits(), [], [(1, 0.0, [])]
     for waited in windows:
         for seconds in of(waited):
             number = len(steps) + 1
@@ -227,10 +226,10 @@ def changes(monkeypatch, windows, step_s=1.0, of=lambda waited: [waited] * STEPS
             steps.append((number, step_s * number, [*waits, *other]))
         running = (len(steps) + 1, step_s * (len(steps) + 1), [])
         recorder = SimpleNamespace(number=running[0], steps=lambda kept=(*steps, running): kept)
-        monkeypatch.setattr(lateness, "recorder", recorder)
-        change = own.waits()
+        monkeypatch.setattr(own_waits, "recorder", recorder)
+        change = own.change()
         found.append(" ".join(name for name, is_so in change._asdict().items() if is_so) or "-")
-        assert own.waits() is None
+        assert own.change() is None
     return found
 
 
@@ -268,8 +267,8 @@ def test_a_rank_waits_much_in_steps_of_which_it_waits_in_half(monkeypatch):
 @pytest.mark.parametrize(("kept", "looks"), [(1, False), (2, True)])
 def test_one_step_that_is_remembered_is_no_reason_to_look(monkeypatch, kept, looks):
     steps = [(number, float(number), []) for number in (21, 22)][-kept:]
-    monkeypatch.setattr(lateness, "recorder", SimpleNamespace(number=22, steps=lambda: steps))
-    assert (Lateness().waits() is not None) is looks
+    monkeypatch.setattr(own_waits, "recorder", SimpleNamespace(number=22, steps=lambda: steps))
+    assert (OwnWaits().change() is not None) is looks
 
 
 def test_a_look_is_due_when_waits_have_risen_or_ended_or_the_pause_has():

@@ -30,7 +30,7 @@ from shardwright.plan.predict import price
 from shardwright.plan.search import grouped, planned
 from shardwright.plan.subject import of_model
 from shardwright.planned import PlannedGroup
-from shardwright.quantized.module import encodings
+from shardwright.quantized.codec import encodings
 from shardwright.train.report import Screen, beside_prediction
 from shardwright.train.run import _expected_peak
 

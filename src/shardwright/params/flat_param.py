@@ -16,11 +16,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardwright.errors import InputError
+from shardwright.params.load_plain import original_name
 from shardwright.params.param import Member, ParamSite, ShardedParam, Split, attributes_of, give
 from shardwright.params.subclass import is_extended
-from shardwright.quantized.module import encodings
+from shardwright.quantized.codec import encodings
 from shardwright.schedule.layout import FlatEntry, FlatLayout, ParamLayout
-from shardwright.torch_private import CHECKPOINTED, COMPILED, parameters_of
+from shardwright.torch_private import parameters_of
 from shardwright.transport.mesh import Axis
 
 NAME = "_flat_param"
@@ -152,21 +153,6 @@ def cut_by_rows(whole: torch.Tensor, axis: Axis) -> DTensor:
 def places_of(param: ShardedParam) -> tuple[list[ParamSite], ...]:
     """The places that show a parameter, then those of each member of a flat one: what ``twin`` takes."""
     return (param.sites, *(member.sites for member in param.members))
-
-
-WRAPPED = "_fsdp_wrapped_module"  # what torch, and so our wrapper, calls the module inside of it
-
-
-def key_of(name: str) -> str:
-    """A name in a tree of wrapped modules as the keys of its state dict have it."""
-    for wrapper in (WRAPPED, CHECKPOINTED):
-        name = name.replace(f"{wrapper}.", "").removesuffix(f".{wrapper}")
-    return name
-
-
-def original_name(name: str) -> str:
-    """A name in the model as it was before any module was wrapped, or compiled."""
-    return key_of(name).replace(COMPILED, "")
 
 
 def _names_in(module: nn.Module) -> dict[tuple[int, str], list[str]]:

@@ -8,9 +8,23 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwright.params.flat_param import original_name
 from shardwright.params.param import Member, ParamSite, ShardedParam
-from shardwright.quantized.module import encode_entries
+from shardwright.quantized.codec import encode_entries
+from shardwright.torch_private import CHECKPOINTED, COMPILED
+
+WRAPPED = "_fsdp_wrapped_module"  # what torch, and so our wrapper, calls the module inside of it
+
+
+def key_of(name: str) -> str:
+    """A name in a tree of wrapped modules as the keys of its state dict have it."""
+    for wrapper in (WRAPPED, CHECKPOINTED):
+        name = name.replace(f"{wrapper}.", "").removesuffix(f".{wrapper}")
+    return name
+
+
+def original_name(name: str) -> str:
+    """A name in the model as it was before any module was wrapped, or compiled."""
+    return key_of(name).replace(COMPILED, "")
 
 
 class PlainLoads:

@@ -5,10 +5,13 @@ sharded, saved, loaded and gathered as any parameter is, and no rank needs anoth
 rows. A weight without a codec is *plain*: it travels cast to ``param_dtype``.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 Encode = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 Decode = Callable[..., torch.Tensor]
@@ -47,3 +50,45 @@ class Encoding:
     ) -> torch.Tensor:
         """The weight, in the compute dtype."""
         return self.codec.decode(codes, scales, self.shape, self.compute_dtype, out=out)
+
+
+ENCODINGS = "_shardwright_encodings"
+"""Of a module: how its weights are encoded."""
+
+
+def encodings(module: nn.Module) -> dict[str, Encoding]:
+    """How weights of this very module are encoded, by name; empty for any other module."""
+    return module.__dict__.get(ENCODINGS, {})
+
+
+def scales_name(name: str, codec: Codec) -> str:
+    """The name of the parameter that holds the scales of ``name``."""
+    return f"{name}_{codec.scales}"
+
+
+def set_compute_dtype(module: nn.Module, name: str, dtype: torch.dtype) -> Encoding:
+    """From now on decode that weight to ``dtype``."""
+    table = encodings(module)
+    table[name] = replace(table[name], compute_dtype=dtype)
+    return table[name]
+
+
+def encode_entries(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+    """Encode the entries of a state dict that are whole, plain weights where ``module`` has codes."""
+    for name, encoding in encodings(module).items():
+        value = state.get(prefix + name)
+        if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+            continue
+        if value.is_floating_point() and tuple(value.shape) == encoding.shape:
+            codes, scales = encoding.codec.encode(value)
+            state[prefix + name] = codes
+            state[prefix + scales_name(name, encoding.codec)] = scales
+
+
+def named_encodings(model: nn.Module) -> Mapping[str, Encoding]:
+    """How weights of a model are encoded, by their names in it."""
+    return {
+        f"{path}.{name}" if path else name: encoding
+        for path, module in model.named_modules()
+        for name, encoding in encodings(module).items()
+    }

@@ -7,8 +7,7 @@
 The module's class becomes a subclass with a property for each such weight; its forward is its own.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -17,10 +16,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwright.errors import InputError
-from shardwright.quantized.codec import Codec, Encoding
+from shardwright.quantized.codec import ENCODINGS, Encoding, encode_entries, encodings, scales_name
 from shardwright.torch_private import parameters_of
 
-_ENCODINGS = "_shardwright_encodings"
 _DECODED = "_shardwright_decoded"
 
 
@@ -95,11 +93,6 @@ def own_class(cls: type) -> type:
     return cls.__mro__[2] if len(cls.__mro__) > 2 and cls.__mro__[1] is EncodedModule else cls
 
 
-def encodings(module: nn.Module) -> dict[str, Encoding]:
-    """How weights of this very module are encoded, by name; empty for any other module."""
-    return module.__dict__.get(_ENCODINGS, {})
-
-
 def is_base(param: nn.Parameter, names: Sequence[str], modules: Sequence[nn.Module]) -> bool:
     """Whether a parameter is quantised where nothing else is said. names, modules: all that show it."""
     linear = param.ndim == 2 and all(isinstance(module, nn.Linear) for module in modules)
@@ -107,27 +100,15 @@ def is_base(param: nn.Parameter, names: Sequence[str], modules: Sequence[nn.Modu
     return param.is_floating_point() and (linear or experts) and not any(".lora_" in name for name in names)
 
 
-def scales_name(name: str, codec: Codec) -> str:
-    """The name of the parameter that holds the scales of ``name``."""
-    return f"{name}_{codec.scales}"
-
-
 def set_encoded(
     module: nn.Module, name: str, encoding: Encoding, parts: tuple[nn.Parameter, nn.Parameter]
 ) -> None:
     """Show codes and scales in place of a weight. The module must not be an ``FSDPModule`` at this moment."""
     table = {**encodings(module), name: encoding}
-    module.__dict__[_ENCODINGS] = table
+    module.__dict__[ENCODINGS] = table
     parameters_of(module)[name] = parts[0]
     parameters_of(module)[scales_name(name, encoding.codec)] = parts[1]
     module.__class__ = encoded_class(own_class(type(module)), tuple(table))
-
-
-def set_compute_dtype(module: nn.Module, name: str, dtype: torch.dtype) -> Encoding:
-    """From now on decode that weight to ``dtype``."""
-    table = encodings(module)
-    table[name] = replace(table[name], compute_dtype=dtype)
-    return table[name]
 
 
 def _read(module: nn.Module, name: str) -> Any:
@@ -148,24 +129,3 @@ def _read(module: nn.Module, name: str) -> Any:
     if decoded is not None:
         decoded[weight.untyped_storage().data_ptr()] = _Source(weight, decode)
     return weight
-
-
-def encode_entries(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
-    """Encode the entries of a state dict that are whole, plain weights where ``module`` has codes."""
-    for name, encoding in encodings(module).items():
-        value = state.get(prefix + name)
-        if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
-            continue
-        if value.is_floating_point() and tuple(value.shape) == encoding.shape:
-            codes, scales = encoding.codec.encode(value)
-            state[prefix + name] = codes
-            state[prefix + scales_name(name, encoding.codec)] = scales
-
-
-def named_encodings(model: nn.Module) -> Mapping[str, Encoding]:
-    """How weights of a model are encoded, by their names in it."""
-    return {
-        f"{path}.{name}" if path else name: encoding
-        for path, module in model.named_modules()
-        for name, encoding in encodings(module).items()
-    }

@@ -36,7 +36,8 @@ from shardwright.errors import CheckpointError, InputError
 from shardwright.extras import from_extra
 from shardwright.files import json_file, opened, reading
 from shardwright.module import FSDPModule
-from shardwright.quantized.module import encoded_class, encodings, own_class
+from shardwright.quantized.codec import encodings
+from shardwright.quantized.module import encoded_class, own_class
 from shardwright.torch_private import look_up_again, parameters_of
 
 with from_extra("checkpoint"):

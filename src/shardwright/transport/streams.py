@@ -39,7 +39,6 @@ from typing import Any
 import torch
 
 from shardwright.errors import StageError
-from shardwright.transport.device_times import DeviceTimes
 
 HIGH_PRIORITY = -1
 """Of streams: what collectives wait for goes before computations that could as well run later."""
@@ -99,7 +98,11 @@ class Streams:
         self._captures = captures
         self._released: Due | None = None
         self._filled: set[int] = set()
-        self.times = None if make_event is None else DeviceTimes(make_event, make())
+        self.times = None
+        if make_event is not None:
+            from shardwright.transport.device_times import DeviceTimes  # noqa: PLC0415 events timed
+
+            self.times = DeviceTimes(make_event, make())
 
     @classmethod
     def of(cls, device: torch.device) -> "Streams | None":

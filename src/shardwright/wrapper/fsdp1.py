@@ -21,7 +21,7 @@ from shardwright.engine.unit import Unit, units_in
 from shardwright.errors import InputError, StageError, warn
 from shardwright.module import FSDPModule
 from shardwright.ops.clip import clip_grad_norm_
-from shardwright.params.flat_param import WRAPPED, key_of
+from shardwright.params.load_plain import WRAPPED, key_of
 from shardwright.policy import DEFAULT_OFFLOAD, DEFAULT_PRECISION, CPUOffloadPolicy
 from shardwright.setters import without_sync
 from shardwright.wrapper import policies, prepare, states

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwright.errors import InputError
-from shardwright.params.flat_param import original_name
+from shardwright.params.load_plain import original_name
 from shardwright.params.param import ShardedParam
 from shardwright.transport.channel import check_same_lines
 from shardwright.wrapper.from_first import Sent

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwright.errors import InputError
-from shardwright.params.flat_param import WRAPPED, key_of
+from shardwright.params.load_plain import WRAPPED, key_of
 from shardwright.torch_private import CHECKPOINTED, children_of
 from shardwright.wrapper import optim_states, states
 from shardwright.wrapper.from_first import from_first

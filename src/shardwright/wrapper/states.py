@@ -13,7 +13,8 @@ from shardwright.engine.gather_full import stream_full
 from shardwright.engine.unit import Unit, units_in
 from shardwright.errors import InputError, StageError
 from shardwright.params.at_rest import keep_per_rank
-from shardwright.params.flat_param import cut_by_rows, original_name
+from shardwright.params.flat_param import cut_by_rows
+from shardwright.params.load_plain import original_name
 from shardwright.params.param import ShardedParam
 from shardwright.schedule.schedule import Phase
 from shardwright.torch_private import ShardedTensor, local_of, process_group_of

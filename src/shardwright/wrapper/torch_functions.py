@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from shardwright.params.flat_param import NAME, original_name
+from shardwright.params.flat_param import NAME
+from shardwright.params.load_plain import original_name
 from shardwright.torch_private import STATE_FUNCTIONS, state_functions
 from shardwright.wrapper import states
 from shardwright.wrapper.from_first import Sent, from_first

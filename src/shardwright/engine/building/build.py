@@ -30,8 +30,6 @@ from shardwright.engine.unit import (
     units_in,
 )
 from shardwright.errors import InputError, MisuseError
-from shardwright.params.flat_param import NAME as FLAT_NAME
-from shardwright.params.flat_param import FlatParam, check_flat
 from shardwright.params.param import ParamSite, ShardedParam
 from shardwright.params.placement import Split
 from shardwright.params.subclass import ExtendedParam, is_extended, not_extensible
@@ -125,6 +123,8 @@ def shard_params(
 def check_shared_flat(found: Found, flat: bool) -> None:
     """Raises: InputError for a parameter that can't lie in a flat one, or that lies in another unit's."""
     if flat:
+        from shardwright.params.flat_param import check_flat  # noqa: PLC0415 flat parameters
+
         check_flat(found)
     for param, (fqn, _) in found.items():
         owner, sharded = owner_of(param), sharded_from(param)
@@ -138,12 +138,14 @@ def check_shared_flat(found: Found, flat: bool) -> None:
 def flatten(found: Found, splits: dict[nn.Parameter, Split], unit: Unit) -> list[ShardedParam]:
     """One flat parameter for all that is found; one for each dtype, and apart for
     frozen ones and those that are never cast."""
+    from shardwright.params.flat_param import NAME, FlatParam  # noqa: PLC0415 flat parameters
+
     kinds: dict[Any, Found] = {}
     for param, places in found.items():
         kinds.setdefault((param.dtype, param.requires_grad, splits[param].keeps_dtype), {})[param] = places
     flats: list[ShardedParam] = []
     for place, members in enumerate(kinds.values()):
-        site = ParamSite(unit.modules[0], f"{FLAT_NAME}_{place}" if place else FLAT_NAME)
+        site = ParamSite(unit.modules[0], f"{NAME}_{place}" if place else NAME)
         flats.append(FlatParam(site, members, replace(splits[next(iter(members))], dim=0)))
         for param in members:
             remember_replaced(param, unit, flats[-1])

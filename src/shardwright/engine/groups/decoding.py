@@ -19,8 +19,7 @@ from shardwright.params.buffer import Buffer
 from shardwright.params.param import ParamSite, ShardedParam
 from shardwright.params.subclass import extended_in
 from shardwright.policy import MixedPrecisionPolicy
-from shardwright.quantized.codec import Encoding
-from shardwright.quantized.module import encodings, scales_name, set_compute_dtype
+from shardwright.quantized.codec import Encoding, encodings, scales_name, set_compute_dtype
 from shardwright.schedule.layout import GroupLayout, ParamLayout, pack
 from shardwright.transport.base import Segment, copy_together
 

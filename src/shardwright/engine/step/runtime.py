@@ -20,7 +20,6 @@ from shardwright.engine.step.consensus import Consensus, channel_of
 from shardwright.engine.step.executor import Executor
 from shardwright.engine.step.turns import Turn
 from shardwright.errors import StageError
-from shardwright.extras import require
 from shardwright.params.param import ShardedParam
 from shardwright.policy import Agreement, SchedulePolicy, Wire
 from shardwright.schedule.follower import Follower, Mode
@@ -153,6 +152,8 @@ class Runtime:
         """Follow another policy, from the next phase on. Raises: InputError for a name of no group;
         MissingExtra for a ``wire`` whose coder isn't installed."""
         if policy.wire is not Wire.PLAIN:
+            from shardwright.extras import require  # noqa: PLC0415 coded wires
+
             require("wire", "zstandard")
         self.table.list_ahead(policy)
         if policy.agreement is not self.policy.agreement:

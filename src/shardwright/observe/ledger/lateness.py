@@ -15,27 +15,17 @@ late; the same with much more cost; and that a rank which was named is late no m
 
 import json
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Container, Mapping, Sequence
-from itertools import pairwise
-from statistics import median_high
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from shardwright.files import said
 from shardwright.observe.ledger.causes import NOBODY, REMEDIES, REST
 from shardwright.observe.ledger.ledger import Ledger, booked
 from shardwright.observe.steps.clocks import on_one_clock
 from shardwright.observe.steps.rings import Ring
-from shardwright.transport.launches import process_state
-from shardwright.transport.recorder import WAIT, recorder
+from shardwright.observe.watch.waits import OVER, SHARE, STEPS, WaitChange
 
-STEPS = 20
-"""Of which is judged."""
-SHARE = 0.05
-"""Of their time: what a rank may cost the others."""
-_OVER = SHARE / 2
-"""Of the others' time: a rank that was named costs them less when it is late no more. Were that the same bar,
-one that costs about 5% would be named and take it back every 20 steps."""
 _CLEARLY = 3.0
 """Times what any other rank costs by the same cause: less is no rank's own. On busy cores, or with batches of
 any length, ranks take turns at being last, and over 20 steps one of them often leads by twice:
@@ -44,57 +34,6 @@ _GROWN = 1.5
 """Times the cost that was said, and 5% of the time more, is worth another line: where nothing has changed the
 costs of 20 steps and of the next 20 differ by less."""
 _MOST_STEPS = 1280  # between two looks
-_FALLEN = 4  # windows with fewer waits, until a rise to what they were is one
-_LOOKS_AFTER = 2  # waits have ended: the first of the 20 steps then may still be slow
-
-
-class WaitChange(NamedTuple):
-    """Of a rank in 20 steps. much: it waits for more than 5% of its time. risen: by more than that since it
-    last rose. ended: it waited much, and does hardly now."""
-
-    much: bool
-    risen: bool
-    ended: bool
-
-
-class Lateness:
-    """Of this rank: whether it waits, and more than it did."""
-
-    def __init__(self) -> None:
-        self._window = 0
-        self._known_s = 0.0  # waited in a step when its waits last rose, or less since
-        self._last = deque[float](maxlen=_FALLEN)
-        self._looks_after = 0
-
-    def waits(self) -> WaitChange | None:
-        """Once for each 20 steps, the same ones on all ranks. None where it has been asked already."""
-        if self.window <= self._window:
-            return None
-        self._window = self.window
-        kept = recorder.steps()[-STEPS - 1 :]
-        if len(kept) < 2:  # steps of so many records that no other one is remembered
-            return None
-        # Of a step in the middle: one checkpoint among them isn't a rank that is late in half of them.
-        step_s = median_high(after[1] - before[1] for before, after in pairwise(kept))
-        waited_s = median_high(_waited_s(written) for *_, written in kept[:-1])
-        self._last.append(waited_s)
-        self._known_s = min(self._known_s, max(self._last))
-        much = waited_s >= SHARE * step_s
-        risen = much and waited_s - self._known_s > SHARE * step_s
-        if risen:
-            self._known_s = waited_s
-        ended = self._looks_after > 0 and waited_s < _OVER * step_s
-        self._looks_after = _LOOKS_AFTER if much else self._looks_after - ended
-        return WaitChange(much, risen, ended)
-
-    @property
-    def window(self) -> int:
-        """How many times 20 steps have ended; the first step, in which a process warms up, is in none."""
-        return (recorder.number - 2) // STEPS
-
-
-def _waited_s(written: Sequence[tuple[Any, ...]]) -> float:
-    return sum(each[5] - each[4] for each in written if each[0] == WAIT and each[3] == process_state.thread)
 
 
 class Late(NamedTuple):
@@ -165,7 +104,7 @@ class Looks(NamedTuple):
         found: who is late, if anybody is. shares: of the others' time what each rank costs, by any cause;
         empty where not all have answered.
         """
-        over = {each.rank for each in self.told if shares.get(each.rank, 1.0) < _OVER}
+        over = {each.rank for each in self.told if shares.get(each.rank, 1.0) < OVER}
         told = [each for each in self.told if each.rank not in over]
         last = {each.rank: each for each in self.told}  # the cause that was named last
         lines = [

@@ -5,10 +5,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardwright.columns import in_columns
-from shardwright.observe.steps.drawing import Bar, Drawing, Level
+
+if TYPE_CHECKING:
+    from shardwright.observe.steps.drawing import Drawing
 
 NO_GROUP = "(no group)"
 """Stands for a group where bytes belong to none, or where it isn't known to which one."""
@@ -107,8 +109,10 @@ class MemoryLog:
         reports = [report for _, report in self.moments]
         return max(reports, key=lambda report: report.total_nbytes, default=MemoryReport("", ()))
 
-    def drawing(self, by: str = "category") -> Drawing:
+    def drawing(self, by: str = "category") -> "Drawing":
         """The bytes over the seconds of the step. by: "category" or "group"."""
+        from shardwright.observe.steps.drawing import Bar, Drawing, Level  # noqa: PLC0415 a drawing
+
         levels = [Level(at_s, _parts(report, by), report.at) for at_s, report in self.moments]
         ends = [level.at for level in levels[1:]] + [level.at for level in levels[-1:]]
         bars = [Bar("events", level.label, level.at, end) for level, end in zip(levels, ends, strict=True)]

@@ -23,9 +23,6 @@ from dataclasses import dataclass, field, replace
 from torch.distributed import DistError
 
 from shardwright.errors import printable
-from shardwright.observe.ledger.lateness import STEPS, Lateness, Looks, WaitChange, judged
-from shardwright.observe.steps.recording import ring
-from shardwright.observe.steps.rings import Ring
 from shardwright.observe.watch.backoff import Backoff
 from shardwright.observe.watch.delivery import Delivery
 from shardwright.observe.watch.diagnosis import ERRORS, Fault, Findings, Note, diagnose
@@ -35,6 +32,7 @@ from shardwright.observe.watch.requests import Requests
 from shardwright.observe.watch.status import status
 from shardwright.observe.watch.status_exchange import SharedDiagnosis, StatusExchange
 from shardwright.observe.watch.table import tell
+from shardwright.observe.watch.waits import STEPS, OwnWaits, WaitChange
 from shardwright.policy import WatchPolicy
 from shardwright.transport.abort import is_closed
 from shardwright.transport.attempt import Attempt
@@ -82,7 +80,7 @@ class Watch:
         self.reach = Reach(rank, attempt, store, self._status.answer)
         self._requests = Requests(policy.signal, self.last_word)
         self._backoff = Backoff(policy.suspect_s)
-        self._lateness = Lateness()
+        self._own_waits = OwnWaits()
         self._known = _Known()
         self._stop = threading.Event()
         self._delivery = Delivery(rank, self._status, self._requests, self._stop)
@@ -164,7 +162,7 @@ class Watch:
             self._deliver(shared)
         elif self._backoff.is_due(self._status.stands_in):
             self._judge(self.call())
-        elif (waits := self._lateness.waits()) is not None:
+        elif (waits := self._own_waits.change()) is not None:
             self._look_for_late(waits)
         for line in self.exchange.said(self._known.lines) if self.rank == 0 else ():
             self._known.lines += 1
@@ -200,6 +198,8 @@ class Watch:
             self._known.answered = latest
             self._known.notes = self.exchange.notes()  # kept: who left a note may have held the store as well
             if steps := self.exchange.wanted(latest):
+                from shardwright.observe.steps.recording import ring  # noqa: PLC0415 rings asked
+
                 self.exchange.leave_ring(latest, self.rank, ring(steps + 1).to_bytes())
             self.exchange.answer(latest, self._status.answer())
 
@@ -247,7 +247,14 @@ class Watch:
     def _look_for_late(self, waits: WaitChange) -> None:
         """Say which rank costs the others much, if one does, and which no longer does; unless others look, or
         there is no reason to."""
-        window, looks = self._lateness.window, Looks.from_json(self.exchange.looks())
+        known = self.exchange.looks()
+        if not known and not waits.much:
+            return
+        # The ledger and what it reads are 1,500 lines, which a job whose ranks don't wait never loads.
+        from shardwright.observe.ledger.lateness import Looks, judged  # noqa: PLC0415 waits lasted
+        from shardwright.observe.steps.rings import Ring  # noqa: PLC0415 waits lasted
+
+        window, looks = self._own_waits.window, Looks.from_json(known)
         if not looks.is_due(window, waits) or not self.exchange.asks_first(window):
             return
         said = self.exchange.rings(STEPS + 1, self.policy.answer_s, self._answer)
