@@ -18,7 +18,7 @@ from shardwright.engine.building.build import (
     shard_modules,
 )
 from shardwright.engine.groups.group import ParamGroup
-from shardwright.engine.optimizers.away import State, bring_back, check_reduced, put_away
+from shardwright.engine.listeners import State
 from shardwright.engine.step.hooks import guard_optimizers
 from shardwright.engine.unit import unit_of, units_in
 from shardwright.errors import InputError, StageError, warn
@@ -375,13 +375,15 @@ def offload_states(
         >>> shardwright.offload_states(model, optimizer)
         >>> shardwright.reload_states(model)
     """
+    from shardwright.engine.optimizers import away  # noqa: PLC0415 offloaded states
+
     groups = _between_steps(model, "offload_states")
-    check_reduced(groups)
+    away.check_reduced(groups)
     if params:
         for unit in units_in(model):
             unit.runtime.executor.rest()
     wanted = {State.PARAMS: params, State.GRADS: grads, State.OPTIMIZER: optimizer is not None}
-    put_away(groups, [state for state in State if wanted[state]], optimizer)
+    away.put_away(groups, [state for state in State if wanted[state]], optimizer)
 
 
 def reload_states(
@@ -403,7 +405,9 @@ def reload_states(
         StageError: it was called inside a forward or backward.
     """
     wanted = {State.PARAMS: params, State.GRADS: grads, State.OPTIMIZER: optimizer_state}
-    bring_back(_between_steps(model, "reload_states"), [state for state in State if wanted[state]])
+    from shardwright.engine.optimizers import away  # noqa: PLC0415 offloaded states
+
+    away.bring_back(_between_steps(model, "reload_states"), [state for state in State if wanted[state]])
 
 
 def _between_steps(model: nn.Module, caller: str) -> list[ParamGroup]:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from shardwright.engine.optimizers.away import State, refuse_away_of
+from shardwright.engine.listeners import State, listeners
 from shardwright.engine.optimizers.in_backward import steps_in_backward
 from shardwright.errors import InputError, StageError
 
@@ -54,7 +54,7 @@ def clip_grad_norm_(
     if norm_type <= 0:
         raise InputError(f"clip_grad_norm_: norm_type must be above 0, got {norm_type}")
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    refuse_away_of(given, "clip_grad_norm_", State.GRADS)
+    listeners.need("clip_grad_norm_", State.GRADS, params=given)
     if any(steps_in_backward(param) for param in given):
         raise StageError(
             "clip_grad_norm_: StepInBackward has stepped these parameters already, before their total norm "

@@ -2,11 +2,10 @@
 training, so that something else can have the device's memory (generation, another model).
 
 The objects stay: only the local tensor of each DTensor is another one, in pinned memory. What would use it
-meanwhile is refused here.
+meanwhile is refused here. Loaded once something is put there.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from enum import StrEnum
 from itertools import chain
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
@@ -16,20 +15,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from shardwright.engine.groups.group import ParamGroup, keeps_grads, offloaded
+from shardwright.engine.listeners import State, listeners
 from shardwright.errors import StageError
 from shardwright.params.offload import empty_on_host
 from shardwright.params.placement import Split
-from shardwright.schedule.schedule import Phase
 from shardwright.torch_private import current_graph_task, foreach_copy_, local_of, set_local, spec_of
 from shardwright.transport.streams import Streams
-
-
-class State(StrEnum):
-    """What is moved apart."""
-
-    PARAMS = "parameters"
-    GRADS = "gradients"
-    OPTIMIZER = "optimizer state"
 
 
 class _Entry(NamedTuple):
@@ -52,9 +43,13 @@ class _Entry(NamedTuple):
 _away: "WeakKeyDictionary[ParamGroup, dict[State, list[_Entry]]]" = WeakKeyDictionary()
 
 
-def refuse_away(groups: Iterable[ParamGroup], user: str, *states: State) -> None:
+def _refuse(
+    user: str, states: tuple[State, ...], groups: Iterable[ParamGroup], params: Iterable[Any]
+) -> None:
     """Raises: StageError where one of these states of a group is on the host, and ``user`` would need it."""
-    for group in groups if _away else ():
+    ids = {id(param) for param in params} if _away else set[int]()
+    of_params = [group for group in tuple(_away) if any(id(param.sharded) in ids for param in group.params)]
+    for group in (*groups, *of_params) if _away else ():
         there = _away.get(group, {})
         found = [state for state in states if any(entry.is_there for entry in there.get(state, ()))]
         if found:
@@ -64,19 +59,7 @@ def refuse_away(groups: Iterable[ParamGroup], user: str, *states: State) -> None
             )
 
 
-def refuse_phase(groups: Iterable[ParamGroup], phase: Phase) -> None:
-    """``refuse_away`` for what a phase uses."""
-    if _away:
-        states = (State.PARAMS,) if phase is Phase.EVALUATION else (State.PARAMS, State.GRADS)
-        refuse_away(groups, f"this {phase}", *states)
-
-
-def refuse_away_of(params: Iterable[Any], user: str, *states: State) -> None:
-    """``refuse_away`` for the groups of these sharded parameters."""
-    if _away:
-        ids = {id(param) for param in params}
-        groups = [group for group in _away if any(id(param.sharded) in ids for param in group.params)]
-        refuse_away(groups, user, *states)
+listeners.needs.append(_refuse)
 
 
 def check_reduced(groups: Sequence[ParamGroup]) -> None:
@@ -214,14 +197,14 @@ def _paged(optimizer: Optimizer) -> Moved:
 
 
 def page_in(optimizer: Optimizer) -> None:
-    """Before a step: the state of offloaded parameters is on their device."""
+    """Before a step: bring the state of offloaded parameters to their device."""
     moved = _paged(optimizer)
     if moved:
         bring_state(optimizer, moved)
 
 
-def page_out(optimizer: Optimizer, *_: Any) -> None:
-    """After a step: it is on the host. Inside of a backward the host waits for that at its end."""
+def page_out(optimizer: Optimizer) -> None:
+    """After a step: put it on the host again. Inside of a backward the host waits for that at its end."""
     moved = _paged(optimizer)
     if moved:
         put_state_back(optimizer, moved)

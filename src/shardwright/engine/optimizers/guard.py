@@ -12,7 +12,7 @@ from torch.optim.optimizer import Optimizer
 
 from shardwright.engine.groups.group import Stage, offloaded
 from shardwright.engine.groups.table import tables
-from shardwright.engine.optimizers.away import State, page_in, refuse_away_of
+from shardwright.engine.listeners import State, listeners
 from shardwright.engine.step.runtime import unsettled
 from shardwright.engine.unit import sharded_from
 from shardwright.errors import InputError, StageError, UnsupportedTorch, warn
@@ -36,7 +36,7 @@ class OptimizerGuard:
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        refuse_away_of(params, f"a step of {type(optimizer).__name__}", *State)
+        listeners.need(f"a step of {type(optimizer).__name__}", *State, params=params)
         if current_graph_task() == -1:  # else it steps from inside the backward
             if unsettled:
                 _check_settled(optimizer, params)
@@ -44,7 +44,10 @@ class OptimizerGuard:
             _settle_offloaded(params)
         if self._checked.get(optimizer) != len(params):
             self._check(optimizer, params)
-        page_in(optimizer)
+        if offloaded:
+            from shardwright.engine.optimizers.away import page_in  # noqa: PLC0415 offloaded states
+
+            page_in(optimizer)
         step_whole(optimizer)
         if kwargs.get("closure") is None and not any(map(callable, args[1:])):  # a closure brings gradients
             _set_aside_waiting(optimizer, params)
@@ -253,6 +256,14 @@ def step_whole(optimizer: Optimizer) -> None:
             param.to_local().copy_(parts.to_local())
             aside.append((param, param.grad))
             param.grad = None
+
+
+def page_out(optimizer: Optimizer, *_: Any) -> None:
+    """After its step: state that a policy has on the host is put there again."""
+    if offloaded:
+        from shardwright.engine.optimizers import away  # noqa: PLC0415 offloaded states
+
+        away.page_out(optimizer)
 
 
 def show_grads(optimizer: Optimizer, *_: Any) -> None:

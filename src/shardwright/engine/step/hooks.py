@@ -36,8 +36,7 @@ from shardwright.engine.containers import (
 from shardwright.engine.groups.gatherer import is_lookup
 from shardwright.engine.groups.group import ParamGroup, Stage
 from shardwright.engine.listeners import listeners
-from shardwright.engine.optimizers.away import page_out
-from shardwright.engine.optimizers.guard import OptimizerGuard, show_grads, show_waiting
+from shardwright.engine.optimizers.guard import OptimizerGuard, page_out, show_grads, show_waiting
 from shardwright.engine.references import warn_of_late
 from shardwright.engine.step.backward import Call, backward_of
 from shardwright.engine.step.runtime import Runtime

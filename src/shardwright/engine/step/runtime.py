@@ -15,7 +15,7 @@ from weakref import WeakSet
 from shardwright.engine.containers import beneath_transforms
 from shardwright.engine.groups.group import ParamGroup, Stage
 from shardwright.engine.groups.table import GroupTable
-from shardwright.engine.optimizers.away import State, refuse_away, refuse_phase
+from shardwright.engine.listeners import State, listeners
 from shardwright.engine.step.consensus import Consensus, channel_of
 from shardwright.engine.step.executor import Executor
 from shardwright.engine.step.turns import Turn
@@ -139,7 +139,7 @@ class Runtime:
     def _do(self, kind: ActionKind, group: ParamGroup) -> None:
         index = self.table.number(group)
         if kind is ActionKind.UNSHARD:
-            refuse_away((group,), "unshard()", State.PARAMS)
+            listeners.need("unshard()", State.PARAMS, groups=(group,))
             group.show_unsharded()
         follower = self._follower if self._runs else None
         if kind is ActionKind.UNSHARD and (follower is None or follower.mode is Mode.LOCAL):
@@ -197,7 +197,8 @@ class Runtime:
         of the model's meshes calls it. Raises: Diverged where others have called something else.
         """
         self.running()
-        refuse_phase(self.groups, phase)
+        used = (State.PARAMS,) if phase is Phase.EVALUATION else (State.PARAMS, State.GRADS)
+        listeners.need(f"this {phase}", *used, groups=self.groups)
         for tell in () if self._runs else tuple(self.table.around):
             tell(phase)
         if (start := clock()) > recorder.look_s:
@@ -343,7 +344,8 @@ class Runtime:
 
     def rest(self) -> None:
         """Reshard every group, between phases (before parameters are saved, loaded, moved or cast)."""
-        refuse_away(self.groups, "what saves, loads, moves or casts parameters", State.PARAMS)
+        user = "what saves, loads, moves or casts parameters"
+        listeners.need(user, State.PARAMS, groups=self.groups)
         if self.running() is None and not self._turn.queue(self.rest):
             with self._turn:
                 self.executor.rest()
