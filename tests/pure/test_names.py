@@ -153,7 +153,7 @@ SAME_NAME = {
 }
 """Classes of the package that share a name, and why they may."""
 
-CORE = ("schedule", "engine", "params", "transport", "observe")
+CORE = ("schedule", "engine", "params", "quantized", "transport", "observe")
 """The rooms whose public classes the glossary lists."""
 
 
