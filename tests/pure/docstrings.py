@@ -27,7 +27,7 @@ AnyFunction = ast.FunctionDef | ast.AsyncFunctionDef
 PACKAGE = "shardwright"
 PUBLIC = (
     "public",
-    "nf4",
+    "quantized.nf4",
     "wrapper",
     "checkpoint",
     "checkpoint.convert",
@@ -39,9 +39,9 @@ PUBLIC = (
     "plan",
     "plan.cluster",
     "hf",
-    "fabric",
-    "lightning",
-    "interchange",
+    "clients.fabric",
+    "clients.lightning",
+    "quantized.interchange",
     "train.lora",
 )
 """Modules whose names are for users; `shardwright` itself gives out the names of `public`."""
@@ -62,9 +62,12 @@ NEVER_RAISES = {
         "InputError",
         "of a model without shards or adapters",
     ),
-    "lightning: TrainerStrategy.setup": ("ConfigError StageError", "of a plan"),
-    "fabric: ShardwrightStrategy.setup_module": ("ConfigError StageError", "of a plan"),
-    "fabric: ShardwrightStrategy.setup_module_and_optimizers": ("ConfigError StageError", "of a plan"),
+    "clients.lightning: TrainerStrategy.setup": ("ConfigError StageError", "of a plan"),
+    "clients.fabric: ShardwrightStrategy.setup_module": ("ConfigError StageError", "of a plan"),
+    "clients.fabric: ShardwrightStrategy.setup_module_and_optimizers": (
+        "ConfigError StageError",
+        "of a plan",
+    ),
 }
 """Public function -> exceptions that what it calls can raise, and why not here."""
 
