@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -70,20 +69,8 @@ def _is_filled(cell: Any) -> bool:
         return False
 
 
-_looked: WeakKeyDictionary[Runtime, tuple[int, set[str]]] = WeakKeyDictionary()
-"""When it was last looked at, and the names that were told."""
-
-
-def warn_of_late(root: nn.Module, runtime: Runtime, num_checked: int) -> None:
-    """Name the parameters that no call has taken, as those are that were put in after it: before the first
-    forward, and before the first one after an optimizer's first step.
-
-    num_checked: how often an optimizer has made a first step, or one with other parameters.
-    """
-    before, told = _looked.get(runtime, (-1, set()))
-    if before == num_checked or runtime.table.around:  # modules show others' now, until the forward begins
-        return
-    _looked[runtime] = num_checked, told
+def warn_of_late(root: nn.Module, runtime: Runtime) -> None:
+    """Name the parameters that no call has taken, as those are that were put in after it; each once."""
     if all(group.axis.world * group.axis.num_copies == 1 for group in runtime.groups):
         return
     ours = {id(param.unsharded) for group in runtime.groups for param in group.params if param.bound}
@@ -91,10 +78,10 @@ def warn_of_late(root: nn.Module, runtime: Runtime, num_checked: int) -> None:
         name
         for name, param in root.named_parameters()
         if param.requires_grad
-        and name not in told
+        and name not in runtime.late
         and not (isinstance(param, DTensor) or id(param) in ours or is_left_out(param))
     ]
-    told.update(late)
+    runtime.late.update(late)
     if late:
         warn(
             f"{len(late)} parameters of the model are in no group ({', '.join(late[:3])}"

@@ -15,6 +15,7 @@ from shardwright.engine.step.runtime import Entry, Runtime
 from shardwright.errors import InputError
 from shardwright.params.param import ShardedParam
 from shardwright.policy import MixedPrecisionPolicy
+from shardwright.schedule.schedule import Phase
 
 _ATTRIBUTE = "_shardwright_unit"
 
@@ -45,7 +46,7 @@ class Unit:
         unsharded and resharded around these modules as well.
     deferred: of a part whose group is unsharded when it is first read, what tells of that; else None.
     home: the runtime that it was made with; ``runtime`` is the one that has taken that in since.
-    now: where the current forward stands.
+    now: where the current forward stands. buffers_compared: the phases before which ranks have compared them.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Unit:
     now: Pass = field(default_factory=Pass)
     parts: tuple["Unit", ...] = ()
     deferred: Deferred | None = None
+    buffers_compared: set[Phase] = field(default_factory=set)
 
     @property
     def owners(self) -> tuple["Unit", ...]:

@@ -25,7 +25,7 @@ from shardwright.params.buffer import Buffer
 from shardwright.params.param import ShardedParam, Versions
 from shardwright.params.subclass import follow_extensions
 from shardwright.policy import MixedPrecisionPolicy
-from shardwright.torch_private import local_of, parameters_of, version_of
+from shardwright.torch_private import local_of, num_dispatch_modes, parameters_of, version_of
 from shardwright.transport.base import Gather, Segment
 from shardwright.transport.mesh import Axis
 from shardwright.transport.watched import Collective, notify_modes
@@ -197,7 +197,8 @@ class ParamGroup:
         gatherer, smaller = self.gatherer, self.gatherer.smaller_world
         if smaller is not None and not (smaller.holds(versions) if kept is None else kept):
             smaller = None
-        notify_modes((smaller or gatherer).comm, Collective.ALL_GATHER)
+        if num_dispatch_modes():
+            notify_modes((smaller or gatherer).comm, Collective.ALL_GATHER)
         if smaller is not None or gatherer.rows is not None:
             self._take_buffer()
             gather = gatherer.gather_part(smaller is not None, ShardedParam.gather_segment, self.name)

@@ -41,6 +41,7 @@ from shardwright.torch_private import (
     foreach_add_,
     foreach_copy_,
     foreach_div_,
+    num_dispatch_modes,
     post_accumulate_grad_hooks_of,
 )
 from shardwright.transport.base import Comm, Followed, Reduction, Segment
@@ -220,7 +221,7 @@ class Reducer:
         self._reduction: PendingReduction | None = None
         self._all_reduce: PendingReduction | None = None
         self._partial: dict[ShardedParam, torch.Tensor] = {}
-        self._predivisor = 1.0
+        self._divisor = self._predivisor = 1.0
 
     @property
     def _ranks(self) -> int:
@@ -272,7 +273,8 @@ class Reducer:
         self.done = True
         self._held = []
         if not self._partial:  # what is added up must have been divided by the same number
-            self._predivisor = predivisor(self.policy.divisor(self._ranks))
+            self._divisor = self.policy.divisor(self._ranks)
+            self._predivisor = predivisor(self._divisor)
         self.unresolved.keeps = not self.policy.reduce
         trained = []
         for param in self.params:
@@ -339,7 +341,8 @@ class Reducer:
 
     def send(self, reduction: Reduction, params: list[ShardedParam]) -> None:
         """From here on the gradients of ``params`` are in flight."""
-        notify_modes(self.gatherer.comm, Collective.REDUCE_SCATTER)
+        if num_dispatch_modes():
+            notify_modes(self.gatherer.comm, Collective.REDUCE_SCATTER)
         self._reduction = PendingReduction(reduction, params)
 
     def outlive(self) -> None:
@@ -401,7 +404,8 @@ class Reducer:
 
     def send_copies(self, all_reduce: Reduction, params: list[ShardedParam]) -> None:
         """From here on the sums of ``params`` are in flight over the copies."""
-        notify_modes(self.copies, Collective.ALL_REDUCE)
+        if num_dispatch_modes():
+            notify_modes(self.copies, Collective.ALL_REDUCE)
         self._all_reduce = PendingReduction(all_reduce, params)
 
     def finalize(self) -> None:
@@ -453,10 +457,9 @@ class Reducer:
             param.waiting.drop(param.sharded)
 
     def _finish(self, totals: list[torch.Tensor], params: Sequence[ShardedParam]) -> None:
-        divisor = self.policy.divisor(self._ranks)
         half = [total for total in totals if total.dtype is torch.float16]  # divided in part already
         others = [total for total in totals if total.dtype is not torch.float16] if half else totals
-        for sums, rest in ((half, divisor / self._predivisor), (others, divisor)):
+        for sums, rest in ((half, self._divisor / self._predivisor), (others, self._divisor)):
             if sums and rest != 1:
                 foreach_div_(sums, rest)
         if self.hook is not None:

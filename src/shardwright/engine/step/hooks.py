@@ -224,7 +224,11 @@ class ModuleHooks:
         gathers = outermost and any(group.stage is Stage.SHARDED for group in runtime.groups)
         if outermost:
             _listed.clear()  # an exception may have ended the one before
-            warn_of_late(root, runtime, _guard.num_checked)
+            # Before the first forward, and before the first one after an optimizer's first step, or one with
+            # other parameters; in ``around`` modules show others' until the forward begins.
+            if runtime.num_checked != _guard.num_checked and not runtime.table.around:
+                runtime.num_checked = _guard.num_checked
+                warn_of_late(root, runtime)
             phase = Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION
             runtime.begin(phase, CallingFrame(2).runs, unit.entry)
         if unit.now.number != runtime.pass_number:
@@ -245,8 +249,12 @@ class ModuleHooks:
                         runtime.at(EventKind.FORWARD_BEGIN, owner.group)
                     else:
                         owner.deferred.wait(partial(self._read, owner))
-        if gathers and runtime.phase is not None:  # else a rank may run it alone
-            compare_buffers(root, runtime.comms(), runtime.phase)
+        # Before the first forward that trains, and the first evaluation after one. Where nothing is gathered
+        # a rank may run it alone.
+        phase, compared = runtime.phase, unit.buffers_compared
+        if gathers and phase and phase not in compared and (phase is Phase.FORWARD or compared):
+            compared.add(phase)
+            compare_buffers(root, runtime.comms(), phase)
 
     @skipped_by_compiler
     def _read(self, owner: Unit) -> None:

@@ -72,7 +72,8 @@ class Runtime:
     groups: of the model, in the order in which they were sharded.
     depth: sharded modules that are in their forward now, one inside the other. phase: the one that is
     running, or None. backward: see ``backward_of``. pass_number: counts forwards. successor: the runtime that
-    has taken this one's groups in, if one has.
+    has taken this one's groups in, if one has. late: parameters that were found to be in no group, as of
+    ``num_checked`` optimizers.
     """
 
     def __init__(self, policy: SchedulePolicy | None = None) -> None:
@@ -90,6 +91,7 @@ class Runtime:
         self._consensus = Consensus(self.executor, None)
         self._entry = 0
         self.abandoned = False
+        self.num_checked, self.late = -1, set[str]()
         self._turn = Turn(self._break_off)
 
     # ---- groups

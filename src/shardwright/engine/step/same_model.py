@@ -2,7 +2,6 @@
 sharded: each rank keeps its own, where DistributedDataParallel sends rank 0's before each forward."""
 
 from collections.abc import Sequence
-from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -87,15 +86,8 @@ def _values(group: ParamGroup) -> list[str]:
     return [f"parameter {name!r} of group {group.name!r} {value}" for name, value in told]
 
 
-_compared: WeakKeyDictionary[nn.Module, set[Phase]] = WeakKeyDictionary()
-
-
 def compare_buffers(module: nn.Module, comms: Sequence[Comm], phase: Phase) -> None:
-    """Before the first forward that trains, and the first evaluation after one; every rank calls it."""
-    done = _compared.setdefault(module, set())
-    if phase in done or (phase is Phase.EVALUATION and Phase.FORWARD not in done):
-        return
-    done.add(phase)
+    """Warn where buffers differ between ranks; every rank calls it."""
     lines = [f"{name} {hash_of(buffer)}" for name, buffer in module.named_buffers()]
     for comm in comms if lines else ():
         texts = compare(comm, "\n".join(lines), f"compare buffers {phase}")

@@ -130,13 +130,11 @@ def memory_of(model: nn.Module, at: str = "") -> MemoryReport:
 
 
 def see_other(model: nn.Module) -> None:
-    """See what is held besides, as the outermost forward is about to begin: at the first, second, fourth,
-    eighth one and so on, since to ask a malloc with many free blocks takes it milliseconds."""
+    """See what is held besides, as the outermost forward is about to begin."""
     runtime = unit_of(model).runtime
-    if not runtime.pass_number & (runtime.pass_number + 1) and runtime.groups:
-        known, rest = _known_and_rest(group_names(model), runtime.groups[0].axis.device)
-        states = [amount.nbytes for amount in known if amount.category is Category.STATES]
-        runtime.executor.memory.other_nbytes, runtime.executor.memory.states_nbytes = rest, sum(states)
+    known, rest = _known_and_rest(group_names(model), runtime.groups[0].axis.device)
+    states = [amount.nbytes for amount in known if amount.category is Category.STATES]
+    runtime.executor.memory.other_nbytes, runtime.executor.memory.states_nbytes = rest, sum(states)
 
 
 def _known_and_rest(names: dict[ParamGroup, str], device: torch.device) -> tuple[list[Amount], int | None]:

@@ -64,7 +64,11 @@ class LastForward:
         # ``PackedSequence`` does.
         leaves, spec = tree_flatten((tuple(args), dict(kwargs)))
         self._inputs = [_shape_of(leaf) for leaf in leaves], spec
-        see_other(module)
+        # At the first, second, fourth, eighth forward and so on: to ask a malloc with many free blocks takes
+        # it milliseconds.
+        runtime = unit_of(module).runtime
+        if not runtime.pass_number & (runtime.pass_number + 1) and runtime.groups:
+            see_other(module)
 
     def explain(self, error: BaseException) -> None:
         """Add the note to ``error``, once, where it says that memory ran out; never raises."""
