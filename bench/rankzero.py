@@ -22,13 +22,16 @@ from shardwright.transport import mesh
 from shardwright.transport.base import Comm
 from shardwright.transport.channel import AxisChannel
 from shardwright.transport.launches import LaunchLog
-from shardwright.transport.nccl import NcclComm
+from shardwright.transport.process_group import ProcessGroupComm
 from shardwright.transport.recorder import recorder
 from shardwright.transport.streams import Streams
 
 EXCHANGE = AxisChannel.exchange.__code__
 """Runs once for every exchange of control words."""
-COLLECTIVES = {"all-gather": NcclComm.all_gather.__code__, "reduce-scatter": NcclComm.reduce_scatter.__code__}
+COLLECTIVES = {
+    "all-gather": ProcessGroupComm.all_gather.__code__,
+    "reduce-scatter": ProcessGroupComm.reduce_scatter.__code__,
+}
 """Run once for every collective of a group."""
 
 
@@ -82,7 +85,7 @@ class NoHost:
 def _make_comm(ranks: list[int], device_type: str, within: ProcessGroup, host: Comm | None = None) -> Comm:
     log = LaunchLog(ranks, device_type)
     streams = Streams(NoStream, NoStream, make_event=NoEvent)
-    return NcclComm(within, within, log, streams, NoHost(within.size()))  # type: ignore[arg-type]
+    return ProcessGroupComm(within, within, log, streams, NoHost(within.size()))  # type: ignore[arg-type]
 
 
 def _new_group(ranks: list[int], backend: str, timeout: timedelta) -> ProcessGroup:

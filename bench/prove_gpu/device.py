@@ -1,7 +1,7 @@
 """The accelerator that is proven, or CPU ranks in its place: all that sections ask of a device.
 
 ``sim`` runs every section's own code where no accelerator is: ranks are processes whose tensors are in host
-memory, sharded over the transport of accelerators (``NcclComm``) on Gloo. Its figures mean nothing.
+memory, sharded over the transport of accelerators (``ProcessGroupComm``) on Gloo. Its figures mean nothing.
 """
 
 import json

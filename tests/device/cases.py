@@ -1,7 +1,7 @@
 """What is trained on the simulated device, and on the CPU beside it: random small models, each way to gather.
 
 ``train`` is the same code in both: on CPU ranks the package's own transport, in processes; on the simulated
-device ``NcclComm`` over simulated communicators, in threads. What it returns is compared bit for bit.
+device ``ProcessGroupComm`` over simulated communicators, in threads. What it returns is compared bit for bit.
 """
 
 import random

@@ -67,7 +67,7 @@ KINDS_OF: dict[str, tuple[str, ...]] = {
     "transport/base.py": ("plain", "hybrid", "different layers by rank"),
     "transport/collect.py": ("rows in use", "hybrid"),
     "transport/custom.py": ("custom collectives",),
-    "transport/nccl.py": ("alone", "plain", "half", "hybrid", "rows in use"),
+    "transport/process_group.py": ("alone", "plain", "half", "hybrid", "rows in use"),
     "transport/streams.py": (
         "alone",
         "plain",

@@ -24,7 +24,7 @@ from shardwright.torch_private import new_group_of
 from shardwright.transport import mesh as meshes
 from shardwright.transport.base import Comm, sum_in_rank_order
 from shardwright.transport.launches import LaunchLog
-from shardwright.transport.nccl import NcclComm
+from shardwright.transport.process_group import ProcessGroupComm
 from shardwright.transport.streams import Streams
 from shardwright.transport.two_level import TwoLevelComm
 from tests.device import cases
@@ -144,7 +144,7 @@ class _Words(Comm):
         return self.say(self.log.ranks, words)
 
 
-class _Comm(NcclComm):
+class _Comm(ProcessGroupComm):
     """A transport of devices, on which no words go."""
 
     def exchange(self, words: Sequence[int], key: str) -> list[list[int]]:
@@ -282,7 +282,9 @@ class Job:
 
     # ---- what stands in for the package's ways to other ranks
 
-    def _make_comm(self, ranks: list[int], device_type: str, within: Any, host: Any = None) -> NcclComm:
+    def _make_comm(
+        self, ranks: list[int], device_type: str, within: Any, host: Any = None
+    ) -> ProcessGroupComm:
         device = self.world.device
         self._made[device.rank, tuple(ranks)] += 1
         name = tuple(ranks), self._made[device.rank, tuple(ranks)]

@@ -12,7 +12,7 @@ from shardwright.schedule.layout import equal_spans
 from shardwright.transport import device_times
 from shardwright.transport.base import Segment
 from shardwright.transport.launches import Launch, LaunchLog
-from shardwright.transport.nccl import NcclComm
+from shardwright.transport.process_group import ProcessGroupComm
 from shardwright.transport.recorder import DEVICE, STALL
 from shardwright.transport.streams import Streams
 from tests.device.kernels import Kernels
@@ -54,7 +54,7 @@ class Ran:
         streams = Timed(lambda: Stream(device), lambda: device.current[-1])
         group, log = Communicator(device, [0, 1], "all"), LaunchLog([0, 1])
         log.name = self.names[rank]
-        comm, spans = NcclComm(group, group, log, streams), equal_spans(4, 2)
+        comm, spans = ProcessGroupComm(group, group, log, streams), equal_spans(4, 2)
         with resizing(self.world), Kernels(device):
             for _ in range(STEPS):
                 for _ in range(GROUPS):

@@ -21,7 +21,7 @@ from shardwright.policy import WatchPolicy
 from shardwright.schedule.layout import equal_spans
 from shardwright.transport.base import Segment
 from shardwright.transport.launches import LaunchLog, ProcessState
-from shardwright.transport.nccl import NcclComm
+from shardwright.transport.process_group import ProcessGroupComm
 from shardwright.transport.streams import Streams
 from tests.device.kernels import Kernels
 from tests.device.ranks import Communicator
@@ -89,7 +89,7 @@ class Rank:
         self.log.travels_on(self.shards)
         self.state.add(self.log)
         streams = Streams(lambda: Stream(device), lambda: device.current[-1])
-        self.comm = NcclComm(self.shards, self.shards, self.log, streams)
+        self.comm = ProcessGroupComm(self.shards, self.shards, self.log, streams)
 
     def gather(self, key):
         self.comm.all_gather([Segment(torch.ones(8), equal_spans(4, 2))], key).wait()

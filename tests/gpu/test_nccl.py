@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from shardwright import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, stats
 from shardwright.engine.unit import unit_of
 from shardwright.errors import StageError
-from shardwright.transport.nccl import NcclComm
+from shardwright.transport.process_group import ProcessGroupComm
 from tests.ranks.models import Run, assert_same, batches, build, loss_of, shard_decoder
 
 pytestmark = [
@@ -28,7 +28,7 @@ def nccl():
 
 def test_three_steps_over_nccl_equal_one_process(nccl):
     model, reference = shard_decoder(build(), fully_shard, mesh=nccl), build().to(KIND)
-    assert isinstance(unit_of(model).group.axis.comm, NcclComm)
+    assert isinstance(unit_of(model).group.axis.comm, ProcessGroupComm)
     ours, theirs = Run.of(model), Run.of(reference)
     for step in range(3):
         tokens = batches(step, 1)[0].to(KIND)

@@ -48,7 +48,7 @@ FLOORS = {
     "policy": 2,
     "storage": 3,
     "extras": 2,
-    "crc": 0,
+    "checksum": 0,
     "files": 0,
     "columns": 0,
     "torch_fsdp": 1,

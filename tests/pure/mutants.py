@@ -57,7 +57,7 @@ HELD = (
             "schedule/exposed.py",
             "schedule/follower.py",
             "schedule/group_states.py",
-            "schedule/planner.py",
+            "schedule/scheduler.py",
             "schedule/recorded.py",
             "schedule/schedule.py",
             "schedule/sync.py",

@@ -36,7 +36,7 @@ from shardwright.checkpoint.format import (
 from shardwright.checkpoint.live import box_at
 from shardwright.checkpoint.shardfile import CHUNK_NBYTES, chunks_of
 from shardwright.checkpoint.tree import decode, encode, keys_in
-from shardwright.crc import crc32
+from shardwright.checksum import crc32
 from shardwright.errors import CheckpointError, InputError
 from shardwright.schedule.layout import FlatEntry, FlatLayout
 

@@ -32,7 +32,7 @@ from shardwright.checkpoint.shardfile import header_of, read_header
 from shardwright.checkpoint.storage import LOCK, FolderLock
 from shardwright.checkpoint.tools import consolidate, inspect, open_checkpoint, verify
 from shardwright.checkpoint.writer import Keep
-from shardwright.crc import crc32
+from shardwright.checksum import crc32
 from shardwright.errors import CheckpointError, InputError, ShardwrightError
 from shardwright.interchange import from_bitsandbytes, to_bitsandbytes
 

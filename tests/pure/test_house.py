@@ -104,7 +104,7 @@ BAD = [
     (house.unbounded_groups, {"api.py": "group = dist.new_group([0, 1], backend='gloo')"}),
     (house.stray_streams, {"checkpoint/save.py": "torch.accelerator.current_stream().synchronize()"}),
     (house.stray_streams, {"engine/costs.py": "torch.accelerator.synchronize()"}),
-    (house.stray_streams, {"transport/nccl.py": "stream = torch.Stream(device)"}),
+    (house.stray_streams, {"transport/process_group.py": "stream = torch.Stream(device)"}),
     (house.stray_streams, {"params/offload.py": "from torch.cuda import Event"}),
     (house.stray_streams, {"transport/device_times.py": "event.synchronize()"}),
     (house.stray_stages, {"engine/step/executor.py": "def f(group):\n    group.stage = Stage.SHARDED"}),

@@ -19,7 +19,7 @@ from shardwright.schedule.layout import (
 )
 from shardwright.transport.base import Segment, join, spread, sum_in_rank_order, sums_in_rank_order
 from shardwright.transport.cpu.pages import SMALL_NBYTES
-from shardwright.transport.nccl import padded
+from shardwright.transport.process_group import padded
 
 SHAPES = st.lists(st.integers(0, 9), min_size=1, max_size=4).map(tuple)
 WORLDS = st.integers(1, 9)

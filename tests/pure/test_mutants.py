@@ -32,9 +32,9 @@ REASONED: dict[str, str] = {
     "schedule/layout.py contiguous_strides: ParamLayout(shape, 1, None): 1 is 2": (
         "what is kept whole is the same in any world"
     ),
-    "schedule/planner.py Planner.__init__: self._issued = 0: 0 is 1": _NUMBERED,
-    "schedule/planner.py Planner._begin: self._issued += 1: 1 is 2": _NUMBERED,
-    "schedule/planner.py Planner._gather_ahead: self._issued += 1: 1 is 2": _NUMBERED,
+    "schedule/scheduler.py Scheduler.__init__: self._issued = 0: 0 is 1": _NUMBERED,
+    "schedule/scheduler.py Scheduler._begin: self._issued += 1: 1 is 2": _NUMBERED,
+    "schedule/scheduler.py Scheduler._gather_ahead: self._issued += 1: 1 is 2": _NUMBERED,
     "schedule/recorded.py (module): _MAX_CELLS = 4000000: 4000000 is 4000001": _MEMORY,
     "schedule/recorded.py RecordedSchedules.__init__: self.digest = 0: 0 is 1": _REPLACED,
     "schedule/recorded.py RecordedSchedules.note_used: default=0: 0 is 1": "without groups none is gone",

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from shardwright.errors import InputError
 from shardwright.policy import BackwardPrefetch, SchedulePolicy
 from shardwright.schedule.check import check
-from shardwright.schedule.planner import fits, needed_first, plan
 from shardwright.schedule.schedule import (
     BEGINS,
     Action,
@@ -25,6 +24,7 @@ from shardwright.schedule.schedule import (
     ScheduleEntry,
     event_in_words,
 )
+from shardwright.schedule.scheduler import fits, needed_first, plan
 
 POLICIES = st.builds(
     SchedulePolicy,

@@ -71,12 +71,12 @@ CORE = {
     "quantized": "codec codecs module",
     "observe/memory": "accounts out_of_memory",
     "schedule": """
-        check exposed follower group_states grouping layout planner recorded schedule sync
+        check exposed follower group_states grouping layout recorded schedule scheduler sync
     """,
     "transport": """
         abort attempt base channel collect custom device_times host_limits host_memory jobstore
-        launches link liveness meeting mesh nccl process recorder secret streams thread_use two_level watched
-        welcome
+        launches link liveness meeting mesh process process_group recorder secret streams thread_use two_level
+        watched welcome
     """,
     "transport/cpu": """
         arena coder connection event_loop handshake libc pages peers shm sockets transfer

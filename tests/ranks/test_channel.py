@@ -8,13 +8,13 @@ from shardwright.transport.channel import NOTHING, AxisChannel, JointChannel, br
 from shardwright.transport.cpu.shm import ShmComm
 from shardwright.transport.cpu.sockets import SocketComm
 from shardwright.transport.mesh import resolve
-from shardwright.transport.nccl import NcclComm
+from shardwright.transport.process_group import ProcessGroupComm
 from tests.ranks.models import fresh_mesh
 from tests.ranks.pool import run_ranks
 
 
 def combined(rank, world):
-    kinds = {"auto": ShmComm, "sockets": SocketComm, "collectives": NcclComm}
+    kinds = {"auto": ShmComm, "sockets": SocketComm, "collectives": ProcessGroupComm}
     for transport, kind in kinds.items():
         set_transport(transport)
         axis = resolve(fresh_mesh(world))

@@ -25,7 +25,7 @@ from shardwright.transport.base import Segment
 from shardwright.transport.cpu.arena import MemorySegment
 from shardwright.transport.cpu.connection import Connection
 from shardwright.transport.cpu.shm import _ShmGather
-from shardwright.transport.nccl import NcclComm
+from shardwright.transport.process_group import ProcessGroupComm
 from tests.interrupts import Interrupt, is_free
 from tests.ranks.models import full
 from tests.ranks.pool import run_ranks
@@ -199,7 +199,7 @@ def goes_on(rank, world, transport, owner, name):
         ("auto", Bound, "show"),
         ("sockets", Connection, "receive"),
         ("sockets", Connection, "send"),
-        ("collectives", NcclComm, "_launch_gather"),
+        ("collectives", ProcessGroupComm, "_launch_gather"),
     ],
 )
 def test_a_rank_that_goes_on_after_ctrl_c_and_the_others_are_told_at_once(transport, owner, name):

@@ -22,7 +22,7 @@ from shardwright.transport.cpu.event_loop import EventLoop
 from shardwright.transport.cpu.shm import ShmComm
 from shardwright.transport.cpu.sockets import SocketComm
 from shardwright.transport.mesh import resolve
-from shardwright.transport.nccl import NcclComm
+from shardwright.transport.process_group import ProcessGroupComm
 from tests.ranks.models import batches, build, fresh_mesh, loss_of, shard_decoder
 from tests.ranks.pool import run_ranks
 from tests.ranks.scripts import run_scripts
@@ -128,7 +128,7 @@ def one_rank_cannot(rank, world):
 
 
 def test_all_ranks_take_torchs_collectives_where_one_has_no_address():
-    assert set(run_ranks(3, one_rank_cannot)) == {NcclComm.__name__}
+    assert set(run_ranks(3, one_rank_cannot)) == {ProcessGroupComm.__name__}
 
 
 def gathers_every_dtype(rank, world):
@@ -149,7 +149,7 @@ def trains_without_sockets(rank, world):
     mesh._told.clear()  # another test of this process may have been told
     warned = []
     mesh.logger.warning = lambda text, *args: warned.append(text % args)
-    assert one_rank_cannot(rank, world) == NcclComm.__name__
+    assert one_rank_cannot(rank, world) == ProcessGroupComm.__name__
     alone, data = build(), batches(0, world)
     (sum(loss_of(alone, each) for each in data) / world).backward()
     for axis in (None, fresh_mesh(world)):

@@ -12,7 +12,7 @@ from shardwright import full_state_dict, fully_shard, lockstep, loss_weights, se
 from shardwright.transport import mesh, streams
 from shardwright.transport.channel import AxisChannel, compare
 from shardwright.transport.cpu.shm import ShmComm
-from shardwright.transport.nccl import NcclComm
+from shardwright.transport.process_group import ProcessGroupComm
 from tests.ranks.models import fresh_mesh
 from tests.ranks.pool import as_torchrun, free_port, run_ranks
 
@@ -152,16 +152,16 @@ def agree_beside_an_accelerator(rank: int, world: int) -> tuple[list[str], list[
     """What travels on a transport like NCCL's (Gloo in its place), and what on the host's beside it."""
     dist.Backend.default_device_backend_map["cuda"] = "gloo"
     comm = mesh.comm_of(None, "cuda")
-    assert isinstance(comm, NcclComm)
+    assert isinstance(comm, ProcessGroupComm)
     assert isinstance(comm.host, ShmComm)
     assert AxisChannel(comm).exchange([1 << rank]) == [0b11]
     assert compare(comm, f"rank {rank}", "models") == ["rank 0", "rank 1"]
 
     set_transport(
         "collectives"
-    )  # NcclComm, but of host tensors; with a host's transport beside it all the same
+    )  # ProcessGroupComm, but of host tensors; with a host's transport beside it all the same
     axis = mesh.resolve(fresh_mesh(world))
-    assert isinstance(axis.comm, NcclComm)
+    assert isinstance(axis.comm, ProcessGroupComm)
     axis.comm._host = comm.host
     model = fully_shard(nn.Linear(4, 2), mesh=axis.mesh)
     assert len(list(lockstep([1] * (2 + rank), mesh=axis.mesh))) == 2

@@ -15,10 +15,10 @@ from shardwright.transport.attempt import keys_of
 from shardwright.transport.cpu.shm import ShmComm
 from shardwright.transport.cpu.sockets import SocketComm
 from shardwright.transport.mesh import resolve
-from shardwright.transport.nccl import NcclComm
+from shardwright.transport.process_group import ProcessGroupComm
 from tests.ranks.pool import as_torchrun, free_port, run_ranks
 
-COMMS = {"auto": ShmComm, "sockets": SocketComm, "collectives": NcclComm}
+COMMS = {"auto": ShmComm, "sockets": SocketComm, "collectives": ProcessGroupComm}
 FEW, MANY = 3, 1000
 
 

@@ -23,7 +23,7 @@ from shardwright.engine.unit import units_in
 from shardwright.policy import OptimizerOffloadPolicy
 from shardwright.transport import mesh as meshes
 from shardwright.transport.launches import LaunchLog
-from shardwright.transport.nccl import NcclComm
+from shardwright.transport.process_group import ProcessGroupComm
 from shardwright.transport.streams import Streams
 from tests.pure.test_streams import Device, FakeStream, NoRule1, NoRule2, NoRule4
 from tests.ranks import quantised
@@ -254,7 +254,7 @@ def races_of(rules, gatherer, hybrid, bucket_cap_mb):
     def make_comm(ranks, device_type, within, host=None):
         streams = rules(lambda: FakeStream(device), lambda: device.current[-1])
         groups = [Group(recorder, ranks) for _ in range(2)]
-        return NcclComm(*groups, LaunchLog(ranks, device_type), streams, host)
+        return ProcessGroupComm(*groups, LaunchLog(ranks, device_type), streams, host)
 
     building.keep_watch = lambda: None  # over ranks that aren't there
     meshes._make_comm = make_comm

@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from shardwright.crc import crc32
+from shardwright.checksum import crc32
 from shardwright.errors import CheckpointError
 from shardwright.files import is_size, json_object, reading
 

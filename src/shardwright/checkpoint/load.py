@@ -40,7 +40,7 @@ from shardwright.checkpoint.target import LoadPlan, Target, allocated, overlappi
 from shardwright.checkpoint.tree import decode, keys_in
 from shardwright.checkpoint.verify import Verifier, crc_in, parts_of
 from shardwright.checkpoint.writer import loaded
-from shardwright.crc import crc32
+from shardwright.checksum import crc32
 from shardwright.errors import CheckpointError, DamagedError, UnreadError
 from shardwright.files import reading
 from shardwright.storage import Location, location_of

@@ -29,7 +29,7 @@ from shardwright.checkpoint.shardfile import DTYPE_NAME, Item, bits_in_chunks, w
 from shardwright.checkpoint.storage import Unpublished
 from shardwright.checkpoint.tree import Tensors, encode, leaves
 from shardwright.checkpoint.writer import Keep, Writer, keep_of, line_of, saved, whole_number
-from shardwright.crc import crc32
+from shardwright.checksum import crc32
 from shardwright.errors import CheckpointError, warn
 from shardwright.storage import Location, location_of
 from shardwright.transport.recorder import recorder

@@ -38,7 +38,7 @@ from shardwright.checkpoint.shardfile import (
 from shardwright.checkpoint.sink import write_all
 from shardwright.checkpoint.sources import Source, locate, open_source
 from shardwright.checkpoint.verify import crc_in, header_faults
-from shardwright.crc import crc32
+from shardwright.checksum import crc32
 from shardwright.errors import CheckpointError, InputError
 from shardwright.storage import Location, local_only, location_of
 

@@ -17,7 +17,7 @@ from shardwright.checkpoint.format import (
     run_crc32,
 )
 from shardwright.checkpoint.shardfile import METADATA, Reader
-from shardwright.crc import crc32
+from shardwright.checksum import crc32
 from shardwright.errors import CheckpointError
 
 Wanted = tuple[str, TensorEntry, Box]

@@ -14,8 +14,8 @@ from shardwright.engine.step.executor import Executor
 from shardwright.engine.step.runtime import Runtime
 from shardwright.errors import StageError
 from shardwright.policy import SchedulePolicy
-from shardwright.schedule.planner import plan
 from shardwright.schedule.schedule import ActionKind, Event, EventKind, Phase, Schedule, ScheduleEntry
+from shardwright.schedule.scheduler import plan
 from shardwright.transport.base import Comm
 from shardwright.transport.device_times import DeviceTimes
 from shardwright.transport.streams import wait_for_device

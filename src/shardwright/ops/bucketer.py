@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 
 from shardwright.errors import InputError, StageError
 from shardwright.schedule.layout import Spans, equal_spans
-from shardwright.schedule.planner import fits
+from shardwright.schedule.scheduler import fits
 from shardwright.transport.base import Comm, Reduction, Segment
 from shardwright.transport.channel import check_alike
 from shardwright.transport.mesh import comm_of

@@ -106,7 +106,7 @@ class ShardedParam:
     sites: every place that shows it (more than one where modules share it).
     place: where its shards lie. attributes: what the caller had set on it; every face has them.
     waiting: gradients that wait to be reduced, unsharded (``accumulated``) or summed over shards alone.
-    compared: its names, and by each the one to compare with other ranks' where that is another (``census``).
+    compared: its names, and by each the one to compare with other ranks' where that is another.
     kept_dtype: it is never cast (codes, scales, and what ``param_dtype_override_fn`` says).
     beginning: of its values; None where no other rank has them.
     bound: its unsharded face; None until it is made, before the first all-gather or by it.

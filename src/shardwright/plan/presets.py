@@ -1,4 +1,4 @@
-"""Who runs the step: this package, or one of torch's two. Each is a policy of the same planner. Pure."""
+"""Who runs the step: this package, or one of torch's two. Each is a policy of the same scheduler. Pure."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from shardwright.errors import ConfigError
 from shardwright.plan.workload import Workload
 from shardwright.policy import BackwardPrefetch, SchedulePolicy
-from shardwright.schedule.planner import plan
 from shardwright.schedule.schedule import GroupSpec, Schedule
+from shardwright.schedule.scheduler import plan
 
 
 @dataclass(frozen=True)
 class Preset:
-    """A runtime, to the planner and the simulation.
+    """A runtime, to the scheduler and the simulation.
 
     policy: what its schedules are planned by. root_stays: the root isn't resharded after a forward.
     reshards: whether the other groups are; None leaves that open for those that the backward needs first.
@@ -84,7 +84,7 @@ def preset(name: str) -> Preset:
 
 
 def _spec(workload: Workload, preset: Preset, index: int, reshard_after_forward: bool | int) -> GroupSpec:
-    """What the planner knows of a group."""
+    """What the scheduler knows of a group."""
     group, is_root = workload.groups[index], index in workload.of_root
     is_smaller = not (isinstance(reshard_after_forward, bool) or is_root)
     return GroupSpec(
@@ -111,7 +111,7 @@ def schedule(
     reshard_after_forward: bool | int = True,
     kept: Collection[int] = (),
 ) -> Schedule:
-    """The schedule of a step, by the planner that the runtime itself uses. kept: the groups that stay
+    """The schedule of a step, by the scheduler that the runtime itself uses. kept: the groups that stay
     unsharded until their backward; the others are resharded as is said of all."""
     known = [
         _spec(workload, preset, index, index not in kept and reshard_after_forward)

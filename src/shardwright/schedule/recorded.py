@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from shardwright.policy import SchedulePolicy
-from shardwright.schedule.planner import plan
 from shardwright.schedule.schedule import (
     RESHARDS,
     ActionKind,
@@ -17,6 +16,7 @@ from shardwright.schedule.schedule import (
     Schedule,
     ScheduleEntry,
 )
+from shardwright.schedule.scheduler import plan
 from shardwright.schedule.sync import Recorded, Step
 
 T = TypeVar("T")
@@ -48,7 +48,7 @@ UNPLANNED = PlannedPhase()
 class RecordedSchedules:
     """The schedules by *entry*: a number for the outermost module that runs (a model's parts may run alone).
 
-    specs: what the planner knows of each group. digest: 63 bits that are equal on two ranks where their
+    specs: what the scheduler knows of each group. digest: 63 bits that are equal on two ranks where their
     schedules are. What it holds is replaced as a whole and never edited, so that a shallow copy is a copy.
     """
 

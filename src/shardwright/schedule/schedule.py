@@ -25,7 +25,7 @@ Small groups share collectives: ``unshard 1+2+3`` is one all-gather for three gr
 own event. ``hold 3`` puts gradients aside, and ``reduce 3+2+1`` reduces them with those of groups 2 and 1.
 ``step 3`` steps the parameters of a group whose optimizer runs inside of the backward.
 
-``planner`` decides the actions, ``soundness`` proves that a schedule is right.
+``scheduler`` decides the actions, ``check`` proves that a schedule is right.
 """
 
 from dataclasses import dataclass, field, replace
@@ -165,7 +165,7 @@ def _called(group: int, names: tuple[str, ...]) -> str:
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """What the planner knows of a group.
+    """What the scheduler knows of a group.
 
     reshard_after_forward: False keeps it unsharded from its forward to its backward, and after an evaluation
         to whatever comes next; None leaves the first open.

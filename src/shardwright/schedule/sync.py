@@ -107,7 +107,7 @@ class ConsensusResult(NamedTuple):
 
 
 class Recorded(NamedTuple):
-    """Recorded orders, and what the planner knows of each group now."""
+    """Recorded orders, and what the scheduler knows of each group now."""
 
     orders: tuple[RecordedOrder, ...]
     specs: tuple[GroupSpec, ...]

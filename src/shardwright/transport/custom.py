@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from shardwright.transport.base import Comm, Gather, Reduction, Segment
 from shardwright.transport.launches import Launch, LaunchLog
-from shardwright.transport.nccl import padded
+from shardwright.transport.process_group import padded
 from shardwright.transport.recorder import DONE, clock, recorder
 from shardwright.transport.streams import Streams
 

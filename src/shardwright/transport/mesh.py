@@ -366,14 +366,14 @@ def _make_comm(ranks: list[int], device_type: str, within: ProcessGroup, host: C
             _tell_of_fall("TCP sockets", refused, ranks)
             return SocketComm(peers)
         _tell_of_fall("torch's collectives on Gloo", [*refused, f"no sockets of our own ({peers})"], ranks)
-    from shardwright.transport.nccl import NcclComm  # noqa: PLC0415 process groups
+    from shardwright.transport.process_group import ProcessGroupComm  # noqa: PLC0415 process groups
 
     gather_group = make_group()
     if backend == "gloo":  # whose threads take work as it comes, so a gather needn't queue behind reductions
-        return NcclComm(gather_group, make_group(), log, None, host)
+        return ProcessGroupComm(gather_group, make_group(), log, None, host)
     from shardwright.transport.streams import Streams  # noqa: PLC0415 a device
 
-    return NcclComm(gather_group, gather_group, log, Streams.of(_device(device_type)), host)
+    return ProcessGroupComm(gather_group, gather_group, log, Streams.of(_device(device_type)), host)
 
 
 def _tell_of_fall(to: str, refused: list[str], ranks: list[int]) -> None:

@@ -363,7 +363,7 @@ def _name_by_path(modules: Sequence[nn.Module]) -> None:
 
 
 def _reshards(options: GroupOptions, world: int | None, axis: Axis) -> bool | None:
-    """What the planner is told; a world of one keeps everything, the whole world keeps nothing."""
+    """What the scheduler is told; a world of one keeps everything, the whole world keeps nothing."""
     asked = options.reshard_after_forward
     return asked if asked is None or isinstance(asked, bool) else world != 1
 

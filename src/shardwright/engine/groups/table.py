@@ -90,7 +90,7 @@ class GroupTable:
         self._requested[index] = replace(self._requested[index], **changes)
 
     def effective(self, index: int) -> GroupSpec:
-        """What the planner knows of a group: what was asked of it, with what follows for the root and for
+        """What the scheduler knows of a group: what was asked of it, with what follows for the root and for
         rows in use; its bytes, and what it may share collectives with."""
         group, spec = self.groups[index], self._requested[index]
         for field, ahead in self.listed.items():

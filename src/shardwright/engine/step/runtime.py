@@ -126,7 +126,7 @@ class Runtime:
         return self.table.requested(group)
 
     def effective(self, group: ParamGroup) -> GroupSpec:
-        """What the planner knows of ``group``: what was asked of it, with what follows."""
+        """What the scheduler knows of ``group``: what was asked of it, with what follows."""
         return self.table.effective(self.table.number(group))
 
     def do(self, kind: ActionKind, group: ParamGroup) -> None:
@@ -269,7 +269,7 @@ class Runtime:
             for watcher in memory.watchers:
                 watcher(event, group, True)
             if kind is EventKind.FORWARD_END:
-                # What the caller sees between forward and backward doesn't depend on what the planner keeps.
+                # What the caller sees between forward and backward doesn't depend on what is kept.
                 if follower.recorded.specs[event.group].reshard_after_forward is None and not holds:
                     self.groups[event.group].show_sharded()
             elif kind in BEGINS:

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from shardwright.crc import crc32
+from shardwright.checksum import crc32
 from shardwright.transport.base import Kept, Version
 from shardwright.transport.cpu.views import skip, view_of
 

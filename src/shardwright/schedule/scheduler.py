@@ -1,4 +1,4 @@
-"""The planner: decides the actions of every event of a step, from the order in which groups ran. Pure.
+"""The scheduler: decides the actions of every event of a step, from the order in which groups ran. Pure.
 
 Small groups travel together, up to ``bucket_cap_mb`` besides the one that they go with:
 
@@ -25,7 +25,7 @@ from shardwright.schedule.schedule import (
 )
 
 
-class Planner:
+class Scheduler:
     """Decides the actions of one event after another; holds only which groups are live and being reduced.
 
     live: groups whose all-gather has been issued and that have not been resharded since, with the number of
@@ -251,10 +251,14 @@ def plan(
     of its arguments, so every rank that recorded the same order plans the same collectives.
     """
     spec_of = functools.cache(spec_of)
-    step = Planner(policy, spec_of, needed_first(orders, policy, spec_of))
-    planners = {Phase.FORWARD: step, Phase.BACKWARD: step, Phase.EVALUATION: Planner(policy, spec_of)}
+    step = Scheduler(policy, spec_of, needed_first(orders, policy, spec_of))
+    schedulers = {Phase.FORWARD: step, Phase.BACKWARD: step, Phase.EVALUATION: Scheduler(policy, spec_of)}
     return Schedule(
-        {phase: _plan_phase(planners[phase], phase, orders[phase]) for phase in planners if phase in orders}
+        {
+            phase: _plan_phase(schedulers[phase], phase, orders[phase])
+            for phase in schedulers
+            if phase in orders
+        }
     )
 
 
@@ -274,18 +278,18 @@ def needed_first(
     return frozenset(kept)
 
 
-def _plan_phase(planner: Planner, phase: Phase, order: tuple[Event, ...]) -> tuple[ScheduleEntry, ...]:
+def _plan_phase(scheduler: Scheduler, phase: Phase, order: tuple[Event, ...]) -> tuple[ScheduleEntry, ...]:
     begins = [event.group for event in order if event.kind in BEGINS]
     passed = 0
-    stops = []
+    entries = []
     for event in order:
         passed += event.kind in BEGINS
         ahead = (begins[index] for index in range(passed, len(begins)))
-        stops.append(ScheduleEntry(event, planner.at(phase, event, ahead)))
-    if phase is not Phase.BACKWARD and stops:
-        last = stops.pop()
-        stops.append(ScheduleEntry(last.event, last.actions + planner.end_forward(phase)))
-    return tuple(stops)
+        entries.append(ScheduleEntry(event, scheduler.at(phase, event, ahead)))
+    if phase is not Phase.BACKWARD and entries:
+        last = entries.pop()
+        entries.append(ScheduleEntry(last.event, last.actions + scheduler.end_forward(phase)))
+    return tuple(entries)
 
 
 def fits(held: Iterable[int], more: int, cap: int) -> bool:

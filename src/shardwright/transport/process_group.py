@@ -41,7 +41,7 @@ from shardwright.transport.recorder import DONE, clock, recorder
 from shardwright.transport.streams import Due, Streams
 
 
-class NcclComm(Comm):
+class ProcessGroupComm(Comm):
     """Collectives of one mesh axis: on an accelerator over one communicator, in the order in which they are
     launched, which is the same on all ranks. Over Gloo gathers and reductions have a group each.
 
@@ -202,7 +202,7 @@ class _Flight:
 
     __slots__ = ("comm", "launch", "works")
 
-    def __init__(self, comm: NcclComm, launch: Launch) -> None:
+    def __init__(self, comm: ProcessGroupComm, launch: Launch) -> None:
         self.comm, self.launch = comm, launch
         self.works: list[Any] = []
 
