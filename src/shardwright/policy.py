@@ -5,23 +5,54 @@ planned from it can tell by identity whether it is still the one in force.
 """
 
 import dataclasses
+import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from math import inf
+from math import inf, sqrt
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self, get_args
 
-import torch
-
-from shardwright import torch_fsdp
 from shardwright.errors import REMOVED, InputError
 
+if TYPE_CHECKING:
+    import torch
 
-def _check_dtype(owner: str, field: str, dtype: torch.dtype | None) -> None:
+
+def _limited(default: Any, **limits: float) -> Any:
+    """A field that is a number within ``limits``, of the names that pydantic has for them (ge, gt, lt): the
+    policy refuses others, and so does the section of a recipe that is made of it."""
+    return dataclasses.field(default=default, metadata=limits)
+
+
+_SIGNS = {"ge": (">=", operator.ge), "gt": (">", operator.gt), "lt": ("<", operator.lt)}
+
+
+def _check_numbers(policy: Any) -> None:
+    """Raises: InputError for a field that isn't a number within its limits; None passes where it is the
+    default."""
+    for field in dataclasses.fields(policy):
+        value = getattr(policy, field.name)
+        if not field.metadata or (value is None and field.default is None):
+            continue
+        is_whole = int in (field.type, *get_args(field.type))
+        kinds = (int,) if is_whole else (int, float)
+        limits = [(*_SIGNS[name], limit) for name, limit in field.metadata.items()]
+        is_number = isinstance(value, kinds) and not isinstance(value, bool)
+        if not is_number or not all(holds(value, limit) for _, holds, limit in limits):
+            bounds = " and ".join(f"{sign} {limit}" for sign, _, limit in limits)
+            raise InputError(
+                f"{type(policy).__name__}.{field.name} must be {'an int' if is_whole else 'a number'} "
+                f"{bounds}, got {value!r}"
+            )
+
+
+def _check_dtype(owner: str, field: str, dtype: "torch.dtype | None") -> None:
     if dtype is None:
         return
+    import torch  # noqa: PLC0415 a recipe, which is made of these policies, is checked without torch
+
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise InputError(
             f"{owner}.{field} must be a floating-point torch.dtype or None, got {dtype!r}; "
@@ -60,11 +91,11 @@ class MixedPrecisionPolicy:
         (torch.float32, torch.bfloat16)
     """
 
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-    output_dtype: torch.dtype | None = None
+    param_dtype: "torch.dtype | None" = None
+    reduce_dtype: "torch.dtype | None" = None
+    output_dtype: "torch.dtype | None" = None
     cast_forward_inputs: bool = True
-    param_dtype_override_fn: Callable[[torch.nn.Parameter], torch.dtype | None] | None = dataclasses.field(
+    param_dtype_override_fn: "Callable[[torch.nn.Parameter], torch.dtype | None] | None" = dataclasses.field(
         default=None,
         kw_only=True,
         repr=False,  # ranks compare what it has said of each parameter
@@ -79,7 +110,7 @@ class MixedPrecisionPolicy:
                 f"{self.param_dtype_override_fn!r}"
             )
 
-    def keeps_dtype(self, fqn: str, param: torch.nn.Parameter) -> bool:
+    def keeps_dtype(self, fqn: str, param: "torch.nn.Parameter") -> bool:
         """Whether ``param_dtype_override_fn`` leaves a parameter in the dtype that it has at rest. Local.
 
         Args:
@@ -102,7 +133,7 @@ class MixedPrecisionPolicy:
             )
         return dtype is not None and dtype == param.dtype
 
-    def sum_dtype(self, at_rest: torch.dtype, unsharded: torch.dtype) -> torch.dtype:
+    def sum_dtype(self, at_rest: "torch.dtype", unsharded: "torch.dtype") -> "torch.dtype":
         """The dtype in which a parameter's gradient is summed over ranks and over microbatches. Local.
 
         Args:
@@ -112,6 +143,8 @@ class MixedPrecisionPolicy:
         Returns:
             ``reduce_dtype``; where that is None, one of both, as the installed torch means it.
         """
+        from shardwright import torch_fsdp  # noqa: PLC0415 as torch in _check_dtype
+
         return self.reduce_dtype or (at_rest if torch_fsdp.SUMS_AT_REST else unsharded)
 
 
@@ -188,7 +221,9 @@ class SchedulePolicy(_WithoutRemoved):
     ``FSDPModule.set_schedule_policy``, the same on all ranks.
 
     Args:
-        backward_prefetch: a ``BackwardPrefetch``, or its value or name as text.
+        backward_prefetch: when the next group's all-gather is issued in the backward, a ``BackwardPrefetch``
+            or its value or name as text: before this group's backward (pre), after it (post), or when the
+            next group is needed (none).
         forward_prefetch: False issues each forward all-gather only when its group is needed.
         depth: how many groups ahead of the one in use are prefetched.
         budget_nbytes: bytes that prefetched groups may hold while they aren't in use yet; None: ``depth`` is
@@ -215,11 +250,13 @@ class SchedulePolicy(_WithoutRemoved):
         forget_after: with ``agreement="strict"``, a group that no rank has used for this many backwards
             leaves the schedule, so that its bytes are no longer moved. At its next use it is treated like a
             new group.
-        wire: a ``Wire``, or its value or name as text.
+        wire: what all-gathers over a network send, a ``Wire`` or its value or name as text: shards (plain),
+            what has changed of them (difference), or the faster one for the link (auto).
         wire_nbytes: bytes of host memory that the copies for ``wire`` may take on a rank; the first groups
             that fit get one. None: a quarter of the host's free memory, divided by its ranks. ``explain``
             shows their bytes, and which groups have none.
-        agreement: an ``Agreement``, or its value or name as text. The default is the environment variable
+        agreement: whether ranks agree on what they launch, an ``Agreement`` or its value or name as text;
+            off: all must run the same modules in the same order. The default is the environment variable
             ``SHARDWRIGHT_AGREEMENT``, else strict. If ranks differ in it, an error is raised before their
             first all-gather.
 
@@ -234,18 +271,18 @@ class SchedulePolicy(_WithoutRemoved):
 
     backward_prefetch: BackwardPrefetch = BackwardPrefetch.PRE
     forward_prefetch: bool = True
-    depth: int = 1
-    budget_nbytes: int | None = None
-    max_gathers: int | None = None
-    max_reductions: int = 2
-    keep_last: int = 1
-    keep_nbytes: int = 0
-    bucket_cap_mb: float = 1.0
+    depth: int = _limited(1, ge=0)
+    budget_nbytes: int | None = _limited(None, ge=0)
+    max_gathers: int | None = _limited(None, ge=1)
+    max_reductions: int = _limited(2, ge=1)
+    keep_last: int = _limited(1, ge=0)
+    keep_nbytes: int = _limited(0, ge=0)
+    bucket_cap_mb: float = _limited(1.0, ge=0)
     ahead: Mapping[str, Mapping[str, Sequence[str]]] = dataclasses.field(default_factory=dict)
     row_wise: bool | None = None
-    forget_after: int = 100
+    forget_after: int = _limited(100, ge=1)
     wire: Wire = Wire.PLAIN
-    wire_nbytes: int | None = None
+    wire_nbytes: int | None = _limited(None, ge=0)
     agreement: Agreement = dataclasses.field(default_factory=_agreement)
 
     @property
@@ -261,18 +298,9 @@ class SchedulePolicy(_WithoutRemoved):
             except ValueError:
                 choices = ", ".join(f'"{choice}"' for choice in kind)
                 raise InputError(f"SchedulePolicy.{name} must be one of {choices}, got {value!r}") from None
-        least = {"depth": 0, "budget_nbytes": 0, "max_gathers": 1, "max_reductions": 1, "keep_last": 0}
-        least |= {"keep_nbytes": 0, "forget_after": 1, "wire_nbytes": 0}
-        for field, bound in least.items():
-            value = getattr(self, field)
-            if value is None and field in ("budget_nbytes", "max_gathers", "wire_nbytes"):
-                continue
-            if not isinstance(value, int) or value < bound:
-                raise InputError(f"SchedulePolicy.{field} must be an int >= {bound}, got {value!r}")
-        if not isinstance(self.bucket_cap_mb, int | float) or not 0 <= self.bucket_cap_mb < inf:
-            raise InputError(
-                f"SchedulePolicy.bucket_cap_mb must be a number of MiB >= 0, got {self.bucket_cap_mb!r}"
-            )
+        _check_numbers(self)
+        if self.bucket_cap_mb == inf:
+            raise InputError("SchedulePolicy.bucket_cap_mb must be a number of MiB >= 0, got inf")
         object.__setattr__(self, "ahead", _lists(self.ahead))
 
 
@@ -455,8 +483,18 @@ def adopt(policy: Any) -> Any:
 
     Raises: InputError for a field of a newer torch that ours doesn't have and that isn't at its default.
     """
-    for theirs, ours in _ADOPTED.items():
-        if isinstance(policy, theirs):
+    import torch  # noqa: PLC0415 as in _check_dtype
+
+    from shardwright import torch_fsdp  # noqa: PLC0415 the same
+
+    adopted = {
+        torch_fsdp.TorchMixedPrecisionPolicy: MixedPrecisionPolicy,
+        torch_fsdp.TorchCPUOffloadPolicy: CPUOffloadPolicy,
+        torch_fsdp.TorchOffloadPolicy: OffloadPolicy,
+        torch_fsdp.TorchDataParallelMeshDims: DataParallelMeshDims,
+    }
+    for theirs, ours in adopted.items():
+        if theirs is not None and isinstance(policy, theirs):  # None: this torch hasn't the class
             known = {field.name for field in dataclasses.fields(ours)}
             values = {field.name: getattr(policy, field.name) for field in dataclasses.fields(theirs)}
             untouched = theirs() if values.keys() - known else policy
@@ -504,13 +542,6 @@ def _as_names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return () if names is None else (names,) if isinstance(names, str) else tuple(names)
 
 
-_ADOPTED: dict[Any, Any] = {
-    torch_fsdp.TorchMixedPrecisionPolicy: MixedPrecisionPolicy,
-    torch_fsdp.TorchCPUOffloadPolicy: CPUOffloadPolicy,
-    torch_fsdp.TorchOffloadPolicy: OffloadPolicy,
-    torch_fsdp.TorchDataParallelMeshDims: DataParallelMeshDims,
-}
-_ADOPTED.pop(None, None)  # a class that this torch hasn't
 _ON_OFF = {"on": True, "off": False}
 _WATCH_SECONDS = ("suspect_s", "answer_s", "lost_s", "stall_s", "collective_s")
 
@@ -541,23 +572,18 @@ class WatchPolicy:
     """
 
     on: bool = True
-    suspect_s: float = 1.0
-    answer_s: float = 0.7
-    lost_s: float = 30.0
-    stall_s: float | None = None
-    collective_s: float | None = None
+    suspect_s: float = _limited(1.0, gt=0)
+    answer_s: float = _limited(0.7, gt=0)
+    lost_s: float = _limited(30.0, gt=0)
+    stall_s: float | None = _limited(None, gt=0)
+    collective_s: float | None = _limited(None, gt=0)
     signal: bool = True
 
     def __post_init__(self) -> None:
         for field in ("on", "signal"):
             if not isinstance(getattr(self, field), bool):
                 raise InputError(f"WatchPolicy.{field} must be True or False, got {getattr(self, field)!r}")
-        for field in _WATCH_SECONDS:
-            value = getattr(self, field)
-            if field in ("stall_s", "collective_s") and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-                raise InputError(f"WatchPolicy.{field} must be a positive number of seconds, got {value!r}")
+        _check_numbers(self)
 
     @classmethod
     def from_text(cls, text: str) -> "WatchPolicy":
@@ -593,3 +619,41 @@ class WatchPolicy:
                     f'{", ".join(_WATCH_SECONDS)}, signal, as "suspect_s=2,stall_s=600,signal=off"'
                 ) from None
         return cls(**values)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Lora:
+    """What adapters are like.
+
+    Args:
+        targets: which layers get one: their name, its last parts (``"q_proj"``), or a pattern
+            (``"*.mlp.*"``); "auto": every ``nn.Linear``, except the head (``get_output_embeddings``) and
+            routers.
+        rank: rows of A and columns of B, at least 1.
+        alpha: above 0; the product is scaled by ``alpha / rank``, unless by ``rslora``.
+        dropout: probability, of the adapter's input; at least 0 and below 1.
+        rslora: scale by ``alpha / sqrt(rank)`` (Kalajdzievski, arXiv:2312.03732).
+        dora: train the lengths of the rows too (Liu et al., arXiv:2402.09353).
+
+    Raises:
+        InputError: a value is out of range, or there are no targets.
+    """
+
+    targets: Sequence[str] = "auto"
+    rank: int = _limited(8, ge=1)
+    alpha: float = _limited(16.0, gt=0)
+    dropout: float = _limited(0.0, ge=0, lt=1)
+    rslora: bool = False
+    dora: bool = False
+
+    def __post_init__(self) -> None:
+        targets = (self.targets,) if isinstance(self.targets, str) else tuple(self.targets)
+        object.__setattr__(self, "targets", targets)
+        if not targets:
+            raise InputError("Lora.targets is empty; name layers, for example ('q_proj', 'v_proj')")
+        _check_numbers(self)
+
+    @property
+    def scaling(self) -> float:
+        """The factor of the product."""
+        return self.alpha / (sqrt(self.rank) if self.rslora else self.rank)

@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from shardwright import hf
 from shardwright.finetune import afterwards
 from shardwright.finetune.apart import keeps_apart
-from shardwright.finetune.engine import lora_of
 from shardwright.finetune.head import HeadLoss
 from shardwright.finetune.tuned import find_tuned
 from shardwright.train.config import AdapterConfig, Recipe
@@ -42,7 +41,7 @@ def tune_one(rank, world, root, kind):
     with torch.no_grad():
         whole = models.whole(base)(mine).logits
         off = (hf.load(base)(mine).logits - whole).abs().max() / whole.abs().max()
-    lora = lora_of(AdapterConfig(rank=4, alpha=8))
+    lora = AdapterConfig(rank=4, alpha=8).policy()
     model = hf.load(base, quantise="nf4", lora=lora)
     save_adapter(root / f"{kind}-first", model, base=str(base))
     apart, loss = keeps_apart(model, CPU), HeadLoss(model.train())
@@ -83,7 +82,7 @@ def test_by_default_a_familys_adapters_are_on_all_linear_layers_except_head_and_
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(models.config(kind))
         theirs = transformers.AutoModelForCausalLM.from_config(models.config(kind))
-    chosen = add_lora(model, lora_of(AdapterConfig(rank=4)))
+    chosen = add_lora(model, AdapterConfig(rank=4).policy())
     peft.get_peft_model(theirs, peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear"))
     found = {name for name, module in theirs.named_modules() if isinstance(module, peft.tuners.lora.Linear)}
     assert set(chosen) == {name for name in found if not name.endswith("shared_expert_gate")}

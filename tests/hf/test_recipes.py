@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardwright.checkpoint import load, save
 from shardwright.errors import DataError, InputError
-from shardwright.finetune.engine import build_model, lora_of
+from shardwright.finetune.engine import build_model
 from shardwright.finetune.objective import objective_of
 from shardwright.finetune.tuned import find_tuned, load_whole
 from shardwright.finetune.windows import IGNORED, Batch
@@ -148,7 +148,7 @@ def preference(rank, world, recipe):
     model.train()
     count, sums = objective.step_sums()
     policy, reference = models.whole(Path(recipe.base.folder)), models.whole(Path(recipe.base.folder))
-    add_lora(policy, lora_of(recipe.adapter), torch.float32)
+    add_lora(policy, recipe.adapter.policy(), torch.float32)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     for name, p in policy.named_parameters():
         if p.requires_grad:

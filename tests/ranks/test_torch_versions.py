@@ -9,7 +9,7 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwright
-from shardwright import MixedPrecisionPolicy, fully_shard, policy, torch_fsdp, torch_private
+from shardwright import MixedPrecisionPolicy, fully_shard, torch_fsdp, torch_private
 from shardwright.errors import Diverged, InputError, StageError, UnsupportedTorch
 from shardwright.policy import adopt
 from tests.ranks.models import full
@@ -27,7 +27,7 @@ class NewerPolicy:
 
 
 def test_fields_of_a_newer_torchs_policy_are_taken_at_their_defaults_and_else_refused_by_name(monkeypatch):
-    monkeypatch.setitem(policy._ADOPTED, NewerPolicy, MixedPrecisionPolicy)
+    monkeypatch.setattr(torch_fsdp, "TorchMixedPrecisionPolicy", NewerPolicy)
     assert adopt(NewerPolicy(torch.bfloat16)) == MixedPrecisionPolicy(torch.bfloat16)
     with pytest.raises(InputError, match=r"NewerPolicy.compress is 'fp8'.*leave it at its default, None"):
         adopt(NewerPolicy(torch.bfloat16, "fp8"))

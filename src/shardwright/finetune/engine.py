@@ -20,10 +20,10 @@ from shardwright.finetune.windows import Batch
 from shardwright.hf import library
 from shardwright.ops.loss import loss_weights
 from shardwright.storage import Location
-from shardwright.train.config import AdapterConfig, BaseConfig, Recipe
+from shardwright.train.config import BaseConfig, Recipe
 from shardwright.train.eager import RankEngine, opened, policies_of, set_up
 from shardwright.train.flops import flops_per_token
-from shardwright.train.lora import Lora, add_lora, trained_part
+from shardwright.train.lora import add_lora, trained_part
 from shardwright.train.named import named
 from shardwright.train.ranks import RankPlace
 
@@ -52,7 +52,7 @@ def adapted_model(recipe: Recipe) -> Any:
     """The model that is trained, on the meta device, with its adapters. Raises: as ``hf.load``."""
     model = meta_model(recipe.base)
     if recipe.adapter.rank:
-        add_lora(model, lora_of(recipe.adapter), torch.float32)
+        add_lora(model, recipe.adapter.policy(), torch.float32)
     if recipe.training.activation_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
     return model.train()
@@ -65,12 +65,6 @@ def meta_model(base: BaseConfig) -> Any:
         return library.build(folder, dtype)
     with torch.device("meta"):
         return named("base.build", base.build)(folder, dtype)
-
-
-def lora_of(adapter: AdapterConfig) -> Lora:
-    """What [adapter] says of adapters."""
-    fields = ("targets", "rank", "alpha", "dropout", "rslora", "dora")
-    return Lora(**{name: getattr(adapter, name) for name in fields})
 
 
 class TunedEngine(RankEngine):

@@ -5,48 +5,14 @@ file, the command line (``--training.steps 50``). There is no hidden file, and n
 a value. How the three are merged and checked is in :mod:`shardwright.train.resolve`.
 """
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from shardwright.extras import from_extra
-
-if TYPE_CHECKING:
-    from shardwright.policy import SchedulePolicy, WatchPolicy
+from shardwright.policy import Lora, SchedulePolicy, WatchPolicy
+from shardwright.train.section import Seconds, Section, keys_of
 
 with from_extra("train"):
-    from pydantic import (
-        AfterValidator,
-        BaseModel,
-        BeforeValidator,
-        ConfigDict,
-        Field,
-        WithJsonSchema,
-        field_validator,
-        model_validator,
-    )
-
-
-class Section(BaseModel):
-    """Base of all sections: frozen, no unknown keys, no silent conversion (``"50"`` is not a number), and no
-    number that overflows where it is used."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-    @field_validator("*")
-    @classmethod
-    def _is_a_whole_number_of_toml(cls, value: object) -> object:
-        if type(value) is int and value >= 2**63:
-            raise ValueError("expected less than 2 ** 63")
-        return value
-
-
-Seconds = Annotated[float, Field(le=1e9)]
-"""Of a wait: timers of the system and of Python overflow beyond some 292 years."""
-
-
-def _unbounded(values: dict[str, Any], *bounds: str) -> dict[str, Any]:
-    """``values`` with None for each of ``bounds`` that is 0, since TOML has no null."""
-    return {**values, **{bound: values[bound] or None for bound in bounds}}
-
+    from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 
 _RESUME = WithJsonSchema({"type": ["string", "integer"], "pattern": "^(auto|last|[0-9]*)$", "minimum": 0})
 
@@ -205,19 +171,10 @@ class BaseConfig(Section):
     )
 
 
-class AdapterConfig(Section):
+class AdapterConfig(keys_of(Lora, targets=Literal["auto"] | Names)):
     """LoRA adapters on the model of [base], which is then frozen."""
 
     rank: int = Field(default=0, ge=0, description="columns of A and B; 0: no adapters, all is trained")
-    alpha: float = Field(default=16.0, gt=0.0, description="the product's factor is alpha / rank")
-    dropout: float = Field(default=0.0, ge=0.0, lt=1.0, description="of the adapters' inputs")
-    rslora: bool = Field(default=False, description="the factor is alpha / sqrt(rank)")
-    dora: bool = Field(default=False, description="train the lengths of the weights' rows, too")
-    targets: Literal["auto"] | Names = Field(
-        default="auto",
-        description="layers that get one: auto, all linear ones except head and routers; or a list of names, "
-        "their last parts, or patterns as '*.mlp.*'",
-    )
 
 
 class ModelConfig(Section):
@@ -380,89 +337,19 @@ class LaunchConfig(Section):
     )
 
 
-class ScheduleConfig(Section):
+_AHEAD = dict[Literal["forward", "backward"], dict[str, list[str]]]
+
+
+class ScheduleConfig(keys_of(SchedulePolicy, ahead=_AHEAD)):
     """When collectives are issued: see ``SchedulePolicy``. It changes times and memory, never a number."""
 
-    backward_prefetch: Literal["pre", "post", "none"] = Field(
-        default="pre",
-        description="issue the next group's all-gather before this one's backward, after it, or when needed",
-    )
-    forward_prefetch: bool = Field(default=True, description="gather ahead in the forward, too")
-    depth: int = Field(default=1, ge=0, description="groups gathered ahead of the one in use")
-    budget_nbytes: int = Field(
-        default=0, ge=0, description="bytes that groups gathered ahead may hold; 0: no bound but depth"
-    )
-    max_gathers: int = Field(default=0, ge=0, description="all-gathers in flight; 0: no bound but depth")
-    max_reductions: int = Field(default=2, ge=1, description="reduce-scatters in flight")
-    keep_last: int = Field(
-        default=1, ge=0, description="groups kept unsharded from the forward, that the backward needs first"
-    )
-    keep_nbytes: int = Field(
-        default=0, ge=0, description="more of them are kept while all take no more than these bytes"
-    )
-    bucket_cap_mb: float = Field(
-        default=1.0,
-        ge=0.0,
-        description="MiB of small groups that share a collective with another; 0: each has its own",
-    )
-    ahead: dict[Literal["forward", "backward"], dict[str, list[str]]] = Field(
-        default={},
-        description="phase, group = [groups to gather when it begins there, instead of the next depth ones]",
-    )
-    row_wise: bool | Literal["auto"] = Field(
-        default="auto",
-        description="move only those rows of an embedding that are in use; same bits; auto: over a network",
-    )
-    forget_after: int = Field(
-        default=100, ge=1, description="backwards after which a group that no rank uses leaves the schedule"
-    )
-    wire: Literal["plain", "difference", "auto"] = Field(
-        default="plain",
-        description="what all-gathers over a network send: shards, or what has changed of them",
-    )
-    wire_nbytes: int = Field(
-        default=0,
-        ge=0,
-        description="bytes that the copies of wire may take on a rank; 0: by the host's memory",
-    )
-    agreement: Literal["strict", "off"] = Field(
-        default="strict",
-        description="whether ranks agree on what they launch; off: all must run the same modules in "
-        "the same order",
-    )
     transport: Annotated[Literal["auto", "sockets", "collectives"], BeforeValidator(_transport)] = Field(
         default="auto", description="how bytes move; auto: shared memory between CPU ranks of one host"
     )
 
-    def policy(self) -> "SchedulePolicy":
-        """The same as the library's policy, where no bound is None."""
-        from shardwright.policy import SchedulePolicy  # noqa: PLC0415 a recipe is checked without torch
 
-        values = self.model_dump(exclude={"transport"})
-        values["row_wise"] = None if self.row_wise == "auto" else self.row_wise
-        return SchedulePolicy(**_unbounded(values, "budget_nbytes", "max_gathers", "wire_nbytes"))
-
-
-class WatchConfig(Section):
+class WatchConfig(keys_of(WatchPolicy)):
     """When a rank that waits asks the others what they do: see ``WatchPolicy``."""
-
-    on: bool = Field(default=True, description="off: no thread, and the time limit finds what never comes")
-    suspect_s: Seconds = Field(default=1.0, gt=0.0, description="seconds of waiting before it asks")
-    answer_s: Seconds = Field(default=0.7, gt=0.0, description="seconds that it waits for answers")
-    lost_s: Seconds = Field(default=30.0, gt=0.0, description="seconds of silence before a rank is lost")
-    stall_s: Seconds = Field(
-        default=0.0, ge=0.0, description="seconds of doing nothing before it is an error; 0: never"
-    )
-    collective_s: Seconds = Field(
-        default=0.0, ge=0.0, description="seconds of moving bytes before it is an error; 0: never"
-    )
-    signal: bool = Field(default=True, description="SIGUSR1 prints the table; off: it is the scheduler's")
-
-    def policy(self) -> "WatchPolicy":
-        """The same as the library's policy, where no bound is None."""
-        from shardwright.policy import WatchPolicy  # noqa: PLC0415 a recipe is checked without torch
-
-        return WatchPolicy(**_unbounded(self.model_dump(), "stall_s", "collective_s"))
 
 
 class TrackConfig(Section):

@@ -17,7 +17,6 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ from shardwright.errors import CheckpointError, InputError
 from shardwright.extras import from_extra
 from shardwright.files import json_file, opened, reading
 from shardwright.module import FSDPModule
+from shardwright.policy import Lora
 from shardwright.quantized.codec import encodings
 from shardwright.quantized.module import encoded_class, own_class
 from shardwright.torch_private import look_up_again, parameters_of
@@ -49,47 +49,6 @@ _PREFIX = "base_model.model."
 _MAGNITUDE = "lora_magnitude_vector"
 ADAPTER_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """The two files of an adapter in peft's form."""
-
-
-@dataclass(frozen=True)
-class Lora:
-    """What adapters are like.
-
-    Args:
-        targets: which layers get one: their name, its last parts (``"q_proj"``), or a pattern
-            (``"*.mlp.*"``); "auto": every ``nn.Linear``, except the head (``get_output_embeddings``) and
-            routers.
-        rank: rows of A and columns of B, at least 1.
-        alpha: the product is scaled by ``alpha / rank``, or by ``alpha / sqrt(rank)`` with ``rslora``.
-        dropout: probability, of the adapter's input; at least 0 and below 1.
-        rslora: the other scaling (Kalajdzievski, arXiv:2312.03732).
-        dora: train the lengths of the rows too (Liu et al., arXiv:2402.09353).
-
-    Raises:
-        InputError: a value is out of range, or there are no targets.
-    """
-
-    targets: tuple[str, ...] = ("auto",)
-    rank: int = 8
-    alpha: float = 16
-    dropout: float = 0.0
-    rslora: bool = False
-    dora: bool = False
-
-    def __post_init__(self) -> None:
-        targets = (self.targets,) if isinstance(self.targets, str) else tuple(self.targets)
-        object.__setattr__(self, "targets", targets)
-        if not targets:
-            raise InputError("Lora.targets is empty; name layers, for example ('q_proj', 'v_proj')")
-        if not isinstance(self.rank, int) or self.rank < 1:
-            raise InputError(f"Lora.rank must be an int >= 1, got {self.rank!r}")
-        if not 0 <= self.dropout < 1:
-            raise InputError(f"Lora.dropout must be in [0, 1), got {self.dropout!r}")
-
-    @property
-    def scaling(self) -> float:
-        """The factor of the product."""
-        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
 class LoraLinear(nn.Linear):
