@@ -13,7 +13,8 @@ def attach(price: Callable[[Exhausted], list[str]]) -> None:
     price: lines about changes that fit, asked for where memory has run out.
     """
     if keep_watch not in listeners.sharding:
-        last = LastForward(price)
         listeners.sharding.append(keep_watch)
+    if not listeners.forward:
+        last = LastForward(price)
         listeners.forward.append(last.note)
         listeners.failed.append(last.explain)
