@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -20,11 +20,14 @@ from torch.utils.checkpoint import checkpoint
 from shardwright.errors import ConfigError, InputError
 from shardwright.extras import require
 from shardwright.files import parsed
+from shardwright.options import check, limited, read
 from shardwright.policy import (
     DEFAULT_OFFLOAD,
     Agreement,
+    Base,
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
+    Offload,
     OffloadPolicy,
     OptimizerOffloadPolicy,
     SchedulePolicy,
@@ -39,11 +42,11 @@ OFFLOADS: dict[str, OffloadPolicy] = {
 """What of shards, gradients and the optimizer's state is on the host at rest."""
 
 
-BASES = ("plain", "nf4")
-"""What frozen weights are at rest: as they are, or quantised."""
+BASES = get_args(Base)
 
 
-class PlannedGroup(NamedTuple):
+@dataclass(frozen=True)
+class PlannedGroup:
     """Modules, by name, whose parameters are one group.
 
     reshard_after_forward: False keeps it unsharded until its backward; True frees it after its forward,
@@ -82,11 +85,11 @@ class Plan:
             ``base`` is unknown.
     """
 
-    ranks: int
-    shards: int
+    ranks: int = limited(ge=1)
+    shards: int = limited(ge=1)
     groups: tuple[PlannedGroup, ...]
-    microbatches: int = 1
-    microbatch_tokens: int = 1
+    microbatches: int = limited(1, ge=1)
+    microbatch_tokens: int = limited(1, ge=1)
     modules_to_recompute: tuple[str, ...] = ()
     policy: SchedulePolicy = field(default_factory=SchedulePolicy)
     mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
@@ -94,21 +97,13 @@ class Plan:
     exposed_s: float = 0.0
     peak_nbytes: int = 0
     devices: str = ""
-    offload: str = "none"
-    base: str = "plain"
+    offload: Offload = "none"
+    base: Base = "plain"
 
     def __post_init__(self) -> None:
-        counts = ("ranks", "shards", "microbatches", "microbatch_tokens")
-        wrong = [name for name in counts if getattr(self, name) < 1]
-        if wrong:
-            raise InputError(f"a plan's {wrong[0]} must be at least 1, got {getattr(self, wrong[0])}")
+        check(self)
         if self.ranks % self.shards:
             raise InputError(f"a plan's shards must divide its {self.ranks} ranks, got {self.shards}")
-        for name, known in (("offload", tuple(OFFLOADS)), ("base", BASES)):
-            if getattr(self, name) not in known:
-                raise InputError(
-                    f"a plan's {name} must be one of {', '.join(known)}, got {getattr(self, name)!r}"
-                )
         smaller = [group.reshard_after_forward for group in self.groups]
         wrong = [each for each in smaller if not isinstance(each, bool) and (each < 1 or self.shards % each)]
         if wrong:
@@ -263,68 +258,12 @@ def _value(value: Any) -> str:
     return json.dumps(str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value)
 
 
-_TOP = {"ranks": int, "shards": int, "microbatches": int, "microbatch_tokens": int}
-_TOP |= {
-    "modules_to_recompute": list,
-    "offload": str,
-    "base": str,
-    "predicted": dict,
-    "policy": dict,
-    "mp_policy": dict,
-    "groups": list,
-}
-_PREDICTED = {"devices": str, "step_s": float, "exposed_s": float, "peak_nbytes": int}
-_GROUP = {"modules": list, "reshard_after_forward": bool | int}
-
-
 def _plan(found: dict[str, Any]) -> Plan:
     """Raises: ValueError or TypeError that says what is wrong."""
-    _check("", found, _TOP)
-    _check("[predicted] ", found["predicted"], _PREDICTED)
-    for group in found["groups"]:
-        _check("[[groups]] ", group, _GROUP)
-    lists = [found["modules_to_recompute"], *(group["modules"] for group in found["groups"])]
-    wrong = [name for names in lists for name in names if not isinstance(name, str)]
-    if wrong:
-        raise ValueError(f"got {wrong[0]!r} for the name of a module, expected text")
-    return Plan(
-        **{name: found[name] for name in ("ranks", "shards", "microbatches", "microbatch_tokens")},
-        groups=tuple(PlannedGroup(tuple(g["modules"]), g["reshard_after_forward"]) for g in found["groups"]),
-        modules_to_recompute=tuple(found["modules_to_recompute"]),
-        offload=found["offload"],
-        base=found["base"],
-        policy=_policy("[policy]", SchedulePolicy, found["policy"]),
-        mp_policy=_policy("[mp_policy]", MixedPrecisionPolicy, _dtypes(found["mp_policy"])),
-        **found["predicted"],
-    )
-
-
-def _check(where: str, found: Any, kinds: Mapping[str, Any]) -> None:
-    if not isinstance(found, dict):
-        raise ValueError(f"{where}got {found!r}, expected {', '.join(kinds)}")
-    for name in (*kinds, *found):
-        if name not in found:
-            raise ValueError(f"{where}{name} is missing")
-        if name not in kinds:
-            raise ValueError(f"{where}{name} is unknown; known: {', '.join(kinds)}")
-        if type(found[name]) not in (get_args(kinds[name]) or (kinds[name],)):
-            raise ValueError(f"{where}{name}: got {found[name]!r}, expected {_SAID[kinds[name]]}")
-
-
-_SAID: dict[Any, str] = {int: "a whole number", float: "a number as 1.5", bool: "true or false"}
-_SAID |= {str: "text", list: "a list", dict: "a table", bool | int: "true, false or a number of ranks"}
-
-
-def _policy(where: str, make: Any, fields: Mapping[str, Any]) -> Any:
-    known = [*make.__dataclass_fields__]
-    unknown = [name for name in fields if name not in known]
-    if unknown:
-        raise ValueError(f"{where} {unknown[0]} is unknown; known: {', '.join(known)}")
-    return make(**fields)
-
-
-def _dtypes(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: getattr(torch, value, value) if isinstance(value, str) else value
-        for name, value in fields.items()
-    }
+    dtypes = found.get("mp_policy")
+    for name, value in dtypes.items() if isinstance(dtypes, dict) else ():
+        dtypes[name] = getattr(torch, value, value) if isinstance(value, str) else value
+    predicted = found.pop("predicted", {})
+    if not isinstance(predicted, dict):
+        raise ValueError(f"[predicted] got {predicted!r}, expected a table")
+    return read(Plan, found | predicted)

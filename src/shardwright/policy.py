@@ -5,47 +5,24 @@ planned from it can tell by identity whether it is still the one in force.
 """
 
 import dataclasses
-import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import inf, sqrt
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from shardwright.errors import REMOVED, InputError
+from shardwright.options import check, limited
 
 if TYPE_CHECKING:
     import torch
 
-
-def _limited(default: Any, **limits: float) -> Any:
-    """A field that is a number within ``limits``, of the names that pydantic has for them (ge, gt, lt): the
-    policy refuses others, and so does the section of a recipe that is made of it."""
-    return dataclasses.field(default=default, metadata=limits)
-
-
-_SIGNS = {"ge": (">=", operator.ge), "gt": (">", operator.gt), "lt": ("<", operator.lt)}
-
-
-def _check_numbers(policy: Any) -> None:
-    """Raises: InputError for a field that isn't a number within its limits; None passes where it is the
-    default."""
-    for field in dataclasses.fields(policy):
-        value = getattr(policy, field.name)
-        if not field.metadata or (value is None and field.default is None):
-            continue
-        is_whole = int in (field.type, *get_args(field.type))
-        kinds = (int,) if is_whole else (int, float)
-        limits = [(*_SIGNS[name], limit) for name, limit in field.metadata.items()]
-        is_number = isinstance(value, kinds) and not isinstance(value, bool)
-        if not is_number or not all(holds(value, limit) for _, holds, limit in limits):
-            bounds = " and ".join(f"{sign} {limit}" for sign, _, limit in limits)
-            raise InputError(
-                f"{type(policy).__name__}.{field.name} must be {'an int' if is_whole else 'a number'} "
-                f"{bounds}, got {value!r}"
-            )
+Offload = Literal["none", "optimizer", "all"]
+"""What of shards, gradients and the optimizer's state is on the host at rest, in files and commands."""
+Base = Literal["plain", "nf4"]
+"""What frozen weights are at rest: as they are, or quantised."""
 
 
 def _check_dtype(owner: str, field: str, dtype: "torch.dtype | None") -> None:
@@ -271,18 +248,18 @@ class SchedulePolicy(_WithoutRemoved):
 
     backward_prefetch: BackwardPrefetch = BackwardPrefetch.PRE
     forward_prefetch: bool = True
-    depth: int = _limited(1, ge=0)
-    budget_nbytes: int | None = _limited(None, ge=0)
-    max_gathers: int | None = _limited(None, ge=1)
-    max_reductions: int = _limited(2, ge=1)
-    keep_last: int = _limited(1, ge=0)
-    keep_nbytes: int = _limited(0, ge=0)
-    bucket_cap_mb: float = _limited(1.0, ge=0)
+    depth: int = limited(1, ge=0)
+    budget_nbytes: int | None = limited(None, ge=0)
+    max_gathers: int | None = limited(None, ge=1)
+    max_reductions: int = limited(2, ge=1)
+    keep_last: int = limited(1, ge=0)
+    keep_nbytes: int = limited(0, ge=0)
+    bucket_cap_mb: float = limited(1.0, ge=0)
     ahead: Mapping[str, Mapping[str, Sequence[str]]] = dataclasses.field(default_factory=dict)
     row_wise: bool | None = None
-    forget_after: int = _limited(100, ge=1)
+    forget_after: int = limited(100, ge=1)
     wire: Wire = Wire.PLAIN
-    wire_nbytes: int | None = _limited(None, ge=0)
+    wire_nbytes: int | None = limited(None, ge=0)
     agreement: Agreement = dataclasses.field(default_factory=_agreement)
 
     @property
@@ -298,7 +275,7 @@ class SchedulePolicy(_WithoutRemoved):
             except ValueError:
                 choices = ", ".join(f'"{choice}"' for choice in kind)
                 raise InputError(f"SchedulePolicy.{name} must be one of {choices}, got {value!r}") from None
-        _check_numbers(self)
+        check(self)
         if self.bucket_cap_mb == inf:
             raise InputError("SchedulePolicy.bucket_cap_mb must be a number of MiB >= 0, got inf")
         object.__setattr__(self, "ahead", _lists(self.ahead))
@@ -572,18 +549,15 @@ class WatchPolicy:
     """
 
     on: bool = True
-    suspect_s: float = _limited(1.0, gt=0)
-    answer_s: float = _limited(0.7, gt=0)
-    lost_s: float = _limited(30.0, gt=0)
-    stall_s: float | None = _limited(None, gt=0)
-    collective_s: float | None = _limited(None, gt=0)
+    suspect_s: float = limited(1.0, gt=0)
+    answer_s: float = limited(0.7, gt=0)
+    lost_s: float = limited(30.0, gt=0)
+    stall_s: float | None = limited(None, gt=0)
+    collective_s: float | None = limited(None, gt=0)
     signal: bool = True
 
     def __post_init__(self) -> None:
-        for field in ("on", "signal"):
-            if not isinstance(getattr(self, field), bool):
-                raise InputError(f"WatchPolicy.{field} must be True or False, got {getattr(self, field)!r}")
-        _check_numbers(self)
+        check(self)
 
     @classmethod
     def from_text(cls, text: str) -> "WatchPolicy":
@@ -640,9 +614,9 @@ class Lora:
     """
 
     targets: Sequence[str] = "auto"
-    rank: int = _limited(8, ge=1)
-    alpha: float = _limited(16.0, gt=0)
-    dropout: float = _limited(0.0, ge=0, lt=1)
+    rank: int = limited(8, ge=1)
+    alpha: float = limited(16.0, gt=0)
+    dropout: float = limited(0.0, ge=0, lt=1)
     rslora: bool = False
     dora: bool = False
 
@@ -651,7 +625,7 @@ class Lora:
         object.__setattr__(self, "targets", targets)
         if not targets:
             raise InputError("Lora.targets is empty; name layers, for example ('q_proj', 'v_proj')")
-        _check_numbers(self)
+        check(self)
 
     @property
     def scaling(self) -> float:

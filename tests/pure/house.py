@@ -53,6 +53,7 @@ FLOORS = {
     "columns": 0,
     "torch_fsdp": 1,
     "torch_private": 0,
+    "options": 0,
     "errors": -1,
 }
 """Room (top folder or file of the package, or one file of a folder) -> floor. A room imports only from lower

@@ -242,16 +242,22 @@ def test_a_device_that_nobody_knows_is_refused_with_what_to_do(name):
         ('device = "H100"', "ranks is missing"),
         ('device = "abacus"\nranks = 8', "no device 'abacus' is in the library"),
         ("ranks = 8", "device is None, expected a name, or a table with a name"),
-        ('ranks = 8\ndevice = {name = "half"}', r"\[device\] peak_flops is missing, and 'half' isn't in the"),
-        ('ranks = 8\ndevice = {name = "H100", speed = 1}', r"\[device\] speed is unknown; known: peak_flops"),
-        ('ranks = 8\ndevice = {name = "H100", matmul = "1"}', r"\[device\] matmul is '1', expected a number"),
+        ('ranks = 8\ndevice = {name = "half"}', r"\[device\] peak_flops is missing .'half' isn't in the"),
+        (
+            'ranks = 8\ndevice = {name = "H100", speed = 1}',
+            r"\[device\] speed is unknown; known: name, peak_flops",
+        ),
+        (
+            'ranks = 8\ndevice = {name = "H100", matmul = "1"}',
+            r"\[device\] matmul: got '1', expected a number",
+        ),
         (
             'ranks = 8\ndevice = {name = "H100", dtype = "int8"}',
-            "dtype is 'int8', expected one of bfloat16, float",
+            "dtype: got 'int8', expected one of bfloat16, float",
         ),
-        ('ranks = 0\ndevice = "H100"', "ranks is 0, expected a number above 0"),
-        ('ranks = 8.5\ndevice = "H100"', "ranks is 8.5, expected a whole number"),
-        ('ranks = 8\nhosts = 1\ndevice = "H100"', "hosts is unknown; known: ranks, ranks_per_host"),
+        ('ranks = 0\ndevice = "H100"', "ranks must be a whole number > 0, got 0"),
+        ('ranks = 8.5\ndevice = "H100"', "ranks: got 8.5, expected a whole number"),
+        ('ranks = 8\nhosts = 1\ndevice = "H100"', "hosts is unknown; known: device, ranks, ranks_per_host"),
     ],
 )
 def test_a_file_that_is_no_cluster_is_refused_with_what_is_wrong(text, says, tmp_path):
@@ -266,15 +272,21 @@ def test_a_file_that_is_no_cluster_is_refused_with_what_is_wrong(text, says, tmp
     ("make", "says"),
     [
         (lambda: Cluster("H100", 8), "Cluster.device is 'H100', expected a DeviceSpec: .*device"),
-        (lambda: Cluster(DEVICES["H100"], 0), "Cluster.ranks is 0, expected a number above 0"),
-        (lambda: Cluster(DEVICES["H100"], -4), "Cluster.ranks is -4, expected a number above 0"),
-        (lambda: Cluster(DEVICES["H100"], 2.5), "Cluster.ranks is 2.5, expected a whole number"),
-        (lambda: Cluster(DEVICES["H100"], 8, 0), "Cluster.ranks_per_host is 0, expected a number above 0"),
-        (lambda: Cluster(DEVICES["H100"], 8, host_bandwidth=-1.0), "Cluster.host_bandwidth is -1.0"),
+        (lambda: Cluster(DEVICES["H100"], 0), "Cluster.ranks must be a whole number > 0, got 0"),
+        (lambda: Cluster(DEVICES["H100"], -4), "Cluster.ranks must be a whole number > 0, got -4"),
+        (lambda: Cluster(DEVICES["H100"], 2.5), "Cluster.ranks must be a whole number > 0, got 2.5"),
+        (lambda: Cluster(DEVICES["H100"], 8, 0), "Cluster.ranks_per_host must be a whole number > 0, got 0"),
+        (
+            lambda: Cluster(DEVICES["H100"], 8, host_bandwidth=-1.0),
+            "Cluster.host_bandwidth must be a number >= 0, got -1.0",
+        ),
         (lambda: Cluster(DEVICES["H100"], 12), "12 ranks aren't whole hosts of 8: take 8 or 16"),
         (lambda: Cluster(DEVICES["H100"], 8).of(20), "20 ranks aren't whole hosts of 8: take 16 or 24"),
-        (lambda: replace(DEVICES["H100"], peak_flops=0.0), "'H100' peak_flops is 0.0, expected a number"),
-        (lambda: replace(DEVICES["H100"], dtype="int8"), "'H100' dtype is 'int8', expected one of"),
+        (
+            lambda: replace(DEVICES["H100"], peak_flops=0.0),
+            "'H100' DeviceSpec.peak_flops must be a number > 0",
+        ),
+        (lambda: replace(DEVICES["H100"], dtype="int8"), "'H100' DeviceSpec.dtype must be one of bfloat16"),
     ],
 )
 def test_a_cluster_in_python_is_checked_like_one_of_a_file(make, says):

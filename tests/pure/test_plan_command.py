@@ -228,7 +228,7 @@ def test_the_command_asks_what_a_choice_in_python_asks(tmp_path, capsys):
             "",
             *found.by_phase().splitlines(),
         ]
-    assert "Choice.recompute must be a share from 0 to 1, got 2.0" in plan(
+    assert "Choice.recompute must be a number >= 0 and <= 1, got 2.0" in plan(
         capsys, tmp_path, *ON, "--recompute", 2, code=1
     )
     assert "Choice.shards must divide the cluster's 64 ranks, got 3" in plan(

@@ -1,17 +1,17 @@
 """What a plan is made for: devices and the links between them. Data sheets, or what was measured. Pure."""
 
 import json
-import math
 import re
 import tomllib
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Collection
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from shardwright.errors import ConfigError, InputError
 from shardwright.files import parsed
-from shardwright.plan.constants import ACCURACY, Constants
+from shardwright.options import check, limited, read, words_of
+from shardwright.plan.constants import Constants
 
 GIB = 2**30
 
@@ -46,29 +46,27 @@ class DeviceSpec:
     """
 
     name: str
-    peak_flops: float
-    memory_nbytes: float
-    memory_bandwidth: float
-    link_bandwidth: float
-    matmul: float = 0.8
-    attention: float = 0.5
-    ring: float = 0.8
-    float8: float = 1.0
-    float32: float = 0.0
-    tf32: float = 0.0
-    reserved: float = 1.36
-    host_link: float = 25e9
-    host_memory: float = 25e9
-    dtype: str = "bfloat16"
-    source: str = "data sheet"
+    peak_flops: float = limited(gt=0)
+    memory_nbytes: float = limited(gt=0)
+    memory_bandwidth: float = limited(gt=0)
+    link_bandwidth: float = limited(ge=0)
+    matmul: float = limited(0.8, gt=0)
+    attention: float = limited(0.5, gt=0)
+    ring: float = limited(0.8, gt=0)
+    float8: float = limited(1.0, gt=0)
+    float32: float = limited(0.0, ge=0)
+    tf32: float = limited(0.0, ge=0)
+    reserved: float = limited(1.36, gt=0)
+    host_link: float = limited(25e9, gt=0)
+    host_memory: float = limited(25e9, gt=0)
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    source: Literal["measured", "fitted", "data sheet"] = "data sheet"
 
     def __post_init__(self) -> None:
         try:
-            _check({name: getattr(self, name) for name in _DEVICE}, _DEVICE, f"of the device {self.name!r} ")
-            for name, known in _WORDED.items():
-                _one_of(getattr(self, name), known, f"of the device {self.name!r} {name}")
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
+            check(self, ConfigError)
+        except ConfigError as error:
+            raise ConfigError(f"of the device {self.name!r} {error}") from None
 
     def flops_in(self, dtype: str) -> float:
         """FLOP/s of matmuls in one dtype, dense, as ``peak_flops`` is.
@@ -130,13 +128,13 @@ class Cluster:
     """
 
     device: DeviceSpec
-    ranks: int
-    ranks_per_host: int = 8
-    host_bandwidth: float = 0.0
+    ranks: int = limited(gt=0)
+    ranks_per_host: int = limited(8, gt=0)
+    host_bandwidth: float = limited(0.0, ge=0)
     constants: Constants = field(default=Constants())
-    host_memory_nbytes: float = 0.0
-    budget_nbytes: float = 0.0
-    measured_hosts: int = 0
+    host_memory_nbytes: float = limited(0.0, ge=0)
+    budget_nbytes: float = limited(0.0, ge=0)
+    measured_hosts: int = limited(0, ge=0)
 
     def __post_init__(self) -> None:
         if not isinstance(self.device, DeviceSpec):
@@ -145,9 +143,9 @@ class Cluster:
                 '"H100") is one, by its name in the library'
             )
         try:
-            _check({name: getattr(self, name) for name in _CLUSTER}, _CLUSTER, "Cluster.")
-        except ValueError as error:
-            raise ConfigError(f"{error}; ranks are devices in all, as Cluster(device, ranks=8)") from error
+            check(self, ConfigError)
+        except ConfigError as error:
+            raise ConfigError(f"{error}; ranks are devices in all, as Cluster(device, ranks=8)") from None
         if self.ranks > self.ranks_per_host and self.ranks % self.ranks_per_host:
             whole = self.ranks - self.ranks % self.ranks_per_host
             raise ConfigError(
@@ -219,19 +217,13 @@ class Cluster:
         Args:
             path: of the file; what is there is replaced.
         """
-        known = DEVICES.get(self.device.name) == self.device
-        unknown = [(name, 0.0) for name in (*_CLUSTER[2:], "link_bandwidth")]
-        lines = [
-            f"# {self.hosts} host(s) of equal devices, for shardwright plan --cluster.",
-            *([f"device = {json.dumps(self.device.name)}"] if known else []),
-            *_lines(self, _CLUSTER, unknown),
-        ]
+        lines = [f"# {self.hosts} host(s) of equal devices, for shardwright plan --cluster."]
+        if known := DEVICES.get(self.device.name) == self.device:
+            lines.append(f"device = {json.dumps(self.device.name)}")
+        lines += _lines(self)
         if not known:
-            lines += ["", "[device]", f"name = {json.dumps(self.device.name)}"]
-            lines += [f"{name} = {json.dumps(getattr(self.device, name))}" for name in _WORDED]
-            if self.device.source == "measured":  # by a command that doesn't measure these
-                unknown += [(name, getattr(DeviceSpec, name)) for name in ("host_link", "host_memory")]
-            lines += _lines(self.device, _DEVICE, unknown)
+            measured = self.device.source == "measured"  # by a command that doesn't measure these
+            lines += ["", "[device]", *_lines(self.device, ("host_link", "host_memory") if measured else ())]
         if self.constants != Constants():
             lines += ["", "[constants] # what each is: docs/plan.md"]
             lines += [f"{name} = {value!r}" for name, value in asdict(self.constants).items()]
@@ -254,34 +246,11 @@ class Cluster:
             ConfigError: the file can't be read as one.
         """
         try:
-            fields: dict[str, Any] = parsed(tomllib.loads, Path(path).read_text(encoding="utf-8"))
-            given, constants = fields.pop("device", None), fields.pop("constants", {})
-            _check(fields, _CLUSTER, "")
-            _check(constants, tuple(asdict(Constants())), "[constants] ")
-            fields["constants"] = Constants(**constants)
-            if isinstance(given, str):
-                return Cluster(device(given), **fields)
-            if not isinstance(given, dict) or not isinstance(given.get("name"), str):
-                raise ValueError(f"device is {given!r}, expected a name, or a table with a name")
-            numbers = {name: value for name, value in given.items() if name not in ("name", *_WORDED)}
-            _check(numbers, _DEVICE, "[device] ")
-            known = _known(given["name"])
-            for name in _WORDED.keys() & given.keys():
-                numbers[name] = _one_of(given[name], _WORDED[name], f"[device] {name}")
-            if known is None or given.get("source") == "measured":
-                numbers.setdefault("link_bandwidth", 0.0)
-            missing = [name for name in _DEVICE[:3] if name not in numbers and known is None]
-            if missing:
-                raise ValueError(
-                    f"[device] {missing[0]} is missing, and {given['name']!r} isn't in the library, which "
-                    f"has {', '.join(DEVICES)}"
-                )
-            made = (
-                replace(known, name=given["name"], **numbers)
-                if known
-                else DeviceSpec(given["name"], **numbers)
-            )
-            return Cluster(made, **fields)
+            table: dict[str, Any] = parsed(tomllib.loads, Path(path).read_text(encoding="utf-8"))
+            table["device"] = _device_of(table.get("device"))
+            found = read(Cluster, table)
+            check(found.constants, ConfigError)
+            return found
         except (OSError, ValueError, TypeError) as error:
             raise ConfigError(
                 f"{path} is not a cluster: {error}; expected ranks, and the name of a device or all of its "
@@ -289,79 +258,38 @@ class Cluster:
             ) from error
 
 
-def _lines(of: object, names: Iterable[str], left_out: Iterable[tuple[str, float]] = ()) -> list[str]:
-    """Of a file, without what isn't known."""
-    values = [(name, getattr(of, name)) for name in names]
-    return [
-        f"{name} = {value!r}  # {_UNITS[name]}" for name, value in values if (name, value) not in left_out
-    ]
+def _device_of(given: Any) -> DeviceSpec:
+    """What a file has as its device. Raises: ValueError."""
+    if isinstance(given, str):
+        return device(given)
+    if not isinstance(given, dict) or not isinstance(given.get("name"), str):
+        raise ValueError(f"device is {given!r}, expected a name, or a table with a name")
+    known = _known(given["name"])
+    if known is None or given.get("source") == "measured":
+        given = {"link_bandwidth": 0.0, **given}
+    if known is not None:
+        return read(DeviceSpec, asdict(known) | given, "[device] ")
+    try:
+        return read(DeviceSpec, given, "[device] ")
+    except ValueError as error:
+        raise ValueError(f"{error} ({given['name']!r} isn't in the library: {', '.join(DEVICES)})") from error
+
+
+def _lines(of: Any, left_out: Collection[str] = ()) -> list[str]:
+    """Of a file, each with its words, but for what isn't known: what is 0, or in ``left_out``, by default."""
+    words, lines = words_of(type(of)), []
+    for each in fields(of):
+        value = getattr(of, each.name)
+        is_default = value == each.default or (each.default is MISSING and value == 0)
+        if not (is_default and (not value or each.name in left_out)) and not is_dataclass(value):
+            lines.append(f"{each.name} = {json.dumps(value)}  # {words[each.name].partition(';')[0]}")
+    return lines
 
 
 FULL = 0.867
 """Share of a device's memory that a plan fills: what torch's caching allocator was seen to hold where more
 than that was cached, 82.4 of 95.04 GiB of one published run (TTH001). The rest is a reserve: for the driver
 and kernels' workspaces, for blocks that don't fit again, and for the error of the prediction."""
-
-_CLUSTER = ("ranks", "ranks_per_host", "host_bandwidth", "host_memory_nbytes", "budget_nbytes")
-_CLUSTER += ("measured_hosts",)
-_DEVICE = ("peak_flops", "memory_nbytes", "memory_bandwidth", "link_bandwidth", "matmul", "attention", "ring")
-_DEVICE += ("float8", "float32", "tf32", "reserved", "host_link", "host_memory")
-_WORDED = {"dtype": ("bfloat16", "float16", "float32"), "source": tuple(ACCURACY)}
-_UNITS = {
-    "ranks": "devices in all",
-    "ranks_per_host": "of them in one host",
-    "host_bandwidth": "bytes/s of a host to the others, in one direction",
-    "host_memory_nbytes": "bytes of a host, which its ranks share",
-    "budget_nbytes": "bytes of each device that a step may hold",
-    "measured_hosts": "that bench links measured together",
-    "peak_flops": "FLOP/s in dtype, dense",
-    "memory_nbytes": "bytes",
-    "memory_bandwidth": "bytes/s",
-    "link_bandwidth": "bytes/s to the other devices of its host, in one direction",
-    "matmul": "share of peak_flops that the best matmul reaches",
-    "attention": "share of peak_flops that fused attention reaches",
-    "ring": "share of link_bandwidth that a collective uses",
-    "float8": "matmuls in 8 bits over those in bfloat16",
-    "float32": "matmuls in float32 without TF32 over those in bfloat16; 0: not known",
-    "tf32": "matmuls in TF32 over those in bfloat16; 0: not known",
-    "reserved": "bytes that the allocator takes, for each byte in use",
-    "host_link": "bytes/s to the memory of its host, in one direction",
-    "host_memory": "bytes/s of the host's memory that one rank has",
-}
-
-
-_MAY_BE_ZERO = (
-    "narrow",
-    "hop_s",
-    "launch_s",
-    "contention",
-    "float32",
-    "tf32",
-    "link_bandwidth",
-    *_CLUSTER[2:],
-)
-
-
-def _one_of(value: object, known: tuple[str, ...], where: str) -> str:
-    """Raises: ValueError."""
-    if value not in known:
-        raise ValueError(f"{where} is {value!r}, expected one of {', '.join(known)}")
-    return str(value)
-
-
-def _check(given: dict[str, Any], known: tuple[str, ...], where: str) -> None:
-    """Raises: ValueError for a name that isn't known, or what isn't a number above 0."""
-    if not where and "ranks" not in given:  # of a file
-        raise ValueError("ranks is missing")
-    for name, value in given.items():
-        if name not in known:
-            raise ValueError(f"{where}{name} is unknown; known: {', '.join(known)}")
-        least = 0 if name in _MAY_BE_ZERO else math.ulp(0.0)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= least:
-            raise ValueError(f"{where}{name} is {value!r}, expected a number above 0")
-        if name in ("ranks", "ranks_per_host", "measured_hosts") and not isinstance(value, int):
-            raise ValueError(f"{where}{name} is {value!r}, expected a whole number")
-
 
 _A100 = DeviceSpec(
     "A100-80GB",

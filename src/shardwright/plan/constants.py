@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from shardwright.options import limited
+
 
 @dataclass(frozen=True)
 class Constants:
@@ -19,16 +21,16 @@ class Constants:
     old_torch: seconds of compute in torch 1, for each second in torch 2.
     """
 
-    matmul: float = 1.02
-    attention: float = 0.479
-    memory: float = 0.331
-    narrow: float = 191.0
-    optimizer: float = 87.0
-    wire: float = 0.608
-    hop_s: float = 10.7e-6
-    launch_s: float = 6e-6
-    contention: float = 0.0894
-    old_torch: float = 1.045
+    matmul: float = limited(1.02, gt=0)
+    attention: float = limited(0.479, gt=0)
+    memory: float = limited(0.331, gt=0)
+    narrow: float = limited(191.0, ge=0)
+    optimizer: float = limited(87.0, gt=0)
+    wire: float = limited(0.608, gt=0)
+    hop_s: float = limited(10.7e-6, ge=0)
+    launch_s: float = limited(6e-6, ge=0)
+    contention: float = limited(0.0894, ge=0)
+    old_torch: float = limited(1.045, gt=0)
 
 
 class Accuracy(NamedTuple):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from shardwright.engine.building.grouping import Groups
 from shardwright.errors import ConfigError, InputError
 from shardwright.observe.steps.drawing import Drawing
+from shardwright.options import check, limited
 from shardwright.plan.answer import in_words
 from shardwright.plan.cluster import FULL, Cluster
 from shardwright.plan.constants import (
@@ -35,9 +36,10 @@ from shardwright.plan.trace import trace
 from shardwright.plan.transformer import Architecture, Microbatch, Recompute
 from shardwright.plan.transformer import workload as workload_of_numbers
 from shardwright.plan.workload import OpKind, Workload
-from shardwright.planned import BASES, OFFLOADS
-from shardwright.policy import DEFAULT_OFFLOAD, MixedPrecisionPolicy, OffloadPolicy, SchedulePolicy
+from shardwright.planned import OFFLOADS
+from shardwright.policy import DEFAULT_OFFLOAD, Base, MixedPrecisionPolicy, OffloadPolicy, SchedulePolicy
 from shardwright.quantized.codec import encodings
+from shardwright.quantized.module import encodings
 from shardwright.schedule.schedule import Phase, Schedule
 
 _SAID = ("runtime", "microbatches", "reshard_after_forward", "keep", "recompute", "base")
@@ -74,24 +76,16 @@ class Choice:
     groups: Groups = "auto"
     mp_policy: MixedPrecisionPolicy = field(default=_BF16)
     reshard_after_forward: bool | int = True
-    shards: int | None = None
-    microbatches: int = 1
+    shards: int | None = limited(None, ge=1)
+    microbatches: int = limited(1, ge=1)
     policy: SchedulePolicy | None = None
     offload: OffloadPolicy = DEFAULT_OFFLOAD
-    base: str = "plain"
-    recompute: float = 0.0
-    keep: float = 0.0
+    base: Base = "plain"
+    recompute: float = limited(0.0, ge=0, le=1)
+    keep: float = limited(0.0, ge=0, le=1)
 
     def __post_init__(self) -> None:
-        if self.base not in BASES:
-            raise InputError(f"Choice.base must be one of {', '.join(BASES)}, got {self.base!r}")
-        for name in ("microbatches", "shards"):
-            value = getattr(self, name)
-            if value is not None and not value >= 1:
-                raise InputError(f"Choice.{name} must be at least 1, got {value!r}")
-        for name in ("recompute", "keep"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise InputError(f"Choice.{name} must be a share from 0 to 1, got {getattr(self, name)!r}")
+        check(self)
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,13 @@
 """What a section of a recipe is, and how one is made of a policy of the library."""
 
 import dataclasses
-import inspect
-import re
 from collections.abc import Mapping
 from enum import StrEnum
 from types import NoneType
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from shardwright.extras import from_extra
+from shardwright.options import words_of
 
 with from_extra("train"):
     from pydantic import BaseModel, ConfigDict, Field, create_model, field_validator
@@ -56,13 +55,11 @@ def _stands_for_none(field: Any, value: object) -> bool:
 def keys_of(policy: Any, **kinds: Any) -> Any:
     """The base of a section: a key for each field of ``policy``, with its name, type, limits and default, and
     with what the docstring says of it. kinds: types of keys that TOML writes in another way."""
-    args = inspect.cleandoc(policy.__doc__).partition("Args:\n")[2].partition("\n\n")[0]
-    said = dict(re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", args, re.MULTILINE))
-    keys: dict[str, Any] = {}
+    said, keys = words_of(policy), dict[str, Any]()
     for field in dataclasses.fields(policy):
         kind, default, limits = _in_toml(field)
-        about = " ".join(said.get(field.name, "").replace("``", "").replace("None:", f"{default}:").split())
-        key = Field(default=default, description=about.rstrip("."), **limits)
+        about = said.get(field.name, "").replace("None:", f"{default}:")
+        key = Field(default=default, description=about, **limits)
         keys[field.name] = (kinds.get(field.name, kind), key)
     made: Any = create_model(f"{policy.__name__}Section", __base__=PolicySection, **keys)
     made.made_of = policy
