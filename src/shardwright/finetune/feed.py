@@ -13,7 +13,7 @@ from shardwright.finetune.mixture import MixedOrder, Mixture
 from shardwright.finetune.store import Tokenised, tokenised
 from shardwright.finetune.windows import Windows, packed, paired, stream
 from shardwright.train.config import Recipe
-from shardwright.train.data import Order, Share
+from shardwright.train.data import Order, Share, entropy
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,7 @@ class Feed:
         counts = np.zeros(self.largest_token + 1, np.int64)
         for source in self.sources:
             counts[: len(source.counts)] += source.counts
-        shares = counts[counts > 0] / counts.sum()
-        return float(-(shares * np.log(shares)).sum())
+        return entropy(counts)
 
     def opening(self, recipe: Recipe) -> list[str]:
         """Lines for people."""

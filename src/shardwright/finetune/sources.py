@@ -21,8 +21,7 @@ from shardwright.errors import DataError, MissingExtra
 from shardwright.files import parsed, reason_of
 from shardwright.finetune.formats import reader_of
 from shardwright.train.config import DataConfig
-from shardwright.train.data import corpus_paths, corpus_root, drawn
-from shardwright.train.kinds import kind_of
+from shardwright.train.data import NO_TEXT, check_found, corpus_paths, corpus_root, drawn, is_text, told_of
 
 _HEAD_NBYTES = 2**16
 _BLOCK_NBYTES = 2**20
@@ -137,27 +136,13 @@ def find(config: DataConfig) -> DataSource:
         if table is not None:
             return _of_table(config, table)
     paths = list(corpus_paths(config))
-    if config.limit_nbytes:
-        taken = drawn([(name, path.stat().st_size) for name, path in paths], config.limit_nbytes)
-        if paths and not taken:
-            smallest = min(path.stat().st_size for _, path in paths)
-            raise DataError(
-                f"data.path = {config.path!r}: the smallest file has {smallest:,} bytes, and whole files are "
-                f"taken up to data.limit_nbytes = {config.limit_nbytes:,}: set it to more, or to 0 for all"
-            )
-        paths = [(name, path) for name, path in paths if name in taken]
-    files, no_text = _sniffed(config, paths)
+    taken = drawn(config, [(name, path.stat().st_size) for name, path in paths])
+    files, no_text = _sniffed(config, [(name, path) for name, path in paths if name in taken])
     files, others = _of_split([*_alike(config, files)], config.split)
-    left_out = [_told("as they are no text", no_text)] if no_text else []
+    left_out = [told_of(NO_TEXT, no_text)] if no_text else []
     if others:
-        left_out.append(_told(f"as they are not of the split {config.split!r}", others))
-    if not files or not any(file.nbytes for file in files):
-        wanted = f" with the suffixes {list(config.suffixes)}" if config.suffixes else ""
-        found = f"{len(files)} file(s), all empty" if files else f"found no text and no records{wanted}"
-        raise DataError(
-            f"data.path = {config.path!r}: {found}; point it at text or records"
-            + "".join(f" ({line})" for line in left_out)
-        )
+        left_out.append(told_of(f"as they are not of the split {config.split!r}", others))
+    check_found(config, "text or records", [file.nbytes for file in files], left_out)
     return DataSource(config, tuple(files), left_out=tuple(left_out))
 
 
@@ -202,13 +187,7 @@ def _sniffed(config: DataConfig, paths: Sequence[tuple[str, Path]]) -> tuple[lis
         with path.open("rb") as file:
             head = file.read(_HEAD_NBYTES)
         kind = _kind(name, head, config.columns)
-        if kind == "text" and (other := kind_of(head)) is not None:
-            if other.holds_data or config.suffixes or corpus_root(config).is_file():
-                choose = "" if corpus_root(config).is_file() else ", or choose the files by data.suffixes"
-                raise DataError(
-                    f"data.path = {config.path!r}: {name} is {other.name}, expected text or records; "
-                    f"{other.remedy}{choose}"
-                )
+        if kind == "text" and not is_text(config, name, head, "text or records"):
             left_out.append(name)
         else:
             files.append(File(name, path, size, kind))
@@ -259,11 +238,6 @@ def _of_split(files: Sequence[File], split: str) -> tuple[Sequence[File], list[s
         return files, []
     others = [f for f in files if not own.search(f.name.lower()) and other.search(f.name.lower())]
     return [file for file in files if file not in others], [file.name for file in others]
-
-
-def _told(why: str, names: Sequence[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"left out, {why}: {', '.join(names[:3])}{more}"
 
 
 def _lines(file: File) -> Iterator[Row]:

@@ -49,9 +49,13 @@ class Corpus:
     @property
     def unigram_entropy(self) -> float:
         """Loss, in nats per byte, of a model that knows only how frequent each training byte is."""
-        counts = np.bincount(self.train, minlength=256)
-        shares = counts[counts > 0] / counts.sum()
-        return float(-(shares * np.log(shares)).sum())
+        return entropy(np.bincount(self.train, minlength=256))
+
+
+def entropy(counts: np.ndarray) -> float:
+    """Of how often each token comes, in nats per token."""
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log(shares)).sum())
 
 
 def read_corpus(config: DataConfig) -> Corpus:
@@ -79,26 +83,39 @@ def corpus_files(config: DataConfig) -> tuple[list[tuple[str, bytes]], tuple[str
         DataError: no such path, no text in it, or data that isn't text.
     """
     files, left_out = _texts(config)
-    told = (_told(left_out),) if left_out else ()
-    if not files:
+    told = (told_of(NO_TEXT, left_out),) if left_out else ()
+    check_found(config, "text files", [len(content) for _, content in files], told)
+    taken = drawn(config, [(name, len(content)) for name, content in files])
+    return [file for file in files if file[0] in taken], told
+
+
+NO_TEXT = "as they are no text"
+"""Why files are left out."""
+
+
+def check_found(config: DataConfig, what: str, sizes: Sequence[int], left_out: Iterable[str]) -> None:
+    """Raise DataError where the files of those sizes hold nothing. what: they were to be. left_out: lines."""
+    if not any(sizes):
         wanted = f" with the suffixes {list(config.suffixes)}" if config.suffixes else ""
+        found = f"{len(sizes)} file(s), all empty" if sizes else f"found no {what}{wanted}"
         raise DataError(
-            f"data.path = {config.path!r}: found no text files{wanted}; point it at a folder of text"
-            + "".join(f" ({line})" for line in told)
+            f"data.path = {config.path!r}: {found}; point it at {what}"
+            + "".join(f" ({line})" for line in left_out)
         )
-    if not any(content for _, content in files):
+
+
+def is_text(config: DataConfig, name: str, content: bytes, what: str = "text") -> bool:
+    """Whether a file that begins so is text; if not, it can be left out.
+
+    Raises: DataError where it can't: it was asked for by its name or suffix, or holds somebody's data.
+    """
+    kind, alone = kind_of(content), corpus_root(config).is_file()
+    if kind is not None and (kind.holds_data or config.suffixes or alone):
+        choose = "" if alone else ", or choose the files by data.suffixes"
         raise DataError(
-            f"data.path = {config.path!r}: {len(files)} file(s), all empty; point it at some text"
+            f"data.path = {config.path!r}: {name} is {kind.name}, expected {what}; {kind.remedy}{choose}"
         )
-    if config.limit_nbytes:
-        smallest = min(len(content) for _, content in files if content)
-        files = _drawn(files, config.limit_nbytes)
-        if not any(content for _, content in files):
-            raise DataError(
-                f"data.path = {config.path!r}: the smallest file has {smallest:,} bytes, and whole files are "
-                f"taken up to data.limit_nbytes = {config.limit_nbytes:,}: set it to more, or to 0 for all"
-            )
-    return files, told
+    return kind is None
 
 
 def hash_of(files: Iterable[tuple[str, bytes]]) -> str:
@@ -115,22 +132,17 @@ def _texts(config: DataConfig) -> tuple[list[tuple[str, bytes]], list[str]]:
     left_out: list[str] = []
     for name, path in corpus_paths(config):
         content = path.read_bytes()
-        kind = kind_of(content)
-        if kind is None:
+        if is_text(config, name, content):
             files.append((name, content))
-        elif kind.holds_data or config.suffixes or corpus_root(config).is_file():
-            choose = "" if corpus_root(config).is_file() else ", or choose the files by data.suffixes"
-            raise DataError(
-                f"data.path = {config.path!r}: {name} is {kind.name}, expected text; {kind.remedy}{choose}"
-            )
         else:
             left_out.append(name)
     return files, left_out
 
 
-def _told(names: list[str]) -> str:
+def told_of(why: str, names: Sequence[str]) -> str:
+    """A line about files that are left out."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"left out, as they are no text: {', '.join(names[:3])}{more}"
+    return f"left out, {why}: {', '.join(names[:3])}{more}"
 
 
 def corpus_paths(config: DataConfig) -> Iterator[tuple[str, Path]]:
@@ -173,19 +185,22 @@ def _copy_of(url: str) -> Path:
         ) from None
 
 
-def _drawn(files: list[tuple[str, bytes]], limit_nbytes: int) -> list[tuple[str, bytes]]:
-    taken = drawn([(name, len(content)) for name, content in files], limit_nbytes)
-    return [file for file in files if file[0] in taken]
-
-
-def drawn(sizes: Iterable[tuple[str, int]], limit_nbytes: int) -> set[str]:
-    """Names of files, of (name, bytes), in the order of their paths' hashes while they fit; the same ones
-    every time."""
-    taken, left = set[str](), limit_nbytes
+def drawn(config: DataConfig, sizes: Sequence[tuple[str, int]]) -> set[str]:
+    """Names of files, of (name, bytes), in the order of their paths' hashes while they fit into
+    ``data.limit_nbytes``; the same ones every time. Raises: DataError where not one fits."""
+    if not config.limit_nbytes:
+        return {name for name, _ in sizes}
+    taken, left = set[str](), config.limit_nbytes
     for name, size in sorted(sizes, key=lambda file: hashlib.sha256(file[0].encode()).digest()):
         if size <= left:
             taken.add(name)
             left -= size
+    if left == config.limit_nbytes and any(size for _, size in sizes):
+        smallest = min(size for _, size in sizes if size)
+        raise DataError(
+            f"data.path = {config.path!r}: the smallest file has {smallest:,} bytes, and whole files are "
+            f"taken up to data.limit_nbytes = {config.limit_nbytes:,}: set it to more, or to 0 for all"
+        )
     return taken
 
 
