@@ -8,7 +8,7 @@ import json
 import os
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from shardwright.errors import ConfigError, InputError
 from shardwright.extras import require
 from shardwright.files import parsed
-from shardwright.options import check, limited, read
+from shardwright.options import check, limited, read, words_of
 from shardwright.policy import (
     DEFAULT_OFFLOAD,
     Agreement,
@@ -204,49 +204,40 @@ class Plan:
 
 
 def _text(plan: Plan) -> str:
+    words = words_of(Plan)
+
+    def lines_of(*names: str) -> list[str]:
+        return [f"{name} = {_value(getattr(plan, name))}  # {words[name]}" for name in names]
+
     lines = [
         f"# How to train on {plan.ranks} ranks: fully_shard(model, plan=...) applies it.",
         "",
-        f"ranks = {plan.ranks}",
-        f"shards = {plan.shards}  # ranks that a parameter is sharded over; the others hold copies",
-        f"microbatches = {plan.microbatches}  # of a step; gradients are added up over them",
-        f"microbatch_tokens = {plan.microbatch_tokens}  # of one microbatch on one rank",
-        "# Computed again in the backward, so that their activations aren't kept:",
-        f"modules_to_recompute = {_value(plan.modules_to_recompute)}",
-        f"offload = {_value(plan.offload)}  # what is on the host at rest: {', '.join(OFFLOADS)}",
-        f"base = {_value(plan.base)}  # what frozen weights are: {', '.join(BASES)}",
+        *lines_of("ranks", "shards", "microbatches", "microbatch_tokens", "modules_to_recompute"),
+        *lines_of("offload", "base"),
         "",
         "[predicted]",
-        f"devices = {_value(plan.devices)}",
-        f"step_s = {plan.step_s!r}",
-        f"exposed_s = {plan.exposed_s!r}  # of step_s: nothing is computed beside communication",
+        *lines_of("devices", "step_s", "exposed_s"),
         f"peak_nbytes = {plan.peak_nbytes}  # {plan.peak_nbytes / 2**30:.2f} GiB of each device",
         "",
         "[policy]  # of the schedule: the fields of SchedulePolicy",
-        *_fields(plan.policy, {"agreement": Agreement.STRICT}),
+        *_fields(plan.policy),
         "",
         "[mp_policy]  # the fields of MixedPrecisionPolicy; none: parameters stay in their own dtype",
         *_fields(plan.mp_policy),
     ]
     for group in plan.groups:
-        reshards = _value(group.reshard_after_forward)
-        lines += [
-            "",
-            "[[groups]]",
-            f"modules = {_value(group.modules)}",
-            f"reshard_after_forward = {reshards}",
-        ]
+        lines += ["", "[[groups]]", *_fields(group)]
     return "\n".join(lines) + "\n"
 
 
-def _fields(policy: Any, usual: Mapping[str, Any] | None = None) -> list[str]:
-    """Lines of TOML, which has no null: what is None or empty, or as usual, is left out."""
-    left_out = {name: (None, {}, value) for name, value in (usual or {}).items()}
-    values = {name: getattr(policy, name) for name in policy.__dataclass_fields__}
+def _fields(of: Any) -> list[str]:
+    """Lines of TOML, which has no null: without what is None or empty, or may come from the environment."""
+    values = [(each.name, getattr(of, each.name)) for each in fields(of)]
+    left_out = [("agreement", Agreement.STRICT)]
     return [
         f"{name} = {_value(value)}"
-        for name, value in values.items()
-        if value not in left_out.get(name, (None, {}))
+        for name, value in values
+        if value not in (None, {}) and (name, value) not in left_out
     ]
 
 
