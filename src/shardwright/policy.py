@@ -314,14 +314,13 @@ class Grouping:
     """
 
     classes: tuple[type, ...] = ()
-    least_nbytes: int = 0
+    least_nbytes: int = limited(0, ge=0)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "classes", tuple(self.classes))
         if not all(isinstance(cls, type) for cls in self.classes):
             raise InputError(f"Grouping.classes must be classes of modules, got {self.classes!r}")
-        if not isinstance(self.least_nbytes, int) or self.least_nbytes < 0:
-            raise InputError(f"Grouping.least_nbytes must be an int >= 0, got {self.least_nbytes!r}")
+        check(self)
 
 
 @dataclass(frozen=True)

@@ -511,7 +511,7 @@ def test_what_cannot_be_planned_is_refused_with_what_to_do():
         with pytest.raises(InputError, match=rf"Choice\.{name} must be a number >= 0 and <= 1, got 2"):
             Choice(**{name: 2})
     for wrong in ({"microbatches": 0}, {"shards": -1}):
-        with pytest.raises(InputError, match="must be at least 1, got"):
+        with pytest.raises(InputError, match="must be a whole number >= 1, got"):
             Choice(**wrong)
     with pytest.raises(ConfigError, match=r"the cluster is 'H100', expected a .*Cluster\(device"):
         search(model, x, "H100", loss=torch.sum)

@@ -49,7 +49,6 @@ def test_a_collective_takes_its_latency_and_its_bytes_over_the_bandwidth():
         small, large = (prices(ranks).gather(nbytes) for nbytes in (0, 10**9))
         assert small == cost.latency_s > 0
         assert large == pytest.approx(cost.latency_s + 1e9 / cost.bandwidth)
-        assert cost.seconds(cost.half_nbytes) == pytest.approx(2 * cost.latency_s)
     inside, beyond = prices(8).gathering, prices(16).gathering
     assert inside.bandwidth > beyond.bandwidth
     assert prices(512).gathering.latency_s > 7 * prices(64).gathering.latency_s

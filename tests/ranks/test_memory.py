@@ -23,7 +23,6 @@ from shardwright.observe.memory.out_of_memory import Exhausted
 from shardwright.observe.memory.report import NO_GROUP, Amount, Category
 from shardwright.observe.steps.recording import ring
 from shardwright.observe.steps.step_memory import levels
-from shardwright.plan.host import Rank, live_bytes
 from shardwright.plan.predict import Choice, workload_of
 from shardwright.plan.presets import preset, schedule
 from shardwright.plan.remedies import changes_that_fit
@@ -33,6 +32,7 @@ from shardwright.wrapper import FSDP
 from tests.ranks.live import LiveStorages, storages_here
 from tests.ranks.planned import MODELS, loss_of
 from tests.ranks.pool import run_ranks
+from tests.ranks.predicted import Rank, live_bytes
 from tests.ranks.scripts import run_scripts
 
 MIB = 2**20

@@ -17,12 +17,12 @@ from shardwright import SchedulePolicy, fully_shard
 from shardwright.engine.groups import versions
 from shardwright.engine.step.runtime import Runtime
 from shardwright.params.buffer import Buffer
-from shardwright.plan.host import Rank, live_bytes
 from shardwright.plan.predict import Choice, workload_of
 from shardwright.plan.presets import preset, schedule
 from tests.ranks.live import counted_at_events, storages_here
 from tests.ranks.planned import MODELS, loss_of
 from tests.ranks.pool import run_ranks
+from tests.ranks.predicted import Rank, live_bytes
 
 POLICIES = {
     "default": (SchedulePolicy(), None),

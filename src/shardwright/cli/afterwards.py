@@ -3,7 +3,6 @@
 import argparse
 import importlib
 from pathlib import Path
-from typing import Any
 
 from shardwright.extras import require
 from shardwright.train.folder import RunFolder
@@ -13,14 +12,15 @@ from shardwright.train.sample import generate, load_run, readable
 
 
 def run(known: argparse.Namespace) -> int:
-    """What the verb says."""
-    return {"sample": _sample, "chat": _chat, "export": _export, "merge": _merge}[known.command](known)
+    """What the verb says. What is done to a fine-tuned run needs an extra."""
+    if known.command in ("chat", "merge") or _is_tuned(known.run):
+        require("hf", "transformers")
+        return importlib.import_module("shardwright.cli.tuned").RUN[known.command](known)
+    return {"sample": _sample, "export": _export}[known.command](known)
 
 
 def _sample(known: argparse.Namespace) -> int:
     """Print what a trained model writes."""
-    if _is_tuned(known.run):
-        return _tuned().run_sample(known)
     resolved, model = load_run(Path(known.run))
     given = {key: getattr(known, key) for key in ("num_bytes", "temperature", "prompt")}
     wanted = resolved.recipe.sample.model_copy(update={key: v for key, v in given.items() if v is not None})
@@ -29,23 +29,11 @@ def _sample(known: argparse.Namespace) -> int:
     return 0
 
 
-def _chat(known: argparse.Namespace) -> int:
-    """Answer lines of stdin until it ends."""
-    return _tuned().run_chat(known)
-
-
 def _export(known: argparse.Namespace) -> int:
     """Write a trained model as a folder of Hugging Face."""
-    if _is_tuned(known.run):
-        return _tuned().run_export(known)
     export_llama(Path(known.run), Path(known.folder))
     print(f"{known.folder}: {', '.join(sorted(path.name for path in Path(known.folder).iterdir()))}")
     return 0
-
-
-def _merge(known: argparse.Namespace) -> int:
-    """Write the base with its adapter added."""
-    return _tuned().run_merge(known)
 
 
 def _is_tuned(run: str) -> bool:
@@ -54,9 +42,3 @@ def _is_tuned(run: str) -> bool:
     return any(Path(run, name).exists() for name in ("exported", "adapter_config.json", "config.json")) or (
         config.is_file() and bool(resolve(config).recipe.base.folder)
     )
-
-
-def _tuned() -> Any:
-    """What does it to a fine-tuned run."""
-    require("hf", "transformers")
-    return importlib.import_module("shardwright.cli.tuned")

@@ -17,15 +17,13 @@ from shardwright.plan.measure import (
     of_first_rank,
 )
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
 
 def run(known: argparse.Namespace) -> int:
     """Measure, and write the file. Raises: ConfigError, InputError."""
     path = Path(known.out)
     before = of_first_rank(lambda: _before(path, known.what))
     if known.what == "compute":
-        device, constants = measured_device(DTYPES[known.dtype])
+        device, constants = measured_device(getattr(torch, known.dtype))
         found = (
             measured_hosts(device, constants)
             if before is None

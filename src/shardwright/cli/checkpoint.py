@@ -1,7 +1,8 @@
 """Looks at checkpoints, checks, compares and exports them."""
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,22 +18,13 @@ with from_extra("train"):
     from rich.progress import Progress
     from rich.table import Table
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
 
 def run(known: argparse.Namespace) -> int:
     """Do what was asked for; returns the exit code."""
     console = open_console()
     if known.verb == "convert":
-        with _bar() as bar:
-            task = bar.add_task("converting")
-            out = convert(
-                known.src,
-                known.dst,
-                Format(known.to),
-                ranks=known.ranks,
-                progress=lambda done, total: _advance(bar, task, done, total),
-            )
+        with _bar("converting") as advance:
+            out = convert(known.src, known.dst, Format(known.to), ranks=known.ranks, progress=advance)
         _lines(console, [str(out)])
         return 0
     if known.verb == "consolidate":
@@ -49,24 +41,22 @@ def _find(known: argparse.Namespace) -> Any:
         return tools.inspect(known.path, values=not known.no_values)
     if known.verb == "diff":
         return tools.diff(known.a, known.b)
-    with _bar() as bar:
-        task = bar.add_task("verifying")
-        return tools.verify(known.path, progress=lambda done, total: _advance(bar, task, done, total))
+    with _bar("verifying") as advance:
+        return tools.verify(known.path, progress=advance)
 
 
 def _consolidate(console: Console, known: argparse.Namespace) -> int:
     if known.ckpt_prefix is not None:
         _lines(console, [str(files.consolidate(known.ckpt_prefix, known.ckpt_suffix, known.save_path))])
         return 0
-    with _bar() as bar:
-        task = bar.add_task("writing")
+    with _bar("writing") as advance:
         written = tools.consolidate(
             known.path,
             known.out,
-            dtype=_DTYPES.get(known.dtype),
+            dtype=known.dtype and getattr(torch, known.dtype),
             max_file_nbytes=known.max_file_bytes,
             tied_copies=known.tied_copies,
-            progress=lambda done, total: _advance(bar, task, done, total),
+            progress=advance,
         )
     _lines(console, map(str, written))
     return 0
@@ -114,11 +104,11 @@ def _lines(console: Console, lines: Iterable[str]) -> None:
         console.print(line, markup=False)
 
 
-def _bar() -> Progress:
-    """On stderr, and on a terminal only: stdout is for what was found."""
+@contextmanager
+def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """What is told how much is done, and of how much. It shows that on stderr, and on a terminal only: stdout
+    is for what was found."""
     console = open_console(stderr=True)
-    return Progress(console=console, transient=True, disable=not console.is_terminal)
-
-
-def _advance(bar: Progress, task: Any, done: int, total: int) -> None:
-    bar.update(task, completed=done, total=total)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -10,8 +10,6 @@ from shardwright.cli.arguments.plan_choice import SEARCHED
 from shardwright.plan.predict import Choice
 from shardwright.planned import OFFLOADS
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
 
 def changed(choice: Choice, known: argparse.Namespace) -> Choice:
     """The choice with what the command line says in its place."""
@@ -22,5 +20,5 @@ def changed(choice: Choice, known: argparse.Namespace) -> Choice:
     if known.runtime:
         (given["runtime"],) = known.runtime
     dtypes = {"param_dtype": known.param_dtype, "reduce_dtype": known.reduce_dtype}
-    dtypes = {name: _DTYPES[value] for name, value in dtypes.items() if value is not None}
+    dtypes = {name: getattr(torch, value) for name, value in dtypes.items() if value is not None}
     return replace(choice, mp_policy=replace(choice.mp_policy, **dtypes), **given)

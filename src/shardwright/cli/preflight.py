@@ -6,14 +6,14 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 
-from shardwright.cli.bench import DTYPES, measured_cluster, told
+import torch
+
+from shardwright.cli.bench import measured_cluster, told
 from shardwright.errors import CommError
-from shardwright.observe.preflight.findings import Readiness, Trouble
 from shardwright.observe.preflight.page import page
 from shardwright.observe.preflight.ranks import Check
 from shardwright.train.tasks import is_rank, take_part
@@ -29,9 +29,9 @@ def run(known: argparse.Namespace) -> int:
     try:
         found, troubles = check.all()
         if rank == 0:
-            print(
-                _as_json(found, troubles) if known.json else page(found, troubles, check.passed_s), flush=True
-            )
+            failed = [trouble._asdict() for trouble in troubles]
+            as_json = known.json and json.dumps({**asdict(found), "failed": failed})
+            print(as_json or page(found, troubles, check.passed_s), flush=True)
         verdict = check.share_verdict(troubles)
     except (CommError, RuntimeError) as error:  # the second one: the store's own
         print(
@@ -54,7 +54,7 @@ def run(known: argparse.Namespace) -> int:
 def _measure(path: Path, dtype: str, world: int, seconds: float, *, quiet: bool) -> None:
     if world > 1:
         join_job(default_backend(), timedelta(seconds=3 * seconds))
-    found = measured_cluster(path, DTYPES[dtype])
+    found = measured_cluster(path, getattr(torch, dtype))
     if int(os.environ.get("RANK", "0")) == 0:
         found.save(path)
         print(
@@ -63,7 +63,3 @@ def _measure(path: Path, dtype: str, world: int, seconds: float, *, quiet: bool)
             sep="",
             file=sys.stderr if quiet else None,
         )
-
-
-def _as_json(found: Readiness, troubles: Sequence[Trouble]) -> str:
-    return json.dumps({**asdict(found), "failed": [trouble._asdict() for trouble in troubles]})

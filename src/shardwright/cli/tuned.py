@@ -61,3 +61,7 @@ def _wanted(known: argparse.Namespace, tuned: Tuned) -> Wanted:
     number = sample.num_bytes if known.num_bytes is None else known.num_bytes
     heat = sample.temperature if known.temperature is None else known.temperature
     return Wanted(number, heat, known.seed)
+
+
+RUN = {"sample": run_sample, "chat": run_chat, "export": run_export, "merge": run_merge}
+"""By the command."""

@@ -6,10 +6,10 @@ from pathlib import Path
 from shardwright.checkpoint.folder import published, sync_folder
 from shardwright.errors import InputError
 from shardwright.finetune.tuned import Tuned, build, reading
-from shardwright.hf.export import MAX_FILE_NBYTES, copy_tokenizer, write_pretrained
+from shardwright.hf.export import copy_tokenizer, write_pretrained
 
 
-def merge(tuned: Tuned, out: Path, *, max_file_nbytes: int = MAX_FILE_NBYTES) -> None:
+def merge(tuned: Tuned, out: Path) -> None:
     """Write the base with its adapter added, and the tokenizer, as a folder that ``from_pretrained`` loads.
 
     One process; host memory: the adapter and two tensors. The weights are those of
@@ -25,7 +25,7 @@ def merge(tuned: Tuned, out: Path, *, max_file_nbytes: int = MAX_FILE_NBYTES) ->
         )
     model = build(tuned)
     with reading(tuned, model) as read:
-        write_pretrained(model, out, read, tokenizer_from=tuned.base, max_file_nbytes=max_file_nbytes)
+        write_pretrained(model, out, read, tokenizer_from=tuned.base)
 
 
 def export(tuned: Tuned, out: Path) -> None:

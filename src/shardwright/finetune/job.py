@@ -39,6 +39,7 @@ class FineTuning:
 
     def __init__(self, recipe: Recipe, place: RankPlace) -> None:
         self.place = place
+        self.unit = "pair" if recipe.training.loss == "dpo" else "token"
         self.tokenizer = library.tokenizer(Path(recipe.base.folder))
         self._feed_by(recipe)
         place.meet("tokenised data")
@@ -52,13 +53,9 @@ class FineTuning:
     def _feed_by(self, recipe: Recipe) -> None:
         (share,) = self.place.shares(recipe.training.batch_size)
         self.feed = feed_of(recipe, self.tokenizer, share)
+        self.corpus_sha256 = self.feed.sha256
         self.epoch_steps = max(1, self.feed.epoch // (share.num_windows * recipe.training.accumulation))
         self.recipe = recipe.model_copy(update={"training": steps_of(recipe.training, self.epoch_steps)})
-
-    @property
-    def unit(self) -> str:
-        """See ``Job``."""
-        return "pair" if self.recipe.training.loss == "dpo" else "token"
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -78,21 +75,14 @@ class FineTuning:
         }
 
     @property
-    def corpus_sha256(self) -> str:
-        """See ``Job``."""
-        return self.feed.sha256
-
-    @property
     def unigram_entropy(self) -> float:
         """See ``Job``; of the learned tokens."""
         return self.feed.unigram_entropy
 
     def expected_peak(self) -> HeldBytes:
         """See ``Job``."""
-        training, longest = (
-            self.recipe.training,
-            max(int(part.inputs.max()) for part in self.feed.train.parts),
-        )
+        training = self.recipe.training
+        longest = max(int(part.inputs.max()) for part in self.feed.train.parts)
         length = positions_for(longest, training.sequence_length)
         training = training.model_copy(update={"sequence_length": length})
         return expected_peak(self.recipe.model_copy(update={"training": training}), self.place)

@@ -44,12 +44,6 @@ class CollectiveCost(NamedTuple):
         """What a collective of so many bytes takes."""
         return self.latency_s + nbytes / self.bandwidth
 
-    @property
-    def half_nbytes(self) -> Seconds:
-        """Bytes of a collective that reaches half of the bandwidth: what smaller groups are made of costs
-        more latency than transfer."""
-        return self.latency_s * self.bandwidth
-
 
 @dataclass(frozen=True)
 class Prices:

@@ -8,7 +8,7 @@ a value. How the three are merged and checked is in :mod:`shardwright.train.reso
 from typing import Annotated, Literal
 
 from shardwright.extras import from_extra
-from shardwright.policy import Lora, SchedulePolicy, WatchPolicy
+from shardwright.policy import Lora, Offload, SchedulePolicy, WatchPolicy
 from shardwright.train.section import Seconds, Section, keys_of
 
 with from_extra("train"):
@@ -229,7 +229,7 @@ class TrainingConfig(Section):
         default=False,
         description="recompute each block's activations in the backward instead of keeping them",
     )
-    offload: Literal["none", "optimizer", "all"] = Field(
+    offload: Offload = Field(
         default="none",
         description="what is on the host between uses: nothing, the optimizer's state and step, or "
         "parameters and gradients as well; on CPU ranks all is there anyway",

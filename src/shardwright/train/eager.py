@@ -19,8 +19,8 @@ from shardwright.checkpoint import Restored, async_save, load, save
 from shardwright.errors import ConfigError
 from shardwright.module import FSDPModule
 from shardwright.observe.memory.report import Category, MemoryReport
-from shardwright.planned import Plan
-from shardwright.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, OptimizerOffloadPolicy
+from shardwright.planned import OFFLOADS, Plan
+from shardwright.policy import MixedPrecisionPolicy
 from shardwright.storage import Location, RemotePath
 from shardwright.train.config import OptimizerConfig, Recipe
 from shardwright.train.data import TrainBatches, split_targets
@@ -92,8 +92,7 @@ def precision_of(recipe: Recipe) -> MixedPrecisionPolicy:
 
 def policies_of(recipe: Recipe) -> dict[str, Any]:
     """Arguments of ``fully_shard``: what ``training.dtype`` and ``training.offload`` say."""
-    offload = {"none": OffloadPolicy, "optimizer": OptimizerOffloadPolicy, "all": CPUOffloadPolicy}
-    return {"mp_policy": precision_of(recipe), "offload_policy": offload[recipe.training.offload]()}
+    return {"mp_policy": precision_of(recipe), "offload_policy": OFFLOADS[recipe.training.offload]}
 
 
 def set_up(recipe: Recipe) -> None:

@@ -122,7 +122,7 @@ class Listener:
     stepped: Callable[[StepReport], None]
     evaluated: Callable[[int, float], None]
     save: Callable[[Progress], None]
-    epoch_ended: Callable[[int], None]
+    epoch_ended: Callable[[int], object]
     warm: Callable[[Progress], None]
     best: Callable[[Progress], None]
 

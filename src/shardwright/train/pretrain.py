@@ -31,6 +31,7 @@ class Pretraining:
         training = recipe.training
         self.place = place
         self.corpus = read_corpus(recipe.data)
+        self.corpus_sha256 = self.corpus.sha256
         self.batches = [
             TrainBatches(self.corpus.train, training.sequence_length, share, recipe.run.seed)
             for share in place.shares(training.batch_size)
@@ -51,11 +52,6 @@ class Pretraining:
             "training.sequence_length": self.recipe.training.sequence_length,
             "the corpus (sha256)": self.corpus_sha256,
         }
-
-    @property
-    def corpus_sha256(self) -> str:
-        """See ``Job``."""
-        return self.corpus.sha256
 
     @property
     def unigram_entropy(self) -> float:

@@ -221,26 +221,24 @@ def _listener(
             log({"step": step, "time": time.time(), "heldout_loss": loss})
             screen.say(f"step {step}  held-out loss {loss:.3f} nats per {job.unit}")
 
-    def save_progress(progress: Progress) -> None:
-        save_in(folder.checkpoint, progress)
-
     def save_in(path: Location, progress: Progress) -> None:
         best = asdict(progress.best) if progress.best.step else {}
         extra = {"position": progress.position, "best": best, **kept}
         loop.engine.save(path, extra, progress.step)
-
-    def epoch_ended(step: int) -> None:
-        job.export(loop.engine, folder, step=step, last=False)
 
     def warm(progress: Progress) -> None:
         beside = beside_prediction(_beside_the_plan(loop, progress)) if first else []
         if beside:
             screen.say(f"step {progress.step}  " + "; ".join(f"{name}: {value}" for name, value in beside))
 
-    def best(progress: Progress) -> None:
-        save_in(folder.best, progress)
-
-    return Listener(stepped, evaluated, save_progress, epoch_ended, warm, best)
+    return Listener(
+        stepped,
+        evaluated,
+        save=lambda progress: save_in(folder.checkpoint, progress),
+        epoch_ended=lambda step: job.export(loop.engine, folder, step=step, last=False),
+        warm=warm,
+        best=lambda progress: save_in(folder.best, progress),
+    )
 
 
 def _finish(folder: RunFolder, job: Job, loop: Loop, shown: tuple[Screen, int | None]) -> None:

@@ -1,14 +1,14 @@
 """The arguments of ``shardwright plan`` that say how the model is trained: those of ``plan.Choice``."""
 
 import argparse
+from typing import get_args
 
 from shardwright.cli.verb import DTYPES
 from shardwright.errors import ConfigError
+from shardwright.policy import Base, Offload
 
 RUNTIMES = ("shardwright", "fsdp2", "fsdp1")
 """Names of ``shardwright.plan.presets.PRESETS``."""
-OFFLOADS, BASES = ("none", "optimizer", "all"), ("plain", "nf4")
-"""Names of those of ``shardwright.planned``."""
 SEARCHED = ("shards", "reshard_after_forward", "keep", "offload", "base", "recompute")
 """What ``--search`` and ``--savings`` try every value of."""
 
@@ -38,11 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--param-dtype", choices=DTYPES, help="that is computed with (default bfloat16)")
     group.add_argument("--reduce-dtype", choices=DTYPES, help="of sums of gradients (default float32)")
-    group.add_argument("--offload", choices=OFFLOADS, help="what is on the host at rest (default none)")
+    group.add_argument(
+        "--offload", choices=get_args(Offload), help="what is on the host at rest (default none)"
+    )
     group.add_argument(
         "--recompute", type=float, metavar="SHARE", help="of the blocks, in the backward: 0 to 1 (default 0)"
     )
-    group.add_argument("--base", choices=BASES, help="frozen weights: as they are, or in 4 bits")
+    group.add_argument("--base", choices=get_args(Base), help="frozen weights: as they are, or in 4 bits")
 
 
 def _reshard(text: str) -> bool | int:

@@ -116,17 +116,17 @@ def _tensors_of(root: Any) -> Iterator[torch.Tensor]:
             left += [getattr(found, "flat", None)]
 
 
-def memory_of(model: nn.Module, at: str = "") -> MemoryReport:
+def memory_of(model: nn.Module) -> MemoryReport:
     """What is alive now. No communication. Raises: InputError for a module that isn't sharded."""
     runtime, names = unit_of(model).runtime, group_names(model)
     device = runtime.groups[0].axis.device
     known, rest = _known_and_rest(names, device)
     if rest is None:
-        return MemoryReport(at, merged(known), is_complete=False)
+        return MemoryReport("", merged(known), is_complete=False)
     seen, in_step = runtime.executor.memory.other_nbytes, runtime.executor.memory.in_step
     other = rest if seen is None or not in_step else min(rest, seen)
     found = [Amount(Category.ACTIVATIONS, NO_GROUP, rest - other), Amount(Category.OTHER, NO_GROUP, other)]
-    return MemoryReport(at, merged([*known, *found]))
+    return MemoryReport("", merged([*known, *found]))
 
 
 def see_other(model: nn.Module) -> None:

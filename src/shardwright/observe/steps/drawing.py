@@ -153,14 +153,20 @@ class Drawing:
         if path.suffix == ".html":
             path.write_text(self._html(), encoding="utf-8")
         else:
-            _plot(self, path)
+            figure_of(self).savefig(path, dpi=120)
 
     def _html(self) -> str:
         number = {row: place for place, row in enumerate(self.rows)}
         data = {
             "rows": [[row, colour_of(row)] for row in self.rows],
             "bars": [
-                [number[bar.row], bar.label, float(bar.start), float(bar.end), *_own_colour(bar)]
+                [
+                    number[bar.row],
+                    bar.label,
+                    float(bar.start),
+                    float(bar.end),
+                    *([colour_of(bar.kind)] if bar.kind else []),
+                ]
                 for bar in self.bars
             ],
             "arrows": [
@@ -186,15 +192,6 @@ class Drawing:
 def colour_of(name: str) -> str:
     """Of a kind, or of a row by its last word."""
     return COLOURS.get(name.rpartition(" ")[2], OTHER)
-
-
-def _own_colour(bar: Bar) -> list[str]:
-    return [colour_of(bar.kind)] if bar.kind else []
-
-
-def _plot(drawing: Drawing, path: Path) -> None:
-    """Write it as the ending of ``path`` says, by matplotlib."""
-    figure_of(drawing).savefig(path, dpi=120)
 
 
 def figure_of(drawing: Drawing) -> Any:
