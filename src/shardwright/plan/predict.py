@@ -21,7 +21,6 @@ from shardwright.plan.constants import (
     PUBLISHED_NETWORK,
     PUBLISHED_RANKS,
     Accuracy,
-    Constants,
 )
 from shardwright.plan.events import TracedGroup
 from shardwright.plan.groups import traced_groups
@@ -332,7 +331,6 @@ def estimate(
     choice: Choice | None = None,
     *,
     loss: Callable[[Any], Tensor] | None = None,
-    constants: Constants | None = None,
 ) -> Estimate:
     """Predict one training step: its seconds, and its bytes by category at every event.
 
@@ -348,7 +346,6 @@ def estimate(
         choice: how it is trained; None: the defaults of ``Choice``.
         loss: makes a tensor of one element from the model's output; None if the output is one, or has
             ``.loss``.
-        constants: the values that no data sheet has; None: those of the cluster.
 
     Returns:
         The estimate; print it.
@@ -372,7 +369,7 @@ def estimate(
         (True, True)
     """
     choice = choice or Choice()
-    return price(workload_of(model, sample, choice, loss), cluster, choice, constants)
+    return price(workload_of(model, sample, choice, loss), cluster, choice)
 
 
 def workload_of(
@@ -396,9 +393,7 @@ def workload_of(
     return replace(found, tokens=_tokens([*args, *named.values()]), name=type(model).__name__)
 
 
-def price(
-    workload: Workload, cluster: Cluster, choice: Choice, constants: Constants | None = None
-) -> Estimate:
+def price(workload: Workload, cluster: Cluster, choice: Choice) -> Estimate:
     """Simulate a step. ``choice.groups`` has no part in it: ``workload`` is in its groups already.
 
     Raises: InputError where the ranks can't be divided as asked.
@@ -415,9 +410,7 @@ def price(
         raise InputError(f"Choice.shards must divide the cluster's {cluster.ranks} ranks, got {shards}")
     smaller = _smaller_world(choice.reshard_after_forward, shards)
     sizes = _itemsizes(choice.mp_policy)
-    prices = Prices(
-        cluster, constants or cluster.constants, runs, shards, *sizes, 1.0, choice.offload, smaller
-    )
+    prices = Prices(cluster, cluster.constants, runs, shards, *sizes, 1.0, choice.offload, smaller)
     timeline = simulate(planned, workload, prices, choice.microbatches, keeps=True)
     sharding = Sharding(shards, sizes[1], choice.microbatches > 1, choice.offload, smaller)
     held = memory(planned, workload, runs, sharding)

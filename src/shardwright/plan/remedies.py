@@ -138,28 +138,24 @@ def _fastest(fitting: list[Tried], base: Tried) -> list[Tried]:
 
 
 def _in_words(space: Space, plain: Candidate, one: Tried, base: Tried, more: int) -> str:
-    new, words = one.candidate, []
+    new, old, again = one.candidate, plain._asdict(), ""
     if new.recomputed != plain.recomputed:
         work, _ = space.prepare(new)
-        again, blocks = (len(first_blocks(work, share)) for share in (new.recomputed, 1.0))
-        words.append(f"compute {again} of {blocks} blocks again in the backward (torch.utils.checkpoint)")
-    if new.split != plain.split:
-        words.append(f"1/{new.split} of the rows in a microbatch, {new.split} microbatches for each one now")
-    if new.groups != plain.groups:
-        words.append(f"{new.groups} groups in the place of {plain.groups}")
-    if new.shards != plain.shards:
-        words.append(f"shard each parameter over {new.shards} ranks in the place of {plain.shards}")
-    if new.reshards != plain.reshards:
-        words.append(f"reshard_after_forward={new.reshards}")
-    if new.kept != plain.kept:
-        share = f"False for the last {new.kept:.0%} of the groups alone" if new.kept else "True"
-        words.append(f"reshard_after_forward={share}")
-    if new.ahead != plain.ahead:
-        words.append("gather less ahead (SchedulePolicy.depth, budget_nbytes)")
-    if new.offload != plain.offload:
-        words.append(f"keep {new.offload} on the host (offload_policy)")
-    if new.base != plain.base:
-        words.append("quantise the frozen weights (quantize_)")
+        counts = (len(first_blocks(work, share)) for share in (new.recomputed, 1.0))
+        again = "compute {} of {} blocks again in the backward (torch.utils.checkpoint)".format(*counts)
+    kept = f"False for the last {new.kept:.0%} of the groups alone" if new.kept else "True"
+    levers = {
+        "recomputed": again,
+        "split": f"1/{new.split} of the rows in a microbatch, {new.split} microbatches for each one now",
+        "groups": f"{new.groups} groups in the place of {plain.groups}",
+        "shards": f"shard each parameter over {new.shards} ranks in the place of {plain.shards}",
+        "reshards": f"reshard_after_forward={new.reshards}",
+        "kept": f"reshard_after_forward={kept}",
+        "ahead": "gather less ahead (SchedulePolicy.depth, budget_nbytes)",
+        "offload": f"keep {new.offload} on the host (offload_policy)",
+        "base": "quantise the frozen weights (quantize_)",
+    }
+    words = [text for lever, text in levers.items() if getattr(new, lever) != old[lever]]
     longer = one.step_s / base.step_s - 1
     return f"{' and '.join(words)}: {in_words(one.nbytes + more)}, a step takes {longer:+.1%}"
 

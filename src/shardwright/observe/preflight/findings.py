@@ -1,7 +1,7 @@
 """What the ranks of a preflight find out, each at home and about the others. Values alone."""
 
 import ipaddress
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -123,15 +123,3 @@ def clocks(found: Readiness) -> dict[int, float]:
 def is_loopback(address: str) -> bool:
     """Whether only its own host reaches an address; "" counts as one."""
     return not address or ipaddress.ip_address(address.partition("%")[0]).is_loopback
-
-
-def in_short(ranks: Sequence[int]) -> str:
-    """``rank 3``, or ``ranks 0-3, 7``."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    words = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
-    return f"rank{'s' if len(ranks) > 1 else ''} {words}"

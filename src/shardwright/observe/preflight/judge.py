@@ -5,7 +5,8 @@ from collections.abc import Iterable
 from statistics import median
 
 from shardwright.columns import in_words
-from shardwright.observe.preflight.findings import Readiness, Trouble, clocks, in_short, is_loopback
+from shardwright.observe.preflight.findings import Readiness, Trouble, clocks, is_loopback
+from shardwright.observe.watch.diagnosis import spans
 
 SLOW_SHARE = 1 / 3  # of the best flow between hosts
 _STATED_SHARE = 0.03  # of what the interface says of itself; one TCP connection doesn't fill a fast one
@@ -229,6 +230,6 @@ def _files(found: Readiness) -> list[Trouble]:
     )
     for rank, report in sorted(found.links.items()):
         if report.unseen:
-            text = f"doesn't see in {found.folder} what {in_short(report.unseen)} wrote there"
+            text = f"doesn't see in {found.folder} what {spans(report.unseen)} wrote there"
             troubles.append(Trouble("common folder", (rank,), text, remedy))
     return troubles

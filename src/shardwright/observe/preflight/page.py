@@ -9,9 +9,9 @@ from shardwright.observe.preflight.findings import (
     Readiness,
     Trouble,
     clocks,
-    in_short,
     is_loopback,
 )
+from shardwright.observe.watch.diagnosis import spans
 
 _MOST_IN_GRID = 12
 
@@ -26,7 +26,7 @@ def page(found: Readiness, troubles: Sequence[Trouble], took_s: float) -> str:
     ]
     lines += [*_hosts(found), "", *_links(found), *_shared(found)]
     for trouble in troubles:
-        lines += ["", f"FAILED  {trouble.what}: {in_short(trouble.ranks)}: {trouble.text}"]
+        lines += ["", f"FAILED  {trouble.what}: {spans(trouble.ranks)}: {trouble.text}"]
         lines += [f"        {trouble.remedy}"]
     return "\n".join(lines)
 
@@ -44,7 +44,7 @@ def _hosts(found: Readiness) -> list[str]:
         disk = "/".join(f"{min(each.disk[way] for each in reports) / 1e6:,.0f}" for way in range(2))
         rows.append(
             [
-                in_short(ranks).partition(" ")[2],
+                spans(ranks).partition(" ")[2],
                 name,
                 "lo" if is_loopback(first.address) else link,
                 first.address or "none",

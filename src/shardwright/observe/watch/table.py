@@ -1,5 +1,6 @@
 """A diagnosis, and what it was made of, in words for people."""
 
+from shardwright.columns import in_columns
 from shardwright.observe.watch.diagnosis import Diagnosis, Findings, activity, spans
 
 
@@ -13,11 +14,7 @@ def table(found: Findings) -> str:
     for (what, line), members in rows.items():
         ranks = spans([rank for rank, _ in members]).partition(" ")[2]
         cells.append((ranks, what, f"{max(since_s for _, since_s in members):.1f} s", line))
-    widths = [max(len(row[column]) for row in cells) for column in range(3)]
-    return "\n".join(
-        f"  {rank:<{widths[0]}}  {what:<{widths[1]}}  {since:>{widths[2]}}  {line}".rstrip()
-        for rank, what, since, line in cells
-    )
+    return "\n".join(f"  {line}" for line in in_columns(cells, "<<><"))
 
 
 def _row(found: Findings, rank: int) -> tuple[str, str, float]:
