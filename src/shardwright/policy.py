@@ -519,7 +519,6 @@ def _as_names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 _ON_OFF = {"on": True, "off": False}
-_WATCH_SECONDS = ("suspect_s", "answer_s", "lost_s", "stall_s", "collective_s")
 
 
 @dataclass(frozen=True)
@@ -576,6 +575,7 @@ class WatchPolicy:
             return cls()
         if text.strip() == "off":
             return cls(on=False)
+        seconds = [field.name for field in dataclasses.fields(cls) if field.name.endswith("_s")]
         values: dict[str, float | bool] = {}
         for part in text.split(","):
             name, _, value = (word.strip() for word in part.partition("="))
@@ -583,13 +583,13 @@ class WatchPolicy:
                 if name == "signal" and value in _ON_OFF:
                     values[name] = _ON_OFF[value]
                     continue
-                if name not in _WATCH_SECONDS:
+                if name not in seconds:
                     raise ValueError
                 values[name] = float(value)
             except ValueError:
                 raise InputError(
                     f'can\'t read the watch policy {text!r} at {part!r}: expected "off", or some of '
-                    f'{", ".join(_WATCH_SECONDS)}, signal, as "suspect_s=2,stall_s=600,signal=off"'
+                    f'{", ".join(seconds)}, signal, as "suspect_s=2,stall_s=600,signal=off"'
                 ) from None
         return cls(**values)  # type: ignore[arg-type]
 

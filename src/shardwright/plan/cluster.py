@@ -291,114 +291,19 @@ FULL = 0.867
 than that was cached, 82.4 of 95.04 GiB of one published run (TTH001). The rest is a reserve: for the driver
 and kernels' workspaces, for blocks that don't fit again, and for the error of the prediction."""
 
-_A100 = DeviceSpec(
-    "A100-80GB",
-    312e12,
-    80 * GIB,
-    2.039e12,
-    300e9,
-    matmul=0.869,
-    attention=0.70,
-    ring=0.78,
-    float32=19.5 / 312,  # of the same data sheets, as all in float32 and TF32: without sparsity
-    tf32=1 / 2,
-)
-_H100 = DeviceSpec(
-    "H100",
-    989e12,
-    80 * GIB,
-    3.35e12,
-    450e9,
-    matmul=0.803,
-    attention=0.35,
-    float8=1.77,
-    float32=67 / 989,
-    tf32=1 / 2,
-    host_link=50e9,
-)
-# Cards for a PCIe slot: NVIDIA's data sheets "A100 Tensor Core GPU" (2021), "H100 Tensor Core GPU" (2023).
-# Their bridges of NVLink join pairs, so a ring of more goes by PCIe: 32 GB/s in one direction; PCIe 5: 64.
-_A100_PCIE = replace(
-    _A100, name="A100-80GB-PCIe", memory_bandwidth=1.935e12, link_bandwidth=32e9, matmul=0.811
-)
-_H100_PCIE = replace(
-    _H100,
-    name="H100-PCIe",
-    peak_flops=756e12,
-    float32=51 / 756,
-    memory_bandwidth=2.039e12,
-    link_bandwidth=64e9,
-)
 
-DEVICES = {
-    spec.name: spec
-    for spec in (
-        replace(_A100, source="fitted"),
-        replace(_A100, name="A100-40GB", memory_nbytes=40 * GIB, memory_bandwidth=1.555e12),
-        _A100_PCIE,
-        replace(_A100_PCIE, name="A100-40GB-PCIe", memory_nbytes=40 * GIB, memory_bandwidth=1.555e12),
-        replace(_H100, source="fitted"),
-        replace(
-            _H100,
-            name="H100-96GB-500W",
-            memory_nbytes=96 * GIB,
-            memory_bandwidth=2.4e12,
-            source="fitted",
-        ),
-        _H100_PCIE,
-        replace(
-            _H100_PCIE,
-            name="H100-NVL",
-            peak_flops=835e12,
-            float32=60 / 835,
-            memory_nbytes=94 * GIB,
-            memory_bandwidth=3.938e12,
-        ),
-        replace(_H100, name="H200", memory_nbytes=141e9, memory_bandwidth=4.8e12),
-        replace(
-            _H100,
-            name="B200",
-            peak_flops=2250e12,
-            memory_nbytes=180e9,
-            memory_bandwidth=8.0e12,
-            link_bandwidth=900e9,
-            matmul=0.776,
-            float8=1.97,
-            float32=75 / 2250,
-        ),
-        DeviceSpec(
-            "MI300X",
-            1300e12,
-            192 * GIB,
-            5.3e12,
-            448e9,
-            matmul=0.514,
-            attention=0.25,
-            float32=163.4 / 1300,
-            tf32=1 / 2,
-            reserved=1.1,
-            host_link=50e9,
-        ),
-    )
-}
-"""Devices by name. ``H100-96GB-500W``: four published runs show no loss of clock by its limit of power."""
+def _library() -> tuple[dict[str, DeviceSpec], dict[str, str]]:
+    """Devices by name, and the words that a name of each may have besides."""
+    devices, words = dict[str, DeviceSpec](), dict[str, str]()
+    tables = tomllib.loads(Path(__file__).with_name("devices.toml").read_text(encoding="utf-8"))
+    for name, table in tables.items():
+        words[name], like = table.pop("words"), table.pop("like", None)
+        base = {} if like is None else asdict(devices[like]) | {"source": "data sheet"}
+        devices[name] = read(DeviceSpec, base | table | {"name": name}, f"{name} ")
+    return devices, words
 
-_SXM = "SXM SXM4 SXM5"
-_WORDS = {
-    "A100-80GB": f"80GB {_SXM}",
-    "A100-40GB": _SXM,
-    "A100-80GB-PCIe": "",
-    "A100-40GB-PCIe": "",
-    "H100": f"80GB HBM3 {_SXM}",
-    "H100-96GB-500W": f"HBM2E {_SXM}",
-    "H100-PCIe": "80GB HBM2E",
-    "H100-NVL": "94GB HBM3",
-    "H200": f"141GB HBM3E {_SXM}",
-    "B200": f"180GB HBM3E {_SXM}",
-    "MI300X": "192GB HBM3 OAM",
-}
-"""Words that a device's name may have besides those of its name here: ``torch.cuda.get_device_name`` prints
-"NVIDIA A100-SXM4-40GB", "NVIDIA H100 80GB HBM3", "AMD Instinct MI300X"; tables of runs have others."""
+
+DEVICES, _WORDS = _library()
 
 
 def _known(name: str) -> DeviceSpec | None:

@@ -172,10 +172,12 @@ def recomputed(workload: Workload, groups: Collection[int]) -> Workload:
         forward, size = ahead[event.group], workload.groups[event.group]
         entry = size.entry_nbytes if size.part_of is None else 0  # the inputs of the whole are enough
         dropped = max(forward.saved_nbytes - entry, 0)
+        widest = int(max((op.nbytes for op in forward.ops), default=0))
         if event.kind is EventKind.FORWARD_BEGIN:
             return forward._replace(
                 saved_nbytes=forward.saved_nbytes - dropped,
-                transient_nbytes=min(forward.transient_nbytes + dropped, _widest(forward)),
+                # what a forward that keeps nothing holds at most: what one operation reads and writes
+                transient_nbytes=min(forward.transient_nbytes + dropped, widest),
             )
         return Stretch(
             forward.ops + stretch.ops,
@@ -189,8 +191,3 @@ def recomputed(workload: Workload, groups: Collection[int]) -> Workload:
         for phase, entries in workload.phases.items()
     }
     return replace(workload, phases=phases)
-
-
-def _widest(stretch: Stretch) -> int:
-    """What a forward that keeps nothing holds at most: what its largest operation reads and writes."""
-    return int(max((op.nbytes for op in stretch.ops), default=0))

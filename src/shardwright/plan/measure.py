@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from shardwright.errors import ConfigError, InputError
+from shardwright.options import read
 from shardwright.plan.cluster import Cluster, DeviceSpec
 from shardwright.plan.constants import Constants
 from shardwright.plan.prices import HOST_HOP, LAUNCH_S
@@ -80,10 +81,7 @@ def of_first_rank(make: Callable[[], Cluster | None]) -> Cluster | None:
     told, fault = json.loads((compare(comm, text, "what rank 0 has read") or [text])[0])
     if fault:
         raise ConfigError(fault)
-    if told is None:
-        return None
-    device, constants = DeviceSpec(**told.pop("device")), Constants(**told.pop("constants"))
-    return Cluster(device=device, constants=constants, **told)
+    return told and read(Cluster, told)
 
 
 def measured_device(dtype: torch.dtype = torch.bfloat16) -> tuple[DeviceSpec, Constants]:

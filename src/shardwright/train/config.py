@@ -310,14 +310,12 @@ class CheckpointConfig(Section):
 _RANKS = WithJsonSchema({"anyOf": [{"const": "auto"}, {"type": "integer", "minimum": 0}]})
 
 
-def _auto_is_0(value: object) -> object:
-    return 0 if value == "auto" else value
-
-
 class LaunchConfig(Section):
     """Ranks that the command starts itself; under torchrun it takes the ranks that it is given."""
 
-    ranks: Annotated[int, BeforeValidator(_auto_is_0), Field(ge=0), _RANKS] = Field(
+    ranks: Annotated[
+        int, BeforeValidator(lambda value: 0 if value == "auto" else value), Field(ge=0), _RANKS
+    ] = Field(
         default=0,
         description="local ranks to start (not read under torchrun); 0 or auto: one per visible accelerator, "
         "2 where there is none",

@@ -152,7 +152,7 @@ class Loop:
         self._tokens_before = self.engine.tokens(0, progress.position)
         if heldout.at_start and progress.step == 0:
             listener.evaluated(0, self.engine.heldout_loss())
-        while not self.is_done and not self._is_told_to(stop):
+        while not self.is_done and not self.engine.place.largest(float(bool(stop.reason)))[0]:  # of any
             report = self._step()
             step, last = progress.step, progress.step == training.steps
             if report is not None:
@@ -188,10 +188,6 @@ class Loop:
         listener.evaluated(progress.step, loss)
         if self.recipe.heldout.keep_best and progress.best.step == progress.step:
             listener.best(progress)
-
-    def _is_told_to(self, stop: StopRequest) -> bool:
-        """Whether any process was asked to stop; the same answer on all."""
-        return self.engine.place.largest(float(bool(stop.reason)))[0] > 0
 
     def _save(self, listener: Listener) -> None:
         listener.save(self.progress)

@@ -421,13 +421,10 @@ def _lengths(layer: LoraLinear) -> torch.Tensor:
         return _sum(layer.weight, a, b, layer.lora.scaling).norm(dim=1)
 
 
-def _linears(model: nn.Module) -> dict[str, nn.Module]:
-    return {name: m for name, m in model.named_modules() if own_class(type(m)) is nn.Linear}
-
-
 def _chosen(model: nn.Module, lora: Lora) -> dict[str, nn.Module]:
     """The layers that get an adapter. Raises: InputError where a target matches none of them."""
-    layers, head, found = _linears(model), hints_of(model).head, set[str]()
+    layers = {name: m for name, m in model.named_modules() if own_class(type(m)) is nn.Linear}
+    head, found = hints_of(model).head, set[str]()
     for target in lora.targets:
         if target == "auto":
             names = {name for name, layer in layers.items() if name != head and not _is_router(name, layer)}
