@@ -5,58 +5,43 @@ for it: the folder is JSON and safetensors.
 """
 
 import json
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwright.errors import InputError
+from shardwright.checkpoint.folder import published
 from shardwright.extras import from_extra
 from shardwright.train.config import ModelConfig
 from shardwright.train.data import FILE_START
 from shardwright.train.folder import RunFolder
-from shardwright.train.models import VOCABULARY
 from shardwright.train.resolve import resolve
 
 with from_extra("checkpoint"):
     from safetensors.torch import save_file
 
-_MARK = FILE_START.decode()
-_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<' + message['role'] + '>\\n' + message['content'] + '\\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<assistant>\\n' }}{% endif %}"
-)
+_PLAIN: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+"""The files of the folder, but for what depends on the run."""
 
 
 def export_llama(root: Path, folder: Path) -> None:
     """Write the model of the finished run ``root`` as ``folder``, which must not exist and appears when it is
-    complete. Raises: InputError where there is no finished run, or ``folder`` exists.
+    complete. Raises: InputError where there is no finished run; CheckpointError where ``folder`` exists, or
+    can't be written.
     """
     run = RunFolder(root)
     tensors = run.read_model()
     recipe = resolve(run.config).recipe
-    if folder.exists():
-        raise InputError(f"{folder} exists already; nothing was written: give another folder")
-    torn = folder.with_name(f".torn-{folder.name}")
-    shutil.rmtree(torn, ignore_errors=True)
-    torn.mkdir(parents=True)
-    try:
+    with published(folder) as torn:
+        torn.mkdir()
         save_file(llama_tensors(tensors, recipe.model), torn / "model.safetensors", {"format": "pt"})
-        for name, content in {
+        made = {
             "config.json": llama_config(recipe.model, recipe.training.sequence_length),
-            "generation_config.json": {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0},
             "tokenizer.json": byte_tokenizer(),
-            "tokenizer_config.json": _tokenizer_config(),
-        }.items():
+        }
+        for name, content in (_PLAIN | made).items():
             (torn / name).write_text(json.dumps(content, indent=2) + "\n")
-        os.rename(torn, folder)
-    finally:
-        shutil.rmtree(torn, ignore_errors=True)
 
 
 def llama_tensors(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
@@ -87,57 +72,27 @@ def llama_tensors(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str, 
 
 def llama_config(config: ModelConfig, length: int) -> dict[str, Any]:
     """``config.json``. RMSNorm without an epsilon of its own has float32's, in bfloat16 too."""
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "dtype": "float32",
-        "vocab_size": VOCABULARY,
+    plain = _PLAIN["config.json"]
+    return plain | {
         "hidden_size": config.dim,
         "intermediate_size": config.hidden_dim,
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_heads,
         "head_dim": config.dim // config.num_heads,
-        "hidden_act": "silu",
         "max_position_embeddings": length,
         "rms_norm_eps": torch.finfo(torch.float32).eps,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
-        "attention_bias": False,
-        "mlp_bias": False,
+        "rope_parameters": plain["rope_parameters"] | {"rope_theta": config.rope_theta},
         "tie_word_embeddings": config.tied_embedding,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-        "pad_token_id": 0,
     }
 
 
 def byte_tokenizer() -> dict[str, Any]:
     """``tokenizer.json``: a token is a byte, its number the byte's value. 0, which no text holds, is the mark
     between texts."""
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-    shown = {byte: shown_as for byte, shown_as in _byte_level().items() if byte}
-    mark = {"id": 0, "content": _MARK, "special": True, "normalized": False}
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [{**mark, "single_word": False, "lstrip": False, "rstrip": False}],
-        "normalizer": None,
-        "pre_tokenizer": level,
-        "post_processor": None,
-        "decoder": level,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "vocab": {_MARK: 0, **{char: byte for byte, char in shown.items()}},
-            "merges": [],
-        },
-    }
+    plain = _PLAIN["tokenizer.json"]
+    vocab = {FILE_START.decode(): 0, **{char: byte for byte, char in _byte_level().items() if byte}}
+    return plain | {"model": plain["model"] | {"vocab": vocab}}
 
 
 def _byte_level() -> dict[int, str]:
@@ -146,14 +101,3 @@ def _byte_level() -> dict[int, str]:
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
     return {b: chr(b) for b in plain} | {b: chr(0x100 + i) for i, b in enumerate(others)}
-
-
-def _tokenizer_config() -> dict[str, Any]:
-    return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": _MARK,
-        "eos_token": _MARK,
-        "pad_token": _MARK,
-        "clean_up_tokenization_spaces": False,
-        "chat_template": _TEMPLATE,
-    }
