@@ -20,8 +20,9 @@ _SIGNS = {
 }
 
 
-def limited(default: Any = dataclasses.MISSING, **limits: float) -> Any:
-    """A field that is a number within ``limits``, which have pydantic's names: ge, gt, le, lt."""
+def limited(default: Any, **limits: float) -> Any:
+    """A field that is a number within ``limits``, which have pydantic's names: ge, gt, le, lt. One without a
+    default is ``dataclasses.field(metadata=limits)``."""
     return dataclasses.field(default=default, metadata=limits)
 
 

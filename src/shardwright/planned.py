@@ -34,7 +34,7 @@ from shardwright.policy import (
     Wire,
 )
 
-OFFLOADS: dict[str, OffloadPolicy] = {
+OFFLOADS: dict[Offload, OffloadPolicy] = {
     "none": DEFAULT_OFFLOAD,
     "optimizer": OptimizerOffloadPolicy(),
     "all": CPUOffloadPolicy(),
@@ -85,8 +85,8 @@ class Plan:
             ``base`` is unknown.
     """
 
-    ranks: int = limited(ge=1)
-    shards: int = limited(ge=1)
+    ranks: int = field(metadata={"ge": 1})
+    shards: int = field(metadata={"ge": 1})
     groups: tuple[PlannedGroup, ...]
     microbatches: int = limited(1, ge=1)
     microbatch_tokens: int = limited(1, ge=1)
@@ -251,7 +251,7 @@ def _value(value: Any) -> str:
 
 def _plan(found: dict[str, Any]) -> Plan:
     """Raises: ValueError or TypeError that says what is wrong."""
-    dtypes = found.get("mp_policy")
+    dtypes: Any = found.get("mp_policy")
     for name, value in dtypes.items() if isinstance(dtypes, dict) else ():
         dtypes[name] = getattr(torch, value, value) if isinstance(value, str) else value
     predicted = found.pop("predicted", {})

@@ -46,10 +46,10 @@ class DeviceSpec:
     """
 
     name: str
-    peak_flops: float = limited(gt=0)
-    memory_nbytes: float = limited(gt=0)
-    memory_bandwidth: float = limited(gt=0)
-    link_bandwidth: float = limited(ge=0)
+    peak_flops: float = field(metadata={"gt": 0})
+    memory_nbytes: float = field(metadata={"gt": 0})
+    memory_bandwidth: float = field(metadata={"gt": 0})
+    link_bandwidth: float = field(metadata={"ge": 0})
     matmul: float = limited(0.8, gt=0)
     attention: float = limited(0.5, gt=0)
     ring: float = limited(0.8, gt=0)
@@ -128,7 +128,7 @@ class Cluster:
     """
 
     device: DeviceSpec
-    ranks: int = limited(gt=0)
+    ranks: int = field(metadata={"gt": 0})
     ranks_per_host: int = limited(8, gt=0)
     host_bandwidth: float = limited(0.0, ge=0)
     constants: Constants = field(default=Constants())

@@ -105,7 +105,7 @@ def measured_device(dtype: torch.dtype = torch.bfloat16) -> tuple[DeviceSpec, Co
         attention=min(_attention(comm, device, dtype) / peak_flops, 1.0),
         ring=1.0,
         reserved=1.0 if device.type == "cpu" else DeviceSpec.reserved,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=str(dtype).removeprefix("torch."),  # type: ignore[arg-type]  # checked there
         source="measured",
     )
     constants = Constants(

@@ -26,6 +26,7 @@ from shardwright.plan.predict import Choice
 from shardwright.plan.search import Candidate, Space, Tried, any_loss, space_of
 from shardwright.plan.subject import of_model
 from shardwright.planned import OFFLOADS
+from shardwright.policy import Offload
 from shardwright.torch_private import STATE_KEY, current_graph_task, tree_map
 
 _SHOWN = 3
@@ -183,7 +184,7 @@ def _space(case: Exhausted) -> tuple[Space, Candidate]:
     count = space.values["groups"][0]
     ahead = space.values["ahead"][runtime.policy.depth > 1]
     offload = first.params[0].split.offload
-    named = next((name for name, policy in OFFLOADS.items() if policy == offload), next(iter(OFFLOADS)))
+    named: Offload = next((name for name, policy in OFFLOADS.items() if policy == offload), "none")
     return space, Candidate(count, 0.0, world, True, sum(stays) / len(stays), ahead, 1, named, "plain")
 
 

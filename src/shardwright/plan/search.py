@@ -23,6 +23,7 @@ from shardwright.plan.subject import Subject, of_model
 from shardwright.plan.transformer import Architecture
 from shardwright.plan.workload import Workload
 from shardwright.planned import BASES, OFFLOADS, Plan, PlannedGroup
+from shardwright.policy import Base, Offload
 from shardwright.torch_private import tree_leaves
 
 _SPLITS = (1, 2, 4, 8)
@@ -52,8 +53,8 @@ class Candidate(NamedTuple):
     kept: float
     ahead: int
     split: int
-    offload: str
-    base: str
+    offload: Offload
+    base: Base
 
 
 class Tried(NamedTuple):

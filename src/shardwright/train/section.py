@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from enum import StrEnum
 from types import NoneType
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 
 from shardwright.extras import from_extra
 from shardwright.options import words_of
@@ -58,7 +58,7 @@ def keys_of(policy: Any, **kinds: Any) -> Any:
     said, keys = words_of(policy), dict[str, Any]()
     for field in dataclasses.fields(policy):
         kind, default, limits = _in_toml(field)
-        about = said.get(field.name, "").replace("None:", f"{default}:")
+        about = said.get(field.name, "").replace("None:", f"{default or 0}:")
         key = Field(default=default, description=about, **limits)
         keys[field.name] = (kinds.get(field.name, kind), key)
     made: Any = create_model(f"{policy.__name__}Section", __base__=PolicySection, **keys)
@@ -68,13 +68,14 @@ def keys_of(policy: Any, **kinds: Any) -> Any:
 
 def _in_toml(field: Any) -> tuple[Any, Any, Mapping[str, Any]]:
     """Type, default and limits."""
-    kind, default, limits = field.type, field.default, field.metadata
+    kind: Any = field.type
+    default, limits, is_choice = field.default, field.metadata, issubclass(get_origin(kind) or kind, StrEnum)
     if default is dataclasses.MISSING:  # of what may depend on the environment it is the first value
-        default = next(iter(kind)) if isinstance(kind, type) else field.default_factory()
+        default = next(iter(kind)) if is_choice else field.default_factory()
     if NoneType in get_args(kind):
         kind = get_args(kind)[0]
         default, limits = ("auto", {}) if kind is bool else (kind(0), {"ge": 0})
         kind = bool | Literal["auto"] if kind is bool else kind
-    elif isinstance(kind, type) and issubclass(kind, StrEnum):
+    elif is_choice:
         kind, default = Literal[*map(str, kind)], str(default)
     return Seconds if kind is float and field.name.endswith("_s") else kind, default, limits
