@@ -42,6 +42,11 @@ OFFLOADS: dict[Offload, OffloadPolicy] = {
 """What of shards, gradients and the optimizer's state is on the host at rest."""
 
 
+def offload_name(policy: OffloadPolicy) -> Any:
+    """The name of a policy in ``OFFLOADS``; None where it has none."""
+    return next((name for name, known in OFFLOADS.items() if known == policy), None)
+
+
 BASES = get_args(Base)
 
 

@@ -35,7 +35,7 @@ from shardwright.plan.trace import trace
 from shardwright.plan.transformer import Architecture, Microbatch, Recompute
 from shardwright.plan.transformer import workload as workload_of_numbers
 from shardwright.plan.workload import OpKind, Workload
-from shardwright.planned import OFFLOADS
+from shardwright.planned import offload_name
 from shardwright.policy import DEFAULT_OFFLOAD, Base, MixedPrecisionPolicy, OffloadPolicy, SchedulePolicy
 from shardwright.quantized.codec import encodings
 from shardwright.quantized.module import encodings
@@ -293,7 +293,7 @@ class Estimate:
             "groups": len(self.workload.groups),
             "shards": choice.shards or cluster.ranks,
             "microbatch_tokens": self.tokens,
-            "offload": next((name for name, policy in OFFLOADS.items() if policy == choice.offload), "some"),
+            "offload": offload_name(choice.offload) or "some",
             "fits": self.fits,
             "peak_nbytes": held.total,
             "memory_error": MEMORY_ERROR,

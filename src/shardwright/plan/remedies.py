@@ -25,8 +25,7 @@ from shardwright.plan.levers import first_blocks
 from shardwright.plan.predict import Choice
 from shardwright.plan.search import Candidate, Space, Tried, any_loss, space_of
 from shardwright.plan.subject import of_model
-from shardwright.planned import OFFLOADS
-from shardwright.policy import Offload
+from shardwright.planned import offload_name
 from shardwright.torch_private import STATE_KEY, current_graph_task, tree_map
 
 _SHOWN = 3
@@ -183,9 +182,9 @@ def _space(case: Exhausted) -> tuple[Space, Candidate]:
     space = space_of(of_model(twin, _sample(twin, case.inputs), choice, any_loss), cluster, choice)
     count = space.values["groups"][0]
     ahead = space.values["ahead"][runtime.policy.depth > 1]
-    offload = first.params[0].split.offload
-    named: Offload = next((name for name, policy in OFFLOADS.items() if policy == offload), "none")
-    return space, Candidate(count, 0.0, world, True, sum(stays) / len(stays), ahead, 1, named, "plain")
+    offload = offload_name(first.params[0].split.offload) or "none"
+    kept = sum(stays) / len(stays)
+    return space, Candidate(count, 0.0, world, True, kept, ahead, 1, offload, "plain")
 
 
 def _device(where: torch.device, nbytes: int) -> DeviceSpec:

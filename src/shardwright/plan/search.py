@@ -22,7 +22,7 @@ from shardwright.plan.presets import preset
 from shardwright.plan.subject import Subject, of_model
 from shardwright.plan.transformer import Architecture
 from shardwright.plan.workload import Workload
-from shardwright.planned import BASES, OFFLOADS, Plan, PlannedGroup
+from shardwright.planned import BASES, OFFLOADS, Plan, PlannedGroup, offload_name
 from shardwright.policy import Base, Offload
 from shardwright.torch_private import tree_leaves
 
@@ -343,7 +343,7 @@ def planned(found: Estimate, listed: Sequence[tuple[str, ...]]) -> Plan:
         microbatch_tokens=found.tokens,
         modules_to_recompute=tuple(name for group in again for name in listed[group]),
         base=choice.base,
-        offload=next(name for name, policy in OFFLOADS.items() if policy == choice.offload),
+        offload=offload_name(choice.offload),
         policy=choice.policy or preset(choice.runtime).policy,
         mp_policy=choice.mp_policy,
         step_s=found.step_s,
