@@ -3,7 +3,6 @@
 import argparse
 import json
 import socket
-import threading
 import time
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -14,6 +13,7 @@ from shardwright.errors import CommError, ConfigError
 from shardwright.extras import from_extra
 from shardwright.observe.ledger.lateness import Late, history
 from shardwright.observe.ledger.ledger import Ledger, booked, summary
+from shardwright.observe.preflight.host import within
 from shardwright.observe.steps.clocks import on_one_clock
 from shardwright.observe.steps.rings import Ring
 from shardwright.observe.watch.diagnosis import Findings, diagnose
@@ -158,15 +158,12 @@ def _find(address: str) -> StatusExchange | None:
             socket.create_connection((host, int(port)), CONNECT.total_seconds()).close()
         except OSError as error:
             raise _no_store(address, error.strerror or str(error)) from None
-    found: list[StatusExchange | None] = []
-    failed: list[str] = []
-    # In a thread: who listens there may be no store, and never say anything.
-    asking = threading.Thread(target=_ask, args=(address, found, failed), daemon=True)
-    asking.start()
-    asking.join(CONNECT.total_seconds())
-    if not found:
-        raise _no_store(address, failed[0] if failed else "nothing there spoke as a store does")
-    return found[0]
+    try:  # who listens there may be no store, and never say anything
+        return within(CONNECT.total_seconds(), _ask, address)
+    except TimeoutError:
+        raise _no_store(address, "nothing there spoke as a store does") from None
+    except RuntimeError as error:
+        raise _no_store(address, str(error).splitlines()[0]) from None
 
 
 def _no_store(address: str, why: str) -> CommError:
@@ -176,10 +173,7 @@ def _no_store(address: str, why: str) -> CommError:
     )
 
 
-def _ask(address: str, found: list[StatusExchange | None], failed: list[str]) -> None:
-    try:
-        store = store_at(address, CONNECT * 0.3)  # of one try, of two
-        store.set_timeout(CONNECT * 0.8)
-        found.append(find_exchange(store))
-    except RuntimeError as error:
-        failed.append(str(error).splitlines()[0])
+def _ask(address: str) -> StatusExchange | None:
+    store = store_at(address, CONNECT * 0.3)  # of one try, of two
+    store.set_timeout(CONNECT * 0.8)
+    return find_exchange(store)
