@@ -62,11 +62,8 @@ class RunConfig(Section):
     )
 
 
-def _list_is_a_tuple(value: object) -> object:
-    return tuple(value) if isinstance(value, list) else value  # TOML has lists only
-
-
-Names = Annotated[tuple[str, ...], BeforeValidator(_list_is_a_tuple)]
+_Listed = Field(strict=False)  # TOML has lists in place of tuples
+Names = Annotated[tuple[str, ...], _Listed]
 
 
 class SourceConfig(Section):
@@ -92,7 +89,7 @@ class DataConfig(Section):
         "'stdlib', 'torch': the source of Python's standard library, of PyTorch; with [base] also records: "
         "JSONL, JSON, Parquet, a folder of Hugging Face datasets, or the name of a data set on its Hub",
     )
-    sources: Annotated[tuple[SourceConfig, ...], BeforeValidator(_list_is_a_tuple)] = Field(
+    sources: Annotated[tuple[SourceConfig, ...], _Listed] = Field(
         default=(), description="instead of path, several: [{path = 'a.jsonl', weight = 3.0}, ...]"
     )
     split: str = Field(
@@ -353,9 +350,9 @@ class WatchConfig(keys_of(WatchPolicy)):
 class TrackConfig(Section):
     """Where the rows of metrics.jsonl go besides; each needs its library (shardwright[track])."""
 
-    to: Annotated[
-        tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...], BeforeValidator(_list_is_a_tuple)
-    ] = Field(default=(), description="any of tensorboard, wandb, mlflow, trackio")
+    to: Annotated[tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...], _Listed] = Field(
+        default=(), description="any of tensorboard, wandb, mlflow, trackio"
+    )
     project: str = Field(default="shardwright", description="what they file the run under")
     peak_tflops: float = Field(
         default=0.0,

@@ -97,10 +97,8 @@ class Engine(Protocol):
         where nothing counts it."""
         ...
 
-    @property
-    def data_s(self) -> float:
-        """Seconds so far in which this process got its batches ready."""
-        ...
+    data_s: float
+    """Seconds so far in which this process got its batches ready."""
 
     @property
     def flops_per_token(self) -> float:
@@ -147,20 +145,13 @@ class Job(Protocol):
     run, by the name that an error gives it. corpus_sha256, unigram_entropy: of the training data.
     """
 
-    @property
-    def recipe(self) -> Recipe: ...
-
-    @property
-    def unit(self) -> str: ...
-
-    @property
-    def epoch_steps(self) -> int: ...
+    recipe: Recipe
+    unit: str
+    epoch_steps: int
+    corpus_sha256: str
 
     @property
     def identity(self) -> dict[str, Any]: ...
-
-    @property
-    def corpus_sha256(self) -> str: ...
 
     @property
     def unigram_entropy(self) -> float: ...
