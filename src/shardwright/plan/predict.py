@@ -38,7 +38,6 @@ from shardwright.plan.workload import OpKind, Workload
 from shardwright.planned import offload_name
 from shardwright.policy import DEFAULT_OFFLOAD, Base, MixedPrecisionPolicy, OffloadPolicy, SchedulePolicy
 from shardwright.quantized.codec import encodings
-from shardwright.quantized.module import encodings
 from shardwright.schedule.schedule import Phase, Schedule
 
 _SAID = ("runtime", "microbatches", "reshard_after_forward", "keep", "recompute", "base")
