@@ -19,7 +19,7 @@ from shardwright.clients.strategies import publish, read_file, write_file
 from shardwright.errors import CheckpointError, InputError
 from shardwright.fabric import ShardwrightStrategy
 from tests.ranks.models import full
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks, run_ranks
 
 
 def make():
@@ -97,7 +97,9 @@ def test_training_is_that_of_one_process_and_resumes_at_another_number_of_ranks(
         assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, weights, strict=True))
 
 
-def refuses(rank, world, folder):
+@on_ranks(2)
+def test_what_cannot_be_done_is_refused(rank, world, tmp_path):
+    folder = tmp_path / "saved"
     fabric = launched(rank, world)
     model, other = make(), make()
     with pytest.raises(InputError, match="AdamW has stepped already, or has parameters that aren't those of"):
@@ -111,10 +113,6 @@ def refuses(rank, world, folder):
     with pytest.raises(CheckpointError, match="has no 'epoch'"):
         fabric.load(folder, {"model": model, "epoch": 1})
     assert fabric.load(folder, {"model": model, "epoch": 1}, strict=False) == {}
-
-
-def test_what_cannot_be_done_is_refused(tmp_path):
-    run_ranks(2, refuses, tmp_path / "saved")
 
 
 class Passes:
@@ -238,7 +236,9 @@ def test_a_save_that_is_killed_anywhere_leaves_a_checkpoint_that_loads(kind, tmp
     assert seen == sorted(seen)
 
 
-def keeps_what_is_not_its_own(rank, world, folder):
+@on_ranks(2)
+def test_what_something_else_has_saved_is_not_overwritten(rank, world, tmp_path):
+    folder = tmp_path
     sharded, whole = (
         launched(rank, world, ShardwrightStrategy(state_dict_type=k)) for k in ("sharded", "full")
     )
@@ -257,11 +257,10 @@ def keeps_what_is_not_its_own(rank, world, folder):
         ShardwrightStrategy(state_dict_type="whole")
 
 
-def test_what_something_else_has_saved_is_not_overwritten(tmp_path):
-    run_ranks(2, keeps_what_is_not_its_own, tmp_path)
-
-
-def pickles(rank, world, folder, kind):
+@KINDS
+@on_ranks(2)
+def test_an_object_without_state_is_pickled_as_under_ddp(rank, world, tmp_path, kind):
+    folder = tmp_path
     fabric = launched(rank, world, ShardwrightStrategy(None, state_dict_type=kind))
     model = fabric.setup_module(make())
     plain = torch.utils.data.DataLoader(range(8), 2)
@@ -280,11 +279,6 @@ def pickles(rank, world, folder, kind):
     assert state["loader"] is loader
     with pytest.raises(CheckpointError, match=r"a value can't be pickled .*Can't pickle local object"):
         fabric.save(folder / "other", {"model": model, "function": lambda: None})
-
-
-@KINDS
-def test_an_object_without_state_is_pickled_as_under_ddp(kind, tmp_path):
-    run_ranks(2, pickles, tmp_path, kind)
 
 
 class Blocks(nn.Module):

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from shardwright import MixedPrecisionPolicy, hf
 from shardwright.finetune.head import HeadLoss
 from tests.hf.models import SIZES
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks
 
 AT_HEAD = {
     "llama": transformers.LlamaConfig(**SIZES),
@@ -74,7 +74,9 @@ def test_where_the_cap_of_logits_is_reached_the_loss_is_that_of_the_capped_ones(
     assert "changes what its head returns" in caplog.text
 
 
-def of_shards(rank, world, kind):
+@pytest.mark.parametrize("kind", ["llama", "phi"])
+@on_ranks(2)
+def test_so_they_are_where_the_head_is_sharded_and_shows_the_embeddings_weight(rank, world, kind):
     torch.manual_seed(0)
     config = AT_HEAD[kind]
     config.tie_word_embeddings = True
@@ -87,8 +89,3 @@ def of_shards(rank, world, kind):
     _, ours = trained(model, HeadLoss(model)(inputs, targets))
     for name, grad in grads.items():
         torch.testing.assert_close(ours[name].full_tensor(), grad, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("kind", ["llama", "phi"])
-def test_so_they_are_where_the_head_is_sharded_and_shows_the_embeddings_weight(kind):
-    run_ranks(2, of_shards, kind)

@@ -9,7 +9,7 @@ from torch import nn
 from shardwright import MixedPrecisionPolicy, fully_shard, quantize_
 from shardwright.train.lora import Lora, add_lora, load_adapter, read_lora, save_adapter
 from tests.ranks.models import full, train_on_parts
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks, run_ranks
 from tests.ranks.test_lora import Block, perturb
 
 peft = pytest.importorskip("peft")
@@ -48,7 +48,17 @@ def test_peft_reads_our_adapters_and_we_read_its(tmp_path, options):
     assert torch.allclose(model(x), made(x), atol=1e-6)
 
 
-def carries(rank, world, codec, order, options):
+@pytest.mark.parametrize(
+    ("codec", "order", "options"),
+    [
+        (None, "", {}),
+        ("nf4", "codec first", {}),
+        ("nf4", "adapter first", {"rslora": True}),
+        (None, "", {"dora": True}),
+    ],
+)
+@on_ranks(3)
+def test_a_model_that_carries_pefts_adapters_is_sharded_as_it_is(rank, world, codec, order, options):
     plain = base()
     if codec and order == "codec first":
         quantize_(plain, codec)
@@ -69,19 +79,6 @@ def carries(rank, world, codec, order, options):
     assert all(value.any() for name, value in whole.items() if "lora_B" in name)  # zeros at first
     for name, value in peft.get_peft_model_state_dict(plain).items():
         assert torch.allclose(whole[name], value, atol=1e-5), name
-
-
-@pytest.mark.parametrize(
-    ("codec", "order", "options"),
-    [
-        (None, "", {}),
-        ("nf4", "codec first", {}),
-        ("nf4", "adapter first", {"rslora": True}),
-        (None, "", {"dora": True}),
-    ],
-)
-def test_a_model_that_carries_pefts_adapters_is_sharded_as_it_is(codec, order, options):
-    run_ranks(3, carries, codec, order, options)
 
 
 def carries_bitsandbytes(rank, world, folder):

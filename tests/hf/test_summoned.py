@@ -11,10 +11,13 @@ import transformers
 from shardwright import fully_shard
 from shardwright.wrapper import FSDP, ModuleWrapPolicy
 from tests.hf.models import config
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks
 
 
-def generates(rank, world, flat, kind):
+@pytest.mark.parametrize("kind", ["llama", "gemma"])
+@pytest.mark.parametrize("flat", [False, True], ids=["parameters", "flat"])
+@on_ranks(2)
+def test_generate_inside_of_summon_full_params_gives_the_tokens_of_one_process(rank, world, flat, kind):
     torch.manual_seed(1)
     alone = transformers.AutoModelForCausalLM.from_config(config(kind)).eval()
     tokens = torch.randint(3, 90, (2, 5))
@@ -36,9 +39,3 @@ def generates(rank, world, flat, kind):
     model = fully_shard(copy.deepcopy(whole), groups="auto").eval()
     with model.unsharded(recurse=False):
         assert torch.equal(model.generate(tokens, **options), expected)
-
-
-@pytest.mark.parametrize("kind", ["llama", "gemma"])
-@pytest.mark.parametrize("flat", [False, True], ids=["parameters", "flat"])
-def test_generate_inside_of_summon_full_params_gives_the_tokens_of_one_process(flat, kind):
-    run_ranks(2, generates, flat, kind)

@@ -12,6 +12,9 @@ call.
 import contextlib
 import ctypes
 import faulthandler
+import functools
+import importlib
+import inspect
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -29,6 +32,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -106,6 +110,44 @@ def run_ranks(
     if failed:
         raise AssertionError("\n\n".join(_describe(r, world, failed[0]) for r in failed))
     return [pickle.loads(rank.result) for rank in ranks]
+
+
+def on_ranks(*worlds: int, **limits: float) -> Callable[[Callable[..., Any]], Any]:
+    """Makes a test of ``fn(rank, world, ...)``, which each rank of a new process group calls (``run_ranks``).
+    What comes after ``rank`` and ``world`` are parameters and fixtures of the test.
+
+    Args:
+        worlds: numbers of ranks, a case of the test each; none: the test has a parameter ``world``.
+        limits: ``timeout_s`` and ``limit_s``.
+    """
+
+    def made(fn: Callable[..., Any]) -> Any:
+        asked = list(inspect.signature(fn).parameters.values())[2:]
+        names = [each.name for each in asked if each.default is each.empty]
+
+        def test(**given: Any) -> None:
+            __tracebackhide__ = True
+            world = given.get("world", worlds[0] if worlds else 0)
+            run_ranks(world, _Body(fn.__module__, fn.__name__), *(given[name] for name in names), **limits)
+
+        functools.update_wrapper(test, fn).on_rank = fn  # type: ignore[attr-defined]
+        names_of_test = names if len(worlds) == 1 else ["world", *names]
+        parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names_of_test]
+        test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return pytest.mark.parametrize("world", worlds)(test) if len(worlds) > 1 else test
+
+    return made
+
+
+@dataclass(frozen=True)
+class _Body:
+    """What each rank does of a test that ``on_ranks`` made, sent by name."""
+
+    module: str
+    name: str
+
+    def __call__(self, *args: Any) -> Any:
+        return getattr(importlib.import_module(self.module), self.name).on_rank(*args)
 
 
 def as_torchrun(rank: int, world: int, port: int) -> None:

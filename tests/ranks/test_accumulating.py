@@ -11,7 +11,7 @@ from torch import nn
 from shardwright import clip_grad_norm_, fully_shard
 from shardwright.errors import StageError
 from tests.ranks.models import full
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks, run_ranks
 
 
 class Model(nn.Module):
@@ -128,7 +128,9 @@ def clearing(model):
     }
 
 
-def thrown_away(rank, world, earlier):
+@pytest.mark.parametrize("earlier", [False, True])
+@on_ranks(2)
+def test_what_is_cleared_between_microbatches_is_gone(rank, world, earlier):
     """A microbatch without sync, after a step whose gradients were kept or not, is dropped."""
     for name in clearing(Model()):
         ours, whole = Model(), Model()
@@ -152,12 +154,8 @@ def thrown_away(rank, world, earlier):
                 assert torch.allclose(full(mine.grad), other.grad, atol=1e-6), (name, path)
 
 
-@pytest.mark.parametrize("earlier", [False, True])
-def test_what_is_cleared_between_microbatches_is_gone(earlier):
-    run_ranks(2, thrown_away, earlier)
-
-
-def unreduced(rank, world):
+@on_ranks(2)
+def test_gradients_that_are_not_reduced_yet_are_neither_read_nor_stepped_with(rank, world):
     model = fully_shard(Model())
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     model.set_requires_gradient_sync(False)
@@ -181,11 +179,8 @@ def unreduced(rank, world):
     assert not torch.equal(full(model.block.weight), before)
 
 
-def test_gradients_that_are_not_reduced_yet_are_neither_read_nor_stepped_with():
-    run_ranks(2, unreduced)
-
-
-def failing(rank, world):
+@on_ranks(2)
+def test_what_a_failed_backward_has_lost_of_earlier_microbatches_is_told(rank, world):
     """A last backward that fails after it had begun to reduce what earlier microbatches brought."""
     model = fully_shard(nn.Sequential(fully_shard(nn.Linear(8, 8)), nn.Tanh(), fully_shard(nn.Linear(8, 8))))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -207,11 +202,8 @@ def failing(rank, world):
                 of(model(rows(0, rank, 1))).backward()
 
 
-def test_what_a_failed_backward_has_lost_of_earlier_microbatches_is_told():
-    run_ranks(2, failing)
-
-
-def stepped_with_a_closure(rank, world):
+@on_ranks(2)
+def test_gradients_may_be_reduced_inside_of_a_step_with_a_closure(rank, world):
     """As Lightning's Trainer does: the last microbatch's backward runs inside of the step."""
     ours, whole = Model(), Model()
     fully_shard(ours)
@@ -233,7 +225,3 @@ def stepped_with_a_closure(rank, world):
     optimizers[1].step(closure=last_of_all)
     for mine, other in zip(ours.parameters(), whole.parameters(), strict=True):
         assert torch.allclose(full(mine), other, atol=1e-5)
-
-
-def test_gradients_may_be_reduced_inside_of_a_step_with_a_closure():
-    run_ranks(2, stepped_with_a_closure)

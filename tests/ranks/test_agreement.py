@@ -10,12 +10,13 @@ from shardwright.errors import CommError, DataError, Diverged, InputError
 from shardwright.transport.channel import compare
 from shardwright.transport.mesh import resolve
 from tests.ranks.models import Run, assert_same, batches, build, fresh_mesh, loss_of, shard_decoder
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks, run_ranks
 
 TRANSPORTS = ("auto", "sockets", "collectives")
 
 
-def exchanged(rank, world):
+@on_ranks(1, 2, 3)
+def test_all_ranks_learn_the_same_words_and_texts(rank, world):
     for transport in TRANSPORTS:
         set_transport(transport)
         axis = resolve(fresh_mesh(world))
@@ -26,12 +27,8 @@ def exchanged(rank, world):
         assert compare(axis.comm, texts[rank], "k") == (texts if world > 1 else [])
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_all_ranks_learn_the_same_words_and_texts(world):
-    run_ranks(world, exchanged)
-
-
-def differs(rank, world):
+@on_ranks(2, 3)
+def test_different_models_are_an_error_on_every_rank_that_shows_both_sides(rank, world):
     last = rank == world - 1
     models = {
         "shape": (lambda: nn.Linear(4, 6 if last else 5), {}, "[6, 4]", "[5, 4]"),
@@ -66,12 +63,9 @@ def differs(rank, world):
             assert stats(model).unsharded_nbytes == 0
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_different_models_are_an_error_on_every_rank_that_shows_both_sides(world):
-    run_ranks(world, differs)
-
-
-def differs_in_agreement(rank, world, off):
+@pytest.mark.parametrize(("world", "off"), [(2, (1,)), (3, (2,)), (4, (2, 3))])
+@on_ranks()
+def test_ranks_that_differ_in_the_option_are_told_so_before_anything_moves(rank, world, off):
     for transport in TRANSPORTS:
         set_transport(transport)
         flat = fresh_mesh(world)
@@ -88,16 +82,12 @@ def differs_in_agreement(rank, world, off):
                 model(torch.ones(1, 4)).sum().backward()
 
 
-@pytest.mark.parametrize(("world", "off"), [(2, (1,)), (3, (2,)), (4, (2, 3))])
-def test_ranks_that_differ_in_the_option_are_told_so_before_anything_moves(world, off):
-    run_ranks(world, differs_in_agreement, off)
-
-
 def _noting(launch, keys):
     return lambda what, key: (keys.append(key), launch(what, key))[1]
 
 
-def asked_once(rank, world):
+@on_ranks(2)
+def test_models_are_compared_once_and_only_where_an_all_gather_follows(rank, world):
     from_comm = []
     model = shard_decoder(build(), fully_shard)
     comm = resolve(None).comm
@@ -116,10 +106,6 @@ def asked_once(rank, world):
     assert from_comm == []
 
 
-def test_models_are_compared_once_and_only_where_an_all_gather_follows():
-    run_ranks(2, asked_once)
-
-
 def epochs(rank, world, mode):
     data = [[(rank, i) for i in range(2 + rank)] for _ in range(2)]
     return [list(lockstep(epoch, mode)) for epoch in data]
@@ -134,7 +120,8 @@ def test_stop_ends_with_the_shortest_and_pad_repeats_the_last_batch(world):
         assert first == second == own + [own[-1]] * (world + 1 - len(own))
 
 
-def trains(rank, world):
+@on_ranks(2)
+def test_uneven_training_data_train_as_one_process_does(rank, world):
     ours, theirs = Run.of(shard_decoder(build(), fully_shard)), Run.of(build())
     data = [batches(step, world) for step in range(4)]
     seen = 0
@@ -148,10 +135,6 @@ def trains(rank, world):
     assert_same(ours.model, theirs.model)
 
 
-def test_uneven_training_data_train_as_one_process_does():
-    run_ranks(2, trains)
-
-
 def on_two_axes(rank, world):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
     data = range(5 if rank else 3)
@@ -162,7 +145,8 @@ def test_ranks_of_a_two_dimensional_mesh_go_together():
     assert run_ranks(4, on_two_axes) == [(3, 5)] * 4
 
 
-def broken(rank, world):
+@on_ranks(2)
+def test_a_rank_whose_data_fail_or_are_missing_ends_all_ranks_at_once(rank, world):
     def failing():
         yield 1
         if rank == 1:
@@ -175,10 +159,6 @@ def broken(rank, world):
         list(lockstep([] if rank == 1 else [1, 2], "pad"))
     assert list(lockstep([] if rank == 1 else [1, 2], "stop")) == []
     assert list(lockstep([], "pad")) == []
-
-
-def test_a_rank_whose_data_fail_or_are_missing_ends_all_ranks_at_once():
-    run_ranks(2, broken)
 
 
 def test_an_unknown_mode_is_refused():

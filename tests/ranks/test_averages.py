@@ -9,7 +9,7 @@ from torch import nn
 
 from shardwright import fully_shard
 from tests.ranks.models import full
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks
 
 
 def model_of(reshard):
@@ -38,7 +38,10 @@ def copied(mean, model):
     mean.load_state_dict(model.state_dict())
 
 
-def beside(rank, world, reshard):
+@pytest.mark.each_case
+@pytest.mark.parametrize("reshard", [None, True, False])
+@on_ranks(2)
+def test_averages_are_those_of_one_process_whatever_ran_before(rank, world, reshard):
     """Each way to update, after each of what may come before it: none, an evaluation of one or both."""
     x = torch.linspace(-1, 1, 12).view(2, 6)
     for update, *runs in product((average, average_data, copied), (False, True), (False, True)):
@@ -62,13 +65,8 @@ def beside(rank, world, reshard):
                     assert torch.allclose(full(a), b, atol=1e-6), (update.__name__, runs)
 
 
-@pytest.mark.each_case
-@pytest.mark.parametrize("reshard", [None, True, False])
-def test_averages_are_those_of_one_process_whatever_ran_before(reshard):
-    run_ranks(2, beside, reshard)
-
-
-def averaged_model(rank, world):
+@on_ranks(2)
+def test_torchs_averaged_model_may_be_sharded(rank, world):
     plain = model_of("plain")
     mean = torch.optim.swa_utils.AveragedModel(plain)
     model = fully_shard(copy.deepcopy(plain))
@@ -83,11 +81,10 @@ def averaged_model(rank, world):
         assert torch.allclose(full(param), other, atol=1e-5)
 
 
-def test_torchs_averaged_model_may_be_sharded():
-    run_ranks(2, averaged_model)
-
-
-def with_a_penalty(rank, world, way, reshard):
+@pytest.mark.parametrize("reshard", [None, True, False])
+@pytest.mark.parametrize("way", ["before the forward", "in a backward of its own"])
+@on_ranks(2)
+def test_a_penalty_on_weights_outside_of_the_forward_is_that_of_one_process(rank, world, way, reshard):
     """Two steps of a loss and a penalty on all weights, beside one process."""
 
     def penalty(model):
@@ -113,9 +110,3 @@ def with_a_penalty(rank, world, way, reshard):
                 own -= 0.1 * own.grad
                 other -= 0.1 * other.grad
             own.grad = other.grad = None
-
-
-@pytest.mark.parametrize("reshard", [None, True, False])
-@pytest.mark.parametrize("way", ["before the forward", "in a backward of its own"])
-def test_a_penalty_on_weights_outside_of_the_forward_is_that_of_one_process(way, reshard):
-    run_ranks(2, with_a_penalty, way, reshard)

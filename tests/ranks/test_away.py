@@ -13,7 +13,7 @@ from shardwright import (
 )
 from shardwright.errors import InputError, StageError
 from tests.ranks.models import Run, batches, build, loss_of, shard_decoder
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks
 
 
 def refused(call, *words):
@@ -31,7 +31,9 @@ def trained(world, rank):
     return run, tokens
 
 
-def parameters(rank, world, folder):
+@on_ranks(2)
+def test_what_needs_parameters_that_are_away_is_refused_and_names_reload_states(rank, world, tmp_path):
+    folder = str(tmp_path)
     run, tokens = trained(world, rank)
     model = run.model
     offload_states(model, grads=False)
@@ -57,7 +59,8 @@ def parameters(rank, world, folder):
     assert all(torch.equal(one.to_local(), other.to_local()) for one, other in pairs)
 
 
-def gradients(rank, world):
+@on_ranks(2)
+def test_what_needs_gradients_that_are_away_is_refused_until_they_are_dropped(rank, world):
     run, tokens = trained(world, rank)
     model = run.model
     loss = loss_of(model, tokens)
@@ -74,7 +77,11 @@ def gradients(rank, world):
     reload_states(model)
 
 
-def optimizer_state(rank, world, folder):
+@on_ranks(2)
+def test_without_the_optimizers_state_a_model_runs_and_is_saved_and_only_a_step_is_refused(
+    rank, world, tmp_path
+):
+    folder = str(tmp_path)
     run, tokens = trained(world, rank)
     before = {id(param): dict(state) for param, state in run.optimizer.state.items()}
     offload_states(run.model, run.optimizer, params=False, grads=False)
@@ -87,7 +94,8 @@ def optimizer_state(rank, world, folder):
         assert all(value is before[id(param)][key] for key, value in state.items())
 
 
-def between_steps(rank, world):
+@on_ranks(2)
+def test_states_go_away_between_steps_alone_and_on_any_rank_by_itself(rank, world):
     run, tokens = trained(world, rank)
     model = run.model
     handle = model.blocks[1].register_forward_pre_hook(lambda *_: offload_states(model))
@@ -111,19 +119,3 @@ def between_steps(rank, world):
         offload_states(build())
     with pytest.raises(InputError, match="fully_shard"):
         reload_states(build())
-
-
-def test_what_needs_parameters_that_are_away_is_refused_and_names_reload_states(tmp_path):
-    run_ranks(2, parameters, str(tmp_path))
-
-
-def test_what_needs_gradients_that_are_away_is_refused_until_they_are_dropped():
-    run_ranks(2, gradients)
-
-
-def test_without_the_optimizers_state_a_model_runs_and_is_saved_and_only_a_step_is_refused(tmp_path):
-    run_ranks(2, optimizer_state, str(tmp_path))
-
-
-def test_states_go_away_between_steps_alone_and_on_any_rank_by_itself():
-    run_ranks(2, between_steps)

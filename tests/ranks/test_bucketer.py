@@ -16,7 +16,7 @@ from shardwright import ReduceScatterBucketer, set_transport
 from shardwright.bucketer import HOST_NBYTES
 from shardwright.errors import CommError, InputError, StageError
 from shardwright.transport.mesh import comm_of
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks, run_ranks
 
 WORLD = 2
 ROW_NUMEL = 2**20 // 4 // WORLD  # of a bucket of 1 MiB in float32
@@ -88,7 +88,8 @@ def test_sums_of_any_shape_and_dtype_are_alike_over_every_transport(world):  # R
                 assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def order(rank, world):
+@on_ranks(WORLD)
+def test_what_goes_at_once_what_waits_and_in_which_order_callbacks_run(rank, world):  # R2 to R10, R16
     calls = Calls()
     said = []
     bucketer = ReduceScatterBucketer(1)
@@ -120,10 +121,6 @@ def order(rank, world):
     assert len(calls) == 8
     none.flush()
     assert none.held_nbytes == 0
-
-
-def test_what_goes_at_once_what_waits_and_in_which_order_callbacks_run():  # R2 to R10, R16
-    run_ranks(WORLD, order)
 
 
 def memory(rank, world):
@@ -166,7 +163,10 @@ def test_memory_is_held_from_the_first_use_to_teardown_and_results_outlive_it():
     run_ranks(WORLD, memory)
 
 
-def on_the_host(rank, world):
+@on_ranks(WORLD)
+def test_on_the_host_buckets_travel_before_the_cap_is_reached_and_no_more_than_it_is_under_way(
+    rank, world
+):  # R3 R11
     calls = Calls()
     cap = 25
     bucketer = ReduceScatterBucketer(cap)
@@ -189,11 +189,8 @@ def on_the_host(rank, world):
     bucketer.teardown()
 
 
-def test_on_the_host_buckets_travel_before_the_cap_is_reached_and_no_more_than_it_is_under_way():  # R3 R11
-    run_ranks(WORLD, on_the_host)
-
-
-def groups(rank, world):
+@on_ranks(WORLD)
+def test_equal_groups_share_a_bucket_and_other_ranks_or_dtypes_do_not(rank, world):  # R12 D6
     everyone = [dist.new_group(list(range(world))) for _ in range(2)]
     alone = [dist.new_group([r]) for r in range(world)][rank]
     calls = Calls(everyone[0])
@@ -211,11 +208,8 @@ def groups(rank, world):
         bucketer.reduce_scatter_async(ones(1, 1), dist.GroupMember.NON_GROUP_MEMBER)
 
 
-def test_equal_groups_share_a_bucket_and_other_ranks_or_dtypes_do_not():  # R12 D6
-    run_ranks(WORLD, groups)
-
-
-def refused(rank, world):
+@on_ranks(WORLD)
+def test_ragged_and_wrong_inputs_are_refused_on_every_path_with_their_sizes(rank, world):  # R13 R14 D3
     for cap in (1, 0):  # R13 R14 D3: alike on the path of small and of large inputs
         bucketer = ReduceScatterBucketer(cap)
         with pytest.raises(InputError, match=r"received 3 inputs, expected group.size\(\) \(2\)"):
@@ -233,10 +227,6 @@ def refused(rank, world):
         bucketer.teardown()
     with pytest.raises(InputError, match="number of MiB, got 'much'"):
         ReduceScatterBucketer("much")
-
-
-def test_ragged_and_wrong_inputs_are_refused_on_every_path_with_their_sizes():  # R13 R14 D3
-    run_ranks(WORLD, refused)
 
 
 def overlapped(rank, world):
@@ -260,7 +250,8 @@ def test_a_large_input_is_on_its_way_while_the_caller_goes_on():  # D2
     assert not done
 
 
-def in_place(rank, world):
+@on_ranks(WORLD)
+def test_large_inputs_and_part_filled_buckets_are_sent_from_where_they_lie(rank, world):  # D7
     bucketer = ReduceScatterBucketer(0)
     calls = Calls()
     whole = torch.arange(8.0)
@@ -278,10 +269,6 @@ def in_place(rank, world):
     assert [stop - start for start, stop in segment.spans] == [5, 5]
 
 
-def test_large_inputs_and_part_filled_buckets_are_sent_from_where_they_lie():  # D7
-    run_ranks(WORLD, in_place)
-
-
 def bytes_sent(rank, world):
     set_transport("sockets")
     bucketer = ReduceScatterBucketer(1)
@@ -296,7 +283,8 @@ def test_each_rank_sends_every_other_rank_its_part_once():
         assert run_ranks(world, bytes_sent) == [100 * 16 * 1024 * (world - 1)] * world
 
 
-def raising(rank, world):
+@on_ranks(WORLD)
+def test_a_callback_that_raises_or_adds_more_loses_nothing(rank, world):
     bucketer = ReduceScatterBucketer(1)
     said = []
 
@@ -322,11 +310,12 @@ def raising(rank, world):
     bucketer.teardown()
 
 
-def test_a_callback_that_raises_or_adds_more_loses_nothing():
-    run_ranks(WORLD, raising)
-
-
-def differently(rank, world, transport):
+@pytest.mark.parametrize("transport", ["auto", "sockets", "collectives"])
+@pytest.mark.each_case
+@on_ranks(WORLD)
+def test_ranks_that_add_different_sizes_or_dtypes_are_told_so_on_every_transport(
+    rank, world, transport
+):  # R24
     set_transport(transport)
     for cap in (1, 0):
         for inputs in (ones(world, 3 + rank), ones(world, 4, (torch.float32, torch.int32)[rank])):
@@ -344,13 +333,8 @@ def differently(rank, world, transport):
             handle.wait()
 
 
-@pytest.mark.parametrize("transport", ["auto", "sockets", "collectives"])
-@pytest.mark.each_case
-def test_ranks_that_add_different_sizes_or_dtypes_are_told_so_on_every_transport(transport):  # R24
-    run_ranks(WORLD, differently, transport)
-
-
-def in_callbacks(rank, world):
+@on_ranks(WORLD)
+def test_callbacks_run_without_gradients_so_that_they_may_step_a_parameter(rank, world):  # R23
     weight = torch.nn.Parameter(torch.ones(3))
     enabled = []
 
@@ -365,10 +349,6 @@ def in_callbacks(rank, world):
         bucketer.reduce_scatter_async(ones(world, 3), None, step).wait()
     assert enabled == [False] * 4 and torch.is_grad_enabled()
     assert weight.tolist() == [1.0 - 4 * world] * 3
-
-
-def test_callbacks_run_without_gradients_so_that_they_may_step_a_parameter():  # R23
-    run_ranks(WORLD, in_callbacks)
 
 
 def subset(rank, world, transport):
@@ -395,7 +375,8 @@ def test_a_group_of_some_of_the_ranks_sums_over_these(transport):  # R13
     assert run_ranks(3, subset, transport) == [20.0, None, 22.0]
 
 
-def capped(rank, world):
+@on_ranks(WORLD)
+def test_the_cap_is_25_mib_and_zero_or_less_buckets_nothing(rank, world):  # R4 R10
     assert ReduceScatterBucketer().bucket_cap_mb == 25
     assert ReduceScatterBucketer().shard_numel(torch.float32, world) == 25 * 2**20 // 4 // world
     for cap in (-1, -0.5, 0):
@@ -412,11 +393,8 @@ def capped(rank, world):
             ReduceScatterBucketer(cap)
 
 
-def test_the_cap_is_25_mib_and_zero_or_less_buckets_nothing():  # R4 R10
-    run_ranks(WORLD, capped)
-
-
-def only_that_one(rank, world):
+@on_ranks(WORLD)
+def test_making_room_issues_that_bucket_and_no_other(rank, world):  # R8
     calls = Calls()
     bucketer = ReduceScatterBucketer(1)
     kept = bucketer.reduce_scatter_async(ones(world, 4, torch.float64))
@@ -433,7 +411,3 @@ def only_that_one(rank, world):
     assert kept.wait().tolist() == [world] * 4 and len(calls) == 2
     bucketer.flush()
     assert len(calls) == 3
-
-
-def test_making_room_issues_that_bucket_and_no_other():  # R8
-    run_ranks(WORLD, only_that_one)

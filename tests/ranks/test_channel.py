@@ -10,7 +10,7 @@ from shardwright.transport.cpu.sockets import SocketComm
 from shardwright.transport.mesh import resolve
 from shardwright.transport.process_group import ProcessGroupComm
 from tests.ranks.models import fresh_mesh
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks, run_ranks
 
 
 def combined(rank, world):
@@ -45,18 +45,16 @@ def test_words_of_many_ranks_travel_as_many_hops_as_doubling_takes(world, hops):
     assert run_ranks(world, in_hops) == [hops] * world
 
 
-def on_two_axes(rank, world):
+@on_ranks(4)
+def test_the_ranks_of_two_axes_learn_what_every_one_of_them_said(rank, world):
     axis = resolve(init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards")))
     channel = JointChannel([AxisChannel(comm) for comm in (axis.comm, axis.replicate)])
     assert channel.exchange([1 << rank]) == [0b1111]
     assert channel.exchange([5 - rank], "min") == [2]
 
 
-def test_the_ranks_of_two_axes_learn_what_every_one_of_them_said():
-    run_ranks(4, on_two_axes)
-
-
-def told(rank, world):
+@on_ranks(4)
+def test_each_kind_of_answer_is_told_once(rank, world):
     axis = resolve(None)
     channel = AxisChannel(axis.comm)
     assert broadcast(channel, 7, b"the same words") == {7: b"the same words"}
@@ -65,7 +63,3 @@ def told(rank, world):
     kinds = [10, 20, 21, 0]
     got = broadcast(channel, kinds[rank], texts[rank], lambda key: key // 10)
     assert got == {10: b"", 20: b"\0in another call\0"}
-
-
-def test_each_kind_of_answer_is_told_once():
-    run_ranks(4, told)

@@ -14,7 +14,7 @@ from shardwright import fully_shard
 from shardwright.checkpoint import async_save, load, save
 from shardwright.errors import CheckpointError
 from shardwright.wrapper import FSDP
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks, run_ranks
 from tests.ranks.test_extended import WIDTH, Bf16Gathered
 
 
@@ -122,7 +122,20 @@ def equal(a, b):
     return a.keys() == b.keys() and all(torch.equal(torch.as_tensor(a[k]), torch.as_tensor(b[k])) for k in a)
 
 
-def come_back(rank, world, path, shapes, kind, dim, saves):
+@pytest.mark.parametrize("saves", [save, async_save])
+@pytest.mark.parametrize(
+    ("world", "shapes", "kind", "dim"),
+    [
+        (1, [(3, 4)], Blocks, 0),
+        (2, [(4, 4), (2, 6), (6, 2)], Blocks, 0),
+        (2, [(2, 4), (6, 4)], Blocks, 1),
+        (3, [(5, 8), (1, 8), (6, 2)], OptimState8bit, 0),
+    ],
+    ids=["one", "rows", "columns", "uneven_and_empty"],
+)
+@on_ranks()
+def test_state_of_a_subclass_comes_back_to_the_bit(rank, world, tmp_path, shapes, kind, dim, saves):
+    path = str(tmp_path)
     model = build(shapes, 1, dim)
     optimizer = Lossy(model.parameters(), kind)
     trained(model, optimizer)
@@ -145,21 +158,6 @@ def come_back(rank, world, path, shapes, kind, dim, saves):
         for before, after in zip(held, optimizer.state.values(), strict=False):
             assert before["momentum"] is after["momentum"]
         trained(other, optimizer, 1)
-
-
-@pytest.mark.parametrize("saves", [save, async_save])
-@pytest.mark.parametrize(
-    ("world", "shapes", "kind", "dim"),
-    [
-        (1, [(3, 4)], Blocks, 0),
-        (2, [(4, 4), (2, 6), (6, 2)], Blocks, 0),
-        (2, [(2, 4), (6, 4)], Blocks, 1),
-        (3, [(5, 8), (1, 8), (6, 2)], OptimState8bit, 0),
-    ],
-    ids=["one", "rows", "columns", "uneven_and_empty"],
-)
-def test_state_of_a_subclass_comes_back_to_the_bit(tmp_path: Path, world, shapes, kind, dim, saves) -> None:
-    run_ranks(world, come_back, str(tmp_path), shapes, kind, dim, saves)
 
 
 def saved(rank, world, path, shapes, kind, dim=0):
@@ -227,7 +225,10 @@ def test_state_that_would_not_be_exact_is_refused_by_name_and_nothing_is_changed
         assert re.search(text, message), message
 
 
-def refused(rank, world, path):
+@on_ranks(3)
+def test_what_cannot_be_saved_is_refused_by_name(rank, world, tmp_path):
+    path = str(tmp_path)
+
     def message(model, optimizer=None, **options):
         with pytest.raises(CheckpointError) as caught:
             save(path, model=model, optimizer=optimizer, step=1, **options)
@@ -262,10 +263,6 @@ def refused(rank, world, path):
     trained(flat, optimizer)
     assert "use_orig_params=True" in message(flat, optimizer)
     assert not [*Path(path).glob("step-*")]
-
-
-def test_what_cannot_be_saved_is_refused_by_name(tmp_path: Path) -> None:
-    run_ranks(3, refused, str(tmp_path))
 
 
 def of_elements(kind, seed):

@@ -18,7 +18,7 @@ from shardwright import fully_shard, stream_state_dict
 from shardwright.checkpoint import load, save
 from shardwright.checkpoint.tools import consolidate
 from shardwright.errors import CheckpointError
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks, run_ranks
 from tests.ranks.test_checkpoint import assert_equal, everything
 
 
@@ -161,7 +161,9 @@ def test_no_rank_holds_more_than_a_part_of_a_model_that_is_streamed() -> None:
     assert max(nbytes for nbytes, _ in found) < 96 * MIB
 
 
-def save_uneven(rank, world, path):
+@on_ranks(2)
+def test_a_tensor_that_is_cut_unlike_its_placement_says_is_not_saved(rank, world, tmp_path):
+    path = str(tmp_path)
     mesh = init_device_mesh("cpu", (world,))
     rows = torch.ones(4 if rank else 2)  # of six, that three each would hold
     parts = DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, shape=(6,), stride=(1,))
@@ -169,7 +171,3 @@ def save_uneven(rank, world, path):
     model.weight = nn.Parameter(parts)
     with pytest.raises(CheckpointError, match=r"weight: .*this rank holds \[[24]\], expected \[3\]"):
         save(path, model=model, step=1)
-
-
-def test_a_tensor_that_is_cut_unlike_its_placement_says_is_not_saved(tmp_path):
-    run_ranks(2, save_uneven, str(tmp_path))

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from shardwright import fully_shard
 from shardwright.checkpoint import Keep, async_save, background, load, save
 from shardwright.errors import CheckpointError
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks, run_ranks
 
 
 class Net(nn.Module):
@@ -167,7 +167,9 @@ def test_optimizers_that_need_plain_parameters_resume_bit_equal(tmp_path: Path) 
     run_ranks(1, resumes_with, str(tmp_path), sorted(PLAIN_ONLY | SPARSE))
 
 
-def meta_model(rank: int, world: int, path: str) -> None:
+@on_ranks(2)
+def test_a_model_on_the_meta_device_gets_its_shards_and_trains(rank: int, world: int, tmp_path):
+    path = str(tmp_path)
     torch.manual_seed(1)
     model, optimizer, scheduler = start()
     train(model, optimizer, scheduler, range(2))
@@ -188,11 +190,9 @@ def meta_model(rank: int, world: int, path: str) -> None:
     train(empty, resumed, scheduler, range(2, 3))
 
 
-def test_a_model_on_the_meta_device_gets_its_shards_and_trains(tmp_path: Path) -> None:
-    run_ranks(2, meta_model, str(tmp_path))
-
-
-def unsharded_root(rank: int, world: int, path: str) -> None:
+@on_ranks(2)
+def test_the_weights_in_use_after_a_load_are_the_loaded_ones(rank: int, world: int, tmp_path):
+    path = str(tmp_path)
     torch.manual_seed(1)
     model, other = sharded(Net()).eval(), sharded(Net()).eval()
     save(path, model=model, step=0)
@@ -202,11 +202,9 @@ def unsharded_root(rank: int, world: int, path: str) -> None:
     assert torch.equal(other(x), model(x))
 
 
-def test_the_weights_in_use_after_a_load_are_the_loaded_ones(tmp_path: Path) -> None:
-    run_ranks(2, unsharded_root, str(tmp_path))
-
-
-def other_precision(rank: int, world: int, path: str) -> None:
+@on_ranks(2)
+def test_another_precision_is_converted_and_said(rank: int, world: int, tmp_path):
+    path = str(tmp_path)
     model = sharded(Net())
     save(path, model=model, step=0)
     half = sharded(Net().bfloat16())
@@ -216,10 +214,6 @@ def other_precision(rank: int, world: int, path: str) -> None:
         expected = model.state_dict()[name]
         if isinstance(value, DTensor):
             assert torch.equal(value.to_local(), expected.to_local().to(value.dtype)), name
-
-
-def test_another_precision_is_converted_and_said(tmp_path: Path) -> None:
-    run_ranks(2, other_precision, str(tmp_path))
 
 
 class Placed(nn.Module):
@@ -348,7 +342,9 @@ class Average:
         self.shadow, self.decay = state["shadow"], state["decay"]
 
 
-def with_average(rank: int, world: int, path: str) -> None:
+@on_ranks(2)
+def test_sharded_extra_state_comes_back_sharded(rank: int, world: int, tmp_path):
+    path = str(tmp_path)
     torch.manual_seed(1)
     model = sharded(Net())
     average = Average(model)
@@ -357,10 +353,6 @@ def with_average(rank: int, world: int, path: str) -> None:
     load(path, model=model, extra={"ema": other})
     for name, value in average.shadow.items():
         assert torch.equal(value.to_local(), other.shadow[name].to_local()), name
-
-
-def test_sharded_extra_state_comes_back_sharded(tmp_path: Path) -> None:
-    run_ranks(2, with_average, str(tmp_path))
 
 
 def diverged_buffer(rank: int, world: int, path: str) -> list[str]:

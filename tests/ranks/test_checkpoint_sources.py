@@ -24,7 +24,7 @@ from shardwright import full_state_dict, fully_shard
 from shardwright.checkpoint import load
 from shardwright.errors import CheckpointError
 from shardwright.wrapper import FSDP, ModuleWrapPolicy, StateDictType
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks, run_ranks
 
 
 class Net(nn.Module):
@@ -218,7 +218,8 @@ def test_our_models_go_through_torch_dcp_at_other_world_sizes(tmp_path: Path, wr
     run_ranks(3, dcp_round_trip, str(tmp_path), wrapper, False)
 
 
-def model_state_dicts(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_torch_state_dict_functions_work_on_our_models(rank: int, world: int):
     model, other = sharded(1), sharded(100)
     set_model_state_dict(other, get_model_state_dict(model))
     assert_is_net(whole(other), 1)
@@ -239,7 +240,3 @@ def model_state_dicts(rank: int, world: int) -> None:
     set_optimizer_state_dict(other, resumed, get_optimizer_state_dict(model, optimizer))
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(optimizer.state[p]["exp_avg"].to_local(), resumed.state[q]["exp_avg"].to_local())
-
-
-def test_torch_state_dict_functions_work_on_our_models() -> None:
-    run_ranks(2, model_state_dicts)

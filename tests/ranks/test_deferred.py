@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from shardwright import SchedulePolicy, explain, fully_shard, set_transport, stats
 from shardwright.engine.step.runtime import Phase
 from tests.ranks import models
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks, run_ranks
 
 WIDTH, VOCAB = 264, 1001  # each end is larger than a MiB, up to which small groups share collectives
 
@@ -69,7 +69,8 @@ def lines(model, phase):
     return {str(entry.event): list(map(str, entry.actions)) for entry in model.schedule().phases[phase]}
 
 
-def schedules(rank, world):
+@on_ranks(2)
+def test_the_head_is_gathered_beside_the_blocks_and_reduced_before_them(rank, world):
     model = sharded(made())
     assert "group 4: norm, head  on" in str(explain(model))
     model.set_schedule_policy(SchedulePolicy(bucket_cap_mb=0))
@@ -84,10 +85,6 @@ def schedules(rank, world):
     assert forward["F+ 4"] == ["wait 4"]
     assert "reduce 4" in backward["G  4"]
     assert list(backward).index("G  4") < list(backward).index("G  2") < list(backward).index("G  3")
-
-
-def test_the_head_is_gathered_beside_the_blocks_and_reduced_before_them():
-    run_ranks(2, schedules)
 
 
 def embedding_apart(rank, world, position):
@@ -118,15 +115,6 @@ def test_a_head_that_has_little_or_nothing_of_the_root_before_the_blocks_is_gath
 READS = ("in its forward", "beside its forward", "before the blocks", "in a list", "by its name", "never")
 
 
-def trains(rank, world, reads):
-    model = sharded(made(reads=reads))
-    equal_steps(model, made(reads=reads), rank, world)
-    with torch.no_grad():
-        model(torch.ones(2, 3))
-    model.reshard()
-    equal_steps(model, unsharded(model), rank, world)
-
-
 def unsharded(model):
     """One that isn't sharded, with the same weights."""
     twin = made(reads=model.reads, position=model.position is not None)
@@ -137,11 +125,18 @@ def unsharded(model):
 
 
 @pytest.mark.parametrize("reads", READS)
-def test_however_the_head_is_read_it_is_there(reads):
-    run_ranks(2, trains, reads)
+@on_ranks(2)
+def test_however_the_head_is_read_it_is_there(rank, world, reads):
+    model = sharded(made(reads=reads))
+    equal_steps(model, made(reads=reads), rank, world)
+    with torch.no_grad():
+        model(torch.ones(2, 3))
+    model.reshard()
+    equal_steps(model, unsharded(model), rank, world)
 
 
-def fails_and_goes_on(rank, world):
+@on_ranks(2)
+def test_after_a_forward_that_failed_before_it_was_read_training_goes_on(rank, world):
     model, blocks = sharded(made()), []
     handle = model.blocks[2].register_forward_hook(lambda *_: 1 / 0)
     for _ in range(2):
@@ -153,11 +148,8 @@ def fails_and_goes_on(rank, world):
     equal_steps(model, made(), rank, world)
 
 
-def test_after_a_forward_that_failed_before_it_was_read_training_goes_on():
-    run_ranks(2, fails_and_goes_on)
-
-
-def copied(rank, world):
+@on_ranks(2)
+def test_a_deep_copy_defers_its_head_too(rank, world):
     model = sharded(made())
     equal_steps(model, made(), rank, world, steps=1)
     twin, reference = copy.deepcopy(model), unsharded(model)
@@ -166,11 +158,9 @@ def copied(rank, world):
     assert lines(twin, Phase.FORWARD)["F+ 4"] == ["wait 4"]
 
 
-def test_a_deep_copy_defers_its_head_too():
-    run_ranks(2, copied)
-
-
-def compiled(rank, world):
+@pytest.mark.slow
+@on_ranks(2, limit_s=120.0)
+def test_a_compiled_model_or_head_waits_for_it(rank, world):
     for whole in (True, False):
         model, reference = sharded(made()), made()
         if whole:
@@ -180,12 +170,8 @@ def compiled(rank, world):
         equal_steps(model, reference, rank, world)
 
 
-@pytest.mark.slow
-def test_a_compiled_model_or_head_waits_for_it():
-    run_ranks(2, compiled, limit_s=120.0)
-
-
-def held_by_the_caller(rank, world):
+@on_ranks(2)
+def test_what_the_caller_has_unsharded_is_not_gathered_again(rank, world):
     model, reference = sharded(made(), reshard_after_forward=True), made()
     x = torch.ones(2, 3)
     with model.unsharded():
@@ -201,11 +187,8 @@ def held_by_the_caller(rank, world):
     equal_steps(model, reference, rank, world)
 
 
-def test_what_the_caller_has_unsharded_is_not_gathered_again():
-    run_ranks(2, held_by_the_caller)
-
-
-def hooked(rank, world):
+@on_ranks(2)
+def test_a_setter_on_the_root_is_for_both_groups(rank, world):
     model, seen = sharded(made()), []
     model.set_all_reduce_hook(lambda grads: seen.append(grads.numel()))
     equal_steps(model, made(), rank, world, steps=1)
@@ -215,11 +198,8 @@ def hooked(rank, world):
     )
 
 
-def test_a_setter_on_the_root_is_for_both_groups():
-    run_ranks(2, hooked)
-
-
-def nested(rank, world):
+@on_ranks(2)
+def test_in_a_larger_model_it_is_as_any_other_group(rank, world):
     class Outer(nn.Module):
         def __init__(self):
             super().__init__()
@@ -236,11 +216,8 @@ def nested(rank, world):
     equal_steps(model, reference, rank, world)
 
 
-def test_in_a_larger_model_it_is_as_any_other_group():
-    run_ranks(2, nested)
-
-
-def small_or_shared(rank, world):
+@on_ranks(2)
+def test_a_tied_head_or_a_small_one_stays_with_the_rest(rank, world):
     tied = sharded(made(tied=True))
     equal_steps(tied, made(tied=True), rank, world)
     assert "F+ 4" not in lines(tied, Phase.FORWARD)
@@ -249,10 +226,6 @@ def small_or_shared(rank, world):
     fully_shard(small)
     small(torch.ones(2, 13)).sum().backward()
     assert "F+ 2" not in lines(small, Phase.FORWARD)
-
-
-def test_a_tied_head_or_a_small_one_stays_with_the_rest():
-    run_ranks(2, small_or_shared)
 
 
 BLOCK = 1000  # of a block's two matrices each is larger than a MiB
@@ -277,7 +250,9 @@ def deep(reads="in their forwards", **options):
     return model
 
 
-def cut(rank, world, reads):
+@pytest.mark.parametrize("reads", ["in their forwards", "the last one first"])
+@on_ranks(2)
+def test_the_first_block_is_two_groups_of_which_one_is_moved_beside_the_others_compute(rank, world, reads):
     torch.manual_seed(5)
     reference = deep(reads)
     model = sharded(copy.deepcopy(reference))
@@ -295,12 +270,8 @@ def cut(rank, world, reads):
     equal_steps(twin, copy.deepcopy(reference), rank, world, steps=1)
 
 
-@pytest.mark.parametrize("reads", ["in their forwards", "the last one first"])
-def test_the_first_block_is_two_groups_of_which_one_is_moved_beside_the_others_compute(reads):
-    run_ranks(2, cut, reads)
-
-
-def asked(rank, world):
+@on_ranks(2)
+def test_a_first_block_that_something_was_asked_of_stays_one_group(rank, world):
     torch.manual_seed(5)
     reference = deep()
     model = copy.deepcopy(reference)
@@ -311,11 +282,8 @@ def asked(rank, world):
     assert len(explain(model).groups) == 5
 
 
-def test_a_first_block_that_something_was_asked_of_stays_one_group():
-    run_ranks(2, asked)
-
-
-def tied_later(rank, world):
+@on_ranks(2)
+def test_a_parameter_of_a_group_that_was_cut_off_may_be_tied_later(rank, world):
     class Outer(nn.Module):
         def __init__(self):
             super().__init__()
@@ -332,7 +300,3 @@ def tied_later(rank, world):
     sharded(model.inner)
     fully_shard(model)
     equal_steps(model, reference, rank, world)
-
-
-def test_a_parameter_of_a_group_that_was_cut_off_may_be_tied_later():
-    run_ranks(2, tied_later)

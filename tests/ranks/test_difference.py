@@ -23,7 +23,7 @@ from shardwright.engine.unit import unit_of
 from shardwright.errors import CommError, MissingExtra
 from shardwright.transport.link import LinkSpeed, _free, _links, free_nbytes, measured
 from tests.ranks.models import NEEDS_ORDER
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks, run_ranks
 from tests.ranks.quantised import COLS
 from tests.ranks.quantised import build as build_quantised
 from tests.ranks.quantised import shard as shard_quantised
@@ -308,15 +308,12 @@ def test_copies_are_kept_within_a_budget_named_by_explain_and_freed_when_they_ar
         assert "all-gathers send what has changed" in text
 
 
-def without_coder(rank, world):
+@on_ranks(1)
+def test_without_the_coder_it_is_refused_with_the_line_that_installs_it(rank, world):
     sys.modules["zstandard"] = None  # as if it weren't installed
     for wire in ("difference", "auto"):
         with pytest.raises(MissingExtra, match=r"needs zstandard, .*pip install 'shardwright\[wire\]'"):
             shard(SchedulePolicy(wire=wire))
-
-
-def test_without_the_coder_it_is_refused_with_the_line_that_installs_it():
-    run_ranks(1, without_coder)
 
 
 def told(rank, world):

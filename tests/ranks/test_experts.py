@@ -13,7 +13,7 @@ from examples import experts as example
 from shardwright import SchedulePolicy, checkpoint, clip_grad_norm_, full_state_dict
 from shardwright.wrapper import FSDP
 from tests.ranks.models import Run, full, mean_over_ranks
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks, run_ranks
 
 STEPS = 4
 TOLERANCE = 1e-12
@@ -97,18 +97,15 @@ def test_routed_experts_train_as_in_one_process_also_where_a_rank_gets_no_tokens
     assert sum(held) == 6, "every expert is on one rank"
 
 
-def recomputed(rank, world, api):
+@pytest.mark.parametrize("api", list(example.APIS))
+@pytest.mark.slow
+@on_ranks(4)
+def test_recomputed_experts_exchange_their_tokens_again_in_the_same_order_on_all_ranks(rank, world, api):
     model = sharded_on((2, 2), api)
     for block in model.blocks:
         inner = getattr(block, "module", block)
         inner.routed.forward = partial(recompute, inner.routed.forward, use_reentrant=False)
     train_beside(Run.of(model), Run.of(build()), rank, world)
-
-
-@pytest.mark.parametrize("api", list(example.APIS))
-@pytest.mark.slow
-def test_recomputed_experts_exchange_their_tokens_again_in_the_same_order_on_all_ranks(api):
-    run_ranks(4, recomputed, api)
 
 
 def saves(rank, world, folder, api):
@@ -134,7 +131,9 @@ def test_a_checkpoint_of_experts_is_resumed_by_ranks_that_share_them_otherwise(a
         run_ranks(shape[0] * shape[1], resumes, tmp_path, shape, api, saved)
 
 
-def whole_states(rank, world):
+@pytest.mark.slow
+@on_ranks(4)
+def test_whole_state_dicts_of_the_wrapper_have_every_expert_and_load_into_another_mesh(rank, world):
     ours, theirs = Run.of(sharded_on((2, 2), "wrapper")), Run.of(build())
     train_beside(ours, theirs, rank, world, range(2))
     state, moments = ours.model.state_dict(), FSDP.optim_state_dict(ours.model, ours.optimizer)["state"]
@@ -153,11 +152,6 @@ def whole_states(rank, world):
     ours.model.load_state_dict(other.model.state_dict())
     for one, two in zip(ours.model.parameters(), other.model.parameters(), strict=True):
         assert torch.equal(full(one), full(two))
-
-
-@pytest.mark.slow
-def test_whole_state_dicts_of_the_wrapper_have_every_expert_and_load_into_another_mesh():
-    run_ranks(4, whole_states)
 
 
 def runs_example(rank, world, api):

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from shardwright import MixedPrecisionPolicy, explain, fully_shard, set_transport, stats
 from shardwright.errors import InputError
 from tests.ranks.models import train_on_parts
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks, run_ranks
 
 WIDTH = 12
 
@@ -128,7 +128,18 @@ def shard(model, shards, **options):
     return shards(model, **options)
 
 
-def beside_torch(rank, world, kind, rows):
+@pytest.mark.parametrize(
+    ("world", "kind", "rows"),
+    [
+        (1, Bf16Gathered, 12),
+        (2, Bf16Gathered, 12),
+        (2, ScaledInt8, 12),
+        (3, PaddedGathered, 13),
+        (2, TakesTwo, 12),
+    ],
+)
+@on_ranks()
+def test_extensions_train_as_under_torchs_fully_shard(rank, world, kind, rows):
     ours = shard(build(kind, rows), fully_shard)
     theirs = shard(build(kind, rows), torch_fsdp.fully_shard)
     plain = shard(build(None, rows), fully_shard)
@@ -145,20 +156,6 @@ def beside_torch(rank, world, kind, rows):
     with ours.unsharded(), torch.no_grad():
         ours[0].weight.zero_()
     assert not ours[0].weight.to_local().data_.any()
-
-
-@pytest.mark.parametrize(
-    ("world", "kind", "rows"),
-    [
-        (1, Bf16Gathered, 12),
-        (2, Bf16Gathered, 12),
-        (2, ScaledInt8, 12),
-        (3, PaddedGathered, 13),
-        (2, TakesTwo, 12),
-    ],
-)
-def test_extensions_train_as_under_torchs_fully_shard(world, kind, rows):
-    run_ranks(world, beside_torch, kind, rows)
 
 
 def held(rank, world):
@@ -195,7 +192,18 @@ def test_rows_that_need_no_padding_are_gathered_in_half_the_bytes():
         assert 0 < sent[Bf16Gathered] < 0.6 * sent[None]
 
 
-def refused(rank, world):
+@on_ranks(2)
+def test_weights_that_a_load_is_to_fill_are_sharded_without_a_method_that_takes_four_arguments(rank, world):
+    model = build(TakesTwo)
+    with torch.no_grad():
+        model[0].weight.data_[0, 0] = torch.nan  # as memory that a load is to fill may be
+    assert fully_shard(model)[0].weight.to_local().data_.isnan().sum() == (rank == 0)
+    with torch.device("meta"):
+        assert fully_shard(build(TakesTwo))[0].weight.is_meta
+
+
+@on_ranks(1)
+def test_extensions_that_are_not_as_torch_takes_them_are_refused(rank, world):
     class Half(Bf16Gathered):
         fsdp_post_all_gather = property()
 
@@ -214,23 +222,6 @@ def refused(rank, world):
     with pytest.raises(InputError, match=r"'weight' is a EncodesAnew, .*4 arguments") as caught:
         fully_shard(build(EncodesAnew)[0])
     assert isinstance(caught.value.__cause__, NotImplementedError)
-
-
-def uninitialised(rank, world):
-    model = build(TakesTwo)
-    with torch.no_grad():
-        model[0].weight.data_[0, 0] = torch.nan  # as memory that a load is to fill may be
-    assert fully_shard(model)[0].weight.to_local().data_.isnan().sum() == (rank == 0)
-    with torch.device("meta"):
-        assert fully_shard(build(TakesTwo))[0].weight.is_meta
-
-
-def test_weights_that_a_load_is_to_fill_are_sharded_without_a_method_that_takes_four_arguments():
-    run_ranks(2, uninitialised)
-
-
-def test_extensions_that_are_not_as_torch_takes_them_are_refused():
-    run_ranks(1, refused)
 
 
 def sends_bf16(self, mesh):
@@ -262,7 +253,8 @@ def at_rest(model):
         module.reshard()
 
 
-def set_later(rank, world):
+@on_ranks(1, 2)
+def test_extensions_set_on_local_tensors_are_seen_at_the_next_gather(rank, world):
     """After sharding; again after ``to_empty``, whose tensors have none; in the middle of training."""
     x = torch.randn(2, WIDTH)
     rounded = build(None)
@@ -292,11 +284,6 @@ def set_later(rank, world):
         across(x)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_extensions_set_on_local_tensors_are_seen_at_the_next_gather(world):
-    run_ranks(world, set_later)
-
-
 class SeesStorages(ScaledInt8):
     def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
         assert [output.storage_offset() for output in outputs] == [0] * len(outputs)
@@ -316,11 +303,8 @@ def test_what_is_gathered_by_its_class_alone_says_why_it_is_not_resharded_to_a_s
         assert "resharded to all 4 ranks after forward, not to 2: the class of 'weight' says itself" in said
 
 
-def storages(rank, world):
+@on_ranks(2)
+def test_each_output_of_a_gather_has_a_storage_of_its_own(rank, world):
     model = shard(build(SeesStorages), fully_shard)
     for _ in range(2):
         model(torch.randn(2, WIDTH)).sum().backward()
-
-
-def test_each_output_of_a_gather_has_a_storage_of_its_own():
-    run_ranks(2, storages)

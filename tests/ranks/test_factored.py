@@ -12,7 +12,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from shardwright import fully_shard
 from shardwright.errors import StageError
 from tests.ranks.models import full
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks, run_ranks
 
 
 def build():
@@ -89,7 +89,10 @@ def test_muon_over_shards_says_that_it_is_not_exact_and_is_near():
     assert max(run_ranks(2, muon)) < 1e-2
 
 
-def stepped_by_torch(rank, world, first):
+@pytest.mark.each_case
+@pytest.mark.parametrize("first", [True, False])
+@on_ranks(2)
+def test_torchs_optimizer_in_the_backward_is_refused_with_ours_named(rank, world, first):
     model = build()
     params = list(model.parameters())
     if first:
@@ -99,12 +102,6 @@ def stepped_by_torch(rank, world, first):
         _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
     with pytest.raises(StageError, match=r"_apply_optimizer_in_backward.*use shardwright\.StepInBackward"):
         model(torch.randn(4, 8)).sum().backward()
-
-
-@pytest.mark.each_case
-@pytest.mark.parametrize("first", [True, False])
-def test_torchs_optimizer_in_the_backward_is_refused_with_ours_named(first):
-    run_ranks(2, stepped_by_torch, first)
 
 
 def replicated(rank, world):

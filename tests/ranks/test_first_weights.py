@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from shardwright import fully_shard
 from shardwright.errors import Diverged
 from shardwright.wrapper import FSDP
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks, run_ranks
 
 
 def model_of(seed):
@@ -91,7 +91,8 @@ def test_equal_weights_are_equal():
     run_ranks(3, began, True, nothing, None)
 
 
-def rank_0_loads(rank, world):
+@on_ranks(2)
+def test_weights_that_only_rank_0_has_loaded_are_told(rank, world):
     """nanoGPT's and others': rank 0 alone reads the pretrained weights, as under DistributedDataParallel."""
     torch.manual_seed(0)
     model = nn.Linear(400, 400)
@@ -102,21 +103,14 @@ def rank_0_loads(rank, world):
         model(torch.ones(1, 400))
 
 
-def test_weights_that_only_rank_0_has_loaded_are_told():
-    run_ranks(2, rank_0_loads)
-
-
-def on_meta(rank, world):
+@on_ranks(2)
+def test_what_was_on_the_meta_device_is_not_compared(rank, world):
     with torch.device("meta"):
         model = nn.Linear(8, 8)
     fully_shard(model).to_empty(device="cpu")
     torch.manual_seed(rank)
     model.reset_parameters()
     model(torch.ones(1, 8)).sum().backward()
-
-
-def test_what_was_on_the_meta_device_is_not_compared():
-    run_ranks(2, on_meta)
 
 
 def statistics(rank, world, kind):
@@ -142,17 +136,14 @@ def test_statistics_that_differ_at_an_evaluation_are_told_once(kind, times):
         assert all("'1.running_mean' isn't the same on rank 0 as on rank 1" in each for each in told)
 
 
-def other_buffers(rank, world):
+@on_ranks(2)
+def test_buffers_that_differ_from_the_begin_are_told(rank, world):
     model = nn.Linear(4, 4)
     nn.init.ones_(model.weight)
     nn.init.ones_(model.bias)
     model.register_buffer("scale", torch.full((1,), 1.0 + rank))
     with pytest.warns(UserWarning, match=r"'scale' isn't the same on rank 0 as on rank 1 .* this forward"):
         fully_shard(model)(torch.ones(1, 4))
-
-
-def test_buffers_that_differ_from_the_begin_are_told():
-    run_ranks(2, other_buffers)
 
 
 class Given(nn.Module):
@@ -180,7 +171,10 @@ PAIRS = {  # of rank 0 and of the others; what is named
 }
 
 
-def sent(rank, world, kind):
+@pytest.mark.each_case
+@pytest.mark.parametrize("kind", PAIRS)
+@on_ranks(2)
+def test_states_that_can_not_be_sent_are_named_before_any_is(rank, world, kind):
     of_first, of_others, named = PAIRS[kind]
     for wraps in (Given(nn.Linear(4, 4), (of_first if rank == 0 else of_others)()),):
         with pytest.raises(Diverged, match=f"ranks 0 and 1 of the mesh:\n  rank 0: {named}") as error:
@@ -189,23 +183,15 @@ def sent(rank, world, kind):
         assert not any(isinstance(param, DTensor) for param in wraps.parameters())
 
 
-@pytest.mark.each_case
-@pytest.mark.parametrize("kind", PAIRS)
-def test_states_that_can_not_be_sent_are_named_before_any_is(kind):
-    run_ranks(2, sent, kind)
-
-
-def sent_from_rank_0(rank, world):
+@on_ranks(2)
+def test_states_that_rank_0_has_sent_are_equal(rank, world):
     torch.manual_seed(rank)
     model = FSDP(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), sync_module_states=True)
     model(torch.ones(3, 4)).sum().backward()
 
 
-def test_states_that_rank_0_has_sent_are_equal():
-    run_ranks(2, sent_from_rank_0)
-
-
-def named_values(rank, world):
+@on_ranks(2)
+def test_a_parameter_may_have_any_name(rank, world):
     """A name that the comparison's own words might be taken for."""
     model = nn.Module()
     model.values = nn.Parameter(torch.ones(8, 3 + rank))
@@ -213,7 +199,3 @@ def named_values(rank, world):
     fully_shard(model)
     with pytest.raises(Diverged, match=r"different models.*\n.*parameter values of group .*shape \[8, 3\]"):
         model(torch.ones(1))
-
-
-def test_a_parameter_may_have_any_name():
-    run_ranks(2, named_values)

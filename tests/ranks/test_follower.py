@@ -15,7 +15,7 @@ from shardwright.errors import StageError
 from shardwright.schedule.follower import Mode
 from shardwright.schedule.schedule import ActionKind, Phase
 from tests.ranks.models import full
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks, run_ranks
 
 WIDTH = 8
 
@@ -104,7 +104,9 @@ def test_an_error_at_any_action_or_sync_leaves_the_next_step_clean_on_all_ranks(
     assert len(set(run_ranks(2, fails_anywhere, error, 2))) == 1
 
 
-def derives(rank, world, agreement):
+@pytest.mark.parametrize("agreement", ["strict", "off"])
+@on_ranks(2)
+def test_what_the_follower_derives_of_its_actions_is_what_is_so(rank, world, agreement):
     model, checked = built(agreement, keep_last=2), []
     at = Runtime.at
 
@@ -127,12 +129,8 @@ def derives(rank, world, agreement):
     assert not all(checked)
 
 
-@pytest.mark.parametrize("agreement", ["strict", "off"])
-def test_what_the_follower_derives_of_its_actions_is_what_is_so(agreement):
-    run_ranks(2, derives, agreement)
-
-
-def from_inside(rank, world):
+@on_ranks(2)
+def test_what_runs_inside_of_an_action_may_unshard_and_rest_but_not_run_the_model(rank, world):
     model = built()
     trained(model, rank, 0)
     done = []
@@ -151,11 +149,8 @@ def from_inside(rank, world):
     trained(model, rank, 2)
 
 
-def test_what_runs_inside_of_an_action_may_unshard_and_rest_but_not_run_the_model():
-    run_ranks(2, from_inside)
-
-
-def from_another_thread(rank, world):
+@on_ranks(1)
+def test_an_event_from_another_thread_waits_for_the_action_to_end(rank, world):
     model = built("off")
     trained(model, rank, 0)
     runtime = unit_of(model).runtime
@@ -183,10 +178,6 @@ def from_another_thread(rank, world):
         model(torch.ones(1, WIDTH))
     thread.join()
     assert log.index("other") > log.index("action")
-
-
-def test_an_event_from_another_thread_waits_for_the_action_to_end():
-    run_ranks(1, from_another_thread)
 
 
 def exits_early(rank, world):
@@ -268,7 +259,14 @@ class Interrupted(nn.Linear):
         return super().forward(x)
 
 
-def interrupted(rank, world):
+def trained_sequential(model):
+    model.zero_grad()
+    model(torch.ones(2, WIDTH)).square().sum().backward()
+    return full(model[0].weight.grad)
+
+
+@on_ranks(2)
+def test_a_forward_that_ctrl_c_has_ended_is_followed_by_a_clean_one(rank, world):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Interrupted(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     for layer in model:
@@ -281,13 +279,3 @@ def interrupted(rank, world):
             model(torch.ones(2, WIDTH))
         model[1].interrupts = False
         assert torch.equal(trained_sequential(model), expected)
-
-
-def trained_sequential(model):
-    model.zero_grad()
-    model(torch.ones(2, WIDTH)).square().sum().backward()
-    return full(model[0].weight.grad)
-
-
-def test_a_forward_that_ctrl_c_has_ended_is_followed_by_a_clean_one():
-    run_ranks(2, interrupted)

@@ -12,7 +12,7 @@ from shardwright import MixedPrecisionPolicy, fully_shard
 from shardwright.errors import StageError
 from shardwright.wrapper import FSDP, MixedPrecision
 from tests.ranks.models import full
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks, run_ranks
 
 
 class Block(nn.Module):
@@ -140,7 +140,10 @@ class Table(nn.Module):
         return VIEWS[self.kind](self.weight)
 
 
-def giving_weights(rank, world, kind, reshard):
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("kind", [kind for kind in VIEWS if kind != "in an object"])
+@on_ranks(2)
+def test_a_forward_may_give_views_of_its_weights(rank, world, kind, reshard):
     whole = Table(kind)
     ours = nn.Sequential(Table(kind))
     fully_shard(ours[0], reshard_after_forward=reshard)
@@ -157,22 +160,13 @@ def giving_weights(rank, world, kind, reshard):
         assert torch.equal(full(ours[0].weight.grad), whole.weight.grad)
 
 
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("kind", [kind for kind in VIEWS if kind != "in an object"])
-def test_a_forward_may_give_views_of_its_weights(kind, reshard):
-    run_ranks(2, giving_weights, kind, reshard)
-
-
-def held_in_an_object(rank, world):
+@on_ranks(2)
+def test_a_view_of_a_weight_in_an_object_is_refused_by_name(rank, world):
     table = fully_shard(Table("in an object"))
     with pytest.raises(StageError, match=r"'Table' gives a view of one of its parameters in an object"):
         table()
     table.kind = "itself"
     assert torch.equal(table(), Table("itself").weight)
-
-
-def test_a_view_of_a_weight_in_an_object_is_refused_by_name():
-    run_ranks(2, held_in_an_object)
 
 
 class Recurrent(nn.Module):
@@ -207,7 +201,10 @@ NORMS = {
 }
 
 
-def normed(rank, world, kind, flat):
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("kind", NORMS)
+@on_ranks(2)
+def test_norms_with_running_statistics_train_under_mixed_precision(rank, world, kind, flat):
     make, shape = NORMS[kind]
     torch.manual_seed(0)
     half = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)
@@ -222,9 +219,3 @@ def normed(rank, world, kind, flat):
         out, other = model.train(training)(x), whole.train(training)(x)
         assert torch.allclose(out.float(), other, atol=0.05)
         out.float().square().mean().backward()
-
-
-@pytest.mark.parametrize("flat", [False, True])
-@pytest.mark.parametrize("kind", NORMS)
-def test_norms_with_running_statistics_train_under_mixed_precision(kind, flat):
-    run_ranks(2, normed, kind, flat)

@@ -9,7 +9,7 @@ from shardwright.engine.unit import unit_of
 from shardwright.errors import StageError
 from shardwright.schedule.schedule import ActionKind
 from tests.ranks.models import Block, Run, assert_same
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks
 
 WIDTH = 13
 
@@ -53,18 +53,15 @@ def in_turn(rank, world, options, frozen):
         assert [p.requires_grad for p in held[frozen]] == [trains] * len(held[frozen])
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_what_was_frozen_for_a_step_trains_in_the_next(world):
-    run_ranks(world, each_in_turn, limit_s=30.0)
-
-
-def each_in_turn(rank, world):
+@on_ranks(1, 2, limit_s=30.0)
+def test_what_was_frozen_for_a_step_trains_in_the_next(rank, world):
     for frozen in (0, 1):
         for reshard in (False, True):
             in_turn(rank, world, {"reshard_after_forward": reshard}, frozen)
 
 
-def between(rank, world):
+@on_ranks(2, limit_s=30.0)
+def test_frozen_between_a_forward_and_its_backward(rank, world):
     """Frozen after the forward: as in one process, the backward brings those parameters no gradient."""
     model, reference = built(reshard_after_forward=False)
     x = torch.ones(4, WIDTH)
@@ -83,17 +80,10 @@ def between(rank, world):
     assert all(stats(block).unsharded_nbytes == 0 for block in model)
 
 
-def test_frozen_between_a_forward_and_its_backward():
-    run_ranks(2, between, limit_s=30.0)
-
-
-def asks_for_ever(rank, world):
+@on_ranks(2, limit_s=30.0)
+def test_no_rank_asks_for_ever(rank, world):
     """If asking did not help, it would be for ever: an error says so."""
     model, _ = built()
     unit_of(model[0]).runtime.executor.do[ActionKind.REDUCE] = lambda action: None  # the gradients stay
     with pytest.raises(StageError, match="still holds gradients"):
         model(torch.ones(4, WIDTH)).square().mean().backward()
-
-
-def test_no_rank_asks_for_ever():
-    run_ranks(2, asks_for_ever, limit_s=30.0)

@@ -15,14 +15,15 @@ from shardwright.errors import StageError
 from shardwright.schedule.check import check
 from shardwright.schedule.schedule import Action, ActionKind, Event, EventKind, Phase, Schedule
 from tests.ranks.models import Block, Run, assert_same, batches, build, full, loss_of, shard_decoder
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks, run_ranks
 
 
 def held_nbytes(model):
     return sum(g.buffer.allocated_nbytes for g in unit_of(model).runtime.groups if g.buffer is not None)
 
 
-def storage_freed(rank, world):
+@on_ranks(1, 2, 3)
+def test_after_every_step_all_unsharded_storage_is_freed(rank, world):
     model = shard_decoder(build(), fully_shard)
     model.set_schedule_policy(SchedulePolicy(bucket_cap_mb=0))
     run = Run.of(model)
@@ -48,12 +49,8 @@ def storage_freed(rank, world):
     assert held_nbytes(model) == 0
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_after_every_step_all_unsharded_storage_is_freed(world):
-    run_ranks(world, storage_freed)
-
-
-def owned_by_the_root(rank, world):
+@on_ranks(2)
+def test_the_root_owns_what_nested_calls_have_left_and_is_resharded_at_the_end_of_backward(rank, world):
     """Each call owns what nested calls have left; the root's stays from forward to the end of backward."""
     model = build()
     fully_shard(model.blocks[0].up)
@@ -79,11 +76,8 @@ def owned_by_the_root(rank, world):
         assert root.buffer.allocated_nbytes == 0
 
 
-def test_the_root_owns_what_nested_calls_have_left_and_is_resharded_at_the_end_of_backward():
-    run_ranks(2, owned_by_the_root)
-
-
-def graph_keeps_nothing(rank, world):
+@on_ranks(2)
+def test_the_autograd_graph_keeps_no_resharded_weight_alive(rank, world):
     """Every tensor that autograd saved from a resharded group lies in a storage of zero bytes, and can't be
     read: its version isn't the one that was saved."""
     block = fully_shard(
@@ -108,11 +102,8 @@ def graph_keeps_nothing(rank, world):
     out.sum().backward()
 
 
-def test_the_autograd_graph_keeps_no_resharded_weight_alive():
-    run_ranks(2, graph_keeps_nothing)
-
-
-def original_is_freed(rank, world):
+@on_ranks(2)
+def test_the_original_parameter_is_freed(rank, world):
     layer = nn.Linear(64, 64)
     original = weakref.ref(layer.weight)
     fully_shard(layer)
@@ -121,11 +112,8 @@ def original_is_freed(rank, world):
     assert layer.weight.to_local().untyped_storage().nbytes() == 64 * 32 * 4
 
 
-def test_the_original_parameter_is_freed():
-    run_ranks(2, original_is_freed)
-
-
-def bytes_on_the_wire(rank, world):
+@on_ranks(1, 2, 3, 4)
+def test_a_step_sends_the_optimal_number_of_bytes(rank, world):
     set_transport("sockets")
     model = nn.Sequential(*[nn.Sequential(nn.Linear(48, 96, bias=False)) for _ in range(2)])
     model[1] = nn.Sequential(nn.Linear(96, 48, bias=False))
@@ -140,11 +128,6 @@ def bytes_on_the_wire(rank, world):
     weights = 2 * 48 * 96 * 4
     # Two all-gathers and one reduce-scatter of each group, each at (W - 1) / W of its bytes.
     assert sent == [3 * weights * (world - 1) // world] * 3
-
-
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_a_step_sends_the_optimal_number_of_bytes(world):
-    run_ranks(world, bytes_on_the_wire)
 
 
 def schedule_is_followed(rank, world):
@@ -187,7 +170,8 @@ class Branching(nn.Module):
         return {"out": self.shared(x)}
 
 
-def branching(rank, world):
+@on_ranks(1, 2, 3)
+def test_modules_called_twice_or_only_sometimes_are_exact(rank, world):
     torch.manual_seed(0)
     reference = Branching()
     torch.manual_seed(0)
@@ -213,11 +197,6 @@ def branching(rank, world):
         assert held_nbytes(model) == 0
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_modules_called_twice_or_only_sometimes_are_exact(world):
-    run_ranks(world, branching)
-
-
 class Adapter(nn.Module):
     """A frozen weight beside trainable ones in one group."""
 
@@ -232,7 +211,8 @@ class Adapter(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
-def frozen_and_trainable(rank, world):
+@on_ranks(1, 2, 3)
+def test_frozen_and_trainable_parameters_share_a_group_and_may_change_places(rank, world):
     torch.manual_seed(0)
     reference = nn.Sequential(*[Adapter() for _ in range(3)])
     torch.manual_seed(0)
@@ -257,12 +237,8 @@ def frozen_and_trainable(rank, world):
         assert held_nbytes(model) == 0
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_frozen_and_trainable_parameters_share_a_group_and_may_change_places(world):
-    run_ranks(world, frozen_and_trainable)
-
-
-def list_is_one_group(rank, world):
+@on_ranks(2)
+def test_a_list_of_modules_is_one_group_and_the_root_may_own_nothing(rank, world):
     model, reference = build(), build()
     for block in model.blocks:
         fully_shard(block)
@@ -288,11 +264,8 @@ def list_is_one_group(rank, world):
     assert events == [Event(kind, both) for kind in kinds]
 
 
-def test_a_list_of_modules_is_one_group_and_the_root_may_own_nothing():
-    run_ranks(2, list_is_one_group)
-
-
-def sharing_inside_a_group(rank, world):
+@on_ranks(2)
+def test_a_parameter_shared_inside_a_group_is_sharded_once_and_stays_shared(rank, world):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6))
     model[2].weight = model[0].weight
@@ -305,11 +278,8 @@ def sharing_inside_a_group(rank, world):
     assert model[0].weight.grad is not None
 
 
-def test_a_parameter_shared_inside_a_group_is_sharded_once_and_stays_shared():
-    run_ranks(2, sharing_inside_a_group)
-
-
-def weights_seen_fresh(rank, world):
+@on_ranks(2)
+def test_a_weight_changed_between_two_forwards_is_seen(rank, world):
     """A forward without a backward leaves the root unsharded; what changes then must still be seen."""
     model = fully_shard(nn.Linear(4, 4, bias=False))
     x = torch.ones(1, 4)
@@ -321,11 +291,8 @@ def weights_seen_fresh(rank, world):
     assert torch.allclose(model(x), 4 * before)
 
 
-def test_a_weight_changed_between_two_forwards_is_seen():
-    run_ranks(2, weights_seen_fresh)
-
-
-def clean_after_exceptions(rank, world):
+@on_ranks(1, 2)
+def test_after_an_exception_on_all_ranks_the_next_step_is_clean(rank, world):
     model, reference = shard_decoder(build(), fully_shard), build()
     tokens = batches(0, world)
     for place in ("forward", "backward"):
@@ -348,18 +315,16 @@ def clean_after_exceptions(rank, world):
     assert held_nbytes(model) == 0
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_after_an_exception_on_all_ranks_the_next_step_is_clean(world):
-    run_ranks(world, clean_after_exceptions)
-
-
 def by_hand(run):
     """A step as who writes a loop by hand: it leaves no mark on the shards."""
     for param in run.optimizer.param_groups[0]["params"]:
         param.detach().to_local().sub_(param.grad.to_local(), alpha=0.1)
 
 
-def stepped_after_a_failed_forward(rank, world, step):
+@pytest.mark.each_case
+@pytest.mark.parametrize("step", [Run.step, by_hand])
+@on_ranks(2)
+def test_what_was_gathered_for_a_forward_that_failed_is_not_used_after_a_step(rank, world, step):
     """Of two microbatches the second fails, with gathers in flight, and the first is stepped with."""
     model = nn.Sequential(*(fully_shard(nn.Linear(4, 4)) for _ in range(4)))
     run, x = Run.of(fully_shard(model)), torch.ones(1, 4)
@@ -377,13 +342,8 @@ def stepped_after_a_failed_forward(rank, world, step):
     assert seen.equal(x)
 
 
-@pytest.mark.each_case
-@pytest.mark.parametrize("step", [Run.step, by_hand])
-def test_what_was_gathered_for_a_forward_that_failed_is_not_used_after_a_step(step):
-    run_ranks(2, stepped_after_a_failed_forward, step)
-
-
-def inplace_first_op(rank, world):
+@on_ranks(2)
+def test_a_module_may_change_its_input_in_place(rank, world):
     torch.manual_seed(0)
     reference = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4)))
     torch.manual_seed(0)
@@ -397,11 +357,8 @@ def inplace_first_op(rank, world):
         assert (full(param.grad) - other.grad).abs().max() <= 1e-6
 
 
-def test_a_module_may_change_its_input_in_place():
-    run_ranks(2, inplace_first_op)
-
-
-def cast_and_moved(rank, world):
+@on_ranks(2)
+def test_a_model_may_be_cast_between_steps(rank, world):
     model = shard_decoder(build(), fully_shard)
     parameters = list(model.parameters())
     loss_of(model, batches(0, world)[rank]).backward()
@@ -416,11 +373,8 @@ def cast_and_moved(rank, world):
         assert (full(param.grad) - other.grad).abs().max() <= 1e-6
 
 
-def test_a_model_may_be_cast_between_steps():
-    run_ranks(2, cast_and_moved)
-
-
-def mixed_dtypes(rank, world):
+@on_ranks(1, 2, 3)
+def test_a_group_may_hold_any_mix_of_dtypes_and_sizes(rank, world):
     torch.manual_seed(0)
     model = nn.ModuleDict({"a": nn.Linear(5, 5), "b": nn.Linear(5, 5).double()})
 
@@ -442,12 +396,8 @@ def mixed_dtypes(rank, world):
     assert tuple(mixed.empty.grad.shape) == (0, 3)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_a_group_may_hold_any_mix_of_dtypes_and_sizes(world):
-    run_ranks(world, mixed_dtypes)
-
-
-def replaced_parameters(rank, world):
+@on_ranks(2)
+def test_parameters_assigned_by_load_state_dict_are_taken_over(rank, world):
     model, reference = shard_decoder(build(), fully_shard), build(seed=9)
     other = shard_decoder(build(seed=9), fully_shard)
     model.load_state_dict(other.state_dict(), assign=True)
@@ -458,11 +408,8 @@ def replaced_parameters(rank, world):
     assert all(p.grad is not None for p in model.parameters())
 
 
-def test_parameters_assigned_by_load_state_dict_are_taken_over():
-    run_ranks(2, replaced_parameters)
-
-
-def bf16_travels_narrow(rank, world):
+@on_ranks(2)
+def test_a_bf16_gradient_travels_as_bf16_and_is_summed_as_fp32(rank, world):
     set_transport("sockets")
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     model = fully_shard(nn.Linear(64, 64, bias=False), mp_policy=policy, reshard_after_forward=False)
@@ -472,11 +419,8 @@ def bf16_travels_narrow(rank, world):
     assert stats(model).sent_nbytes - before == 2 * 64 * 64 * 2 // 2
 
 
-def test_a_bf16_gradient_travels_as_bf16_and_is_summed_as_fp32():
-    run_ranks(2, bf16_travels_narrow)
-
-
-def dropped(rank, world):
+@on_ranks(2)
+def test_a_model_that_is_dropped_is_freed(rank, world):
     model = shard_decoder(build(), fully_shard)
     run = Run.of(model)
     for step in range(2):
@@ -488,11 +432,8 @@ def dropped(rank, world):
     assert [ref() for ref in seen] == [None, None, None]
 
 
-def test_a_model_that_is_dropped_is_freed():
-    run_ranks(2, dropped)
-
-
-def cast_between(rank, world):
+@on_ranks(2)
+def test_a_cast_between_a_forward_and_its_backward_is_an_error(rank, world):
     model = shard_decoder(build(), fully_shard)
     tokens = batches(0, world)[rank]
     loss = loss_of(model, tokens)
@@ -501,7 +442,3 @@ def cast_between(rank, world):
         loss.backward()
     loss_of(model, tokens).backward()  # the next step is clean
     Run.of(model).step()
-
-
-def test_a_cast_between_a_forward_and_its_backward_is_an_error():
-    run_ranks(2, cast_between)

@@ -8,7 +8,7 @@ from shardwright import fully_shard
 from shardwright.errors import InputError
 from shardwright.wrapper import FSDP
 from tests.ranks.models import full
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks, run_ranks
 
 
 def model_of():
@@ -49,7 +49,10 @@ def watch(model, change):
     return seen, handles
 
 
-def hooked(rank, world, late):
+@pytest.mark.each_case
+@pytest.mark.parametrize("late", [False, True])
+@on_ranks(2)
+def test_hooks_on_parameters_run_once_on_the_reduced_gradient(rank, world, late):
     for way, change in WAYS.items():
         ours, whole = model_of(), model_of()
         if late:
@@ -73,21 +76,12 @@ def hooked(rank, world, late):
         assert not seen
 
 
-@pytest.mark.each_case
-@pytest.mark.parametrize("late", [False, True])
-def test_hooks_on_parameters_run_once_on_the_reduced_gradient(late):
-    run_ranks(2, hooked, late)
-
-
-def bad_hook(rank, world):
+@on_ranks(2)
+def test_a_hook_that_returns_no_sharded_gradient_is_named(rank, world):
     model = shard(model_of())
     model[0].weight.register_hook(lambda grad: grad.full_tensor())
     with pytest.raises(InputError, match="hook on the gradient of sharded parameter 'weight' returned"):
         model(torch.ones(2, 5)).sum().backward()
-
-
-def test_a_hook_that_returns_no_sharded_gradient_is_named():
-    run_ranks(2, bad_hook)
 
 
 def wrapped(rank, world):

@@ -21,10 +21,11 @@ from shardwright import (
 from shardwright.engine.unit import unit_of
 from shardwright.errors import InputError, ShardwrightError, StageError
 from tests.ranks.models import Run, batches, build, loss_of, shard_decoder
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks, run_ranks
 
 
-def refused(rank, world):
+@on_ranks(2)
+def test_each_bad_argument_is_refused_with_the_remedy(rank, world):
     sharded = fully_shard(nn.Linear(4, 4))
     mesh = init_device_mesh("cpu", (world,))
     nested = nn.Sequential(nn.Sequential(nn.Linear(4, 4)))
@@ -65,11 +66,8 @@ def refused(rank, world):
     assert not isinstance(nested[0][0].weight, DTensor)
 
 
-def test_each_bad_argument_is_refused_with_the_remedy():
-    run_ranks(2, refused)
-
-
-def mesh_without_this_rank(rank, world):
+@on_ranks(2)
+def test_a_mesh_without_this_rank_is_refused(rank, world):
     if rank == 1:
         mesh = dist.device_mesh.DeviceMesh("cpu", [0])
         model = nn.Linear(2, 2)
@@ -80,11 +78,8 @@ def mesh_without_this_rank(rank, world):
         dist.device_mesh.DeviceMesh("cpu", [0])
 
 
-def test_a_mesh_without_this_rank_is_refused():
-    run_ranks(2, mesh_without_this_rank)
-
-
-def early_optimizer(rank, world):
+@on_ranks(2)
+def test_an_optimizer_built_before_sharding_is_refused_at_its_first_step(rank, world):
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     shard_decoder(model, fully_shard)
@@ -98,11 +93,8 @@ def early_optimizer(rank, world):
     Run.of(model).step()
 
 
-def test_an_optimizer_built_before_sharding_is_refused_at_its_first_step():
-    run_ranks(2, early_optimizer)
-
-
-def still_on_meta(rank, world):
+@on_ranks(2)
+def test_a_forward_on_meta_is_refused_and_works_after_init(rank, world):
     with torch.device("meta"):
         model = nn.Linear(4, 4)
     fully_shard(model)
@@ -114,11 +106,8 @@ def still_on_meta(rank, world):
     assert torch.equal(model(torch.ones(1, 4)), torch.full((1, 4), 4.0))
 
 
-def test_a_forward_on_meta_is_refused_and_works_after_init():
-    run_ranks(2, still_on_meta)
-
-
-def replaced_by_a_plain_one(rank, world):
+@on_ranks(2)
+def test_a_parameter_replaced_by_a_plain_one_is_named(rank, world):
     model = fully_shard(nn.Linear(4, 4))
     model._parameters["weight"] = nn.Parameter(torch.ones(4, 4))
     with pytest.raises(
@@ -127,11 +116,8 @@ def replaced_by_a_plain_one(rank, world):
         model(torch.ones(1, 4))
 
 
-def test_a_parameter_replaced_by_a_plain_one_is_named():
-    run_ranks(2, replaced_by_a_plain_one)
-
-
-def inside_a_forward(rank, world):
+@on_ranks(2)
+def test_measuring_communication_inside_a_forward_is_refused(rank, world):
     class Asks(nn.Module):
         def __init__(self):
             super().__init__()
@@ -143,10 +129,6 @@ def inside_a_forward(rank, world):
 
     with pytest.raises(StageError, match="between steps"):
         fully_shard(Asks())(torch.ones(1, 4))
-
-
-def test_measuring_communication_inside_a_forward_is_refused():
-    run_ranks(2, inside_a_forward)
 
 
 def one_rank_raises(rank, world):
@@ -164,7 +146,8 @@ def test_a_rank_that_raises_ends_all_ranks_with_its_traceback_first():
     assert "ZeroDivisionError" in str(error.value).partition("rank 0 of 2")[0]
 
 
-def measured(rank, world):
+@on_ranks(2)
+def test_measuring_communication_launches_the_steps_collectives_and_changes_nothing(rank, world):
     model = shard_decoder(build(), fully_shard)
     before = [p.to_local().clone() for p in model.parameters()]
     assert communication_s(model) > 0
@@ -184,11 +167,8 @@ def measured(rank, world):
     assert all(torch.equal(p.grad.to_local(), old) for p, old in zip(model.parameters(), grads, strict=True))
 
 
-def test_measuring_communication_launches_the_steps_collectives_and_changes_nothing():
-    run_ranks(2, measured)
-
-
-def measured_bytes(rank, world):
+@on_ranks(2)
+def test_measuring_communication_over_a_network_sends_all_bytes_of_a_step(rank, world):
     set_transport("sockets")
     model = fully_shard(nn.Linear(512, 512, bias=False))
     sent = [stats(model).sent_nbytes]
@@ -196,10 +176,6 @@ def measured_bytes(rank, world):
         what()
         sent.append(stats(model).sent_nbytes)
     assert sent[2] - sent[1] == 3 * (sent[1] - sent[0]) == 3 * 512 * 512 * 4
-
-
-def test_measuring_communication_over_a_network_sends_all_bytes_of_a_step():
-    run_ranks(2, measured_bytes)
 
 
 def test_without_a_launcher_a_world_of_one_is_made():

@@ -28,7 +28,7 @@ from shardwright.transport.cpu.shm import _ShmGather
 from shardwright.transport.process_group import ProcessGroupComm
 from tests.interrupts import Interrupt, is_free
 from tests.ranks.models import full
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks, run_ranks
 from tests.ranks.test_sockets import comm_over
 
 WIDTH = 6
@@ -207,7 +207,20 @@ def test_a_rank_that_goes_on_after_ctrl_c_and_the_others_are_told_at_once(transp
     assert all("different" in each or "rank 1" in each for each in said), said
 
 
-def go_on_together(rank, world, transport, owner, name):
+@pytest.mark.parametrize(
+    ("transport", "owner", "name"),
+    [
+        ("auto", MemorySegment, "write_record"),
+        ("auto", ParamGroup, "receive"),
+        ("auto", Bound, "show"),
+        ("auto", Reducer, "send"),
+        ("sockets", ParamGroup, "receive"),
+        ("sockets", Reducer, "send"),
+        ("collectives", ParamGroup, "receive"),
+    ],
+)
+@on_ranks(2, limit_s=15.0)
+def test_ranks_that_were_all_interrupted_at_one_place_go_on_together(rank, world, transport, owner, name):
     set_transport(transport)
     model = built("float32")
     for _ in range(2):
@@ -223,23 +236,8 @@ def go_on_together(rank, world, transport, owner, name):
         assert all(map(torch.equal, grads_of(model), wanted))
 
 
-@pytest.mark.parametrize(
-    ("transport", "owner", "name"),
-    [
-        ("auto", MemorySegment, "write_record"),
-        ("auto", ParamGroup, "receive"),
-        ("auto", Bound, "show"),
-        ("auto", Reducer, "send"),
-        ("sockets", ParamGroup, "receive"),
-        ("sockets", Reducer, "send"),
-        ("collectives", ParamGroup, "receive"),
-    ],
-)
-def test_ranks_that_were_all_interrupted_at_one_place_go_on_together(transport, owner, name):
-    run_ranks(2, go_on_together, transport, owner, name, limit_s=15.0)
-
-
-def reads_no_more(rank, world):
+@on_ranks(2, limit_s=15.0)
+def test_ranks_that_were_interrupted_before_they_read_wait_for_each_other_no_more(rank, world):
     comm = comm_over("auto")
     segment = Segment(torch.ones(2), equal_spans(1, 2))
     with pytest.MonkeyPatch.context() as patch:
@@ -248,7 +246,3 @@ def reads_no_more(rank, world):
             comm.all_gather([segment], "gather")
     for _ in range(600):
         comm.exchange([rank], "words")
-
-
-def test_ranks_that_were_interrupted_before_they_read_wait_for_each_other_no_more():
-    run_ranks(2, reads_no_more, limit_s=15.0)

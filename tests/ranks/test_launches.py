@@ -20,7 +20,7 @@ from shardwright.transport.launches import RING, LaunchLog, process_state
 from shardwright.transport.streams import Streams
 from tests.pure.test_streams import Device, FakeStream, flat
 from tests.ranks.models import batches, build, fresh_mesh, loss_of, shard_decoder
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks, run_ranks
 
 TRANSPORTS = ("auto", "sockets", "collectives")
 
@@ -107,7 +107,8 @@ def test_a_log_of_other_ranks_or_made_later_has_another_name():
     assert len(set(names)) == 3
 
 
-def probes(rank, world):
+@on_ranks(2)
+def test_looking_whether_a_peer_is_gone_keeps_one_message_and_none_of_a_group_that_is_gone(rank, world):
     group = dist.new_group(range(world), timeout=timedelta(seconds=20))
     known = len(abort._sent)
     if rank == 0:
@@ -123,11 +124,8 @@ def probes(rank, world):
     assert len(abort._sent) == known
 
 
-def test_looking_whether_a_peer_is_gone_keeps_one_message_and_none_of_a_group_that_is_gone():
-    run_ranks(2, probes)
-
-
-def fails_to_issue(rank, world):
+@on_ranks(1)
+def test_memory_of_a_gather_that_failed_does_not_count_as_filled(rank, world):
     set_transport("collectives")
     model = fully_shard(nn.Linear(4, 4), mesh=fresh_mesh(world))
     comm, device, places = unit_of(model).group.gatherer.comm, Device(), []
@@ -147,7 +145,3 @@ def fails_to_issue(rank, world):
         for place in places:
             device.run("all-gather", writes=[place.data_ptr()])
     assert device.races == []
-
-
-def test_memory_of_a_gather_that_failed_does_not_count_as_filled():
-    run_ranks(1, fails_to_issue)

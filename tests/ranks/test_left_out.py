@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from shardwright import clip_grad_norm_, fully_shard
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks, run_ranks
 
 
 class Layer(nn.Module):
@@ -53,7 +53,8 @@ def warned(call):
     return [str(each.message) for each in caught]
 
 
-def references(rank, world):
+@on_ranks(1)
+def test_another_reference_to_a_weight_is_named_when_it_is_sharded(rank, world):
     for way, keep in (WAYS | ALLOWED).items():
         model = nn.Sequential(Layer(keep))
         told = [
@@ -61,10 +62,6 @@ def references(rank, world):
         ]
         assert len(told) == (way in WAYS), (way, told)
         assert all("of the model refers to parameter '0.lin." in each for each in told)
-
-
-def test_another_reference_to_a_weight_is_named_when_it_is_sharded():
-    run_ranks(1, references)
 
 
 def injected(rank, world, late):
@@ -97,7 +94,8 @@ def test_parameters_that_are_put_in_after_sharding_are_named_once(late):
         assert all("1 parameters of the model are in no group (1.adapter)" in each for each in told)
 
 
-def kept_after_backward(rank, world):
+@on_ranks(2)
+def test_what_stays_unsharded_after_a_backward_is_clipped(rank, world):
     """Clipping by ``model.parameters()`` finds the gradients of what stays unsharded after a backward."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -109,7 +107,3 @@ def kept_after_backward(rank, world):
         assert clip_grad_norm_(model.parameters(), 1e-3) > 1
         assert clip_grad_norm_(model.parameters(), 1.0) < 2e-3
         model.zero_grad()
-
-
-def test_what_stays_unsharded_after_a_backward_is_clipped():
-    run_ranks(2, kept_after_backward)

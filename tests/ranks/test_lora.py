@@ -13,7 +13,7 @@ from shardwright import SchedulePolicy, checkpoint, fully_shard, quantize_, stat
 from shardwright.errors import CheckpointError, InputError
 from shardwright.train.lora import Lora, add_lora, load_adapter, merge_lora, read_lora, save_adapter
 from tests.ranks.models import Run, full, train_on_parts
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks, run_ranks
 
 LORA = Lora(("up", "down"), rank=3, alpha=6)
 
@@ -48,7 +48,7 @@ def save_base(rank, world, folder, codec):
     checkpoint.save(f"{folder}/base", model=shard(build(codec)), step=0)
 
 
-def on_ranks(rank, world, folder, codec):
+def trains(rank, world, folder, codec):
     model = shard(build(codec))
     for p in model.parameters():
         p.detach().zero_()
@@ -71,10 +71,10 @@ def on_ranks(rank, world, folder, codec):
 @pytest.mark.parametrize("codec", [None, "nf4"])
 def test_qlora_has_the_same_losses_on_1_to_4_ranks_and_its_adapter_loads_anywhere(tmp_path, codec):
     run_ranks(2, save_base, str(tmp_path), codec)
-    expected = run_ranks(1, on_ranks, str(tmp_path), codec)[0]
+    expected = run_ranks(1, trains, str(tmp_path), codec)[0]
     assert expected[-1] < 0.98 * expected[0]
     for world in (2, 3, 4):
-        for losses in run_ranks(world, on_ranks, str(tmp_path), codec):
+        for losses in run_ranks(world, trains, str(tmp_path), codec):
             assert losses == pytest.approx(expected, abs=1e-4)
         model, alone = build(codec), build(codec)
         load_adapter(tmp_path / str(world), model)
@@ -83,7 +83,11 @@ def test_qlora_has_the_same_losses_on_1_to_4_ranks_and_its_adapter_loads_anywher
         assert torch.allclose(model(x), alone(x), atol=1e-5)
 
 
-def each_layer(rank, world, codec, order):
+@pytest.mark.each_case
+@pytest.mark.parametrize("codec", [None, "nf4"])
+@pytest.mark.parametrize("order", ["adapters", "layers"])
+@on_ranks(3)
+def test_adapters_that_are_groups_inside_of_blocks_train_as_in_one_process(rank, world, codec, order):
     """As torchtune shards QLoRA: adapters (or their layers), blocks, the model; against the plain model."""
     model, alone = build(codec), build(codec)
     for block in model[:2]:
@@ -104,13 +108,6 @@ def each_layer(rank, world, codec, order):
             assert torch.allclose(full(param), expected[name], atol=1e-5), name
             assert full(param).count_nonzero()
     assert torch.allclose(model(batch), alone(batch), atol=1e-4)
-
-
-@pytest.mark.each_case
-@pytest.mark.parametrize("codec", [None, "nf4"])
-@pytest.mark.parametrize("order", ["adapters", "layers"])
-def test_adapters_that_are_groups_inside_of_blocks_train_as_in_one_process(codec, order):
-    run_ranks(3, each_layer, codec, order)
 
 
 def perturb(model):
@@ -185,7 +182,9 @@ class Language(nn.Module):
         return self.output(self.norm(x))
 
 
-def norm_and_output(rank, world, dora):
+@pytest.mark.parametrize("dora", [False, True])
+@on_ranks(2)
+def test_norm_and_output_share_a_group_and_only_adapters_have_gradients_and_state(rank, world, dora):
     torch.manual_seed(rank // world)  # the same on all
     plain = Language()
     quantize_(plain, where="layers.*.weight")
@@ -207,11 +206,6 @@ def norm_and_output(rank, world, dora):
             losses.append(loss.item())
         assert losses[0] == pytest.approx(losses[1], abs=1e-5)
     assert len(runs[1][1].state) == (15 if dora else 10)
-
-
-@pytest.mark.parametrize("dora", [False, True])
-def test_norm_and_output_share_a_group_and_only_adapters_have_gradients_and_state(dora):
-    run_ranks(2, norm_and_output, dora)
 
 
 def decoder(embedding, head):

@@ -29,7 +29,7 @@ from shardwright import (
 from shardwright.engine.unit import units_in
 from shardwright.errors import InputError, MisuseError
 from shardwright.wrapper import StateDictType
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks, run_ranks
 from tests.ranks.scripts import run_scripts
 
 
@@ -58,7 +58,8 @@ INSIDE = {
 }
 
 
-def ours_around(rank, world):
+@on_ranks(2)
+def test_other_data_parallelism_inside_of_ours_is_refused_and_both_are_named(rank, world):
     for name, inside in INSIDE.items():
         for sharding, shard in SHARDINGS.items():
             model = small()
@@ -78,11 +79,8 @@ def ours_around(rank, world):
     FullyShardedDataParallel(model, ignored_modules=[model[0]])(torch.ones(2, 4)).sum().backward()
 
 
-def test_other_data_parallelism_inside_of_ours_is_refused_and_both_are_named():
-    run_ranks(2, ours_around)
-
-
-def torchs_around(rank, world):
+@on_ranks(2)
+def test_torchs_data_parallelism_around_ours_is_refused_and_both_are_named(rank, world):
     named = r"torch's fully_shard.* shardwright.fully_shard has sharded.* instead"
     for shard in (lambda model: fully_shard(model[0]), fully_shard):
         model = small()
@@ -99,11 +97,8 @@ def torchs_around(rank, world):
     FullyShardedDataParallel(model)(torch.ones(2, 4)).sum().backward()
 
 
-def test_torchs_data_parallelism_around_ours_is_refused_and_both_are_named():
-    run_ranks(2, torchs_around)
-
-
-def empty(rank, world):
+@on_ranks(2)
+def test_a_module_without_a_parameter_anywhere_is_told_of_and_a_root_around_sharded_ones_is_not(rank, world):
     with pytest.warns(UserWarning, match=r"ReLU has no parameter.*nothing was sharded"):
         fully_shard(nn.ReLU())
     with pytest.warns(UserWarning, match=r"Flatten has no parameter.*nothing was sharded"):
@@ -116,11 +111,8 @@ def empty(rank, world):
         FullyShardedDataParallel(nn.Sequential(FullyShardedDataParallel(nn.Linear(4, 4)), nn.ReLU()))
 
 
-def test_a_module_without_a_parameter_anywhere_is_told_of_and_a_root_around_sharded_ones_is_not():
-    run_ranks(2, empty)
-
-
-def other_meshes(rank, world):
+@on_ranks(2)
+def test_a_dtensor_on_a_mesh_without_names_is_refused_by_its_name(rank, world):
     mesh = torch.distributed.init_device_mesh("cpu", (world,))
     model = nn.Linear(4, 4)
     torch.distributed.tensor.parallel.parallelize_module(
@@ -128,10 +120,6 @@ def other_meshes(rank, world):
     )
     with pytest.raises(InputError, match=r"'weight' is a DTensor already .* one init_device_mesh"):
         fully_shard(model)
-
-
-def test_a_dtensor_on_a_mesh_without_names_is_refused_by_its_name():
-    run_ranks(2, other_meshes)
 
 
 def trained(model):
@@ -148,7 +136,9 @@ def assert_equal_states(ours, theirs):
         assert torch.equal(tensor.to_local(), theirs[name].to_local()), name
 
 
-def pickled(rank, world, folder):
+@on_ranks(2)
+def test_pickling_what_is_sharded_is_refused_but_for_files_of_each_rank_on_purpose(rank, world, tmp_path):
+    folder = str(tmp_path)
     torch.save(nn.Linear(4, 4).state_dict(), io.BytesIO())  # no business of ours
     model = fully_shard(small())
     optimizer, state = trained(model), model.state_dict()
@@ -181,19 +171,14 @@ def pickled(rank, world, folder):
     pickle.dumps(torch.distributed.tensor.distribute_tensor(torch.ones(4), mesh))
 
 
-def test_pickling_what_is_sharded_is_refused_but_for_files_of_each_rank_on_purpose(tmp_path):
-    run_ranks(2, pickled, str(tmp_path))
-
-
-def pickled_alone(rank, world):
+@on_ranks(1)
+def test_a_world_of_one_holds_all_and_may_be_pickled(rank, world):
     pickle.loads(pickle.dumps(fully_shard(small()).state_dict()))
 
 
-def test_a_world_of_one_holds_all_and_may_be_pickled():
-    run_ranks(1, pickled_alone)
-
-
-def copied_and_saved(rank, world, folder):
+@on_ranks(2)
+def test_copies_and_checkpoints_of_what_is_sharded_still_work(rank, world, tmp_path):
+    folder = str(tmp_path)
     model = fully_shard(small())
     optimizer, state = trained(model), model.state_dict()
     assert_equal_states(copy.deepcopy(state), state)
@@ -211,10 +196,6 @@ def copied_and_saved(rank, world, folder):
     other = fully_shard(small())
     checkpoint.load(f"{folder}/ours", model=other)
     assert_equal_states(other.state_dict(), state)
-
-
-def test_copies_and_checkpoints_of_what_is_sharded_still_work(tmp_path):
-    run_ranks(2, copied_and_saved, str(tmp_path))
 
 
 SAVED_BY_A_PROCESS = """
@@ -242,7 +223,15 @@ def test_what_a_process_of_torchs_saves_in_the_background_reaches_it(tmp_path):
     subprocess.run([*command, str(script), str(tmp_path / "saved")], check=True, timeout=100)
 
 
-def wrapped_per_rank(rank, world, folder, flat, kind):
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "LOCAL_STATE_DICT"])
+@pytest.mark.each_case
+@on_ranks(2)
+def test_the_wrappers_sharded_and_local_states_are_files_of_each_rank_on_purpose(
+    rank, world, tmp_path, flat, kind
+):
+    folder = str(tmp_path)
+
     def build():
         return FullyShardedDataParallel(small(), use_orig_params=not flat)
 
@@ -261,13 +250,6 @@ def wrapped_per_rank(rank, world, folder, flat, kind):
     assert all(torch.equal(whole[name], expected[name]) for name in expected)
     with pytest.raises(InputError, match="full_state_dict"):
         torch.save(list(model.parameters()), path)
-
-
-@pytest.mark.parametrize("flat", [False, True])
-@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "LOCAL_STATE_DICT"])
-@pytest.mark.each_case
-def test_the_wrappers_sharded_and_local_states_are_files_of_each_rank_on_purpose(tmp_path, flat, kind):
-    run_ranks(2, wrapped_per_rank, str(tmp_path), flat, kind)
 
 
 class Borrowing(nn.Module):
@@ -312,7 +294,10 @@ def test_a_script_that_computes_with_a_weight_at_rest_is_told_the_remedy():
         assert re.search(TOLD, rank.stderr), rank.stderr
 
 
-def left_out(rank, world, ignored):
+@pytest.mark.each_case
+@pytest.mark.parametrize(("world", "ignored"), [(1, False), (2, False), (2, True)])
+@on_ranks()
+def test_an_optimizer_of_parameters_that_nobody_averages_says_so_once(rank, world, ignored):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     fully_shard(model[1])
     if ignored:
@@ -328,23 +313,15 @@ def left_out(rank, world, ignored):
     assert all("steps 2 parameters" in each and "[4, 4], [4]" in each for each in said)
 
 
-@pytest.mark.each_case
-@pytest.mark.parametrize(("world", "ignored"), [(1, False), (2, False), (2, True)])
-def test_an_optimizer_of_parameters_that_nobody_averages_says_so_once(world, ignored):
-    run_ranks(world, left_out, ignored)
-
-
-def shared_memory(rank, world):
+@on_ranks(1)
+def test_sharing_the_memory_of_a_sharded_model_is_refused(rank, world):
     model = fully_shard(nn.Linear(4, 4))
     with pytest.raises(InputError, match=r"share_memory\(\) of a sharded module.*full_state_dict"):
         model.share_memory()
 
 
-def test_sharing_the_memory_of_a_sharded_model_is_refused():
-    run_ranks(1, shared_memory)
-
-
-def not_on_shards(rank, world):
+@on_ranks(2)
+def test_optimizers_that_torch_can_not_run_on_shards_are_named(rank, world):
     model = fully_shard(nn.Linear(4, 4))
     before = [param.to_local().clone() for param in model.parameters()]
     for kind in (torch.optim.LBFGS, torch.optim.Rprop):
@@ -359,10 +336,6 @@ def not_on_shards(rank, world):
         with pytest.raises(InputError, match=rf"{kind.__name__} holds sharded parameters \('weight', ...\)"):
             optimizer.step(closure)
     assert all(map(torch.equal, before, (param.to_local() for param in model.parameters())))
-
-
-def test_optimizers_that_torch_can_not_run_on_shards_are_named():
-    run_ranks(2, not_on_shards)
 
 
 def warn_in_every_way(rank, world):

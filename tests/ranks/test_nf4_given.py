@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn import functional as F
 
 from shardwright import checkpoint, full_state_dict, fully_shard, stream_state_dict
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks
 
 nf4 = pytest.importorskip(
     "torchao.quantization.quantize_.workflows.nf4.nf4_tensor",
@@ -56,7 +56,8 @@ def train(model, rank, world, steps=3):
     return outputs
 
 
-def beside_torch(rank, world):
+@on_ranks(1, 2)
+def test_a_given_nf4_tensor_trains_the_very_weights_that_were_given(rank, world):
     ours, theirs = build(fully_shard), build(torch_fully_shard)
     twin = copy.deepcopy(ours)
     assert type(ours[0].weight.to_local()) is nf4.NF4Tensor
@@ -68,12 +69,9 @@ def beside_torch(rank, world):
         assert torch.equal(whole[0](torch.ones(1, WIDTH)), build(fully_shard)[0](torch.ones(1, WIDTH)))
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_given_nf4_tensor_trains_the_very_weights_that_were_given(world):
-    run_ranks(world, beside_torch)
-
-
-def kept(rank, world, folder):
+@on_ranks(1, 2)
+def test_its_state_is_saved_loaded_and_collected_bit_for_bit(rank, world, tmp_path):
+    folder = str(tmp_path)
     model, plain = build(fully_shard), build()
     train(model, rank, world, 1)
     state = full_state_dict(model)
@@ -89,8 +87,3 @@ def kept(rank, world, folder):
     checkpoint.load(folder, model=other)
     for out, same in zip(train(other, rank, world), train(model, rank, world), strict=True):
         assert torch.equal(out, same)
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_its_state_is_saved_loaded_and_collected_bit_for_bit(world, tmp_path):
-    run_ranks(world, kept, str(tmp_path))

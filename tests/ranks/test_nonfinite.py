@@ -10,7 +10,7 @@ from torch import nn
 from shardwright import fully_shard
 from shardwright.checkpoint import latest
 from shardwright.train.norms import clip
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks
 from tests.ranks.test_train import place, rows, run
 
 __all__ = ["place"]
@@ -46,7 +46,8 @@ def load_all(checkpoint):
     return [tensor for path in checkpoint.glob("*.safetensors") for tensor in load_file(path).values()]
 
 
-def clipped(rank, world):
+@on_ranks(2)
+def test_the_norm_and_its_clipping_are_torchs_bit_for_bit(rank, world):
     torch.manual_seed(0)
     models = [fully_shard(nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
@@ -59,7 +60,3 @@ def clipped(rank, world):
     assert all(torch.equal(a.grad.to_local(), b.grad.to_local()) for a, b in pairs)
     models[0][2].weight.grad.to_local()[:, :1].fill_(float("inf") if rank == 0 else 1.0)
     assert clip(models[0], 0.1).first_nonfinite() == "2.weight"
-
-
-def test_the_norm_and_its_clipping_are_torchs_bit_for_bit():
-    run_ranks(2, clipped)

@@ -6,7 +6,7 @@ from torch import nn
 
 from shardwright import fully_shard
 from shardwright.errors import InputError
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks, run_ranks
 
 
 def read(rank, world):
@@ -41,14 +41,11 @@ def test_a_number_of_a_ranks_part_is_refused_with_the_remedy(world):
     assert len({*run_ranks(world, read)}) == 1
 
 
-def initialised(rank, world):
+@on_ranks(2)
+def test_torchs_own_initialisation_of_shards_is_let_through(rank, world):
     """torch's own code reads this rank's part, and means it."""
     model = fully_shard(nn.Linear(64, 64))
     for param in model.parameters():
         nn.init.trunc_normal_(param, std=0.02, a=-0.01, b=0.01)
         assert param.full_tensor().abs().max() <= 0.01
     model(torch.ones(1, 64)).sum().backward()
-
-
-def test_torchs_own_initialisation_of_shards_is_let_through():
-    run_ranks(2, initialised)

@@ -23,7 +23,7 @@ from tests.ranks.models import (
     train_beside,
     waits,
 )
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks, run_ranks
 
 WORLDS = [1, 2, 3, 4]
 
@@ -41,7 +41,8 @@ def test_three_steps_of_sgd_equal_one_process(world, tied):
     run_ranks(world, sgd_parity, tied, None)
 
 
-def under_autocast(rank, world):
+@on_ranks(2)
+def test_autocast_around_the_forward_equals_one_process(rank, world):
     ours, theirs = Run.of(shard_decoder(build(), fully_shard)), Run.of(build())
     for step in range(3):
         tokens = batches(step, world)
@@ -60,11 +61,8 @@ def under_autocast(rank, world):
         assert_same(ours.model, theirs.model)
 
 
-def test_autocast_around_the_forward_equals_one_process():
-    run_ranks(2, under_autocast)
-
-
-def zeroed_in_place(rank, world):
+@on_ranks(2)
+def test_gradients_that_are_zeroed_in_place_are_added_to(rank, world):
     model, reference = shard_decoder(build(), fully_shard), build()
     ours, theirs = Run.of(model), Run.of(reference)
     kept = {}
@@ -83,10 +81,6 @@ def zeroed_in_place(rank, world):
         assert_same(model, reference)
 
 
-def test_gradients_that_are_zeroed_in_place_are_added_to():
-    run_ranks(2, zeroed_in_place)
-
-
 @pytest.mark.sampled
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("transport", ["sockets", "collectives"])
@@ -99,7 +93,8 @@ def test_resharding_after_forward_changes_nothing(reshard):
     run_ranks(2, sgd_parity, False, reshard)
 
 
-def ddp_parity(rank, world):
+@on_ranks(2, 3)
+def test_three_steps_of_sgd_equal_ddp(rank, world):
     model = shard_decoder(build(), fully_shard)
     ours, theirs = Run.of(model), Run.of(DistributedDataParallel(build()))
     for step in range(3):
@@ -112,12 +107,13 @@ def ddp_parity(rank, world):
     assert_same(model, theirs.model.module)
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_three_steps_of_sgd_equal_ddp(world):
-    run_ranks(world, ddp_parity)
+@on_ranks(2)
+def test_bf16_compute_with_fp32_reduction_equals_one_process_that_does_the_same(rank, world):
+    """To 1e-6, not to bf16's 4e-3: the reference rounds where we do, and the sum over ranks is in fp32.
 
-
-def bf16_parity(rank, world):
+    Against a reference that computes in fp32 no small bound holds: where a rounded activation changes sign
+    in a ReLU, single gradients of this model differ by half their size, sharded or not.
+    """
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model, master = shard_decoder(build(), fully_shard, mp_policy=policy), build()
     ours, theirs = Run.of(model), Run.of(master)
@@ -138,15 +134,6 @@ def bf16_parity(rank, world):
         assert_same(model, master)
 
 
-def test_bf16_compute_with_fp32_reduction_equals_one_process_that_does_the_same():
-    """To 1e-6, not to bf16's 4e-3: the reference rounds where we do, and the sum over ranks is in fp32.
-
-    Against a reference that computes in fp32 no small bound holds: where a rounded activation changes sign
-    in a ReLU, single gradients of this model differ by half their size, sharded or not.
-    """
-    run_ranks(2, bf16_parity)
-
-
 class Recorder(nn.Module):
     """Says which dtypes its forward saw."""
 
@@ -160,7 +147,9 @@ class Recorder(nn.Module):
         return self.linear(x)
 
 
-def dtypes_seen(rank, world, cast_inputs):
+@pytest.mark.parametrize("cast_inputs", [True, False])
+@on_ranks(2)
+def test_each_dtype_of_the_precision_policy_is_where_it_belongs(rank, world, cast_inputs):
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float16, cast_inputs)
     model = fully_shard(Recorder(), mp_policy=policy)
     x = torch.ones(2, 4, dtype=torch.float32 if cast_inputs else torch.bfloat16)
@@ -169,11 +158,6 @@ def dtypes_seen(rank, world, cast_inputs):
     assert out.dtype == torch.float16
     out.float().sum().backward()
     assert model.linear.weight.dtype == model.linear.weight.grad.dtype == torch.float32
-
-
-@pytest.mark.parametrize("cast_inputs", [True, False])
-def test_each_dtype_of_the_precision_policy_is_where_it_belongs(cast_inputs):
-    run_ranks(2, dtypes_seen, cast_inputs)
 
 
 def accumulation_parity(rank, world, policy):
@@ -203,7 +187,8 @@ def test_microbatches_accumulate_in_the_reduce_dtype():
     run_ranks(2, accumulation_parity, MixedPrecisionPolicy(torch.bfloat16, torch.float32))
 
 
-def accumulate_after_reduction(rank, world):
+@on_ranks(2)
+def test_two_reduced_backwards_add_up(rank, world):
     model, reference = shard_decoder(build(), fully_shard), build()
     for micro in range(2):  # both reduced: the sharded gradients add up
         tokens = batches(micro, world)
@@ -211,10 +196,6 @@ def accumulate_after_reduction(rank, world):
         torch.stack([loss_of(reference, rows) for rows in tokens]).mean().backward()
     for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
         assert (full(param.grad) - expected.grad).abs().max() <= 1e-6
-
-
-def test_two_reduced_backwards_add_up():
-    run_ranks(2, accumulate_after_reduction)
 
 
 class Checkpointed(nn.Module):
@@ -233,7 +214,9 @@ class Checkpointed(nn.Module):
         return x
 
 
-def checkpoint_parity(rank, world, reentrant):
+@pytest.mark.parametrize("reentrant", [False, True])
+@on_ranks(2, 3)
+def test_activation_checkpointing_equals_one_process(rank, world, reentrant):
     torch.manual_seed(3)
     reference = Checkpointed(reentrant, False)
     torch.manual_seed(3)
@@ -244,13 +227,8 @@ def checkpoint_parity(rank, world, reentrant):
     equal_steps(model, reference, rank, world)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("world", [2, 3])
-def test_activation_checkpointing_equals_one_process(world, reentrant):
-    run_ranks(world, checkpoint_parity, reentrant)
-
-
-def meta_parity(rank, world):
+@on_ranks(2)
+def test_a_model_built_on_meta_trains_after_to_empty_and_init(rank, world):
     with torch.device("meta"):
         model = build()
     shard_decoder(model, fully_shard)
@@ -269,24 +247,8 @@ def meta_parity(rank, world):
     train_beside(Run.of(model), Run.of(build()), rank, world)
 
 
-def test_a_model_built_on_meta_trains_after_to_empty_and_init():
-    run_ranks(2, meta_parity)
-
-
-def clip_parity(rank, world):
-    model, reference = shard_decoder(build(tied=True), fully_shard), build(tied=True)
-    tokens = batches(0, world)
-    loss_of(model, tokens[rank]).backward()
-    torch.stack([loss_of(reference, rows) for rows in tokens]).mean().backward()
-    for kind in (2.0, 1.0, float("inf")):
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05, norm_type=kind)
-        expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.05, norm_type=kind)
-        assert abs(full(norm) - expected) <= 1e-6 * max(1.0, expected)
-        for param, other in zip(model.parameters(), reference.parameters(), strict=True):
-            assert (full(param.grad) - other.grad).abs().max() <= 1e-6
-
-
-def evaluated_before_clipping(rank, world):
+@on_ranks(2)
+def test_an_evaluation_between_a_backward_and_its_step_hides_no_gradient(rank, world):
     model = shard_decoder(build(), fully_shard)
     tokens = batches(0, world)[rank]
     loss_of(model, tokens).backward()
@@ -299,13 +261,18 @@ def evaluated_before_clipping(rank, world):
         assert full(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)) == norm
 
 
-def test_an_evaluation_between_a_backward_and_its_step_hides_no_gradient():
-    run_ranks(2, evaluated_before_clipping)
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_clip_grad_norm_gives_the_norm_of_one_process(world):
-    run_ranks(world, clip_parity)
+@on_ranks(2, 3)
+def test_clip_grad_norm_gives_the_norm_of_one_process(rank, world):
+    model, reference = shard_decoder(build(tied=True), fully_shard), build(tied=True)
+    tokens = batches(0, world)
+    loss_of(model, tokens[rank]).backward()
+    torch.stack([loss_of(reference, rows) for rows in tokens]).mean().backward()
+    for kind in (2.0, 1.0, float("inf")):
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05, norm_type=kind)
+        expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.05, norm_type=kind)
+        assert abs(full(norm) - expected) <= 1e-6 * max(1.0, expected)
+        for param, other in zip(model.parameters(), reference.parameters(), strict=True):
+            assert (full(param.grad) - other.grad).abs().max() <= 1e-6
 
 
 # All of torch.optim's elementwise optimizers but Rprop, whose masked assignment DTensor refuses.
@@ -343,7 +310,11 @@ def test_every_torch_optimizer_equals_one_process(kind):
     run_ranks(2, optimizers_parity, kind == "foreach", kind == "fused", limit_s=120)
 
 
-def full_state(rank, world, transport):
+@pytest.mark.sampled
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("transport", ["auto", "sockets"])
+@on_ranks()
+def test_full_state_dict_is_the_unsharded_models_on_rank_0(rank, world, transport):
     set_transport(transport)
     model, reference = shard_decoder(build(tied=True), fully_shard), build(tied=True)
     loss_of(model, batches(0, world)[rank])  # the root is unsharded now: the state dict must not show that
@@ -359,14 +330,8 @@ def full_state(rank, world, transport):
     reference.load_state_dict(state)
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("transport", ["auto", "sockets"])
-def test_full_state_dict_is_the_unsharded_models_on_rank_0(world, transport):
-    run_ranks(world, full_state, transport)
-
-
-def sharded_state(rank, world):
+@on_ranks(3)
+def test_state_dict_has_logical_shapes_and_loads_back(rank, world):
     model, reference = shard_decoder(build(), fully_shard), build()
     state = model.state_dict()
     for name, tensor in reference.state_dict().items():
@@ -377,7 +342,3 @@ def sharded_state(rank, world):
     assert_same(other, reference, 0.0)
     losses = [mean_over_ranks(loss_of(m, batches(0, world)[rank])) for m in (model, other)]
     assert torch.equal(*losses)
-
-
-def test_state_dict_has_logical_shapes_and_loads_back():
-    run_ranks(3, sharded_state)

@@ -18,7 +18,7 @@ from shardwright.errors import Diverged, InputError, StageError
 from shardwright.schedule.sync import Synchronize, SyncPoint
 from shardwright.wrapper import FSDP, ModuleWrapPolicy
 from tests.ranks.models import Run, full
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks, run_ranks
 from tests.ranks.routes import Log, Part, Step, built, inputs, loss_of, train_beside_one_process
 
 STEPS = 6
@@ -119,28 +119,24 @@ def test_every_way_to_skip_is_exact(prefetch, world, make):
     run_ranks(world, exactness, make, prefetch)
 
 
-def on_four(rank, world):
+@pytest.mark.slow
+@on_ranks(4)
+def test_copies_post_forward_shards_and_kept_weights_are_exact_under_skips(rank, world):
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
     for plan in (skips_in_turn, any_subset, other_order):
         for options in ({"mesh": grid}, {"reshard_after_forward": 2}, {"reshard_after_forward": False}):
             train_beside_one_process(by_fully_shard(**options), plan, rank, world, STEPS)
 
 
-@pytest.mark.slow
-def test_copies_post_forward_shards_and_kept_weights_are_exact_under_skips():
-    run_ranks(4, on_four)
-
-
-def on_the_last_dim(rank, world):
+@on_ranks(3)
+def test_groups_whose_matrices_are_cut_on_the_last_dim_are_exact_under_skips(rank, world):
     make = partial(by_fully_shard, shard_placement_fn=lambda p: Shard(p.ndim - 1) if p.ndim else None)
     exactness(rank, world, make, "pre", (skips_in_turn, any_subset, other_order))
 
 
-def test_groups_whose_matrices_are_cut_on_the_last_dim_are_exact_under_skips():
-    run_ranks(3, on_the_last_dim)
-
-
-def on_two_meshes(rank, world):
+@pytest.mark.slow
+@on_ranks(4)
+def test_groups_on_two_meshes_are_exact_under_skips(rank, world):
     flat = init_device_mesh("cpu", (4,))
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
     for plan in (skips_in_turn, any_subset, other_order):
@@ -152,11 +148,8 @@ def on_two_meshes(rank, world):
 
 
 @pytest.mark.slow
-def test_groups_on_two_meshes_are_exact_under_skips():
-    run_ranks(4, on_two_meshes)
-
-
-def nested(rank, world):
+@on_ranks(2, 3)
+def test_groups_inside_of_a_part_that_ranks_skip_are_exact(rank, world):
     for plan in (any_subset, other_order, own_parameter, shared_layers):
         for recomputes in (False, True):
             model = built()
@@ -168,12 +161,6 @@ def nested(rank, world):
                 fully_shard(part)
             fully_shard(model).set_schedule_policy(STRICT)
             train_beside_one_process(model, plan, rank, world, STEPS)
-
-
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.slow
-def test_groups_inside_of_a_part_that_ranks_skip_are_exact(world):
-    run_ranks(world, nested)
 
 
 class Around(nn.Module):
@@ -223,7 +210,12 @@ def in_turn(rank, world, step):
     return Step((ALL[step % 3 :],))
 
 
-def two_roots(rank, world, kind, plan):
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(
+    ("kind", "plan"), [(Around, in_turn), (Taught, any_subset)], ids=["with a backward", "without"]
+)
+@on_ranks()
+def test_a_root_inside_of_another_ones_forward_is_exact(rank, world, kind, plan):
     ours, theirs = kind(by_fully_shard()), kind(built())
     torch.manual_seed(3)
     ours.linear.reset_parameters()
@@ -240,23 +232,12 @@ def two_roots(rank, world, kind, plan):
                 torch.testing.assert_close(full(param.grad), other.grad, atol=1e-10, rtol=1e-10)
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize(
-    ("kind", "plan"), [(Around, in_turn), (Taught, any_subset)], ids=["with a backward", "without"]
-)
-def test_a_root_inside_of_another_ones_forward_is_exact(world, kind, plan):
-    run_ranks(world, two_roots, kind, plan)
-
-
-def recomputed(rank, world):
+@on_ranks(2)
+def test_recomputation_is_exact_under_skips(rank, world):
     for plan in (skips_in_turn, any_subset, shared_layers):
         model = by_fully_shard()
         model.recomputes = True
         train_beside_one_process(model, plan, rank, world, STEPS)
-
-
-def test_recomputation_is_exact_under_skips():
-    run_ranks(2, recomputed)
 
 
 class Experts(nn.Module):
@@ -276,7 +257,8 @@ class Experts(nn.Module):
         return torch.cat(rows)
 
 
-def experts(rank, world):
+@on_ranks(2, 3)
+def test_an_expert_without_tokens_on_some_ranks_is_exact(rank, world):
     torch.manual_seed(3)
     reference = Experts().double()
     model = Experts().double()
@@ -295,12 +277,13 @@ def experts(rank, world):
         torch.testing.assert_close(full(param), other, atol=1e-12, rtol=1e-12)
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_an_expert_without_tokens_on_some_ranks_is_exact(world):
-    run_ranks(world, experts)
-
-
-def accumulated(rank, world, precision, tolerance):
+@pytest.mark.parametrize(
+    ("precision", "tolerance"),
+    [(MixedPrecisionPolicy(), 1e-12), (MixedPrecisionPolicy(torch.bfloat16, torch.float32), 5e-2)],
+    ids=["float64", "bf16 reduced in fp32"],
+)
+@on_ranks(2)
+def test_what_some_ranks_accumulated_is_reduced_by_all(rank, world, precision, tolerance):
     model = by_fully_shard(mp_policy=precision)
     reference = built()
     routes = [[("a", "b"), ("a",)], [("c",), ("a",)]][rank]  # the second time nobody uses b or c
@@ -319,16 +302,8 @@ def accumulated(rank, world, precision, tolerance):
             torch.testing.assert_close(full(param.grad), other.grad, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize(
-    ("precision", "tolerance"),
-    [(MixedPrecisionPolicy(), 1e-12), (MixedPrecisionPolicy(torch.bfloat16, torch.float32), 5e-2)],
-    ids=["float64", "bf16 reduced in fp32"],
-)
-def test_what_some_ranks_accumulated_is_reduced_by_all(precision, tolerance):
-    run_ranks(2, accumulated, precision, tolerance)
-
-
-def evaluated(rank, world):
+@on_ranks(2, 3)
+def test_ranks_may_evaluate_different_numbers_of_batches(rank, world):
     model = by_fully_shard()
     loss_of(model, Step((ALL,)), rank, 0).backward()
     log, total = Log.of(model), torch.zeros(())
@@ -341,11 +316,6 @@ def evaluated(rank, world):
     torch.testing.assert_close(total.double(), expected.detach(), atol=1e-5, rtol=1e-5)
     log.assert_same_on_all_ranks()
     loss_of(model, Step((ALL,)), rank, 1).backward()
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_ranks_may_evaluate_different_numbers_of_batches(world):
-    run_ranks(world, evaluated)
 
 
 def diverges(rank, world, how):
@@ -382,7 +352,8 @@ def test_ranks_in_different_calls_are_told_which_and_where(how):
     assert theirs in lines[2]
 
 
-def cut_short(rank, world):
+@on_ranks(2)
+def test_no_optimizer_steps_with_a_backward_that_did_not_end_on_all_ranks(rank, world):
     model = by_fully_shard()
     run = Run.of(model)
     with pytest.MonkeyPatch.context() as patch:
@@ -403,10 +374,6 @@ def cut_short(rank, world):
     assert all(torch.equal(p.to_local(), old) for p, old in zip(params, before, strict=True))
     loss_of(model, Step((ALL,)), rank, 0).backward()  # afresh
     run.step()
-
-
-def test_no_optimizer_steps_with_a_backward_that_did_not_end_on_all_ranks():
-    run_ranks(2, cut_short)
 
 
 def idles(rank, world):
@@ -442,15 +409,11 @@ def used_now_and_then(rank, world, step):
     return Step((("a", "c") if step % 5 or rank == 0 else ALL,), (ALL,) if step == 3 else ())
 
 
-def forgets(rank, world):
+@on_ranks(2, 3)
+def test_what_leaves_the_schedule_and_comes_back_is_exact(rank, world):
     model = by_fully_shard()
     model.set_schedule_policy(replace(STRICT, forget_after=2))
     train_beside_one_process(model, used_now_and_then, rank, world, 12)
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_what_leaves_the_schedule_and_comes_back_is_exact(world):
-    run_ranks(world, forgets)
 
 
 def exchanges(rank, world, agreement):

@@ -23,7 +23,7 @@ from shardwright.train.eager import build_model
 from shardwright.train.ranks import RankPlace
 from tests.ranks import quantised
 from tests.ranks.models import Run, assert_same, batches, build, loss_of, shard_decoder
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks, run_ranks
 
 POLICIES = {
     "default": SchedulePolicy(),
@@ -90,7 +90,9 @@ def test_a_late_rank_changes_nothing(place, transport):
     assert run_ranks(2, delayed, place, transport) == expected
 
 
-def explicit_lists(rank, world, by_policy):
+@pytest.mark.parametrize("by_policy", [False, True])
+@on_ranks(2)
+def test_listed_modules_are_gathered_ahead_instead_of_the_next(rank, world, by_policy):
     model = shard_decoder(build(num_blocks=4), fully_shard)
     apart = SchedulePolicy(bucket_cap_mb=0)
     model.set_schedule_policy(apart)
@@ -134,11 +136,6 @@ def explicit_lists(rank, world, by_policy):
         first.set_modules_to_forward_prefetch([])
     schedule = model.schedule()
     assert issued(Phase.FORWARD, EventKind.FORWARD_BEGIN, first) == [index[second]]
-
-
-@pytest.mark.parametrize("by_policy", [False, True])
-def test_listed_modules_are_gathered_ahead_instead_of_the_next(by_policy):
-    run_ranks(2, explicit_lists, by_policy)
 
 
 def loss_with_penalty(model, tokens):
@@ -254,7 +251,8 @@ def test_a_model_of_200_tiny_groups_needs_a_handful_of_collectives(world, transp
         assert together[0]["reduce_scatter"] == 2
 
 
-def abandoned(rank, world):
+@on_ranks(2)
+def test_held_gradients_of_a_failed_backward_are_forgotten(rank, world):
     """Gradients that are held back when a backward fails are forgotten with it."""
     model, reference = Tiny(5), Tiny(5)
     for layer in model.layers:
@@ -280,10 +278,6 @@ def abandoned(rank, world):
         assert_same(model, reference)
 
 
-def test_held_gradients_of_a_failed_backward_are_forgotten():
-    run_ranks(2, abandoned)
-
-
 class Once:
     """Calls ``method``; the call after ``number`` others raises, before it has run or after it."""
 
@@ -300,7 +294,9 @@ class Once:
         return result
 
 
-def cut_short(rank, world, agreement):
+@pytest.mark.parametrize("agreement", ["strict", "off"])
+@on_ranks(2)
+def test_a_step_after_one_that_could_not_gather_or_decode_is_a_clean_one(rank, world, agreement):
     """Steps after one in which a gather can't be launched, or what it brought can't be decoded."""
 
     def check(model, loss, owner, name, before):
@@ -342,11 +338,6 @@ def cut_short(rank, world, agreement):
         x = torch.ones(2, quantised.COLS)
         decoding = unit_of(model[0]).group.gatherer.decoding
         check(model, lambda m: m(x).square().mean(), decoding, "arrive", before)  # noqa: B023
-
-
-@pytest.mark.parametrize("agreement", ["strict", "off"])
-def test_a_step_after_one_that_could_not_gather_or_decode_is_a_clean_one(agreement):
-    run_ranks(2, cut_short, agreement)
 
 
 def accumulated(rank, world, cap_mb):

@@ -23,13 +23,17 @@ from shardwright import (
 from shardwright.errors import InputError, StageError
 from tests.ranks.live import PeakStorages, storages_here
 from tests.ranks.models import full, train_on_parts
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks, run_ranks
 from tests.ranks.quantised import COLS, QUANTISED, ROWS, build, shard
 
 WORLDS = [1, 2, 3, 4]
 
 
-def parity(rank, world, codec, dequantise):
+@pytest.mark.sampled
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(("codec", "dequantise"), [("nf4", "group"), ("nf4", "layer"), ("int8", "group")])
+@on_ranks()
+def test_a_quantised_base_trains_alike_on_any_number_of_ranks(rank, world, codec, dequantise):
     reference = build(codec, dequantise)
     model = shard(copy.deepcopy(reference))
     codes = {name: p for name, p in reference.state_dict().items() if "adapter" not in name}
@@ -45,14 +49,11 @@ def parity(rank, world, codec, dequantise):
     return losses
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize(("codec", "dequantise"), [("nf4", "group"), ("nf4", "layer"), ("int8", "group")])
-def test_a_quantised_base_trains_alike_on_any_number_of_ranks(world, codec, dequantise):
-    run_ranks(world, parity, codec, dequantise)
-
-
-def afterwards(rank, world, codec, dequantise):
+@pytest.mark.parametrize(
+    ("codec", "dequantise"), [("nf4", "group"), ("nf4", "layer"), ("nf4-double", "group")]
+)
+@on_ranks(1, 3)
+def test_a_sharded_model_is_quantised_to_the_same_bits_and_trains_alike(rank, world, codec, dequantise):
     reference, model = build(codec, dequantise), build(codec=None)
     fully_shard(model[0].up)  # a layer that is a group of its own, and an FSDPModule itself
     shard(model)
@@ -75,15 +76,9 @@ def afterwards(rank, world, codec, dequantise):
         assert train_on_parts(each, rank, world, COLS, lr=0.1) == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("codec", "dequantise"), [("nf4", "group"), ("nf4", "layer"), ("nf4-double", "group")]
-)
-@pytest.mark.parametrize("world", [1, 3])
-def test_a_sharded_model_is_quantised_to_the_same_bits_and_trains_alike(world, codec, dequantise):
-    run_ranks(world, afterwards, codec, dequantise)
-
-
-def afterwards_cut(rank, world, dim):
+@pytest.mark.parametrize("dim", [0, 1])
+@on_ranks(4)
+def test_ranks_without_rows_and_columns_cut_inside_a_block_are_quantised_alike(rank, world, dim):
     plain = nn.Linear(COLS, 2)
     model = fully_shard(copy.deepcopy(plain), shard_placement_fn=lambda p: Shard(dim % p.ndim))
     with torch.device("meta"):
@@ -97,12 +92,8 @@ def afterwards_cut(rank, world, dim):
         assert torch.equal(full(model.state_dict()[name]), value), name
 
 
-@pytest.mark.parametrize("dim", [0, 1])
-def test_ranks_without_rows_and_columns_cut_inside_a_block_are_quantised_alike(dim):
-    run_ranks(4, afterwards_cut, dim)
-
-
-def afterwards_refused(rank, world):
+@on_ranks(2)
+def test_what_cant_be_quantised_leaves_a_sharded_model_as_it_was(rank, world):
     model = shard(build(codec=None))
     before = {name: full(value).clone() for name, value in model.state_dict().items()}
     with pytest.raises(InputError, match=r"'0.up.bias' is torch.float32 of shape \[37\]"):
@@ -111,10 +102,6 @@ def afterwards_refused(rank, world):
     model[0].register_forward_hook(lambda *_: quantize_(model))
     with pytest.raises(StageError, match="between steps"):
         model(torch.randn(2, COLS))
-
-
-def test_what_cant_be_quantised_leaves_a_sharded_model_as_it_was():
-    run_ranks(2, afterwards_refused)
 
 
 def wire(rank, world):
@@ -192,7 +179,8 @@ def test_a_step_that_decodes_per_use_holds_fewer_bytes_than_one_that_decodes_by_
         assert dense < by_group  # so the count sees decoded weights
 
 
-def states(rank, world):
+@on_ranks(*WORLDS)
+def test_nf4_a_full_upcast_state_dict_is_streamed_and_a_plain_one_is_taken(rank, world):
     model = shard(build())
     reference = build()
     state = full_state_dict(model)
@@ -216,12 +204,8 @@ def states(rank, world):
         model(torch.randn(2, COLS))
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_nf4_a_full_upcast_state_dict_is_streamed_and_a_plain_one_is_taken(world):
-    run_ranks(world, states)
-
-
-def on_dim_1(rank, world):
+@on_ranks(3)
+def test_nf4_weights_may_be_cut_by_columns(rank, world):
     torch.manual_seed(0)
     plain = nn.Linear(COLS, ROWS, bias=False)
     quantize_(plain)
@@ -231,7 +215,3 @@ def on_dim_1(rank, world):
     with model.unsharded():
         model.weight.mul_(4)
     assert torch.equal(full(model.state_dict()["weight"]), plain._parameters["weight"])
-
-
-def test_nf4_weights_may_be_cut_by_columns():
-    run_ranks(3, on_dim_1)

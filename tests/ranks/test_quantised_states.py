@@ -47,7 +47,7 @@ from shardwright import (
 from shardwright.checkpoint.tools import consolidate
 from shardwright.wrapper import FullyShardedDataParallel, ModuleWrapPolicy
 from tests.ranks.models import full, train_on_parts
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks, run_ranks
 from tests.ranks.quantised import COLS, ROWS, Layer, build, shard
 
 # ---- states, saved by two ranks
@@ -186,7 +186,13 @@ class Product(nn.Module):
         return x @ self.weight.mT
 
 
-def alike(rank, world, shape, dim):
+@pytest.mark.parametrize(
+    ("shape", "dim"),
+    [((257, 512), 0), ((64, 100), 1), ((5, 40, 70), 0), ((5, 40, 70), 1), ((500, 100), 0), ((64, 64), 0)],
+    ids=["uneven_rows", "shard_1", "experts", "rows_of_experts", "500x100", "64x64"],
+)
+@on_ranks(3)
+def test_weights_of_any_shape_are_cut_anywhere(rank, world, shape, dim):
     plain = Product(*shape)
     quantize_(plain, where="weight")
     model = fully_shard(copy.deepcopy(plain), shard_placement_fn=lambda p: Shard(dim))
@@ -194,15 +200,6 @@ def alike(rank, world, shape, dim):
     assert torch.equal(model(x), plain(x))
     for name, value in plain.state_dict().items():
         assert torch.equal(model.state_dict()[name].full_tensor(), value)
-
-
-@pytest.mark.parametrize(
-    ("shape", "dim"),
-    [((257, 512), 0), ((64, 100), 1), ((5, 40, 70), 0), ((5, 40, 70), 1), ((500, 100), 0), ((64, 64), 0)],
-    ids=["uneven_rows", "shard_1", "experts", "rows_of_experts", "500x100", "64x64"],
-)
-def test_weights_of_any_shape_are_cut_anywhere(shape, dim):
-    run_ranks(3, alike, shape, dim)
 
 
 # ---- training
@@ -214,7 +211,8 @@ def assert_codes_of_build(model):
         assert "adapter" in name or torch.equal(full(state[name]), value), name
 
 
-def wrapped(rank, world):
+@on_ranks(2)
+def test_the_wrapper_class_takes_frozen_quantised_weights_beside_trainable_ones(rank, world):
     model, reference = build(), build()
     policy = ModuleWrapPolicy({Layer})
     model = FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True)
@@ -226,11 +224,9 @@ def wrapped(rank, world):
     )
 
 
-def test_the_wrapper_class_takes_frozen_quantised_weights_beside_trainable_ones():
-    run_ranks(2, wrapped)
-
-
-def adapters_only(rank, world, folder):
+@on_ranks(2)
+def test_a_checkpoint_of_the_trainable_parts_alone_is_enough_beside_the_base(rank, world, tmp_path):
+    folder = str(tmp_path)
     model = shard(build())
     train_on_parts(model, rank, world, COLS, lr=0.1)
     trained = {name: value for name, value in model.state_dict().items() if "adapter" in name}
@@ -242,10 +238,6 @@ def adapters_only(rank, world, folder):
     assert torch.equal(fresh(x), model(x))
 
 
-def test_a_checkpoint_of_the_trainable_parts_alone_is_enough_beside_the_base(tmp_path):
-    run_ranks(2, adapters_only, str(tmp_path))
-
-
 OPTIONS = {
     "mixed_precision": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
     "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
@@ -255,7 +247,9 @@ OPTIONS = {
 }
 
 
-def with_options(rank, world, option):
+@pytest.mark.parametrize("option", OPTIONS)
+@on_ranks(4)
+def test_codes_and_losses_are_those_of_one_process_under_every_option(rank, world, option):
     options = dict(OPTIONS[option])
     if "mesh" in options:
         options["mesh"] = init_device_mesh("cpu", options["mesh"], mesh_dim_names=("copies", "shards"))
@@ -266,12 +260,8 @@ def with_options(rank, world, option):
     assert_codes_of_build(model)
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-def test_codes_and_losses_are_those_of_one_process_under_every_option(option):
-    run_ranks(4, with_options, option)
-
-
-def decodable(rank, world):
+@on_ranks(3)
+def test_full_tensor_and_every_state_dict_have_codes_and_scales_that_decode(rank, world):
     model, plain = shard(build()), build(codec=None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -284,7 +274,3 @@ def decodable(rank, world):
     assert {name: tuple(value.shape) for name, value in sharded.items()} == {
         name: tuple(value.shape) for name, value in whole.items()
     }
-
-
-def test_full_tensor_and_every_state_dict_have_codes_and_scales_that_decode():
-    run_ranks(3, decodable)

@@ -12,7 +12,7 @@ from shardwright.observe.steps.recording import ring
 from shardwright.schedule.schedule import Schedule
 from shardwright.transport.recorder import recorder
 from tests.ranks.models import Run, batches, build, loss_of, shard_decoder
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks, run_ranks
 
 NAMES = {"Decoder", "blocks.0", "blocks.1", "blocks.2"}
 LATE_S = 0.15
@@ -119,7 +119,8 @@ def test_code_that_nobody_marked_is_named_by_its_line():
         assert all("test_recorder.py" in each.note and "in dawdle" in each.note for each in found[-2:])
 
 
-def parsed(rank, world):
+@on_ranks(2)
+def test_the_text_of_a_schedule_with_names_parses_back(rank, world):
     model = shard_decoder(build(), fully_shard)
     for step in range(2):  # the first one is recorded, and the second planned from it
         loss_of(model, batches(step, world)[rank]).backward()
@@ -127,7 +128,3 @@ def parsed(rank, world):
     assert Schedule.parse(str(schedule), schedule.names) == schedule
     assert model.trace().schedule() == schedule
     assert torch.is_grad_enabled()
-
-
-def test_the_text_of_a_schedule_with_names_parses_back():
-    run_ranks(2, parsed)

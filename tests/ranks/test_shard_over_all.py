@@ -20,7 +20,7 @@ from shardwright import (
 from shardwright.engine.unit import unit_of
 from shardwright.errors import InputError
 from tests.ranks.models import NEEDS_ORDER, Run, batches, build, full, loss_of, shard_decoder
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks
 
 pytestmark = NEEDS_ORDER
 
@@ -58,7 +58,9 @@ def trained(rank, world, options):
     return weights, clip_grad_norm_(model.parameters(), 1e-2)
 
 
-def beside_copies(rank, world, kind):
+@pytest.mark.parametrize("kind", OPTIONS)
+@on_ranks(4)
+def test_weights_are_bit_for_bit_those_of_a_mesh_with_copies(rank, world, kind):
     whole, norm = trained(rank, world, OPTIONS[kind] | {"shard_over_all": True})
     copies, same_norm = trained(rank, world, OPTIONS[kind])
     assert whole.keys() == copies.keys()
@@ -66,12 +68,34 @@ def beside_copies(rank, world, kind):
     assert norm.isclose(same_norm)
 
 
-@pytest.mark.parametrize("kind", OPTIONS)
-def test_weights_are_bit_for_bit_those_of_a_mesh_with_copies(kind):
-    run_ranks(4, beside_copies, kind)
+def accumulated(rank, world, options):
+    """The weights after steps of three microbatches, an evaluation and an edit between them."""
+    model = shard_decoder(build(tied=True), fully_shard, **options)
+    run = Run.of(model)
+    for step in range(3):
+        for micro in range(3):
+            model.set_requires_gradient_sync(micro == 2)
+            loss_of(model, batches(3 * step + micro, world)[rank]).backward()
+            if micro == 0 and step == 1:
+                with torch.no_grad():
+                    loss_of(model, batches(0, world)[rank])
+            if micro == 1 and step == 1:
+                with torch.no_grad():
+                    next(iter(model.parameters())).to_local().mul_(0.5)
+        run.step()
+    return full_state_dict(model)
 
 
-def bytes_sent(rank, world):
+@on_ranks(4)
+def test_microbatches_that_do_not_reduce_are_gathered_from_the_shares_of_the_first_bit_for_bit(rank, world):
+    mesh = {"mesh": mesh_of(world)}
+    for options, plain in ((mesh | {"shard_over_all": True}, mesh), ({"reshard_after_forward": 2}, {})):
+        ours, theirs = accumulated(rank, world, options), accumulated(rank, world, plain)
+        assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+
+
+@on_ranks(4)
+def test_a_step_gathers_between_nodes_once_and_each_rank_holds_its_share_of_everything(rank, world):
     set_transport("sockets")  # shared memory sends nothing
     model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
     mesh = mesh_of(world)
@@ -104,40 +128,9 @@ def bytes_sent(rank, world):
         assert node.sent_nbytes - before[0] == 7 * nbytes // 2, step
 
 
-def accumulated(rank, world, options):
-    """The weights after steps of three microbatches, an evaluation and an edit between them."""
-    model = shard_decoder(build(tied=True), fully_shard, **options)
-    run = Run.of(model)
-    for step in range(3):
-        for micro in range(3):
-            model.set_requires_gradient_sync(micro == 2)
-            loss_of(model, batches(3 * step + micro, world)[rank]).backward()
-            if micro == 0 and step == 1:
-                with torch.no_grad():
-                    loss_of(model, batches(0, world)[rank])
-            if micro == 1 and step == 1:
-                with torch.no_grad():
-                    next(iter(model.parameters())).to_local().mul_(0.5)
-        run.step()
-    return full_state_dict(model)
-
-
-def accumulated_beside_copies(rank, world):
-    mesh = {"mesh": mesh_of(world)}
-    for options, plain in ((mesh | {"shard_over_all": True}, mesh), ({"reshard_after_forward": 2}, {})):
-        ours, theirs = accumulated(rank, world, options), accumulated(rank, world, plain)
-        assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
-
-
-def test_microbatches_that_do_not_reduce_are_gathered_from_the_shares_of_the_first_bit_for_bit():
-    run_ranks(4, accumulated_beside_copies)
-
-
-def test_a_step_gathers_between_nodes_once_and_each_rank_holds_its_share_of_everything():
-    run_ranks(4, bytes_sent)
-
-
-def saved_and_loaded(rank, world, folder):
+@on_ranks(4)
+def test_checkpoints_and_state_dicts_know_the_shards_and_what_is_kept_is_never_stale(rank, world, tmp_path):
+    folder = str(tmp_path / "saved")
     model, reference = (
         shard_decoder(build(), fully_shard, mesh=mesh_of(world), **options)
         for options in ({"shard_over_all": True}, {})
@@ -163,11 +156,8 @@ def saved_and_loaded(rank, world, folder):
     assert all(ours[name].equal(theirs[name]) for name in theirs)
 
 
-def test_checkpoints_and_state_dicts_know_the_shards_and_what_is_kept_is_never_stale(tmp_path):
-    run_ranks(4, saved_and_loaded, str(tmp_path / "saved"))
-
-
-def told(rank, world):
+@on_ranks(4)
+def test_it_is_explained_and_what_does_not_go_with_it_is_refused(rank, world):
     with pytest.raises(InputError, match="takes a 2-D mesh"):
         fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (world,)), shard_over_all=True)
     with pytest.raises(InputError, match="reshard_after_forward=2 doesn't go with shard_over_all"):
@@ -183,7 +173,3 @@ def told(rank, world):
     assert unit_of(model[0]).group.gatherer.smaller_world is None
     model[0].set_reshard_after_forward(True)
     assert unit_of(model[0]).group.gatherer.smaller_world is not None
-
-
-def test_it_is_explained_and_what_does_not_go_with_it_is_refused():
-    run_ranks(4, told)

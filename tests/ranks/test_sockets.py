@@ -24,7 +24,7 @@ from shardwright.transport.cpu.sockets import SocketComm
 from shardwright.transport.mesh import resolve
 from shardwright.transport.process_group import ProcessGroupComm
 from tests.ranks.models import batches, build, fresh_mesh, loss_of, shard_decoder
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks, run_ranks
 from tests.ranks.scripts import run_scripts
 
 SHAPES = ((7, 3), (1,), (64, 700), (13,), (0, 4), (500, 501))
@@ -131,7 +131,8 @@ def test_all_ranks_take_torchs_collectives_where_one_has_no_address():
     assert set(run_ranks(3, one_rank_cannot)) == {ProcessGroupComm.__name__}
 
 
-def gathers_every_dtype(rank, world):
+@on_ranks(2)
+def test_torchs_collectives_gather_dtypes_that_gloo_does_not_know(rank, world):
     comm = comm_over("collectives")
     layout = ParamLayout((5, 3), world)
     for dtype in (torch.float8_e4m3fn, torch.int16, torch.bool, torch.bfloat16):
@@ -139,10 +140,6 @@ def gathers_every_dtype(rank, world):
         region[own] = torch.ones_like(region[own])
         comm.all_gather([Segment(region, layout.spans)], "gather").wait()
         assert region[: layout.numel].float().tolist() == [1.0] * layout.numel, dtype
-
-
-def test_torchs_collectives_gather_dtypes_that_gloo_does_not_know():
-    run_ranks(2, gathers_every_dtype)
 
 
 def trains_without_sockets(rank, world):

@@ -11,7 +11,7 @@ from shardwright.errors import InputError, StageError
 from shardwright.schedule.check import check
 from shardwright.schedule.schedule import ActionKind, EventKind, Phase, Schedule
 from tests.ranks.models import batches, build, loss_of, shard_decoder
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks, run_ranks
 
 OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
@@ -53,7 +53,8 @@ def test_stepping_in_the_backward_equals_stepping_after_it_bit_for_bit(world, na
     assert after == inside
 
 
-def early(rank, world):
+@on_ranks(2)
+def test_a_parameter_steps_as_soon_as_its_reduction_has_landed(rank, world):
     """Where the backward stands as each parameter steps, and that nothing steps any more after remove()."""
     model = shard_decoder(build(), fully_shard)
     model.set_schedule_policy(SchedulePolicy(bucket_cap_mb=0, max_reductions=1))
@@ -81,10 +82,6 @@ def early(rank, world):
     early_ones = left[: sum(len(list(block.parameters())) for block in model.blocks[1:])]
     assert min(early_ones) >= 1
     assert left[-1] == 0
-
-
-def test_a_parameter_steps_as_soon_as_its_reduction_has_landed():
-    run_ranks(2, early)
 
 
 def scheduled(rank, world, shape, agreement):
@@ -126,7 +123,8 @@ def test_the_schedule_says_where_each_group_steps_and_the_trace_that_it_did(worl
         assert len(late_ones) == (1 if shape is None else num_groups)
 
 
-def cut_short(rank, world):
+@on_ranks(2)
+def test_what_a_failed_backward_left_due_is_dropped(rank, world):
     """A backward that raises steps nothing that had landed, neither then nor in the next one."""
     model = shard_decoder(build(), fully_shard)
     model.set_schedule_policy(SchedulePolicy(agreement="off"))
@@ -139,10 +137,6 @@ def cut_short(rank, world):
     runtime.abandon()
     loss_of(model, batches(0, world)[rank]).backward()
     assert set(steps.values()) == {1}
-
-
-def test_what_a_failed_backward_left_due_is_dropped():
-    run_ranks(2, cut_short)
 
 
 class Shared(torch.nn.Module):

@@ -28,7 +28,7 @@ from shardwright.transport.streams import Streams
 from tests.pure.test_streams import Device, FakeStream, NoRule1, NoRule2, NoRule4
 from tests.ranks import quantised
 from tests.ranks.models import Run, build, loss_of, shard_decoder
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks
 from tests.ranks.test_extended import Bf16Gathered, ScaledInt8
 from tests.ranks.test_rows import Scores, shard, tokens_of
 
@@ -283,23 +283,17 @@ def races_of(rules, gatherer, hybrid, bucket_cap_mb):
     return device.races
 
 
-def raced(rank, world, gatherer):
+@pytest.mark.each_case
+@pytest.mark.parametrize("gatherer", GATHERERS)
+@pytest.mark.slow
+@on_ranks(1)
+def test_no_gatherer_writes_memory_that_is_still_read(rank, world, gatherer):
     for hybrid, bucket_cap_mb in ((False, 0), (True, 1)):
         races = races_of(Streams, gatherer, hybrid, bucket_cap_mb)
         assert not races, (hybrid, bucket_cap_mb, races)
 
 
-@pytest.mark.each_case
-@pytest.mark.parametrize("gatherer", GATHERERS)
-@pytest.mark.slow
-def test_no_gatherer_writes_memory_that_is_still_read(gatherer):
-    run_ranks(1, raced, gatherer)
-
-
-def unruled(rank, world):
+@on_ranks(1)
+def test_a_real_model_races_without_any_one_of_the_rules_that_it_needs(rank, world):
     for rules in (NoRule1, NoRule2, NoRule4):  # a collective's end waits for what rule 3 does
         assert races_of(rules, "plain", False, 0), rules
-
-
-def test_a_real_model_races_without_any_one_of_the_rules_that_it_needs():
-    run_ranks(1, unruled)

@@ -8,7 +8,7 @@ from torch.func import grad, jvp, vjp, vmap
 from shardwright import fully_shard, stats
 from shardwright.errors import StageError
 from tests.ranks.models import equal_steps, full
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks
 
 WIDTH = 7
 
@@ -38,14 +38,10 @@ def penalised(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
     return slope.pow(2).sum() + model(inputs * 2).sum()
 
 
-def penalty(rank, world):
+@on_ranks(1, 2, 4)
+def test_a_gradient_penalty_equals_one_process(rank, world):
     model, reference = sharded(), network()
     equal_steps(model, reference, rank, world, penalised, shape=(4, WIDTH), lr=1e-3)
-
-
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_a_gradient_penalty_equals_one_process(world):
-    run_ranks(world, penalty)
 
 
 ASKS = {
@@ -59,7 +55,10 @@ ASKS = {
 }
 
 
-def asks_for_shards(rank, world, ask, after):
+@pytest.mark.parametrize("after", [None, True, False])
+@pytest.mark.parametrize("ask", ASKS)
+@on_ranks(2)
+def test_gradients_of_shards_that_the_graph_lacks_are_refused(rank, world, ask, after):
     model, reference = network(), network()
     fully_shard(model[0], reshard_after_forward=after)
     fully_shard(model, reshard_after_forward=after)
@@ -80,13 +79,8 @@ def asks_for_shards(rank, world, ask, after):
         torch.testing.assert_close(full(param.grad), whole.grad)
 
 
-@pytest.mark.parametrize("after", [None, True, False])
-@pytest.mark.parametrize("ask", ASKS)
-def test_gradients_of_shards_that_the_graph_lacks_are_refused(ask, after):
-    run_ranks(2, asks_for_shards, ask, after)
-
-
-def hessians(rank, world):
+@on_ranks(2)
+def test_a_hessian_with_respect_to_the_inputs_equals_one_process(rank, world):
     model, reference = sharded(), network()
     inputs = rows(0, 1)[0, 0]
     ours, theirs = (
@@ -100,11 +94,8 @@ def hessians(rank, world):
     )
 
 
-def test_a_hessian_with_respect_to_the_inputs_equals_one_process():
-    run_ranks(2, hessians)
-
-
-def retried(rank, world):
+@on_ranks(1, 2, 3)
+def test_a_backward_that_failed_may_be_tried_again_on_its_graph(rank, world):
     model, reference = sharded(), network()
     fails = [True]
 
@@ -129,12 +120,8 @@ def retried(rank, world):
     assert stats(model).unsharded_nbytes == 0
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_a_backward_that_failed_may_be_tried_again_on_its_graph(world):
-    run_ranks(world, retried)
-
-
-def transformed(rank, world):
+@on_ranks(2)
+def test_transforms_of_torch_func_over_the_inputs_equal_one_process(rank, world):
     model, reference = sharded(), network()
     inputs, tangents = rows(0, 1)[0], rows(1, 1)[0]
 
@@ -151,7 +138,3 @@ def transformed(rank, world):
     reference(inputs).sum().backward()
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(full(ours.grad), theirs.grad)
-
-
-def test_transforms_of_torch_func_over_the_inputs_equal_one_process():
-    run_ranks(2, transformed)

@@ -17,7 +17,7 @@ from shardwright import (
 )
 from shardwright.errors import InputError
 from tests.ranks.models import VOCAB, Run, assert_same, build, full, loss_of, shard_decoder
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks
 
 
 def uneven(step: int, world: int) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
@@ -37,7 +37,9 @@ def loss(model, tokens, targets, reduction="mean"):
     return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), reduction=reduction)
 
 
-def weighted(rank, world, copies):
+@pytest.mark.parametrize(("world", "copies"), [(1, 1), (2, 1), (3, 1), (4, 2)])
+@on_ranks()
+def test_losses_weighted_by_their_targets_equal_one_process_over_uneven_batches(rank, world, copies):
     mesh = init_device_mesh("cpu", (copies, world // copies)) if copies > 1 else None
     model, reference = shard_decoder(build(), fully_shard, mesh=mesh), build()
     ours, theirs = Run.of(model), Run.of(reference)
@@ -59,12 +61,8 @@ def weighted(rank, world, copies):
     assert "each loss weighted by its share of the step" in str(explain(model))
 
 
-@pytest.mark.parametrize(("world", "copies"), [(1, 1), (2, 1), (3, 1), (4, 2)])
-def test_losses_weighted_by_their_targets_equal_one_process_over_uneven_batches(world, copies):
-    run_ranks(world, weighted, copies)
-
-
-def summed(rank, world):
+@on_ranks(2)
+def test_gradients_are_summed_or_averaged_as_asked(rank, world):
     model, reference = shard_decoder(build(), fully_shard), build()
     tokens = torch.arange(world * 12).view(world, 2, 6) % VOCAB
     torch.stack([loss_of(reference, rows) for rows in tokens]).sum().backward()
@@ -86,10 +84,6 @@ def summed(rank, world):
     assert "averaged over" in str(explain(model))  # what was refused has changed nothing
 
 
-def test_gradients_are_summed_or_averaged_as_asked():
-    run_ranks(2, summed)
-
-
 class Slope(nn.Module):
     """Its weight's gradient is ``slope`` everywhere."""
 
@@ -101,7 +95,10 @@ class Slope(nn.Module):
         return self.weight * slope
 
 
-def large_halves(rank, world, transport):
+@pytest.mark.each_case
+@pytest.mark.parametrize("transport", ["auto", "sockets", "collectives"])
+@on_ranks(4)
+def test_large_float16_gradients_are_averaged_without_an_overflow(rank, world, transport):
     set_transport(transport)
     copies = init_device_mesh("cpu", (2, world // 2))
 
@@ -135,13 +132,8 @@ def large_halves(rank, world, transport):
     assert (rows[5] == 20_000).all() and rows.count_nonzero() == 3
 
 
-@pytest.mark.each_case
-@pytest.mark.parametrize("transport", ["auto", "sockets", "collectives"])
-def test_large_float16_gradients_are_averaged_without_an_overflow(transport):
-    run_ranks(4, large_halves, transport)
-
-
-def divided_once(rank, world):
+@on_ranks(2, 3, 4)
+def test_gradients_of_other_dtypes_are_summed_as_they_are_and_divided_once(rank, world):
     for dtype in (torch.float32, torch.bfloat16):
         for factor in (None, 3.0):
             model = fully_shard(Slope(dtype))
@@ -153,8 +145,3 @@ def divided_once(rank, world):
             for slope in slopes[1:]:
                 total = total + slope.to(dtype)
             assert torch.equal(full(model.weight.grad), total / (factor or world))
-
-
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_gradients_of_other_dtypes_are_summed_as_they_are_and_divided_once(world):
-    run_ranks(world, divided_once)

@@ -7,7 +7,7 @@ from torch._dynamo.utils import counters
 
 from shardwright import fully_shard
 from tests.ranks.models import Block, equal_steps
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks
 
 
 def compiled_blocks(rank, world, when, fullgraph):
@@ -39,13 +39,9 @@ def compiled_blocks(rank, world, when, fullgraph):
     assert seen[-1] == (3, {})
 
 
-def in_both_orders(rank, world):
+@pytest.mark.slow
+@on_ranks(1, 2)
+def test_compiled_blocks_are_one_graph_each_without_a_break(rank, world):
     for when in ("before", "after"):
         for fullgraph in (False, True):
             compiled_blocks(rank, world, when, fullgraph)
-
-
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.slow
-def test_compiled_blocks_are_one_graph_each_without_a_break(world):
-    run_ranks(world, in_both_orders)

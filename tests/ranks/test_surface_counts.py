@@ -17,7 +17,7 @@ from shardwright.errors import StageError
 from shardwright.params.buffer import Buffer
 from shardwright.params.smaller_world import SmallerWorld
 from tests.ranks.models import Run, batches, build, loss_of, shard_decoder
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks, run_ranks
 from tests.ranks.routes import built, inputs
 
 GATHER = torch.ops.c10d._allgather_base_
@@ -48,7 +48,8 @@ def train(model: nn.Module) -> Callable[[], None]:
     return lambda: model(torch.ones(2, WIDTH)).sum().backward()
 
 
-def of_each_kind(rank, world):
+@on_ranks(2)
+def test_a_step_takes_one_gather_before_each_use_and_one_reduction_of_each_group(rank, world):
     set_transport("sockets")  # shared memory sends nothing
     part = NBYTES * (world - 1) // world  # one collective over all groups, at its optimum
     model = blocks(reshard_after_forward=True)
@@ -64,11 +65,8 @@ def of_each_kind(rank, world):
         assert counted(model, lambda: model(torch.ones(2, WIDTH))) == (3, 0, 0, part)
 
 
-def test_a_step_takes_one_gather_before_each_use_and_one_reduction_of_each_group():
-    run_ranks(2, of_each_kind)
-
-
-def accumulation(rank, world):
+@on_ranks(2)
+def test_accumulation_reduces_once_and_may_gather_once(rank, world):
     set_transport("sockets")
     part = NBYTES * (world - 1) // world
     model = blocks(reshard_after_forward=True)
@@ -89,11 +87,8 @@ def accumulation(rank, world):
     assert counted(model, train(model)) == (3, 3, 0, 2 * part)
 
 
-def test_accumulation_reduces_once_and_may_gather_once():
-    run_ranks(2, accumulation)
-
-
-def hybrid(rank, world):
+@on_ranks(4)
+def test_hybrid_sharding_all_reduces_each_group_once_and_only_where_asked(rank, world):
     set_transport("sockets")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shard"))
     model = blocks(mesh=mesh, reshard_after_forward=True)
@@ -107,11 +102,8 @@ def hybrid(rank, world):
     assert counted(model, train(model)) == (6, 3, 3, 3 * half + half)
 
 
-def test_hybrid_sharding_all_reduces_each_group_once_and_only_where_asked():
-    run_ranks(4, hybrid)
-
-
-def neighbours(rank, world):
+@on_ranks(4)
+def test_a_smaller_world_and_several_modules_in_a_group_take_the_collectives_they_say(rank, world):
     set_transport("sockets")
     model = blocks(reshard_after_forward=2)
     train(model)()
@@ -123,10 +115,6 @@ def neighbours(rank, world):
     fully_shard(together)
     train(together)()
     assert counted(together, train(together)) == (4, 2, 0, 3 * NBYTES * 3 // 4)
-
-
-def test_a_smaller_world_and_several_modules_in_a_group_take_the_collectives_they_say():
-    run_ranks(4, neighbours)
 
 
 class Headed(nn.Module):
@@ -189,7 +177,36 @@ def test_after_an_evaluation_the_root_and_what_is_to_stay_are_not_gathered_again
         assert counts == ([4, 2, 2] * 3 if root is None else [4, 3, 3] * 3)
 
 
-def written_meanwhile(rank, world):
+@pytest.mark.each_case
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@on_ranks(2)
+def test_an_edit_in_place_of_what_stays_after_an_evaluation_is_kept(rank, world, mode, dtype):
+    """What ``model.parameters()`` shows after an evaluation may be edited in place, as shards may."""
+
+    def seen() -> dict[str, torch.Tensor]:  # as the forward sees it
+        return {name: value.full_tensor().to(dtype) for name, value in model.state_dict().items()}
+
+    shard = partial(fully_shard, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+    model, x = headed(shard, None), torch.ones(2, WIDTH)
+    for factor in (0.5, 2.0, 0.25):  # powers of two: exact in any dtype
+        before = seen()
+        with mode():
+            model(x)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(factor)
+            found = model(x)
+        if factor == 2.0:
+            model(x).sum().backward()
+        after, fresh = seen(), headed(shard, None)
+        assert all(torch.equal(after[name], value * factor) for name, value in before.items())
+        fresh.load_state_dict(model.state_dict())
+        assert torch.equal(found, fresh(x))
+
+
+@on_ranks(2)
+def test_what_stays_after_an_evaluation_is_gathered_anew_where_a_rank_has_written_its_shard(rank, world):
     """What stays unsharded is gathered anew where any rank's shard was written, in whatever way."""
     model = headed(fully_shard, None)
     shards = list(model.parameters())
@@ -214,42 +231,10 @@ def written_meanwhile(rank, world):
             assert torch.equal(found, fresh(x)) and not torch.equal(found, kept)
 
 
-def edited_meanwhile(rank, world, mode, dtype):
-    """What ``model.parameters()`` shows after an evaluation may be edited in place, as shards may."""
-
-    def seen() -> dict[str, torch.Tensor]:  # as the forward sees it
-        return {name: value.full_tensor().to(dtype) for name, value in model.state_dict().items()}
-
-    shard = partial(fully_shard, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
-    model, x = headed(shard, None), torch.ones(2, WIDTH)
-    for factor in (0.5, 2.0, 0.25):  # powers of two: exact in any dtype
-        before = seen()
-        with mode():
-            model(x)
-        with torch.no_grad():
-            for param in model.parameters():
-                param.mul_(factor)
-            found = model(x)
-        if factor == 2.0:
-            model(x).sum().backward()
-        after, fresh = seen(), headed(shard, None)
-        assert all(torch.equal(after[name], value * factor) for name, value in before.items())
-        fresh.load_state_dict(model.state_dict())
-        assert torch.equal(found, fresh(x))
-
-
-@pytest.mark.each_case
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_edit_in_place_of_what_stays_after_an_evaluation_is_kept(mode, dtype):
-    run_ranks(2, edited_meanwhile, mode, dtype)
-
-
-def test_what_stays_after_an_evaluation_is_gathered_anew_where_a_rank_has_written_its_shard():
-    run_ranks(2, written_meanwhile)
-
-
-def built_late(rank, world):
+@on_ranks(2)
+def test_an_optimizer_that_was_built_after_an_evaluation_trains_and_on_unsharded_parameters_is_refused(
+    rank, world
+):
     model = headed(fully_shard, None)
     with torch.no_grad():
         model(torch.ones(2, WIDTH))
@@ -265,16 +250,13 @@ def built_late(rank, world):
         torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
-def test_an_optimizer_that_was_built_after_an_evaluation_trains_and_on_unsharded_parameters_is_refused():
-    run_ranks(2, built_late)
-
-
 def kinds(model: nn.Module) -> list[bool]:
     """Of each parameter whether it is shown as its shard."""
     return [isinstance(param, DTensor) for param in model.parameters()]
 
 
-def shown(rank, world):
+@on_ranks(2)
+def test_between_forward_and_backward_modules_show_shards_whatever_the_plan_keeps(rank, world):
     model = blocks()
     for _ in range(3):
         loss = model(torch.ones(2, WIDTH)).sum()
@@ -287,10 +269,6 @@ def shown(rank, world):
     model[2].unshard()  # by hand: what was kept is shown
     assert kinds(model) == [True, True, False]
     model[2].reshard()
-
-
-def test_between_forward_and_backward_modules_show_shards_whatever_the_plan_keeps():
-    run_ranks(2, shown)
 
 
 class Held:
@@ -322,7 +300,14 @@ class Held:
         return sum(b._storage.nbytes() for b in self.buffers) + sum(shard.nbytes for shard in shards)
 
 
-def smaller_world_held(rank, world, agreement, folder):
+@pytest.mark.each_case
+@pytest.mark.parametrize("agreement", ["strict", "off"])
+@pytest.mark.slow
+@on_ranks(4)
+def test_bytes_are_counted_as_they_are_held_where_shards_lie_over_a_smaller_world(
+    rank, world, agreement, tmp_path
+):
+    folder = str(tmp_path)
     held = Held()
     model = shard_decoder(build(), fully_shard, reshard_after_forward=2)
     model.set_schedule_policy(SchedulePolicy(agreement=agreement))
@@ -369,14 +354,9 @@ def smaller_world_held(rank, world, agreement, folder):
     train()
 
 
-@pytest.mark.each_case
-@pytest.mark.parametrize("agreement", ["strict", "off"])
 @pytest.mark.slow
-def test_bytes_are_counted_as_they_are_held_where_shards_lie_over_a_smaller_world(agreement, tmp_path):
-    run_ranks(4, smaller_world_held, agreement, str(tmp_path))
-
-
-def smaller_world_routed(rank, world):
+@on_ranks(4)
+def test_bytes_over_a_smaller_world_are_counted_where_ranks_use_different_groups(rank, world):
     held = Held()
     model = built()
     for part in model.parts.values():
@@ -390,17 +370,9 @@ def smaller_world_routed(rank, world):
         assert stats(model).unsharded_nbytes == held.now_nbytes, step
 
 
-@pytest.mark.slow
-def test_bytes_over_a_smaller_world_are_counted_where_ranks_use_different_groups():
-    run_ranks(4, smaller_world_routed)
-
-
-def alone(rank, world):
+@on_ranks(1)
+def test_a_world_of_one_reports_no_collectives(rank, world):
     """What a world of one doesn't send it doesn't report."""
     model = blocks()
     for _ in range(2):
         assert counted(model, train(model)) == (0, 0, 0, 0)
-
-
-def test_a_world_of_one_reports_no_collectives():
-    run_ranks(1, alone)

@@ -14,7 +14,7 @@ from shardwright.errors import InputError
 from shardwright.plan.cluster import DEVICES, Cluster
 from shardwright.planned import Plan, PlannedGroup
 from tests.ranks.models import Block, Decoder, Run, batches, build, loss_of, shard_decoder, train_beside
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks, run_ranks
 
 
 def groups_of(model: nn.Module) -> list[list[str]]:
@@ -70,11 +70,8 @@ def test_groups_chosen_by_the_lists_of_a_model_equal_one_process(world):
         ),
     ],
 )
-def test_groups_given_by_name_size_or_class_equal_one_process(tied, groups, expected):
-    run_ranks(2, listed, tied, groups, expected)
-
-
-def listed(rank, world, tied, groups, expected):
+@on_ranks(2)
+def test_groups_given_by_name_size_or_class_equal_one_process(rank, world, tied, groups, expected):
     model = build(tied=tied)
     fully_shard(model, groups=groups)
     if expected is not None:
@@ -102,7 +99,8 @@ class Hinted(Decoder):
         return super().forward(tokens) / self.temperature
 
 
-def hinted(rank, world):
+@on_ranks(2)
+def test_groups_chosen_by_a_models_own_hints_equal_one_process(rank, world):
     torch.manual_seed(7)
     reference = Hinted()
     torch.manual_seed(7)
@@ -111,11 +109,8 @@ def hinted(rank, world):
     train_beside(Run.of(model), Run.of(reference), rank, world)
 
 
-def test_groups_chosen_by_a_models_own_hints_equal_one_process():
-    run_ranks(2, hinted)
-
-
-def refused(rank, world):
+@on_ranks(1)
+def test_groups_that_cannot_be_are_refused_before_anything_is_sharded(rank, world):
     model = build()
     cases = [
         (
@@ -148,11 +143,8 @@ def refused(rank, world):
     assert not any(hasattr(param, "placements") for param in model.parameters())  # nothing is half done
 
 
-def test_groups_that_cannot_be_are_refused_before_anything_is_sharded():
-    run_ranks(1, refused)
-
-
-def resharded(rank, world):
+@on_ranks(2)
+def test_explain_says_when_the_root_is_resharded_and_the_schedule_does_so(rank, world):
     """Whether the root is gathered once or twice a step, told None, True or False."""
     for asked, gathers, said in (
         (None, 1, "after backward"),
@@ -169,10 +161,6 @@ def resharded(rank, world):
         number = len(explain(root).groups) - 1
         unshards = re.findall(r"unshard ([\d+]+)", str(replace(root.schedule(), names=())))
         assert sum(str(number) in each.split("+") for each in unshards) == gathers, asked
-
-
-def test_explain_says_when_the_root_is_resharded_and_the_schedule_does_so():
-    run_ranks(2, resharded)
 
 
 def recomputed_by_a_plan(rank, world):

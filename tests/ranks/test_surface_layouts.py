@@ -37,7 +37,7 @@ from tests.ranks.models import (
     train_beside,
     waits,
 )
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks, run_ranks
 
 WORLDS = [1, 2, 3, 4]
 
@@ -82,19 +82,16 @@ class Scaled(nn.Module):
         return self.layer(x) * self.scale
 
 
-def scalar_alone(rank, world, transport):
+@pytest.mark.each_case
+@pytest.mark.parametrize("transport", ["auto", "sockets", "collectives"])
+@on_ranks(2)
+def test_a_group_of_a_scalar_alone_trains_exactly(rank, world, transport):
     set_transport(transport)
     torch.manual_seed(0)
     reference = Scaled()
     model = copy.deepcopy(reference)
     fully_shard(model.layer)
     equal_steps(fully_shard(model), reference, rank, world, shape=(2, 6))
-
-
-@pytest.mark.each_case
-@pytest.mark.parametrize("transport", ["auto", "sockets", "collectives"])
-def test_a_group_of_a_scalar_alone_trains_exactly(transport):
-    run_ranks(2, scalar_alone, transport)
 
 
 class Formats(nn.Module):
@@ -110,18 +107,14 @@ class Formats(nn.Module):
         return self.conv(x).mean((2, 3)) @ self.transposed @ self.strided
 
 
-def strange_formats(rank, world):
+@on_ranks(*WORLDS)
+def test_channels_last_and_non_contiguous_parameters_train_exactly(rank, world):
     torch.manual_seed(0)
     reference = Formats()
     torch.manual_seed(0)
     model = fully_shard(Formats(), shard_placement_fn=lambda p: Shard(1) if p.ndim == 4 else None)
     assert not reference.transposed.is_contiguous()
     equal_steps(model, reference, rank, world, shape=(2, 3, 6, 6))
-
-
-@pytest.mark.parametrize("world", WORLDS)
-def test_channels_last_and_non_contiguous_parameters_train_exactly(world):
-    run_ranks(world, strange_formats)
 
 
 class Looks(nn.Module):
@@ -138,7 +131,9 @@ class Looks(nn.Module):
         return self.plain(x) @ self.cut.view(-1, 8)[:8]
 
 
-def contiguous(rank, world, size):
+@pytest.mark.parametrize(("world", "size"), [(1, None), (2, None), (2, True), (4, 2)])
+@on_ranks()
+def test_a_weight_that_is_cut_on_another_dim_is_contiguous_while_unsharded(rank, world, size):
     torch.manual_seed(0)
     reference = Looks()
     for dim in (1, 2, -1):
@@ -161,12 +156,9 @@ def contiguous(rank, world, size):
             assert torch.equal(model.cut, torch.arange(240.0).view(6, 5, 8))
 
 
-@pytest.mark.parametrize(("world", "size"), [(1, None), (2, None), (2, True), (4, 2)])
-def test_a_weight_that_is_cut_on_another_dim_is_contiguous_while_unsharded(world, size):
-    run_ranks(world, contiguous, size)
-
-
-def hybrid(rank, world, copies):
+@pytest.mark.parametrize(("world", "copies"), [(2, 2), (2, 1), (4, 2), (4, 4), (3, 3)])
+@on_ranks()
+def test_hybrid_sharding_equals_one_process(rank, world, copies):
     mesh = init_device_mesh("cpu", (copies, world // copies), mesh_dim_names=("replicate", "shard"))
     model = shard_decoder(build(tied=True), fully_shard, mesh=mesh)
     assert model.norm.weight.placements == (Replicate(), Shard(0))
@@ -179,12 +171,8 @@ def hybrid(rank, world, copies):
         assert all(torch.equal(other, others[0]) for other in others)
 
 
-@pytest.mark.parametrize(("world", "copies"), [(2, 2), (2, 1), (4, 2), (4, 4), (3, 3)])
-def test_hybrid_sharding_equals_one_process(world, copies):
-    run_ranks(world, hybrid, copies)
-
-
-def hybrid_bytes(rank, world):
+@on_ranks(4)
+def test_hybrid_sharding_sends_the_optimal_bytes_and_each_reduction_can_be_left_out(rank, world):
     set_transport("sockets")  # shared memory sends nothing
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = fully_shard(nn.Linear(64, 64, bias=False), mesh=mesh, reshard_after_forward=True)
@@ -205,11 +193,8 @@ def hybrid_bytes(rank, world):
     ]
 
 
-def test_hybrid_sharding_sends_the_optimal_bytes_and_each_reduction_can_be_left_out():
-    run_ranks(4, hybrid_bytes)
-
-
-def hybrid_order(rank, world):
+@on_ranks(4)
+def test_the_gather_half_of_an_all_reduce_goes_out_with_the_next_groups_reduction(rank, world):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)))
     for layer in model:
@@ -229,11 +214,8 @@ def hybrid_order(rank, world):
     ]
 
 
-def test_the_gather_half_of_an_all_reduce_goes_out_with_the_next_groups_reduction():
-    run_ranks(4, hybrid_order)
-
-
-def hybrid_accumulation(rank, world):
+@on_ranks(2, 4)
+def test_accumulation_with_reduce_scatters_but_one_all_reduce_equals_one_process(rank, world):
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
     model, reference = shard_decoder(build(), fully_shard, mesh=mesh), build()
     ours, theirs = Run.of(model), Run.of(reference)
@@ -250,24 +232,6 @@ def hybrid_accumulation(rank, world):
         assert_same(model, reference)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_accumulation_with_reduce_scatters_but_one_all_reduce_equals_one_process(world):
-    run_ranks(world, hybrid_accumulation)
-
-
-def smaller_world(rank, world, size, placement, hybrid_mesh):
-    mesh = init_device_mesh("cpu", (2, world // 2)) if hybrid_mesh else None
-    fn = last_dim if placement else None
-    options = {"mesh": mesh, "shard_placement_fn": fn, "reshard_after_forward": size}
-    model = shard_decoder(build(tied=True), fully_shard, **options)
-    train_beside(Run.of(model), Run.of(build(tied=True)), rank, world)
-    with torch.no_grad():
-        loss_of(model, batches(0, world)[rank])
-    assert (stats(model).unsharded_nbytes > 0) == (
-        size == 1
-    )  # of a world of one everything stays, as by False
-
-
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("world", "size", "placement", "hybrid_mesh"),
@@ -281,11 +245,22 @@ def smaller_world(rank, world, size, placement, hybrid_mesh):
         (2, 2, False, False),
     ],
 )
-def test_resharding_to_a_smaller_world_equals_one_process(world, size, placement, hybrid_mesh):
-    run_ranks(world, smaller_world, size, placement, hybrid_mesh)
+@on_ranks()
+def test_resharding_to_a_smaller_world_equals_one_process(rank, world, size, placement, hybrid_mesh):
+    mesh = init_device_mesh("cpu", (2, world // 2)) if hybrid_mesh else None
+    fn = last_dim if placement else None
+    options = {"mesh": mesh, "shard_placement_fn": fn, "reshard_after_forward": size}
+    model = shard_decoder(build(tied=True), fully_shard, **options)
+    train_beside(Run.of(model), Run.of(build(tied=True)), rank, world)
+    with torch.no_grad():
+        loss_of(model, batches(0, world)[rank])
+    assert (stats(model).unsharded_nbytes > 0) == (
+        size == 1
+    )  # of a world of one everything stays, as by False
 
 
-def smaller_world_bytes(rank, world):
+@on_ranks(4)
+def test_resharding_to_a_smaller_world_gathers_among_neighbours_in_backward(rank, world):
     set_transport("sockets")  # shared memory sends nothing
     model = fully_shard(nn.Linear(64, 64, bias=False), reshard_after_forward=2)
     group = unit_of(model).group
@@ -302,11 +277,8 @@ def smaller_world_bytes(rank, world):
     assert group.axis.comm.sent_nbytes == 2 * 3 * nbytes // 4
 
 
-def test_resharding_to_a_smaller_world_gathers_among_neighbours_in_backward():
-    run_ranks(4, smaller_world_bytes)
-
-
-def edited_in_between(rank, world):
+@on_ranks(4)
+def test_an_edit_between_forward_and_backward_is_an_error_though_neighbours_kept_the_old_weights(rank, world):
     model = fully_shard(nn.Linear(4, 4, bias=False), reshard_after_forward=2)
     x = torch.ones(1, 4, requires_grad=True)
     out = model(x)
@@ -318,11 +290,9 @@ def edited_in_between(rank, world):
     assert torch.equal(x.grad, torch.full((1, 4), 4.0))
 
 
-def test_an_edit_between_forward_and_backward_is_an_error_though_neighbours_kept_the_old_weights():
-    run_ranks(4, edited_in_between)
-
-
-def on_host(rank, world, pin):
+@pytest.mark.parametrize("pin", [True, False])
+@on_ranks(2)
+def test_offload_keeps_shards_and_gradients_on_the_host(rank, world, pin):
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if pin else MixedPrecisionPolicy()
     model = shard_decoder(
         build(), fully_shard, offload_policy=CPUOffloadPolicy(pin_memory=pin), mp_policy=policy
@@ -333,11 +303,6 @@ def on_host(rank, world, pin):
     for param in model.parameters():
         assert param.to_local().device.type == param.grad.to_local().device.type == "cpu"
         assert param.grad.dtype == torch.float32
-
-
-@pytest.mark.parametrize("pin", [True, False])
-def test_offload_keeps_shards_and_gradients_on_the_host(pin):
-    run_ranks(2, on_host, pin)
 
 
 class Experts(nn.Module):
@@ -352,7 +317,8 @@ class Experts(nn.Module):
         return self.expert(torch.tanh(self.dense(x)))
 
 
-def several_meshes(rank, world):
+@on_ranks(4)
+def test_one_module_on_several_meshes_trains_exactly_and_clips_by_the_norm_of_one_process(rank, world):
     whole, small = init_device_mesh("cpu", (world,)), init_device_mesh("cpu", (2, world // 2))
     torch.manual_seed(0)
     model = nn.Sequential(Experts(), Experts())
@@ -382,10 +348,6 @@ def several_meshes(rank, world):
         assert_same(model, reference)
 
 
-def test_one_module_on_several_meshes_trains_exactly_and_clips_by_the_norm_of_one_process():
-    run_ranks(4, several_meshes)
-
-
 class Feed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -396,7 +358,13 @@ class Feed(nn.Module):
         return self.down(torch.relu(self.up(x)))
 
 
-def with_tensor_parallelism(rank, world):
+def build_feed(seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(Feed(), Feed())
+
+
+@on_ranks(4)
+def test_sharding_composes_with_tensor_parallelism(rank, world):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
     model = nn.Sequential(Feed(), Feed())
@@ -414,16 +382,16 @@ def with_tensor_parallelism(rank, world):
     assert_same(model, build_feed(3), 0.0)
 
 
-def build_feed(seed):
-    torch.manual_seed(seed)
-    return nn.Sequential(Feed(), Feed())
-
-
-def test_sharding_composes_with_tensor_parallelism():
-    run_ranks(4, with_tensor_parallelism)
-
-
-def on_a_larger_mesh(rank, world, dims):
+@pytest.mark.parametrize(
+    "dims",
+    [
+        DataParallelMeshDims(shard=("a", "b")),
+        DataParallelMeshDims(shard="b", replicate="a"),
+        DataParallelMeshDims(replicate=("a", "b")),
+    ],
+)
+@on_ranks(4)
+def test_named_axes_of_a_larger_mesh_are_data_parallel(rank, world, dims):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     torch.manual_seed(0)
     reference = nn.Linear(6, 5)
@@ -444,22 +412,7 @@ def on_a_larger_mesh(rank, world, dims):
         assert_same(model, reference)
 
 
-@pytest.mark.parametrize(
-    "dims",
-    [
-        DataParallelMeshDims(shard=("a", "b")),
-        DataParallelMeshDims(shard="b", replicate="a"),
-        DataParallelMeshDims(replicate=("a", "b")),
-    ],
-)
-def test_named_axes_of_a_larger_mesh_are_data_parallel(dims):
-    run_ranks(4, on_a_larger_mesh, dims)
-
-
-def mesh_of_process_groups(rank, world):
+@on_ranks(2)
+def test_a_mesh_may_be_made_from_process_groups(rank, world):
     mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
     train_beside(Run.of(shard_decoder(build(), fully_shard, mesh=mesh)), Run.of(build()), rank, world)
-
-
-def test_a_mesh_may_be_made_from_process_groups():
-    run_ranks(2, mesh_of_process_groups)

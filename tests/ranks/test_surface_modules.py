@@ -37,7 +37,7 @@ from tests.ranks.models import (
     train_beside,
     waits,
 )
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks, run_ranks
 
 
 def twins(make):
@@ -47,7 +47,8 @@ def twins(make):
     return model, make()
 
 
-def copied(rank, world):
+@on_ranks(1, 2, 3)
+def test_a_copy_of_a_sharded_model_is_a_model_of_its_own_that_trains_exactly(rank, world):
     model = shard_decoder(build(tied=True), fully_shard)
     run, reference = Run.of(model), Run.of(build(tied=True))
     train_beside(run, reference, rank, world, 1)
@@ -66,12 +67,8 @@ def copied(rank, world):
     assert_same(model, reference.model)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_a_copy_of_a_sharded_model_is_a_model_of_its_own_that_trains_exactly(world):
-    run_ranks(world, copied)
-
-
-def copied_options(rank, world):
+@on_ranks(4)
+def test_a_copy_keeps_its_options_and_the_callers_hooks(rank, world):
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     fully_shard(
         model[0],
@@ -95,11 +92,8 @@ def copied_options(rank, world):
         copy.deepcopy(pair[0])
 
 
-def test_a_copy_keeps_its_options_and_the_callers_hooks():
-    run_ranks(4, copied_options)
-
-
-def pickled(rank, world):
+@on_ranks(1, 2)
+def test_pickling_a_sharded_module_is_refused_with_the_remedy_and_deepcopy_is_not(rank, world):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     inner = fully_shard(model[0])
     wrapped = [FullyShardedDataParallel(nn.Linear(4, 4), use_orig_params=orig) for orig in (True, False)]
@@ -116,12 +110,8 @@ def pickled(rank, world):
     pickle.dumps(nn.Linear(4, 4))  # no business of ours
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_pickling_a_sharded_module_is_refused_with_the_remedy_and_deepcopy_is_not(world):
-    run_ranks(world, pickled)
-
-
-def averaged(rank, world):
+@on_ranks(1, 2, 3)
+def test_an_exponential_average_of_a_sharded_model_equals_one_process(rank, world):
     model, reference = shard_decoder(build(), fully_shard), build()
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     expected = AveragedModel(reference, multi_avg_fn=get_ema_multi_avg_fn(0.9))
@@ -136,12 +126,9 @@ def averaged(rank, world):
         assert torch.allclose(loss_of(ema.module, tokens), loss_of(expected.module, tokens))
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_an_exponential_average_of_a_sharded_model_equals_one_process(world):
-    run_ranks(world, averaged)
-
-
-def plain_state(rank, world, assign):
+@pytest.mark.parametrize("assign", [False, True])
+@on_ranks(1, 2, 3)
+def test_a_plain_full_state_dict_loads_into_a_sharded_model(rank, world, assign):
     tied = not assign  # torch's assign unties
     model, source = shard_decoder(build(tied=tied), fully_shard), build(seed=9, tied=tied)
     loss_of(model, batches(0, world)[rank])  # the root is unsharded now
@@ -155,12 +142,8 @@ def plain_state(rank, world, assign):
 
 
 @pytest.mark.parametrize("assign", [False, True])
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_a_plain_full_state_dict_loads_into_a_sharded_model(world, assign):
-    run_ranks(world, plain_state, assign)
-
-
-def plain_state_of_meta(rank, world, assign):
+@on_ranks(2)
+def test_a_plain_full_state_dict_loads_into_a_model_that_was_sharded_without_memory(rank, world, assign):
     source = build(seed=9, tied=False)
     with torch.device("meta"):
         model = shard_decoder(build(tied=False), fully_shard)
@@ -175,12 +158,8 @@ def plain_state_of_meta(rank, world, assign):
     train_beside(Run.of(model), Run.of(source), rank, world, 2)
 
 
-@pytest.mark.parametrize("assign", [False, True])
-def test_a_plain_full_state_dict_loads_into_a_model_that_was_sharded_without_memory(assign):
-    run_ranks(2, plain_state_of_meta, assign)
-
-
-def edited(rank, world):
+@on_ranks(1, 2, 3)
+def test_edits_of_unsharded_weights_are_written_back(rank, world):
     model, reference = shard_decoder(build(tied=True), fully_shard), build(tied=True)
     with model.unsharded():
         assert_same(model, reference, 0.0)
@@ -195,12 +174,8 @@ def edited(rank, world):
     train_beside(Run.of(model), Run.of(reference), rank, world, 2)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_edits_of_unsharded_weights_are_written_back(world):
-    run_ranks(world, edited)
-
-
-def edited_in_bf16(rank, world):
+@on_ranks(2)
+def test_weights_that_were_not_edited_keep_their_precision(rank, world):
     model = fully_shard(nn.Linear(8, 8), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
     before = full(model.weight).detach().clone()
     with model.unsharded(), torch.no_grad():
@@ -210,11 +185,8 @@ def edited_in_bf16(rank, world):
     assert torch.equal(full(model.bias), torch.ones(8))
 
 
-def test_weights_that_were_not_edited_keep_their_precision():
-    run_ranks(2, edited_in_bf16)
-
-
-def read_at_rest(rank, world):
+@on_ranks(2)
+def test_a_weight_at_rest_has_its_logical_shape_and_compute_with_it_is_an_error(rank, world):
     model = shard_decoder(build(), fully_shard)
     assert all(
         p.numel() and tuple(p.shape) == tuple(q.shape)
@@ -230,10 +202,6 @@ def read_at_rest(rank, world):
 
     with pytest.raises(StageError, match="inside a forward"):
         fully_shard(Inside(2, 2))(torch.ones(1, 2))
-
-
-def test_a_weight_at_rest_has_its_logical_shape_and_compute_with_it_is_an_error():
-    run_ranks(2, read_at_rest)
 
 
 @dataclasses.dataclass
@@ -274,7 +242,9 @@ class Wraps(nn.Module):
         return self.wrap(self.block(x if isinstance(x, torch.Tensor) else self.unwrap(x)))
 
 
-def containers(rank, world, kind):
+@pytest.mark.parametrize("kind", CONTAINERS)
+@on_ranks(2)
+def test_outputs_and_inputs_in_any_container_and_changed_in_place_train_exactly(rank, world, kind):
     model, reference = twins(lambda: nn.Sequential(*[Wraps(kind) for _ in range(3)]))
     for block in model:
         fully_shard(block, reshard_after_forward=True)
@@ -282,12 +252,8 @@ def containers(rank, world, kind):
     equal_steps(model, reference, rank, world, lambda m, x: m[0].unwrap(m(x)).square().mean())
 
 
-@pytest.mark.parametrize("kind", CONTAINERS)
-def test_outputs_and_inputs_in_any_container_and_changed_in_place_train_exactly(kind):
-    run_ranks(2, containers, kind)
-
-
-def cast_containers(rank, world):
+@on_ranks(1)
+def test_dtypes_are_cast_inside_of_dataclasses(rank, world):
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float16)
 
     class Gives(nn.Linear):
@@ -300,10 +266,6 @@ def cast_containers(rank, world):
     assert result.out.dtype == result.more["y"].dtype == torch.float16
 
 
-def test_dtypes_are_cast_inside_of_dataclasses():
-    run_ranks(1, cast_containers)
-
-
 class Pair(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -314,7 +276,8 @@ class Pair(nn.Module):
         return self.block(x)
 
 
-def unused_output(rank, world):
+@on_ranks(2)
+def test_a_module_whose_output_is_not_used_is_left_alone(rank, world):
     pair = Pair()
     fully_shard(pair.side)
     fully_shard(pair)
@@ -325,11 +288,8 @@ def unused_output(rank, world):
         assert stats(pair).unsharded_nbytes == 0
 
 
-def test_a_module_whose_output_is_not_used_is_left_alone():
-    run_ranks(2, unused_output)
-
-
-def accumulate_hooks(rank, world):
+@on_ranks(1, 2, 3)
+def test_an_optimizer_that_steps_in_backward_through_parameter_hooks_equals_one_process(rank, world):
     model, reference = shard_decoder(build(), fully_shard), build()
     optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
 
@@ -350,12 +310,8 @@ def accumulate_hooks(rank, world):
         assert_same(model, reference)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_an_optimizer_that_steps_in_backward_through_parameter_hooks_equals_one_process(world):
-    run_ranks(world, accumulate_hooks)
-
-
-def ignored(rank, world):
+@on_ranks(2)
+def test_ignored_parameters_are_left_as_they_are(rank, world):
     model, reference = build(), build()
     out = {model.head.weight, model.blocks[0].up.bias}
     kept = [p.data_ptr() for p in out]
@@ -371,10 +327,6 @@ def ignored(rank, world):
     assert isinstance(model.norm.weight.grad, DTensor)
 
 
-def test_ignored_parameters_are_left_as_they_are():
-    run_ranks(2, ignored)
-
-
 class Lists(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -387,7 +339,8 @@ class Lists(nn.Module):
         return self.heads["a"](x) + self.heads["b"][0](x)
 
 
-def module_lists(rank, world):
+@on_ranks(1, 2, 3)
+def test_module_lists_and_dicts_are_sharded_by_their_children(rank, world):
     model, reference = twins(Lists)
     assert fully_shard(model.blocks) is model.blocks
     fully_shard(model.heads)
@@ -395,11 +348,6 @@ def module_lists(rank, world):
     assert stats(model).num_groups == 4
     assert isinstance(model.heads["b"][0], FSDPModule)
     equal_steps(model, reference, rank, world)
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_module_lists_and_dicts_are_sharded_by_their_children(world):
-    run_ranks(world, module_lists)
 
 
 class Scaled(nn.Module):
@@ -414,7 +362,8 @@ class Scaled(nn.Module):
         return x * self.scales[0] * self.scales[1] + self.shifts["first"]
 
 
-def parameter_lists(rank, world):
+@on_ranks(2)
+def test_lists_of_parameters_are_sharded_by_the_module_around_them_or_by_hand(rank, world):
     model, reference = fully_shard(Scaled()), Scaled()
     x = torch.ones(2, 6)
     assert torch.equal(model(x), reference(x))
@@ -430,23 +379,16 @@ def parameter_lists(rank, world):
     assert isinstance(alone.scales[0], DTensor)
 
 
-def test_lists_of_parameters_are_sharded_by_the_module_around_them_or_by_hand():
-    run_ranks(2, parameter_lists)
-
-
-def list_root(rank, world):
+@on_ranks(1, 2, 3)
+def test_a_list_of_modules_may_be_the_root(rank, world):
     (a, b), (c, d) = twins(lambda: (Block(), Block()))
     fully_shard([a, b])
     model, reference = nn.ModuleList([a, b]), nn.ModuleList([c, d])
     equal_steps(model, reference, rank, world, lambda both, x: both[1](both[0](x)).square().mean())
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_a_list_of_modules_may_be_the_root(world):
-    run_ranks(world, list_root)
-
-
-def child_first(rank, world):
+@on_ranks(2)
+def test_a_child_may_run_before_and_between_the_roots_forwards(rank, world):
     model, reference = shard_decoder(build(), fully_shard), build()
     x = torch.randn(5, 13)
     assert torch.equal(model.blocks[1](x), reference.blocks[1](x))
@@ -455,10 +397,6 @@ def child_first(rank, world):
     train_beside(Run.of(model), Run.of(reference), rank, world, 2)
     assert torch.allclose(model.blocks[1](x), reference.blocks[1](x), atol=1e-6)
     train_beside(Run.of(model), Run.of(reference), rank, world, 2)
-
-
-def test_a_child_may_run_before_and_between_the_roots_forwards():
-    run_ranks(2, child_first)
 
 
 def rootless(rank, world):
@@ -498,7 +436,8 @@ def test_a_model_whose_root_was_left_out_is_exact_and_warns_once_and_others_do_n
     run_ranks(2, way)
 
 
-def interleaved(rank, world):
+@on_ranks(2)
+def test_two_models_with_interleaved_forwards_and_backwards_are_exact(rank, world):
     models = [shard_decoder(build(seed=seed), fully_shard) for seed in (1, 2)]
     references = [build(seed=seed) for seed in (1, 2)]
     ours, theirs = [Run.of(m) for m in models], [Run.of(m) for m in references]
@@ -515,11 +454,8 @@ def interleaved(rank, world):
             assert_same(model, reference)
 
 
-def test_two_models_with_interleaved_forwards_and_backwards_are_exact():
-    run_ranks(2, interleaved)
-
-
-def one_through_the_other(rank, world):
+@on_ranks(2)
+def test_one_backward_through_two_models_is_exact(rank, world):
     (a, b), (c, d) = twins(lambda: (nn.Sequential(Block(), Block()), nn.Sequential(Block())))
     for block in a:
         fully_shard(block)
@@ -529,11 +465,8 @@ def one_through_the_other(rank, world):
     equal_steps(model, reference, rank, world, lambda both, x: both[1](both[0](x)).square().mean())
 
 
-def test_one_backward_through_two_models_is_exact():
-    run_ranks(2, one_through_the_other)
-
-
-def scaled(rank, world):
+@on_ranks(1, 2, 3)
+def test_a_grad_scaler_skips_and_scales_as_in_one_process(rank, world):
     model, reference = shard_decoder(build(), fully_shard), build()
     ours, theirs = Run.of(model), Run.of(reference)
     scalers = [torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1) for _ in range(2)]
@@ -553,11 +486,6 @@ def scaled(rank, world):
         assert_same(model, reference)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_a_grad_scaler_skips_and_scales_as_in_one_process(world):
-    run_ranks(world, scaled)
-
-
 class Coder(nn.Module):
     """No forward: two other entries."""
 
@@ -574,7 +502,8 @@ class Coder(nn.Module):
         return self.block(x)
 
 
-def other_methods(rank, world):
+@on_ranks(1, 2)
+def test_other_methods_run_as_forwards(rank, world):
     model, reference = twins(Coder)
     fully_shard(model)
     register_fsdp_forward_method(model, "encode")
@@ -589,19 +518,11 @@ def other_methods(rank, world):
     equal_steps(other, expected, rank, world, lambda m, x: m.encode(x).square().mean(), steps=1)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_other_methods_run_as_forwards(world):
-    run_ranks(world, other_methods)
-
-
-def sliced(rank, world):
+@on_ranks(2)
+def test_a_slice_of_a_sharded_sequential_is_a_plain_one(rank, world):
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     fully_shard(model[0])
     fully_shard(model)
     part = model[:2]
     assert type(part) is nn.Sequential and part[0] is model[0]
     assert tuple(part(torch.ones(1, 4)).shape) == (1, 4)
-
-
-def test_a_slice_of_a_sharded_sequential_is_a_plain_one():
-    run_ranks(2, sliced)

@@ -19,10 +19,15 @@ from shardwright.errors import InputError, StageError
 from shardwright.params import offload as host
 from shardwright.params import param as param_module
 from tests.ranks.models import Run, batches, build, full, loss_of, shard_decoder, train_beside
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks
 
 
-def by_group(rank, world, folder, combined):
+@pytest.mark.parametrize("combined", [False, True])
+@on_ranks(2)
+def test_groups_offload_to_the_host_keep_a_copy_or_lie_in_files_and_equal_one_process(
+    rank, world, tmp_path, combined
+):
+    folder = str(tmp_path)
     model = build()
     policies = [CPUOffloadPolicy(False), OptimizerOffloadPolicy(False), DiskOffloadPolicy(folder=folder)]
     if combined:
@@ -43,11 +48,6 @@ def by_group(rank, world, folder, combined):
     assert Path("/proc/self/maps").read_text().count(f"{folder}/") >= owned
 
 
-@pytest.mark.parametrize("combined", [False, True])
-def test_groups_offload_to_the_host_keep_a_copy_or_lie_in_files_and_equal_one_process(tmp_path, combined):
-    run_ranks(2, by_group, str(tmp_path), combined)
-
-
 @pytest.mark.parametrize(
     ("policy", "options", "remedy"),
     [
@@ -61,7 +61,9 @@ def test_what_can_not_be_offloaded_apart_is_refused_with_the_remedy(policy, opti
         policy(**options)
 
 
-def copies(rank, world):
+@pytest.mark.slow
+@on_ranks(2)
+def test_the_copy_on_the_device_is_made_once_after_each_change_of_the_shard(rank, world):
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     model = shard_decoder(
         build(), fully_shard, offload_policy=OptimizerOffloadPolicy(False), mp_policy=policy
@@ -85,12 +87,9 @@ def copies(rank, world):
     assert full(model.blocks[0].norm.weight).dtype == torch.float32
 
 
-@pytest.mark.slow
-def test_the_copy_on_the_device_is_made_once_after_each_change_of_the_shard():
-    run_ranks(2, copies)
-
-
-def by_unmarked_steps(rank, world, by_data):
+@pytest.mark.parametrize("by_data", [False, True])
+@on_ranks(2)
+def test_a_step_that_no_version_counter_shows_reaches_the_copy_on_the_device(rank, world, by_data):
     """Beside a model without offloading: each loss, with steps that shards' version counters don't show."""
     losses = []
     for policy in (None, OptimizerOffloadPolicy(False)):
@@ -111,11 +110,6 @@ def by_unmarked_steps(rank, world, by_data):
                 optimizer.step()
             model.zero_grad()
     assert losses[0] == losses[1], losses
-
-
-@pytest.mark.parametrize("by_data", [False, True])
-def test_a_step_that_no_version_counter_shows_reaches_the_copy_on_the_device(by_data):
-    run_ranks(2, by_unmarked_steps, by_data)
 
 
 class Pinning:
@@ -140,7 +134,8 @@ class Pinning:
         return tensor.untyped_storage()._cdata in self.pinned
 
 
-def pinned_again(rank, world):
+@on_ranks(2)
+def test_shards_on_the_host_are_pinned_once_they_have_memory_and_again_when_it_was_replaced(rank, world):
     pinning = Pinning()
     with torch.device("meta"):
         model = build()
@@ -175,11 +170,9 @@ def pinned_again(rank, world):
     train_beside(Run.of(model), Run.of(build()), rank, world, 1)
 
 
-def test_shards_on_the_host_are_pinned_once_they_have_memory_and_again_when_it_was_replaced():
-    run_ranks(2, pinned_again)
-
-
-def mapped_again(rank, world, folder):
+@on_ranks(2)
+def test_shards_in_files_lie_in_files_again_after_to_empty(rank, world, tmp_path):
+    folder = str(tmp_path)
     model = fully_shard(build(), offload_policy=DiskOffloadPolicy(folder=folder))
     for _ in range(2):
         model.to_empty(device="cpu")
@@ -187,10 +180,6 @@ def mapped_again(rank, world, folder):
         loss_of(model, batches(0, world)[rank]).backward()
         owned = sum(param.to_local().numel() > 0 for param in model.parameters())
         assert Path("/proc/self/maps").read_text().count(f"{folder}/") == owned
-
-
-def test_shards_in_files_lie_in_files_again_after_to_empty(tmp_path):
-    run_ranks(2, mapped_again, str(tmp_path))
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path):

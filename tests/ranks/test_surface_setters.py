@@ -39,7 +39,7 @@ from tests.ranks.models import (
     shard_decoder,
     train_beside,
 )
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks
 
 PUBLIC = [
     "CPUOffloadPolicy",
@@ -95,7 +95,8 @@ def parameters(thing):
     return [(p.name, p.kind, default(p.default)) for p in inspect.signature(thing).parameters.values()]
 
 
-def handles(rank, world):
+@on_ranks(2)
+def test_unshard_and_reshard_by_hand(rank, world):
     model = shard_decoder(build(), fully_shard)
     block = model.blocks[0]
     assert isinstance(model, FSDPModule) and isinstance(block, FSDPModule)
@@ -119,11 +120,8 @@ def handles(rank, world):
     assert stats(model).unsharded_nbytes == 0
 
 
-def test_unshard_and_reshard_by_hand():
-    run_ranks(2, handles)
-
-
-def kept_after_backward(rank, world):
+@on_ranks(2)
+def test_parameters_kept_through_accumulation_are_not_gathered_again(rank, world):
     set_transport("sockets")  # shared memory sends nothing
     model, reference = shard_decoder(build(), fully_shard), build()
     ours, theirs = Run.of(model), Run.of(reference)
@@ -146,11 +144,8 @@ def kept_after_backward(rank, world):
         assert_same(model, reference)
 
 
-def test_parameters_kept_through_accumulation_are_not_gathered_again():
-    run_ranks(2, kept_after_backward)
-
-
-def not_last(rank, world):
+@on_ranks(1, 2, 3)
+def test_reductions_that_run_on_after_a_backward_are_all_there_after_the_last(rank, world):
     model, reference = shard_decoder(build(), fully_shard), build()
     ours, theirs = Run.of(model), Run.of(reference)
     for step in range(2):
@@ -164,12 +159,8 @@ def not_last(rank, world):
         assert_same(model, reference)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_reductions_that_run_on_after_a_backward_are_all_there_after_the_last(world):
-    run_ranks(world, not_last)
-
-
-def factor(rank, world):
+@on_ranks(3)
+def test_gradients_are_divided_by_the_factor_that_was_set(rank, world):
     model, reference = shard_decoder(build(), fully_shard), build()
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -185,10 +176,6 @@ def factor(rank, world):
         model.set_gradient_divide_factor(-1.0)
     with pytest.warns(FutureWarning, match="set_gradient_divide_factor"):
         model.set_reduce_scatter_divide_factor(4.0)
-
-
-def test_gradients_are_divided_by_the_factor_that_was_set():
-    run_ranks(3, factor)
 
 
 class Routed(nn.Module):
@@ -211,7 +198,8 @@ class Router(nn.Module):
         return self.routed(self.first(x), choice)
 
 
-def routed_whole(rank, world):
+@on_ranks(2)
+def test_ranks_may_use_different_parameters_when_unused_ones_are_reduced(rank, world):
     torch.manual_seed(5)
     model = Router()
     torch.manual_seed(5)
@@ -227,11 +215,8 @@ def routed_whole(rank, world):
         assert (full(param.grad) - other.grad).abs().max() <= 1e-6
 
 
-def test_ranks_may_use_different_parameters_when_unused_ones_are_reduced():
-    run_ranks(2, routed_whole)
-
-
-def not_in_backward(rank, world):
+@on_ranks(2)
+def test_parameters_that_the_backward_does_not_read_are_not_gathered_for_it(rank, world):
     model, reference = build(), build()
     for each in (model, reference):  # not a mere lookup, whose backward is known to read no weight
         each.embedding.register_forward_hook(lambda module, args, output: output * 1.0)
@@ -244,10 +229,6 @@ def not_in_backward(rank, world):
     stops = model.schedule().phases[Phase.BACKWARD]
     assert Event(EventKind.BACKWARD_BEGIN, index) in [stop.event for stop in stops]
     assert not any(a.group == index and a.kind == "unshard" for stop in stops for a in stop.actions)
-
-
-def test_parameters_that_the_backward_does_not_read_are_not_gathered_for_it():
-    run_ranks(2, not_in_backward)
 
 
 class Collective:
@@ -272,7 +253,8 @@ class OwnScatter(Collective):
         return reduce_scatter_of(dist)(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
-def custom(rank, world):
+@on_ranks(1, 2, 3)
+def test_custom_collectives_move_the_bytes(rank, world):
     model = shard_decoder(build(), fully_shard)
     gather, scatter = OwnGather(), OwnScatter()
     for block in model.blocks:
@@ -286,12 +268,9 @@ def custom(rank, world):
     assert all(r.nbytes > 0 and r.met is (world > 1) and r.issue <= r.end for r in made)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_custom_collectives_move_the_bytes(world):
-    run_ranks(world, custom)
-
-
-def hooked(rank, world, native):
+@pytest.mark.parametrize("native", [False, True])
+@on_ranks(4)
+def test_a_hook_sees_and_changes_the_reduced_gradients(rank, world, native):
     """Copies kept equal by a hook on a 1-D mesh, or the hook of a 2-D mesh after its own all-reduce."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model, reference = shard_decoder(build(), fully_shard, mesh=mesh if native else mesh["shard"]), build()
@@ -319,12 +298,9 @@ def hooked(rank, world, native):
             model.set_all_reduce_hook(hook, stream=object())
 
 
-@pytest.mark.parametrize("native", [False, True])
-def test_a_hook_sees_and_changes_the_reduced_gradients(native):
-    run_ranks(4, hooked, native)
-
-
-def reset(rank, world):
+@pytest.mark.slow
+@on_ranks(2)
+def test_reset_iter_state_forgets_the_failed_step_and_its_microbatches(rank, world):
     model, reference = shard_decoder(build(), fully_shard), build()
     tokens = batches(0, world)
     model.set_requires_gradient_sync(False)
@@ -341,12 +317,8 @@ def reset(rank, world):
     train_beside(Run.of(model), Run.of(reference), rank, world, 2)  # the microbatch before is forgotten
 
 
-@pytest.mark.slow
-def test_reset_iter_state_forgets_the_failed_step_and_its_microbatches():
-    run_ranks(2, reset)
-
-
-def other_setters(rank, world):
+@on_ranks(2)
+def test_each_other_setter_does_its_work_or_says_why_not(rank, world):
     model = shard_decoder(build(), fully_shard)
     share_comm_ctx([model, *model.blocks])
     share_comm_ctx([])
@@ -379,11 +351,8 @@ def other_setters(rank, world):
     assert event.waited == 1
 
 
-def test_each_other_setter_does_its_work_or_says_why_not():
-    run_ranks(2, other_setters)
-
-
-def explained(rank, world):
+@on_ranks(4)
+def test_explain_says_what_is_where_and_what_is_not_the_default(rank, world):
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
     model = build(tied=True)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -414,7 +383,3 @@ def explained(rank, world):
         assert part in text
     with pytest.raises(InputError, match="no sharded module"):
         explain(nn.Linear(1, 1))
-
-
-def test_explain_says_what_is_where_and_what_is_not_the_default():
-    run_ranks(4, explained)

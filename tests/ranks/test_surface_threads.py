@@ -9,12 +9,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright import fully_shard, set_transport
 from tests.ranks.models import Run, assert_same, batches, build, loss_of, shard_decoder
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks
 
 STEPS = 4
 
 
-def in_threads(rank, world, transport):
+@pytest.mark.parametrize("transport", ["auto", "sockets"])
+@on_ranks(2)
+def test_two_models_trained_in_two_threads_equal_one_process_each(rank, world, transport):
     set_transport(transport)
     # Collectives of one group need one order on all ranks, which threads don't keep: so a mesh for each.
     meshes = [DeviceMesh.from_group(dist.new_group(), "cpu") for _ in range(2)]
@@ -45,8 +47,3 @@ def in_threads(rank, world, transport):
             torch.stack([loss_of(reference.model, each) for each in rows]).mean().backward()
             reference.step()
         assert_same(run.model, reference.model)
-
-
-@pytest.mark.parametrize("transport", ["auto", "sockets"])
-def test_two_models_trained_in_two_threads_equal_one_process_each(transport):
-    run_ranks(2, in_threads, transport)

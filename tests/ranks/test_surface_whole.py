@@ -9,7 +9,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from shardwright import fully_shard, gathered, scattered
 from shardwright.errors import InputError
 from tests.ranks.models import Block, Run, build, shard_decoder, train_beside
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks
 
 
 class Muon(torch.optim.Optimizer):
@@ -43,7 +43,10 @@ def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def muon(rank, world, dim):
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.slow
+@on_ranks(1, 2, 3, 4)
+def test_an_optimizer_that_needs_whole_matrices_equals_one_process(rank, world, dim):
     placement = None if dim == 0 else lambda p: Shard(1) if p.ndim == 2 else None
     model = shard_decoder(build(), fully_shard, shard_placement_fn=placement)
     options = {"lr": 0.02, "momentum": 0.9}
@@ -51,14 +54,9 @@ def muon(rank, world, dim):
     train_beside(*runs, rank, world, tolerance=2e-5)
 
 
-@pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.slow
-def test_an_optimizer_that_needs_whole_matrices_equals_one_process(world, dim):
-    run_ranks(world, muon, dim)
-
-
-def round_trips(rank, world):
+@on_ranks(4)
+def test_whole_parameters_go_back_to_the_same_shards_beside_tensor_parallelism(rank, world):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     torch.manual_seed(3)
     block = Block(16)
@@ -73,8 +71,3 @@ def round_trips(rank, world):
         assert torch.equal(again.to_local(), param.to_local())
     with pytest.raises(InputError, match=r"shape \[3\] for one of shape \[16\]"):
         scattered(block.norm.weight, torch.ones(3))
-
-
-@pytest.mark.slow
-def test_whole_parameters_go_back_to_the_same_shards_beside_tensor_parallelism():
-    run_ranks(4, round_trips)

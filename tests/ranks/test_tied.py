@@ -6,7 +6,7 @@ from torch import nn
 from shardwright import fully_shard
 from shardwright.wrapper import FSDP, ModuleWrapPolicy
 from tests.ranks.models import assert_same, batches, build, full, loss_of
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks
 
 
 def embedding_alone(model):
@@ -32,7 +32,8 @@ def wrapped(model):
     return FSDP(model, auto_wrap_policy=ModuleWrapPolicy({nn.Embedding, nn.Linear}))
 
 
-def loads(rank, world):
+@on_ranks(2)
+def test_a_plain_full_state_dict_is_loaded_into_weights_tied_across_groups(rank, world):
     for shard in (embedding_alone, both_alone, without_a_root, wrapped):
         other = build(seed=11, tied=True)
         whole = {name: value.clone() for name, value in other.state_dict().items()}
@@ -54,10 +55,6 @@ def loads(rank, world):
             assert_same(model, other, 0.0)
 
 
-def test_a_plain_full_state_dict_is_loaded_into_weights_tied_across_groups():
-    run_ranks(2, loads)
-
-
 class Chain(nn.Module):
     """Two layers that share a weight."""
 
@@ -71,7 +68,8 @@ class Chain(nn.Module):
         return self.second(self.first(x))
 
 
-def found_later(rank, world):
+@on_ranks(2)
+def test_a_tied_weight_that_a_later_call_finds_is_shown_in_every_place_though_its_group_has_run(rank, world):
     model, reference, x = Chain(), Chain(), torch.ones(2, 4)
     fully_shard(model.first)
     model.first(x).sum().backward()  # its group has listed the one place that shows the weight
@@ -81,7 +79,3 @@ def found_later(rank, world):
         each(x).sum().backward()
         torch.optim.SGD(each.parameters(), 0.1).step()
     assert_same(model, reference, 1e-6)
-
-
-def test_a_tied_weight_that_a_later_call_finds_is_shown_in_every_place_though_its_group_has_run():
-    run_ranks(2, found_later)

@@ -23,7 +23,7 @@ import shardwright
 from shardwright.engine.building.build import GroupOptions
 from shardwright.errors import InputError
 from tests.ranks.models import full
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks, run_ranks
 
 TORCH = Path(torch.__file__).parent
 
@@ -36,7 +36,8 @@ def layer(seed):
 # ---- torch's own policies
 
 
-def policies(rank, world):
+@on_ranks(2)
+def test_torchs_own_policies_mean_what_ours_of_the_same_fields_mean(rank, world):
     theirs = fsdp.MixedPrecisionPolicy(
         torch.bfloat16, torch.float32, torch.float64, cast_forward_inputs=False
     )
@@ -59,10 +60,6 @@ def policies(rank, world):
     assert plain._unit().groups[0].params[0].split.offload == shardwright.OffloadPolicy()
     with pytest.raises(InputError, match="mp_policy must be a MixedPrecisionPolicy, got dict"):
         shardwright.fully_shard(layer(1), mp_policy={})
-
-
-def test_torchs_own_policies_mean_what_ours_of_the_same_fields_mean():
-    run_ranks(2, policies)
 
 
 # ---- torch's FSDPModule
@@ -93,7 +90,8 @@ class Encoder(nn.Module):
         return self.inner(x)
 
 
-def functions(rank, world):
+@on_ranks(2)
+def test_torchs_functions_for_fsdp_modules_act_on_ours_or_are_told(rank, world):
     model = shardwright.fully_shard(Encoder())
     whole = Encoder()
     x = torch.randn(2, 8, generator=torch.Generator().manual_seed(rank))
@@ -122,15 +120,18 @@ def functions(rank, world):
         tracker.__enter__()
 
 
-def test_torchs_functions_for_fsdp_modules_act_on_ours_or_are_told():
-    run_ranks(2, functions)
-
-
 def stage_of(number):
     return nn.Sequential(layer(number), layer(number + 10))
 
 
-def pipelined(rank, world, make, after):
+SCHEDULES = [ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble]
+
+
+@pytest.mark.parametrize("after", [None, True, False])
+@pytest.mark.parametrize("make", SCHEDULES)
+@pytest.mark.slow
+@on_ranks(4)
+def test_a_pipeline_of_sharded_stages_trains_as_one_process(rank, world, make, after):
     """Two places, each sharded over two ranks, with one stage or two; three steps as one process."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     place, dp = mesh.get_coordinate()
@@ -163,16 +164,6 @@ def pipelined(rank, world, make, after):
         for optimizer in (*ours, theirs):
             optimizer.step()
             optimizer.zero_grad()
-
-
-SCHEDULES = [ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble]
-
-
-@pytest.mark.parametrize("after", [None, True, False])
-@pytest.mark.parametrize("make", SCHEDULES)
-@pytest.mark.slow
-def test_a_pipeline_of_sharded_stages_trains_as_one_process(make, after):
-    run_ranks(4, pipelined, make, after)
 
 
 # ---- install

@@ -13,7 +13,7 @@ from shardwright import MixedPrecisionPolicy, fully_shard, torch_fsdp, torch_pri
 from shardwright.errors import Diverged, InputError, StageError, UnsupportedTorch
 from shardwright.policy import adopt
 from tests.ranks.models import full
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks, run_ranks
 
 # ---- policies of torch
 
@@ -51,7 +51,8 @@ def keeps_norms(param):
     return param.dtype if param.ndim == 1 else None
 
 
-def norms_in_float32(rank, world):
+@on_ranks(2)
+def test_parameters_that_a_policys_function_names_stay_in_their_dtype(rank, world):
     """The same as one process in which the linear layer's weight alone is cast."""
     kinds = [MixedPrecisionPolicy]
     if torch_fsdp.SUMS_AT_REST:
@@ -72,11 +73,8 @@ def norms_in_float32(rank, world):
             assert torch.allclose(full(own.grad), theirs.grad / world, atol=1e-6)
 
 
-def test_parameters_that_a_policys_function_names_stay_in_their_dtype():
-    run_ranks(2, norms_in_float32)
-
-
-def by_rank(rank, world):
+@on_ranks(2)
+def test_a_policys_function_that_says_another_thing_on_another_rank_is_told(rank, world):
     model = fully_shard(
         Normed(),
         mp_policy=MixedPrecisionPolicy(
@@ -88,11 +86,8 @@ def by_rank(rank, world):
         model(torch.randn(2, 8))
 
 
-def test_a_policys_function_that_says_another_thing_on_another_rank_is_told():
-    run_ranks(2, by_rank)
-
-
-def names_another_dtype(rank, world):
+@on_ranks(1)
+def test_a_policys_function_that_names_another_dtype_is_refused_before_anything_is_sharded(rank, world):
     model = Normed()
     wrong = MixedPrecisionPolicy(torch.bfloat16, param_dtype_override_fn=lambda _: torch.float64)
     with pytest.raises(InputError, match=r"returned torch.float64 for parameter 'up\.weight'"):
@@ -102,11 +97,8 @@ def names_another_dtype(rank, world):
         MixedPrecisionPolicy(param_dtype_override_fn="fp32")
 
 
-def test_a_policys_function_that_names_another_dtype_is_refused_before_anything_is_sharded():
-    run_ranks(1, names_another_dtype)
-
-
-def sums(rank, world):
+@on_ranks(2)
+def test_gradients_without_a_reduce_dtype_are_summed_in_the_dtype_that_the_installed_torch_takes(rank, world):
     """Of 1 and 2**-9, which bfloat16 can't add; beside the installed torch's own class."""
     found = []
     for shard, kind in ((fully_shard, MixedPrecisionPolicy), (fsdp.fully_shard, fsdp.MixedPrecisionPolicy)):
@@ -118,10 +110,6 @@ def sums(rank, world):
     assert (found[0].flatten()[0].item() == whole) == torch_fsdp.SUMS_AT_REST
 
 
-def test_gradients_without_a_reduce_dtype_are_summed_in_the_dtype_that_the_installed_torch_takes():
-    run_ranks(2, sums)
-
-
 # ---- finalizing a backward by hand
 
 
@@ -130,7 +118,8 @@ def model_of():
     return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
 
 
-def finalized(rank, world):
+@on_ranks(1, 2, 3)
+def test_a_backward_that_is_finalized_by_hand_brings_the_gradients_of_one_process(rank, world):
     ours, whole = model_of(), model_of()
     fully_shard(ours[0])
     fully_shard(ours)
@@ -168,12 +157,8 @@ def finalized(rank, world):
         assert torch.allclose(full(p.grad), q.grad, atol=1e-6)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_a_backward_that_is_finalized_by_hand_brings_the_gradients_of_one_process(world):
-    run_ranks(world, finalized)
-
-
-def misused(rank, world):
+@on_ranks(2)
+def test_finalizing_at_a_wrong_moment_is_refused(rank, world):
     model = model_of()
     fully_shard(model[0])
     fully_shard(model)
@@ -195,10 +180,6 @@ def misused(rank, world):
     model(x).sum().backward()
     model.finalize_backward()
     assert model[0].weight.grad is not None
-
-
-def test_finalizing_at_a_wrong_moment_is_refused():
-    run_ranks(2, misused)
 
 
 # ---- what only some versions have
@@ -227,17 +208,15 @@ def test_a_method_of_a_torch_to_come_is_refused_too(monkeypatch):
     assert len(refused()) == 3
 
 
-def installed(rank, world):
+@on_ranks(1)
+def test_install_replaces_every_class_that_torch_has_of_ours(rank, world):
     shardwright.install()
     for name in torch_fsdp.originals(("FSDPModule", "GradientReductionHandle", "UnshardHandle")):
         assert getattr(fsdp, name) is getattr(shardwright, name)
 
 
-def test_install_replaces_every_class_that_torch_has_of_ours():
-    run_ranks(1, installed)
-
-
-def on_an_older_torch(rank, world):
+@on_ranks(4)
+def test_what_an_older_torch_lacks_refuses_the_feature_that_needs_it_and_nothing_else(rank, world):
     """The names that torch 2.11 lacks are taken away: only what needs them is refused."""
     torch_private._register_single_dim_pointwise = None
     torch_private.keeps_order = False
@@ -249,7 +228,3 @@ def on_an_older_torch(rank, world):
     with pytest.raises(UnsupportedTorch, match=r"SGD\(fused=True\) steps sharded parameters with torch 2.12"):
         torch.optim.SGD(model.parameters(), 0.1, fused=True).step()
     torch.optim.AdamW(model.parameters(), fused=True).step()
-
-
-def test_what_an_older_torch_lacks_refuses_the_feature_that_needs_it_and_nothing_else():
-    run_ranks(4, on_an_older_torch)

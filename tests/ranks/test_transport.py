@@ -23,7 +23,7 @@ from shardwright.transport.cpu.shm import ShmComm
 from shardwright.transport.cpu.sockets import SocketComm
 from shardwright.transport.mesh import TIMEOUT, resolve, timeout_of
 from tests.ranks.models import batches, build, full, loss_of, shard_decoder
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks, run_ranks
 
 
 def chosen(rank, world, transport):
@@ -144,17 +144,14 @@ def test_a_killed_rank_is_named_within_seconds():
     assert "rank 0 of 2" not in str(error.value)
 
 
-def absent(rank, world):
+@on_ranks(2, timeout_s=2.0)
+def test_a_rank_that_never_comes_is_named_after_the_timeout(rank, world):
     model = shard_decoder(build(), fully_shard)
     if rank == 1:
         time.sleep(4)
         return
     with pytest.raises(CommError, match=r"waited 2 s for rank 1 \(pid \d+\).*it runs but did not come"):
         loss_of(model, batches(0, world)[rank])
-
-
-def test_a_rank_that_never_comes_is_named_after_the_timeout():
-    run_ranks(2, absent, timeout_s=2.0)
 
 
 def killed_unwatched(rank, world):
@@ -173,16 +170,13 @@ def test_without_the_watch_the_transport_itself_names_a_killed_rank_of_its_host(
     assert "rank 0 of 2" not in str(error.value)
 
 
-def many_steps(rank, world):
+@on_ranks(2)
+def test_places_in_shared_memory_are_used_again(rank, world):
     model = fully_shard(nn.Linear(6, 6))
     segment = unit_of(model).group.axis.comm.arena
     for _ in range(300):  # more operations than records: places and numbers are used again
         model(torch.ones(1, 6)).sum().backward()
     assert len(segment._held) <= 4
-
-
-def test_places_in_shared_memory_are_used_again():
-    run_ranks(2, many_steps)
 
 
 def late(rank, world):
@@ -202,7 +196,10 @@ def test_who_waits_in_shared_memory_sleeps_until_it_is_woken():
     assert came_late <= 10
 
 
-def never_waited_for(rank, world, transport, collect):
+@pytest.mark.parametrize("collect", [True, False], ids=["collected", "garbage"])
+@pytest.mark.parametrize("transport", ["auto", "sockets", "collectives"])
+@on_ranks(2, timeout_s=20.0)
+def test_what_nobody_waits_for_is_in_nobodys_way(rank, world, transport, collect):
     """Models dropped while their weights, or their gradients, are on the way; then one that goes on."""
     set_transport(transport)
     (gc.enable if collect else gc.disable)()
@@ -221,13 +218,8 @@ def never_waited_for(rank, world, transport, collect):
     assert torch.equal(model.weight.grad.full_tensor(), torch.full((6, 6), 200.0))
 
 
-@pytest.mark.parametrize("collect", [True, False], ids=["collected", "garbage"])
-@pytest.mark.parametrize("transport", ["auto", "sockets", "collectives"])
-def test_what_nobody_waits_for_is_in_nobodys_way(transport, collect):
-    run_ranks(2, never_waited_for, transport, collect, timeout_s=20.0)
-
-
-def waited_for_late(rank, world):
+@on_ranks(2)
+def test_an_unshard_may_be_waited_for_after_any_number_of_others(rank, world):
     kept = fully_shard(nn.Linear(6, 6))
     expected = full(kept.weight)
     handle = kept.unshard(async_op=True)
@@ -237,10 +229,6 @@ def waited_for_late(rank, world):
             model(torch.ones(1, 6))
     handle.wait()
     assert torch.equal(kept.weight, expected)
-
-
-def test_an_unshard_may_be_waited_for_after_any_number_of_others():
-    run_ranks(2, waited_for_late)
 
 
 def litter(rank, world):

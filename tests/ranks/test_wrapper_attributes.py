@@ -13,11 +13,12 @@ from shardwright import fully_shard
 from shardwright.errors import InputError
 from shardwright.wrapper import FSDP, ModuleWrapPolicy, ShardingStrategy, size_based_auto_wrap_policy
 from tests.ranks.models import Block, batches, build, loss_of
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks
 from tests.ranks.wrapped import nested
 
 
-def attributes(rank, world):
+@on_ranks(4)
+def test_a_wrapper_tells_its_ranks_its_device_and_what_it_was_given(rank, world):
     pair = dist.new_group([rank // 2 * 2, rank // 2 * 2 + 1], use_local_synchronization=True)
     model = nested(build(), forward_prefetch=True, limit_all_gathers=False)
     assert (model.rank, model.world_size) == (rank, world)
@@ -40,10 +41,6 @@ def attributes(rank, world):
     assert (hybrid.rank, hybrid.world_size) == (rank % 2, 2)  # of the shards, as in torch
 
 
-def test_a_wrapper_tells_its_ranks_its_device_and_what_it_was_given():
-    run_ranks(4, attributes)
-
-
 class Towers(nn.Module):
     """Modules in containers that have no forward, called one by one."""
 
@@ -61,7 +58,8 @@ class Towers(nn.Module):
         return x
 
 
-def containers(rank, world):
+@on_ranks(2)
+def test_a_container_without_a_forward_may_be_wrapped_and_warns_where_it_holds_parameters(rank, world):
     x = torch.randn(world, 5, 4)
     ours, plain = FSDP(Towers(True)), Towers(False)
     assert isinstance(ours.layers, FSDP)
@@ -74,21 +72,14 @@ def containers(rank, world):
         FSDP(nn.ModuleList([nn.Linear(2, 2)]))
 
 
-def test_a_container_without_a_forward_may_be_wrapped_and_warns_where_it_holds_parameters():
-    run_ranks(2, containers)
-
-
-def policies(rank, world):
+@on_ranks(1)
+def test_the_sets_of_the_size_policy_stand_where_torch_has_them_and_errors_name_what_is_wrapped(rank, world):
     assert {nn.ModuleList, nn.ModuleDict} == size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES
     assert {nn.MultiheadAttention} == size_based_auto_wrap_policy.FORCE_LEAF_MODULES
     model = build()
     model.blocks[1].up = FSDP(model.blocks[1].up)
     with pytest.raises(InputError, match=r"'blocks\.1\.up' is wrapped already"):
         FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
-
-
-def test_the_sets_of_the_size_policy_stand_where_torch_has_them_and_errors_name_what_is_wrapped():
-    run_ranks(1, policies)
 
 
 class Apart(nn.Module):
@@ -105,7 +96,9 @@ class Apart(nn.Module):
         return self.layers(x)
 
 
-def ignored(rank, world, flat):
+@pytest.mark.parametrize("flat", [False, True], ids=["apart", "flat"])
+@on_ranks(3)
+def test_ranks_may_ignore_different_numbers_of_modules(rank, world, flat):
     model = Apart(num_own=rank + 1)
     inner, options = model.own, {"use_orig_params": not flat}
     model.layers = FSDP(model.layers, ignored_modules=inner, **options)
@@ -114,11 +107,6 @@ def ignored(rank, world, flat):
         model(torch.ones(2, 4)).sum().backward()
     assert not any(isinstance(param, DTensor) for layer in inner for param in layer.parameters())
     assert all(param.grad is not None for param in model.parameters())
-
-
-@pytest.mark.parametrize("flat", [False, True], ids=["apart", "flat"])
-def test_ranks_may_ignore_different_numbers_of_modules(flat):
-    run_ranks(3, ignored, flat)
 
 
 class Marked(nn.Module):
@@ -139,7 +127,10 @@ class Marked(nn.Module):
         return nn.functional.linear(x, self.weight, self.bias) * self.plain.sum()
 
 
-def marked(rank, world, api):
+@pytest.mark.parametrize("api", ["fully_shard", "wrapper", "flat"])
+@pytest.mark.each_case
+@on_ranks(2)
+def test_attributes_of_parameters_survive_sharding_copies_and_unsharding(rank, world, api):
     flat = api == "flat"
     model = fully_shard(Marked()) if api == "fully_shard" else FSDP(Marked(), use_orig_params=not flat)
     for each in (model, copy.deepcopy(model)):
@@ -159,12 +150,6 @@ def marked(rank, world, api):
     assert late.weight.expert and late.bias.decay == 0.5
     late.float()(torch.ones(2, 3)).sum().backward()
     assert late.weight.expert and late.bias.decay == 0.5
-
-
-@pytest.mark.parametrize("api", ["fully_shard", "wrapper", "flat"])
-@pytest.mark.each_case
-def test_attributes_of_parameters_survive_sharding_copies_and_unsharding(api):
-    run_ranks(2, marked, api)
 
 
 class Scaled(torch.Tensor):
@@ -195,7 +180,8 @@ class Scaled(torch.Tensor):
         return out.copy_(outputs[0] * scale)
 
 
-def marked_subclass(rank, world):
+@on_ranks(2)
+def test_attributes_of_a_subclass_are_its_own_and_the_callers_survive(rank, world):
     model = nn.Linear(4, 4, bias=False)
     model.weight = nn.Parameter(Scaled(torch.ones(4, 4), 2.0))
     model.weight.expert = True
@@ -208,11 +194,8 @@ def marked_subclass(rank, world):
     assert seen == [True]
 
 
-def test_attributes_of_a_subclass_are_its_own_and_the_callers_survive():
-    run_ranks(2, marked_subclass)
-
-
-def options_of_torch(rank, world):
+@on_ranks(2)
+def test_options_of_torch_itself_are_taken_as_ours(rank, world):
     options = {
         "sharding_strategy": theirs.ShardingStrategy.SHARD_GRAD_OP,
         "cpu_offload": theirs.CPUOffload(False),
@@ -228,7 +211,3 @@ def options_of_torch(rank, world):
         assert bool(model.state_dict()) == (rank == 0)
     with FSDP.state_dict_type(model, theirs.StateDictType.SHARDED_STATE_DICT):
         assert isinstance(model.state_dict()["head.weight"], DTensor)
-
-
-def test_options_of_torch_itself_are_taken_as_ours():
-    run_ranks(2, options_of_torch)

@@ -11,7 +11,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from shardwright import fully_shard
 from shardwright.wrapper import FSDP, ModuleWrapPolicy, OptimStateKeyType, StateDictType, TrainingState
 from tests.ranks.models import Block, batches, build, full, loss_of, shard_decoder
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks
 
 
 def checkpointed(model, *classes):
@@ -45,7 +45,9 @@ def stepped(model, tokens):
     return optimizer
 
 
-def wrapped(rank, world, flat):
+@pytest.mark.parametrize("flat", [False, True], ids=["apart", "flat"])
+@on_ranks(2)
+def test_a_checkpoint_wrapper_changes_no_name_no_number_and_no_method(rank, world, flat):
     options = {"use_orig_params": not flat}
     tokens = batches(0, world)[rank]
     expected_model = by_block(build(), **options)
@@ -96,12 +98,8 @@ def wrapped(rank, world, flat):
         assert all((value == 0.5).all() for name, value in model.state_dict().items() if "shift" not in name)
 
 
-@pytest.mark.parametrize("flat", [False, True], ids=["apart", "flat"])
-def test_a_checkpoint_wrapper_changes_no_name_no_number_and_no_method(flat):
-    run_ranks(2, wrapped, flat)
-
-
-def sharded(rank, world):
+@on_ranks(2)
+def test_plain_state_loads_where_checkpoint_wrappers_lie_around_or_inside_of_groups(rank, world):
     expected = build().state_dict()
     tokens = batches(0, world)[rank]
 
@@ -127,11 +125,9 @@ def sharded(rank, world):
         same(again.state_dict(), expected)
 
 
-def test_plain_state_loads_where_checkpoint_wrappers_lie_around_or_inside_of_groups():
-    run_ranks(2, sharded)
-
-
-def compiled(rank, world):
+@pytest.mark.slow
+@on_ranks(2)
+def test_the_optimizer_state_of_a_compiled_module_has_the_names_without(rank, world):
     def with_compiled_blocks(model):
         for index, block in enumerate(model.blocks):
             model.blocks[index] = torch.compile(block, backend="eager")
@@ -145,8 +141,3 @@ def compiled(rank, world):
     optimizer.load_state_dict(FSDP.optim_state_dict_to_load(plain, optimizer, state))
     numbered = FSDP.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_ID, model)
     assert numbered["state"].keys() == set(range(len(list(model.parameters()))))
-
-
-@pytest.mark.slow
-def test_the_optimizer_state_of_a_compiled_module_has_the_names_without():
-    run_ranks(2, compiled)

@@ -13,7 +13,7 @@ from shardwright.engine.unit import units_in
 from shardwright.errors import InputError
 from shardwright.wrapper import FSDP, FullStateDictConfig, MixedPrecision, ShardingStrategy, StateDictType
 from tests.ranks.models import batches, build, full, loss_of
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks, run_ranks
 from tests.ranks.test_wrapper_harness import MATRIX, NEVER_MOVED, trains
 from tests.ranks.wrapped import Transformer, beside_ddp, everything, nested, root_only
 
@@ -24,7 +24,8 @@ def flat(shape):
     return partial(shape, **FLAT)
 
 
-def layout(rank, world):
+@on_ranks(2, 3)
+def test_a_flat_parameter_is_cut_evenly_and_modules_show_shapes_at_rest(rank, world):
     model, plain = flat(nested)(build()), build()
     assert [name for name, _ in model.named_parameters()] == [
         "_flat_param",
@@ -44,11 +45,6 @@ def layout(rank, world):
     assert all(unit.group.held_nbytes == 0 for unit in units_in(model) if unit.group)
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_a_flat_parameter_is_cut_evenly_and_modules_show_shapes_at_rest(world):
-    run_ranks(world, layout)
-
-
 @pytest.mark.parametrize(
     ("shape", "make", "cases"),
     [(nested, build, MATRIX), (everything, build, NEVER_MOVED), (root_only, Transformer, NEVER_MOVED)],
@@ -59,7 +55,8 @@ def test_a_flat_model_trains_as_ddp_in_every_case(shape, make, cases):
     run_ranks(2, trains, flat(shape), make, 2, cases)
 
 
-def more(rank, world):
+@on_ranks(2)
+def test_every_strategy_mixed_precision_accumulation_and_copies_work_on_flat_parameters(rank, world):
     for strategy in ShardingStrategy:
         beside_ddp(build, flat(nested)(build(), sharding_strategy=strategy), rank, world, steps=2)
     model = flat(nested)(build(), mixed_precision=MixedPrecision(torch.bfloat16, torch.float32))
@@ -73,10 +70,6 @@ def more(rank, world):
         assert twin.head.weight.is_meta
         loss_of(twin, batches(0, world)[rank]).backward()
     same(model.state_dict(), build().state_dict())
-
-
-def test_every_strategy_mixed_precision_accumulation_and_copies_work_on_flat_parameters():
-    run_ranks(2, more)
 
 
 def same(one, other):
@@ -94,7 +87,8 @@ def stepped(rank, world, seed=7, **options):
     return model, optimizer
 
 
-def states(rank, world):
+@on_ranks(2, 3)
+def test_states_go_between_flat_and_original_parameters_and_back(rank, world):
     """Flat and per-parameter models with the same numbers, each loading what the other saved."""
     for ours, theirs in ((FLAT, {}), ({}, FLAT), (FLAT, FLAT)):
         model, optimizer = stepped(rank, world, **ours)
@@ -139,12 +133,27 @@ def states(rank, world):
     assert set(full_state_dict(model)) == (set() if rank else set(whole))
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_states_go_between_flat_and_original_parameters_and_back(world):
-    run_ranks(world, states)
+@on_ranks(2)
+def test_a_checkpoint_takes_flat_parameters_under_the_names_of_the_model(rank, world, tmp_path):
+    """Each layout loads what the other saved, optimizer state included."""
+    folder = str(tmp_path / "checkpoint")
+    for place, (ours, theirs) in enumerate(((FLAT, FLAT), (FLAT, {}), ({}, FLAT))):
+        model, optimizer = stepped(rank, world, **ours)
+        checkpoint.save(f"{folder}{place}", model=model, optimizer=optimizer, step=1)
+        other, fresh = stepped(rank, world, 1, **theirs)
+        checkpoint.load(f"{folder}{place}", model=other, optimizer=fresh)
+        same(other.state_dict(), model.state_dict())
+        loss_of(other, batches(1, world)[rank]).backward()
+        found, expected = (
+            FSDP.full_optim_state_dict(m, o, rank0_only=False)["state"]
+            for m, o in ((other, fresh), (model, optimizer))
+        )
+        for name in expected:
+            same(found[name], expected[name])
 
 
-def refusals(rank, world):
+@on_ranks(2)
+def test_what_does_not_fit_a_flat_parameter_is_refused_by_name(rank, world):
     model = flat(nested)(build())
     state = model.state_dict()
     before = {name: t.clone() for name, t in state.items()}
@@ -175,32 +184,8 @@ def refusals(rank, world):
         FSDP.optim_state_dict_to_load(model, optimizer, entry)
 
 
-def saved(rank, world, folder):
-    """Each layout loads what the other saved, optimizer state included."""
-    for place, (ours, theirs) in enumerate(((FLAT, FLAT), (FLAT, {}), ({}, FLAT))):
-        model, optimizer = stepped(rank, world, **ours)
-        checkpoint.save(f"{folder}{place}", model=model, optimizer=optimizer, step=1)
-        other, fresh = stepped(rank, world, 1, **theirs)
-        checkpoint.load(f"{folder}{place}", model=other, optimizer=fresh)
-        same(other.state_dict(), model.state_dict())
-        loss_of(other, batches(1, world)[rank]).backward()
-        found, expected = (
-            FSDP.full_optim_state_dict(m, o, rank0_only=False)["state"]
-            for m, o in ((other, fresh), (model, optimizer))
-        )
-        for name in expected:
-            same(found[name], expected[name])
-
-
-def test_a_checkpoint_takes_flat_parameters_under_the_names_of_the_model(tmp_path):
-    run_ranks(2, saved, str(tmp_path / "checkpoint"))
-
-
-def test_what_does_not_fit_a_flat_parameter_is_refused_by_name():
-    run_ranks(2, refusals)
-
-
-def summoned(rank, world):
+@on_ranks(1, 2)
+def test_whole_parameters_of_a_flat_model_for_a_while(rank, world):
     model, plain = flat(nested)(build()), build()
     loss_of(model, batches(0, world)[rank]).backward()
     with FSDP.summon_full_params(model, with_grads=True):
@@ -228,12 +213,9 @@ def summoned(rank, world):
     loss_of(model, batches(0, world)[rank]).backward()
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_whole_parameters_of_a_flat_model_for_a_while(world):
-    run_ranks(world, summoned)
-
-
-def kinds(rank, world):
+@pytest.mark.slow
+@on_ranks(2)
+def test_other_dtypes_and_frozen_parameters_get_flat_parameters_of_their_own(rank, world):
     def make():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 5).to(torch.bfloat16), nn.Linear(5, 2))
@@ -253,8 +235,3 @@ def kinds(rank, world):
                 assert ours.grad is None, name
             else:
                 torch.testing.assert_close(ours.grad, theirs.grad, msg=name)
-
-
-@pytest.mark.slow
-def test_other_dtypes_and_frozen_parameters_get_flat_parameters_of_their_own():
-    run_ranks(2, kinds)

@@ -33,7 +33,7 @@ from shardwright.wrapper import (
     TrainingState,
 )
 from tests.ranks.models import Decoder, Run, batches, build, loss_of, train_beside
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks, run_ranks
 from tests.ranks.wrapped import (
     OwnExpert,
     Transformer,
@@ -93,7 +93,11 @@ def test_more_ranks_than_two_train_as_ddp(world):
     run_ranks(world, trains, nested, build, 2, cases)
 
 
-def built_before_the_move(rank, world, offload):
+@pytest.mark.parametrize("offload", [None, CPUOffload(True)], ids=["on the device", "offloaded"])
+@on_ranks(2)
+def test_an_optimizer_built_after_wrapping_and_before_the_move_steps_what_was_moved(
+    rank, world, offload
+):  # P13 P14 P24
     model = nested(build(), cpu_offload=offload)
     ours, theirs = Run.of(model), Run.of(build())
     for _ in range(2):  # before the first step, and with momentum
@@ -102,12 +106,8 @@ def built_before_the_move(rank, world, offload):
         train_beside(ours, theirs, rank, world, steps=2)
 
 
-@pytest.mark.parametrize("offload", [None, CPUOffload(True)], ids=["on the device", "offloaded"])
-def test_an_optimizer_built_after_wrapping_and_before_the_move_steps_what_was_moved(offload):  # P13 P14 P24
-    run_ranks(2, built_before_the_move, offload)
-
-
-def moved_for_real(rank, world):
+@on_ranks(2)
+def test_a_model_that_is_moved_to_another_dtype_or_from_meta_after_wrapping_trains_on(rank, world):  # P13 P14
     """To another dtype and back, and from the meta device, between wrapping and training."""
     model = nested(build()).double()
     ours, theirs = Run.of(model), Run.of(build().double())
@@ -124,11 +124,8 @@ def moved_for_real(rank, world):
     train_beside(Run.of(empty), Run.of(theirs.model), rank, world, steps=2)
 
 
-def test_a_model_that_is_moved_to_another_dtype_or_from_meta_after_wrapping_trains_on():  # P13 P14
-    run_ranks(2, moved_for_real)
-
-
-def states_of_a_step(rank, world):
+@on_ranks(2)
+def test_the_state_of_training_is_idle_outside_of_forward_and_backward_and_only_there(rank, world):  # P27
     model, seen = nested(build()), []
 
     def look(*_):
@@ -150,11 +147,8 @@ def states_of_a_step(rank, world):
     assert model.training_state is TrainingState.IDLE
 
 
-def test_the_state_of_training_is_idle_outside_of_forward_and_backward_and_only_there():  # P27
-    run_ranks(2, states_of_a_step)
-
-
-def all_taken(rank, world):
+@on_ranks(2)
+def test_a_root_without_parameters_of_its_own_trains_as_ddp(rank, world):  # P31 P37
     model = everything(build())
     inner = {id(p) for m in model.module.modules() if isinstance(m, FSDP) for p in m.parameters()}
     own = [name for name, p in model.named_parameters() if id(p) not in inner]
@@ -163,11 +157,8 @@ def all_taken(rank, world):
     beside_ddp(build, model, rank, world, steps=1)
 
 
-def test_a_root_without_parameters_of_its_own_trains_as_ddp():  # P31 P37
-    run_ranks(2, all_taken)
-
-
-def options_of_each(rank, world):
+@on_ranks(2)
+def test_group_offload_and_prefetch_may_be_given_for_each_wrapper(rank, world):  # P38 P45
     alone = [dist.new_group([each]) for each in range(world)][rank]
     policy = CustomPolicy(
         lambda m: (
@@ -198,11 +189,9 @@ def options_of_each(rank, world):
     beside_ddp(build, mixed, rank, world, steps=2)
 
 
-def test_group_offload_and_prefetch_may_be_given_for_each_wrapper():  # P38 P45
-    run_ranks(2, options_of_each)
-
-
-def late_reductions(rank, world):
+@pytest.mark.slow
+@on_ranks(2)
+def test_delays_after_the_loss_and_before_every_reduction_change_nothing(rank, world):  # P39 P40 P46
     for sharded in each_case(build, nested, MATRIX):
         comms = {id(unit.group.gatherer.comm): unit.group.gatherer.comm for unit in units_in(sharded)}
         calls = []
@@ -221,11 +210,6 @@ def late_reductions(rank, world):
         assert reduced == 2 * sum(group.trainable.bit_count() for group in groups)
         for comm in comms.values():
             del comm.reduce_scatter
-
-
-@pytest.mark.slow
-def test_delays_after_the_loss_and_before_every_reduction_change_nothing():  # P39 P40 P46
-    run_ranks(2, late_reductions)
 
 
 def experts(rank, world, late_s):
@@ -261,7 +245,8 @@ def test_an_expert_on_a_group_of_one_is_not_sharded_reduced_or_divided(late_s): 
     run_ranks(3 if late_s else 2, experts, late_s)
 
 
-def dropped(rank, world):
+@on_ranks(2)
+def test_parts_that_are_wrapped_and_dropped_before_the_root_leave_nothing(rank, world):  # P41
     alone = [dist.new_group([each]) for each in range(world)][rank]
     model = OwnExpert(alone)
     wrappers = [weakref.ref(part) for part in (model.expert, model.after)]
@@ -273,11 +258,12 @@ def dropped(rank, world):
     beside_ddp(lambda: plain, FSDP(model), rank, world)
 
 
-def test_parts_that_are_wrapped_and_dropped_before_the_root_leave_nothing():  # P41
-    run_ranks(2, dropped)
-
-
-def hooks_of_outputs(rank, world, use_orig_params):
+@pytest.mark.each_case
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@on_ranks(2)
+def test_one_hook_on_an_output_that_stays_and_changes_after_wrapping_are_seen(
+    rank, world, use_orig_params
+):  # P47
     model = nested(build(), use_orig_params=use_orig_params)
     tokens = batches(0, world)[rank]
     for _ in range(2):
@@ -296,12 +282,6 @@ def hooks_of_outputs(rank, world, use_orig_params):
     plain = build()
     plain.apply(lambda m: m.bias.data.add_(1) if isinstance(m, nn.LayerNorm) else None)
     torch.testing.assert_close(after, plain(tokens))
-
-
-@pytest.mark.each_case
-@pytest.mark.parametrize("use_orig_params", [True, False])
-def test_one_hook_on_an_output_that_stays_and_changes_after_wrapping_are_seen(use_orig_params):  # P47
-    run_ranks(2, hooks_of_outputs, use_orig_params)
 
 
 class AnyOrder(Decoder):
@@ -336,7 +316,13 @@ def expected_in_backward(prefetch, ran, bucket_cap_mb):
     return [(at, last, middle), (at, middle, first)][: 1 if bucket_cap_mb else 2]
 
 
-def other_order(rank, world, bucket_cap_mb):
+@pytest.mark.parametrize(
+    "bucket_cap_mb", [25, 0]
+)  # the last alone in make test: each collective has one group
+@on_ranks(2)
+def test_groups_that_run_in_another_order_than_wrapped_are_gathered_once_and_exact(
+    rank, world, bucket_cap_mb
+):  # P1 P4 P5 P9
     gathered = Counter()
     real = ParamGroup.fill
 
@@ -371,16 +357,8 @@ def other_order(rank, world, bucket_cap_mb):
             torch.testing.assert_close(param.grad.full_tensor(), other.grad, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "bucket_cap_mb", [25, 0]
-)  # the last alone in make test: each collective has one group
-def test_groups_that_run_in_another_order_than_wrapped_are_gathered_once_and_exact(
-    bucket_cap_mb,
-):  # P1 P4 P5 P9
-    run_ranks(2, other_order, bucket_cap_mb)
-
-
-def strategies(rank, world):
+@on_ranks(2)
+def test_every_sharding_strategy_trains_as_ddp(rank, world):
     for strategy in ShardingStrategy:
         model = nested(build(), sharding_strategy=strategy)
         sizes = {p.to_local().numel() == p.numel() for p in model.parameters() if p.ndim}
@@ -388,11 +366,10 @@ def strategies(rank, world):
         beside_ddp(build, model, rank, world, steps=2)
 
 
-def test_every_sharding_strategy_trains_as_ddp():
-    run_ranks(2, strategies)
-
-
-def linear_memory(rank, world, bias, way):
+@pytest.mark.parametrize("way", ["plain", "checkpointed", "replaced"])
+@pytest.mark.parametrize("bias", [False, True])
+@on_ranks(2)
+def test_a_linears_backward_keeps_no_gathered_weight_alive(rank, world, bias, way):  # X1 X3
     linear = FSDP(nn.Linear(6, 4, bias=bias))
     outer = FSDP(nn.Sequential(linear, nn.ReLU(), nn.Linear(4, 4)))
     if way == "replaced":
@@ -411,9 +388,3 @@ def linear_memory(rank, world, bias, way):
     out.sum().backward()
     assert buffer.allocated_nbytes == 0
     assert linear.module.weight.grad is not None
-
-
-@pytest.mark.parametrize("way", ["plain", "checkpointed", "replaced"])
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_linears_backward_keeps_no_gathered_weight_alive(way, bias):  # X1 X3
-    run_ranks(2, linear_memory, bias, way)

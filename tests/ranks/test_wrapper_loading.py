@@ -32,7 +32,7 @@ from shardwright.wrapper import (
     StateDictType,
 )
 from tests.ranks.models import Block, batches, build, full, loss_of
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks
 
 FLAT = pytest.mark.parametrize("flat", [False, True], ids=["original", "flat"])
 RANK0 = FullOptimStateDictConfig(rank0_only=True)
@@ -69,7 +69,12 @@ def same_states(one, other):
             assert torch.equal(full(value), full(other["state"][name][key])), (name, key)
 
 
-def in_its_own_order(rank, world, flat, folder):
+@FLAT
+@on_ranks(2, 3)
+def test_an_optimizer_that_lists_parameters_in_another_order_on_a_rank_is_saved_by_name(
+    rank, world, flat, tmp_path
+):
+    folder = str(tmp_path / "checkpoint")
     model = by_layer(alike(), flat)
     expected = FSDP.full_optim_state_dict(
         model, stepped(model, momentum(model.parameters()), rank), rank0_only=False
@@ -97,14 +102,8 @@ def in_its_own_order(rank, world, flat, folder):
 
 
 @FLAT
-@pytest.mark.parametrize("world", [2, 3])
-def test_an_optimizer_that_lists_parameters_in_another_order_on_a_rank_is_saved_by_name(
-    world, flat, tmp_path
-):
-    run_ranks(world, in_its_own_order, flat, str(tmp_path / "checkpoint"))
-
-
-def of_other_parameters(rank, world, flat):
+@on_ranks(2)
+def test_ranks_whose_optimizers_have_state_of_other_parameters_all_learn_it(rank, world, flat):
     model = by_layer(alike(), flat)
     optimizer = stepped(model, momentum(model.parameters()), rank)
     whole = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
@@ -125,11 +124,8 @@ def of_other_parameters(rank, world, flat):
 
 
 @FLAT
-def test_ranks_whose_optimizers_have_state_of_other_parameters_all_learn_it(flat):
-    run_ranks(2, of_other_parameters, flat)
-
-
-def on_rank_0_alone(rank, world, flat):
+@on_ranks(2, 3)
+def test_a_state_that_rank_0_alone_has_is_sent_to_the_others(rank, world, flat):
     model = by_layer(alike(), flat)
     optimizer = stepped(model, torch.optim.Adam(model.parameters(), lr=0.1), rank)
     expected = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
@@ -154,13 +150,27 @@ def on_rank_0_alone(rank, world, flat):
         FSDP.optim_state_dict_to_load(other, fresh, {} if rank == 0 else expected)
 
 
+def as_older(value):
+    if not isinstance(value, DTensor):
+        return value
+    rows = value.to_local()
+    first = sum(each for each in sizes_before(rows.shape[0]))
+    metadata = torch.distributed._shard.metadata.ShardMetadata(
+        [first, *[0] * (rows.ndim - 1)], list(rows.shape), f"rank:{dist.get_rank()}/cpu"
+    )
+    shard = torch.distributed._shard.sharded_tensor.Shard(rows, metadata)
+    return ShardedTensor._init_from_local_shards([shard] if len(rows) else [], *value.shape)
+
+
+def sizes_before(own):
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([own]))
+    return [int(each) for each in sizes[: dist.get_rank()]]
+
+
 @FLAT
-@pytest.mark.parametrize("world", [2, 3])
-def test_a_state_that_rank_0_alone_has_is_sent_to_the_others(world, flat):
-    run_ranks(world, on_rank_0_alone, flat)
-
-
-def forms(rank, world, flat):
+@on_ranks(2)
+def test_every_form_of_an_optimizers_state_that_torch_takes_is_taken(rank, world, flat):
     model = by_layer(alike(), flat)
     params = list(model.parameters())
     optimizer = stepped(model, torch.optim.Adam(params, lr=0.1), rank)
@@ -222,29 +232,6 @@ def forms(rank, world, flat):
     same_states(FSDP.full_optim_state_dict(model, fresh, rank0_only=False), whole)
 
 
-def as_older(value):
-    if not isinstance(value, DTensor):
-        return value
-    rows = value.to_local()
-    first = sum(each for each in sizes_before(rows.shape[0]))
-    metadata = torch.distributed._shard.metadata.ShardMetadata(
-        [first, *[0] * (rows.ndim - 1)], list(rows.shape), f"rank:{dist.get_rank()}/cpu"
-    )
-    shard = torch.distributed._shard.sharded_tensor.Shard(rows, metadata)
-    return ShardedTensor._init_from_local_shards([shard] if len(rows) else [], *value.shape)
-
-
-def sizes_before(own):
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([own]))
-    return [int(each) for each in sizes[: dist.get_rank()]]
-
-
-@FLAT
-def test_every_form_of_an_optimizers_state_that_torch_takes_is_taken(flat):
-    run_ranks(2, forms, flat)
-
-
 # ---- names and memory of the model's state
 
 
@@ -260,7 +247,8 @@ class Renames(nn.Sequential):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
-def former_names(rank, world):
+@on_ranks(2)
+def test_keys_that_a_module_renames_while_it_is_loaded_are_found(rank, world):
     def make(seed):
         torch.manual_seed(seed)
         layers = Renames(nn.Linear(5, 5), nn.Linear(5, 5))
@@ -302,11 +290,9 @@ def former_names(rank, world):
             assert sum(hooks) == before
 
 
-def test_keys_that_a_module_renames_while_it_is_loaded_are_found():
-    run_ranks(2, former_names)
-
-
-def told_names(rank, world, flat):
+@FLAT
+@on_ranks(2)
+def test_loads_tell_plain_names_and_later_steps_leave_a_state_dict_alone(rank, world, flat):
     model = nn.Sequential(by_layer(alike(), flat))
     state = model.state_dict()
     del state["0.1.weight"]
@@ -336,11 +322,8 @@ def told_names(rank, world, flat):
 
 
 @FLAT
-def test_loads_tell_plain_names_and_later_steps_leave_a_state_dict_alone(flat):
-    run_ranks(2, told_names, flat)
-
-
-def wrapped_again(rank, world, flat):
+@on_ranks(2)
+def test_a_wrapper_in_two_places_and_one_around_another_are_saved_and_loaded(rank, world, flat):
     options = {"use_orig_params": not flat}
 
     def in_two_places():
@@ -377,11 +360,6 @@ def wrapped_again(rank, world, flat):
         FSDP(alike(), param_init_fn=42, **options)
 
 
-@FLAT
-def test_a_wrapper_in_two_places_and_one_around_another_are_saved_and_loaded(flat):
-    run_ranks(2, wrapped_again, flat)
-
-
 # ---- torch's functions
 
 
@@ -396,7 +374,10 @@ OPTIONS = [
 ]
 
 
-def by_torchs_functions(rank, world, flat, compiled):
+@FLAT
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@on_ranks(2)
+def test_torchs_functions_take_a_wrapped_model_with_every_option(rank, world, flat, compiled):
     def make(seed):
         model = build(seed)
         model.norm.requires_grad_(False)
@@ -435,13 +416,8 @@ def by_torchs_functions(rank, world, flat, compiled):
         fresh.step()
 
 
-@FLAT
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_torchs_functions_take_a_wrapped_model_with_every_option(flat, compiled):
-    run_ranks(2, by_torchs_functions, flat, compiled)
-
-
-def torchs_own(rank, world):
+@on_ranks(2)
+def test_torchs_functions_still_take_torchs_own_wrapper(rank, world):
     FSDP(nn.Linear(2, 2))  # from here on torch's functions know ours, too
     warnings.simplefilter("ignore")
     model = TorchsFSDP(alike(), device_id=torch.device("cpu"), use_orig_params=True)
@@ -456,14 +432,11 @@ def torchs_own(rank, world):
     assert get_model_state_dict(sharded).keys() == state.keys()
 
 
-def test_torchs_functions_still_take_torchs_own_wrapper():
-    run_ranks(2, torchs_own)
-
-
 # ---- two dimensions
 
 
-def two_dimensional(rank, world):
+@on_ranks(4)
+def test_states_of_a_model_that_tensor_parallelism_cuts_too_are_exact(rank, world):
     """Rows cut by both tensor parallelism and the wrapper, unevenly: ``_StridedShard``."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
@@ -504,7 +477,3 @@ def two_dimensional(rank, world):
         same_states(FSDP.optim_state_dict(other, fresh), whole)
     with pytest.raises(InputError, match=r"'0.weight' is a DTensor already"):
         FSDP(split(0), device_mesh=mesh["dp"], use_orig_params=False)
-
-
-def test_states_of_a_model_that_tensor_parallelism_cuts_too_are_exact():
-    run_ranks(4, two_dimensional)

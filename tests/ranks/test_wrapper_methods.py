@@ -12,7 +12,7 @@ from shardwright.errors import CommError
 from shardwright.wrapper import FSDP
 from tests.ranks import quantised
 from tests.ranks.models import Decoder, batches, full, loss_of
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks, run_ranks
 from tests.ranks.wrapped import nested
 
 
@@ -74,7 +74,8 @@ def rounds(model, layers, rank, num):
     return [torch.cat([param.grad.to_local().flatten() for param in layer.parameters()]) for layer in layers]
 
 
-def low_rank(rank, world):
+@on_ranks(2)
+def test_a_low_rank_hook_with_memory_reduces_each_group_and_loses_nothing(rank, world):
     exact = rounds(*hooked(rank=1000)[:2], rank, num=1)  # nothing is left out: the sums of a reduce-scatter
     for found, expected in zip(exact, rounds(*even(), rank, num=1), strict=True):
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
@@ -91,11 +92,9 @@ def low_rank(rank, world):
         assert state.sent[-1] < state.numel / 2
 
 
-def test_a_low_rank_hook_with_memory_reduces_each_group_and_loses_nothing():
-    run_ranks(2, low_rank)
-
-
-def whole_quantised(rank, world, codec):
+@pytest.mark.parametrize("codec", ["nf4", "nf4-double", "int8"])
+@on_ranks(2)
+def test_whole_parameters_of_a_quantised_model_are_its_codes_and_are_read_as_weights(rank, world, codec):
     plain, model = quantised.build(codec), quantised.build(codec)
     for place, layer in enumerate(model):
         model[place] = FSDP(layer)
@@ -122,11 +121,6 @@ def whole_quantised(rank, world, codec):
     assert all((param.grad is not None) == ("adapter" in name) for name, param in model.named_parameters())
 
 
-@pytest.mark.parametrize("codec", ["nf4", "nf4-double", "int8"])
-def test_whole_parameters_of_a_quantised_model_are_its_codes_and_are_read_as_weights(codec):
-    run_ranks(2, whole_quantised, codec)
-
-
 class OwnOrder(Decoder):
     """Blocks that run in an order of this rank's own."""
 
@@ -149,7 +143,8 @@ def in_own_order(agreement):
     return model
 
 
-def exact_orders(rank, world):
+@on_ranks(2)
+def test_ranks_in_other_orders_are_exact_from_the_first_iteration_on_evaluations_included(rank, world):
     model = in_own_order("strict")
     torch.manual_seed(7)
     reference = OwnOrder()
@@ -172,10 +167,6 @@ def exact_orders(rank, world):
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-
-
-def test_ranks_in_other_orders_are_exact_from_the_first_iteration_on_evaluations_included():
-    run_ranks(2, exact_orders)
 
 
 def refused_orders(rank, world, evaluates):

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardwright.wrapper as ours
 from tests.ranks.models import Block, batches, build, full, loss_of
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks
 
 TORCH = SimpleNamespace(**{**vars(their_policies), **vars(theirs), "FSDP": theirs.FullyShardedDataParallel})
 PAGE = Path(__file__).parents[2] / "docs" / "from-fsdp1.md"
@@ -432,15 +432,12 @@ def compare(one: Any, other: Any, path: str = "") -> None:
         assert one == other, (path, one, other)
 
 
-def with_both(rank: int, world: int, name: str) -> None:
+@pytest.mark.parametrize("name", rows_of_page(), ids=lambda name: re.sub(r"\W+", " ", name).strip())
+@on_ranks(2)
+def test_what_the_page_calls_the_same_is_the_same(rank: int, world: int, name):
     warnings.simplefilter("ignore")
     expected = ROWS[name](TORCH, rank, world)
     compare(expected, ROWS[name](ours, rank, world))
-
-
-@pytest.mark.parametrize("name", rows_of_page(), ids=lambda name: re.sub(r"\W+", " ", name).strip())
-def test_what_the_page_calls_the_same_is_the_same(name):
-    run_ranks(2, with_both, name)
 
 
 def test_every_row_that_is_run_is_on_the_page():

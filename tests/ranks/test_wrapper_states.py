@@ -16,7 +16,7 @@ from shardwright.wrapper import (
     TrainingState,
 )
 from tests.ranks.models import batches, build, full, loss_of
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks, run_ranks
 from tests.ranks.wrapped import nested
 
 
@@ -36,7 +36,8 @@ def same(one, other):
         assert torch.equal(full(one[name]), full(other[name])), name
 
 
-def model_states(rank, world):
+@on_ranks(2, 3)
+def test_full_sharded_and_local_states_go_into_another_model(rank, world):
     model, _ = stepped(rank, world)
     whole = model.state_dict()
     assert {n: t.shape for n, t in whole.items()} == {n: t.shape for n, t in build().state_dict().items()}
@@ -71,12 +72,8 @@ def model_states(rank, world):
     same(tied.state_dict(), build(tied=True).state_dict())
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_full_sharded_and_local_states_go_into_another_model(world):
-    run_ranks(world, model_states)
-
-
-def optimizer_states(rank, world):
+@on_ranks(2)
+def test_optimizer_states_by_name_go_into_another_optimizer_and_a_plain_one(rank, world):
     model, optimizer = stepped(rank, world)
     exact = {}
     for kind in StateDictType:
@@ -110,11 +107,8 @@ def optimizer_states(rank, world):
         FSDP.optim_state_dict(model, torch.optim.Adam(build().parameters()))
 
 
-def test_optimizer_states_by_name_go_into_another_optimizer_and_a_plain_one():
-    run_ranks(2, optimizer_states)
-
-
-def summoned(rank, world):
+@on_ranks(1, 2, 3)
+def test_whole_parameters_for_a_while_with_edits_kept_or_not(rank, world):
     model = nested(build())
     loss_of(model, batches(0, world)[rank]).backward()
     grads = {name: full(p.grad) for name, p in model.named_parameters()}
@@ -150,11 +144,6 @@ def summoned(rank, world):
     ).backward()  # a change after wrapping is seen, and training goes on
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_whole_parameters_for_a_while_with_edits_kept_or_not(world):
-    run_ranks(world, summoned)
-
-
 def saved(rank, world, folder):
     model, optimizer = stepped(rank, world)
     checkpoint.save(folder, model=model, optimizer=optimizer, step=1)
@@ -170,7 +159,8 @@ def test_a_checkpoint_takes_a_wrapped_model_under_its_plain_names(tmp_path):
     run_ranks(2, saved, str(tmp_path / "checkpoint"))
 
 
-def materialised(rank, world):
+@on_ranks(2)
+def test_meta_modules_are_made_ranks_are_made_equal_and_what_is_ignored_is_left(rank, world):
     calls = []
 
     def init(module):
@@ -202,11 +192,8 @@ def materialised(rank, world):
     assert not any(isinstance(param, DTensor) for param in whole.parameters())
 
 
-def test_meta_modules_are_made_ranks_are_made_equal_and_what_is_ignored_is_left():
-    run_ranks(2, materialised)
-
-
-def around_wrappers(rank, world):
+@on_ranks(2)
+def test_a_plain_module_around_wrappers_loads_what_it_saves(rank, world):
     """A plain module with wrappers inside: what it saves it loads, of every kind."""
     torch.manual_seed(0)
     whole = nn.Sequential(FSDP(nn.Linear(5, 3)), nn.Linear(3, 3), nested(build())).state_dict()
@@ -225,7 +212,3 @@ def around_wrappers(rank, world):
             same(again.state_dict(), other.state_dict())
     assert not any(other.load_state_dict(whole))
     same(other.state_dict(), whole)
-
-
-def test_a_plain_module_around_wrappers_loads_what_it_saves():
-    run_ranks(2, around_wrappers)

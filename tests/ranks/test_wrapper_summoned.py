@@ -10,7 +10,7 @@ from shardwright import MixedPrecisionPolicy, fully_shard
 from shardwright.errors import StageError
 from shardwright.wrapper import FSDP, MixedPrecision
 from tests.ranks.models import full
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks
 
 CASES = [
     {"recurse": recurse, "writeback": writeback, "rank0_only": first, "offload_to_cpu": offload}
@@ -55,7 +55,10 @@ def wrapped(flat, half):
     return FSDP(model, **options)
 
 
-def inside(rank, world, flat, half):
+@pytest.mark.parametrize("half", [False, True], ids=["float32", "mixed"])
+@pytest.mark.parametrize("flat", [False, True], ids=["parameters", "flat"])
+@on_ranks(2)
+def test_a_forward_inside_of_summon_full_params_computes_with_what_it_shows(rank, world, flat, half):
     for case in CASES:
         model, alone = wrapped(flat, half), plain()
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -91,12 +94,9 @@ def inside(rank, world, flat, half):
 
 
 @pytest.mark.parametrize("half", [False, True], ids=["float32", "mixed"])
-@pytest.mark.parametrize("flat", [False, True], ids=["parameters", "flat"])
-def test_a_forward_inside_of_summon_full_params_computes_with_what_it_shows(flat, half):
-    run_ranks(2, inside, flat, half)
-
-
-def inside_of_unsharded(rank, world, half, recurse):
+@pytest.mark.parametrize("recurse", [False, True])
+@on_ranks(2)
+def test_a_forward_inside_of_unsharded_computes_with_what_it_shows(rank, world, half, recurse):
     options = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)} if half else {}
     model, alone = plain(), plain()
     fully_shard(model[2], **options)
@@ -123,9 +123,3 @@ def inside_of_unsharded(rank, world, half, recurse):
     assert equal(
         [full(value) for value in model.state_dict().values()], list(alone.state_dict().values()), False
     )
-
-
-@pytest.mark.parametrize("half", [False, True], ids=["float32", "mixed"])
-@pytest.mark.parametrize("recurse", [False, True])
-def test_a_forward_inside_of_unsharded_computes_with_what_it_shows(half, recurse):
-    run_ranks(2, inside_of_unsharded, half, recurse)

@@ -27,11 +27,12 @@ from shardwright.wrapper import (
     wrap,
 )
 from tests.ranks.models import Block, batches, build, full, loss_of, waits
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks
 from tests.ranks.wrapped import beside_ddp, nested
 
 
-def hybrid(rank, world):
+@on_ranks(4)
+def test_a_hybrid_over_two_process_groups_trains_as_ddp(rank, world):
     shard = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     copies = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
     model = nested(build(), process_group=(shard, copies), sharding_strategy=ShardingStrategy.HYBRID_SHARD)
@@ -39,15 +40,12 @@ def hybrid(rank, world):
     beside_ddp(build, model, rank, world, steps=2)
 
 
-def test_a_hybrid_over_two_process_groups_trains_as_ddp():
-    run_ranks(4, hybrid)
-
-
 class Moved(SimpleNamespace):
     """What is looked at of a shard on another device. A class of its own has weak references."""
 
 
-def moved_with_offload(rank, world):
+@on_ranks(2)
+def test_offloaded_parameters_moved_after_wrapping_are_refused_by_name(rank, world):
     model = nested(build(), cpu_offload=CPUOffload(True))
     # No accelerator here: what a group looks at is replaced by what it would see there.
     moved = Moved(device=torch.device("cuda"), _version=0, element_size=lambda: 4)
@@ -60,11 +58,8 @@ def moved_with_offload(rank, world):
     beside_ddp(build, plain.to("cpu"), rank, world, steps=1)
 
 
-def test_offloaded_parameters_moved_after_wrapping_are_refused_by_name():
-    run_ranks(2, moved_with_offload)
-
-
-def accumulates(rank, world):
+@on_ranks(2)
+def test_no_sync_accumulates_and_clipping_gives_the_norm_of_one_process(rank, world):
     model, reference = nested(build()), build()
     with model.no_sync():
         loss_of(model, batches(0, world)[rank]).backward()
@@ -78,11 +73,8 @@ def accumulates(rank, world):
         torch.testing.assert_close(full(param.grad), other.grad, atol=1e-6, rtol=1e-5)
 
 
-def test_no_sync_accumulates_and_clipping_gives_the_norm_of_one_process():
-    run_ranks(2, accumulates)
-
-
-def hooked(rank, world):
+@on_ranks(2)
+def test_a_comm_hook_takes_the_place_of_every_reduce_scatter(rank, world):
     seen = []
 
     def bf16(state, whole, shard):
@@ -104,11 +96,8 @@ def hooked(rank, world):
         copies.register_comm_hook(None, bf16)
 
 
-def test_a_comm_hook_takes_the_place_of_every_reduce_scatter():
-    run_ranks(2, hooked)
-
-
-def policies(rank, world):
+@on_ranks(2)
+def test_policies_wrap_what_torchs_do(rank, world):
     def wrapped(policy, **options):
         model = FSDP(build(), auto_wrap_policy=policy, **options)
         return {name for name, m in model.module.named_modules() if isinstance(m, FSDP)}
@@ -136,10 +125,6 @@ def policies(rank, world):
         MixedPrecision(keep_low_precision_grads=True)
 
 
-def test_policies_wrap_what_torchs_do():
-    run_ranks(2, policies)
-
-
 def train_alone(seed, results):
     def make():
         torch.manual_seed(seed)
@@ -161,7 +146,8 @@ def train_alone(seed, results):
 _building = threading.Lock()  # the random numbers of a process are one stream
 
 
-def two_threads(rank, world):
+@on_ranks(1)
+def test_two_models_in_two_threads_do_not_disturb_each_other(rank, world):
     results = {}
     threads = [threading.Thread(target=train_alone, args=(seed, results)) for seed in (1, 2)]
     for thread in threads:
@@ -171,11 +157,8 @@ def two_threads(rank, world):
     assert results == {1: True, 2: True}
 
 
-def test_two_models_in_two_threads_do_not_disturb_each_other():
-    run_ranks(1, two_threads)
-
-
-def precision(rank, world):
+@on_ranks(2)
+def test_mixed_precision_casts_compute_and_float_buffers_and_saves_full_precision(rank, world):  # P34
     model = build()
     model.register_buffer("extra", torch.ones(3))
     whole = {"long_buffer": torch.arange(3) + 2**24 + 1, "bool_buffer": torch.tensor([True, False])}
@@ -194,17 +177,10 @@ def precision(rank, world):
     assert {p.grad.dtype for p in sharded.parameters()} == {torch.float32}
 
 
-def test_mixed_precision_casts_compute_and_float_buffers_and_saves_full_precision():  # P34
-    run_ranks(2, precision)
-
-
-def copied(rank, world):
+@on_ranks(2)
+def test_a_copy_of_a_wrapped_model_trains_on_its_own(rank, world):
     model = nested(build())
     twin = copy.deepcopy(model)
     loss_of(model, batches(0, world)[rank]).backward()
     assert all(p.grad is None for p in twin.parameters())
     beside_ddp(build, twin, rank, world, steps=1)
-
-
-def test_a_copy_of_a_wrapped_model_trains_on_its_own():
-    run_ranks(2, copied)

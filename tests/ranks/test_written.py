@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from shardwright import CPUOffloadPolicy, OptimizerOffloadPolicy, SchedulePolicy, fully_shard
 from shardwright.errors import InputError, StageError
 from tests.ranks.models import NEEDS_ORDER, full
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks, run_ranks
 
 CHANGED = "modified by an inplace operation"
 
@@ -200,7 +200,8 @@ def test_a_backward_after_a_change_of_weights_raises_where_one_process_does(worl
             assert raises == {"step", "load", "one_in_place", "edited"}
 
 
-def with_mutations(rank, world):
+@on_ranks(2)
+def test_a_mode_that_copies_what_autograd_has_saved_is_refused(rank, world):
     model = model_of(True)
     refused = pytest.raises(StageError, match=r"inside of allow_mutation_on_saved_tensors\(\)")
     with torch.autograd.graph.allow_mutation_on_saved_tensors(), refused:
@@ -208,11 +209,9 @@ def with_mutations(rank, world):
     model(batch(0)).sum().backward()
 
 
-def test_a_mode_that_copies_what_autograd_has_saved_is_refused():
-    run_ranks(2, with_mutations)
-
-
-def moved(rank, world, reshard):
+@pytest.mark.parametrize("reshard", [True, False])
+@on_ranks(2)
+def test_other_memory_for_an_unsharded_parameter_is_refused_by_name(rank, world, reshard):
     """Other memory for an unsharded parameter, inside of a forward: its own copy would be used for ever."""
     for change in (lambda lin: lin.to(torch.float64), lambda lin: setattr(lin.bias, "data", torch.ones(16))):
         model, told = model_of(reshard), 0
@@ -227,11 +226,6 @@ def moved(rank, world, reshard):
         handle.remove()
         fresh = model_of(WHOLE)
         assert torch.equal(model(batch(1)), fresh(batch(1)))
-
-
-@pytest.mark.parametrize("reshard", [True, False])
-def test_other_memory_for_an_unsharded_parameter_is_refused_by_name(reshard):
-    run_ranks(2, moved, reshard)
 
 
 class Codebook(nn.Module):
@@ -250,7 +244,9 @@ class Codebook(nn.Module):
         return self.table(x) * self.decay
 
 
-def edited_inside(rank, world, reshard):
+@pytest.mark.parametrize("reshard", [None, True, False])
+@on_ranks(2)
+def test_what_a_forward_changes_of_its_weights_in_place_is_kept(rank, world, reshard):
     models = ours, whole = Codebook(), Codebook()
     fully_shard(ours.table, reshard_after_forward=reshard)
     fully_shard(ours, reshard_after_forward=reshard)
@@ -267,12 +263,8 @@ def edited_inside(rank, world, reshard):
             assert torch.allclose(full(mine), other, atol=1e-6)
 
 
-@pytest.mark.parametrize("reshard", [None, True, False])
-def test_what_a_forward_changes_of_its_weights_in_place_is_kept(reshard):
-    run_ranks(2, edited_inside, reshard)
-
-
-def with_max_norm(rank, world):
+@on_ranks(1, 2)
+def test_a_table_whose_forward_changes_other_rows_on_each_rank_is_refused(rank, world):
     for table in (nn.Embedding(6, 4, max_norm=0.5), nn.EmbeddingBag(6, 4, max_norm=0.5)):
         if world == 1:
             fully_shard(table)(torch.arange(6).view(2, 3))
@@ -282,12 +274,12 @@ def with_max_norm(rank, world):
                 fully_shard(nn.Sequential(nn.Linear(4, 4), table))
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_table_whose_forward_changes_other_rows_on_each_rank_is_refused(world):
-    run_ranks(world, with_max_norm)
-
-
-def edited_without_a_mark(rank, world, way):
+@pytest.mark.each_case
+@pytest.mark.parametrize(
+    "way", ["smaller world", pytest.param("over all", marks=NEEDS_ORDER), "offloaded", "copies"]
+)
+@on_ranks(4)
+def test_an_edit_without_a_mark_is_seen_after_reshard(rank, world, way):
     """``param.data`` between two microbatches that aren't synchronised; then reshard(), as the docs say."""
     options = {
         "smaller world": {"reshard_after_forward": 2},
@@ -310,11 +302,3 @@ def edited_without_a_mark(rank, world, way):
         assert torch.allclose(*outs, atol=1e-6), factor
         for out in outs:
             out.sum().backward()
-
-
-@pytest.mark.each_case
-@pytest.mark.parametrize(
-    "way", ["smaller world", pytest.param("over all", marks=NEEDS_ORDER), "offloaded", "copies"]
-)
-def test_an_edit_without_a_mark_is_seen_after_reshard(way):
-    run_ranks(4, edited_without_a_mark, way)
